@@ -1,0 +1,107 @@
+# make run   train on real data with K-FAC and AdamW side by side, and write a report
+# make test  run the test suite
+# Each creates .venv if it is missing and brings it up to date when pyproject.toml or the
+# constraints change. PYTHON=python3.12 make ... chooses another interpreter (3.11 or newer).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+PYTHON ?= python3
+VENV := .venv
+OLDEST := .venv-oldest
+BIN := $(VENV)/bin
+# Two workers: JAX uses several threads by itself. PYTEST_ARGS="-x -k factors" make test
+PYTEST_ARGS ?=
+WORKERS ?= 2
+PRESET ?= digits
+
+.PHONY: help run test test-slow test-oldest lint format docs-check bench gpu-check clean
+
+help:
+	@echo "make run          train --preset $(PRESET): K-FAC beside AdamW, checkpoint and report"
+	@echo "make test         the default test suite"
+	@echo "make test-slow    the tests marked slow"
+	@echo "make test-oldest  the interception tests on the oldest jax allowed"
+	@echo "make lint         ruff, pyright, import-linter"
+	@echo "make format       ruff format and the fixes that are safe"
+	@echo "make docs-check   README blocks, docstring examples, notebooks"
+	@echo "make bench        time and bytes of (gradient + factors) / gradient"
+	@echo "make gpu-check    the tests marked gpu, where there is one"
+	@echo "make clean        remove both environments and every cache"
+
+# ---------------------------------------------------------------- environments
+
+# $(call venv,folder): created once, then kept; pip brings it up to date.
+define venv
+@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "jaxkfac needs Python 3.11 or newer and $(PYTHON) is " + sys.version.split()[0] + "; try PYTHON=python3.12 make ...")'
+@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+endef
+
+$(VENV)/.stamp-run: pyproject.toml constraints.txt
+	$(call venv,$(VENV))
+	@echo "installing jaxkfac into $(VENV); the first time takes a few minutes"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[all]"
+	@touch $@
+
+$(VENV)/.stamp-test: pyproject.toml constraints.txt
+	$(call venv,$(VENV))
+	@echo "installing jaxkfac and its tests into $(VENV); the first time takes a few minutes"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[all,test,lint]"
+	@touch $@
+
+$(OLDEST)/.stamp: pyproject.toml constraints-oldest.txt constraints.txt
+	$(call venv,$(OLDEST))
+	@echo "installing the oldest versions allowed into $(OLDEST)"
+	$(OLDEST)/bin/python -m pip install --quiet -c constraints-oldest.txt -e ".[test]"
+	@touch $@
+
+# ---------------------------------------------------------------- the two commands
+
+run: $(VENV)/.stamp-run
+	$(BIN)/jaxkfac train --preset $(PRESET)
+
+test: $(VENV)/.stamp-test
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+# ---------------------------------------------------------------- the rest
+
+# pytest's exit status 5 says that no test is selected: nothing is marked so yet.
+test-slow: $(VENV)/.stamp-test
+	$(BIN)/python -m pytest -m slow -n $(WORKERS) $(PYTEST_ARGS) || test $$? -eq 5
+
+test-oldest: $(OLDEST)/.stamp
+	$(OLDEST)/bin/python -c 'import jax; assert jax.__version__ == "0.10.0", jax.__version__'
+	$(OLDEST)/bin/python -m pytest jaxkfac/interception $(PYTEST_ARGS)
+
+lint: $(VENV)/.stamp-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PATH="$$PWD/$(BIN):$$PATH" $(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(VENV)/.stamp-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs-check: $(VENV)/.stamp-test
+	$(BIN)/python -m pytest tests/readme_test.py tests/docstrings_test.py tests/notebooks_test.py $(PYTEST_ARGS)
+
+bench: $(VENV)/.stamp-run
+	$(BIN)/python benchmarks/factors.py
+
+# GPU_PYTHON=python3 make gpu-check uses an environment that already has jax with CUDA.
+ifdef GPU_PYTHON
+gpu-check:
+else
+GPU_PYTHON = $(BIN)/python
+gpu-check: $(VENV)/.stamp-test
+endif
+	$(GPU_PYTHON) -c 'import jax; b = jax.default_backend(); assert b == "gpu", f"no GPU: jax.default_backend() is {b!r}; install the extra gpu"'
+	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS) || test $$? -eq 5
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .import_linter_cache
+	rm -rf .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,154 @@
+"""Cost of factors: (gradient + all factors) / gradient, in time, compile time and bytes.
+
+Run: python -m benchmarks.factors [--pairs 21] [--json FILE]
+
+Two programs: a dense net (8 layers of 512, 4096 rows) and a scanned, rematted transformer
+(4 blocks, d 256, 1024 tokens). The two compiled programs are timed in interleaved pairs, and
+the ratio is the median over pairs, because machines are noisy and their noise is shared by
+neighbours in time. Bytes come from the compiled program.
+
+The floor, dense: a gradient is 6 n d^2 operations a layer (forward 2, backward 4); A and G
+are 2 n d^2 each, or half of that where only one triangle is computed. So full products cost
+1.67 x the gradient and triangles 1.33 x, before anything else.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+import jaxkfac as jk
+
+
+class DenseNet(nn.Module):
+    """Eight layers of 512."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(7):
+            x = jnp.tanh(nn.Dense(512)(x))
+        return nn.Dense(512)(x)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        d = x.shape[-1]
+        x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x))
+        return x + nn.Dense(d)(nn.gelu(nn.Dense(2 * d)(nn.LayerNorm()(x)))), None
+
+
+class ScannedTransformer(nn.Module):
+    """Four blocks, scanned and rematted, with an embedding and a head."""
+
+    @nn.compact
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x = nn.Embed(256, 256)(ids)
+        stack = nn.scan(
+            nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=4
+        )
+        x, _ = stack()(x, None)
+        return nn.Dense(256)(nn.LayerNorm()(x))
+
+
+def cases() -> dict[str, tuple[Any, Any, Any]]:
+    """``{name: (objective, params, batch)}``."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    x, y = jax.random.normal(keys[0], (4096, 512)), jax.random.randint(keys[1], (4096,), 0, 512)
+    ids = jax.random.randint(keys[2], (8, 128), 0, 256)
+    out = {}
+    for name, model, inputs, targets in (
+        ("dense", DenseNet(), x, y),
+        ("scanned", ScannedTransformer(), ids, jnp.roll(ids, -1, 1)),
+    ):
+        objective = jk.Objective(model.apply, jk.Categorical())
+        out[name] = (objective, model.init(keys[3], inputs), (inputs, targets))
+    return out
+
+
+def compiled(fn: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+    """The compiled function and the seconds it took to trace and compile."""
+    start = time.perf_counter()
+    out = jax.jit(fn).lower(*args).compile()
+    return out, time.perf_counter() - start
+
+
+def seconds(fn: Callable[..., Any], *args: Any) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(fn(*args))
+    return time.perf_counter() - start
+
+
+def traced_seconds(fn: Callable[..., Any], *args: Any) -> float:
+    """Best of five tracings, without compiling."""
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.make_jaxpr(lambda *a: fn(*a))(*args)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def measure(objective: Any, params: Any, batch: Any, pairs: int, fisher: str) -> dict[str, float]:
+    """All figures of one program."""
+    gradient = jax.value_and_grad(objective)
+
+    def both(params: Any, batch: Any) -> Any:
+        stats = jk.value_grad_and_factors(objective, fisher=fisher)
+        return stats(params, batch, jax.random.key(0))
+
+    plain, plain_compile = compiled(gradient, params, batch)
+    full, full_compile = compiled(both, params, batch)
+    factors = jax.eval_shape(both, params, batch).factors
+    factor_bytes = sum(f.size * f.dtype.itemsize for f in jax.tree.leaves(factors))
+    seconds(plain, params, batch), seconds(full, params, batch)
+    times = [(seconds(plain, params, batch), seconds(full, params, batch)) for _ in range(pairs)]
+    before, after = plain.memory_analysis(), full.memory_analysis()
+    return {
+        "gradient_ms": 1e3 * statistics.median(t for t, _ in times),
+        "time_ratio": statistics.median(b / a for a, b in times),
+        "trace_ratio": traced_seconds(both, params, batch)
+        / traced_seconds(gradient, params, batch),
+        "compile_ratio": full_compile / plain_compile,
+        "gradient_temp_mib": before.temp_size_in_bytes / 2**20,
+        "temp_mib": after.temp_size_in_bytes / 2**20,
+        "factors_mib": factor_bytes / 2**20,
+        "temp_over_gradient_plus_factors": after.temp_size_in_bytes
+        / (1.1 * before.temp_size_in_bytes + factor_bytes),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=21, help="interleaved pairs (default 21)")
+    parser.add_argument("--fisher", default="empirical", choices=("empirical", "mc"))
+    parser.add_argument("--json", type=Path, help="write the record here")
+    args = parser.parse_args()
+    record: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "jax": jax.__version__,
+        "device": str(jax.devices()[0]),
+        "machine": platform.machine(),
+        "fisher": args.fisher,
+        "pairs": args.pairs,
+    }
+    for name, case in cases().items():
+        record[name] = measure(*case, args.pairs, args.fisher)
+        print(name, {k: round(v, 3) for k, v in record[name].items()})
+    if args.json:
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

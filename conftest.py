@@ -1,0 +1,63 @@
+"""The test process: two host devices, strict promotion, runtime types, examples without flakes.
+
+What must be set before jax is imported goes into the environment here, at import. A variable
+that the caller has set is left alone; the platform is never forced.
+"""
+
+import os
+import sys
+
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")  # sharding needs a second device
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the thread count changes the last bits
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import hypothesis
+import jax
+import jaxtyping
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")  # a silent bf16 -> f32 is a bug
+
+# Every annotated call inside the library is checked, in this process only. The hook puts itself
+# before pytest's own, which would leave the tests beside the code with bare assertions; pytest's
+# goes first again, and passes on every module that is not a test.
+jaxtyping.install_import_hook("jaxkfac", "beartype.beartype")
+sys.meta_path.sort(key=lambda finder: type(finder).__name__ != "AssertionRewritingHook")
+
+hypothesis.settings.register_profile(
+    "local",
+    deadline=None,  # the first example compiles
+    max_examples=25,
+    suppress_health_check=[
+        hypothesis.HealthCheck.too_slow,
+        hypothesis.HealthCheck.data_too_large,
+        hypothesis.HealthCheck.function_scoped_fixture,  # x64 keeps no state between examples
+    ],
+)
+hypothesis.settings.register_profile(
+    "ci", parent=hypothesis.settings.get_profile("local"), derandomize=True, print_blob=True
+)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture
+def x64():
+    """Float64 for the length of one test; create every array inside it."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _promotion(request: pytest.FixtureRequest):
+    """Standard dtype promotion where a test is marked ``standard_promotion``."""
+    if request.node.get_closest_marker("standard_promotion") is None:
+        yield
+    else:
+        with jax.numpy_dtype_promotion("standard"):
+            yield
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip(f"needs a GPU; jax.default_backend() is {jax.default_backend()!r}")

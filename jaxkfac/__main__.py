@@ -1,0 +1,8 @@
+"""``python -m jaxkfac``."""
+
+import sys
+
+from jaxkfac.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Checkpoints of a run: written whole or not at all, read only by the run they belong to."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxkfac._errors import CheckpointMismatchError
+from jaxkfac.interception._paths import leaves_by_path, with_leaves
+
+PyTree = Any
+_SHOWN = 12
+
+
+class Checkpoint(NamedTuple):
+    """What is stored.
+
+    Attributes:
+        leaves: ``{path: array}`` of the parameters and the optimizer's state.
+        config: The experiment, as plain values.
+        optimizer: ``"kfac"`` or ``"adamw"``.
+        records: What the run has measured so far, as plain values.
+        step: Updates made.
+    """
+
+    leaves: dict[str, np.ndarray]
+    config: dict[str, Any]
+    optimizer: str
+    records: dict[str, Any]
+    step: int
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write ``folder/step``, keeping the newest two; Ctrl-C waits until it is complete."""
+    import orbax.checkpoint as ocp
+
+    target = folder.absolute() / str(checkpoint.step)
+    # Orbax refuses empty arrays; they hold nothing, and the template has them.
+    leaves = {path: leaf for path, leaf in checkpoint.leaves.items() if leaf.size}
+    about = {
+        "config": checkpoint.config,
+        "optimizer": checkpoint.optimizer,
+        "records": checkpoint.records,
+    }
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    with _interrupts_deferred(), _quiet(), ocp.CheckpointManager(target.parent, options=options) as m:
+        if m.latest_step() != checkpoint.step:
+            state, run = ocp.args.StandardSave(leaves), ocp.args.JsonSave(about)
+            m.save(checkpoint.step, args=ocp.args.Composite(state=state, run=run))
+    return target
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint, the newest of a folder of them, or the K-FAC one of an output folder.
+
+    Raises:
+        FileNotFoundError: there is none at ``path``; what is there is said.
+    """
+    import orbax.checkpoint as ocp
+
+    found = find_checkpoint(path)
+    if found is None:
+        held = sorted(p.name for p in path.iterdir()) if path.is_dir() else None
+        content = "does not exist" if held is None else f"holds {', '.join(held) or 'nothing'}"
+        raise FileNotFoundError(
+            f"no checkpoint at {path}, which {content}; expected a folder written by "
+            "`jaxkfac train`, such as runs/digits or runs/digits/kfac/1320"
+        )
+    wanted = ocp.args.Composite(state=ocp.args.StandardRestore(), run=ocp.args.JsonRestore())
+    with _quiet(), ocp.CheckpointManager(found.parent.absolute()) as manager:
+        item = manager.restore(int(found.name), args=wanted)
+    leaves = {path: np.asarray(leaf) for path, leaf in item.state.items()}
+    return Checkpoint(leaves, step=int(found.name), **item.run)
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """The step folder that ``path`` means, or ``None``."""
+    if path.name.isdigit() and (path / "state").is_dir():
+        return path
+    steps = [p for p in path.glob("*") if p.name.isdigit() and (p / "state").is_dir()]
+    if steps:
+        return max(steps, key=lambda p: int(p.name))
+    below = (path / name for name in ("kfac", "adamw"))
+    return next((found for p in below if p.is_dir() and (found := find_checkpoint(p))), None)
+
+
+def flatten_state(params: PyTree, optimizer_state: PyTree) -> dict[str, np.ndarray]:
+    """``{path: array}`` of everything that a run carries from one update to the next."""
+    tree = {"params": params, "optimizer": optimizer_state}
+    return {path: np.asarray(leaf) for path, leaf in leaves_by_path(tree).items()}
+
+
+def restore_state(
+    checkpoint: Checkpoint, params: PyTree, optimizer_state: PyTree, config: dict[str, Any]
+) -> tuple[PyTree, PyTree]:
+    """The stored values in the shape of ``params`` and ``optimizer_state``.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint is of another model or configuration; every
+            path and option that differs is listed.
+    """
+    tree = {"params": params, "optimizer": optimizer_state}
+    expected = leaves_by_path(tree)
+    ignored = {"kfac": "adamw", "adamw": "kfac"}[checkpoint.optimizer]
+    differences = [
+        *_option_differences(checkpoint.config, config, ignored),
+        *_leaf_differences(checkpoint.leaves, expected),
+    ]
+    if differences:
+        shown = differences[:_SHOWN]
+        if len(differences) > _SHOWN:
+            shown.append(f"and {len(differences) - _SHOWN} more")
+        raise CheckpointMismatchError(
+            "the checkpoint was written by another model or configuration:\n  "
+            + "\n  ".join(shown)
+            + "\nresume with the options it was written with, or choose another --output"
+        )
+    stored = {path: jax.numpy.asarray(leaf) for path, leaf in checkpoint.leaves.items()}
+    restored = with_leaves(tree, stored)
+    return restored["params"], restored["optimizer"]
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Delete the step folders in ``folder`` and nothing else."""
+    while (found := find_checkpoint(folder)) is not None:
+        shutil.rmtree(found)
+
+
+def as_config(experiment: Any) -> dict[str, Any]:
+    """A dataclass as plain values, exactly as they come back from JSON."""
+    return json.loads(json.dumps(dataclasses.asdict(experiment)))
+
+
+def _leaf_differences(stored: dict[str, Any], expected: dict[str, Any]) -> Iterator[str]:
+    for path in expected:
+        if expected[path].size and path not in stored:
+            yield f"{path}: not in the checkpoint, expected {expected[path].shape}"
+    for path, leaf in stored.items():
+        if path not in expected:
+            yield f"{path}: {leaf.shape} in the checkpoint, not expected"
+        elif (leaf.shape, leaf.dtype) != (expected[path].shape, expected[path].dtype):
+            was, want = (f"{x.dtype}{list(x.shape)}" for x in (leaf, expected[path]))
+            yield f"{path}: {was} in the checkpoint, expected {want}"
+
+
+def _option_differences(
+    stored: dict[str, Any], wanted: dict[str, Any], ignored: str, prefix: str = ""
+) -> Iterator[str]:
+    for name in sorted(stored.keys() | wanted.keys()):
+        if name == ignored:
+            continue
+        was, want = stored.get(name), wanted.get(name)
+        if isinstance(was, dict) and isinstance(want, dict):
+            yield from _option_differences(was, want, ignored, f"{prefix}{name}.")
+        elif was != want:
+            yield f"option {prefix}{name}: {was} in the checkpoint, {want} requested"
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Hold a Ctrl-C back until the block is left."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed = []
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep orbax's remarks about its own defaults off the terminal."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

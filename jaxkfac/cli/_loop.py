@@ -1,0 +1,195 @@
+"""The training loop: one compiled scan per epoch, measured between epochs.
+
+An epoch is a pure function of the state, the rows and their numbers, so a run that was
+stopped and resumed gives the same bits as one that was not.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from jaxkfac._errors import JaxkfacError
+from jaxkfac.cli._options import Experiment
+from jaxkfac.cli._problem import Problem
+from jaxkfac.data import Digits, epoch_batches, num_batches, shift_batch
+from jaxkfac.report import EpochRecord, RunRecords
+
+PyTree = Any
+
+
+class NonFiniteLossError(JaxkfacError, FloatingPointError):
+    """The loss of a run became NaN or infinite and did not recover."""
+
+
+class TrainState(NamedTuple):
+    """What one epoch hands to the next; ``records`` only grows."""
+
+    params: PyTree
+    optimizer: PyTree
+    step: int
+    records: RunRecords
+
+
+def updates_per_epoch(experiment: Experiment, problem: Problem) -> int:
+    """Updates in one pass over the training data; the incomplete last one is left out."""
+    return num_batches(len(problem.train.labels), experiment.examples_per_update)
+
+
+def total_updates(experiment: Experiment, problem: Problem) -> int:
+    """Updates in the whole run: ``steps``, or whole epochs."""
+    return experiment.steps or experiment.epochs * updates_per_epoch(experiment, problem)
+
+
+def make_epoch(
+    experiment: Experiment, problem: Problem, tx: optax.GradientTransformationExtraArgs, *, factors: bool
+) -> Callable[..., tuple[PyTree, PyTree, Float[Array, " updates"]]]:
+    """``epoch(params, optimizer_state, rows, numbers, train)``, to be compiled.
+
+    ``rows`` ``(updates, micro, batch)`` says which examples, ``numbers``
+    ``(updates, micro)`` seeds their shifts and sampled labels. The losses that come back
+    are means over each update's examples, before the update.
+    """
+    seed = jax.random.key(experiment.seed)
+
+    def micro_step(
+        carry: tuple[PyTree, PyTree], row: tuple[Int[Array, " batch"], Int[Array, ""]], train: Digits
+    ) -> tuple[tuple[PyTree, PyTree], Float[Array, ""]]:
+        params, state = carry
+        indices, number = row
+        shift_key, label_key = jax.random.split(jax.random.fold_in(seed, number))
+        images = shift_batch(shift_key, train.images[indices], experiment.max_shift)
+        batch = (images, train.labels[indices])
+        if factors:
+            loss, grads, statistics = problem.statistics(params, batch, key=label_key)
+            updates, state = tx.update(grads, state, params, factors=statistics)
+        else:
+            loss, grads = jax.value_and_grad(problem.objective)(params, batch)
+            updates, state = tx.update(grads, state, params, terms=len(indices))
+        return (optax.apply_updates(params, updates), state), loss
+
+    def epoch(
+        params: PyTree, state: PyTree, rows: Array, numbers: Array, train: Digits
+    ) -> tuple[PyTree, PyTree, Float[Array, " updates"]]:
+        flat = (rows.reshape(-1, rows.shape[-1]), numbers.reshape(-1))
+        (params, state), losses = jax.lax.scan(
+            lambda carry, row: micro_step(carry, row, train), (params, state), flat
+        )
+        return params, state, losses.reshape(numbers.shape).mean(axis=1)
+
+    return epoch
+
+
+def epoch_rows(
+    experiment: Experiment, problem: Problem, first: int, limit: int
+) -> tuple[Int[np.ndarray, "updates micro batch"], Int[np.ndarray, "updates micro"]]:
+    """The examples of the updates from ``first`` to the end of its epoch, or to ``limit``."""
+    per_epoch, micro = updates_per_epoch(experiment, problem), experiment.gradient_accumulation_steps
+    number, offset = divmod(first, per_epoch)
+    rows = epoch_batches(
+        experiment.seed,
+        number,
+        num_examples=len(problem.train.labels),
+        batch_size=experiment.examples_per_update,
+    )[offset : offset + limit - first]
+    rows = rows.reshape(len(rows), micro, experiment.batch_size)
+    numbers = np.arange(first * micro, (first + len(rows)) * micro, dtype=np.int32)
+    return rows, numbers.reshape(len(rows), micro)
+
+
+def make_evaluation(problem: Problem) -> Callable[[PyTree, Digits], tuple[Array, Array]]:
+    """``evaluate(params, data) -> (mean loss, accuracy)``, compiled."""
+
+    @jax.jit
+    def evaluate(params: PyTree, data: Digits) -> tuple[Array, Array]:
+        logits = problem.apply_fn(params, data.images)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, data.labels)
+        return losses.mean(), jnp.mean(logits.argmax(-1) == data.labels, dtype=jnp.float32)
+
+    return evaluate
+
+
+def skipped_updates(optimizer_state: PyTree) -> int:
+    """Micro-batches and updates that were left out because something was not finite."""
+    leaves = jax.tree_util.tree_leaves_with_path(optimizer_state)
+    return sum(int(leaf) for path, leaf in leaves if getattr(path[-1], "name", "") == "skipped")
+
+
+def train(
+    name: str,
+    experiment: Experiment,
+    problem: Problem,
+    tx: optax.GradientTransformationExtraArgs,
+    state: TrainState,
+    *,
+    each_epoch: Callable[[TrainState], None],
+) -> TrainState:
+    """Run from ``state`` to the end of the experiment.
+
+    ``each_epoch`` sees the state after every epoch. Buffers are not donated: when a Ctrl-C
+    arrives in the middle of an epoch, the state that was handed over last is still there.
+
+    Raises:
+        NonFiniteLossError: naming the first step whose loss was not finite, if the loss
+            has not recovered by the end of its epoch.
+    """
+    total = total_updates(experiment, problem)
+    epoch = make_epoch(experiment, problem, tx, factors=name == "kfac")
+    evaluate, compiled = make_evaluation(problem), {}
+    records = state.records
+    while state.step < total:
+        rows, numbers = epoch_rows(experiment, problem, state.step, total)
+        arguments = (state.params, state.optimizer, jnp.asarray(rows), jnp.asarray(numbers))
+        if rows.shape not in compiled:
+            started = time.perf_counter()
+            compiled[rows.shape] = jax.jit(epoch).lower(*arguments, problem.train).compile()
+            spent = records.compile_seconds + time.perf_counter() - started
+            records = records._replace(compile_seconds=spent)
+        started = time.perf_counter()
+        params, optimizer, losses = compiled[rows.shape](*arguments, problem.train)
+        losses = np.asarray(losses)
+        seconds = time.perf_counter() - started
+        step = state.step + len(rows)
+        train_loss, train_accuracy = (float(x) for x in evaluate(params, problem.train))
+        test_loss, test_accuracy = (float(x) for x in evaluate(params, problem.test))
+        if not (math.isfinite(train_loss) and math.isfinite(losses[-1])):
+            raise NonFiniteLossError(_explain(name, state.step, losses, optimizer, experiment))
+        before = records.epochs[-1].seconds if records.epochs else 0.0
+        measured = EpochRecord(
+            step=step,
+            examples=step * experiment.examples_per_update,
+            seconds=before + seconds,
+            train_loss=train_loss,
+            train_accuracy=train_accuracy,
+            test_loss=test_loss,
+            test_accuracy=test_accuracy,
+        )
+        records = records._replace(
+            losses=[*records.losses, *(float(x) for x in losses)],
+            epochs=[*records.epochs, measured],
+            skipped=skipped_updates(optimizer),
+        )
+        state = TrainState(params, optimizer, step, records)
+        each_epoch(state)
+    return state
+
+
+def _explain(
+    name: str, first: int, losses: np.ndarray, optimizer: PyTree, experiment: Experiment
+) -> str:
+    bad = np.flatnonzero(~np.isfinite(losses))
+    step = first + int(bad[0]) if len(bad) else first + len(losses)
+    value = losses[bad[0]] if len(bad) else "not finite on the whole training set"
+    rate = getattr(experiment, name).learning_rate
+    return (
+        f"the loss of {name} is {value} at step {step} and did not recover; "
+        f"{skipped_updates(optimizer)} non-finite micro-batches or updates were skipped. "
+        f"The last checkpoint is from before. Try --{name}.learning-rate {rate / 3:.2g}"
+        + (f" or --kfac.damping {experiment.kfac.damping * 10:.2g}" if name == "kfac" else "")
+    )

@@ -1,0 +1,92 @@
+"""Commands: parse, call, and turn errors into one line that says what to do."""
+
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+_EXTRA_OF = {
+    "tyro": "cli",
+    "rich": "cli",
+    "orbax": "cli",
+    "matplotlib": "cli",
+}
+
+_DESCRIPTION = """Curvature and K-FAC for JAX training scripts.
+
+Start with `jaxkfac train --preset digits`, then open runs/digits/report.html;
+`jaxkfac analyze runs/digits` shows the spectra of the factors in its checkpoint.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Words after the program's name; by default those of this process.
+
+    Returns:
+        The exit code: 0, 2 for an error that was explained, 130 after Ctrl-C.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words in (["--version"], ["-V"]):
+        print(f"jaxkfac {_version()}")
+        return 0
+    try:
+        return _dispatch(words)
+    except ModuleNotFoundError as error:
+        extra = _EXTRA_OF.get((error.name or "").split(".")[0])
+        if extra is None or "--debug" in words:
+            raise
+        return _fail(f'{error.name} is not installed: pip install "jaxkfac[{extra}]"')
+
+
+def _dispatch(words: list[str]) -> int:
+    import tyro
+
+    from jaxkfac._errors import JaxkfacError
+    from jaxkfac.cli._options import AnalyzeArguments, TrainArguments
+
+    commands = (
+        Annotated[TrainArguments, tyro.conf.subcommand("train", prefix_name=False)]
+        | Annotated[AnalyzeArguments, tyro.conf.subcommand("analyze", prefix_name=False)]
+    )
+    try:
+        arguments = tyro.cli(
+            commands,
+            prog="jaxkfac",
+            description=_DESCRIPTION,
+            args=words or ["--help"],
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+        if isinstance(arguments, TrainArguments):
+            from jaxkfac.cli._train import run_train, say_interrupted
+
+            try:
+                run_train(arguments)
+            except KeyboardInterrupt:
+                say_interrupted(words)
+                raise
+        else:
+            from jaxkfac.cli._analyze import run_analyze
+
+            run_analyze(arguments)
+    except KeyboardInterrupt:
+        return 130
+    except (JaxkfacError, ValueError, FileNotFoundError) as error:
+        if "--debug" in words:
+            raise
+        return _fail(str(error))
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"jaxkfac: {message}", file=sys.stderr)
+    return 2
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("jaxkfac")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,165 @@
+"""What the commands accept. Nothing heavy is imported here, so that help is quick."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+Fisher = Literal["empirical", "mc"]
+Optimizer = Literal["kfac", "adamw"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """The vision transformer (16 patches of 2 x 2 pixels)."""
+
+    width: int = 48
+    """Size of the stream; a multiple of the number of heads."""
+    depth: int = 2
+    """Number of scanned, rematted blocks."""
+    num_heads: int = 4
+    """Attention heads."""
+    hidden: int = 96
+    """Hidden size of each block's two dense layers."""
+    patch_size: int = 2
+    """Height and width of a patch, pixels."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KfacOptions:
+    """K-FAC. The learning rate warms up, then falls along a cosine to zero."""
+
+    learning_rate: float = 0.03
+    """Largest learning rate."""
+    warmup: float = 0.1
+    """Part of the updates in which the learning rate rises."""
+    damping: float = 1e-3
+    """Added to each product of eigenvalues, in units of the squared gradient."""
+    decay: float = 0.95
+    """Of the running average of the factors, per update."""
+    refresh_every: int = 10
+    """Updates between two eigendecompositions."""
+    momentum: float = 0.9
+    """Of the preconditioned gradient."""
+    norm_constraint: float | None = 1e-2
+    """Bound on a step's squared length in the Fisher metric."""
+    weight_decay: float = 1e-2
+    """Decoupled weight decay."""
+    max_condition: float = 1e6
+    """Eigenvalues below the largest divided by this are raised to it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamwOptions:
+    """AdamW, the comparison, with the same shape of schedule."""
+
+    learning_rate: float = 5e-3
+    """Largest learning rate."""
+    warmup: float = 0.1
+    """Part of the updates in which the learning rate rises."""
+    b2: float = 0.99
+    """Decay of the average of squared gradients."""
+    weight_decay: float = 1e-2
+    """Decoupled weight decay."""
+    clip_norm: float = 1.0
+    """Gradients longer than this are scaled down to it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Everything that decides the result of a run; stored in its checkpoints."""
+
+    seed: int = 0
+    """Of the split, the initial parameters, the order, the shifts and the sampled labels."""
+    epochs: int = 60
+    """Passes over the training data."""
+    steps: int | None = None
+    """Parameter updates, instead of whole epochs."""
+    batch_size: int = 32
+    """Examples per micro-batch."""
+    gradient_accumulation_steps: int = 2
+    """Micro-batches per update; gradients and factor statistics are pooled."""
+    max_shift: int = 1
+    """Each training image is moved by up to this many pixels both ways."""
+    fisher: Fisher = "mc"
+    """Labels of the factors: sampled from the model, or the given ones."""
+    model: ModelOptions = ModelOptions()
+    kfac: KfacOptions = KfacOptions()
+    adamw: AdamwOptions = AdamwOptions()
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "steps", "batch_size", "gradient_accumulation_steps"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        for name in ("seed", "max_shift"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        for part in (self.kfac, self.adamw):
+            if not 0 <= part.warmup < 1:
+                raise ValueError(f"warmup must lie in [0, 1), not {part.warmup}")
+
+    @property
+    def examples_per_update(self) -> int:
+        return self.batch_size * self.gradient_accumulation_steps
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainArguments:
+    """Train on real data with K-FAC, and the same model with AdamW beside it.
+
+    Both optimizers see the same examples in the same order. The output folder receives
+    report.html (curves, spectra, coverage), metrics.json and a checkpoint of each run.
+    Ctrl-C keeps the last finished epoch; --resume continues as if nothing had happened.
+
+    For example, K-FAC alone with more damping:
+    `jaxkfac train --optimizer kfac --kfac.damping 3e-3 --output runs/damped`
+    """
+
+    experiment: Annotated[Experiment, tyro.conf.arg(name="")] = Experiment()
+    preset: Literal["digits"] = "digits"
+    """Data and model: handwritten digits, a small vision transformer."""
+    optimizer: Literal["kfac", "adamw", "both"] = "both"
+    """What to train with."""
+    output: Path = Path("runs/digits")
+    """Folder for checkpoints, metrics.json and report.html."""
+    resume: bool = False
+    """Continue from the checkpoints in the output folder."""
+    overwrite: bool = False
+    """Start over although the output folder holds checkpoints; they are removed."""
+    checkpoint_every: int = 10
+    """Epochs between two checkpoints; the last epoch is always kept."""
+    json: bool = False
+    """Print the summary as JSON instead of a table."""
+    debug: bool = False
+    """Show the full traceback of an error."""
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_every < 1:
+            raise ValueError(f"checkpoint_every must be at least 1, not {self.checkpoint_every}")
+        if self.resume and self.overwrite:
+            raise ValueError("--resume continues and --overwrite starts over: give one of them")
+
+
+@dataclasses.dataclass(frozen=True)
+class AnalyzeArguments:
+    """Decompose the factor averages stored in a checkpoint and show their spectra.
+
+    For each layer's A (inputs) and G (output gradients): the largest eigenvalue, the
+    condition number before and after clipping, and the effective rank, exp(entropy) of
+    the normalised eigenvalues.
+
+    For example, clipped harder, as a page:
+    `jaxkfac analyze runs/digits --max-condition 1e4 --report spectra.html`
+    """
+
+    checkpoint: tyro.conf.Positional[Path]
+    """A checkpoint, a folder of checkpoints (the newest counts), or a run's output folder."""
+    max_condition: float | None = None
+    """Clip at this condition number; by default the one the run was trained with."""
+    report: Path | None = None
+    """Write the table and the figure of all spectra to this HTML file."""
+    json: bool = False
+    """Print every eigenvalue and the summary as JSON instead of a table."""
+    debug: bool = False
+    """Show the full traceback of an error."""

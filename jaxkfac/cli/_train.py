@@ -1,0 +1,188 @@
+"""`jaxkfac train`: both optimizers on the same examples, checkpoints, report."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+import jaxkfac as jk
+from jaxkfac.cli._checkpoint import (
+    Checkpoint,
+    as_config,
+    find_checkpoint,
+    flatten_state,
+    load_checkpoint,
+    remove_checkpoints,
+    restore_state,
+    save_checkpoint,
+)
+from jaxkfac.cli._loop import TrainState, total_updates, train, updates_per_epoch
+from jaxkfac.cli._options import Experiment, Optimizer, TrainArguments
+from jaxkfac.cli._problem import Problem, build_optimizer, digits_problem, find_layers
+from jaxkfac.cli._progress import progress
+from jaxkfac.interception._paths import leaves_by_path
+from jaxkfac.optim import KfacState
+from jaxkfac.report import (
+    RunRecords,
+    SpectrumRecord,
+    coverage_rows,
+    report_page,
+    runs_table,
+    spectrum_records,
+    versions,
+)
+
+PyTree = Any
+
+
+def run_train(arguments: TrainArguments) -> None:
+    """Train, write what the run has to show, and print the summary."""
+    experiment, output = arguments.experiment, arguments.output
+    names: tuple[Optimizer, ...] = (
+        ("kfac", "adamw") if arguments.optimizer == "both" else (arguments.optimizer,)
+    )
+    _check_output(arguments, names)
+    problem = digits_problem(experiment)
+    finals = {name: train_one(name, problem, arguments) for name in names}
+    runs = {name: state.records for name, state in finals.items()}
+    spectra = spectra_of(finals["kfac"].optimizer, experiment) if "kfac" in finals else []
+    summary = _write_results(output, experiment, problem, runs, spectra)
+    if arguments.json:
+        print(json.dumps(summary))
+        return
+    console = Console()
+    console.print(runs_table(runs))
+    console.print(f"report: {output / 'report.html'}", soft_wrap=True, highlight=False)
+
+
+def train_one(name: Optimizer, problem: Problem, arguments: TrainArguments) -> TrainState:
+    """One optimizer from its checkpoint, or from the start, to the end.
+
+    A Ctrl-C writes a checkpoint of the last finished epoch before it goes on its way.
+    """
+    experiment, folder = arguments.experiment, arguments.output / name
+    total, config = total_updates(experiment, problem), as_config(experiment)
+    tx = build_optimizer(name, experiment, problem, total)
+    state = TrainState(problem.params, tx.init(problem.params), 0, RunRecords([], []))
+    if arguments.resume and find_checkpoint(folder):
+        stored = load_checkpoint(folder)
+        params, optimizer = restore_state(stored, state.params, state.optimizer, config)
+        state = TrainState(params, optimizer, stored.step, RunRecords.from_plain(stored.records))
+    every = arguments.checkpoint_every * updates_per_epoch(experiment, problem)
+
+    def save(state: TrainState) -> None:
+        leaves = flatten_state(state.params, state.optimizer)
+        records = state.records.to_plain()
+        save_checkpoint(folder, Checkpoint(leaves, config, name, records, state.step))
+
+    latest = [state]
+    with progress(name, total, start=state.step) as advance:
+
+        def each_epoch(state: TrainState) -> None:
+            latest[0] = state
+            last = state.records.epochs[-1]
+            advance(state.step, f"loss {last.train_loss:.4f}  test {last.test_accuracy:.2%}")
+            if state.step % every == 0 or state.step == total:
+                save(state)
+
+        try:
+            return train(name, experiment, problem, tx, state, each_epoch=each_epoch)
+        except KeyboardInterrupt:
+            save(latest[0])
+            raise
+
+
+def factor_average(optimizer_state: PyTree) -> Any:
+    """The running average of the factors inside an optimizer's state, or ``None``."""
+    states = jax.tree.leaves(optimizer_state, is_leaf=lambda x: isinstance(x, KfacState))
+    return next((s.average for s in states if isinstance(s, KfacState)), None)
+
+
+def spectra_of(
+    optimizer_state: PyTree, experiment: Experiment, max_condition: float | None = None
+) -> list[SpectrumRecord]:
+    """Spectra of the factor average, clipped as in the run or at ``max_condition``."""
+    bases = jk.eigendecompose(
+        factor_average(optimizer_state),
+        max_condition=experiment.kfac.max_condition if max_condition is None else max_condition,
+        placement="host",
+        vectors=False,
+    )
+    return spectrum_records(bases)
+
+
+def resume_command(argv: list[str]) -> str:
+    """The command that continues a run that was started with ``argv``."""
+    kept = [word for word in argv if word not in ("--overwrite", "--resume")]
+    return " ".join(["jaxkfac", *kept, "--resume"])
+
+
+def _check_output(arguments: TrainArguments, names: tuple[Optimizer, ...]) -> None:
+    for folder in (arguments.output / name for name in names):
+        found = find_checkpoint(folder)
+        if found is None or arguments.resume:
+            continue
+        if not arguments.overwrite:
+            raise ValueError(
+                f"{arguments.output} already holds a run ({found}): continue it with --resume, "
+                "replace it with --overwrite, or choose another --output"
+            )
+        remove_checkpoints(folder)
+
+
+def _write_results(
+    output: Path,
+    experiment: Experiment,
+    problem: Problem,
+    runs: dict[Optimizer, RunRecords],
+    spectra: list[SpectrumRecord],
+) -> dict[str, Any]:
+    sizes = {path: int(np.size(leaf)) for path, leaf in leaves_by_path(problem.params).items()}
+    coverage = coverage_rows(find_layers(problem), sizes)
+    config = as_config(experiment)
+    metrics = {
+        "config": config,
+        "versions": versions(),
+        "runs": {name: run.to_plain() for name, run in runs.items()},
+        "spectra": [record._asdict() for record in spectra],
+        "coverage": [row._asdict() for row in coverage],
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    _write(output / "metrics.json", json.dumps(metrics, indent=1, allow_nan=False))
+    page = report_page(
+        title="A vision transformer on handwritten digits",
+        lead=f"{sum(sizes.values()):,} parameters, {len(problem.train.labels)} training and "
+        f"{len(problem.test.labels)} held-out images of 8 × 8 pixels.",
+        runs=runs,
+        spectra=spectra,
+        coverage=coverage,
+        config=config,
+        versions=metrics["versions"],
+    )
+    _write(output / "report.html", page)
+    finals = {name: run.epochs[-1]._asdict() for name, run in runs.items()}
+    for name, run in runs.items():
+        finals[name] |= {"compile_seconds": run.compile_seconds, "skipped": run.skipped}
+    return {
+        "seed": experiment.seed,
+        "final": finals,
+        "report": str(output / "report.html"),
+        "metrics": str(output / "metrics.json"),
+        "checkpoints": {name: str(find_checkpoint(output / name)) for name in runs},
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    partial = path.with_suffix(path.suffix + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def say_interrupted(argv: list[str]) -> None:
+    """Say on standard error how to go on after a Ctrl-C."""
+    print(f"\ninterrupted; continue with: {resume_command(argv)}", file=sys.stderr)

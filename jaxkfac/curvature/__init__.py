@@ -1,0 +1,33 @@
+"""Factors to eigenbases, and what is done with them."""
+
+from jaxkfac.curvature._apply import (
+    Missing,
+    apply_power,
+    fisher_vector_product,
+    natural_gradient,
+)
+from jaxkfac.curvature._coverage import covered_indices
+from jaxkfac.curvature._eigenbases import (
+    DiagonalEigenbasis,
+    Eigenbases,
+    KroneckerEigenbasis,
+    identity_bases,
+)
+from jaxkfac.curvature._eigendecompose import eigendecompose
+from jaxkfac.curvature._placement import Placement
+from jaxkfac.curvature._reconstruct import reconstruct
+
+__all__ = [
+    "DiagonalEigenbasis",
+    "Eigenbases",
+    "KroneckerEigenbasis",
+    "Missing",
+    "Placement",
+    "apply_power",
+    "covered_indices",
+    "eigendecompose",
+    "fisher_vector_product",
+    "identity_bases",
+    "natural_gradient",
+    "reconstruct",
+]

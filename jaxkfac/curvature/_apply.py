@@ -1,0 +1,243 @@
+"""Powers of the Kronecker curvature applied to parameter trees."""
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest
+from jaxkfac.curvature._coverage import (
+    Owner,
+    covered_indices,
+    is_differentiable,
+    owners,
+    uncovered_mask,
+)
+from jaxkfac.curvature._eigenbases import DiagonalEigenbasis, Eigenbases, KroneckerEigenbasis
+from jaxkfac.interception._layer import Layer, ParameterMatrix
+from jaxkfac.interception._paths import leaves_by_path, with_leaves
+from jaxkfac.linalg import (
+    Damping,
+    DampingMode,
+    check_damping,
+    diagonal_power,
+    kronecker_power,
+    scale_in_eigenbasis,
+)
+
+PyTree = Any
+Missing = Literal["raise", "identity", "zero"]
+
+
+class _Power(NamedTuple):
+    exponent: float
+    damping: Damping
+    mode: DampingMode
+
+
+def apply_power(
+    tree: PyTree,
+    bases: Eigenbases,
+    power: float = -1.0,
+    damping: Damping = 0.0,
+    damping_mode: DampingMode = "exact",
+    missing: Missing = "raise",
+) -> PyTree:
+    r"""Apply $(F + \delta)^p$ to a tree shaped like the parameters, block by block.
+
+    A layer's block is $F = A \otimes G$ on its matrix $W$, with the bias as the last row
+    where it is joint. Eigenvalues are clipped for negative powers and raw for positive
+    ones (a negative rounding error counts as 0). With $V = Q_A^\top W Q_G$ and
+    $\lambda_{ij}$ the damped eigenvalues,
+
+    $$ (F + \delta)^p\, W = Q_A \bigl(\lambda^p \odot V\bigr) Q_G^\top . $$
+
+    A damped eigenvalue of 0 gives 0 at every power, so undamped negative powers are powers
+    of the pseudo-inverse. With ``bias="separate"`` the bias's block is $G$. Scales and lone
+    biases divide by (the power of) their damped diagonal.
+
+    Args:
+        tree: A gradient, or any tree with the parameters' paths and shapes.
+        bases: From :func:`eigendecompose`.
+        power: $p$, static.
+        damping: $\delta \ge 0$, in units of the squared gradient, or a pair
+            ``(damping_a, damping_g)`` in the units of each factor; may be traced.
+        damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``, see
+            :func:`jaxkfac.linalg.kronecker_power`. A pair is added per factor, always.
+            Blocks of one factor (diagonals, separate biases) have one form.
+        missing: What to do with parameters, or slices of them, that no layer covers:
+            ``"raise"``, ``"identity"`` keeps them, ``"zero"`` zeroes them. Other than
+            with ``"raise"``, layers whose parameters ``tree`` lacks (``optax.masked``) are
+            passed over; a missing half of a weight and its joint bias counts as 0.
+
+    Returns:
+        A tree like ``tree``, leaf for leaf in shape and dtype; the arithmetic runs in the
+        factors' dtype. Leaves without a gradient (integers, keys, float0) pass unchanged.
+
+    Raises:
+        UncoveredParameterError: naming the uncovered paths, with ``missing="raise"``.
+        UnknownLayerError: a layer's parameter is not in ``tree``, with ``missing="raise"``.
+        ValueError: negative damping, an unknown option, or bases without vectors.
+
+    Memory:
+        Two matrices of the largest layer beyond the result.
+
+    Example:
+        >>> step = apply_power(grads, bases, power=-1.0, damping=1e-3)   # doctest: +SKIP
+        >>> half = apply_power(noise, bases, power=-0.5, damping=1e-3)   # doctest: +SKIP
+
+    References:
+        Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate
+        curvature, 2015.
+    """
+    check_damping(damping, damping_mode)
+    check_missing(missing)
+    leaves = leaves_by_path(tree)
+    if missing == "raise":
+        _check_covered(leaves, bases)
+    written = _background(leaves, bases, missing)
+    parts = _Power(power, damping, damping_mode)
+    for owner in owners(bases.layers):
+        basis = bases.basis(owner.layer)
+        if isinstance(basis, DiagonalEigenbasis):
+            _scale_diagonal(leaves, written, owner.layer, basis, parts)
+        else:
+            joint = bases.wants_ones(owner.layer)
+            _scale_kronecker(leaves, written, owner, basis, parts, joint=joint)
+    return with_leaves(tree, written)
+
+
+def check_missing(missing: str) -> None:
+    """Refuse an unknown way to treat parameters that no layer covers."""
+    if missing not in get_args(Missing):
+        raise ValueError(f"missing must be one of {get_args(Missing)}, got {missing!r}")
+
+
+def natural_gradient(
+    grads: PyTree,
+    bases: Eigenbases,
+    *,
+    damping: Damping,
+    damping_mode: DampingMode = "exact",
+    missing: Missing = "raise",
+) -> PyTree:
+    r"""$(F + \delta)^{-1} \nabla$: :func:`apply_power` with power -1 and clipped values.
+
+    For a kernel ``(in, out)`` this is $A^{-1} \nabla G^{-1}$. The arguments are those of
+    :func:`apply_power`; damping has no default here, because it is a choice.
+
+    Example:
+        >>> natural_gradient(grads, bases, damping=1e-3)                # doctest: +SKIP
+    """
+    return apply_power(grads, bases, -1.0, damping, damping_mode, missing)
+
+
+def fisher_vector_product(tree: PyTree, bases: Eigenbases, *, missing: Missing = "raise") -> PyTree:
+    r"""$F v$: :func:`apply_power` with power +1, raw eigenvalues and no damping.
+
+    Example:
+        >>> fisher_vector_product(v, bases)                             # doctest: +SKIP
+    """
+    return apply_power(tree, bases, 1.0, missing=missing)
+
+
+def _check_covered(leaves: dict[str, Array], bases: Eigenbases) -> None:
+    indices = covered_indices(bases.layers)
+    absent = [path for path in indices if path not in leaves]
+    if absent:
+        raise UnknownLayerError(
+            f"the tree has no leaf {absent[0]!r}, which the bases cover; the nearest paths are "
+            f"{nearest(absent[0], leaves)}. Pass missing='identity' or 'zero' to pass it over"
+        )
+    uncovered = [
+        path
+        for path, leaf in leaves.items()
+        if is_differentiable(leaf)
+        and (path not in indices or uncovered_mask(leaf.shape, indices[path]).any())
+    ]
+    if uncovered:
+        raise UncoveredParameterError(
+            f"no layer covers all of {', '.join(map(repr, uncovered))}; pass missing='identity' "
+            "to keep these leaves as they are, or missing='zero' to zero them"
+        )
+
+
+def _background(leaves: dict[str, Array], bases: Eigenbases, missing: Missing) -> dict[str, Array]:
+    """What the layers are written over: zeros or the leaves themselves where none writes."""
+    if missing != "zero":
+        return dict(leaves)
+    return {
+        path: jnp.zeros_like(leaf) if is_differentiable(leaf) else leaf
+        for path, leaf in leaves.items()
+    }
+
+
+def _scale_diagonal(
+    leaves: dict[str, Array],
+    written: dict[str, Array],
+    layer: Layer,
+    basis: DiagonalEigenbasis,
+    power: _Power,
+) -> None:
+    path, index = layer.weight.path, layer.weight.index
+    if path not in leaves:
+        return
+    values = basis.raw_diagonal if power.exponent > 0 else basis.diagonal
+    if values.shape == leaves[path].shape:  # else it is shaped like the slice already
+        values = values[index]
+    part = leaves[path][index]
+    scale = diagonal_power(values.reshape(part.shape), power=power.exponent, damping=power.damping)
+    new = (scale * part.astype(scale.dtype)).astype(part.dtype)
+    written[path] = written[path].at[index].set(new) if index else new
+
+
+def _scale_kronecker(
+    leaves: dict[str, Array],
+    written: dict[str, Array],
+    owner: Owner,
+    basis: KroneckerEigenbasis,
+    power: _Power,
+    *,
+    joint: bool,
+) -> None:
+    layer = owner.layer
+    _check_vectors(layer, basis)
+    raw = power.exponent > 0
+    a = basis.a_raw_values if raw else basis.a_values
+    g = basis.g_raw_values if raw else basis.g_values
+    weight = layer.weight if layer.weight.path in leaves else None
+    bias = layer.bias if layer.bias is not None and layer.bias.path in leaves else None
+    if weight is None and bias is None:
+        return
+    shape = (*layer.stack, layer.in_features, layer.out_features)
+    kernel = _read(weight, leaves, shape, a.dtype)
+    row = _read(bias, leaves, (*layer.stack, 1, layer.out_features), a.dtype)
+    if joint:
+        kernel = jnp.concatenate([kernel, row], axis=-2)
+    if joint or owner.writes_weight:
+        scale = kronecker_power(a, g, power=power.exponent, damping=power.damping, mode=power.mode)
+        kernel = scale_in_eigenbasis(kernel, scale, basis.a_vectors, basis.g_vectors)
+    if joint:
+        kernel, row = kernel[..., :-1, :], kernel[..., -1:, :]
+    elif owner.writes_bias:  # the bias's block is G
+        scale = diagonal_power(g, power=power.exponent, damping=power.damping)
+        row = scale_in_eigenbasis(row, scale[..., None, :], None, basis.g_vectors)
+    if weight is not None and owner.writes_weight:
+        written[weight.path] = weight.write(written[weight.path], kernel)
+    if bias is not None and owner.writes_bias:
+        written[bias.path] = bias.write(written[bias.path], row)
+
+
+def _read(
+    matrix: ParameterMatrix | None, leaves: dict[str, Array], shape: tuple[int, ...], dtype: Any
+) -> Array:
+    if matrix is None:
+        return jnp.zeros(shape, dtype)
+    return matrix.read(leaves[matrix.path]).reshape(shape).astype(dtype)
+
+
+def _check_vectors(layer: Layer, basis: KroneckerEigenbasis) -> None:
+    if (layer.a_dense and basis.a_vectors is None) or (layer.g_dense and basis.g_vectors is None):
+        raise ValueError(
+            f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with vectors=True"
+        )

@@ -1,0 +1,189 @@
+"""Factors to eigenbases."""
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxkfac.curvature._eigenbases import Eigenbases
+from jaxkfac.curvature._placement import (
+    Placement,
+    check_placement,
+    home_of,
+    is_on_host,
+    is_traced,
+    matrices_that_fit,
+    send_home,
+)
+from jaxkfac.factors._factors import DiagonalFactor, Factors
+from jaxkfac.linalg import Spectrum, check_clipping, eigh_checked, eigh_on_host
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """A matrix to decompose, the table and key it goes to, and its name in errors."""
+
+    table: str
+    key: str
+    name: str
+    matrix: Array
+
+
+def eigendecompose(
+    factors: Factors,
+    *,
+    max_condition: float = 1e6,
+    floor: float = 0.0,
+    placement: Placement = "auto",
+    vectors: bool = True,
+) -> Eigenbases:
+    r"""Eigendecompose every factor of a model, each distinct one once.
+
+    Layers that read the same input share one decomposition of A. Where some of them have a
+    joint bias and others none, the A without its ones row and column is decomposed as well,
+    because its eigenvectors are others.
+
+    On the device there is one batched call for each distinct size, over stacks and layers.
+    On the host there is one call for each factor, so that the peak is that of one layer.
+
+    Args:
+        factors: Sums and counts; their means are decomposed.
+        max_condition: $\kappa \ge 1$: values read as at least $\lambda_{\max}/\kappa$.
+        floor: Values read as at least this, in the factor's own units.
+        placement: ``"device"``: where the factors live. ``"host"``: in host memory; results
+            return to where the factors live. ``"auto"``: ``"device"`` inside a trace and on
+            the CPU; on an accelerator, on the device in batches whose workspace of
+            ``3 n**2`` elements fits in half of the free memory, and on the host where one
+            alone does not. No factor is left out.
+        vectors: ``False`` keeps the values only, for spectra and capacity.
+
+    Returns:
+        The bases, in the factors' dtype. Raw values are stored; clipping is on read.
+
+    Raises:
+        ValueError: ``max_condition < 1``, ``floor < 0``, an unknown ``placement``, or
+            ``"host"`` inside a trace.
+        NonFiniteFactorError: naming the layer; outside a trace with ``"auto"`` and
+            ``"host"``, after a retry on the host in the factor's dtype and in float64.
+            Inside a trace and with ``"device"`` nothing raises: the values of that factor
+            are NaN, and ``bases.is_finite()`` says so.
+
+    Memory:
+        The results (``n**2 + n`` elements for each factor of size ``n``), one batch of
+        inputs, and the workspace.
+
+    Example:
+        >>> bases = eigendecompose(factors)                    # doctest: +SKIP
+        >>> bases["blocks/mlp/up/kernel"].a_values.shape       # doctest: +SKIP
+        (12, 257)
+
+    References:
+        Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate
+        curvature, 2015.
+    """
+    check_clipping(max_condition, floor)
+    check_placement(placement)
+    blocks, tables = _split(factors)
+    if placement == "host" and any(is_traced(block.matrix) for block in blocks):
+        raise ValueError(
+            "placement='host' needs concrete factors, and these are traced; inside jit use "
+            "'auto' or 'device', or call eigendecompose outside"
+        )
+    for block, spectrum in _decompose(blocks, placement, vectors):
+        tables[block.table][block.key] = spectrum
+    return Eigenbases(
+        **tables,
+        layers=factors.layers,
+        bias=factors.bias,
+        max_condition=max_condition,
+        floor=floor,
+    )
+
+
+def _split(factors: Factors) -> tuple[list[_Block], dict[str, dict[str, Any]]]:
+    """The dense blocks to decompose, and the tables with the diagonal ones in place."""
+    blocks: list[_Block] = []
+    tables: dict[str, dict[str, Any]] = {"a": {}, "a_without_ones": {}, "g": {}, "diagonals": {}}
+    seen = set()
+    for layer in factors.layers:
+        means = factors[layer.name]
+        if isinstance(means, DiagonalFactor):
+            tables["diagonals"][layer.name] = means.diagonal
+            continue
+        mixed = factors.has_ones(layer.input) and not factors.wants_ones(layer)
+        a_place = ("a_without_ones" if mixed else "a", layer.input)
+        for (table, key), mean, dense in (
+            (a_place, means.a, layer.a_dense),
+            (("g", layer.name), means.g, layer.g_dense),
+        ):
+            if (table, key) in seen:
+                continue
+            seen.add((table, key))
+            if dense:
+                side = "G" if table == "g" else "A"
+                blocks.append(_Block(table, key, f"{side} of layer {layer.name!r}", mean))
+            else:
+                tables[table][key] = Spectrum(mean, None)
+    return blocks, tables
+
+
+def _decompose(
+    blocks: list[_Block], placement: Placement, vectors: bool
+) -> list[tuple[_Block, Spectrum]]:
+    if placement == "host":
+        return [(block, _on_host(block, vectors)) for block in blocks]
+    groups: dict[Any, list[_Block]] = defaultdict(list)
+    for block in blocks:
+        matrix = block.matrix
+        where = None if is_traced(matrix) else matrix.sharding.device_set
+        groups[matrix.shape[-1], matrix.dtype, frozenset(where or ())].append(block)
+    results = []
+    for (n, dtype, _), members in groups.items():
+        first = members[0].matrix
+        checked = placement == "auto" and not is_traced(first)
+        limit = matrices_that_fit(n, dtype, home_of(first)) if checked else None
+        if checked and (limit == 0 or is_on_host(first)):
+            results += [(block, _on_host(block, vectors)) for block in members]
+            continue
+        for block, spectrum in _batched(members, limit, vectors):
+            if checked and not np.isfinite(np.asarray(spectrum.values)).all():
+                spectrum = _on_host(block, vectors)
+            results.append((block, spectrum))
+    return results
+
+
+def _batched(
+    members: list[_Block], limit: int | None, vectors: bool
+) -> list[tuple[_Block, Spectrum]]:
+    """One call for all matrices of a size, or a few where ``limit`` fit at once."""
+    n = members[0].matrix.shape[-1]
+    rows = [block.matrix.reshape(-1, n, n) for block in members]
+    batch = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
+    step = max(limit or len(batch), 1)
+    parts = [eigh_checked(batch[i : i + step], vectors=vectors) for i in range(0, len(batch), step)]
+    values = jnp.concatenate([part.values for part in parts])
+    columns = [part.vectors for part in parts if part.vectors is not None]
+    columns = jnp.concatenate(columns) if vectors else None
+    results, start = [], 0
+    for block, own in zip(members, rows, strict=True):
+        stop, shape = start + len(own), block.matrix.shape
+        results.append(
+            (
+                block,
+                Spectrum(
+                    values[start:stop].reshape(shape[:-1]),
+                    None if columns is None else columns[start:stop].reshape(shape),
+                ),
+            )
+        )
+        start = stop
+    return results
+
+
+def _on_host(block: _Block, vectors: bool) -> Spectrum:
+    values, columns = eigh_on_host(block.matrix, name=block.name, vectors=vectors)
+    home = None if columns is None else send_home(columns, block.matrix)
+    return Spectrum(send_home(values, block.matrix), home)

@@ -1,0 +1,26 @@
+"""Kronecker factors: objectives, Fisher types, collection, averages."""
+
+from jaxkfac.factors._average import update_average
+from jaxkfac.factors._collect import (
+    FactorCollector,
+    ValueGradAndFactors,
+    value_grad_and_factors,
+)
+from jaxkfac.factors._factors import DiagonalFactor, Factors, KroneckerFactor
+from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from jaxkfac.factors._objective import Objective
+
+__all__ = [
+    "Bernoulli",
+    "Categorical",
+    "DiagonalFactor",
+    "FactorCollector",
+    "Factors",
+    "Gaussian",
+    "KroneckerFactor",
+    "Likelihood",
+    "Objective",
+    "ValueGradAndFactors",
+    "update_average",
+    "value_grad_and_factors",
+]

@@ -1,0 +1,82 @@
+"""Running averages of factors."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from jaxkfac._errors import nearest
+from jaxkfac.factors._factors import Factors
+
+
+def zeros_like(shapes: Factors) -> Factors:
+    """Factors of nothing: zero sums and zero counts, the neutral element of ``+``.
+
+    Args:
+        shapes: Factors, or their shapes as ``stats.factor_shapes`` gives them.
+
+    Returns:
+        Factors of the same layers, shapes and dtypes; their means read as 0.
+    """
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def update_average(average: Factors, factors: Factors, decay: ArrayLike) -> Factors:
+    r"""Advance an exponential average by one step: ``decay * average + factors``.
+
+    Sums and counts decay alike, so the mean read from the result,
+
+    $$ \frac{\sum_t \beta^{T-t} \Sigma_t}{\sum_t \beta^{T-t} n_t}, $$
+
+    is debiased by itself: after the first step it is that step's mean, with no
+    $1 - \beta^t$ to divide by, and a step of twice as many rows weighs twice as much.
+
+    Args:
+        average: The average so far; start from :func:`zeros_like`. Its dtypes are kept.
+        factors: This step's factors.
+        decay: $\beta \in [0, 1)$; may be traced.
+
+    Returns:
+        The new average, still sums and counts.
+
+    Raises:
+        ValueError: ``decay`` is known and out of range, or the two are of different layers.
+
+    Memory:
+        One elementwise pass; under ``jit`` with a donated average nothing beyond it.
+
+    Example:
+        >>> average = zeros_like(factors)                               # doctest: +SKIP
+        >>> average = update_average(average, factors, 0.95)            # doctest: +SKIP
+    """
+    check_decay(decay)
+    check_same_layers(factors, average)
+    return jax.tree.map(
+        lambda x, new: jnp.asarray(decay, x.dtype) * x + new.astype(x.dtype), average, factors
+    )
+
+
+def check_decay(decay: Any) -> None:
+    """Refuse a decay outside ``[0, 1)`` where its value is known."""
+    if not isinstance(decay, Tracer) and not 0 <= float(decay) < 1:
+        raise ValueError(f"decay must be in [0, 1), got {decay}")
+
+
+def check_same_layers(factors: Factors, expected: Factors) -> None:
+    """Refuse factors of other layers than expected, naming the first that differs."""
+    if factors.layers == expected.layers and factors.bias == expected.bias:
+        return
+    if factors.bias != expected.bias:
+        raise ValueError(f"factors have bias={factors.bias!r}, expected {expected.bias!r}")
+    for name in expected:
+        if name not in factors:
+            raise ValueError(
+                f"factors lack the layer {name!r}; the nearest names are {nearest(name, factors)}"
+            )
+    for name in factors:
+        if name not in expected:
+            raise ValueError(f"factors have the layer {name!r}, which was not expected")
+    other = next((a, b) for a, b in zip(factors.layers, expected.layers, strict=True) if a != b)
+    raise ValueError(f"factors hold {other[0]}, expected {other[1]}")

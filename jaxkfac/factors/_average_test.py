@@ -1,0 +1,65 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkfac.factors._average import update_average, zeros_like
+from jaxkfac.factors._explicit_net_test import layer, random_factors
+
+LAYERS = (layer("w", (3, 2), bias="b"), layer("scale", (2,), kind="scale", inputs=()))
+
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def means(factors):
+    return {name: factors[name] for name in factors}
+
+
+def assert_close(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert jnp.allclose(x, y, rtol=1e-13), (x, y)
+
+
+def test_first_step_is_the_steps_own_mean():
+    factors = random_factors(LAYERS, jax.random.key(0))
+    average = update_average(zeros_like(jax.eval_shape(lambda: factors)), factors, 0.95)
+    assert_close(means(average), means(factors))
+
+
+def test_steps_weigh_by_decay_and_by_count():
+    small = random_factors(LAYERS, jax.random.key(0), rows=10)
+    large = random_factors(LAYERS, jax.random.key(1), rows=40)
+    average = update_average(update_average(zeros_like(small), small, 0.5), large, 0.5)
+    weights = 0.5 * 10 / (0.5 * 10 + 40), 40 / (0.5 * 10 + 40)
+    expected = weights[0] * small["w"].a + weights[1] * large["w"].a
+    assert_close(average["w"].a, expected)
+
+
+def test_average_keeps_its_dtypes_under_a_traced_decay():
+    factors = random_factors(LAYERS, jax.random.key(0))
+    average = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), factors)
+    out = jax.jit(update_average)(average, factors, 0.9)
+    assert {x.dtype for x in jax.tree.leaves(out)} == {jnp.dtype(jnp.float32)}
+    assert jnp.allclose(out["w"].a, factors["w"].a.astype(jnp.float32), rtol=1e-6)
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1, float("nan")])
+def test_decay_out_of_range_is_refused(decay):
+    factors = random_factors(LAYERS, jax.random.key(0))
+    with pytest.raises(ValueError, match=r"decay must be in \[0, 1\)"):
+        update_average(factors, factors, decay)
+
+
+def test_factors_of_other_layers_are_named():
+    factors = random_factors(LAYERS, jax.random.key(0))
+    other = random_factors((*LAYERS[1:], layer("v", (3, 2), bias="b")), jax.random.key(0))
+    with pytest.raises(ValueError, match="factors lack the layer 'w'"):
+        update_average(factors, other, 0.9)
+    with pytest.raises(ValueError, match="have the layer 'w', which was not expected"):
+        update_average(random_factors(LAYERS[1:], jax.random.key(0)), factors, 0.9)
+    wider = random_factors((layer("w", (4, 2), bias="b"), LAYERS[1]), jax.random.key(0))
+    with pytest.raises(ValueError, match="in_features=4.*in_features=3"):
+        update_average(factors, wider, 0.9)
+    separate = random_factors(LAYERS, jax.random.key(0), bias="separate")
+    with pytest.raises(ValueError, match="bias='separate', expected 'joint'"):
+        update_average(factors, separate, 0.9)

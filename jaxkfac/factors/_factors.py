@@ -1,0 +1,125 @@
+"""Kronecker factors of a model as sums and counts."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac.interception._layer import Layer
+
+BiasMode = Literal["joint", "separate"]
+
+
+class KroneckerFactor(NamedTuple):
+    """The two factors of one layer, as means; a diagonal side is a vector."""
+
+    a: Array
+    g: Array
+
+
+class DiagonalFactor(NamedTuple):
+    """The diagonal of one scale or lone bias, shaped like the parameter, as a mean."""
+
+    diagonal: Array
+
+
+if TYPE_CHECKING:
+    _Named = Mapping[str, KroneckerFactor | DiagonalFactor]
+else:
+    _Named = Mapping  # a runtime type checker would read an item, which Factors of shapes lack
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Factors(_Named):
+    r"""Every factor of a model, stored as sums and counts so that they combine by adding.
+
+    ``factors[name].a`` and ``.g`` read as means. Micro-batches, passes, devices and steps
+    are combined with ``+``; an exponential average is ``decay * average + factors``.
+
+    Attributes:
+        a_sums: ``{layer.input: sum of a a^T}``, ``(stack..., in[+1], in[+1])``, or
+            ``(stack..., in[+1])`` for a diagonal side. Layers that read the same input
+            share one entry. The ones column of a joint bias is last; it is there when
+            any layer of the group has a bias.
+        a_counts: ``{layer.input: number of rows}``, shape ``(stack...)``.
+        g_sums: ``{layer.name: sum of g g^T}``, ``(stack..., out, out)`` or a vector.
+        diagonals: ``{layer.name: sum of squared gradients}``, shaped like the parameter.
+        terms: Number of loss terms, scalar.
+        layers: The layers, static.
+        bias: ``"joint"`` or ``"separate"``, static.
+    """
+
+    # Not Array: a pytree also holds shapes (`factor_shapes`), cotangents and None.
+    a_sums: dict[str, Any]
+    a_counts: dict[str, Any]
+    g_sums: dict[str, Any]
+    diagonals: dict[str, Any]
+    terms: Any
+    layers: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})
+    bias: BiasMode = dataclasses.field(metadata={"static": True})
+
+    def __iter__(self) -> Iterator[str]:
+        return (layer.name for layer in self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def layer(self, name: str) -> Layer:
+        """The layer called ``name``.
+
+        Raises:
+            UnknownLayerError: no layer has this name; the nearest names are given.
+        """
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise UnknownLayerError(f"no layer {name!r}; the nearest names are {nearest(name, self)}")
+
+    def __contains__(self, name: object) -> bool:
+        return any(layer.name == name for layer in self.layers)
+
+    def __getitem__(self, name: str) -> KroneckerFactor | DiagonalFactor:
+        layer = self.layer(name)
+        if layer.is_diagonal:
+            return DiagonalFactor(_mean(self.diagonals[name], self.terms, 0))
+        a, n = self.a_sums[layer.input], self.a_counts[layer.input]
+        if self.has_ones(layer.input) and not self.wants_ones(layer):
+            a = a[..., :-1, :-1] if layer.a_dense else a[..., :-1]
+        return KroneckerFactor(
+            a=_mean(a, n, 1 + layer.a_dense), g=_mean(self.g_sums[name], self.terms, 0)
+        )
+
+    def wants_ones(self, layer: Layer) -> bool:
+        """Whether the input factor of ``layer`` includes the ones column."""
+        return self.bias == "joint" and layer.bias is not None
+
+    def has_ones(self, input_name: str) -> bool:
+        """Whether the stored input factor carries a ones column."""
+        return any(layer.input == input_name and self.wants_ones(layer) for layer in self.layers)
+
+    def __add__(self, other: "Factors") -> "Factors":
+        return jax.tree.map(jnp.add, self, other)
+
+    def __rmul__(self, weight: Any) -> "Factors":
+        return jax.tree.map(lambda x: weight * x, self)
+
+    def is_finite(self) -> dict[str, Array]:
+        """``{name: scalar bool}``; usable inside jit."""
+        return {
+            layer.name: jnp.isfinite(self.diagonals[layer.name]).all()
+            if layer.is_diagonal
+            else jnp.isfinite(self.a_sums[layer.input]).all()
+            & jnp.isfinite(self.g_sums[layer.name]).all()
+            for layer in self.layers
+        }
+
+
+def _mean(total: Array, count: Array, matrix_axes: int) -> Array:
+    """``total / count`` with an empty count giving 0; count has the stack's axes."""
+    count = jnp.where(count > 0, count, 1).astype(total.dtype)
+    return total / count.reshape(*count.shape, *[1] * matrix_axes)

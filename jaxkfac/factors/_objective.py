@@ -1,0 +1,127 @@
+"""An objective: a model's apply function and a likelihood."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Key, PyTree
+
+from jaxkfac.factors._likelihoods import Likelihood, masked_mean
+
+
+class Batch(NamedTuple):
+    """``(inputs, targets)`` or ``(inputs, targets, mask)``; the mask keeps loss terms."""
+
+    inputs: PyTree
+    targets: Array
+    mask: Bool[Array, "..."] | None = None
+
+
+def as_batch(batch: Any) -> Batch:
+    """Check a batch's form.
+
+    Raises:
+        ValueError: not a pair or triple, an empty array, or a mask that keeps nothing.
+    """
+    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+        raise ValueError(
+            f"batch: expected (inputs, targets) or (inputs, targets, mask), got {_form(batch)}"
+        )
+    out = Batch(*batch)
+    for what, tree in (("inputs", out.inputs), ("targets", out.targets)):
+        for leaf in jax.tree.leaves(tree):
+            if 0 in getattr(leaf, "shape", (1,)):
+                raise ValueError(f"batch: {what} are empty (shape {leaf.shape})")
+            if not hasattr(leaf, "shape"):
+                raise ValueError(f"batch: {what} must be arrays, got {_form(leaf)}")
+    if out.mask is not None:
+        if out.mask.dtype != jnp.bool_:
+            raise ValueError(
+                f"batch: the mask has dtype {out.mask.dtype}, expected bool (write mask > 0)"
+            )
+        abstract = isinstance(out.mask, jax.core.Tracer | jax.ShapeDtypeStruct)
+        if not abstract and not np.asarray(out.mask).any():
+            raise ValueError("batch: the mask masks every loss term, so there is no mean")
+    return out
+
+
+def _form(x: Any) -> str:
+    if isinstance(x, tuple | list):
+        return f"a {type(x).__name__} of {len(x)}"
+    return f"{type(x).__name__} of shape {x.shape}" if hasattr(x, "shape") else type(x).__name__
+
+
+def takes_key(fn: Callable[..., Any]) -> bool:
+    """Whether a function has a ``key`` argument."""
+    try:
+        return "key" in inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """Mean negative log-likelihood of a model.
+
+    Args:
+        apply_fn: ``apply_fn(params, inputs) -> outputs``, or with a ``key=`` argument for
+            dropout. Outputs have the examples first and one term's outputs last:
+            ``(N, classes)``, ``(N, tokens, vocabulary)``.
+        likelihood: ``Categorical()``, ``Bernoulli()`` or ``Gaussian()``.
+        has_aux: Whether ``apply_fn`` returns ``(outputs, aux)``.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> objective = jk.Objective(lambda p, x: x @ p, jk.Gaussian())
+        >>> float(objective(jnp.ones((2, 1)), (jnp.ones((3, 2)), jnp.zeros((3, 1)))))
+        2.0
+    """
+
+    apply_fn: Callable[..., Any]
+    likelihood: Likelihood
+    has_aux: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.likelihood, type):
+            name = self.likelihood.__name__
+            raise TypeError(f"likelihood: expected an instance, write jk.{name}()")
+
+    def outputs(
+        self, params: PyTree, inputs: PyTree, key: Key[Array, ""] | None = None
+    ) -> tuple[Float[Array, "n *terms c"], Any]:
+        """``(outputs, aux)``; the key is passed on if the function takes one."""
+        kwargs = {"key": key} if takes_key(self.apply_fn) else {}
+        out = self.apply_fn(params, inputs, **kwargs)
+        outputs, aux = out if self.has_aux else (out, None)
+        if not hasattr(outputs, "ndim") or outputs.ndim < 2:
+            raise ValueError(
+                f"apply_fn: expected one array of outputs (examples, ..., outputs), got "
+                f"{_form(outputs)}"
+            )
+        if not jnp.issubdtype(outputs.dtype, jnp.floating):
+            raise ValueError(f"apply_fn: outputs have dtype {outputs.dtype}, expected floating")
+        return outputs, aux
+
+    def loss(
+        self, outputs: Float[Array, "n *terms c"], targets: Array, mask: Array | None
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """``(mean over the kept terms, their number)``."""
+        self.likelihood.check(outputs, targets)
+        terms = self.likelihood.terms(outputs, targets)
+        if mask is not None and mask.shape != terms.shape:
+            raise ValueError(
+                f"batch: the mask has shape {mask.shape}, expected one entry per loss term, "
+                f"{terms.shape}"
+            )
+        return masked_mean(terms, mask)
+
+    def __call__(self, params: PyTree, batch: Any, key: Key[Array, ""] | None = None) -> Any:
+        """Mean negative log-likelihood over the batch; ``(loss, aux)`` with ``has_aux``."""
+        inputs, targets, mask = as_batch(batch)
+        outputs, aux = self.outputs(params, inputs, key)
+        value, _ = self.loss(outputs, targets, mask)
+        return (value, aux) if self.has_aux else value

@@ -1,0 +1,22 @@
+"""Find the layers of any JAX function; re-emit it with handlers in their place."""
+
+from jaxkfac.interception._layer import Layer, ParameterMatrix
+from jaxkfac.interception._nnx import NnxApply, from_nnx
+from jaxkfac.interception._rewrite import Handler, Site
+from jaxkfac.interception._rows import mark_rows
+from jaxkfac.interception._table import LayerTable
+from jaxkfac.interception._trace import Traced, find_layers, trace
+
+__all__ = [
+    "Handler",
+    "Layer",
+    "LayerTable",
+    "NnxApply",
+    "ParameterMatrix",
+    "Site",
+    "Traced",
+    "find_layers",
+    "from_nnx",
+    "mark_rows",
+    "trace",
+]

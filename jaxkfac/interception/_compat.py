@@ -1,0 +1,137 @@
+"""Everything that touches the shape of jaxprs across JAX versions, in one place.
+
+Only ``jax`` and ``jax.extend`` are imported. Tried on jax 0.10.0 and 0.10.2.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+Jaxpr = Any
+Eqn = Any
+
+
+def is_var(atom: Any) -> bool:
+    return not isinstance(atom, jex.Literal)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, list[Any]]:
+    """The open jaxpr and its constants, from either form."""
+    return (jaxpr.jaxpr, list(jaxpr.consts)) if hasattr(jaxpr, "consts") else (jaxpr, [])
+
+
+def call_kind(eqn: Eqn) -> str | None:
+    """Which structured primitive an equation is, by a name that does not change."""
+    name = eqn.primitive.name
+    if name in ("jit", "pjit", "closed_call", "core_call"):
+        return "jit"
+    if name in ("checkpoint", "remat2", "remat"):
+        return "checkpoint"
+    if name in ("scan", "shard_map", "while", "cond"):
+        return name
+    if name.startswith(("custom_jvp_call", "custom_vjp_call")):
+        return "custom"
+    return None
+
+
+def body_of(eqn: Eqn) -> tuple[Jaxpr, list[Any]]:
+    """The jaxpr inside a jit, checkpoint, scan, shard_map or custom-derivative equation."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if key in eqn.params:
+            return open_jaxpr(eqn.params[key])
+    raise KeyError(eqn.primitive.name)
+
+
+def evaluate(eqns: Sequence[Eqn], invars: Sequence[Any], outvars: Sequence[Any], parent: Jaxpr):
+    """A function of ``invars`` that runs ``eqns`` unchanged: context, effects and all."""
+    effects = frozenset().union(*(e.effects for e in eqns))
+    piece = parent.replace(
+        eqns=list(eqns),
+        invars=list(invars),
+        outvars=list(outvars),
+        constvars=[],
+        effects=effects,
+        debug_info=parent.debug_info._replace(arg_names=None, result_paths=None),
+    )
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(piece, []))
+
+
+def bind(eqn: Eqn) -> Callable[..., Any]:
+    """A function of all operands of a first-order equation, every parameter kept."""
+
+    def run(*operands: Any) -> Any:
+        with eqn.ctx.manager:
+            return eqn.primitive.bind(*operands, **eqn.params)
+
+    return run
+
+
+def scan_like(eqn: Eqn, body: Callable[..., Any], init: Any, xs: Any) -> Any:
+    """``lax.scan`` with the settings of a scan equation."""
+    p = eqn.params
+    extra = {"_split_transpose": True} if p.get("_split_transpose") else {}
+    return jax.lax.scan(
+        body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"], **extra
+    )
+
+
+def checkpoint_like(eqn: Eqn, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``jax.checkpoint`` with the policy and ``prevent_cse`` of a checkpoint equation."""
+    p = eqn.params
+    return jax.checkpoint(fn, policy=p["policy"], prevent_cse=p["prevent_cse"])
+
+
+def jit_like(eqn: Eqn, fn: Callable[..., Any], num_extra: int) -> Callable[..., Any]:
+    """``jax.jit`` with the name, shardings and donation of a jit equation.
+
+    ``fn(values, extras)`` takes the equation's operands first; the extra operands (slots,
+    row masks) have no sharding of their own.
+    """
+    p = eqn.params
+
+    def given(shardings: Any) -> tuple[Any, ...]:
+        return tuple(s if isinstance(s, jax.sharding.Sharding) else None for s in shardings)
+
+    fn.__name__ = p.get("name", "jit")
+    shardings: dict[str, Any] = {}
+    if any(s is not None for s in given(p.get("in_shardings", ()))):
+        shardings["in_shardings"] = (*given(p["in_shardings"]), *[None] * num_extra)
+    if any(s is not None for s in given(p.get("out_shardings", ()))):
+        shardings["out_shardings"] = list(given(p["out_shardings"]))
+    donated = tuple(i for i, d in enumerate(p.get("donated_invars", ())) if d)
+    return jax.jit(fn, donate_argnums=donated, inline=p.get("inline", False), **shardings)
+
+
+def shard_map_like(eqn: Eqn, fn: Callable[..., Any], extra_specs: tuple[Any, ...]) -> Any:
+    """``jax.shard_map`` with the settings of a shard_map equation."""
+    p = eqn.params
+    axes = p["newly_manual_axes"] if "newly_manual_axes" in p else p["manual_axes"]
+    return jax.shard_map(
+        fn,
+        mesh=p["mesh"],
+        in_specs=(*p["in_specs"], *extra_specs),
+        out_specs=list(p["out_specs"]),
+        axis_names=set(axes),
+        check_vma=p["check_vma"],
+    )
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Mesh axes over which a value inside ``shard_map`` differs."""
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset(getattr(kind, "varying", ()) or ())
+
+
+def cast_varying(x: Any, like: Any) -> Any:
+    """``x`` marked as varying over every axis over which ``like`` varies."""
+    missing = tuple(sorted(varying_axes(like) - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def explicit_mesh(aval: Any) -> Any | None:
+    """The mesh of a type that carries an explicit sharding, else ``None``."""
+    sharding = getattr(aval, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    return mesh if mesh is not None and mesh.explicit_axes else None

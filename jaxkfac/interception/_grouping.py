@@ -1,0 +1,271 @@
+"""Layer uses grouped into layers: names, orientation, joined biases, shared inputs."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._compat import is_var
+from jaxkfac.interception._layer import Layer, ParameterMatrix
+from jaxkfac.interception._table import selector
+from jaxkfac.interception._values import Finding, Use, View
+
+
+@dataclasses.dataclass(eq=False)
+class _Block:
+    """The uses that read one parameter the same way."""
+
+    kind: Any
+    weight: ParameterMatrix
+    uses: list[Use]
+    bias: ParameterMatrix | None = None
+    name: str = ""
+
+
+def group_uses(
+    table: AxisTable,
+    uses: Sequence[Use],
+    *,
+    max_dense: int,
+    experts: str | None = None,
+    pattern: str | None = None,
+) -> tuple[list[Layer], list[Finding]]:
+    """Group uses into layers, and mark every use with the layer it belongs to.
+
+    Args:
+        table: The axis atoms of the analysis.
+        uses: Every use, in program order. Their ``layer`` is set.
+        max_dense: A larger side is kept as a diagonal.
+        experts: Full-match pattern of parameters whose free leading axis is a stack.
+        pattern: Full-match pattern over layer names; the others are left untapped.
+
+    Returns:
+        The layers in program order, and notes for the coverage report.
+
+    Raises:
+        UnknownLayerError: ``pattern`` matches no layer.
+    """
+    notes: list[Finding] = []
+    blocks = _blocks(table, [u for u in uses if u.kind != "bias"], experts)
+    biases = [u for u in uses if u.kind == "bias"]
+    joined = _join_biases(table, blocks, biases, experts)
+    lone = [u for u in biases if u not in joined]
+    blocks += _blocks(table, lone, experts)
+    order = {id(u): i for i, u in enumerate(uses)}
+    blocks.sort(key=lambda b: order[id(b.uses[0])])
+    notes += _name(blocks)
+    selected = selector(pattern, [b.name for b in blocks])
+    for block in blocks:
+        if block.name not in selected:
+            notes.append(Finding(block.weight.path, "is left out by layers=", fatal=False))
+    blocks = [b for b in blocks if b.name in selected]
+    owners = _owners(table, blocks)
+    layers = []
+    for block in blocks:
+        owner = owners[id(block)]
+        for use in block.uses:
+            use.layer = block.name
+            use.free_stack = _reads_experts(use, experts)
+        ones = any(owners[id(b)] is owner and b.bias is not None for b in blocks)
+        diagonal = block.kind in ("scale", "bias")
+        n_in, n_out = block.weight.in_features, block.weight.out_features
+        layers.append(
+            Layer(
+                name=block.name,
+                kind=block.kind,
+                weight=block.weight,
+                bias=block.bias,
+                in_features=n_in,
+                out_features=n_out,
+                stack=block.weight.stack_shape,
+                uses=len(block.uses),
+                input=owner.name,
+                a_dense=not diagonal and block.kind != "embedding" and n_in + ones <= max_dense,
+                g_dense=not diagonal and n_out <= max_dense,
+            )
+        )
+    return layers, notes
+
+
+def _positions(table: AxisTable, view: View) -> tuple[dict[int, int], tuple[int, ...]]:
+    """Atom -> position, and the atoms' sizes, of the (indexed) parameter."""
+    atoms = [a for axis in view.origin[len(view.index) :] for a in table.atoms(axis)]
+    return {a: i for i, a in enumerate(atoms)}, tuple(table.size(a) for a in atoms)
+
+
+def stack_of(use: Use, experts: str | None) -> tuple[tuple[int, Atoms], ...]:
+    """Size and atoms of the stacked axes of a use, in slot order; size 0: from the atoms."""
+    steps = [(c.size, c.atoms) for c in use.view.consumed]
+    steps += [(0, axis) for axis in use.batch_axes]
+    if _reads_experts(use, experts):
+        steps.append((0, use.out_axes[0]))
+    return tuple(steps)
+
+
+def _reads_experts(use: Use, experts: str | None) -> bool:
+    """Whether the first free axis is a stack, as the caller's pattern says."""
+    if not experts or use.kind != "dense" or use.batch_axes or len(use.out_axes) < 2:
+        return False
+    return re.fullmatch(experts, use.view.path) is not None
+
+
+def _matrix(table: AxisTable, use: Use, experts: str | None) -> ParameterMatrix:
+    view = use.view
+    if use.kind in ("scale", "bias"):
+        sizes = [table.size(a) for axis in view.origin for a in table.atoms(axis)]
+        return ParameterMatrix(view.path, (), tuple(sizes), (), (), tuple(range(len(sizes))))
+    where, sizes = _positions(table, view)
+    atoms = list(sizes)
+    stack: list[int] = []
+    stacked: set[int] = set()
+    for size, axis in stack_of(use, experts):
+        own = [where[a] for a in table.atoms(axis)]
+        if size == 1 and not own:  # a scanned axis of length one has no atoms
+            own = [len(atoms)]
+            atoms.append(1)
+        stack += own
+        stacked.update(own)
+    inputs = {where[a] for axis in use.in_axes for a in table.atoms(axis)}
+    outputs = {where[a] for axis in use.out_axes for a in table.atoms(axis)} - stacked
+    return ParameterMatrix(
+        view.path,
+        view.index,
+        tuple(atoms),
+        tuple(stack),
+        tuple(sorted(inputs)),
+        tuple(sorted(outputs)),
+    )
+
+
+def _blocks(table: AxisTable, uses: Iterable[Use], experts: str | None) -> list[_Block]:
+    found: dict[Any, _Block] = {}
+    for use in uses:
+        weight = _matrix(table, use, experts)
+        diagonal = use.kind in ("scale", "bias")
+        key = (weight, "diagonal" if diagonal else use.kind)
+        block = found.setdefault(key, _Block(use.kind, weight, []))
+        block.uses.append(use)
+    return list(found.values())
+
+
+def _join_biases(
+    table: AxisTable, blocks: list[_Block], biases: list[Use], experts: str | None
+) -> set[Use]:
+    """Join a bias to a block when each reads the other and neither reads anything else."""
+    readers = collections.defaultdict(list)
+    for use in biases:
+        readers[use.view.path, use.view.index].append(use)
+    whole = {path for path, index in readers if not index}
+    taken: set[Use] = set()
+    for block in blocks:
+        if block.kind not in ("dense", "conv"):
+            continue
+        adds = [b for b in biases if b.join in block.uses]
+        if len(adds) != len(block.uses) or not adds:
+            continue
+        view = adds[0].view
+        matrix = _bias_matrix(table, block, adds[0], experts)
+        others = readers[view.path, view.index]
+        exclusive = set(adds) == set(others) and not (view.index and view.path in whole)
+        if matrix is not None and exclusive:
+            block.bias = matrix
+            taken.update(adds)
+    return taken
+
+
+def _bias_matrix(
+    table: AxisTable, block: _Block, add: Use, experts: str | None
+) -> ParameterMatrix | None:
+    """The bias as a row of the block's matrix; ``None`` if its elements lie in another order."""
+    product = add.join
+    assert product is not None and add.data is not None and add.view.axes is not None
+    weight_at, _ = _positions(table, product.view)
+    where, sizes = _positions(table, add.view)
+    axis_of = dict(zip(add.data.product_axes, add.view.axes, strict=True))
+    steps = stack_of(product, experts)[len(product.view.consumed) :]
+    free = [axis for axis in product.out_axes if all(axis != s for _, s in steps)]
+    free.sort(key=lambda axis: [weight_at[a] for a in table.atoms(axis)])
+    stack = [(c.size, c.atoms) for c in add.view.consumed]
+    stack += [(0, axis_of.get(axis, ())) for _, axis in steps]
+    atoms, positions = list(sizes), []
+    for size, axis in stack:
+        own = [where[a] for a in table.atoms(axis) if a in where]
+        if size == 1 and not own:
+            own = [len(atoms)]
+            atoms.append(1)
+        positions += own
+    outputs = [where[a] for ax in free for a in table.atoms(axis_of.get(ax, ())) if a in where]
+    if outputs != sorted(outputs):
+        return None
+    matrix = ParameterMatrix(
+        add.view.path, add.view.index, tuple(atoms), tuple(positions), (), tuple(outputs)
+    )
+    same = (block.weight.stack_shape, block.weight.out_features)
+    return matrix if (matrix.stack_shape, matrix.out_features) == same else None
+
+
+def _name(blocks: list[_Block]) -> list[Finding]:
+    """Name every block; where a parameter has several, the dense one keeps the path."""
+    notes, by_path = [], collections.defaultdict(list)
+    for block in blocks:
+        path, index = block.weight.path, block.weight.index
+        by_path[path + "".join(f"[{i}]" for i in index)].append(block)
+    rank = {"dense": 0, "conv": 0, "embedding": 1, "scale": 2, "bias": 2}
+    for path, group in by_path.items():
+        taken: set[str] = set()
+        for block in sorted(group, key=lambda b: rank[b.kind]):
+            suffix = block.kind if block.kind not in ("dense", "conv") else "transposed"
+            name = path if not taken else f"{path}@{suffix}"
+            while name in taken:
+                name += "'"
+            taken.add(name)
+            block.name = name
+        if len(group) > 1:
+            names = ", ".join(sorted(taken))
+            reason = f"has {len(group)} blocks: {names}; the optimizer uses {path!r}"
+            notes.append(Finding(group[0].weight.path, reason, fatal=False))
+    return notes
+
+
+def _owners(table: AxisTable, blocks: list[_Block]) -> dict[int, _Block]:
+    """For each block, the first block that reads the same inputs in the same way."""
+    first: dict[Any, _Block] = {}
+    return {id(b): first.setdefault(_input_key(table, b), b) for b in blocks}
+
+
+def _input_key(table: AxisTable, block: _Block) -> Any:
+    if block.kind in ("scale", "bias") or any(u.view.scaled for u in block.uses):
+        return id(block)
+    return (block.kind, block.weight.stack_shape, *sorted(_use_key(table, u) for u in block.uses))
+
+
+def _use_key(table: AxisTable, use: Use) -> tuple[Any, ...]:
+    assert use.data is not None
+    walkers = tuple(c.walker for c in use.view.consumed)
+    return (use.data.number, use.scope, walkers, _reading(table, use))
+
+
+def _reading(table: AxisTable, use: Use) -> str:
+    """How the equation reads its data operand, in the parameter's own order."""
+    p = use.eqn.params
+    where, _ = _positions(table, use.view)
+
+    def place(axis: Atoms) -> list[int]:
+        return [where[a] for a in table.atoms(axis)]
+
+    if use.kind == "dense":
+        contract, batch = p["dimension_numbers"]
+        other = 1 - use.operand
+        theirs = sorted(
+            (place(axis), d) for axis, d in zip(use.in_axes, contract[other], strict=True)
+        )
+        return repr(([d for _, d in theirs], batch[other]))
+    if use.kind == "conv":
+        keys = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
+        spatial = [place(a) for a in use.in_axes]
+        kernel = use.eqn.invars[1].aval.shape
+        lhs = p["dimension_numbers"].rhs_spec
+        return repr((*(p[k] for k in keys), spatial, [kernel[d] for d in lhs[1:]]))
+    return repr(tuple(v.aval.shape for v in use.eqn.invars if is_var(v))[-1:])

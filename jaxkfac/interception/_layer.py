@@ -1,0 +1,116 @@
+"""What a layer is: a parameter read as a (stack of) matrix, and how data meets it."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from jaxtyping import Array
+
+Kind = Literal["dense", "conv", "embedding", "scale", "bias", "diagonal"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterMatrix:
+    """A parameter, or one indexed slice of it, read as ``(stack..., in, out)``.
+
+    Attributes:
+        path: Path of the parameter in the parameter tree.
+        index: Static index into the leading axes, ``()`` for the whole parameter.
+        atoms: Shape of the indexed parameter with its axes split as finely as the
+            program splits them; ``math.prod(atoms)`` is its size.
+        stack: Positions in ``atoms`` of the stacked axes (scan, experts), in the order
+            in which the program consumes them.
+        inputs: Positions of the contracted axes, ascending.
+        outputs: Positions of the free axes, ascending.
+    """
+
+    path: str
+    index: tuple[int, ...]
+    atoms: tuple[int, ...]
+    stack: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def _sizes(self, positions: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.atoms[p] for p in positions)
+
+    @property
+    def stack_shape(self) -> tuple[int, ...]:
+        return self._sizes(self.stack)
+
+    @property
+    def in_features(self) -> int:
+        return math.prod(self._sizes(self.inputs))
+
+    @property
+    def out_features(self) -> int:
+        return math.prod(self._sizes(self.outputs))
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.atoms)
+
+    def read(self, leaf: Array) -> Array:
+        """The matrix ``(stack..., in, out)`` held by a leaf shaped like the parameter."""
+        order = (*self.stack, *self.inputs, *self.outputs)
+        matrix = leaf[self.index].reshape(self.atoms).transpose(order)
+        return matrix.reshape(*self.stack_shape, self.in_features, self.out_features)
+
+    def write(self, leaf: Array, matrix: Array) -> Array:
+        """``leaf`` with the elements this matrix covers replaced; dtype of ``leaf``."""
+        order = (*self.stack, *self.inputs, *self.outputs)
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        part = matrix.reshape(self._sizes(order)).transpose(inverse)
+        if self.index:
+            target = leaf[self.index]
+            return leaf.at[self.index].set(part.reshape(target.shape).astype(leaf.dtype))
+        return part.reshape(leaf.shape).astype(leaf.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One block of the curvature: static, hashable, comparable across traces.
+
+    Attributes:
+        name: Path of the parameter, ``path[i]`` for an indexed slice; where one
+            parameter has several blocks, the further ones end in ``@`` and a reason.
+        kind: ``dense``, ``conv`` and ``embedding`` have Kronecker factors; ``scale``,
+            ``bias`` (a bias that belongs to no product) and ``diagonal`` (a parameter that
+            no rule covers, by a second pass) have a diagonal.
+        weight: The parameter as a matrix.
+        bias: The bias added to this layer's product and to nothing else, or ``None``.
+        in_features: Size of the input factor, without the ones column of a joint bias.
+        out_features: Size of the output factor.
+        stack: Shape of the stacked axes: scan iterations, experts.
+        uses: How many equations of the program read the parameter this way.
+        input: Name of the layer under which the input factor is stored: this one's, or
+            that of the first layer that reads the same variable.
+        a_dense: False where the input factor is a diagonal (a vector).
+        g_dense: False where the output factor is a diagonal (a vector).
+    """
+
+    name: str
+    kind: Kind
+    weight: ParameterMatrix
+    bias: ParameterMatrix | None
+    in_features: int
+    out_features: int
+    stack: tuple[int, ...]
+    uses: int
+    input: str
+    a_dense: bool = True
+    g_dense: bool = True
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether the block is a plain diagonal without Kronecker structure."""
+        return self.kind in ("scale", "bias", "diagonal")
+
+    @property
+    def shares_input_with(self) -> str | None:
+        """Name of the layer that holds this layer's input factor, if another's."""
+        return None if self.input == self.name else self.input
+
+    @property
+    def num_parameters(self) -> int:
+        return self.weight.size + (self.bias.size if self.bias else 0)

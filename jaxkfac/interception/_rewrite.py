@@ -1,0 +1,273 @@
+"""Re-emit a traced function with handlers in place of its layer uses.
+
+Each layer has a *slot*: a pytree of extra inputs. A slot rides along with the variable that
+holds its parameter, through views, jit, checkpoint, scan (stacked where the parameter is
+scanned, constant where it is constant) and shard_map, down to the handler.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxkfac.interception import _compat
+from jaxkfac.interception._analysis import Plan
+from jaxkfac.interception._axes import AxisTable
+from jaxkfac.interception._conduct import Axes
+from jaxkfac.interception._rows import RowMask, row_weights
+from jaxkfac.interception._values import Use
+from jaxkfac.interception._views import SAME_ELEMENTS
+
+Slots = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One equation handed to a handler: its layer uses, and a slot and row mask for each."""
+
+    eqn: Any
+    uses: list[Use]
+    slots: list[Any]
+    rows: list[Any]
+    table: AxisTable
+
+    def without_values(self) -> "Site":
+        """The site without slots and masks, for rules that must close over no tracer."""
+        return dataclasses.replace(self, slots=[], rows=[])
+
+    def bind(self, *operands: Any) -> Any:
+        """The original operation, every parameter of the equation kept."""
+        return _compat.bind(self.eqn)(*operands)
+
+
+Handler = Callable[[Site, list[Any]], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewriter:
+    """Runs a plan with a handler.
+
+    Args:
+        table: The axis atoms of the analysis.
+        handler: Called for every equation with a tapped use; returns its result.
+        diagonal: Names of the layers whose slot is shaped like the parameter.
+        marks: The axes of every mark of the program.
+        walkers: For each layer, the indices that walk along its stack.
+    """
+
+    table: AxisTable
+    handler: Handler
+    diagonal: frozenset[str]
+    marks: tuple[Axes, ...]
+    walkers: Mapping[str, set[Any]]
+
+    def run(
+        self, plan: Plan, args: Sequence[Any], slots: Sequence[Slots], masks: list[RowMask]
+    ) -> list[Any]:
+        """Outputs of the plan's jaxpr; ``slots`` and ``args`` go with its inputs."""
+        return self._run(plan, args, slots, masks)[0]
+
+    def _run(
+        self, plan: Plan, args: Sequence[Any], slots: Sequence[Slots], masks: list[RowMask]
+    ) -> tuple[list[Any], list[Slots]]:
+        """The outputs, and the slots that ride along with those that are views."""
+        env: dict[Any, Any] = dict(zip(plan.jaxpr.constvars, plan.consts, strict=True))
+        env.update(zip(plan.jaxpr.invars, args, strict=True))
+        riding = {v: s for v, s in zip(plan.jaxpr.invars, slots, strict=True) if s}
+        masks = list(masks)
+
+        def read(atom: Any) -> Any:
+            return env[atom] if _compat.is_var(atom) else atom.val
+
+        for step in steps_of(plan):
+            if isinstance(step, _Segment):
+                out = step.run(*[env[v] for v in step.invars])
+                env.update(zip(step.outvars, out, strict=True))
+                continue
+            eqn = plan.jaxpr.eqns[step]
+            values = [read(v) for v in eqn.invars]
+            along = [riding.get(v, {}) if _compat.is_var(v) else {} for v in eqn.invars]
+            if step in plan.uses:
+                out = [self._use(eqn, plan.uses[step], values, along, masks)]
+            elif step in plan.marks:
+                masks.append(RowMask(values[1], plan.marks[step].axes, complete=False))
+                out = [values[0]]
+            elif step in plan.views:
+                out = _compat.bind(eqn)(*values)
+                out = list(out) if eqn.primitive.multiple_results else [out]
+                moved = self._through_view(eqn, plan.views[step], values, along)
+                riding.update((v, s) for v, s in zip(eqn.outvars, moved, strict=True) if s)
+            elif plan.calls[step].exports_views:  # a jitted indexing helper: run it in place
+                out, moved = self._run(plan.calls[step], values, along, masks)
+                riding.update((v, s) for v, s in zip(eqn.outvars, moved, strict=True) if s)
+            else:
+                inner = plan.calls[step]
+                tapped = tapped_layers(inner)
+                along = [{k: s for k, s in d.items() if k in tapped} for d in along]
+                out = self._call(eqn, inner, values, along, masks)
+            env.update(zip(eqn.outvars, out, strict=True))
+        outs = plan.jaxpr.outvars
+        return [read(v) for v in outs], [
+            riding.get(v, {}) if _compat.is_var(v) else {} for v in outs
+        ]
+
+    def _use(self, eqn: Any, uses: list[Use], values: list, along: list, masks: list) -> Any:
+        uses = [u for u in uses if u.layer is not None]
+        slots = [along[u.operand][u.layer] for u in uses]
+        # A bias or scale squares per-position gradients: a row that is not there has none.
+        rows = [row_weights(self.table, u, masks, self.marks) for u in uses]
+        site = Site(eqn, uses, slots, rows, self.table)
+        return self.handler(site, values)
+
+    def _through_view(self, eqn: Any, walker: Any, values: list, along: list) -> list[Slots]:
+        """What becomes of the slots when their parameter goes through a view."""
+        if eqn.primitive.name == "optimization_barrier":
+            return along
+        position = next((i for i, s in enumerate(along) if s), None)
+        if position is None:
+            return [{}] * len(eqn.outvars)
+        others = [v for i, v in enumerate(values) if i != position]
+        outs: list[Slots] = [{} for _ in eqn.outvars]
+        for name, slot in along[position].items():
+            if name in self.diagonal:
+                moved = jax.tree.map(lambda s, p=position: _move_diagonal(eqn, s, p, values), slot)
+                for k, out in enumerate(outs):
+                    out[name] = jax.tree.map(lambda m, k=k: m[k], moved, is_leaf=_is_list)
+            elif walker is not None:
+                if walker in self.walkers[name]:
+                    outs[0][name] = jax.tree.map(
+                        lambda s: jax.lax.dynamic_index_in_dim(s, others[0], keepdims=False), slot
+                    )
+            else:
+                for out in outs:
+                    out[name] = _scale_slot(eqn, slot, others)
+        return outs
+
+    def _call(
+        self, eqn: Any, inner: Plan, values: list, along: list[Slots], masks: list[RowMask]
+    ) -> list[Any]:
+        kind = _compat.call_kind(eqn)
+        if kind == "scan":
+            return self._scan(eqn, inner, values, along, masks)
+        extras, tree = jax.tree.flatten((along, [m.mask for m in masks]))
+
+        def body(*flat: Any) -> list[Any]:
+            n = len(values)
+            slots, mask_values = jax.tree.unflatten(tree, flat[n:])
+            inside = [
+                RowMask(v, m.axes, complete=m.complete)
+                for v, m in zip(mask_values, masks, strict=True)
+            ]
+            return self.run(inner, flat[:n], slots, inside)
+
+        if kind == "checkpoint":
+            return _compat.checkpoint_like(eqn, body)(*values, *extras)
+        if kind == "shard_map":
+            specs = (PartitionSpec(),) * len(extras)
+            return _compat.shard_map_like(eqn, body, specs)(*values, *extras)
+        return _compat.jit_like(eqn, body, len(extras))(*values, *extras)
+
+    def _scan(
+        self, eqn: Any, inner: Plan, values: list, along: list[Slots], masks: list[RowMask]
+    ) -> list[Any]:
+        nc, nk = eqn.params["num_consts"], eqn.params["num_carry"]
+        fixed = along[: nc + nk]  # a parameter carried unchanged is a constant
+
+        def body(carry: Any, scanned: Any) -> tuple[list[Any], list[Any]]:
+            xs, slots = scanned
+            out = self.run(inner, [*values[:nc], *carry, *xs], [*fixed, *slots], masks)
+            return out[:nk], out[nk:]
+
+        carry, ys = _compat.scan_like(
+            eqn, body, values[nc : nc + nk], (values[nc + nk :], along[nc + nk :])
+        )
+        return [*carry, *ys]
+
+
+def tapped_layers(plan: Plan) -> set[str]:
+    """Names of the layers with a tapped use inside a plan."""
+    return {u.layer for u in plan.all_uses() if u.layer is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Segment:
+    """A run of equations that nothing special happens in."""
+
+    run: Callable[..., list[Any]]
+    invars: list[Any]
+    outvars: list[Any]
+
+
+def steps_of(plan: Plan) -> list[_Segment | int]:
+    """The plan as untouched segments and positions of special equations; computed once."""
+    if plan.steps is None:
+        plan.steps = _split(plan)
+    return plan.steps
+
+
+def _split(plan: Plan) -> list[_Segment | int]:
+    jaxpr = plan.jaxpr
+    special = {p for p, uses in plan.uses.items() if any(u.layer is not None for u in uses)}
+    special |= plan.views.keys() | plan.marks.keys()
+    special |= {p for p, c in plan.calls.items() if c.exports_views or tapped_layers(c)}
+    runs: list[list[int] | int] = []
+    for position in range(len(jaxpr.eqns)):
+        if position in special:
+            runs.append(position)
+        elif runs and isinstance(runs[-1], list):
+            runs[-1].append(position)
+        else:
+            runs.append([position])
+    needed = {v for v in jaxpr.outvars if _compat.is_var(v)}
+    steps: list[_Segment | int] = []
+    for run in reversed(runs):
+        eqns = [jaxpr.eqns[p] for p in (run if isinstance(run, list) else [run])]
+        made = {v: None for e in eqns for v in e.outvars}
+        read = {v: None for e in eqns for v in e.invars if _compat.is_var(v)}
+        if isinstance(run, list):
+            outvars = [v for v in made if v in needed]
+            invars = [v for v in read if v not in made]
+            steps.append(_Segment(_compat.evaluate(eqns, invars, outvars, jaxpr), invars, outvars))
+        else:
+            steps.append(run)
+        needed = (needed - made.keys()) | read.keys()
+    return steps[::-1]
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, list)
+
+
+def _move_diagonal(eqn: Any, slot: Any, position: int, values: list) -> list[Any]:
+    """A slot shaped like the parameter goes through the same equation; constants squared."""
+    name = eqn.primitive.name
+    if name in ("mul", "div"):
+        constant = jnp.square(jnp.asarray(values[1 - position]).astype(slot.dtype))
+        return [slot * constant if name == "mul" else slot / constant]
+    if name in ("add", "sub", "add_any"):
+        return [jnp.broadcast_to(slot, eqn.outvars[0].aval.shape)]
+    if name in SAME_ELEMENTS and name not in ("pvary", "pcast"):
+        return [slot]
+    if name == "pad":
+        values = [values[0], jnp.zeros((), slot.dtype)]
+    operands = [slot if i == position else v for i, v in enumerate(values)]
+    out = _compat.bind(eqn)(*operands)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _scale_slot(eqn: Any, slot: Any, others: list) -> Any:
+    """A weight c W makes the layer's input c x: its second moment scales with c squared."""
+    name = eqn.primitive.name
+    if name not in ("mul", "div"):
+        return slot
+    c = jnp.asarray(others[0]).reshape(())
+    c = c if name == "mul" else 1 / c
+
+    def times(part: Any, power: int) -> Any:
+        return jax.tree.map(lambda x: x * c.astype(x.dtype) ** power, part)
+
+    powers = {"a": 2, "a_sum": 1}
+    return {key: times(part, powers.get(key, 0)) for key, part in slot.items()}

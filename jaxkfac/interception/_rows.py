@@ -1,0 +1,140 @@
+"""Which rows of a layer use exist: masks carried to the use by the identity of axes."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Shaped
+
+from jaxkfac._errors import LostRowsError
+from jaxkfac.interception._analysis import MARK_ROWS
+from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._conduct import Axes
+from jaxkfac.interception._values import Use
+
+
+def mark_rows(x: Shaped[Array, "..."], mask: Bool[Array, "..."]) -> Shaped[Array, "..."]:
+    """Say, inside a model, which rows of ``x`` exist. An identity.
+
+    Where the engine cannot follow the axes of a mask to a layer (an encoder stream whose
+    positions never reach the output, a shifted slice), name the rows in the model itself.
+    Layers whose rows run along the marked axes leave the others out of their factors.
+
+    Args:
+        x: Any value, shape ``(*mask.shape, ...)``.
+        mask: True where the row exists, shape of the leading axes of ``x``.
+
+    Returns:
+        ``x``, unchanged.
+
+    Raises:
+        ValueError: the mask's shape is not that of the leading axes of ``x``.
+    """
+    if x.shape[: mask.ndim] != mask.shape:
+        raise ValueError(
+            f"mark_rows: mask has shape {mask.shape}, expected the leading axes of x, "
+            f"{x.shape[: mask.ndim]}"
+        )
+
+    def identity(x: Any, mask: Any) -> Any:
+        return x
+
+    identity.__name__ = MARK_ROWS
+    return jax.jit(identity)(x, mask)
+
+
+class RowMask:
+    """A mask and the atoms of its axes.
+
+    Attributes:
+        complete: Whether every row must be spoken of: True for ``positions=``, False for a
+            mark inside the model, which speaks of its own axes only.
+    """
+
+    def __init__(self, mask: Any, axes: Sequence[Atoms], *, complete: bool) -> None:
+        self.mask, self.axes, self.complete = mask, tuple(axes), complete
+
+    def atoms(self, table: AxisTable) -> Atoms:
+        return tuple(a for axis in self.axes for a in table.atoms(axis))
+
+
+def row_weights(
+    table: AxisTable, use: Use, masks: Sequence[RowMask], marks: Sequence[Axes] = ()
+) -> Array | None:
+    """The rows of a use that exist, as a boolean array over its row axes.
+
+    Args:
+        table: The axis atoms.
+        use: A use with ``rows``.
+        masks: Every mask known where the use stands.
+        marks: The axes of every mark of the program, known here or not.
+
+    Returns:
+        Boolean, one axis per entry of ``use.rows``; ``None`` where no mask speaks of them.
+
+    Raises:
+        LostRowsError: a mask for the whole program is given and an axis of the rows comes
+            from data but is spoken of by no mask; or a mark speaks of these rows and is
+            made later, or in an inner scan.
+    """
+    if use.kind == "bias" and use.data is None:  # a class token: its row always exists
+        return None
+    rows = [table.atoms(axis) for axis in use.rows]
+    flat = [a for axis in rows for a in axis]
+    spoken = {a for m in masks for a in m.atoms(table)}
+    for axes in marks:
+        late = {a for axis in axes for a in table.atoms(axis)} & set(flat) - spoken
+        if late:
+            raise LostRowsError(
+                f"layer {use.view.path!r} reads rows that jk.mark_rows names only later in the "
+                "program, or inside another scan. Mark them before this layer."
+            )
+    if not spoken:
+        return None
+    own = {a for d, axis in enumerate(rows) if d in own_axes(use) for a in axis}
+    lost = [a for a in flat if a not in spoken | own and table.kinds(a) & {"data", "derived"}]
+    if any(m.complete for m in masks) and (lost or spoken.isdisjoint(flat)):
+        what = f"an axis of size {table.size(lost[0])}" if lost else "the example axis"
+        raise LostRowsError(
+            f"layer {use.view.path!r}: example axis lost at `{use.eqn.primitive.name}`: {what} of "
+            f"its rows cannot be traced to the mask. Name these rows with jk.mark_rows(x, mask) "
+            "inside the model, or leave the layer out with layers=."
+        )
+    if spoken.isdisjoint(flat):
+        return None
+    weights = jnp.ones([table.size(a) for a in flat], bool)
+    for mask in masks:
+        weights = weights & _spread(table, mask, flat)
+    return weights.reshape([math.prod(map(table.size, axis)) for axis in rows])
+
+
+def own_axes(use: Use) -> set[int]:
+    """The row axes along which a scale or bias has elements of its own."""
+    if use.kind not in ("scale", "bias"):
+        return set()
+    shape = use.eqn.invars[use.operand].aval.shape
+    lead = len(use.rows) - len(shape)
+    return {d for d in range(len(use.rows)) if d >= lead and shape[d - lead] > 1}
+
+
+def _spread(table: AxisTable, mask: RowMask, flat: list[int]) -> Array:
+    """The mask broadcast to the atoms of the rows; atoms it speaks of elsewhere: any."""
+    atoms = mask.atoms(table)
+    values = mask.mask.reshape([table.size(a) for a in atoms])
+    away = tuple(i for i, a in enumerate(atoms) if a not in flat)
+    if len(away) == len(atoms):
+        return jnp.ones([1] * len(flat), bool)
+    values = values.any(away)
+    present = [a for a in atoms if a in flat]
+    where = {a: [i for i, b in enumerate(flat) if b == a] for a in present}
+    out = jnp.ones([1] * len(flat), bool)
+    for k in range(max(map(len, where.values()))):  # a pairwise layer has each atom twice
+        at = {a: where[a][min(k, len(where[a]) - 1)] for a in present}
+        order = sorted(range(len(present)), key=lambda i: at[present[i]])
+        shape = [1] * len(flat)
+        for a in present:
+            shape[at[a]] = table.size(a)
+        out = out & values.transpose(order).reshape(shape)
+    return out

@@ -1,0 +1,137 @@
+"""The layer table: what was found in a function, and what was not."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+
+from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest
+from jaxkfac.interception._layer import Layer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerTable(Mapping[str, Layer]):
+    """Layers by name, in program order. ``print(table)`` is the coverage report.
+
+    Attributes:
+        layers: The layers.
+        uncovered: ``(parameter path, reason)`` of every parameter, or reading of one, that
+            is in no layer. Most are errors (see ``raise_uncovered``); a parameter that is
+            frozen, never read, held out or left out on request is not.
+        notes: ``(parameter path, remark)`` on parameters that are in a layer: also in a
+            penalty, several blocks.
+        sizes: Number of elements of every parameter.
+        problems: The rows of ``uncovered`` that are errors.
+    """
+
+    layers: tuple[Layer, ...]
+    uncovered: list[tuple[str, str]]
+    notes: list[tuple[str, str]]
+    sizes: dict[str, int]
+    problems: list[tuple[str, str]]
+
+    def __getitem__(self, name: str) -> Layer:
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise UnknownLayerError(f"no layer {name!r}; the nearest names are {nearest(name, self)}")
+
+    def __contains__(self, name: object) -> bool:
+        return any(layer.name == name for layer in self.layers)
+
+    def __iter__(self) -> Iterator[str]:
+        return (layer.name for layer in self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_covered(self) -> int:
+        """Number of parameter elements that lie in a layer; none is counted twice."""
+        held: dict[str, int] = {}
+        for layer in self.layers:
+            for part in filter(None, (layer.weight, layer.bias)):
+                slices = {part.index} | {
+                    p.index
+                    for other in self.layers
+                    for p in (other.weight, other.bias)
+                    if p is not None and p.path == part.path
+                }
+                held[part.path] = min(self.sizes[part.path], part.size * len(slices))
+        return sum(held.values())
+
+    def raise_uncovered(self) -> None:
+        """Raise for the parameters that nothing covers.
+
+        Raises:
+            UncoveredParameterError: naming each parameter and the reason.
+        """
+        if self.problems:
+            rows = "\n".join(f"  {path}: {reason}" for path, reason in self.problems)
+            raise UncoveredParameterError(
+                f"{len(self.problems)} uses of parameters are covered by no layer:\n{rows}\n"
+                "Leave them out with layers=, or pass uncovered='diagonal' (a second pass) or "
+                "'ignore'."
+            )
+
+    def __str__(self) -> str:
+        head = ("layer", "kind", "in", "out", "stack", "uses", "input of", "bias", "parameters")
+        total = sum(self.sizes.values()) or 1
+        rows = [
+            (
+                layer.name,
+                layer.kind,
+                "-" if layer.is_diagonal else _side(layer.in_features, layer.a_dense),
+                _side(layer.out_features, layer.g_dense or layer.is_diagonal),
+                "x".join(map(str, layer.stack)) or "-",
+                str(layer.uses),
+                layer.shares_input_with or "-",
+                layer.bias.path.rsplit("/", 1)[-1] if layer.bias else "-",
+                f"{layer.num_parameters:,}",
+            )
+            for layer in self.layers
+        ]
+        widths = [max(len(r[i]) for r in (head, *rows)) for i in range(len(head))]
+        right = {2, 3, 5, 8}
+        lines = [
+            "  ".join(
+                c.rjust(w) if i in right else c.ljust(w)
+                for i, (c, w) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in (head, *rows)
+        ]
+        lines.insert(1, "-" * max(map(len, lines)))
+        lines.append(
+            f"{len(self.layers)} layers cover {self.num_covered:,} of {total:,} parameters "
+            f"({100 * self.num_covered / total:.1f}%)"
+        )
+        for title, entries in (("not covered", self.uncovered), ("note", self.notes)):
+            lines += [f"{title}: {path} {reason}" for path, reason in entries]
+        if any("~" in c for row in rows for c in row[2:4]):
+            lines.append("~: this side is kept as a diagonal")
+        return "\n".join(lines)
+
+
+def _side(size: int, dense: bool) -> str:
+    return str(size) if dense else f"~{size}"
+
+
+def selector(pattern: str | None, known: list[str]) -> set[str]:
+    """The names that a pattern matches in full; all of them for ``None``.
+
+    Raises:
+        UnknownLayerError: the pattern matches nothing, or is no regular expression.
+    """
+    if pattern is None:
+        return set(known)
+    try:
+        found = {name for name in known if re.fullmatch(pattern, name)}
+    except re.error as error:
+        raise UnknownLayerError(
+            f"layers={pattern!r} is not a regular expression: {error}"
+        ) from None
+    if not found:
+        raise UnknownLayerError(
+            f"layers={pattern!r} matches no layer in full; the nearest names are "
+            f"{nearest(pattern, known)}"
+        )
+    return found

@@ -1,0 +1,165 @@
+"""Trace a function once, find its layers, and re-emit it with handlers."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from jaxkfac.interception._analysis import Analysis
+from jaxkfac.interception._conduct import Axes
+from jaxkfac.interception._examples import split_lost
+from jaxkfac.interception._grouping import group_uses
+from jaxkfac.interception._paths import leaves_by_path
+from jaxkfac.interception._rewrite import Handler, Rewriter
+from jaxkfac.interception._rows import RowMask
+from jaxkfac.interception._table import LayerTable
+from jaxkfac.interception._values import Data
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function traced and analysed for one set of shapes.
+
+    Attributes:
+        closed: The jaxpr of ``fn(params, *args)``.
+        analysis: What was found in it.
+        table: The layers, grouped and selected.
+        out_tree: Structure of the function's result.
+        out_shapes: ``jax.ShapeDtypeStruct`` of each output leaf.
+        shapes: Shape of each parameter.
+    """
+
+    closed: Any
+    analysis: Analysis
+    table: LayerTable
+    out_tree: Any
+    out_shapes: list[Any]
+    shapes: dict[str, tuple[int, ...]]
+
+    def output_axes(self, index: int = 0) -> Axes | None:
+        """Axis atoms of an output leaf, or ``None`` if it does not depend on data."""
+        value = self.analysis.outputs[index]
+        return value.axes if isinstance(value, Data) else None
+
+    @property
+    def holds_tracers(self) -> bool:
+        """Whether the function closed over values of an enclosing trace."""
+        return any(isinstance(c, jax.core.Tracer) for c in self.closed.consts)
+
+    def emit(
+        self,
+        handler: Handler,
+        params: PyTree,
+        slots: Mapping[str, Any],
+        *args: Any,
+        masks: list[RowMask] | None = None,
+    ) -> Any:
+        """Run the function with ``handler`` in place of its layer uses.
+
+        Args:
+            handler: See ``_rewrite.Site``.
+            params: Parameters, same structure and shapes as traced.
+            slots: ``{layer name: slot}``; layers without one are left as they are.
+            *args: The remaining arguments.
+            masks: Which rows exist, for the layers whose rows run along their axes.
+        """
+        by_path = collections.defaultdict(dict)
+        walkers = collections.defaultdict(set)
+        for use in self.analysis.plan.all_uses():
+            if use.layer is not None:
+                by_path[use.view.path][use.layer] = slots[use.layer]
+                walkers[use.layer].update(c.walker for c in use.view.consumed)
+        rewriter = Rewriter(
+            table=self.analysis.table,
+            handler=handler,
+            diagonal=frozenset(layer.name for layer in self.table.layers if layer.is_diagonal),
+            marks=tuple(m.axes for m in self.analysis.plan.all_marks()),
+            walkers=walkers,
+        )
+        flat = jax.tree.leaves((params, *args))
+        riding = [by_path.get(path, {}) for path in leaves_by_path(params)]
+        riding += [{}] * (len(flat) - len(riding))
+        out = rewriter.run(self.analysis.plan, flat, riding, masks or [])
+        return jax.tree.unflatten(self.out_tree, out)
+
+
+def trace(
+    fn: Callable[..., Any],
+    params: PyTree,
+    *args: Any,
+    layers: str | None = None,
+    max_dense: int = 16384,
+    experts: str | None = None,
+) -> Traced:
+    """Trace ``fn(params, *args)`` and find its layers; see ``find_layers``."""
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, *args)
+    paths = leaves_by_path(params)
+    num_args = len(closed.jaxpr.invars) - len(paths)
+    analysis = Analysis(closed, [*paths, *[None] * num_args])
+    uses, lost = split_lost(analysis)
+    found, notes = group_uses(
+        analysis.table, uses, max_dense=max_dense, experts=experts, pattern=layers
+    )
+    findings = [*analysis.findings, *lost, *notes]
+    held = {part.path for layer in found for part in (layer.weight, layer.bias) if part}
+    touched = {f.path for f in findings} | {u.view.path for u in uses}
+    shapes_of = {path: tuple(getattr(leaf, "shape", ())) for path, leaf in paths.items()}
+    unread = [
+        (
+            path,
+            "meets no data" if path in analysis.reads else "is not read by the function",
+        )
+        for path in paths
+        if path not in touched
+    ]
+    table = LayerTable(
+        layers=tuple(found),
+        uncovered=[(f.path, f.reason) for f in findings if f.fatal or f.path not in held] + unread,
+        notes=[(f.path, f.reason) for f in findings if not f.fatal and f.path in held],
+        sizes={path: math.prod(shape) for path, shape in shapes_of.items()},
+        problems=[(f.path, f.reason) for f in findings if f.fatal],
+    )
+    leaves, tree = jax.tree.flatten(shapes)
+    return Traced(closed, analysis, table, tree, leaves, shapes_of)
+
+
+def find_layers(
+    fn: Callable[..., Any],
+    params: PyTree,
+    *args: Any,
+    layers: str | None = None,
+    max_dense: int = 16384,
+    experts: str | None = None,
+) -> LayerTable:
+    """Find every place where a parameter meets data in a linear operation.
+
+    Args:
+        fn: ``fn(params, *args)``, any JAX function: the apply function of a Flax, Haiku or
+            Equinox model, or a loss. Shapes suffice: nothing is computed.
+        params: Parameters; arrays or ``jax.ShapeDtypeStruct``.
+        *args: The other arguments, likewise.
+        layers: Full-match pattern over layer names; ``None`` is all.
+        max_dense: A side with more features is kept as a diagonal.
+        experts: Full-match pattern over parameter paths. Where a free axis of a parameter
+            can be read as outputs or as a stack of experts (``bti,eio->ebto``), the
+            parameters that match are read as a stack. Shared axes always are.
+
+    Returns:
+        A ``LayerTable``; ``print`` it for the coverage report.
+
+    Raises:
+        UnknownLayerError: ``layers`` matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> table = jk.find_layers(
+        ...     lambda p, x: jnp.tanh(x @ p["w"] + p["b"]),
+        ...     {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, jnp.ones((5, 3)))
+        >>> table["w"].in_features, table["w"].bias.path
+        (3, 'b')
+    """
+    return trace(fn, params, *args, layers=layers, max_dense=max_dense, experts=experts).table

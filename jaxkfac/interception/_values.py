@@ -1,0 +1,134 @@
+"""What the analysis knows of a value: constant, parameter seen through views, or data."""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+from jaxkfac.interception._axes import Atoms
+from jaxkfac.interception._conduct import Axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """Depends on neither parameters nor data."""
+
+    number: int
+
+
+class Consumed(NamedTuple):
+    """A stacked axis: its size, its atoms, and the scan or index that walks along it."""
+
+    size: int
+    atoms: Atoms
+    walker: tuple[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A parameter seen through views that select, rename or scale its elements.
+
+    Attributes:
+        number: Value number; equal numbers are equal values.
+        path: The parameter.
+        index: Static index into its leading axes.
+        axes: One entry per axis in atoms of the parameter, or ``None`` where the view
+            cannot be followed axis by axis (a range, a constant gather): such a view can
+            still be a bias or a scale, but not a matrix.
+        origin: The parameter's own axes.
+        consumed: Stacked axes used up so far, outermost first: scan iterations and
+            dynamic indices.
+        scaled: Value numbers of the constants it was multiplied by.
+        lost_by: The primitive behind which the axes can no longer be followed.
+    """
+
+    number: int
+    path: str
+    origin: Axes
+    axes: Axes | None
+    index: tuple[int, ...] = ()
+    consumed: tuple["Consumed", ...] = ()
+    scaled: tuple[int, ...] = ()
+    lost_by: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived:
+    """Depends on parameters alone, but is no view of one of them.
+
+    Attributes:
+        number: Value number.
+        reasons: ``(parameter path, what it went through first)``.
+    """
+
+    number: int
+    reasons: tuple[tuple[str, str], ...]
+
+    @property
+    def paths(self) -> frozenset[str]:
+        return frozenset(path for path, _ in self.reasons)
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Depends on data.
+
+    Attributes:
+        number: Value number.
+        axes: One entry per axis, in atoms.
+        product: The layer use of which this value is the product, seen through views that
+            nothing else reads; a bias added to it is joined to that use.
+        product_axes: Per axis, the atoms of the parameter's free axes, or ``None``.
+    """
+
+    number: int
+    axes: Axes
+    product: "Use | None" = None
+    product_axes: tuple[Atoms | None, ...] = ()
+
+
+Value = Constant | View | Derived | Data
+
+UseKind = Literal["dense", "conv", "embedding", "scale", "bias"]
+
+
+@dataclasses.dataclass(eq=False)
+class Use:
+    """One equation in which a parameter meets data by a rule.
+
+    Attributes:
+        kind: The rule.
+        eqn: The equation.
+        operand: Position of the parameter among the operands.
+        view: The parameter's view there.
+        scope: Identities of the scans around it, outermost first.
+        in_axes: Atoms of the contracted axes, in the equation's order.
+        out_axes: Atoms of the free axes, in the equation's order.
+        batch_axes: Atoms of the axes shared with the data (experts).
+        rows: Atoms of the data operand's axes that are neither contracted nor shared.
+        data: The data operand, if there is one.
+        join: For a bias: the product it is added to, if nothing else reads that product.
+        layer: Name of the layer this use belongs to, or ``None`` while it is not tapped.
+        free_stack: Whether its first free axis is read as a stack of experts.
+    """
+
+    kind: UseKind
+    eqn: Any
+    operand: int
+    view: View
+    scope: tuple[int, ...]
+    in_axes: Axes = ()
+    out_axes: Axes = ()
+    batch_axes: Axes = ()
+    rows: Axes = ()
+    data: Data | None = None
+    join: "Use | None" = None
+    layer: str | None = None
+    free_stack: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something the coverage report says of a parameter beside its uses."""
+
+    path: str
+    reason: str
+    fatal: bool

@@ -1,0 +1,130 @@
+"""The view rule: equations through which a parameter can still be seen."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from jaxkfac.interception._axes import AxisTable
+from jaxkfac.interception._values import Constant, Consumed, Value, View
+
+SAME_ELEMENTS = frozenset(
+    "convert_element_type copy copy_p reduce_precision optimization_barrier name pvary pcast "
+    "sharding_constraint reshard neg layout_constraint".split()
+)
+_SELECTIONS = frozenset("slice dynamic_slice rev gather split pad broadcast_in_dim".split())
+
+
+def view_of(table: AxisTable, eqn: Any, ins: Sequence[Value], number: int) -> list[View] | None:
+    """The views that the results are, or ``None`` if the equation is no view.
+
+    Exactly one operand must be a view and every other one constant.
+    """
+    views = _views(table, eqn, ins, number)
+    if views is None:
+        return None
+    name = eqn.primitive.name
+    return [
+        dataclasses.replace(v, lost_by=name) if v.axes is None and not v.lost_by else v
+        for v in views
+    ]
+
+
+def _views(table: AxisTable, eqn: Any, ins: Sequence[Value], number: int) -> list[View] | None:
+    views = [i for i, v in enumerate(ins) if isinstance(v, View)]
+    others = [v for v in ins if not isinstance(v, View)]
+    if eqn.primitive.name == "dynamic_slice":  # the index may well be data
+        others = []
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    if name == "optimization_barrier":
+        return None  # handled operand by operand
+    if len(views) != 1 or not all(isinstance(v, Constant) for v in others):
+        return None
+    position = views[0]
+    view: View = ins[position]  # type: ignore[assignment]
+    if not jnp.issubdtype(out.dtype, jnp.inexact):
+        return None
+    if name in SAME_ELEMENTS:
+        return [dataclasses.replace(view, number=number)]
+    if name in ("mul", "div"):
+        if name == "div" and position == 1:
+            return None
+        return [_scaled(table, eqn, view, position, number)]
+    if name in ("add", "sub", "add_any"):  # w + c has the derivatives of w
+        same = eqn.invars[position].aval.shape == out.shape
+        return [dataclasses.replace(view, number=number, axes=view.axes if same else None)]
+    if position != 0:
+        return None
+    if name in ("transpose", "squeeze", "reshape"):
+        return [dataclasses.replace(view, number=number, axes=_moved(table, eqn, view.axes))]
+    if name in ("slice", "dynamic_slice"):
+        return [_slice(table, eqn, view, ins, number)]
+    if name == "broadcast_in_dim":
+        return [dataclasses.replace(view, number=number, axes=_broadcast(table, eqn, view.axes))]
+    if name in _SELECTIONS:
+        return [dataclasses.replace(view, number=number, axes=None) for _ in eqn.outvars]
+    return None
+
+
+def _scaled(table: AxisTable, eqn: Any, view: View, position: int, number: int) -> View:
+    """Times a constant: a scalar keeps the matrix, an array (a mask) only the elements."""
+    other = eqn.invars[1 - position]
+    mine, out = eqn.invars[position].aval.shape, eqn.outvars[0].aval.shape
+    axes = view.axes
+    if getattr(other.aval, "size", 1) != 1 or mine != out:
+        axes = None
+    return dataclasses.replace(view, number=number, axes=axes, scaled=(*view.scaled, number))
+
+
+def _moved(table: AxisTable, eqn: Any, axes: Any) -> Any:
+    if axes is None:
+        return None
+    if eqn.primitive.name == "transpose":
+        return tuple(axes[d] for d in eqn.params["permutation"])
+    if eqn.primitive.name == "squeeze":
+        return tuple(a for d, a in enumerate(axes) if d not in eqn.params["dimensions"])
+    out = table.regroup(axes, eqn.outvars[0].aval.shape)
+    return None if out is None else tuple(out)
+
+
+def _broadcast(table: AxisTable, eqn: Any, axes: Any) -> Any:
+    if axes is None:
+        return None
+    shape, source = eqn.params["shape"], eqn.invars[0].aval.shape
+    out = [table.new(s, "broadcast") for s in shape]
+    for d, axis, size in zip(eqn.params["broadcast_dimensions"], axes, source, strict=True):
+        if size == shape[d]:
+            out[d] = axis
+    return tuple(out)
+
+
+def _slice(table: AxisTable, eqn: Any, view: View, ins: Sequence[Value], number: int) -> View:
+    """One element of the leading axis is an index. Any other slice selects elements."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    new = dataclasses.replace(view, number=number)
+    if before == after:
+        return new
+    axes = view.axes
+    cut = [d for d in range(len(before)) if before[d] != after[d]]
+    if axes is None or cut != [0] or after[0] != 1:
+        return dataclasses.replace(new, axes=None)
+    rest = ((), *axes[1:])
+    start = _static_start(eqn)
+    if start is None:  # a traced index walks along a stack, as a scan does
+        step = Consumed(before[0], axes[0], ("index", ins[1].number))
+        return dataclasses.replace(new, axes=rest, consumed=(*view.consumed, step))
+    whole = view.origin[len(view.index)]
+    if view.consumed or table.atoms(axes[0]) != table.atoms(whole):
+        return dataclasses.replace(new, axes=None)
+    return dataclasses.replace(new, axes=rest, index=(*view.index, start))
+
+
+def _static_start(eqn: Any) -> int | None:
+    if eqn.primitive.name == "slice":
+        return int(eqn.params["start_indices"][0])
+    start = eqn.invars[1]
+    if isinstance(start, jex.Literal):
+        return min(max(int(start.val), 0), eqn.invars[0].aval.shape[0] - 1)
+    return None

@@ -1,0 +1,49 @@
+"""Linear algebra of factors, in arrays only: clipped eigh and Kronecker powers."""
+
+from jaxkfac.linalg._damping import (
+    Damping,
+    DampingMode,
+    check_damping,
+    diagonal_power,
+    kronecker_power,
+    power_or_zero,
+)
+from jaxkfac.linalg._eigh import (
+    ClippedEigh,
+    HostSpectrum,
+    Spectrum,
+    check_clipping,
+    check_square,
+    clip_eigenvalues,
+    eigh_checked,
+    eigh_clipped,
+    eigh_on_host,
+)
+from jaxkfac.linalg._kronecker import (
+    from_spectrum,
+    into_eigenbasis,
+    out_of_eigenbasis,
+    scale_in_eigenbasis,
+)
+
+__all__ = [
+    "ClippedEigh",
+    "Damping",
+    "DampingMode",
+    "HostSpectrum",
+    "Spectrum",
+    "check_clipping",
+    "check_damping",
+    "check_square",
+    "clip_eigenvalues",
+    "diagonal_power",
+    "eigh_checked",
+    "eigh_clipped",
+    "eigh_on_host",
+    "from_spectrum",
+    "into_eigenbasis",
+    "kronecker_power",
+    "out_of_eigenbasis",
+    "power_or_zero",
+    "scale_in_eigenbasis",
+]

@@ -1,0 +1,91 @@
+"""Second moments of rows, accumulated in at least float32."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float
+
+PANELS = 4
+PANELS_FROM = 512  # features; below it the smaller products cost what they save
+
+
+def statistics_dtype(*dtypes: DTypeLike) -> jnp.dtype:
+    """The dtype in which rows of these dtypes are accumulated: float32, or float64 for float64."""
+    return jnp.dtype(jnp.float64 if jnp.float64 in map(jnp.dtype, dtypes) else jnp.float32)
+
+
+def gram(
+    x: Float[Array, "..."],
+    rows: Sequence[int],
+    batch: Sequence[int] = (),
+    *,
+    out_sharding: jax.sharding.Sharding | None = None,
+) -> Float[Array, "..."]:
+    r"""Sum of outer products $\sum_r x_r x_r^\top$ over some axes of an array.
+
+    Args:
+        x: Any floating array.
+        rows: Axes summed over.
+        batch: Axes kept as a stack.
+        out_sharding: Sharding of the result, where types carry shardings.
+
+    Returns:
+        Shape ``(batch..., features..., features...)``, where the features are the remaining
+        axes in order; float32, or float64 for float64 rows. Products of float32 rows use
+        full precision on every device.
+    """
+    numbers = ((tuple(rows), tuple(rows)), (tuple(batch), tuple(batch)))
+    return jax.lax.dot_general(
+        x,
+        x,
+        numbers,
+        precision=jax.lax.Precision.HIGHEST if x.dtype.itemsize >= 4 else None,
+        preferred_element_type=statistics_dtype(x.dtype),
+        out_sharding=out_sharding,
+    )
+
+
+def panel_shapes(size: int) -> tuple[tuple[int, int], ...]:
+    """Shapes of the panels that hold the upper triangle of a ``(size, size)`` matrix."""
+    return tuple((stop - start, size - start) for start, stop in _cuts(size))
+
+
+def _cuts(size: int) -> list[tuple[int, int]]:
+    edges = [size * i // PANELS for i in range(PANELS + 1)]
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+def gram_panels(x: Float[Array, "..."], axis: int) -> tuple[Float[Array, "rows cols"], ...]:
+    r"""The upper triangle of $\sum_r x_r x_r^\top$ as block rows, for one feature axis.
+
+    Four panels do 5/8 of the full product's work. Mirroring is left to ``unpack_panels``,
+    outside any loop: inside one it costs what was saved.
+
+    Args:
+        x: Any floating array.
+        axis: The feature axis; every other axis is summed over.
+
+    Returns:
+        Panel ``i`` holds rows of its block against columns from that block on.
+    """
+    size, rows = x.shape[axis], tuple(d for d in range(x.ndim) if d != axis)
+    return tuple(
+        jax.lax.dot_general(
+            jax.lax.slice_in_dim(x, start, stop, axis=axis),
+            jax.lax.slice_in_dim(x, start, size, axis=axis),
+            ((rows, rows), ((), ())),
+            precision=jax.lax.Precision.HIGHEST if x.dtype.itemsize >= 4 else None,
+            preferred_element_type=statistics_dtype(x.dtype),
+        )
+        for start, stop in _cuts(size)
+    )
+
+
+def unpack_panels(panels: tuple[Float[Array, "..."], ...]) -> Float[Array, "... n n"]:
+    """The full symmetric matrix of ``gram_panels``; leading axes are a stack."""
+    size = panels[0].shape[-1]
+    lead = [(0, 0)] * (panels[0].ndim - 1)
+    upper = jnp.concatenate([jnp.pad(p, [*lead, (size - p.shape[-1], 0)]) for p in panels], axis=-2)
+    # XLA on CPU hangs on a `where` over the product and its transpose; two triangles do not.
+    return jnp.triu(upper) + jnp.triu(upper, 1).swapaxes(-1, -2)

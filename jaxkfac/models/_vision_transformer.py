@@ -1,0 +1,123 @@
+"""A small vision transformer.
+
+Shape suffixes: B batch, H height, W width, C channels, L patches, P pixels of a patch,
+D width of the stream, F width of the hidden layer, K classes.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionTransformerConfig:
+    """Sizes of a vision transformer; the defaults fit 8 x 8 digits.
+
+    Attributes:
+        image_size: Height and width of the images, pixels.
+        channels: Channels of the images; one channel may be left out of the input.
+        patch_size: Height and width of a patch; divides ``image_size``.
+        width: Size of the stream; a multiple of ``num_heads``.
+        depth: Number of blocks.
+        num_heads: Attention heads.
+        hidden: Hidden size of each block's two dense layers.
+        num_classes: Size of the output.
+        remat: Recompute each block's activations in the backward pass.
+    """
+
+    image_size: int = 8
+    channels: int = 1
+    patch_size: int = 2
+    width: int = 48
+    depth: int = 2
+    num_heads: int = 4
+    hidden: int = 96
+    num_classes: int = 10
+    remat: bool = True
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if (value := getattr(self, field.name)) < 1 and field.name != "remat":
+                raise ValueError(f"{field.name} must be at least 1, not {value}")
+        if self.image_size % self.patch_size:
+            raise ValueError(f"patch_size {self.patch_size} must divide {self.image_size=}")
+        if self.width % self.num_heads:
+            raise ValueError(f"num_heads {self.num_heads} must divide {self.width=}")
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+
+class Block(nnx.Module):
+    """Attention, then two dense layers, each normalised first and added to the stream."""
+
+    def __init__(self, config: VisionTransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.attention_norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            config.num_heads, config.width, decode=False, rngs=rngs, keep_rngs=False
+        )
+        self.dense_norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.up = nnx.Linear(config.width, config.hidden, rngs=rngs)
+        self.down = nnx.Linear(config.hidden, config.width, rngs=rngs)
+
+    def __call__(self, x_BxLxD: Array) -> Array:
+        x_BxLxD = x_BxLxD + self.attention(self.attention_norm(x_BxLxD))
+        h_BxLxF = jax.nn.gelu(self.up(self.dense_norm(x_BxLxD)))
+        return x_BxLxD + self.down(h_BxLxF)
+
+
+class VisionTransformer(nnx.Module):
+    """Patches, positions, scanned and rematted blocks, mean over patches, head.
+
+    Example:
+        >>> model = VisionTransformer(VisionTransformerConfig(), rngs=nnx.Rngs(0))
+        >>> model(jnp.zeros((5, 8, 8))).shape
+        (5, 10)
+
+    References:
+        A. Dosovitskiy et al., An Image is Worth 16x16 Words: Transformers for Image
+        Recognition at Scale, 2021.
+    """
+
+    def __init__(self, config: VisionTransformerConfig, *, rngs: nnx.Rngs) -> None:
+        patch_pixels = config.patch_size**2 * config.channels
+        self.config = config
+        self.patch = nnx.Linear(patch_pixels, config.width, rngs=rngs)
+        positions_LxD = 0.5 * jax.random.normal(rngs.params(), (config.num_patches, config.width))
+        self.positions = nnx.Param(positions_LxD)
+
+        @nnx.split_rngs(splits=config.depth)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stacked_blocks(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs=rngs)
+
+        self.blocks = stacked_blocks(rngs)
+        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.head = nnx.Linear(config.width, config.num_classes, rngs=rngs)
+
+    def __call__(self, images: Float[Array, "B H W *C"]) -> Float[Array, "B K"]:
+        patches_BxLxP = split_patches(images, self.config)
+        x_BxLxD = self.patch(patches_BxLxP) + self.positions[...]
+
+        def step(x_BxLxD: Array, block: Block) -> Array:
+            return block(x_BxLxD)
+
+        if self.config.remat:
+            step = nnx.remat(step)
+        scan = nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        x_BxLxD = scan(x_BxLxD, self.blocks)
+        return self.head(self.norm(x_BxLxD).mean(axis=1))
+
+
+def split_patches(images: Array, config: VisionTransformerConfig) -> Array:
+    """``(B, H, W[, C])`` to ``(B, L, P)``, row by row."""
+    expected = (config.image_size, config.image_size)
+    if images.shape[1:3] != expected or images.ndim not in (3, 4):
+        raise ValueError(f"expected images of shape (batch, {expected}[, C]), got {images.shape}")
+    side, size = config.image_size // config.patch_size, config.patch_size
+    x = images.reshape(-1, side, size, side, size, config.channels)
+    return x.transpose(0, 1, 3, 2, 4, 5).reshape(-1, side * side, size * size * config.channels)

@@ -1,0 +1,15 @@
+"""Optax transformations."""
+
+from jaxkfac.optim._kfac import KfacState, kfac
+from jaxkfac.optim._multi_steps import MultiStepsState, has_updated, multi_steps
+from jaxkfac.optim._scale_by_bases import ScaleByBasesState, scale_by_bases
+
+__all__ = [
+    "KfacState",
+    "MultiStepsState",
+    "ScaleByBasesState",
+    "has_updated",
+    "kfac",
+    "multi_steps",
+    "scale_by_bases",
+]

@@ -1,0 +1,215 @@
+"""K-FAC as an optax transformation, all in one graph."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int
+
+from jaxkfac.curvature import Eigenbases, eigendecompose, identity_bases, natural_gradient
+from jaxkfac.factors._average import check_decay, check_same_layers, update_average, zeros_like
+from jaxkfac.factors._factors import Factors
+from jaxkfac.linalg import Damping, DampingMode, check_clipping
+from jaxkfac.optim._descent import (
+    advance_momentum,
+    constrain_norm,
+    descend,
+    keep_where_not_finite,
+    zero_momentum,
+)
+from jaxkfac.optim._schedules import (
+    Schedule,
+    at_step,
+    check_learning_rate,
+    check_scheduled_damping,
+)
+from jaxkfac.optim._trees import all_finite, choose, covered_leaves, zero_unless
+
+PyTree = Any
+
+
+class KfacState(NamedTuple):
+    """State of :func:`kfac`.
+
+    Attributes:
+        step: Updates made so far, int32; skipped ones do not count. Schedules and the
+            refresh read it.
+        average: Exponential average of the factors, as sums and counts.
+        bases: Eigenbases of the average at the last refresh.
+        momentum: Like the parameters, without those that ``others`` looks after.
+        others: State of the ``others`` transformation.
+        skipped: Updates left out because a gradient or a factor was not finite, int32.
+        kept: Decompositions that were not finite and left the basis before them in
+            place, int32.
+    """
+
+    step: Int[Array, ""]
+    average: Factors
+    bases: Eigenbases
+    momentum: PyTree
+    others: Any
+    skipped: Int[Array, ""]
+    kept: Int[Array, ""]
+
+
+def kfac(
+    learning_rate: ArrayLike | Schedule,
+    *,
+    like: Factors,
+    damping: Damping | Schedule | tuple[Any, Any] = 1e-3,
+    damping_mode: DampingMode = "exact",
+    decay: float = 0.95,
+    refresh_every: int = 10,
+    momentum: float = 0.9,
+    norm_constraint: float | None = None,
+    weight_decay: float = 0.0,
+    max_condition: float = 1e6,
+    floor: float = 0.0,
+    others: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Kronecker-factored natural gradient descent with averages, refreshes and momentum.
+
+    With $\bar F$ the exponential average of the factors, decomposed every
+    ``refresh_every`` steps, $\mu$ the momentum, $\eta$ the learning rate:
+
+    $$ p = (\bar F + \delta)^{-1} \nabla, \qquad
+       \nu = \min\Bigl(1, \sqrt{c / (\eta^2 \langle p, \nabla \rangle)}\Bigr), \qquad
+       m \leftarrow \mu m + \nu p, \qquad
+       \Delta = -\eta\,(m + w\,\theta) . $$
+
+    $\nu$ is the norm constraint: $\langle p, \nabla\rangle = \langle p, (\bar F +
+    \delta) p\rangle$ bounds $\langle p, F p\rangle$, twice the KL divergence of a step.
+
+    Parameters that no factor covers follow plain gradient descent with the same learning
+    rate, momentum and weight decay ($p = \nabla$, $\nu = 1$), or ``others``.
+
+    Args:
+        learning_rate: $\eta$, a number or a schedule of the step.
+        like: ``stats.factor_shapes(params, batch)``: which factors there are. Only layers,
+            shapes and dtypes are read.
+        damping: $\delta \ge 0$ in units of the squared gradient, or a pair
+            ``(damping_a, damping_g)`` in the units of each factor; numbers or schedules.
+        damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``.
+        decay: $\beta \in [0, 1)$ of the factor average; see
+            :func:`jaxkfac.factors.update_average`.
+        refresh_every: Steps between decompositions, at least 1. The first step always
+            decomposes.
+        momentum: $\mu \in [0, 1)$.
+        norm_constraint: $c > 0$, or ``None`` for no constraint. Over the leaves that
+            factors cover.
+        weight_decay: $w \ge 0$, decoupled (not preconditioned, no part of the momentum).
+            With ``others``, only for the parameters that factors cover.
+        max_condition: $\kappa \ge 1$ of the eigenvalue clipping.
+        floor: Smallest eigenvalue of a factor.
+        others: An optax transformation for the parameters that no factor covers, complete
+            with its own learning rate and sign, e.g. ``optax.adam(1e-3)``.
+
+    Returns:
+        A transformation used as ``tx.update(grads, state, params, factors=factors)``,
+        inside ``jit`` and ``lax.scan``. A call with a non-finite gradient or factor
+        returns zeros and changes nothing but ``state.skipped``.
+
+    Raises:
+        ValueError: when built, naming the argument out of range; in ``update``, if
+            ``factors`` is missing or of other layers than ``like``.
+
+    Memory:
+        For each factor of size ``n``: ``n**2`` for its average and ``n**2 + n`` for its
+        eigenbasis; one copy of the parameters for the momentum; during a refresh
+        :func:`jaxkfac.curvature.eigendecompose`'s workspace.
+
+    Example:
+        >>> tx = kfac(0.05, like=like, damping=1e-3)                    # doctest: +SKIP
+        >>> state = tx.init(params)                                     # doctest: +SKIP
+        >>> value, grads, factors = stats(params, batch)                # doctest: +SKIP
+        >>> updates, state = tx.update(grads, state, params, factors=factors)  # doctest: +SKIP
+
+    References:
+        Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate
+        curvature, 2015. Ba, Grosse and Martens, Distributed second-order optimization
+        using Kronecker-factored approximations, 2017 (the norm constraint).
+    """
+    check_learning_rate(learning_rate)
+    check_scheduled_damping(damping, damping_mode)
+    check_clipping(max_condition, floor)
+    check_decay(decay)
+    if refresh_every < 1:
+        raise ValueError(f"refresh_every must be at least 1, got {refresh_every}")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+    if norm_constraint is not None and not norm_constraint > 0:
+        raise ValueError(f"norm_constraint must be positive or None, got {norm_constraint}")
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay must be zero or positive, got {weight_decay}")
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+    clipping: dict[str, Any] = {"max_condition": max_condition, "floor": floor}
+
+    def not_ours(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda ours: not ours, covered_leaves(tree, like))
+
+    rest = None if others is None else optax.masked(others, not_ours)
+
+    def init(params: PyTree) -> KfacState:
+        return KfacState(
+            step=jnp.zeros((), jnp.int32),
+            average=zeros_like(like),
+            bases=identity_bases(like, **clipping),
+            momentum=zero_momentum(params, covered_leaves(params, like), everywhere=rest is None),
+            others=() if rest is None else rest.init(params),
+            skipped=jnp.zeros((), jnp.int32),
+            kept=jnp.zeros((), jnp.int32),
+        )
+
+    def update(
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        factors: Factors | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, KfacState]:
+        grads = updates  # optax's word for what comes in as well as for what goes out
+        if factors is None:
+            raise ValueError("kfac needs this step's factors: tx.update(..., factors=factors)")
+        if params is None and weight_decay:
+            raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
+        check_same_layers(factors, like)
+        ok = all_finite(grads, factors)
+        average = choose(ok, update_average(state.average, factors, decay), state.average)
+        bases, kept = jax.lax.cond(
+            state.step % refresh_every == 0,
+            lambda: keep_where_not_finite(
+                eigendecompose(average, placement="device", **clipping), state.bases
+            ),
+            lambda: (state.bases, jnp.zeros((), jnp.int32)),
+        )
+        ours = covered_leaves(grads, like)
+        rate = at_step(learning_rate, state.step)
+        steps = natural_gradient(
+            grads,
+            bases,
+            damping=at_step(damping, state.step),
+            damping_mode=damping_mode,
+            missing="identity",
+        )
+        if norm_constraint is not None:
+            steps = constrain_norm(steps, grads, ours, rate, norm_constraint)
+        velocity = advance_momentum(momentum, state.momentum, steps)
+        updates = descend(velocity, grads, params, rate, weight_decay)
+        rest_state = state.others
+        if rest is not None:
+            others_updates, rest_state = rest.update(grads, state.others, params, **extra)
+            updates = jax.tree.map(lambda m, x, y: x if m else y, ours, updates, others_updates)
+        return zero_unless(ok, updates), KfacState(
+            step=jnp.where(ok, optax.safe_increment(state.step), state.step),
+            average=average,
+            bases=bases,
+            momentum=choose(ok, velocity, state.momentum),
+            others=choose(ok, rest_state, state.others),
+            skipped=jnp.where(ok, state.skipped, optax.safe_increment(state.skipped)),
+            kept=state.kept + kept,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,226 @@
+"""Accumulation of gradients, factor statistics and counts over micro-batches."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int
+
+from jaxkfac.curvature._coverage import is_differentiable
+from jaxkfac.factors._average import check_same_layers, zeros_like
+from jaxkfac.factors._factors import Factors
+from jaxkfac.optim._trees import accumulator_dtype, all_finite, zero_unless
+
+PyTree = Any
+
+
+class MultiStepsState(NamedTuple):
+    """State of :func:`multi_steps`.
+
+    Attributes:
+        accumulation: ``optax.MultiStepsState`` whose ``acc_grads`` are
+            ``{"grads": count * gradient, "factors": Factors or None, "terms": count}``,
+            all sums, and whose ``mini_step`` and ``gradient_step`` count micro-steps in
+            the group and groups.
+        inner: State of the inner transformation.
+        skipped: Micro-batches left out because a gradient or factor was not finite, int32.
+        empty: Groups that ended without a single loss term, and so without an update,
+            int32.
+    """
+
+    accumulation: optax.MultiStepsState
+    inner: Any
+    skipped: Int[Array, ""]
+    empty: Int[Array, ""]
+
+
+def has_updated(state: MultiStepsState) -> Bool[Array, ""]:
+    """Whether the last call ended a group."""
+    counters = state.accumulation
+    return (jnp.asarray(counters.mini_step) == 0) & (jnp.asarray(counters.gradient_step) > 0)
+
+
+def multi_steps(
+    tx: optax.GradientTransformation,
+    every_k_schedule: int | Callable[[Any], Any],
+    *,
+    like: Factors | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Make every ``k`` micro-batches one step of ``tx``, equal to one batch of them all.
+
+    With $R_i$ the loss terms of micro-batch $i$ and $\nabla_i$ its mean gradient, the sums
+    $\sum R_i \nabla_i$, the factors' sums and all counts are what ``optax.MultiSteps``
+    accumulates around ``optax.identity()``; the pooled mean is
+    $\sum R_i \nabla_i / \sum R_i$. So micro-batches of unequal masks weigh as they do in
+    one large batch. ``tx`` runs under ``lax.cond``, on the last micro-step of a group only.
+
+    A micro-batch with a non-finite gradient or factor is left out with its count, and
+    counted in ``state.skipped``; it still is one of the ``k``. One without a loss term
+    (count 0) adds no gradient and no output statistics, even if its gradient is the NaN
+    of 0/0; its input rows exist and stay in A. A group without any loss term makes no
+    update.
+
+    Args:
+        tx: The inner transformation. Factors are accumulated if its state holds an average
+            of them (:func:`kfac` does, also inside ``optax.chain``) or ``like`` is given.
+        every_k_schedule: ``k``, at least 1, or a function of the number of groups so far,
+            as in ``optax.MultiSteps``.
+        like: ``stats.factor_shapes(params, batch)``, for a ``tx`` that takes ``factors=``
+            and keeps none in its state.
+
+    Returns:
+        A transformation used on every micro-step as ``tx.update(grads, state, params,
+        factors=factors)`` or, where there are no factors, ``tx.update(grads, state, params,
+        terms=count)``. ``grads`` are of the micro-batch's mean loss, and ``factors.terms``
+        or ``terms`` is the number of loss terms in that mean. Updates are zero but on the
+        last micro-step of a group. Further keyword arguments (``bases=``) are not
+        accumulated: ``tx`` gets those of the last micro-step.
+
+    Raises:
+        ValueError: when built, ``every_k_schedule < 1``; in ``init``, if ``tx`` holds
+            different factors; in ``update``, unless exactly one of ``factors`` and
+            ``terms`` is given, or if there is no accumulator for ``factors``.
+
+    Memory:
+        One copy of gradients and factors, in float32, or in float64 where any of them is.
+
+    Example:
+        >>> tx = multi_steps(kfac(0.05, like=like), every_k_schedule=16)  # doctest: +SKIP
+        >>> state = tx.init(params)                                       # doctest: +SKIP
+        >>> updates, state = tx.update(grads, state, params, factors=factors)  # doctest: +SKIP
+    """
+    if not callable(every_k_schedule):
+        if every_k_schedule < 1:
+            raise ValueError(f"every_k_schedule must be at least 1, got {every_k_schedule}")
+        every_k_schedule = int(every_k_schedule)
+    inner = optax.with_extra_args_support(tx)
+
+    def accumulator(dtype: Any) -> optax.MultiSteps:
+        return optax.MultiSteps(
+            optax.identity(), every_k_schedule, use_grad_mean=False, accumulator_dtype=dtype
+        )
+
+    def init(params: PyTree) -> MultiStepsState:
+        inner_state = inner.init(params)
+        shapes = like if like is not None else _factors_in(inner_state)
+        factors = None if shapes is None else zeros_like(shapes)
+        dtype = accumulator_dtype(params, factors)
+        sums = {"grads": _gradients(params), "factors": factors, "terms": jnp.zeros((), dtype)}
+        return MultiStepsState(
+            accumulation=accumulator(dtype).init(sums),
+            inner=inner_state,
+            skipped=jnp.zeros((), jnp.int32),
+            empty=jnp.zeros((), jnp.int32),
+        )
+
+    def update(
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        factors: Factors | None = None,
+        terms: ArrayLike | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, MultiStepsState]:
+        grads = updates  # optax's word for what comes in as well as for what goes out
+        held = state.accumulation.acc_grads["factors"]
+        _check_statistics(factors, terms, held)
+        dtype = state.accumulation.acc_grads["terms"].dtype
+        count = jnp.asarray(terms if factors is None else factors.terms, dtype)
+        sums, ok = _sums(_gradients(grads), factors, count, dtype)
+        multi = accumulator(dtype)
+        with jax.numpy_dtype_promotion("standard"):  # optax multiplies arrays by booleans
+            total, accumulation = multi.update(sums, state.accumulation)
+        ended = jnp.asarray(multi.has_updated(accumulation))
+
+        def run(inner_state: Any) -> tuple[PyTree, Any]:
+            mean = jax.tree.map(
+                lambda g, t: g if _is_out(t) else (t / total["terms"]).astype(g.dtype),
+                grads,
+                total["grads"],
+            )
+            pooled = {}
+            if factors is not None:
+                pooled["factors"] = jax.tree.map(
+                    lambda f, t: t.astype(f.dtype), factors, total["factors"]
+                )
+            updates, inner_state = inner.update(mean, inner_state, params, **pooled, **extra)
+            cast = jax.tree.map(
+                lambda g, u: u.astype(g.dtype) if is_differentiable(g) else g, grads, updates
+            )
+            return _gradients(cast), inner_state
+
+        def wait(inner_state: Any) -> tuple[PyTree, Any]:
+            return jax.tree.map(jnp.zeros_like, _gradients(grads)), inner_state
+
+        some = total["terms"] > 0
+        updates, inner_state = jax.lax.cond(ended & some, run, wait, state.inner)
+        updates = jax.tree.map(lambda g, u: g if _is_out(u) else u, grads, updates)
+        return updates, MultiStepsState(
+            accumulation=accumulation,
+            inner=inner_state,
+            skipped=state.skipped + (~ok).astype(jnp.int32),
+            empty=state.empty + (ended & ~some).astype(jnp.int32),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _gradients(tree: PyTree) -> PyTree:
+    """``tree`` with integers, keys and float0 leaves taken out."""
+    return jax.tree.map(lambda x: x if is_differentiable(x) else optax.MaskedNode(), tree)
+
+
+def _is_out(leaf: Any) -> bool:
+    return isinstance(leaf, optax.MaskedNode)
+
+
+def _sums(
+    grads: PyTree, factors: Factors | None, count: Array, dtype: Any
+) -> tuple[dict[str, Any], Bool[Array, ""]]:
+    """What a micro-batch adds, all zero if it is not finite, and whether it is finite."""
+    some = count > 0
+    weighted = jax.tree.map(lambda g: jnp.where(some, count * g.astype(dtype), 0), grads)
+    if factors is not None:
+        # Output statistics of no loss term are sums over nothing, whatever 0/0 made of them.
+        factors = dataclasses.replace(
+            factors,
+            g_sums=zero_unless(some, factors.g_sums),
+            diagonals=zero_unless(some, factors.diagonals),
+        )
+        factors = jax.tree.map(lambda f: f.astype(dtype), factors)
+    sums = {"grads": weighted, "factors": factors, "terms": count}
+    ok = all_finite(sums)
+    return zero_unless(ok, sums), ok
+
+
+def _factors_in(state: Any) -> Factors | None:
+    """The factors that an inner transformation keeps an average of, if any."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Factors))
+    found = [leaf for leaf in leaves if isinstance(leaf, Factors)]
+    for other in found[1:]:
+        check_same_layers(other, found[0])
+    return found[0] if found else None
+
+
+def _check_statistics(factors: Any, terms: Any, held: Factors | None) -> None:
+    if (factors is None) == (terms is None):
+        given = "neither" if factors is None else "both"
+        raise ValueError(
+            "multi_steps weighs micro-batches by their number of loss terms: pass exactly one "
+            f"of factors= and terms=, got {given}"
+        )
+    if held is not None and factors is None:
+        raise ValueError("this transformation accumulates factors: pass factors=, not terms=")
+    if factors is not None:
+        if held is None:
+            raise ValueError(
+                "there is no accumulator for factors=: the inner transformation keeps none in "
+                "its state; pass like=stats.factor_shapes(params, batch) to multi_steps, or "
+                "terms= if it needs no factors"
+            )
+        check_same_layers(factors, held)

@@ -1,0 +1,273 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from jaxkfac.curvature import eigendecompose
+from jaxkfac.factors._explicit_net_test import (
+    layer,
+    net_batch,
+    net_like,
+    net_params,
+    net_statistics,
+    random_factors,
+)
+from jaxkfac.optim import has_updated, kfac, multi_steps, scale_by_bases
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+K, N = 4, 3
+
+
+@pytest.fixture
+def params():
+    return net_params(jax.random.key(0))
+
+
+def like_for(params, dtype=None):
+    return net_like(params, net_batch(jax.random.key(0), N, dtype))
+
+
+def group(seed, lengths=(3, 1, 0, 2)):
+    """K micro-batches of N rows, of which ``lengths`` have a loss; and the batch of them all."""
+    x, y, _ = net_batch(jax.random.key(seed), K * N)
+    mask = (jnp.arange(N)[None] < jnp.array(lengths)[:, None]).reshape(-1)
+    big = (x, y, mask)
+    return [tuple(v[i * N : (i + 1) * N] for v in big) for i in range(K)], big
+
+
+def assert_close(a, b, tol=1e-12):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert jnp.allclose(x, y, rtol=tol, atol=tol), (x, y)
+
+
+def jitted(tx):
+    return jax.jit(lambda g, s, p, f: tx.update(g, s, p, factors=f))
+
+
+def test_k_micro_batches_equal_one_large_batch_after_five_steps(params):
+    like = like_for(params)
+    make = lambda: kfac(0.1, like=like, refresh_every=2, norm_constraint=1e-2, weight_decay=0.1)
+    tx, one = multi_steps(make(), every_k_schedule=K), make()
+    step, big_step = jitted(tx), jitted(one)
+    state, big_state, start, big_params = tx.init(params), one.init(params), params, params
+    for i in range(5):
+        lengths = [(3, 1, 0, 2), (0, 0, 1, 3), (1, 2, 3, 3)][i % 3]
+        micro, big = group(i, lengths)
+        for j, batch in enumerate(micro):
+            grads, factors = net_statistics(params, batch)
+            updates, state = step(grads, state, params, factors)
+            assert bool(has_updated(state)) == (j == K - 1)
+            assert any(bool(u.any()) for u in jax.tree.leaves(updates)) == (j == K - 1)
+            params = optax.apply_updates(params, updates)
+        grads, factors = net_statistics(big_params, big)
+        updates, big_state = big_step(grads, big_state, big_params, factors)
+        big_params = optax.apply_updates(big_params, updates)
+    assert_close(params, big_params, 1e-10)
+    assert_close(state.inner.average, big_state.average, 1e-10)
+    assert not jnp.allclose(params["left"]["kernel"], start["left"]["kernel"], rtol=1e-2)
+    assert int(state.inner.step) == 5 and int(state.skipped) == 0 and int(state.empty) == 0
+
+
+def test_micro_batches_weigh_by_their_terms_for_plain_transformations():
+    params = {"w": jnp.zeros(2)}
+    tx = multi_steps(optax.sgd(1.0), 3)
+    state = tx.init(params)
+    data = [(1, jnp.array([1.0, 0.0])), (0, jnp.array([jnp.nan, 1.0])), (3, jnp.array([5.0, 4.0]))]
+    for terms, gradient in data:
+        updates, state = tx.update({"w": gradient}, state, params, terms=terms)
+    assert_close(updates, {"w": -jnp.array([4.0, 3.0])})
+    assert int(state.skipped) == 0
+
+
+@pytest.mark.standard_promotion  # optax.adamw multiplies floats by an integer count
+def test_adamw_inside_scan_equals_adamw_on_the_pooled_gradients():
+    params = {"w": jnp.ones(3)}
+    inner = optax.adamw(1e-2)
+    tx = multi_steps(inner, 2)
+    grads = jax.random.normal(jax.random.key(0), (6, 3))
+    terms = jnp.array([1.0, 2.0, 5.0, 1.0, 2.0, 2.0])
+
+    def step(carry, row):
+        params, state = carry
+        updates, state = tx.update({"w": row[0]}, state, params, terms=row[1])
+        return (optax.apply_updates(params, updates), state), has_updated(state)
+
+    (got, _), ended = jax.lax.scan(step, (params, tx.init(params)), (grads, terms))
+    assert ended.tolist() == [False, True] * 3
+    state = inner.init(params)
+    pooled = (grads * terms[:, None]).reshape(3, 2, 3).sum(1) / terms.reshape(3, 2).sum(1)[:, None]
+    for row in pooled:
+        updates, state = inner.update({"w": row}, state, params)
+        params = optax.apply_updates(params, updates)
+    assert_close(got, params)
+
+
+def test_a_non_finite_micro_batch_is_left_out_with_its_count(params):
+    like = like_for(params)
+    tx, one = multi_steps(kfac(0.1, like=like), every_k_schedule=K), kfac(0.1, like=like)
+    step = jitted(tx)
+    micro, _ = group(0, (3, 2, 1, 2))
+    rest = jax.tree.map(lambda *x: jnp.concatenate(x), *(micro[i] for i in (0, 2, 3)))
+    grads, factors = net_statistics(params, rest)
+    expected, _ = jitted(one)(grads, one.init(params), params, factors)
+    for broken in ("gradient", "factor"):
+        state = tx.init(params)
+        for i, batch in enumerate(micro):
+            grads, factors = net_statistics(params, batch)
+            if i == 1 and broken == "gradient":
+                grads["scale"] = grads["scale"].at[0].set(jnp.nan)
+            if i == 1 and broken == "factor":
+                bad = factors.g_sums["right/kernel"].at[0, 0].set(jnp.inf)
+                factors.g_sums["right/kernel"] = bad
+            updates, state = step(grads, state, params, factors)
+        assert int(state.skipped) == 1 and int(state.inner.skipped) == 0
+        assert bool(has_updated(state))
+        assert_close(updates, expected, 1e-10)
+        # The group after it is clean: nothing of the NaN stays in the accumulator.
+        assert all(not x.any() for x in jax.tree.leaves(state.accumulation.acc_grads))
+
+
+def test_output_statistics_of_a_fully_masked_micro_batch_are_dropped_even_if_nan(params):
+    tx = multi_steps(kfac(0.1, like=like_for(params)), every_k_schedule=2)
+    step, state = jitted(tx), tx.init(params)
+    first, masked = group(0, (3, 0, 0, 0))[0][:2]
+    grads, factors = net_statistics(params, masked)
+    assert all(bool(jnp.isnan(g).all()) for g in jax.tree.leaves(grads))
+    nan = lambda table: {k: v * jnp.nan for k, v in table.items()}
+    factors = dataclasses.replace(
+        factors, g_sums=nan(factors.g_sums), diagonals=nan(factors.diagonals)
+    )
+    _, state = step(grads, state, params, factors)
+    grads, factors = net_statistics(params, first)
+    _, state = step(grads, state, params, factors)
+    assert int(state.skipped) == 0
+    assert float(state.inner.average.a_counts["head/kernel"]) == 2 * N  # its rows exist
+    assert_close(state.inner.average["head/kernel"].g, factors["head/kernel"].g)
+
+
+def test_a_group_without_any_term_makes_no_update_and_is_counted(params):
+    tx = multi_steps(kfac(0.1, like=like_for(params), weight_decay=0.1), every_k_schedule=2)
+    step, state = jitted(tx), tx.init(params)
+    for batch in group(0, (0, 0, 0, 0))[0][:2]:
+        grads, factors = net_statistics(params, batch)
+        updates, after = step(grads, state, params, factors)
+        assert all(not x.any() for x in jax.tree.leaves(updates))
+        assert_close(after.inner, state.inner, 0.0)
+        state = after
+    assert bool(has_updated(state)) and int(state.empty) == 1 and int(state.skipped) == 0
+
+
+def test_inner_transformation_runs_once_per_group(params):
+    calls = []
+
+    def update(grads, state, params=None):
+        jax.debug.callback(lambda: calls.append(1))
+        return grads, state
+
+    tx = multi_steps(optax.GradientTransformation(lambda p: optax.EmptyState(), update), K)
+    step = jax.jit(lambda g, s: tx.update(g, s, terms=1))
+    state = tx.init(params)
+    for _ in range(2 * K):
+        _, state = step(params, state)
+    jax.effects_barrier()
+    assert len(calls) == 2
+
+
+def test_a_schedule_of_groups_is_followed():
+    tx = multi_steps(optax.sgd(1.0), lambda group: jnp.where(group < 1, 1, 3))
+    state, ended = tx.init({"w": jnp.zeros(1)}), []
+    for _ in range(7):
+        updates, state = tx.update({"w": jnp.ones(1)}, state, terms=2)
+        ended.append(bool(has_updated(state)))
+        assert_close(updates, {"w": -jnp.full(1, float(ended[-1]))})
+    assert ended == [True, False, False, True, False, False, True]
+
+
+def test_bases_of_the_last_micro_step_reach_the_inner_chain(params):
+    grads, factors = net_statistics(params, net_batch(jax.random.key(1), 8))
+    first, last = eigendecompose(factors), eigendecompose(3.0 * factors, max_condition=1e6)
+    doubled = {k: s._replace(values=2 * s.values) for k, s in last.g.items()}
+    last = dataclasses.replace(last, g=doubled)
+    inner = optax.chain(scale_by_bases(damping=0.1), optax.sgd(1.0))
+    tx = multi_steps(inner, 2)
+    state = tx.init(params)
+    step = jax.jit(lambda g, s, b: tx.update(g, s, params, terms=3, bases=b))
+    _, state = step(grads, state, first)
+    updates, state = step(grads, state, last)
+    expected, _ = inner.update(grads, inner.init(params), params, bases=last)
+    assert_close(updates, expected)
+
+
+def test_factors_are_found_in_a_chain_and_given_by_like(params):
+    like = like_for(params)
+    batch = net_batch(jax.random.key(0), N)
+    grads, factors = net_statistics(params, batch)
+    seen = []
+
+    def update(grads, state, params=None, *, factors):
+        seen.append(factors)
+        return grads, state
+
+    plain = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+    chained = multi_steps(optax.chain(kfac(0.1, like=like), optax.scale(1.0)), 1)
+    updates, state = jitted(chained)(grads, chained.init(params), params, factors)
+    alone = kfac(0.1, like=like)
+    expected, _ = jitted(alone)(grads, alone.init(params), params, factors)
+    assert_close(updates, expected)
+    given = multi_steps(plain, 1, like=like)
+    updates, _ = given.update(grads, given.init(params), params, factors=factors)
+    assert_close(updates, grads)
+    assert seen[0].layers == factors.layers
+
+
+def test_sums_are_double_under_x64_and_single_for_half_precision():
+    double = {"w": jnp.array([1.0, 0.1])}
+    tx = multi_steps(optax.identity(), 2)
+    state = tx.init(double)
+    _, state = tx.update(double, state, terms=3)
+    updates, _ = tx.update(double, state, terms=7)
+    assert_close(updates, double, 1e-15)
+    half = {"w": jnp.ones(2, jnp.bfloat16)}
+    state = tx.init(half)
+    assert state.accumulation.acc_grads["grads"]["w"].dtype == jnp.float32
+    for gradient in (256.0, 1.0):  # their sum needs more than 8 bits
+        updates, state = tx.update({"w": jnp.full(2, gradient, jnp.bfloat16)}, state, terms=1)
+    assert updates["w"].dtype == jnp.bfloat16
+    assert float(updates["w"][0]) == float(jnp.bfloat16(257 / 2))
+
+
+def test_state_structure_is_stable_and_integer_leaves_pass_through(params):
+    like = like_for(params)
+    grads, factors = net_statistics(params, net_batch(jax.random.key(0), N))
+    grads["key"] = params["key"] = jnp.arange(3)
+    tx = multi_steps(kfac(0.1, like=like), 2)
+    state = tx.init(params)
+    updates, after = jax.jit(lambda s: tx.update(grads, s, params, factors=factors))(state)
+    types = lambda t: [(x.shape, x.dtype) for x in jax.tree.leaves(t)]
+    assert jax.tree.structure(state) == jax.tree.structure(after) and types(state) == types(after)
+    assert jnp.array_equal(updates["key"], grads["key"])
+
+
+def test_bad_arguments_are_named(params):
+    grads, factors = net_statistics(params, net_batch(jax.random.key(0), N))
+    with pytest.raises(ValueError, match="every_k_schedule must be at least 1, got 0"):
+        multi_steps(optax.sgd(0.1), 0)
+    plain = multi_steps(optax.sgd(0.1), 2)
+    state = plain.init(params)
+    with pytest.raises(ValueError, match="exactly one of factors= and terms=, got neither"):
+        plain.update(grads, state, params)
+    with pytest.raises(ValueError, match="exactly one of factors= and terms=, got both"):
+        plain.update(grads, state, params, terms=1, factors=factors)
+    with pytest.raises(ValueError, match="no accumulator for factors=.*like="):
+        plain.update(grads, state, params, factors=factors)
+    tx = multi_steps(kfac(0.1, like=like_for(params)), 2)
+    state = tx.init(params)
+    with pytest.raises(ValueError, match="pass factors=, not terms="):
+        tx.update(grads, state, params, terms=1)
+    other = random_factors((layer("w", (3, 2)),), jax.random.key(0))
+    with pytest.raises(ValueError, match="factors lack the layer 'left/kernel'"):
+        tx.update(grads, state, params, factors=other)

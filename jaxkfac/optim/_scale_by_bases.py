@@ -1,0 +1,89 @@
+"""Preconditioning with eigenbases that are handed in at every step."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int
+
+from jaxkfac.curvature import Eigenbases, Missing, apply_power
+from jaxkfac.curvature._apply import check_missing
+from jaxkfac.linalg import Damping, DampingMode
+from jaxkfac.optim._schedules import Schedule, at_step, check_scheduled_damping
+
+PyTree = Any
+
+
+class ScaleByBasesState(NamedTuple):
+    """State of :func:`scale_by_bases`.
+
+    Attributes:
+        step: Updates made so far, int32; a damping schedule reads it.
+    """
+
+    step: Int[Array, ""]
+
+
+def scale_by_bases(
+    damping: Damping | Schedule | tuple[Any, Any],
+    *,
+    damping_mode: DampingMode = "exact",
+    missing: Missing = "identity",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Scale gradients by $(F + \delta)^{-1}$, with $F$ given by eigenbases at every step.
+
+    The bases come from :func:`jaxkfac.curvature.eigendecompose` or from a
+    ``HostCurvature``. The sign is kept: chain a learning rate behind it.
+
+    Args:
+        damping: $\delta \ge 0$ in units of the squared gradient, or a pair
+            ``(damping_a, damping_g)`` in the units of each factor; numbers or schedules.
+        damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``.
+        missing: What becomes of parameters that no layer covers: ``"identity"`` keeps
+            their gradient, ``"zero"`` freezes them, ``"raise"`` names them.
+
+    Returns:
+        A transformation used as ``tx.update(grads, state, params, bases=bases)``. Bases
+        or gradients that are not finite show in the updates; wrap what follows in
+        ``optax.apply_if_finite`` to leave such steps out and count them (around the whole
+        chain it would look at the gradients only).
+
+    Raises:
+        ValueError: when built, for a negative damping or an unknown option; in
+            ``update``, if ``bases`` is missing.
+
+    Example:
+        >>> import optax
+        >>> tx = optax.chain(scale_by_bases(1e-3), optax.sgd(1e-2))
+        >>> state = tx.init(params)                                     # doctest: +SKIP
+        >>> updates, state = tx.update(grads, state, params, bases=bases)  # doctest: +SKIP
+    """
+    check_scheduled_damping(damping, damping_mode)
+    check_missing(missing)
+
+    def init(params: PyTree) -> ScaleByBasesState:
+        del params
+        return ScaleByBasesState(step=jnp.zeros((), jnp.int32))
+
+    def update(
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        bases: Eigenbases | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, ScaleByBasesState]:
+        del params, extra
+        if bases is None:
+            raise ValueError("scale_by_bases needs bases: tx.update(grads, state, bases=bases)")
+        scaled = apply_power(
+            updates,
+            bases,
+            -1.0,
+            damping=at_step(damping, state.step),
+            damping_mode=damping_mode,
+            missing=missing,
+        )
+        return scaled, ScaleByBasesState(step=jnp.asarray(optax.safe_increment(state.step)))
+
+    return optax.GradientTransformationExtraArgs(init, update)

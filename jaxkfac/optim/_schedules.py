@@ -1,0 +1,35 @@
+"""Numbers that may be schedules: checked when built where known, read at a step."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.core import Tracer
+from jaxtyping import Array
+
+from jaxkfac.linalg import check_damping
+
+Schedule = Callable[[Any], Any]
+
+
+def check_learning_rate(learning_rate: Any) -> None:
+    """Refuse a negative or NaN learning rate where its value is known."""
+    if callable(learning_rate) or isinstance(learning_rate, Tracer):
+        return
+    if not float(learning_rate) >= 0:
+        raise ValueError(f"learning_rate must be zero or positive, got {learning_rate}")
+
+
+def check_scheduled_damping(damping: Any, mode: str) -> None:
+    """Refuse an unknown mode, and a negative damping where it is no schedule."""
+    if callable(damping):
+        damping = 0.0
+    elif isinstance(damping, tuple):
+        damping = tuple(0.0 if callable(part) else part for part in damping)
+    check_damping(damping, mode)
+
+
+def at_step(value: Any, step: Array) -> Any:
+    """The value of a schedule, or of each of a pair, at ``step``; numbers as they are."""
+    if isinstance(value, tuple):
+        return tuple(at_step(part, step) for part in value)
+    return value(step) if callable(value) else value

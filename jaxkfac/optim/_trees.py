@@ -1,0 +1,62 @@
+"""Trees of gradients: finiteness, choice, inner products, and what factors cover."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float
+
+from jaxkfac.curvature import covered_indices
+from jaxkfac.curvature._coverage import is_differentiable
+from jaxkfac.factors._factors import Factors
+from jaxkfac.interception._paths import path_of
+
+PyTree = Any
+
+
+def all_finite(*trees: PyTree) -> Bool[Array, ""]:
+    """Whether every inexact element of the trees is finite."""
+    flags = [jnp.isfinite(x).all() for x in jax.tree.leaves(trees) if is_differentiable(x)]
+    return jnp.stack(flags).all() if flags else jnp.asarray(True)
+
+
+def choose(condition: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
+    """``new`` where the condition holds, else ``old``, leaf by leaf."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+def zero_unless(condition: Bool[Array, ""], tree: PyTree) -> PyTree:
+    """``tree`` where the condition holds, else zeros; leaves without gradient as they are."""
+    return jax.tree.map(
+        lambda x: jnp.where(condition, x, jnp.zeros_like(x)) if is_differentiable(x) else x, tree
+    )
+
+
+def scaled(factor: ArrayLike, leaf: Array) -> Array:
+    """``factor * leaf`` in the dtype of ``leaf``."""
+    return jnp.asarray(factor, leaf.dtype) * leaf
+
+
+def accumulator_dtype(*trees: PyTree) -> Any:
+    """float64 if any leaf is, else float32: sums never run in half precision."""
+    dtypes = {jnp.dtype(x.dtype) for x in jax.tree.leaves(trees) if is_differentiable(x)}
+    return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in dtypes else jnp.float32)
+
+
+def inner_product(left: PyTree, right: PyTree, counted: PyTree) -> Float[Array, ""]:
+    """The sum of products over the leaves that ``counted`` (a tree of bools) marks."""
+    dtype = accumulator_dtype(left, right)
+    products = jax.tree.map(
+        lambda use, x, y: (x.astype(dtype) * y.astype(dtype)).sum() if use else None,
+        counted,
+        left,
+        right,
+    )
+    return sum(jax.tree.leaves(products), jnp.zeros((), dtype))
+
+
+def covered_leaves(tree: PyTree, like: Factors) -> PyTree:
+    """True on the leaves of which a factor of ``like`` covers any part."""
+    paths = covered_indices(like.layers)
+    return jax.tree_util.tree_map_with_path(lambda p, _: path_of(p) in paths, tree)

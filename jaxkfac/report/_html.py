@@ -1,0 +1,205 @@
+"""One page that carries everything with it: no script, no font, no image from elsewhere."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from jaxkfac.report._coverage import CoverageRow, stack_text
+from jaxkfac.report._curves import curves_figure
+from jaxkfac.report._records import RunRecords
+from jaxkfac.report._spectra import SpectrumRecord
+from jaxkfac.report._spectra_figure import spectra_figure
+from jaxkfac.report._style import INK, MUTED, OPTIMIZERS, RULE, data_uri
+from jaxkfac.report._tables import number
+
+_CSS = f"""
+:root {{ color-scheme: light; }}
+body {{ margin: 0; background: #fbfbf9; color: {INK};
+  font: 16px/1.55 "Iowan Old Style", "Palatino Linotype", Palatino, Georgia, serif; }}
+main {{ max-width: 60rem; margin: 0 auto; padding: 3rem 1.5rem 5rem; }}
+h1 {{ font-size: 1.9rem; font-weight: 600; line-height: 1.2; margin: 0 0 .4rem; }}
+h2 {{ font-size: 1.2rem; font-weight: 600; margin: 3rem 0 .6rem; }}
+p {{ max-width: 42rem; margin: .5rem 0; }}
+.lead, figcaption, caption {{ color: {MUTED}; }}
+.lead {{ font-size: 1.05rem; }}
+figure {{ margin: 1rem 0 0; }}
+figure img {{ display: block; width: 100%; height: auto; background: #fff;
+  border: 1px solid {RULE}; border-radius: 4px; box-sizing: border-box; padding: .8rem; }}
+figcaption {{ font-size: .9rem; margin-top: .5rem; max-width: 46rem; }}
+.wide {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; width: 100%; margin-top: .8rem;
+  font: 13px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
+  font-variant-numeric: tabular-nums; }}
+th {{ text-align: left; font-weight: 600; color: {MUTED}; border-bottom: 1px solid {MUTED};
+  padding: .35rem .6rem .35rem 0; white-space: nowrap; }}
+td {{ border-bottom: 1px solid {RULE}; padding: .3rem .6rem .3rem 0; vertical-align: top; }}
+td.n, th.n {{ text-align: right; }}
+td.name {{ font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 12px; }}
+details summary {{ cursor: pointer; margin-top: 1rem; }}
+.cards {{ display: flex; flex-wrap: wrap; gap: 2.5rem; margin: 1.8rem 0 0; }}
+.card b {{ display: block; font-size: 1.9rem; font-weight: 500; line-height: 1.1; }}
+.card span {{ color: {MUTED}; font-size: .9rem; }}
+"""
+
+
+def report_page(
+    *,
+    title: str,
+    lead: str,
+    runs: Mapping[str, RunRecords],
+    spectra: Sequence[SpectrumRecord],
+    coverage: Sequence[CoverageRow],
+    config: Mapping[str, Any],
+    versions: Mapping[str, str],
+) -> str:
+    """The report of a run as one HTML page; a part without records is left out.
+
+    Args:
+        title: Heading of the page.
+        lead: One sentence below it.
+        runs: ``{"kfac" or "adamw": records}``.
+        spectra: Of the factors at the end.
+        coverage: Rows of the layer table.
+        config: Everything that decided the result; may be nested.
+        versions: Of the software.
+
+    Returns:
+        The page, self-contained.
+    """
+    parts = [f"<h1>{escape(title)}</h1>", f'<p class="lead">{escape(lead)}</p>']
+    if runs:
+        parts += [_cards(runs), "<h2>Training</h2>", _curves(runs), _runs(runs)]
+    if spectra:
+        parts += ["<h2>Spectra of the factors</h2>", _spectra(spectra)]
+    if coverage:
+        parts += ["<h2>Coverage</h2>", _coverage(coverage)]
+    parts += ["<h2>Configuration</h2>", _pairs(_flat(config)), _pairs(versions.items())]
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}<title>{escape(title)}</title>'
+        f"<style>{_CSS}</style></head>\n<body><main>\n" + "\n".join(parts) + "\n</main></body></html>\n"
+    )
+
+
+def _cards(runs: Mapping[str, RunRecords]) -> str:
+    cards = []
+    for name, run in runs.items():
+        last, (label, color) = run.epochs[-1], OPTIMIZERS[name]
+        cards.append(
+            f'<div class="card"><b style="color:{color}">{last.test_accuracy:.2%}</b>'
+            f"<span>test accuracy, {label}</span></div>"
+            f'<div class="card"><b style="color:{color}">{last.train_loss:.4f}</b>'
+            f"<span>training loss (nats), {label}</span></div>"
+        )
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _figure(svg: bytes, alternative: str, caption: str) -> str:
+    image = f'<img alt="{escape(alternative)}" src="{data_uri(svg)}">'
+    return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _curves(runs: Mapping[str, RunRecords]) -> str:
+    return _figure(
+        curves_figure(runs),
+        "Training loss and test error of each optimizer",
+        "Both optimizers see the same examples in the same order, with the same shifts. Time "
+        "is that of the training steps on the machine at hand, without compilation and "
+        "evaluation.",
+    )
+
+
+def _spectra(spectra: Sequence[SpectrumRecord]) -> str:
+    table = _table(
+        ["layer", "factor", "slice", "size", "top", "condition", "clipped", "raised", "eff. rank"],
+        [
+            [
+                s.layer, s.side, ",".join(map(str, s.slice)), str(len(s.raw)), number(s.top),
+                number(s.condition_raw), number(s.condition_clipped), str(s.raised),
+                f"{s.effective_rank:.1f}",
+            ]
+            for s in spectra
+        ],
+        text=2,
+    )  # fmt: skip
+    figure = _figure(
+        spectra_figure(spectra),
+        "Eigenvalues of every factor before and after clipping",
+        "Dots: eigenvalues of the running average, as decomposed. Lines: after clipping. "
+        "Slices of a stacked layer share a panel, later ones lighter.",
+    )
+    note = (
+        "<p>Condition: largest over smallest eigenvalue before and after clipping; a dash "
+        "where the smallest is not positive. Effective rank: exp(entropy) of the normalised "
+        "eigenvalues.</p>"
+    )
+    return f"{figure}<details><summary>All numbers</summary>{note}{table}</details>"
+
+
+def _runs(runs: Mapping[str, RunRecords]) -> str:
+    rows = []
+    for name, run in runs.items():
+        last = run.epochs[-1]
+        rows.append(
+            [
+                OPTIMIZERS[name][0], str(last.step), str(last.examples),
+                f"{last.train_loss:.4f}", f"{last.test_loss:.4f}", f"{last.train_accuracy:.2%}",
+                f"{last.test_accuracy:.2%}", f"{last.seconds:.1f} s",
+                f"{run.compile_seconds:.1f} s", str(run.skipped),
+            ]  # fmt: skip
+        )
+    head = ["optimizer", "updates", "examples", "train loss", "test loss", "train acc.",
+            "test acc.", "training", "compiling", "skipped"]  # fmt: skip
+    return _table(head, rows, text=1)
+
+
+def _coverage(rows: Sequence[CoverageRow]) -> str:
+    covered = sum(row.share for row in rows if not row.reason)
+    lead = f"<p>Factors cover {covered:.1%} of the parameters.</p>"
+    body = [
+        [
+            r.name, r.kind, "" if r.inputs is None else str(r.inputs),
+            "" if r.outputs is None else str(r.outputs), stack_text(r.stack), str(r.parameters),
+            f"{r.share:.1%}", r.reason or (f"input of {r.shares_input_with}"
+                                           if r.shares_input_with else ""),
+        ]
+        for r in rows
+    ]  # fmt: skip
+    return lead + _table(
+        ["layer", "kind", "in", "out", "stack", "parameters", "share", ""], body, text=2, last=True
+    )
+
+
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, text: int, last: bool = False
+) -> str:
+    """``text`` leading columns, and the last one if asked, are words; the rest numbers."""
+
+    def kind(column: int) -> str:
+        if column == 0 and text > 1:
+            return ' class="name"'
+        words = column < text or (last and column == len(head) - 1)
+        return "" if words else ' class="n"'
+
+    top = "".join(f"<th{kind(i)}>{escape(cell)}</th>" for i, cell in enumerate(head))
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind(i)}>{escape(c)}</td>" for i, c in enumerate(row)) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            pairs += _flat(value, f"{prefix}{name}.")
+        else:
+            pairs.append((f"{prefix}{name}", value))
+    return pairs
+
+
+def _pairs(pairs: Any) -> str:
+    items = "".join(f"<tr><td class='name'>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>"
+                    for k, v in pairs)  # fmt: skip
+    return f"<table><tbody>{items}</tbody></table>"

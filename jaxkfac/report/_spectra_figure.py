@@ -1,0 +1,82 @@
+"""Small multiples of spectra: one panel for each factor of each layer."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxkfac.report._spectra import SpectrumRecord
+from jaxkfac.report._style import MUTED, RC, SIDES, svg_bytes
+
+COLUMNS = 4
+_TITLES = {"A": "A, inputs", "G": "G, output gradients", "diagonal": "diagonal"}
+
+
+def spectra_figure(records: Sequence[SpectrumRecord]) -> bytes:
+    """Eigenvalues over their rank, before clipping as dots and after it as lines.
+
+    Slices of a stacked layer are drawn in one panel, later ones lighter. An input factor
+    that several layers share is drawn once. Values that are not positive cannot be drawn
+    on a logarithmic axis and are counted in the panel instead.
+
+    Returns:
+        The figure as SVG.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    panels = _panels(records)
+    with mpl.rc_context(RC):
+        rows = max(math.ceil(len(panels) / COLUMNS), 1)
+        figure = Figure(figsize=(9.2, 1.75 * rows + 0.3), layout="constrained")
+        axes = figure.subplots(rows, COLUMNS, squeeze=False)
+        for axis in axes.flat[len(panels) :]:
+            axis.set_axis_off()
+        for axis, (title, members) in zip(axes.flat, panels, strict=False):
+            _draw(axis, title, members)
+        figure.supxlabel("rank of the eigenvalue", fontsize=9)
+        figure.supylabel("eigenvalue", fontsize=9)
+        return svg_bytes(figure)
+
+
+def _panels(records: Sequence[SpectrumRecord]) -> list[tuple[str, list[SpectrumRecord]]]:
+    """Titles and slices of the factors that are stored under their own layer's name."""
+    groups: dict[tuple[str, str], list[SpectrumRecord]] = {}
+    readers: dict[str, list[str]] = {}
+    for record in records:
+        if record.side == "A" and record.layer not in readers.setdefault(record.source, []):
+            readers[record.source].append(record.layer)
+        if record.source == record.layer or record.side != "A":
+            groups.setdefault((record.layer, record.side), []).append(record)
+    order = {"A": 0, "G": 0, "diagonal": 1}
+    keys = sorted(groups, key=lambda key: order[key[1]])
+    return [(_title(name, side, readers.get(name, [])), groups[name, side]) for name, side in keys]
+
+
+def _title(name: str, side: str, readers: list[str]) -> str:
+    short = name.removesuffix("/kernel")
+    if side == "A" and len(readers) > 1:
+        folder, _, first = short.rpartition("/")
+        others = [reader.removesuffix("/kernel").rpartition("/")[2] for reader in readers[1:]]
+        short = f"{folder}/{', '.join([first, *others])}" if folder else short
+    return f"{short}\n{_TITLES[side]}"
+
+
+def _draw(axis: Any, title: str, members: list[SpectrumRecord]) -> None:
+    color, hidden = SIDES[members[0].side], 0
+    for number, record in enumerate(members):
+        alpha = 1.0 - 0.6 * number / max(len(members) - 1, 1) if len(members) > 1 else 1.0
+        ranks = range(1, len(record.raw) + 1)
+        positive = [value if value > 0 else math.nan for value in record.raw]
+        hidden += sum(value <= 0 for value in record.raw)
+        axis.plot(ranks, record.clipped, color=color, alpha=alpha, linewidth=1.2)
+        axis.plot(ranks, positive, ".", color=MUTED, alpha=alpha, markersize=2.2, markeredgewidth=0)
+    if any(value > 0 for record in members for value in record.raw):
+        axis.set_yscale("log")
+    axis.set_title(title, fontsize=7.5, linespacing=1.25)
+    axis.tick_params(labelsize=7)
+    axis.set_axisbelow(True)
+    raised = sum(record.raised for record in members)
+    notes = [f"{raised} raised"] if raised else []
+    notes += [f"{hidden} not positive"] if hidden else []
+    axis.text(0.97, 0.93, "\n".join(notes), transform=axis.transAxes, ha="right", va="top",
+              fontsize=7, color=MUTED)  # fmt: skip

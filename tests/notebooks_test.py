@@ -1,0 +1,54 @@
+"""Every notebook runs from top to bottom and says the same as its paired script."""
+
+from pathlib import Path
+
+import jupytext
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+def _cells(notebook: nbformat.NotebookNode) -> list[tuple[str, str]]:
+    return [(c.cell_type, c.source.strip()) for c in notebook.cells if c.source.strip()]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)  # a reader has one device
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel chooses its own
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    ).execute()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebook_and_script_are_the_same(path: Path):
+    script = path.with_suffix(".py")
+    assert script.exists(), f"{path.name} has no paired script; run: jupytext --sync {path.name}"
+    text = script.read_text()
+    assert "# %%" in text, f"{script.name} is not in the py:percent format"
+    paired = jupytext.reads(text, fmt="py:percent")
+    assert _cells(paired) == _cells(nbformat.read(path, as_version=4)), (
+        f"{path.name} and {script.name} differ; run: jupytext --sync {path.name}"
+    )
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_stored_outputs_are_clean(path: Path):
+    """A warning or an error in a stored output shows the author's machine to every reader."""
+    for cell in nbformat.read(path, as_version=4).cells:
+        for output in cell.get("outputs", []):
+            assert output.output_type != "error", f"a cell of {path.name} failed when saved"
+            assert output.get("name") != "stderr", f"{path.name} stores stderr: {output.text}"
+
+
+def test_every_script_has_its_notebook():
+    scripts = {p.stem for p in FOLDER.glob("*.py")}
+    assert scripts == {p.stem for p in NOTEBOOKS}

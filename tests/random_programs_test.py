@@ -1,0 +1,190 @@
+"""Random stacks of layers, loops and walls: gradient and factors equal the brute force."""
+
+import dataclasses
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+from jax import lax
+
+import jaxkfac as jk
+from tests._checks import assert_factors_close, assert_tree_close, objective_of
+from tests._oracle import PLAIN, mean_loss, oracle
+from tests._programs import labels, normal, rms
+
+WIDTH, CLASSES = 4, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One step of a random program.
+
+    ``walls`` are put around it, innermost first, in the program that the library sees; the
+    oracle gets the same step without walls and with loops written out.
+    """
+
+    kind: str
+    bias: bool
+    walls: tuple[str, ...]
+    length: int
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        d, heads = WIDTH, 2
+        stack = (self.length,) if self.kind in ("scan", "experts") else ()
+        kernel = {
+            "heads": (d, heads, d // heads),
+            "merge": (heads, d // heads, d),
+            "left": (d, d),
+        }.get(self.kind, (*stack, d, d))
+        bias = {"heads": (heads, d // heads)}.get(self.kind, (*stack, d))
+        if self.kind == "norm":
+            return {"scale": (d,)} | ({"bias": (d,)} if self.bias else {})
+        if self.kind == "shift":
+            return {"bias": (d,)}
+        return {"kernel": kernel} | ({"bias": bias} if self.bias else {})
+
+    def emit(self, name: str, p: dict, x: jax.Array, tap) -> jax.Array:
+        """The step with taps and without loops."""
+        kernel, bias = p.get("kernel"), p.get("bias")
+        label = f"{name}/kernel"
+        add = (lambda y: y + bias) if bias is not None else (lambda y: y)
+        if self.kind == "dense":
+            y = tap.dense(label, x, add(x @ kernel), bias=self.bias)
+        elif self.kind == "left":  # the parameter is the left operand, outputs first
+            y = tap.dense(label, x, add(jnp.einsum("oi,nsi->nso", kernel, x)), bias=self.bias)
+        elif self.kind == "heads":
+            y = add(jnp.einsum("nsd,dhk->nshk", x, kernel)).reshape(x.shape)
+            y = tap.dense(label, x, y, bias=self.bias)
+        elif self.kind == "merge":
+            h = x.reshape(*x.shape[:2], 2, -1)
+            y = add(jnp.einsum("nshk,hkd->nsd", h, kernel))
+            y = tap.dense(label, h, y, in_axes=2, bias=self.bias)
+        elif self.kind == "twice":
+            y = jnp.tanh(tap.dense(label, x, add(x @ kernel), bias=self.bias))
+            y = tap.dense(label, y, add(y @ kernel), bias=self.bias)
+        elif self.kind == "repeat":  # one parameter, constant in a loop
+            y = x
+            for _ in range(self.length):
+                y = jnp.tanh(tap.dense(label, y, add(y @ kernel), bias=self.bias))
+        elif self.kind == "scan":
+            y = x
+            for i in range(self.length):
+                z = y @ kernel[i] + (0.0 if bias is None else bias[i])
+                y = y + jnp.tanh(tap.dense(label, y, z, at=(i,), bias=self.bias))
+        elif self.kind == "experts":
+            y = sum(
+                jnp.cos(i + 1.0)
+                * tap.dense(
+                    label,
+                    jnp.sin((i + 1) * x),
+                    jnp.sin((i + 1) * x) @ kernel[i] + (0.0 if bias is None else bias[i]),
+                    at=(i,),
+                    bias=self.bias,
+                )
+                for i in range(self.length)
+            )
+        elif self.kind == "norm":
+            y = tap.scale(f"{name}/scale", rms(x), rms(x) * p["scale"], shape=(WIDTH,))
+            if bias is not None:
+                y = tap.lone_bias(f"{name}/bias", y + bias, shape=(WIDTH,))
+        else:
+            y = tap.lone_bias(f"{name}/bias", jnp.sin(x) + bias, shape=(WIDTH,))
+        return x + jnp.tanh(y)
+
+    def run(self, p: dict, x: jax.Array) -> jax.Array:
+        """The same step as a user would write it, inside its walls."""
+        step = self._looped if self.kind in ("repeat", "scan", "experts") else self._plain
+        for wall in self.walls:
+            step = {"jit": jax.jit, "remat": jax.checkpoint, "vmap": _over_examples}[wall](step)
+        return step(p, x)
+
+    def _plain(self, p, x):
+        return self.emit("", p, x, PLAIN)
+
+    def _looped(self, p, x):
+        def layer(y, w):
+            z = y @ w["kernel"]
+            return z + w["bias"] if self.bias else z
+
+        if self.kind == "repeat":
+            y, _ = lax.scan(lambda y, _: (jnp.tanh(layer(y, p)), None), x, None, length=self.length)
+        elif self.kind == "scan":
+            step = jax.checkpoint(lambda y, w: (y + jnp.tanh(layer(y, w)), None))
+            y, _ = lax.scan(step, x, p)
+        else:
+            index = jnp.arange(1, self.length + 1).astype(x.dtype)
+            inputs = jnp.sin(index[:, None, None, None] * x)
+            y = jnp.einsum("ensi,eio->enso", inputs, p["kernel"])
+            if self.bias:
+                y = y + p["bias"][:, None, None]
+            y = jnp.tensordot(jnp.cos(index), y, 1)
+        return x + jnp.tanh(y)
+
+
+def _over_examples(step):
+    """`vmap` over examples, each a batch of one inside."""
+    return lambda p, x: jax.vmap(lambda x: step(p, x[None])[0])(x)
+
+
+pieces = st.builds(
+    Piece,
+    kind=st.sampled_from(
+        ["dense", "left", "heads", "merge", "twice", "repeat", "scan", "experts", "norm", "shift"]
+    ),
+    bias=st.booleans(),
+    walls=st.lists(st.sampled_from(["jit", "remat", "vmap"]), max_size=2).map(tuple),
+    length=st.integers(2, 3),
+)
+
+
+def _program(stack: list[Piece]):
+    def model(p, x, tap):
+        for i, piece in enumerate(stack):
+            x = piece.run(p[f"p{i}"], x)
+        return x @ p["head"]
+
+    def plain(p, x, tap):
+        for i, piece in enumerate(stack):
+            x = piece.emit(f"p{i}", p[f"p{i}"], x, tap)
+        return tap.dense("head", x, x @ p["head"])
+
+    return model, plain
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(
+    stack=st.lists(pieces, min_size=1, max_size=4),
+    masked=st.booleans(),
+    padded=st.booleans(),
+    joint=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_random_program_has_the_factors_of_the_brute_force(x64, stack, masked, padded, joint, seed):
+    n, s = 2, 3
+    params = {
+        f"p{i}": {
+            name: normal(1000 * seed + 10 * i + j, *shape)
+            for j, (name, shape) in enumerate(piece.shapes().items())
+        }
+        for i, piece in enumerate(stack)
+    }
+    params["head"] = normal(1000 * seed + 999, WIDTH, CLASSES)
+    rng = np.random.default_rng(seed)
+    batch = (normal(seed, n, s, WIDTH, scale=1.0), labels(seed, n, s, classes=CLASSES))
+    if masked:
+        mask = rng.random((n, s)) < 0.6
+        mask[0, 0] = True
+        batch = (*batch, jnp.asarray(mask))
+    positions = jnp.asarray(np.arange(s) < rng.integers(1, s + 1, size=(n, 1))) if padded else None
+    model, plain = _program(stack)
+    bias = "joint" if joint else "separate"
+    stats = jk.value_grad_and_factors(objective_of(model), bias=bias)
+    extra = {"positions": positions} if padded else {}
+    value, grads, factors = jax.jit(stats)(params, batch, **extra)
+
+    expected = jax.value_and_grad(lambda p: mean_loss(plain, "categorical", p, batch))(params)
+    assert_tree_close((value, grads), expected, 1e-10)
+    expected = oracle(plain, params, batch, bias=bias, positions=positions)
+    assert_factors_close(factors, expected, 1e-10)
