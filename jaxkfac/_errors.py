@@ -32,4 +32,4 @@ def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
     """The known names closest to ``name``, quoted and joined, for error messages."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.3) or known[:count]
-    return ", ".join(repr(k) for k in close)
+    return ", ".join(repr(k) for k in close) or "none: there are no layers"

@@ -73,7 +73,8 @@ def check(
     extra = {} if positions is None else {"positions": positions}
     value, grads, factors = (jax.jit(stats) if jit else stats)(params, batch, **extra)
     plain = oracle_model or model
-    loss, gradient = jax.value_and_grad(lambda p: mean_loss(plain, likelihood, p, batch))(params)
+    direct = jax.value_and_grad(lambda p, b: mean_loss(plain, likelihood, p, b))
+    loss, gradient = jax.jit(direct)(params, batch)
     np.testing.assert_allclose(value, loss, rtol=tolerance)
     assert_tree_close(grads, gradient, tolerance)
     expected = oracle(

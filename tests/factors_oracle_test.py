@@ -65,7 +65,7 @@ def test_categorical_is_stable_for_large_logits(x64):
 @pytest.mark.parametrize("likelihood", list(LIKELIHOODS))
 def test_objective_is_the_mean_over_kept_terms(x64, likelihood):
     p, x = mlp_params(), normal(1, 4, 5, 4)
-    y = labels(2, 4, 5) if likelihood == "categorical" else (normal(3, 4, 5, 3) > 0) * 1.0
+    y = labels(2, 4, 5) if likelihood == "categorical" else (normal(3, 4, 5, 3) > 0).astype(x.dtype)
     mask = np.random.default_rng(4).random((4, 5)) < 0.5
     for batch in ((x, y), (x, y, jnp.asarray(mask))):
         value = objective_of(mlp, likelihood)(p, batch)
@@ -228,6 +228,25 @@ def test_two_uses_with_different_numbers_of_rows_add(x64):
         return tap.dense("w", h, h @ p["w"])
 
     check(model, tree(13, w=(4, 4)), (normal(1, 3, 5, 4), labels(2, 3, classes=4)))
+
+
+def test_wide_layers(x64):
+    """Sizes at which a library may switch to another way of forming the products."""
+    check(mlp, mlp_params(i=515, h=513, o=3), (normal(1, 4, 515), labels(2, 4)))
+
+
+def test_wide_layers_in_a_scan(x64):
+    def model(p, x, tap):
+        x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, p["w"])
+        return tap.dense("head", x, x @ p["head"])
+
+    def plain(p, x, tap):
+        for i in range(2):
+            x = x + jnp.tanh(tap.dense("w", x, x @ p["w"][i], at=(i,)))
+        return tap.dense("head", x, x @ p["head"])
+
+    p, batch = tree(37, w=(2, 513, 513), head=(513, 3)), (normal(1, 3, 513), labels(2, 3))
+    check(model, p, batch, oracle_model=plain)
 
 
 # ------------------------------------------------- scales, biases, convolution

@@ -107,7 +107,8 @@ def test_nnx_multi_head_attention(x64):
         for key in keys[:-1]:
             node = node.setdefault(key, {})
         node[keys[-1]] = leaf
-    assert_factors_close(factors, oracle(flax_twin, twin, batch), 1e-10)
+    # jax.nn.dot_product_attention takes the softmax in float32, whatever the inputs are
+    assert_factors_close(factors, oracle(flax_twin, twin, batch), 1e-6)
 
 
 def test_linen_attention_with_padding_mask_and_positions(x64):
@@ -205,12 +206,12 @@ def test_haiku_residual_network_with_state(x64):
     params, state = net.init(jax.random.key(0), jnp.zeros((1, 6, 6, 1)), True)
     params, state = with_biases(to_float64(params)), to_float64(state)
     batch = (normal(1, 3, 6, 6, 1), labels(2, 3))
-    apply_fn = lambda p, x: net.apply(p, state, x, False)[0]  # noqa: E731
+    apply_fn = lambda p, x: net.apply(p, state, x, False)[0]
     factors = run(apply_fn, params, batch)
     rows = np.asarray(patches(batch[0], (3, 3), None, ((1, 1), (1, 1)))).reshape(-1, 9)
     first = factors["res_net/~/initial_conv/w"]
     np.testing.assert_allclose(first.a, rows.T @ rows / len(rows), atol=1e-10)
-    logits = apply_fn(params, batch[0])
+    logits = jax.jit(apply_fn)(params, batch[0])
     g = np.asarray(jax.nn.softmax(logits) - jax.nn.one_hot(batch[1], 3))
     np.testing.assert_allclose(factors["res_net/~/logits/w"].g, g.T @ g / 3, atol=1e-10)
 
@@ -257,7 +258,7 @@ def test_equinox_attention_under_vmap(x64):
         return tap.dense("output_proj/weight", y, out, bias=True)
 
     batch = (normal(1, 2, 3, 4, scale=1.0), labels(2, 2, 3, classes=4))
-    apply_fn = lambda p, x: jax.vmap(lambda x: eqx.combine(p, static)(x, x, x))(x)  # noqa: E731
+    apply_fn = lambda p, x: jax.vmap(lambda x: eqx.combine(p, static)(x, x, x))(x)
     assert_factors_close(run(apply_fn, params, batch), oracle(twin, params, batch), 1e-10)
 
 
@@ -293,7 +294,7 @@ def test_vision_transformer_of_the_equimo_zoo(x64):
     """Patch convolution, class token, position table, fused qkv, norms and head."""
     vit = pytest.importorskip("equimo.models.vit", reason="the zoo model needs `equimo`")
     model = vit.VisionTransformer(
-        img_size=8, in_channels=1, dim=8, patch_size=4, num_heads=2, depths=[2],
+        img_size=8, in_channels=1, dim=8, patch_size=4, num_heads=2, depths=[1],
         num_classes=3, reg_tokens=0, key=jax.random.key(0),
     )  # fmt: skip
     params, static = eqx.partition(to_float64(model), eqx.is_inexact_array)
@@ -306,11 +307,9 @@ def test_vision_transformer_of_the_equimo_zoo(x64):
     factors = run(apply_fn, params, (x, y))
     kinds = {layer.weight.path: layer.kind for layer in factors.layers}
     assert kinds["cls_token"] == "bias" and kinds["norm/weight"] == "scale"
-    for i in range(2):
-        block = f"blocks/0/blocks/{i}"
-        for name in ("attn/qkv", "attn/proj", "mlp/fc1", "mlp/fc2"):
-            assert kinds[f"{block}/{name}/weight"] == "dense"
-            assert factors.layer(f"{block}/{name}/weight").bias is not None
+    for name in ("attn/qkv", "attn/proj", "mlp/fc1", "mlp/fc2"):
+        layer = factors.layer(f"blocks/0/blocks/0/{name}/weight")
+        assert layer.kind == "dense" and layer.bias is not None
 
     # the first layer: its rows are the patches themselves
     rows = np.asarray(x).reshape(4, 1, 2, 4, 2, 4).transpose(0, 2, 4, 1, 3, 5).reshape(16, 16)
@@ -318,16 +317,15 @@ def test_vision_transformer_of_the_equimo_zoo(x64):
     np.testing.assert_allclose(first, rows.T @ rows / 16, atol=1e-10)
 
     # the last layer, one row per example: per-example gradients are g aᵀ with g known
-    g = np.asarray(jax.nn.softmax(apply_fn(params, x)) - jax.nn.one_hot(y, 3))
+    g = np.asarray(jax.nn.softmax(jax.jit(apply_fn)(params, x)) - jax.nn.one_hot(y, 3))
     np.testing.assert_allclose(factors["head/weight"].g, g.T @ g / 4, atol=1e-10)
-    objective = jk.Objective(apply_fn, jk.Categorical())
-    each = [jax.grad(objective)(params, (x[n : n + 1], y[n : n + 1])).head.weight for n in range(4)]
-    a = np.stack([g[n] @ np.asarray(each[n]) / (g[n] @ g[n]) for n in range(4)])
+    gradient = jax.jit(jax.grad(jk.Objective(apply_fn, jk.Categorical())))
+    each = [gradient(params, (x[n : n + 1], y[n : n + 1])) for n in range(4)]
+    a = np.stack([g[n] @ np.asarray(e.head.weight) / (g[n] @ g[n]) for n, e in enumerate(each)])
     a = np.concatenate([a, np.ones((4, 1))], axis=1)
     np.testing.assert_allclose(factors["head/weight"].a, a.T @ a / 4, atol=1e-9)
 
     # lone biases seen once per example: squared per-example gradients
-    each = [jax.grad(objective)(params, (x[n : n + 1], y[n : n + 1])) for n in range(4)]
     token = sum(np.asarray(e.cls_token) ** 2 for e in each) / 4
     np.testing.assert_allclose(factors["cls_token"].diagonal, token, atol=1e-10)
 
@@ -336,7 +334,7 @@ def test_convnext_of_the_equimo_zoo_is_covered_or_reported_by_name(x64):
     """Depthwise convolutions and layer scales: each parameter has a layer or a row."""
     convnext = pytest.importorskip("equimo.models.convnext", reason="the zoo needs `equimo`")
     model = convnext.ConvNeXt(
-        in_channels=1, depths=[1, 1], dims=[4, 8], num_classes=3, key=jax.random.key(0)
+        in_channels=1, depths=[1], dims=[4], num_classes=3, key=jax.random.key(0)
     )
     params, static = eqx.partition(to_float64(model), eqx.is_inexact_array)
     key = jax.random.key(1)

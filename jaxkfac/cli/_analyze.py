@@ -23,7 +23,6 @@ from jaxkfac.report import (
     SpectrumRecord,
     report_page,
     spectra_table,
-    spectrum_records,
     versions,
 )
 

@@ -52,7 +52,11 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         "records": checkpoint.records,
     }
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    with _interrupts_deferred(), _quiet(), ocp.CheckpointManager(target.parent, options=options) as m:
+    with (
+        _interrupts_deferred(),
+        _quiet(),
+        ocp.CheckpointManager(target.parent, options=options) as m,
+    ):
         if m.latest_step() != checkpoint.step:
             state, run = ocp.args.StandardSave(leaves), ocp.args.JsonSave(about)
             m.save(checkpoint.step, args=ocp.args.Composite(state=state, run=run))

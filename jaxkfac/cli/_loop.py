@@ -48,7 +48,11 @@ def total_updates(experiment: Experiment, problem: Problem) -> int:
 
 
 def make_epoch(
-    experiment: Experiment, problem: Problem, tx: optax.GradientTransformationExtraArgs, *, factors: bool
+    experiment: Experiment,
+    problem: Problem,
+    tx: optax.GradientTransformationExtraArgs,
+    *,
+    factors: bool,
 ) -> Callable[..., tuple[PyTree, PyTree, Float[Array, " updates"]]]:
     """``epoch(params, optimizer_state, rows, numbers, train)``, to be compiled.
 
@@ -59,7 +63,9 @@ def make_epoch(
     seed = jax.random.key(experiment.seed)
 
     def micro_step(
-        carry: tuple[PyTree, PyTree], row: tuple[Int[Array, " batch"], Int[Array, ""]], train: Digits
+        carry: tuple[PyTree, PyTree],
+        row: tuple[Int[Array, " batch"], Int[Array, ""]],
+        train: Digits,
     ) -> tuple[tuple[PyTree, PyTree], Float[Array, ""]]:
         params, state = carry
         indices, number = row
@@ -90,7 +96,10 @@ def epoch_rows(
     experiment: Experiment, problem: Problem, first: int, limit: int
 ) -> tuple[Int[np.ndarray, "updates micro batch"], Int[np.ndarray, "updates micro"]]:
     """The examples of the updates from ``first`` to the end of its epoch, or to ``limit``."""
-    per_epoch, micro = updates_per_epoch(experiment, problem), experiment.gradient_accumulation_steps
+    per_epoch, micro = (
+        updates_per_epoch(experiment, problem),
+        experiment.gradient_accumulation_steps,
+    )
     number, offset = divmod(first, per_epoch)
     rows = epoch_batches(
         experiment.seed,

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 Fisher = Literal["empirical", "mc"]
+DampingMode = Literal["exact", "factored", "pi"]
 Optimizer = Literal["kfac", "adamw"]
 
 
@@ -30,21 +31,23 @@ class ModelOptions:
 class KfacOptions:
     """K-FAC. The learning rate warms up, then falls along a cosine to zero."""
 
-    learning_rate: float = 0.03
+    learning_rate: float = 5e-4
     """Largest learning rate."""
     warmup: float = 0.1
     """Part of the updates in which the learning rate rises."""
-    damping: float = 1e-3
-    """Added to each product of eigenvalues, in units of the squared gradient."""
-    decay: float = 0.95
+    damping: float = 3e-4
+    """In units of the squared gradient."""
+    damping_mode: DampingMode = "pi"
+    """Added to each product of eigenvalues, or its root to both factors; pi balances them."""
+    decay: float = 0.98
     """Of the running average of the factors, per update."""
-    refresh_every: int = 10
+    refresh_every: int = 5
     """Updates between two eigendecompositions."""
     momentum: float = 0.9
     """Of the preconditioned gradient."""
-    norm_constraint: float | None = 1e-2
-    """Bound on a step's squared length in the Fisher metric."""
-    weight_decay: float = 1e-2
+    norm_constraint: float | None = 2e-5
+    """Bound on a step's squared length in the Fisher metric, before momentum."""
+    weight_decay: float = 0.1
     """Decoupled weight decay."""
     max_condition: float = 1e6
     """Eigenvalues below the largest divided by this are raised to it."""

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.typing import ArrayLike
+from jaxtyping import Array
 
 import jaxkfac as jk
 from jaxkfac.cli._options import Experiment, Optimizer
@@ -72,6 +74,7 @@ def build_optimizer(
             warmup_cosine(options.learning_rate, options.warmup, num_updates),
             like=problem.like,
             damping=options.damping,
+            damping_mode=options.damping_mode,
             decay=options.decay,
             refresh_every=options.refresh_every,
             momentum=options.momentum,
@@ -90,6 +93,16 @@ def build_optimizer(
 
 
 def warmup_cosine(peak: float, warmup: float, num_updates: int) -> optax.Schedule:
-    """Zero to ``peak`` along a line in the first part, then back to zero along a cosine."""
-    rising = min(max(round(warmup * num_updates), 1), num_updates - 1)
-    return optax.warmup_cosine_decay_schedule(0.0, peak, rising, num_updates)
+    """Up to ``peak`` along a line in the first part, then to zero along a cosine.
+
+    Written out because optax's schedules mix dtypes, which strict promotion refuses.
+    """
+    rising = min(round(warmup * num_updates), num_updates - 1)
+
+    def schedule(step: ArrayLike) -> Array:
+        step = jnp.asarray(step, jnp.float32)
+        up = (step + 1) / max(rising, 1)
+        fallen = jnp.clip((step - rising) / (num_updates - rising), 0.0, 1.0)
+        return peak * jnp.where(step < rising, up, 0.5 * (1 + jnp.cos(jnp.pi * fallen)))
+
+    return schedule

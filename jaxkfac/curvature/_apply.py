@@ -1,38 +1,28 @@
 """Powers of the Kronecker curvature applied to parameter trees."""
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest
 from jaxkfac.curvature._coverage import (
-    Owner,
     covered_indices,
     is_differentiable,
     owners,
     uncovered_mask,
 )
-from jaxkfac.curvature._eigenbases import DiagonalEigenbasis, Eigenbases, KroneckerEigenbasis
-from jaxkfac.interception._layer import Layer, ParameterMatrix
+from jaxkfac.curvature._eigenbases import DiagonalEigenbasis, Eigenbases
+from jaxkfac.curvature._layer_power import Power, scale_diagonal, scale_kronecker
 from jaxkfac.interception._paths import leaves_by_path, with_leaves
 from jaxkfac.linalg import (
     Damping,
     DampingMode,
     check_damping,
-    diagonal_power,
-    kronecker_power,
-    scale_in_eigenbasis,
 )
 
 PyTree = Any
 Missing = Literal["raise", "identity", "zero"]
-
-
-class _Power(NamedTuple):
-    exponent: float
-    damping: Damping
-    mode: DampingMode
 
 
 def apply_power(
@@ -83,8 +73,14 @@ def apply_power(
         Two matrices of the largest layer beyond the result.
 
     Example:
-        >>> step = apply_power(grads, bases, power=-1.0, damping=1e-3)   # doctest: +SKIP
-        >>> half = apply_power(noise, bases, power=-0.5, damping=1e-3)   # doctest: +SKIP
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> params = {"kernel": jnp.ones((3, 2))}
+        >>> objective = jk.Objective(lambda p, x: x @ p["kernel"], jk.Gaussian())
+        >>> stats, batch = jk.value_grad_and_factors(objective), (jnp.eye(3), jnp.zeros((3, 2)))
+        >>> value, grads, factors = stats(params, batch)
+        >>> bases = jk.eigendecompose(factors)
+        >>> print(jk.apply_power(grads, bases, power=-0.5, damping=1.0)["kernel"][0])
+        [0.2581989 0.2581989]
 
     References:
         Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate
@@ -96,14 +92,14 @@ def apply_power(
     if missing == "raise":
         _check_covered(leaves, bases)
     written = _background(leaves, bases, missing)
-    parts = _Power(power, damping, damping_mode)
+    parts = Power(power, damping, damping_mode)
     for owner in owners(bases.layers):
         basis = bases.basis(owner.layer)
         if isinstance(basis, DiagonalEigenbasis):
-            _scale_diagonal(leaves, written, owner.layer, basis, parts)
+            scale_diagonal(leaves, written, owner.layer, basis, parts)
         else:
             joint = bases.wants_ones(owner.layer)
-            _scale_kronecker(leaves, written, owner, basis, parts, joint=joint)
+            scale_kronecker(leaves, written, owner, basis, parts, joint=joint)
     return with_leaves(tree, written)
 
 
@@ -127,7 +123,14 @@ def natural_gradient(
     :func:`apply_power`; damping has no default here, because it is a choice.
 
     Example:
-        >>> natural_gradient(grads, bases, damping=1e-3)                # doctest: +SKIP
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> params = {"kernel": jnp.ones((3, 2))}
+        >>> objective = jk.Objective(lambda p, x: x @ p["kernel"], jk.Gaussian())
+        >>> stats, batch = jk.value_grad_and_factors(objective), (jnp.eye(3), jnp.zeros((3, 2)))
+        >>> value, grads, factors = stats(params, batch)
+        >>> bases = jk.eigendecompose(factors)
+        >>> print(jk.natural_gradient(grads, bases, damping=1.0)["kernel"][0].round(3))
+        [0.2 0.2]
     """
     return apply_power(grads, bases, -1.0, damping, damping_mode, missing)
 
@@ -136,7 +139,15 @@ def fisher_vector_product(tree: PyTree, bases: Eigenbases, *, missing: Missing =
     r"""$F v$: :func:`apply_power` with power +1, raw eigenvalues and no damping.
 
     Example:
-        >>> fisher_vector_product(v, bases)                             # doctest: +SKIP
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> params = {"kernel": jnp.ones((3, 2))}
+        >>> objective = jk.Objective(lambda p, x: x @ p["kernel"], jk.Gaussian())
+        >>> stats, batch = jk.value_grad_and_factors(objective), (jnp.eye(3), jnp.zeros((3, 2)))
+        >>> value, grads, factors = stats(params, batch)
+        >>> bases = jk.eigendecompose(factors)
+        >>> product = jk.fisher_vector_product({"kernel": 3 * jnp.ones((3, 2))}, bases)
+        >>> print(product["kernel"][0].round(3))
+        [2. 2.]
     """
     return apply_power(tree, bases, 1.0, missing=missing)
 
@@ -170,74 +181,3 @@ def _background(leaves: dict[str, Array], bases: Eigenbases, missing: Missing) -
         path: jnp.zeros_like(leaf) if is_differentiable(leaf) else leaf
         for path, leaf in leaves.items()
     }
-
-
-def _scale_diagonal(
-    leaves: dict[str, Array],
-    written: dict[str, Array],
-    layer: Layer,
-    basis: DiagonalEigenbasis,
-    power: _Power,
-) -> None:
-    path, index = layer.weight.path, layer.weight.index
-    if path not in leaves:
-        return
-    values = basis.raw_diagonal if power.exponent > 0 else basis.diagonal
-    if values.shape == leaves[path].shape:  # else it is shaped like the slice already
-        values = values[index]
-    part = leaves[path][index]
-    scale = diagonal_power(values.reshape(part.shape), power=power.exponent, damping=power.damping)
-    new = (scale * part.astype(scale.dtype)).astype(part.dtype)
-    written[path] = written[path].at[index].set(new) if index else new
-
-
-def _scale_kronecker(
-    leaves: dict[str, Array],
-    written: dict[str, Array],
-    owner: Owner,
-    basis: KroneckerEigenbasis,
-    power: _Power,
-    *,
-    joint: bool,
-) -> None:
-    layer = owner.layer
-    _check_vectors(layer, basis)
-    raw = power.exponent > 0
-    a = basis.a_raw_values if raw else basis.a_values
-    g = basis.g_raw_values if raw else basis.g_values
-    weight = layer.weight if layer.weight.path in leaves else None
-    bias = layer.bias if layer.bias is not None and layer.bias.path in leaves else None
-    if weight is None and bias is None:
-        return
-    shape = (*layer.stack, layer.in_features, layer.out_features)
-    kernel = _read(weight, leaves, shape, a.dtype)
-    row = _read(bias, leaves, (*layer.stack, 1, layer.out_features), a.dtype)
-    if joint:
-        kernel = jnp.concatenate([kernel, row], axis=-2)
-    if joint or owner.writes_weight:
-        scale = kronecker_power(a, g, power=power.exponent, damping=power.damping, mode=power.mode)
-        kernel = scale_in_eigenbasis(kernel, scale, basis.a_vectors, basis.g_vectors)
-    if joint:
-        kernel, row = kernel[..., :-1, :], kernel[..., -1:, :]
-    elif owner.writes_bias:  # the bias's block is G
-        scale = diagonal_power(g, power=power.exponent, damping=power.damping)
-        row = scale_in_eigenbasis(row, scale[..., None, :], None, basis.g_vectors)
-    if weight is not None and owner.writes_weight:
-        written[weight.path] = weight.write(written[weight.path], kernel)
-    if bias is not None and owner.writes_bias:
-        written[bias.path] = bias.write(written[bias.path], row)
-
-
-def _read(
-    matrix: ParameterMatrix | None, leaves: dict[str, Array], shape: tuple[int, ...], dtype: Any
-) -> Array:
-    if matrix is None:
-        return jnp.zeros(shape, dtype)
-    return matrix.read(leaves[matrix.path]).reshape(shape).astype(dtype)
-
-
-def _check_vectors(layer: Layer, basis: KroneckerEigenbasis) -> None:
-    if (layer.a_dense and basis.a_vectors is None) or (layer.g_dense and basis.g_vectors is None):
-        raise ValueError(
-            f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with vectors=True"
-        )

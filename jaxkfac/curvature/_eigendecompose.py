@@ -19,7 +19,7 @@ from jaxkfac.curvature._placement import (
     send_home,
 )
 from jaxkfac.factors._factors import DiagonalFactor, Factors
-from jaxkfac.linalg import Spectrum, check_clipping, eigh_checked, eigh_on_host
+from jaxkfac.linalg import Spectrum, check_clipping, eigh_checked, eigh_on_host, in_sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +76,14 @@ def eigendecompose(
         inputs, and the workspace.
 
     Example:
-        >>> bases = eigendecompose(factors)                    # doctest: +SKIP
-        >>> bases["blocks/mlp/up/kernel"].a_values.shape       # doctest: +SKIP
-        (12, 257)
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> params = {"kernel": jnp.ones((3, 2))}
+        >>> objective = jk.Objective(lambda p, x: x @ p["kernel"], jk.Gaussian())
+        >>> stats, batch = jk.value_grad_and_factors(objective), (jnp.eye(3), jnp.zeros((3, 2)))
+        >>> value, grads, factors = stats(params, batch)
+        >>> bases = jk.eigendecompose(factors, max_condition=1e3)
+        >>> bases["kernel"].g_values.round(3), bases["kernel"].a_vectors.shape
+        (Array([0.002, 2.   ], dtype=float32), (3, 3))
 
     References:
         Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate
@@ -140,7 +145,7 @@ def _decompose(
         matrix = block.matrix
         where = None if is_traced(matrix) else matrix.sharding.device_set
         groups[matrix.shape[-1], matrix.dtype, frozenset(where or ())].append(block)
-    results = []
+    results: list[tuple[_Block, Spectrum]] = []
     for (n, dtype, _), members in groups.items():
         first = members[0].matrix
         checked = placement == "auto" and not is_traced(first)
@@ -148,7 +153,8 @@ def _decompose(
         if checked and (limit == 0 or is_on_host(first)):
             results += [(block, _on_host(block, vectors)) for block in members]
             continue
-        for block, spectrum in _batched(members, limit, vectors):
+        after = results[-1][1].values if results and is_traced(first) else None
+        for block, spectrum in _batched(members, limit, vectors, after):
             if checked and not np.isfinite(np.asarray(spectrum.values)).all():
                 spectrum = _on_host(block, vectors)
             results.append((block, spectrum))
@@ -156,13 +162,14 @@ def _decompose(
 
 
 def _batched(
-    members: list[_Block], limit: int | None, vectors: bool
+    members: list[_Block], limit: int | None, vectors: bool, after: Any
 ) -> list[tuple[_Block, Spectrum]]:
     """One call for all matrices of a size, or a few where ``limit`` fit at once."""
     n = members[0].matrix.shape[-1]
     rows = [block.matrix.reshape(-1, n, n) for block in members]
     batch = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
     step = max(limit or len(batch), 1)
+    batch = in_sequence(batch, after)
     parts = [eigh_checked(batch[i : i + step], vectors=vectors) for i in range(0, len(batch), step)]
     values = jnp.concatenate([part.values for part in parts])
     columns = [part.vectors for part in parts if part.vectors is not None]

@@ -6,17 +6,17 @@ from importlib import resources
 from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
 DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
 """Digest of the bytes of all images followed by the bytes of all labels."""
 
 
 class Digits(NamedTuple):
-    """Images in [0, 1] and their classes."""
+    """Images in [0, 1] and their classes, on the host or on a device."""
 
-    images: Float[np.ndarray, "examples 8 8"]
-    labels: Int[np.ndarray, " examples"]
+    images: Float[np.ndarray | Array, "examples 8 8"]
+    labels: Int[np.ndarray | Array, " examples"]
 
 
 def load_digits(

@@ -48,8 +48,14 @@ def update_average(average: Factors, factors: Factors, decay: ArrayLike) -> Fact
         One elementwise pass; under ``jit`` with a donated average nothing beyond it.
 
     Example:
-        >>> average = zeros_like(factors)                               # doctest: +SKIP
-        >>> average = update_average(average, factors, 0.95)            # doctest: +SKIP
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> params = {"kernel": jnp.ones((3, 2))}
+        >>> objective = jk.Objective(lambda p, x: x @ p["kernel"], jk.Gaussian())
+        >>> stats, batch = jk.value_grad_and_factors(objective), (jnp.eye(3), jnp.zeros((3, 2)))
+        >>> value, grads, factors = stats(params, batch)
+        >>> average = jk.update_average(factors, 3.0 * factors, decay=0.5)
+        >>> average.terms, average["kernel"].g[0]
+        (Array(10.5, dtype=float32), Array([1., 1.], dtype=float32))
     """
     check_decay(decay)
     check_same_layers(factors, average)

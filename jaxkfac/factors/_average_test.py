@@ -33,6 +33,7 @@ def test_steps_weigh_by_decay_and_by_count():
     weights = 0.5 * 10 / (0.5 * 10 + 40), 40 / (0.5 * 10 + 40)
     expected = weights[0] * small["w"].a + weights[1] * large["w"].a
     assert_close(average["w"].a, expected)
+    assert float(average.terms) == 0.5 * float(small.terms) + float(large.terms)
 
 
 def test_average_keeps_its_dtypes_under_a_traced_decay():

@@ -207,7 +207,8 @@ class FactorCollector:
         key = (tree, tuple(jax.typeof(x) for x in leaves), mesh, bool(jax.config.jax_enable_x64))
         if key in self._traces:
             return self._traces[key]
-        traced = trace(forward, params, *args, **self._finding)
+        lead = isinstance(self._objective, Objective)
+        traced = trace(forward, params, *args, examples_lead=lead, **self._finding)
         if self._uncovered == "raise":
             traced.table.raise_uncovered()
         if not traced.holds_tracers:

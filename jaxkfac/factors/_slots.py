@@ -4,6 +4,7 @@ import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxkfac.factors._factors import BiasMode, Factors
@@ -102,6 +103,7 @@ def _times_squared(x: Any, terms: Any) -> Any:
     return x * scale * scale
 
 
+@jax.jit  # traced once per shape, not once per layer
 def _border(a: Any, total: Any, count: Any) -> Any:
     """The ones column, appended last: ``[[a, total], [total^T, count]]``."""
     if a.ndim == total.ndim:

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkfac.interception._axes import AxisTable
+from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import body_of, call_kind, is_var
 from jaxkfac.interception._conduct import Axes, conduct, fresh, merge
 from jaxkfac.interception._uses import INSERTIONS, product_axes, uses_of
@@ -93,6 +93,7 @@ class Analysis:
         findings: What the coverage report says beside the uses.
         reads: Paths of the parameters that some equation reads.
         data_axes: Axes of the data arguments.
+        walked: For each scan, the axes of data that it walks along (``lax.map``).
     """
 
     def __init__(self, closed: Any, paths: Sequence[str | None]) -> None:
@@ -100,6 +101,7 @@ class Analysis:
         self.findings: dict[Finding, None] = {}
         self.reads: set[str] = set()
         self.data_axes: list[Axes] = []
+        self.walked: dict[int, Atoms] = {}
         self._numbers: dict[Any, int] = {}
         self._scans = 0
         ins = [
@@ -307,6 +309,9 @@ class Analysis:
         body, consts = body_of(eqn)
         nc, nk, length = p["num_consts"], p["num_carry"], p["length"]
         self._scans += 1
+        self.walked[self._scans] = tuple(
+            a for v in ins[nc + nk :] if isinstance(v, Data) for a in v.axes[0]
+        )
         scan, const_values = self._scans, [Constant(self._number(id(c))) for c in consts]
         xs = [self._slice_of(v, scan, length) for v in ins[nc + nk :]]
         carry = [dataclasses.replace(_bare(v), number=self._unique()) for v in ins[nc : nc + nk]]
@@ -380,8 +385,8 @@ class Analysis:
                 self._report(value, "is split over mesh axes by `shard_map`")
                 value = Data(self._unique(), fresh(self.table, inner.aval.shape))
             elif isinstance(value, Data) and not same:
-                axes = tuple(
-                    a if s == t else self.table.new(t, "data")
+                axes = tuple(  # a shard of an axis: nobody's example axis, nor surely not one
+                    a if s == t else self.table.new(t, "derived")
                     for a, s, t in zip(value.axes, outer.aval.shape, inner.aval.shape, strict=True)
                 )
                 value = Data(self._unique(), axes)
@@ -443,16 +448,34 @@ def _follow_product(table: AxisTable, eqn: Any, value: Data) -> tuple[Any, ...] 
 
 
 def _reshaped_product(before: Any, shape: Any, target: Any) -> tuple[Any, ...] | None:
-    """Axes kept by a reshape that adds or drops axes of size one, or regroups rows."""
-    if shape == target:
-        return before
-    tail = 0  # free axes of a dense product stand at the end: keep them, regroup the rest
-    while (
-        tail < min(len(shape), len(target))
-        and shape[-1 - tail] == target[-1 - tail]
-        and before[-1 - tail] is not None
-    ):
-        tail += 1
-    if any(a is not None for a in before[: len(before) - tail]):
-        return None
-    return (*[None] * (len(target) - tail), *before[len(before) - tail :])
+    """Axes kept by a reshape: rows may be regrouped, the parameter's axes may not."""
+    out: list[Any] = []
+    i = 0
+    while i < len(shape) or len(out) < len(target):
+        size = target[len(out)] if len(out) < len(target) else None
+        if i < len(shape) and shape[i] == size:
+            out.append(before[i])
+            i += 1
+        elif size == 1:
+            out.append(None)
+        elif i < len(shape) and shape[i] == 1 and not before[i]:
+            i += 1
+        else:  # rows regrouped: take axes from both sides until their sizes agree
+            if i == len(shape) or size is None:
+                return None
+            have, want = shape[i], size
+            group, i = [before[i]], i + 1
+            out.append(None)
+            while have != want:
+                if have < want:
+                    if i == len(shape):
+                        return None
+                    have, group, i = have * shape[i], [*group, before[i]], i + 1
+                else:
+                    if len(out) == len(target):
+                        return None
+                    want *= target[len(out)]
+                    out.append(None)
+            if any(group):
+                return None
+    return tuple(out)

@@ -152,7 +152,15 @@ def _sort(table, eqn, ins, params, shapes):
     return [one] * len(shapes)
 
 
+def _scatter(table, eqn, ins, params, shapes):
+    return ins[0]
+
+
 _RULES = {
+    "scatter": _scatter,
+    "scatter_add": _scatter,
+    "scatter-add": _scatter,
+    "scatter_mul": _scatter,
     "transpose": _transpose,
     "squeeze": _squeeze,
     "reshape": _reshape,

@@ -6,23 +6,33 @@ from jaxkfac.interception._rows import own_axes
 from jaxkfac.interception._values import Data, Finding, Use
 
 
-def split_lost(analysis: Analysis) -> tuple[list[Use], list[Finding]]:
+def split_lost(analysis: Analysis, *, examples_lead: bool) -> tuple[list[Use], list[Finding]]:
     """The uses that keep their examples, and a finding for each that does not.
 
     A scale multiplied by a batch statistic (BatchNorm in training), or a weight multiplied
     by a mean over the batch, receives a cotangent that is already summed over examples; its
-    square is nobody's statistic. The example axis is the first axis of the first output, or
-    for a scalar loss the first axis of any data argument.
+    square is nobody's statistic.
+
+    Args:
+        analysis: The analysis of the function.
+        examples_lead: Whether the first axis of the first output is known to be the
+            examples. If not, or if that axis cannot be followed back to an input, any
+            axis that comes from data may be.
     """
     table, first = analysis.table, analysis.outputs[0]
-    leading = [first.axes] if isinstance(first, Data) and first.axes else analysis.data_axes
-    examples = {a for axes in leading if axes for a in table.atoms(axes[0])}
+    inputs = [a for axes in analysis.data_axes for axis in axes for a in table.atoms(axis)]
+    leading = first.axes[:1] if examples_lead and isinstance(first, Data) else ()
+    examples = {a for axis in leading for a in table.atoms(axis)}
+    single = any(axes and not table.atoms(axes[0]) for axes in analysis.data_axes)
+    if not examples & set(inputs):  # not followed back to an input: any axis of data may be it
+        examples = set(inputs)
     uses = analysis.plan.all_uses()
-    if not examples:  # a single example: nothing can be lost
+    if single:  # a single example: nothing can be lost
         return uses, []
     kept, findings = [], []
     for use in uses:
-        if use.data is None or _runs_along(table, use, examples):
+        walked = {a for scan in use.scope for a in table.atoms(analysis.walked[scan])}
+        if use.data is None or walked & examples or _runs_along(table, use, examples):
             kept.append(use)
         else:
             reason = f"has the example axis lost at `{use.eqn.primitive.name}`"
@@ -31,6 +41,6 @@ def split_lost(analysis: Analysis) -> tuple[list[Use], list[Finding]]:
 
 
 def _runs_along(table: AxisTable, use: Use, examples: set[int]) -> bool:
-    mine = own_axes(use)
+    mine = own_axes(table, use)
     atoms = [a for d, axis in enumerate(use.rows) if d not in mine for a in table.atoms(axis)]
     return any(a in examples or "derived" in table.kinds(a) for a in atoms)

@@ -114,8 +114,7 @@ def _reads_experts(use: Use, experts: str | None) -> bool:
 def _matrix(table: AxisTable, use: Use, experts: str | None) -> ParameterMatrix:
     view = use.view
     if use.kind in ("scale", "bias"):
-        sizes = [table.size(a) for axis in view.origin for a in table.atoms(axis)]
-        return ParameterMatrix(view.path, (), tuple(sizes), (), (), tuple(range(len(sizes))))
+        view = dataclasses.replace(view, index=())  # a diagonal covers the whole parameter
     where, sizes = _positions(table, view)
     atoms = list(sizes)
     stack: list[int] = []
@@ -129,6 +128,8 @@ def _matrix(table: AxisTable, use: Use, experts: str | None) -> ParameterMatrix:
         stacked.update(own)
     inputs = {where[a] for axis in use.in_axes for a in table.atoms(axis)}
     outputs = {where[a] for axis in use.out_axes for a in table.atoms(axis)} - stacked
+    if use.kind in ("scale", "bias"):
+        outputs = set(range(len(sizes))) - stacked
     return ParameterMatrix(
         view.path,
         view.index,
@@ -144,7 +145,7 @@ def _blocks(table: AxisTable, uses: Iterable[Use], experts: str | None) -> list[
     for use in uses:
         weight = _matrix(table, use, experts)
         diagonal = use.kind in ("scale", "bias")
-        key = (weight, "diagonal" if diagonal else use.kind)
+        key = (weight.path, "diagonal") if diagonal else (weight, use.kind)
         block = found.setdefault(key, _Block(use.kind, weight, []))
         block.uses.append(use)
     return list(found.values())

@@ -6,18 +6,30 @@ import jax
 
 PyTree = Any
 
+WRAPPERS = ("value", "raw_value")  # attributes by which NNX wraps an array in a variable
+
 
 def path_of(key_path: tuple[Any, ...]) -> str:
-    """Join a JAX key path with ``/``; wrappers such as NNX's ``value`` do not show."""
-    path = jax.tree_util.keystr(key_path, simple=True, separator="/")
-    for wrapper in ("/value", "/raw_value"):
-        path = path.removesuffix(wrapper)
-    return path
+    """Join a JAX key path with ``/``; NNX's wrapper around an array does not show."""
+    last = key_path[-1] if len(key_path) > 1 else None
+    if isinstance(last, jax.tree_util.GetAttrKey) and last.name in WRAPPERS:
+        key_path = key_path[:-1]
+    return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
 def leaves_by_path(tree: PyTree) -> dict[str, Any]:
-    """``{path: leaf}`` in flattening order."""
-    return {path_of(p): leaf for p, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    """``{path: leaf}`` in flattening order.
+
+    Raises:
+        ValueError: two leaves have the same path.
+    """
+    leaves: dict[str, Any] = {}
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        path = path_of(key_path)
+        if path in leaves:
+            raise ValueError(f"two parameters have the path {path!r}; rename one of them")
+        leaves[path] = leaf
+    return leaves
 
 
 def with_leaves(tree: PyTree, leaves: dict[str, Any]) -> PyTree:

@@ -93,7 +93,7 @@ def row_weights(
             )
     if not spoken:
         return None
-    own = {a for d, axis in enumerate(rows) if d in own_axes(use) for a in axis}
+    own = {a for d, axis in enumerate(rows) if d in own_axes(table, use) for a in axis}
     lost = [a for a in flat if a not in spoken | own and table.kinds(a) & {"data", "derived"}]
     if any(m.complete for m in masks) and (lost or spoken.isdisjoint(flat)):
         what = f"an axis of size {table.size(lost[0])}" if lost else "the example axis"
@@ -110,13 +110,19 @@ def row_weights(
     return weights.reshape([math.prod(map(table.size, axis)) for axis in rows])
 
 
-def own_axes(use: Use) -> set[int]:
+def own_axes(table: AxisTable, use: Use) -> set[int]:
     """The row axes along which a scale or bias has elements of its own."""
     if use.kind not in ("scale", "bias"):
         return set()
     shape = use.eqn.invars[use.operand].aval.shape
     lead = len(use.rows) - len(shape)
-    return {d for d in range(len(use.rows)) if d >= lead and shape[d - lead] > 1}
+    if use.view.axes is None:
+        return {d + lead for d, size in enumerate(shape) if size > 1}
+    return {
+        d + lead
+        for d, axis in enumerate(use.view.axes)
+        if any("parameter" in table.kinds(a) for a in table.atoms(axis))
+    }
 
 
 def _spread(table: AxisTable, mask: RowMask, flat: list[int]) -> Array:

@@ -94,13 +94,17 @@ def trace(
     layers: str | None = None,
     max_dense: int = 16384,
     experts: str | None = None,
+    examples_lead: bool = False,
 ) -> Traced:
-    """Trace ``fn(params, *args)`` and find its layers; see ``find_layers``."""
+    """Trace ``fn(params, *args)`` and find its layers; see ``find_layers``.
+
+    ``examples_lead`` says that the first axis of the first output is the examples.
+    """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, *args)
     paths = leaves_by_path(params)
     num_args = len(closed.jaxpr.invars) - len(paths)
     analysis = Analysis(closed, [*paths, *[None] * num_args])
-    uses, lost = split_lost(analysis)
+    uses, lost = split_lost(analysis, examples_lead=examples_lead)
     found, notes = group_uses(
         analysis.table, uses, max_dense=max_dense, experts=experts, pattern=layers
     )

@@ -10,15 +10,15 @@ from jaxkfac.linalg._damping import (
 )
 from jaxkfac.linalg._eigh import (
     ClippedEigh,
-    HostSpectrum,
     Spectrum,
     check_clipping,
     check_square,
     clip_eigenvalues,
     eigh_checked,
     eigh_clipped,
-    eigh_on_host,
+    in_sequence,
 )
+from jaxkfac.linalg._eigh_host import HostSpectrum, eigh_on_host
 from jaxkfac.linalg._kronecker import (
     from_spectrum,
     into_eigenbasis,
@@ -41,6 +41,7 @@ __all__ = [
     "eigh_clipped",
     "eigh_on_host",
     "from_spectrum",
+    "in_sequence",
     "into_eigenbasis",
     "kronecker_power",
     "out_of_eigenbasis",

@@ -1,14 +1,11 @@
-"""Symmetric eigendecomposition of factors: clipped, checked, in the graph or on the host."""
+"""Symmetric eigendecomposition of factors in the graph: checked and clipped."""
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
-
-from jaxkfac._errors import NonFiniteFactorError
 
 
 class Spectrum(NamedTuple):
@@ -24,13 +21,6 @@ class Spectrum(NamedTuple):
 
     values: Array
     vectors: Array | None
-
-
-class HostSpectrum(NamedTuple):
-    """A :class:`Spectrum` in host memory, as NumPy arrays."""
-
-    values: np.ndarray
-    vectors: np.ndarray | None
 
 
 class ClippedEigh(NamedTuple):
@@ -93,7 +83,7 @@ def clip_eigenvalues(
         ValueError: ``max_condition < 1`` or ``floor < 0``.
     """
     check_clipping(max_condition, floor)
-    largest = jnp.maximum(values.max(-1, keepdims=True), 0)
+    largest = values.max(-1, keepdims=True)
     return jnp.maximum(values, jnp.maximum(largest / max_condition, floor))
 
 
@@ -114,11 +104,47 @@ def eigh_checked(matrix: Float[Array, "*stack n n"], *, vectors: bool = True) ->
         ValueError: ``matrix`` is not square, or its dtype has no eigendecomposition.
     """
     check_square(matrix)
-    values, columns = jnp.linalg.eigh(matrix, symmetrize_input=False)
+    values, columns = _eigh(matrix)
     ok = jnp.isfinite(matrix).all((-2, -1)) & jnp.isfinite(columns).all((-2, -1))
     values = jnp.where(ok[..., None], values, jnp.nan)
     ok = jnp.isfinite(values).all(-1, keepdims=True)
     return Spectrum(jnp.where(ok, values, jnp.nan), columns if vectors else None)
+
+
+def _eigh(matrix: Array) -> tuple[Array, Array]:
+    """Batched on accelerators; on the CPU one LAPACK call after the other.
+
+    XLA runs a batch on the CPU as concurrent LAPACK calls, each with threads of its own, and
+    on few cores those can wait for one another forever (see :func:`in_sequence`).
+    """
+
+    def solve(matrix: Array) -> tuple[Array, Array]:
+        values, columns = jnp.linalg.eigh(matrix, symmetrize_input=False)
+        return values, columns
+
+    if matrix.ndim == 2:
+        return solve(matrix)
+    batch = matrix.reshape(-1, *matrix.shape[-2:])
+    values, columns = jax.lax.platform_dependent(
+        batch, cpu=lambda batch: jax.lax.map(solve, batch), default=solve
+    )
+    return values.reshape(matrix.shape[:-1]), columns.reshape(matrix.shape)
+
+
+def in_sequence(matrix: Array, after: Array | None) -> Array:
+    """``matrix``, not to be read before ``after`` is known.
+
+    Independent decompositions of one compiled program run at the same time on the CPU, and
+    with a multi-threaded OpenBLAS two cores can deadlock (seen on jax 0.10.2, with every
+    thread waiting). A data dependency that the compiler cannot fold away puts them in a row.
+
+    Args:
+        matrix: What is decomposed next.
+        after: Values of the decomposition before it; ``None`` for the first.
+    """
+    if after is None:
+        return matrix
+    return matrix + (after.reshape(-1)[0] > jnp.inf).astype(matrix.dtype)  # adds zero
 
 
 def eigh_clipped(
@@ -165,92 +191,3 @@ def eigh_clipped(
         num_raised=(values > raw).sum(-1),
         is_finite=jnp.isfinite(raw).all(-1),
     )
-
-
-@functools.partial(jax.jit, static_argnames="vectors")
-def _lapack(matrix: Array, *, vectors: bool) -> Spectrum:
-    return eigh_checked(matrix, vectors=vectors)
-
-
-def _numpy_float64(matrix: np.ndarray, *, vectors: bool) -> HostSpectrum:
-    double = matrix.astype(np.float64)
-    try:
-        if not vectors:
-            return HostSpectrum(np.linalg.eigvalsh(double), None)
-        values, columns = np.linalg.eigh(double)
-    except np.linalg.LinAlgError:
-        return HostSpectrum(np.full(matrix.shape[:-1], np.nan), None)
-    return HostSpectrum(values, columns)
-
-
-def _as_given(spectrum: HostSpectrum, dtype: np.dtype) -> HostSpectrum:
-    values, vectors = spectrum
-    return HostSpectrum(
-        np.asarray(values, dtype), None if vectors is None else np.asarray(vectors, dtype)
-    )
-
-
-def eigh_on_host(matrix: Array | np.ndarray, *, name: str, vectors: bool = True) -> HostSpectrum:
-    """Eigendecompose in host memory, whatever device the matrix lives on.
-
-    A jitted LAPACK call on an array committed to the CPU (it holds no GIL), in the
-    matrix's own dtype; if that is not finite, NumPy in float64; if that is not either, an
-    error. Where JAX was started without its CPU backend, NumPy does the first try too.
-
-    Args:
-        matrix: Symmetric, float32 or float64, ``(n, n)`` or a batch of such.
-        name: What to call the matrix in an error, the layer's name and side.
-        vectors: Whether to return the eigenvectors.
-
-    Returns:
-        The spectrum as NumPy arrays in the dtype of ``matrix``.
-
-    Raises:
-        ValueError: ``matrix`` is not square, or neither float32 nor float64.
-        NonFiniteFactorError: naming the layer, if the matrix holds NaN or infinity in
-            either triangle, or no decomposition is finite.
-
-    Memory:
-        About ``3 n**2`` elements beyond the input; the retry about ``10 n**2``, one matrix
-        of a batch at a time.
-    """
-    host = np.asarray(matrix)
-    check_square(host)
-    finite = np.isfinite(host).all((-2, -1))
-    if not finite.all():
-        where = "" if finite.ndim == 0 else f" at stack index {_first_false(finite)}"
-        raise NonFiniteFactorError(
-            f"factor {name}{where} holds {_describe(host)}; look for a diverged loss or an "
-            "overflow in this layer, and leave non-finite batches out of the average"
-        )
-    try:
-        cpu = jax.devices("cpu")[0]
-    except RuntimeError:  # jax_platforms="cuda" leaves the CPU backend out
-        spectrum = HostSpectrum(np.full(host.shape[:-1], np.nan), None)
-    else:
-        with jax.enable_x64(host.dtype == np.float64):  # else a double would become a single
-            values, columns = _lapack(jax.device_put(host, cpu), vectors=vectors)
-        spectrum = HostSpectrum(
-            np.asarray(values), None if columns is None else np.asarray(columns)
-        )
-    if np.isfinite(spectrum.values).all():
-        return _as_given(spectrum, host.dtype)
-    flat = [_numpy_float64(m, vectors=vectors) for m in host.reshape(-1, *host.shape[-2:])]
-    values = np.stack([s.values for s in flat]).reshape(host.shape[:-1])
-    if not np.isfinite(values).all():
-        raise NonFiniteFactorError(
-            f"factor {name} is finite but its eigendecomposition is not, in {host.dtype} "
-            f"(LAPACK) nor in float64 (NumPy); shape {host.shape}, largest entry "
-            f"{np.abs(host).max():.3g}"
-        )
-    columns = [s.vectors for s in flat if s.vectors is not None]
-    stacked = np.stack(columns).reshape(host.shape) if vectors else None
-    return _as_given(HostSpectrum(values, stacked), host.dtype)
-
-
-def _first_false(flags: np.ndarray) -> tuple[int, ...]:
-    return tuple(int(i) for i in np.argwhere(~flags)[0])
-
-
-def _describe(host: np.ndarray) -> str:
-    return f"{np.isnan(host).sum()} NaN and {np.isinf(host).sum()} infinite of {host.size} entries"

@@ -15,7 +15,7 @@ from jaxkfac.linalg import (
     eigh_on_host,
     from_spectrum,
 )
-from jaxkfac.linalg import _eigh as module
+from jaxkfac.linalg import _eigh_host as module
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -82,6 +82,7 @@ def gram_panels(x: Float[Array, "..."], axis: int) -> tuple[Float[Array, "rows c
     )
 
 
+@jax.jit  # traced once per shape, not once per layer
 def unpack_panels(panels: tuple[Float[Array, "..."], ...]) -> Float[Array, "... n n"]:
     """The full symmetric matrix of ``gram_panels``; leading axes are a stack."""
     size = panels[0].shape[-1]

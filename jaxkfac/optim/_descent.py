@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.curvature._coverage import is_differentiable
 from jaxkfac.linalg import Spectrum
-from jaxkfac.optim._trees import inner_product, scaled
+from jaxkfac.optim._trees import gradients_only, inner_product, is_out, scaled, with_constants
 
 PyTree = Any
 
@@ -49,8 +49,18 @@ def constrain_norm(
     product = inner_product(steps, grads, ours)
     squared = jnp.square(jnp.asarray(rate, product.dtype)) * product
     tiny = jnp.finfo(product.dtype).tiny
-    factor = jnp.minimum(jnp.sqrt(limit / jnp.maximum(squared, tiny)), 1)
-    return jax.tree.map(lambda mine, p: scaled(factor, p) if mine else p, ours, steps)
+    factor = jnp.sqrt(limit / jnp.maximum(squared, tiny))
+
+    def scale(factor: Array, kept: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda mine, p: scaled(factor, p) if mine and not is_out(p) else p, ours, kept
+        )
+
+    # A cond, because XLA would copy the sum over all leaves into the scaling of each.
+    kept = gradients_only(steps)
+    return with_constants(
+        steps, jax.lax.cond(factor < 1, scale, lambda _, kept: kept, factor, kept)
+    )
 
 
 def zero_momentum(params: PyTree, ours: PyTree, *, everywhere: bool) -> PyTree:

@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -233,6 +234,23 @@ def test_updates_keep_the_gradients_dtype_and_the_state_its_own():
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
     shapes = lambda t: [(x.shape, x.dtype) for x in jax.tree.leaves(t)]
     assert shapes(after) == shapes(state)
+
+
+@pytest.mark.parametrize("key", [jnp.arange(3), jax.random.key(0), "float0"])
+def test_integer_key_and_float0_leaves_pass_unchanged(problem, key):
+    params, batches, like = problem
+    grads, factors = net_statistics(params, batches[0])
+    tx = kfac(0.1, like=like, norm_constraint=1e-6, weight_decay=0.1)
+    expected, _ = jitted(tx)(grads, tx.init(params), params, factors)
+    if isinstance(key, str):
+        key = jnp.arange(3)
+        grads["key"] = np.zeros(3, jax.dtypes.float0)
+    else:
+        grads["key"] = key
+    params["key"] = key
+    updates, _ = tx.update(grads, tx.init(params), params, factors=factors)
+    assert updates.pop("key") is grads["key"]
+    assert_close(updates, expected, 1e-12)
 
 
 def test_kfac_composes_in_a_chain(problem):

@@ -10,10 +10,17 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
-from jaxkfac.curvature._coverage import is_differentiable
 from jaxkfac.factors._average import check_same_layers, zeros_like
 from jaxkfac.factors._factors import Factors
-from jaxkfac.optim._trees import accumulator_dtype, all_finite, zero_unless
+from jaxkfac.optim._trees import (
+    accumulator_dtype,
+    all_finite,
+    cast_like,
+    gradients_only,
+    is_out,
+    with_constants,
+    zeros_like_gradients,
+)
 
 PyTree = Any
 
@@ -89,9 +96,19 @@ def multi_steps(
         One copy of gradients and factors, in float32, or in float64 where any of them is.
 
     Example:
-        >>> tx = multi_steps(kfac(0.05, like=like), every_k_schedule=16)  # doctest: +SKIP
-        >>> state = tx.init(params)                                       # doctest: +SKIP
-        >>> updates, state = tx.update(grads, state, params, factors=factors)  # doctest: +SKIP
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> params = {"kernel": jnp.ones((3, 2))}
+        >>> objective = jk.Objective(lambda p, x: x @ p["kernel"], jk.Gaussian())
+        >>> stats, batch = jk.value_grad_and_factors(objective), (jnp.eye(3), jnp.zeros((3, 2)))
+        >>> value, grads, factors = stats(params, batch)
+        >>> like = stats.factor_shapes(params, batch)
+        >>> tx = jk.multi_steps(jk.kfac(0.1, like=like, damping=1.0), every_k_schedule=2)
+        >>> state = tx.init(params)
+        >>> for _ in range(2):
+        ...     updates, state = tx.update(grads, state, params, factors=factors)
+        ...     print(jk.has_updated(state), updates["kernel"][0].round(3))
+        False [0. 0.]
+        True [-0.02 -0.02]
     """
     if not callable(every_k_schedule):
         if every_k_schedule < 1:
@@ -109,7 +126,7 @@ def multi_steps(
         shapes = like if like is not None else _factors_in(inner_state)
         factors = None if shapes is None else zeros_like(shapes)
         dtype = accumulator_dtype(params, factors)
-        sums = {"grads": _gradients(params), "factors": factors, "terms": jnp.zeros((), dtype)}
+        sums = {"grads": gradients_only(params), "factors": factors, "terms": jnp.zeros((), dtype)}
         return MultiStepsState(
             accumulation=accumulator(dtype).init(sums),
             inner=inner_state,
@@ -131,7 +148,7 @@ def multi_steps(
         _check_statistics(factors, terms, held)
         dtype = state.accumulation.acc_grads["terms"].dtype
         count = jnp.asarray(terms if factors is None else factors.terms, dtype)
-        sums, ok = _sums(_gradients(grads), factors, count, dtype)
+        sums, ok = _sums(gradients_only(grads), factors, count, dtype)
         multi = accumulator(dtype)
         with jax.numpy_dtype_promotion("standard"):  # optax multiplies arrays by booleans
             total, accumulation = multi.update(sums, state.accumulation)
@@ -139,7 +156,7 @@ def multi_steps(
 
         def run(inner_state: Any) -> tuple[PyTree, Any]:
             mean = jax.tree.map(
-                lambda g, t: g if _is_out(t) else (t / total["terms"]).astype(g.dtype),
+                lambda g, t: g if is_out(t) else (t / total["terms"]).astype(g.dtype),
                 grads,
                 total["grads"],
             )
@@ -149,18 +166,14 @@ def multi_steps(
                     lambda f, t: t.astype(f.dtype), factors, total["factors"]
                 )
             updates, inner_state = inner.update(mean, inner_state, params, **pooled, **extra)
-            cast = jax.tree.map(
-                lambda g, u: u.astype(g.dtype) if is_differentiable(g) else g, grads, updates
-            )
-            return _gradients(cast), inner_state
+            return cast_like(grads, updates), inner_state
 
         def wait(inner_state: Any) -> tuple[PyTree, Any]:
-            return jax.tree.map(jnp.zeros_like, _gradients(grads)), inner_state
+            return zeros_like_gradients(grads), inner_state
 
         some = total["terms"] > 0
         updates, inner_state = jax.lax.cond(ended & some, run, wait, state.inner)
-        updates = jax.tree.map(lambda g, u: g if _is_out(u) else u, grads, updates)
-        return updates, MultiStepsState(
+        return with_constants(grads, updates), MultiStepsState(
             accumulation=accumulation,
             inner=inner_state,
             skipped=state.skipped + (~ok).astype(jnp.int32),
@@ -168,15 +181,6 @@ def multi_steps(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _gradients(tree: PyTree) -> PyTree:
-    """``tree`` with integers, keys and float0 leaves taken out."""
-    return jax.tree.map(lambda x: x if is_differentiable(x) else optax.MaskedNode(), tree)
-
-
-def _is_out(leaf: Any) -> bool:
-    return isinstance(leaf, optax.MaskedNode)
 
 
 def _sums(
@@ -187,15 +191,15 @@ def _sums(
     weighted = jax.tree.map(lambda g: jnp.where(some, count * g.astype(dtype), 0), grads)
     if factors is not None:
         # Output statistics of no loss term are sums over nothing, whatever 0/0 made of them.
-        factors = dataclasses.replace(
-            factors,
-            g_sums=zero_unless(some, factors.g_sums),
-            diagonals=zero_unless(some, factors.diagonals),
+        g_sums, diagonals = jax.tree.map(
+            lambda f: jnp.where(some, f, jnp.zeros_like(f)), (factors.g_sums, factors.diagonals)
         )
+        factors = dataclasses.replace(factors, g_sums=g_sums, diagonals=diagonals)
         factors = jax.tree.map(lambda f: f.astype(dtype), factors)
     sums = {"grads": weighted, "factors": factors, "terms": count}
     ok = all_finite(sums)
-    return zero_unless(ok, sums), ok
+    # A cond, not a select of every leaf: see kfac.
+    return jax.lax.cond(ok, lambda: sums, lambda: jax.tree.map(jnp.zeros_like, sums)), ok
 
 
 def _factors_in(state: Any) -> Factors | None:

@@ -53,10 +53,17 @@ def scale_by_bases(
             ``update``, if ``bases`` is missing.
 
     Example:
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> params = {"kernel": jnp.ones((3, 2))}
+        >>> objective = jk.Objective(lambda p, x: x @ p["kernel"], jk.Gaussian())
+        >>> stats, batch = jk.value_grad_and_factors(objective), (jnp.eye(3), jnp.zeros((3, 2)))
+        >>> value, grads, factors = stats(params, batch)
         >>> import optax
-        >>> tx = optax.chain(scale_by_bases(1e-3), optax.sgd(1e-2))
-        >>> state = tx.init(params)                                     # doctest: +SKIP
-        >>> updates, state = tx.update(grads, state, params, bases=bases)  # doctest: +SKIP
+        >>> tx = optax.chain(jk.scale_by_bases(damping=1.0), optax.sgd(0.1))
+        >>> bases, state = jk.eigendecompose(factors), tx.init(params)
+        >>> updates, state = tx.update(grads, state, params, bases=bases)
+        >>> print(updates["kernel"][0].round(3))
+        [-0.02 -0.02]
     """
     check_scheduled_damping(damping, damping_mode)
     check_missing(missing)

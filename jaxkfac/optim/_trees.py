@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
@@ -21,16 +22,33 @@ def all_finite(*trees: PyTree) -> Bool[Array, ""]:
     return jnp.stack(flags).all() if flags else jnp.asarray(True)
 
 
-def choose(condition: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
-    """``new`` where the condition holds, else ``old``, leaf by leaf."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+def gradients_only(tree: PyTree) -> PyTree:
+    """``tree`` with the leaves that are no gradients (integers, keys, float0) taken out."""
+    return jax.tree.map(lambda x: x if is_differentiable(x) else optax.MaskedNode(), tree)
 
 
-def zero_unless(condition: Bool[Array, ""], tree: PyTree) -> PyTree:
-    """``tree`` where the condition holds, else zeros; leaves without gradient as they are."""
+def cast_like(grads: PyTree, updates: PyTree) -> PyTree:
+    """``updates`` in the dtypes of ``grads``, without the leaves that are no gradients."""
     return jax.tree.map(
-        lambda x: jnp.where(condition, x, jnp.zeros_like(x)) if is_differentiable(x) else x, tree
+        lambda g, u: u.astype(g.dtype) if is_differentiable(g) else optax.MaskedNode(),
+        grads,
+        updates,
     )
+
+
+def zeros_like_gradients(grads: PyTree) -> PyTree:
+    """Zeros of the structure that :func:`cast_like` gives."""
+    return jax.tree.map(jnp.zeros_like, gradients_only(grads))
+
+
+def with_constants(grads: PyTree, updates: PyTree) -> PyTree:
+    """``updates`` with the leaves that are no gradients put back, as they came."""
+    return jax.tree.map(lambda g, u: g if is_out(u) else u, grads, updates)
+
+
+def is_out(leaf: Any) -> bool:
+    """Whether a leaf has been taken out."""
+    return isinstance(leaf, optax.MaskedNode)
 
 
 def scaled(factor: ArrayLike, leaf: Array) -> Array:

@@ -34,7 +34,8 @@ th {{ text-align: left; font-weight: 600; color: {MUTED}; border-bottom: 1px sol
   padding: .35rem .6rem .35rem 0; white-space: nowrap; }}
 td {{ border-bottom: 1px solid {RULE}; padding: .3rem .6rem .3rem 0; vertical-align: top; }}
 td.n, th.n {{ text-align: right; }}
-td.name {{ font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 12px; }}
+td.name {{ font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
+  font-size: 12px; }}
 details summary {{ cursor: pointer; margin-top: 1rem; }}
 .cards {{ display: flex; flex-wrap: wrap; gap: 2.5rem; margin: 1.8rem 0 0; }}
 .card b {{ display: block; font-size: 1.9rem; font-weight: 500; line-height: 1.1; }}
@@ -74,10 +75,12 @@ def report_page(
     if coverage:
         parts += ["<h2>Coverage</h2>", _coverage(coverage)]
     parts += ["<h2>Configuration</h2>", _pairs(_flat(config)), _pairs(versions.items())]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     return (
         f'<!doctype html>\n<html lang="en"><head>{head}<title>{escape(title)}</title>'
-        f"<style>{_CSS}</style></head>\n<body><main>\n" + "\n".join(parts) + "\n</main></body></html>\n"
+        f"<style>{_CSS}</style></head>\n<body><main>\n"
+        + "\n".join(parts)
+        + "\n</main></body></html>\n"
     )
 
 
@@ -142,11 +145,17 @@ def _runs(runs: Mapping[str, RunRecords]) -> str:
         last = run.epochs[-1]
         rows.append(
             [
-                OPTIMIZERS[name][0], str(last.step), str(last.examples),
-                f"{last.train_loss:.4f}", f"{last.test_loss:.4f}", f"{last.train_accuracy:.2%}",
-                f"{last.test_accuracy:.2%}", f"{last.seconds:.1f} s",
-                f"{run.compile_seconds:.1f} s", str(run.skipped),
-            ]  # fmt: skip
+                OPTIMIZERS[name][0],
+                str(last.step),
+                str(last.examples),
+                f"{last.train_loss:.4f}",
+                f"{last.test_loss:.4f}",
+                f"{last.train_accuracy:.2%}",
+                f"{last.test_accuracy:.2%}",
+                f"{last.seconds:.1f} s",
+                f"{run.compile_seconds:.1f} s",
+                str(run.skipped),
+            ]
         )
     head = ["optimizer", "updates", "examples", "train loss", "test loss", "train acc.",
             "test acc.", "training", "compiling", "skipped"]  # fmt: skip
@@ -186,7 +195,9 @@ def _table(
         "<tr>" + "".join(f"<td{kind(i)}>{escape(c)}</td>" for i, c in enumerate(row)) + "</tr>"
         for row in rows
     )
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    return (
+        f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -53,9 +53,7 @@ def spectrum_records(bases: Any) -> list[SpectrumRecord]:
 
 def _of_layer(layer: Any, basis: Any) -> Iterator[SpectrumRecord]:
     if layer.is_diagonal:
-        raw, clipped = (
-            _by_slice(layer, x) for x in (basis.raw_diagonal, basis.diagonal)
-        )
+        raw, clipped = (_by_slice(layer, x) for x in (basis.raw_diagonal, basis.diagonal))
         yield from _of_side(layer.name, "diagonal", layer.name, raw, clipped)
         return
     yield from _of_side(layer.name, "A", layer.input, basis.a_raw_values, basis.a_values)

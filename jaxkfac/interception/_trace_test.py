@@ -1,0 +1,181 @@
+"""Which layers are found, what they are called, and what they share."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkfac._errors import UnknownLayerError
+from jaxkfac.interception._trace import find_layers
+
+
+def weights(**shapes):
+    return {name: jnp.ones(shape) for name, shape in shapes.items()}
+
+
+def test_either_operand_order_is_the_same_layer():
+    x = jnp.ones((5, 3))
+    right = find_layers(lambda p, x: x @ p["w"], weights(w=(3, 2)), x)["w"]
+    left = find_layers(lambda p, x: p["w"].T @ x.T, weights(w=(3, 2)), x)["w"]
+    assert (right.in_features, right.out_features) == (3, 2)
+    assert (left.in_features, left.out_features) == (3, 2)
+
+
+def test_features_keep_the_parameters_own_axis_order():
+    def model(p, x):
+        return jnp.einsum("nhk,kho->no", x, p["w"])
+
+    layer = find_layers(model, weights(w=(4, 3, 2)), jnp.ones((5, 3, 4)))["w"]
+    assert layer.weight.inputs == (0, 1)
+    assert layer.weight.outputs == (2,)
+    assert layer.in_features == 12
+
+
+def test_inputs_are_shared_through_casts_jit_and_remat():
+    def model(p, x):
+        q = x.astype(jnp.bfloat16) @ p["q"].astype(jnp.bfloat16)
+        k = jax.jit(lambda x, w: x.astype(jnp.bfloat16) @ w)(x, p["k"].astype(jnp.bfloat16))
+        v = jax.checkpoint(lambda x, w: x.astype(jnp.bfloat16) @ w)(x, p["v"].astype(jnp.bfloat16))
+        return q + k + v + (jnp.sin(x) @ p["o"]).astype(jnp.bfloat16)
+
+    shape = (3, 2)
+    table = find_layers(model, weights(q=shape, k=shape, v=shape, o=shape), jnp.ones((5, 3)))
+    assert [table[n].shares_input_with for n in "qkvo"] == [None, "q", "q", None]
+
+
+def test_a_scan_constant_does_not_share_with_the_layer_outside():
+    """Inside, the same input counts once per iteration."""
+
+    def model(p, x):
+        total, _ = jax.lax.scan(
+            lambda c, _: (c + x @ p["inner"], None), jnp.zeros((5, 2)), None, length=3
+        )
+        return total + x @ p["outer"]
+
+    table = find_layers(model, weights(inner=(3, 2), outer=(3, 2)), jnp.ones((5, 3)))
+    assert table["outer"].shares_input_with is None
+    assert table["inner"].shares_input_with is None
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_a_bias_joins_the_product_that_only_it_reads(wrap):
+    def model(p, x):
+        return wrap(lambda x, w: x @ w)(x, p["w"]) + p["b"]
+
+    assert find_layers(model, weights(w=(3, 2), b=(2,)), jnp.ones((5, 3)))["w"].bias.path == "b"
+
+
+def test_a_bias_is_alone_where_the_product_has_another_reader():
+    def model(p, x):
+        y = x @ p["w"]
+        return (y + p["b"]) * y
+
+    table = find_layers(model, weights(w=(3, 2), b=(2,)), jnp.ones((5, 3)))
+    assert table["w"].bias is None
+    assert table["b"].kind == "bias"
+
+
+def test_a_bias_of_two_products_is_alone():
+    def model(p, x):
+        return jnp.tanh(x @ p["w"] + p["b"]) @ p["v"] + p["b"]
+
+    table = find_layers(model, weights(w=(3, 2), v=(2, 2), b=(2,)), jnp.ones((5, 3)))
+    assert table["b"].uses == 2
+    assert table["w"].bias is None
+
+
+def test_a_bias_over_heads_joins_in_the_kernels_order():
+    def model(p, x):
+        return jnp.einsum("nd,dhk->nhk", x, p["w"]) + p["b"]
+
+    layer = find_layers(model, weights(w=(4, 3, 2), b=(3, 2)), jnp.ones((5, 4)))["w"]
+    assert layer.bias.path == "b"
+    assert layer.bias.out_features == layer.out_features == 6
+
+
+def test_a_table_of_positions_is_no_bias_of_the_product():
+    def model(p, x):
+        return x @ p["w"] + p["positions"]
+
+    table = find_layers(model, weights(w=(3, 2), positions=(4, 2)), jnp.ones((5, 4, 3)))
+    assert table["w"].bias is None
+    assert table["positions"].kind == "bias"
+
+
+def test_indexed_slices_are_named_by_their_index():
+    def model(p, x):
+        return jnp.tanh(x @ p["w"][0]) @ p["w"][1]
+
+    table = find_layers(model, weights(w=(2, 3, 3)), jnp.ones((5, 3)))
+    assert list(table) == ["w[0]", "w[1]"]
+    assert table.num_covered == 18
+
+
+def test_shared_axes_are_a_stack_and_free_axes_are_one_on_request():
+    def model(p, x):
+        h = jnp.einsum("bti,eio->ebto", x, p["up"])
+        return jnp.einsum("ebto,eoi->bti", jnp.tanh(h), p["down"])
+
+    p, x = weights(up=(4, 3, 5), down=(4, 5, 3)), jnp.ones((2, 6, 3))
+    table = find_layers(model, p, x)
+    assert (table["up"].stack, table["up"].out_features) == ((), 20)
+    table = find_layers(model, p, x, experts="up")
+    assert (table["up"].stack, table["up"].out_features) == ((4,), 5)
+
+    def routed(p, x):
+        return jnp.einsum("ebi,eio->ebo", x, p["up"])
+
+    assert find_layers(routed, p, jnp.ones((4, 2, 3)))["up"].stack == (4,)
+
+
+def test_a_tie_in_opposite_orientations_keeps_both_blocks():
+    def model(p, ids):
+        return jnp.tanh(p["e"][ids]) @ p["e"].T
+
+    table = find_layers(model, weights(e=(7, 3)), jnp.ones((2, 4), int))
+    assert (table["e"].kind, table["e"].in_features) == ("dense", 3)
+    assert (table["e@embedding"].kind, table["e@embedding"].in_features) == ("embedding", 7)
+    assert any("has 2 blocks" in note for _, note in table.notes)
+
+
+def test_a_batch_statistic_has_lost_its_examples():
+    def model(p, x):
+        return (x - x.mean(0)) * (jax.lax.rsqrt(x.var(0) + 1) * p["scale"])
+
+    ((path, reason),) = find_layers(model, weights(scale=(3,)), jnp.ones((5, 3))).uncovered
+    assert path == "scale"
+    assert reason == "has the example axis lost at `mul`"
+
+
+def test_a_single_example_has_nothing_to_lose():
+    def model(p, x):
+        return x @ p["w"] * p["scale"]
+
+    assert not find_layers(model, weights(w=(3, 2), scale=(2,)), jnp.ones((1, 3))).uncovered
+
+
+def test_large_sides_are_marked_as_diagonals():
+    table = find_layers(
+        lambda p, x: x @ p["w"] + p["b"],
+        weights(w=(8, 2), b=(2,)),
+        jnp.ones((5, 8)),
+        max_dense=8,
+    )
+    assert not table["w"].a_dense, "the ones column makes it 9"
+    assert table["w"].g_dense
+    assert "~8" in str(table)
+
+
+def test_a_pattern_without_match_gives_the_nearest_names():
+    with pytest.raises(UnknownLayerError, match="'dense/kernel'"):
+        find_layers(
+            lambda p, x: x @ p["dense"]["kernel"],
+            {"dense": weights(kernel=(3, 2))},
+            jnp.ones((5, 3)),
+            layers="dense/kernal",
+        )
+
+
+def test_unread_parameters_are_listed_and_raise_nothing():
+    table = find_layers(lambda p, x: x @ p["w"], weights(w=(3, 2), spare=(4,)), jnp.ones((5, 3)))
+    assert table.uncovered == [("spare", "is not read by the function")]
+    table.raise_uncovered()
