@@ -54,7 +54,9 @@ class FactorCollector:
         loss_terms: int | None,
     ) -> None:
         self._objective = objective
-        self._fisher, self._bias, self._uncovered = fisher, bias, uncovered
+        self._fisher: Fisher = fisher
+        self._bias: BiasMode = bias
+        self._uncovered: Uncovered = uncovered
         self._finding = {"layers": layers, "max_dense": max_dense, "experts": experts}
         self._has_aux, self._loss_terms = has_aux, loss_terms
         self._traces: dict[Any, Traced] = {}
@@ -110,8 +112,7 @@ class FactorCollector:
     ) -> ValueGradAndFactors:
         if self._fisher == "mc" and key is None:
             raise ValueError('fisher="mc" samples labels: pass key=')
-        # The model gets the caller's key, so that the value is the objective's own.
-        model_key, label_key = key, None if key is None else jax.random.fold_in(key, LABELS)
+        model_key = key  # as the caller gave it, so that the value is the objective's own
 
         def forward(params: PyTree, inputs: PyTree, key: Any) -> Any:
             return objective.outputs(params, inputs, key)
@@ -132,6 +133,7 @@ class FactorCollector:
         value, pull_loss, terms = jax.vjp(lambda y: loss(y, batch.targets), outputs, has_aux=True)
         grads, emitted = pull(pull_loss(jnp.ones_like(value))[0])
         if self._fisher == "mc":
+            label_key = jax.random.fold_in(key, LABELS)
             sampled = objective.likelihood.sample(label_key, jax.lax.stop_gradient(outputs))
             _, pull_sampled, _ = jax.vjp(lambda y: loss(y, sampled), outputs, has_aux=True)
             _, emitted = pull(pull_sampled(jnp.ones_like(value))[0])
@@ -204,7 +206,7 @@ class FactorCollector:
         """Trace once per set of shapes; a trace that closed over tracers is not kept."""
         leaves, tree = jax.tree.flatten((params, args))
         mesh = jax.sharding.get_abstract_mesh()
-        key = (tree, tuple(jax.typeof(x) for x in leaves), mesh, bool(jax.config.jax_enable_x64))
+        key = (tree, tuple(jax.typeof(x) for x in leaves), mesh, jnp.zeros(()).dtype)
         if key in self._traces:
             return self._traces[key]
         lead = isinstance(self._objective, Objective)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
 from jaxkfac.factors._likelihoods import Likelihood, masked_mean
@@ -43,7 +44,7 @@ def as_batch(batch: Any) -> Batch:
             raise ValueError(
                 f"batch: the mask has dtype {out.mask.dtype}, expected bool (write mask > 0)"
             )
-        abstract = isinstance(out.mask, jax.core.Tracer | jax.ShapeDtypeStruct)
+        abstract = isinstance(out.mask, Tracer | jax.ShapeDtypeStruct)
         if not abstract and not np.asarray(out.mask).any():
             raise ValueError("batch: the mask masks every loss term, so there is no mean")
     return out

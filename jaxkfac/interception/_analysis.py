@@ -214,7 +214,7 @@ class Analysis:
             plan.marks[position] = Mark(x.axes[: len(eqn.invars[1].aval.shape)])
         return [x]
 
-    def _opaque(self, eqn: Any, ins: list[Value], reason: str = "") -> list[Value]:
+    def _opaque(self, eqn: Any, ins: Sequence[Value], reason: str = "") -> list[Value]:
         """An equation that no rule looks into: results are data if any operand is."""
         name = eqn.primitive.name
         out = [self._equation_number(eqn, ins, k) for k in range(len(eqn.outvars))]

@@ -81,7 +81,9 @@ def _dot(table, eqn, ins, params, shapes):
     if left is not None and right is not None:
         for i, j in zip((*lb, *lc), (*rb, *rc), strict=True):
             table.unify(left[i], right[j])
-    out = [left[i] if left is not None else right[j] for i, j in zip(lb, rb, strict=True)]
+    given: Any = right if left is None else left
+    dims = rb if left is None else lb
+    out = [given[i] for i in dims] if dims else []
     for axes, var, used in ((left, eqn.invars[0], (*lc, *lb)), (right, eqn.invars[1], (*rc, *rb))):
         for d, size in enumerate(var.aval.shape):
             if d not in used:

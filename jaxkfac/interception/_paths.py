@@ -11,9 +11,9 @@ WRAPPERS = ("value", "raw_value")  # attributes by which NNX wraps an array in a
 
 def path_of(key_path: tuple[Any, ...]) -> str:
     """Join a JAX key path with ``/``; NNX's wrapper around an array does not show."""
-    last = key_path[-1] if len(key_path) > 1 else None
-    if isinstance(last, jax.tree_util.GetAttrKey) and last.name in WRAPPERS:
-        key_path = key_path[:-1]
+    match key_path:
+        case (_, *_, jax.tree_util.GetAttrKey(name=name)) if name in WRAPPERS:
+            key_path = key_path[:-1]
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 

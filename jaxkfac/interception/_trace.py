@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jaxtyping import PyTree
 
 from jaxkfac.interception._analysis import Analysis
@@ -48,7 +49,7 @@ class Traced:
     @property
     def holds_tracers(self) -> bool:
         """Whether the function closed over values of an enclosing trace."""
-        return any(isinstance(c, jax.core.Tracer) for c in self.closed.consts)
+        return any(isinstance(c, Tracer) for c in self.closed.consts)
 
     def emit(
         self,

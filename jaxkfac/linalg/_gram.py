@@ -12,7 +12,8 @@ PANELS_FROM = 512  # features; below it the smaller products cost what they save
 
 def statistics_dtype(*dtypes: DTypeLike) -> jnp.dtype:
     """The dtype in which rows of these dtypes are accumulated: float32, or float64 for float64."""
-    return jnp.dtype(jnp.float64 if jnp.float64 in map(jnp.dtype, dtypes) else jnp.float32)
+    double = any(jnp.dtype(d) == jnp.float64 for d in dtypes)
+    return jnp.dtype(jnp.float64 if double else jnp.float32)
 
 
 def gram(
