@@ -89,7 +89,7 @@ docs-check: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest tests/readme_test.py tests/docstrings_test.py tests/notebooks_test.py $(PYTEST_ARGS)
 
 bench: $(VENV)/.stamp-run
-	$(BIN)/python benchmarks/factors.py
+	$(BIN)/python -m benchmarks.factors
 
 # GPU_PYTHON=python3 make gpu-check uses an environment that already has jax with CUDA.
 ifdef GPU_PYTHON

@@ -69,6 +69,10 @@ class Factors(_Named):
     def __len__(self) -> int:
         return len(self.layers)
 
+    def __repr__(self) -> str:
+        """One line: the arrays would fill the screen."""
+        return f"Factors of {len(self)} layers, bias={self.bias!r}, terms={self.terms}"
+
     def layer(self, name: str) -> Layer:
         """The layer called ``name``.
 

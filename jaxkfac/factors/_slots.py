@@ -82,31 +82,34 @@ def to_factors(
     """
     a_sums, a_counts, g_sums, diagonals = {}, {}, {}, {}
     for layer in layers:
-        slot = {
-            k: unpack_panels(v) if isinstance(v, tuple) else v
-            for k, v in emitted[layer.name].items()
-        }
+        slot = emitted[layer.name]
         if layer.is_diagonal:
             diagonals[layer.name] = _times_squared(slot["diagonal"], terms)
             continue
-        g_sums[layer.name] = _times_squared(slot["g"], terms)
+        g = jax.tree.map(lambda x: _times_squared(x, terms), slot["g"])
+        g_sums[layer.name] = unpack_panels(g) if isinstance(g, tuple) else g
         if layer.input == layer.name:
             a_counts[layer.name] = slot["a_count"]
-            a_sums[layer.name] = (
-                _border(slot["a"], slot["a_sum"], slot["a_count"]) if "a_sum" in slot else slot["a"]
-            )
+            a_sums[layer.name] = _input_side(slot)
     return Factors(a_sums, a_counts, g_sums, diagonals, terms, tuple(layers), bias)
 
 
 def _times_squared(x: Any, terms: Any) -> Any:
-    scale = terms.astype(x.dtype)
-    return x * scale * scale
+    return x * jnp.square(terms.astype(x.dtype))
 
 
-@jax.jit  # traced once per shape, not once per layer
-def _border(a: Any, total: Any, count: Any) -> Any:
-    """The ones column, appended last: ``[[a, total], [total^T, count]]``."""
-    if a.ndim == total.ndim:
+def _input_side(slot: Any) -> Any:
+    """The sum over input rows, with the ones column last where its sum was gathered."""
+    a = slot["a"]
+    if "a_sum" not in slot:
+        return unpack_panels(a) if isinstance(a, tuple) else a
+    total, count = slot["a_sum"], slot["a_count"]
+    if not isinstance(a, tuple) and a.ndim == total.ndim:  # a diagonal side
         return jnp.concatenate([a, count[..., None]], -1)
-    right = jnp.concatenate([total, count[..., None]], -1)
-    return jnp.concatenate([jnp.concatenate([a, total[..., None, :]], -2), right[..., None]], -1)
+    panels, start = [], 0
+    for panel in a if isinstance(a, tuple) else (a,):
+        stop = start + panel.shape[-2]
+        column = total[..., start:stop, None]
+        panels.append(jnp.concatenate([panel, column], -1))
+        start = stop
+    return unpack_panels((*panels, count[..., None, None]))

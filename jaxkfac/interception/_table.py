@@ -47,17 +47,11 @@ class LayerTable(Mapping[str, Layer]):
     @property
     def num_covered(self) -> int:
         """Number of parameter elements that lie in a layer; none is counted twice."""
-        held: dict[str, int] = {}
+        slices: dict[str, dict[tuple[int, ...], int]] = {}
         for layer in self.layers:
             for part in filter(None, (layer.weight, layer.bias)):
-                slices = {part.index} | {
-                    p.index
-                    for other in self.layers
-                    for p in (other.weight, other.bias)
-                    if p is not None and p.path == part.path
-                }
-                held[part.path] = min(self.sizes[part.path], part.size * len(slices))
-        return sum(held.values())
+                slices.setdefault(part.path, {})[part.index] = part.size
+        return sum(min(self.sizes[p], sum(held.values())) for p, held in slices.items())
 
     def raise_uncovered(self) -> None:
         """Raise for the parameters that nothing covers.

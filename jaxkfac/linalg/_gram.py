@@ -85,9 +85,21 @@ def gram_panels(x: Float[Array, "..."], axis: int) -> tuple[Float[Array, "rows c
 
 @jax.jit  # traced once per shape, not once per layer
 def unpack_panels(panels: tuple[Float[Array, "..."], ...]) -> Float[Array, "... n n"]:
-    """The full symmetric matrix of ``gram_panels``; leading axes are a stack."""
-    size = panels[0].shape[-1]
-    lead = [(0, 0)] * (panels[0].ndim - 1)
-    upper = jnp.concatenate([jnp.pad(p, [*lead, (size - p.shape[-1], 0)]) for p in panels], axis=-2)
-    # XLA on CPU hangs on a `where` over the product and its transpose; two triangles do not.
-    return jnp.triu(upper) + jnp.triu(upper, 1).swapaxes(-1, -2)
+    """The full symmetric matrix whose block rows, from the diagonal on, are given.
+
+    Blocks below the diagonal are transposes of those above. (Mirroring entry by entry is
+    several times slower on the CPU, and a ``where`` over a matrix and its transpose can hang
+    XLA's CPU compiler.)
+    """
+    rows, edges = [], [0]
+    for panel in panels:
+        edges.append(edges[-1] + panel.shape[-2])
+    for i, panel in enumerate(panels):
+        below = [
+            jax.lax.slice_in_dim(p, edges[i] - edges[j], edges[i + 1] - edges[j], axis=-1).swapaxes(
+                -1, -2
+            )
+            for j, p in enumerate(panels[:i])
+        ]
+        rows.append(jnp.concatenate([*below, panel], axis=-1))
+    return jnp.concatenate(rows, axis=-2)

@@ -1,0 +1,50 @@
+"""Second moments: panels hold the same matrix, precision does not fall."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkfac.linalg._gram import gram, gram_panels, panel_shapes, statistics_dtype, unpack_panels
+
+
+def rows(*shape, dtype=jnp.float64):
+    return jax.random.normal(jax.random.key(0), shape).astype(dtype)
+
+
+@pytest.mark.parametrize("size", [4, 5, 7, 64, 513])
+def test_panels_unpack_to_the_full_product(x64, size):
+    x = rows(6, size)
+    panels = gram_panels(x, 1)
+    assert tuple(p.shape for p in panels) == panel_shapes(size)
+    np.testing.assert_allclose(unpack_panels(panels), x.T @ x, rtol=1e-12, atol=1e-12)
+
+
+def test_panels_of_a_middle_axis_sum_over_all_others(x64):
+    x = rows(3, 9, 4)
+    np.testing.assert_allclose(
+        unpack_panels(gram_panels(x, 1)), jnp.einsum("nit,njt->ij", x, x), rtol=1e-12
+    )
+
+
+def test_stacked_panels_unpack_slice_by_slice(x64):
+    x = rows(2, 6, 8)
+    stacked = jax.vmap(lambda x: gram_panels(x, 1))(x)
+    np.testing.assert_allclose(unpack_panels(stacked), jnp.einsum("kni,knj->kij", x, x), rtol=1e-12)
+
+
+def test_a_stack_is_kept_apart(x64):
+    x = rows(3, 2, 5, 4)
+    np.testing.assert_allclose(
+        gram(x, (0, 2), (1,)), jnp.einsum("nest,neso->eto", x, x), rtol=1e-12
+    )
+
+
+def test_bfloat16_rows_are_summed_in_float32():
+    """4096 ones: a bfloat16 sum would stop at 256."""
+    assert gram(jnp.ones((4096, 1), jnp.bfloat16), (0,))[0, 0] == 4096
+
+
+def test_double_precision_is_for_double_rows(x64):
+    assert statistics_dtype(jnp.bfloat16, jnp.float32) == jnp.float32
+    assert statistics_dtype(jnp.float32, jnp.float64) == jnp.float64
