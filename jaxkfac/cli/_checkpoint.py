@@ -5,8 +5,6 @@ import dataclasses
 import json
 import logging
 import shutil
-import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxkfac._errors import CheckpointMismatchError
+from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.interception._paths import leaves_by_path, with_leaves
 
 PyTree = Any
@@ -53,7 +52,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     }
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
     with (
-        _interrupts_deferred(),
+        interrupts_deferred("writing the checkpoint"),
         _quiet(),
         ocp.CheckpointManager(target.parent, options=options) as m,
     ):
@@ -117,7 +116,7 @@ def restore_state(
     ignored = {"kfac": "adamw", "adamw": "kfac"}[checkpoint.optimizer]
     differences = [
         *_option_differences(checkpoint.config, config, ignored),
-        *_leaf_differences(checkpoint.leaves, expected),
+        *sorted(_leaf_differences(checkpoint.leaves, expected), key=_parameters_first),
     ]
     if differences:
         shown = differences[:_SHOWN]
@@ -169,20 +168,8 @@ def _option_differences(
             yield f"option {prefix}{name}: {was} in the checkpoint, {want} requested"
 
 
-@contextlib.contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Hold a Ctrl-C back until the block is left."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pressed = []
-    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed:
-        raise KeyboardInterrupt
+def _parameters_first(difference: str) -> bool:
+    return not difference.startswith("params/")
 
 
 @contextlib.contextmanager

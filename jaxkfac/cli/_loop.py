@@ -16,6 +16,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxkfac._errors import JaxkfacError
+from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._options import Experiment
 from jaxkfac.cli._problem import Problem
 from jaxkfac.data import Digits, epoch_batches, num_batches, shift_batch
@@ -157,7 +158,9 @@ def train(
         arguments = (state.params, state.optimizer, jnp.asarray(rows), jnp.asarray(numbers))
         if rows.shape not in compiled:
             started = time.perf_counter()
-            compiled[rows.shape] = jax.jit(epoch).lower(*arguments, problem.train).compile()
+            # A trace that is broken off can take the process down when it ends.
+            with interrupts_deferred("compiling"):
+                compiled[rows.shape] = jax.jit(epoch).lower(*arguments, problem.train).compile()
             spent = records.compile_seconds + time.perf_counter() - started
             records = records._replace(compile_seconds=spent)
         started = time.perf_counter()

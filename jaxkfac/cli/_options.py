@@ -15,13 +15,13 @@ Optimizer = Literal["kfac", "adamw"]
 class ModelOptions:
     """The vision transformer (16 patches of 2 x 2 pixels)."""
 
-    width: int = 48
+    width: int = 64
     """Size of the stream; a multiple of the number of heads."""
     depth: int = 2
     """Number of scanned, rematted blocks."""
     num_heads: int = 4
     """Attention heads."""
-    hidden: int = 96
+    hidden: int = 128
     """Hidden size of each block's two dense layers."""
     patch_size: int = 2
     """Height and width of a patch, pixels."""
@@ -47,7 +47,7 @@ class KfacOptions:
     """Of the preconditioned gradient."""
     norm_constraint: float | None = 2e-5
     """Bound on a step's squared length in the Fisher metric, before momentum."""
-    weight_decay: float = 0.1
+    weight_decay: float = 1.0
     """Decoupled weight decay."""
     max_condition: float = 1e6
     """Eigenvalues below the largest divided by this are raised to it."""
@@ -57,7 +57,7 @@ class KfacOptions:
 class AdamwOptions:
     """AdamW, the comparison, with the same shape of schedule."""
 
-    learning_rate: float = 5e-3
+    learning_rate: float = 4e-3
     """Largest learning rate."""
     warmup: float = 0.1
     """Part of the updates in which the learning rate rises."""
@@ -136,12 +136,6 @@ class TrainArguments:
     """Print the summary as JSON instead of a table."""
     debug: bool = False
     """Show the full traceback of an error."""
-
-    def __post_init__(self) -> None:
-        if self.checkpoint_every < 1:
-            raise ValueError(f"checkpoint_every must be at least 1, not {self.checkpoint_every}")
-        if self.resume and self.overwrite:
-            raise ValueError("--resume continues and --overwrite starts over: give one of them")
 
 
 @dataclasses.dataclass(frozen=True)

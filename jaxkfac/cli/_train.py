@@ -1,6 +1,7 @@
 """`jaxkfac train`: both optimizers on the same examples, checkpoints, report."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ def train_one(name: Optimizer, problem: Problem, arguments: TrainArguments) -> T
         stored = load_checkpoint(folder)
         params, optimizer = restore_state(stored, state.params, state.optimizer, config)
         state = TrainState(params, optimizer, stored.step, RunRecords.from_plain(stored.records))
+    if state.step == total:
+        return state
     every = arguments.checkpoint_every * updates_per_epoch(experiment, problem)
 
     def save(state: TrainState) -> None:
@@ -118,10 +121,14 @@ def spectra_of(
 def resume_command(argv: list[str]) -> str:
     """The command that continues a run that was started with ``argv``."""
     kept = [word for word in argv if word not in ("--overwrite", "--resume")]
-    return " ".join(["jaxkfac", *kept, "--resume"])
+    return shlex.join(["jaxkfac", *kept, "--resume"])
 
 
 def _check_output(arguments: TrainArguments, names: tuple[Optimizer, ...]) -> None:
+    if arguments.checkpoint_every < 1:
+        raise ValueError(f"checkpoint_every must be at least 1, not {arguments.checkpoint_every}")
+    if arguments.resume and arguments.overwrite:
+        raise ValueError("--resume continues and --overwrite starts over: give one of them")
     for folder in (arguments.output / name for name in names):
         found = find_checkpoint(folder)
         if found is None or arguments.resume:
@@ -138,7 +145,7 @@ def _write_results(
     output: Path,
     experiment: Experiment,
     problem: Problem,
-    runs: dict[Optimizer, RunRecords],
+    runs: dict[str, RunRecords],
     spectra: list[SpectrumRecord],
 ) -> dict[str, Any]:
     sizes = {path: int(np.size(leaf)) for path, leaf in leaves_by_path(problem.params).items()}

@@ -43,7 +43,7 @@ def load_digits(
     Example:
         >>> images, labels = load_digits("test", seed=0)
         >>> images.shape, labels.shape
-        ((360, 8, 8), (360,))
+        ((359, 8, 8), (359,))
 
     References:
         E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine

@@ -30,10 +30,10 @@ class VisionTransformerConfig:
     image_size: int = 8
     channels: int = 1
     patch_size: int = 2
-    width: int = 48
+    width: int = 64
     depth: int = 2
     num_heads: int = 4
-    hidden: int = 96
+    hidden: int = 128
     num_classes: int = 10
     remat: bool = True
 

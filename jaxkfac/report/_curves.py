@@ -17,6 +17,7 @@ def curves_figure(runs: Mapping[str, RunRecords]) -> bytes:
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FormatStrFormatter
 
     with mpl.rc_context(RC):
         figure = Figure(figsize=(9.2, 5.4), layout="constrained")
@@ -40,7 +41,7 @@ def curves_figure(runs: Mapping[str, RunRecords]) -> bytes:
         axes[0, 1].set_title("Whole training set")
         for axis in axes[1]:
             axis.axhline(3.0, color=INK, linewidth=0.6, linestyle=(0, (4, 3)))
-            axis.yaxis.set_major_formatter(mpl.ticker.FormatStrFormatter("%g"))
+            axis.yaxis.set_major_formatter(FormatStrFormatter("%g"))
             axis.set_yticks([1, 2, 3, 5, 10, 20, 50, 90])
             axis.minorticks_off()
         axes[1, 0].set_title("Held-out examples; dashed: 3 % error")

@@ -70,13 +70,26 @@ def _draw(axis: Any, title: str, members: list[SpectrumRecord]) -> None:
         hidden += sum(value <= 0 for value in record.raw)
         axis.plot(ranks, record.clipped, color=color, alpha=alpha, linewidth=1.2)
         axis.plot(ranks, positive, ".", color=MUTED, alpha=alpha, markersize=2.2, markeredgewidth=0)
-    if any(value > 0 for record in members for value in record.raw):
-        axis.set_yscale("log")
     axis.set_title(title, fontsize=7.5, linespacing=1.25)
     axis.tick_params(labelsize=7)
     axis.set_axisbelow(True)
     raised = sum(record.raised for record in members)
     notes = [f"{raised} raised"] if raised else []
     notes += [f"{hidden} not positive"] if hidden else []
-    axis.text(0.97, 0.93, "\n".join(notes), transform=axis.transAxes, ha="right", va="top",
-              fontsize=7, color=MUTED)  # fmt: skip
+    place = {"transform": axis.transAxes, "fontsize": 7, "color": MUTED}
+    axis.text(0.04, 0.06, "\n".join(notes), ha="left", va="bottom", **place)
+    _whole_decades(axis, members)
+
+
+def _whole_decades(axis: Any, members: list[SpectrumRecord]) -> None:
+    """A logarithmic axis with at least two labelled powers of ten."""
+    from matplotlib.ticker import NullFormatter
+
+    positive = [v for r in members for v in (*r.raw, *r.clipped) if v > 0]
+    if not positive:
+        return
+    low, high = math.log10(min(positive)), math.log10(max(positive))
+    axis.set_yscale("log")
+    axis.yaxis.set_minor_formatter(NullFormatter())
+    if math.floor(high) - math.ceil(low) < 1:
+        axis.set_ylim(10 ** math.floor(low), 10 ** math.ceil(high + 1e-9))

@@ -18,10 +18,9 @@ def number(value: float | None) -> str:
 def runs_table(runs: Mapping[str, RunRecords]) -> Table:
     """The last epoch of each run."""
     table = Table(title="Result", title_justify="left", box=None, pad_edge=False)
-    table.add_column("optimizer")
-    for name in ("updates", "examples", "train loss", "test loss", "test accuracy",
-                 "training s", "compile s", "skipped"):  # fmt: skip
-        table.add_column(name, justify="right")
+    table.add_column("optimizer", no_wrap=True)
+    for name in ("updates", "examples", "train loss", "test acc.", "train s", "compile s"):
+        table.add_column(name, justify="right", no_wrap=True)
     for name, run in runs.items():
         last = run.epochs[-1]
         table.add_row(
@@ -29,12 +28,12 @@ def runs_table(runs: Mapping[str, RunRecords]) -> Table:
             str(last.step),
             str(last.examples),
             f"{last.train_loss:.4f}",
-            f"{last.test_loss:.4f}",
             f"{last.test_accuracy:.2%}",
             f"{last.seconds:.1f}",
             f"{run.compile_seconds:.1f}",
-            str(run.skipped),
         )
+        if run.skipped:
+            table.add_row(f"  {run.skipped} skipped: not finite")
     return table
 
 

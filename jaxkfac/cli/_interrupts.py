@@ -1,0 +1,34 @@
+"""Ctrl-C at a moment when stopping does harm."""
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def interrupts_deferred(doing: str) -> Iterator[None]:
+    """Hold a first Ctrl-C back until the block is left; a second one acts at once.
+
+    Args:
+        doing: What is waited for, said on standard error when the first one arrives.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed = []
+
+    def hold(*_: object) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(True)
+        print(f"\n{doing}, then stopping; Ctrl-C again stops now", file=sys.stderr, flush=True)
+
+    before = signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt

@@ -1,0 +1,74 @@
+"""The front door: help, version, and errors of one line."""
+
+import subprocess
+import sys
+
+import pytest
+
+import jaxkfac
+from jaxkfac.cli import main
+
+
+def test_version_is_the_packages(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxkfac {jaxkfac.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--help"], "jaxkfac train --preset digits"),
+        (["train", "--help"], "--gradient-accumulation-steps"),
+        (["train", "--help"], "--kfac.damping"),
+        (["analyze", "--help"], "jaxkfac analyze runs/digits"),
+    ],
+)
+def test_help_describes_what_can_be_asked_for(words, expected, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 0
+    assert expected in capsys.readouterr().out
+
+
+def test_help_loads_neither_plots_nor_checkpoints():
+    code = (
+        "import sys\nfrom jaxkfac.cli import main\ntry:\n    main(['train', '--help'])\n"
+        "except SystemExit:\n    pass\n"
+        "assert not {'matplotlib', 'orbax', 'rich.progress'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_missing_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert main(["train"]) == 2
+    assert 'pip install "jaxkfac[cli]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["analyze", "nowhere"], "no checkpoint at nowhere, which does not exist"),
+        (["train", "--epochs", "0"], "epochs"),
+        (["train", "--batch-size", "5000"], "batch_size"),
+        (["train", "--kfac.warmup", "2"], "warmup"),
+        (["train", "--kfac.damping", "-1"], "damping"),
+        (["train", "--kfac.max-condition", "0.5"], "max_condition"),
+        (["train", "--kfac.refresh-every", "0"], "refresh_every"),
+        (["train", "--model.num-heads", "5"], "num_heads"),
+        (["train", "--resume", "--overwrite"], "give one of them"),
+    ],
+)
+def test_a_wrong_option_is_explained_in_a_line_with_code_2(
+    words, message, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and "Traceback" not in captured.err
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_debug_shows_where_an_error_comes_from():
+    with pytest.raises(FileNotFoundError):
+        main(["analyze", "nowhere", "--debug"])

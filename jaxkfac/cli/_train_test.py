@@ -1,0 +1,196 @@
+"""Whole runs of a tiny model: what they write, how they stop and go on."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkfac._errors import CheckpointMismatchError
+from jaxkfac.cli import _train as train_module
+from jaxkfac.cli import main
+from jaxkfac.cli._checkpoint import find_checkpoint, load_checkpoint
+
+TINY = [
+    *("--model.width", "8", "--model.hidden", "8", "--model.depth", "1"),
+    *("--model.num-heads", "2", "--model.patch-size", "4", "--epochs", "3"),
+    *("--batch-size", "200", "--gradient-accumulation-steps", "2", "--checkpoint-every", "1"),
+]
+
+
+def run(output, *words):
+    return main(["train", *TINY, "--output", str(output), *words])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """The same program of several runs is compiled by the first of them."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, compiled_once):
+    output = tmp_path_factory.mktemp("finished")
+    assert run(output, "--optimizer", "kfac") == 0
+    with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
+        assert run(output, "--resume") == 0
+    return output
+
+
+@pytest.fixture
+def interrupted_after(monkeypatch):
+    """Press Ctrl-C when a run reports that many updates."""
+
+    def install(step):
+        whole = train_module.train
+
+        def train(*args, each_epoch, **kwargs):
+            def pressed(state):
+                each_epoch(state)
+                if state.step == step:
+                    raise KeyboardInterrupt
+
+            return whole(*args, each_epoch=pressed, **kwargs)
+
+        monkeypatch.setattr(train_module, "train", train)
+
+    return install
+
+
+def assert_same_end(one, other, name):
+    a, b = load_checkpoint(one / name), load_checkpoint(other / name)
+    assert a.step == b.step
+    assert a.leaves.keys() == b.leaves.keys()
+    for path in a.leaves:
+        np.testing.assert_array_equal(a.leaves[path], b.leaves[path], err_msg=path)
+    assert a.records["losses"] == b.records["losses"]
+
+
+def test_a_run_writes_report_metrics_and_checkpoints(finished):
+    metrics = json.loads((finished / "metrics.json").read_text())
+    assert set(metrics["runs"]) == {"kfac", "adamw"}
+    for name, records in metrics["runs"].items():
+        assert [epoch["step"] for epoch in records["epochs"]] == [3, 6, 9]
+        assert len(records["losses"]) == 9
+        assert records["epochs"][-1]["examples"] == 9 * 400
+        assert records["epochs"][-1]["train_loss"] < records["epochs"][0]["train_loss"]
+        assert find_checkpoint(finished / name).name == "9"
+    assert sum(row["share"] for row in metrics["coverage"]) == pytest.approx(1.0)
+    assert {s["side"] for s in metrics["spectra"]} == {"A", "G", "diagonal"}
+    assert "K-FAC" in (finished / "report.html").read_text()
+
+
+def test_both_optimizers_start_from_the_same_loss(finished):
+    runs = json.loads((finished / "metrics.json").read_text())["runs"]
+    assert runs["kfac"]["losses"][0] == pytest.approx(runs["adamw"]["losses"][0], rel=1e-5)
+
+
+def test_analyze_reproduces_the_spectra_of_the_run(finished, capsys):
+    assert main(["analyze", str(finished), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    metrics = json.loads((finished / "metrics.json").read_text())
+    assert shown == {"step": 9, "spectra": metrics["spectra"]}
+
+
+def test_analyze_clips_as_asked_and_writes_a_page(finished, capsys, tmp_path):
+    page = tmp_path / "pages" / "spectra.html"
+    words = ["analyze", str(finished / "kfac" / "9"), "--max-condition", "10", "--report"]
+    assert main([*words, str(page), "--json"]) == 0
+    spectra = json.loads(capsys.readouterr().out)["spectra"]
+    assert max(s["condition_clipped"] or 1.0 for s in spectra) <= 10 * (1 + 1e-5)
+    assert "Spectra" in page.read_text()
+
+
+def test_analyze_says_that_adamw_keeps_no_factors(finished, capsys):
+    assert main(["analyze", str(finished / "adamw")]) == 2
+    assert "keeps no factors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["kfac", pytest.param("adamw", marks=pytest.mark.standard_promotion)]
+)
+def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
+    name, finished, tmp_path, interrupted_after, monkeypatch, capsys
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "train", train_module.train)
+        interrupted_after(6)
+        assert run(tmp_path, "--optimizer", name) == 130
+    assert find_checkpoint(tmp_path / name).name == "6"
+    message = capsys.readouterr().err
+    assert "continue with: jaxkfac train" in message and "--resume" in message
+    monkeypatch.undo()
+    assert run(tmp_path, "--optimizer", name, "--resume") == 0
+    assert_same_end(finished, tmp_path, name)
+
+
+def test_an_existing_run_is_kept_unless_overwriting_is_asked_for(finished, capsys):
+    before = load_checkpoint(finished / "kfac")
+    assert run(finished) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert load_checkpoint(finished / "kfac").records == before.records
+
+
+@pytest.mark.standard_promotion
+def test_resuming_a_finished_run_only_writes_its_report_again(finished, capsys):
+    before = json.loads((finished / "metrics.json").read_text())
+    assert run(finished, "--resume", "--json") == 0
+    assert json.loads((finished / "metrics.json").read_text()) == before
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["final"]["kfac"]["step"] == 9
+
+
+@pytest.mark.standard_promotion
+def test_a_checkpoint_of_another_model_is_refused_with_the_paths_that_differ(finished, capsys):
+    assert run(finished, "--resume", "--model.width", "12") == 2
+    message = capsys.readouterr().err
+    assert "option model.width: 8 in the checkpoint, 12 requested" in message
+    assert "params/blocks/attention/key/kernel: float32[1, 8, 2, 4]" in message
+    assert "more" in message
+    with pytest.raises(CheckpointMismatchError):
+        run(finished, "--resume", "--model.width", "12", "--debug")
+
+
+@pytest.mark.standard_promotion
+def test_a_loss_that_stays_non_finite_names_its_step(tmp_path, capsys):
+    wild = ["--optimizer", "adamw", "--adamw.learning-rate", "1e25", "--adamw.warmup", "0"]
+    assert run(tmp_path, *wild) == 2
+    message = capsys.readouterr().err
+    assert "the loss of adamw is nan at step" in message and "--adamw.learning-rate" in message
+
+
+@pytest.mark.standard_promotion
+def test_steps_can_end_a_run_inside_an_epoch(tmp_path):
+    assert run(tmp_path, "--optimizer", "adamw", "--steps", "4") == 0
+    records = json.loads((tmp_path / "metrics.json").read_text())["runs"]["adamw"]
+    assert [epoch["step"] for epoch in records["epochs"]] == [3, 4]
+    assert len(records["losses"]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_the_digits_are_learnt_by_both_and_faster_by_kfac(tmp_path):
+    runs = []
+    for seed in (0, 1):
+        output = tmp_path / str(seed)
+        assert main(["train", "--seed", str(seed), "--output", str(output)]) == 0
+        runs.append(json.loads((output / "metrics.json").read_text())["runs"])
+    accuracy = {
+        name: np.mean([run[name]["epochs"][-1]["test_accuracy"] for run in runs])
+        for name in ("kfac", "adamw")
+    }
+    assert accuracy["kfac"] >= 0.97
+    assert accuracy["kfac"] >= accuracy["adamw"] - 0.005
+    for run in runs:
+        kfac, adamw = ([e["train_loss"] for e in run[n]["epochs"]] for n in ("kfac", "adamw"))
+        ahead = np.less(kfac, adamw)
+        assert ahead[-1] and ahead.mean() > 0.9

@@ -1,0 +1,138 @@
+"""Records, figures and the page, from numbers made up here."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxkfac.interception import find_layers
+from jaxkfac.report import (
+    EpochRecord,
+    RunRecords,
+    SpectrumRecord,
+    coverage_rows,
+    coverage_table,
+    curves_figure,
+    report_page,
+    runs_table,
+    spectra_figure,
+    spectra_table,
+    versions,
+)
+from jaxkfac.report._spectra import _of_side
+
+
+@pytest.fixture(scope="module")
+def runs():
+    epochs = [EpochRecord(4 * e, 128 * e, 0.5 * e, 1 / e, 0.5, 1.2 / e, 0.4) for e in range(1, 6)]
+    run = RunRecords([2.0 / (i + 1) for i in range(20)], epochs, 3.5, 1)
+    return {"kfac": run, "adamw": run._replace(skipped=0)}
+
+
+@pytest.fixture(scope="module")
+def spectra():
+    raw = np.array([[-1e-9, 1e-8, 0.5, 2.0], [0.1, 0.2, 0.3, 0.4]])
+    clipped = np.maximum(raw, raw.max(-1, keepdims=True) / 100)
+    return [
+        *_of_side("blocks/up/kernel", "A", "blocks/up/kernel", raw, clipped),
+        *_of_side("blocks/gate/kernel", "A", "blocks/up/kernel", raw, clipped),
+        *_of_side("blocks/up/kernel", "G", "blocks/up/kernel", raw, clipped),
+        *_of_side("norm/scale", "diagonal", "norm/scale", np.zeros(3), np.zeros(3)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def coverage():
+    def loss(params, x):
+        return (jnp.sin(x @ params["<w>"]) * params["scale"] + params["free"] ** 2).mean()
+
+    params = {"<w>": jnp.ones((3, 2)), "scale": jnp.ones(2), "free": jnp.ones(2)}
+    layers = find_layers(loss, params, jnp.ones((4, 3)))
+    return coverage_rows(layers, {name: x.size for name, x in params.items()})
+
+
+def test_run_records_survive_json(runs):
+    plain = json.loads(json.dumps(runs["kfac"].to_plain()))
+    assert RunRecords.from_plain(plain) == runs["kfac"]
+
+
+def test_a_spectrum_is_descending_with_its_condition_before_and_after(spectra):
+    first, second = spectra[:2]
+    assert first.raw == sorted(first.raw, reverse=True)
+    assert first.slice == (0,) and second.slice == (1,)
+    assert first.top == 2.0 and first.condition_raw is None
+    assert first.condition_clipped == pytest.approx(100.0)
+    assert first.raised == 2 and second.raised == 0
+    assert second.condition_raw == second.condition_clipped == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "rank"), [([1.0, 1.0, 1.0], 3.0), ([5.0, 0.0, 0.0], 1.0), ([0.0, 0.0], 0.0)]
+)
+def test_the_effective_rank_counts_equal_directions(values, rank):
+    (record,) = _of_side("w", "A", "w", np.array(values), np.array(values))
+    assert record.effective_rank == pytest.approx(rank)
+
+
+def test_shares_of_covered_and_uncovered_parameters_add_up_to_one(coverage):
+    assert sum(row.share for row in coverage) == pytest.approx(1.0)
+    (free,) = (row for row in coverage if row.kind == "uncovered")
+    assert free.name == "free" and free.reason and free.inputs is None
+
+
+def test_figures_are_the_same_bytes_for_the_same_numbers(runs, spectra):
+    assert curves_figure(runs) == curves_figure(runs)
+    figure = spectra_figure(spectra)
+    assert figure == spectra_figure(spectra)
+    assert figure.startswith(b"<?xml")
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_escapes_names(runs, spectra, coverage):
+    page = report_page(
+        title="A <title>",
+        lead="One line & more.",
+        runs=runs,
+        spectra=spectra,
+        coverage=coverage,
+        config={"seed": 0, "kfac": {"damping": 1e-3}},
+        versions=versions(),
+    )
+    sources, tags = [], set()
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            tags.add(tag)
+            sources.extend(v for k, v in attributes if k in ("src", "href"))
+
+    Reader().feed(page)
+    assert len(sources) == 2 and all(s.startswith("data:image/svg+xml;base64,") for s in sources)
+    assert not tags & {"script", "link", "iframe"}
+    assert not re.search(r"url\(|@import", page)
+    assert "A &lt;title&gt;" in page and "&lt;w&gt;" in page and "kfac.damping" in page
+
+
+def test_a_page_without_runs_leaves_their_part_out(spectra):
+    page = report_page(
+        title="t", lead="l", runs={}, spectra=spectra, coverage=[], config={}, versions={}
+    )
+    assert "Training" not in page and "Spectra" in page
+
+
+def test_tables_print_every_record(runs, spectra, coverage):
+    console = Console(width=200)
+    with console.capture() as capture:
+        for table in (runs_table(runs), spectra_table(spectra), coverage_table(coverage)):
+            console.print(table)
+    text = capture.get()
+    for word in ("K-FAC", "AdamW", "blocks/gate/kernel", "diagonal", "uncovered"):
+        assert word in text
+
+
+def test_records_hold_plain_numbers(spectra):
+    json.dumps([record._asdict() for record in spectra], allow_nan=False)
+    assert all(isinstance(r, SpectrumRecord) and math.isfinite(r.top) for r in spectra)
