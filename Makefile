@@ -16,6 +16,8 @@ BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 WORKERS ?= 2
 PRESET ?= digits
+# A finished run is never written over by itself: RUN_ARGS=--overwrite or RUN_ARGS=--resume
+RUN_ARGS ?=
 
 .PHONY: help run test test-slow test-oldest lint format docs-check bench gpu-check clean
 
@@ -60,7 +62,7 @@ $(OLDEST)/.stamp: pyproject.toml constraints-oldest.txt constraints.txt
 # ---------------------------------------------------------------- the two commands
 
 run: $(VENV)/.stamp-run
-	$(BIN)/jaxkfac train --preset $(PRESET)
+	$(BIN)/jaxkfac train --preset $(PRESET) $(RUN_ARGS)
 
 test: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)

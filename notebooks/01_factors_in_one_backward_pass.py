@@ -21,6 +21,10 @@
 # no hooks. This notebook shows the answer, what it costs, and what the factors look like.
 
 # %%
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # small decompositions on few cores
+
 import time
 
 import jax
@@ -185,7 +189,8 @@ step = jk.natural_gradient(grads, bases, damping=1e-3)
 slope = sum(jax.tree.leaves(jax.tree.map(lambda g, p: jnp.vdot(g, p), grads, step)))
 assert slope > 0, "the natural gradient is a direction of descent"
 
-tx = jk.kfac(0.1, like=collect.factor_shapes(params, batch), damping=1e-3, norm_constraint=1e-2)
+like = collect.factor_shapes(params, batch)
+tx = jk.kfac(3e-3, like=like, damping=1e-2, damping_mode="pi", norm_constraint=1e-3)
 state, trained = tx.init(params), params
 
 

@@ -1,5 +1,6 @@
 """Value, gradient and every factor in one backward pass."""
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -161,16 +162,10 @@ class FactorCollector:
             file=sys.stderr,
         )
         sums = per_example_diagonals(objective, split.tree, batch, key, layers)
-        table = (*factors.layers, *layers)
-        diagonals = {**factors.diagonals, **sums}
-        return Factors(
-            factors.a_sums,
-            factors.a_counts,
-            factors.g_sums,
-            diagonals,
-            factors.terms,
-            table,
-            factors.bias,
+        return dataclasses.replace(
+            factors,
+            diagonals={**factors.diagonals, **sums},
+            layers=(*factors.layers, *layers),
         )
 
     # -- a scalar loss ----------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Second moments of rows, accumulated in at least float32."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,7 @@ def gram_panels(x: Float[Array, "..."], axis: int) -> tuple[Float[Array, "rows c
 
 
 @jax.jit  # traced once per shape, not once per layer
-def unpack_panels(panels: tuple[Float[Array, "..."], ...]) -> Float[Array, "... n n"]:
+def unpack_panels(panels: tuple[Any, ...]) -> Float[Array, "... n n"]:
     """The full symmetric matrix whose block rows, from the diagonal on, are given.
 
     Blocks below the diagonal are transposes of those above. (Mirroring entry by entry is
