@@ -3,25 +3,19 @@
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Key, PyTree
 
-from jaxkfac._errors import LostRowsError
 from jaxkfac.factors._diagonal_pass import diagonal_layers, per_example_diagonals
 from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.factors._objective import Batch, Objective, as_batch, takes_key
-from jaxkfac.factors._slots import empty_slots, to_factors
-from jaxkfac.factors._taps import tap
-from jaxkfac.interception._rows import RowMask
-from jaxkfac.interception._trace import Traced, trace
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.factors._fisher import FISHER_TYPES, Fisher, sum_over_pulls
+from jaxkfac.factors._objective import Batch, Objective, as_batch
+from jaxkfac.factors._program import Leaves, Program
+from jaxkfac.factors._statistics import Scales, Sharing, Statistics
+from jaxkfac.interception._trace import Traced
 
-LABELS = 0x6C61  # folded into the caller's key for sampled labels
-Fisher = Literal["empirical", "mc"]
-Sharing = Literal["expand"]
 Uncovered = Literal["raise", "diagonal", "ignore"]
 
 
@@ -33,34 +27,20 @@ class ValueGradAndFactors(NamedTuple):
     factors: Factors
 
 
-def _one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
-
-
+@dataclasses.dataclass(frozen=True)
 class FactorCollector:
     """The function that ``value_grad_and_factors`` returns. Pure; jit it."""
 
-    def __init__(
-        self,
-        objective: Callable[..., Any],
-        *,
-        fisher: Fisher,
-        bias: BiasMode,
-        layers: str | None,
-        experts: str | None,
-        uncovered: Uncovered,
-        max_dense: int,
-        has_aux: bool,
-        loss_terms: int | None,
-    ) -> None:
-        self._objective = objective
-        self._fisher: Fisher = fisher
-        self._bias: BiasMode = bias
-        self._uncovered: Uncovered = uncovered
-        self._finding = {"layers": layers, "max_dense": max_dense, "experts": experts}
-        self._has_aux, self._loss_terms = has_aux, loss_terms
-        self._traces: dict[Any, Traced] = {}
+    _program: Program
+    _fisher: Fisher
+    _sharing: Sharing
+    _bias: BiasMode
+    _scales: Scales
+    _uncovered: Uncovered
+    _has_aux: bool
+    _loss_terms: int | None
+    _samples: int
+    _chunk: int
 
     def __call__(
         self,
@@ -68,6 +48,7 @@ class FactorCollector:
         batch: Any,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
+        labels: Any = None,
     ) -> ValueGradAndFactors:
         """Value, gradient and factors of one batch.
 
@@ -78,21 +59,61 @@ class FactorCollector:
             key: For dropout, and for the labels of ``fisher="mc"``.
             positions: ``(N, S)`` bool: which positions exist. Rows outside it are left out
                 of every factor with their count. Its axes are those of the outputs.
+            labels: ``(samples, *targets)``: labels for ``fisher="mc"`` in place of sampled
+                ones, as a test or another framework wants them.
 
         Returns:
             ``(value, grads, factors)``; value is ``(value, aux)`` with ``has_aux``.
 
         Raises:
             UncoveredParameterError: a parameter is covered by no layer.
-            LostRowsError: ``positions`` is given and cannot be followed to a layer.
+            LostRowsError: ``positions`` is given, or statistics of whole examples are asked
+                for, and the rows cannot be followed to a layer.
             ValueError: a batch that is empty, or does not fit the likelihood.
         """
-        split = _Leaves(params)
-        if isinstance(self._objective, Objective):
-            return self._model(self._objective, split, as_batch(batch), key, positions)
-        if positions is not None:
-            raise ValueError("positions= needs an Objective: a scalar loss has no output axes")
-        return self._scalar(split, batch, key)
+        split, objective = Leaves(params), self._program.objective
+        is_model = isinstance(objective, Objective)
+        if is_model:
+            batch = as_batch(batch)
+            self._check_labels(key, labels, batch)
+        elif positions is not None or labels is not None:
+            raise ValueError(
+                "positions= and labels= need an Objective: a scalar loss has no outputs"
+            )
+        traced = self._program.traced(params, batch, key)
+        forward = self._fisher == "forward"
+        statistics = Statistics(traced, self._bias, self._sharing, self._scales, forward)
+        at = self._program.linearise(
+            traced,
+            statistics.emit,
+            statistics.slots(),
+            split,
+            batch,
+            key,
+            positions=positions,
+            loss_terms=self._loss_terms,
+        )
+        if self._fisher in ("empirical", "forward"):
+            outputs = statistics.outputs(at.emitted)
+        else:
+            outputs = sum_over_pulls(
+                self._fisher,
+                objective,
+                at.outputs,
+                batch,
+                lambda cotangent: statistics.outputs(at.pull(cotangent)),
+                key=key,
+                labels=labels,
+                samples=self._samples,
+                chunk=self._chunk,
+            )
+        factors = statistics.factors(at.emitted, outputs, at.terms)
+        if self._uncovered == "diagonal" and traced.table.uncovered:
+            factors = self._with_diagonals(traced, split, batch, key, labels, factors)
+        value = at.value
+        if self._has_aux or (is_model and objective.has_aux):
+            value = (at.value, at.aux)
+        return ValueGradAndFactors(value, split.gradient(at.grads), factors)
 
     def factor_shapes(
         self,
@@ -106,156 +127,57 @@ class FactorCollector:
             key = jax.eval_shape(lambda: jax.random.key(0))
         return jax.eval_shape(self.__call__, params, batch, key, positions).factors
 
-    # -- an Objective -----------------------------------------------------------------
-
-    def _model(
-        self, objective: Objective, split: "_Leaves", batch: Batch, key: Any, positions: Any
-    ) -> ValueGradAndFactors:
-        if self._fisher == "mc" and key is None:
-            raise ValueError('fisher="mc" samples labels: pass key=')
-        model_key = key  # as the caller gave it, so that the value is the objective's own
-
-        def forward(params: PyTree, inputs: PyTree, key: Any) -> Any:
-            return objective.outputs(params, inputs, key)
-
-        traced = self._trace(forward, split.tree, batch.inputs, model_key)
-        masks = _masks(traced, positions)
-        slots = empty_slots(traced, self._bias)
-
-        def run(free: list[Any], slots: Any) -> Any:
-            params = split.join(free)
-            return traced.emit(tap, params, slots, batch.inputs, model_key, masks=masks)
-
-        outputs, pull, aux = jax.vjp(run, split.free, slots, has_aux=True)
-
-        def loss(outputs: Any, targets: Any) -> Any:
-            return objective.loss(outputs, targets, batch.mask)
-
-        value, pull_loss, terms = jax.vjp(lambda y: loss(y, batch.targets), outputs, has_aux=True)
-        grads, emitted = pull(pull_loss(jnp.ones_like(value))[0])
-        if self._fisher == "mc":
-            label_key = jax.random.fold_in(key, LABELS)
-            sampled = objective.likelihood.sample(label_key, jax.lax.stop_gradient(outputs))
-            _, pull_sampled, _ = jax.vjp(lambda y: loss(y, sampled), outputs, has_aux=True)
-            _, emitted = pull(pull_sampled(jnp.ones_like(value))[0])
-            batch = batch._replace(targets=sampled)
-        factors = to_factors(traced.table.layers, emitted, terms, self._bias)
-        if self._uncovered == "diagonal" and traced.table.uncovered:
-            factors = self._with_diagonals(objective, traced, split, batch, model_key, factors)
-        out = (value, aux) if self._has_aux or objective.has_aux else value
-        return ValueGradAndFactors(out, split.gradient(grads), factors)
+    def _check_labels(self, key: Any, labels: Any, batch: Batch) -> None:
+        if self._fisher == "mc" and key is None and labels is None:
+            raise ValueError('fisher="mc" samples labels: pass key=, or labels=')
+        if labels is None:
+            return
+        if self._fisher != "mc":
+            raise ValueError(f'labels= are for fisher="mc", and this is fisher={self._fisher!r}')
+        if labels.shape[1:] != batch.targets.shape:
+            raise ValueError(
+                f"labels have shape {labels.shape}, expected (samples, *targets), "
+                f"(samples, {', '.join(map(str, batch.targets.shape))})"
+            )
 
     def _with_diagonals(
-        self,
-        objective: Objective,
-        traced: Traced,
-        split: "_Leaves",
-        batch: Batch,
-        key: Any,
-        factors: Factors,
+        self, traced: Traced, split: Leaves, batch: Batch, key: Any, labels: Any, factors: Factors
     ) -> Factors:
         layers = diagonal_layers(traced.table, split.tree)
-        number = len(jax.tree.leaves(batch.targets)[0])
         print(
             f"jaxkfac: {len(layers)} parameters are covered by a second pass over "
-            f"{number} examples, about one more gradient",
+            f"{traced.num_examples} examples, about one more gradient",
             file=sys.stderr,
         )
-        sums = per_example_diagonals(objective, split.tree, batch, key, layers)
+        sums = per_example_diagonals(
+            self._program.objective,
+            split.tree,
+            batch,
+            layers,
+            fisher=self._fisher,
+            key=key,
+            labels=labels,
+            samples=self._samples,
+            chunk=self._chunk,
+        )
         return dataclasses.replace(
             factors,
             diagonals={**factors.diagonals, **sums},
             layers=(*factors.layers, *layers),
         )
 
-    # -- a scalar loss ----------------------------------------------------------------
 
-    def _scalar(self, split: "_Leaves", batch: Any, key: Any) -> ValueGradAndFactors:
-        fn, passes_key = self._objective, takes_key(self._objective)
-
-        def forward(params: PyTree, batch: Any, key: Any) -> Any:
-            out = fn(params, batch, key=key) if passes_key else fn(params, batch)
-            value, aux = out if self._has_aux else (out, None)
-            if jnp.shape(value) != ():
-                raise ValueError(
-                    f"the loss has shape {jnp.shape(value)}, expected a scalar mean over rows; "
-                    "give a model and a likelihood as jk.Objective instead"
-                )
-            return value, aux
-
-        traced = self._trace(forward, split.tree, batch, key)
-        slots = empty_slots(traced, self._bias)
-
-        def run(free: list[Any], slots: Any) -> Any:
-            return traced.emit(tap, split.join(free), slots, batch, key)
-
-        (value, aux), (grads, emitted) = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)(
-            split.free, slots
-        )
-        terms = jnp.asarray(self._loss_terms, statistics_dtype(value.dtype))
-        factors = to_factors(traced.table.layers, emitted, terms, self._bias)
-        out = (value, aux) if self._has_aux else value
-        return ValueGradAndFactors(out, split.gradient(grads), factors)
-
-    def _trace(self, forward: Callable[..., Any], params: PyTree, *args: Any) -> Traced:
-        """Trace once per set of shapes; a trace that closed over tracers is not kept."""
-        leaves, tree = jax.tree.flatten((params, args))
-        mesh = jax.sharding.get_abstract_mesh()
-        key = (tree, tuple(jax.typeof(x) for x in leaves), mesh, jnp.zeros(()).dtype)
-        if key in self._traces:
-            return self._traces[key]
-        lead = isinstance(self._objective, Objective)
-        traced = trace(forward, params, *args, examples_lead=lead, **self._finding)
-        if self._uncovered == "raise":
-            traced.table.raise_uncovered()
-        if not traced.holds_tracers:
-            self._traces[key] = traced
-        return traced
+def one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Refuse a value that is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
 
 
-class _Leaves:
-    """A parameter tree split into leaves with a gradient and held-out integer leaves."""
-
-    def __init__(self, params: PyTree) -> None:
-        self.tree = params
-        leaves, self._structure = jax.tree.flatten(params)
-        if not leaves:
-            raise ValueError("params: the tree holds no arrays")
-        self._leaves = leaves
-        self._is_free = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
-        self.free = [x for x, free in zip(leaves, self._is_free, strict=True) if free]
-
-    def join(self, free: list[Any]) -> PyTree:
-        rest = iter(free)
-        leaves = [next(rest) if f else x for x, f in zip(self._leaves, self._is_free, strict=True)]
-        return jax.tree.unflatten(self._structure, leaves)
-
-    def gradient(self, free: list[Any]) -> PyTree:
-        rest = iter(free)
-        zeros = [
-            None
-            if f
-            else jnp.zeros(jnp.shape(x), x.dtype)
-            if jnp.issubdtype(x.dtype, jnp.number)
-            else x
-            for x, f in zip(self._leaves, self._is_free, strict=True)
-        ]
-        leaves = [next(rest) if f else z for z, f in zip(zeros, self._is_free, strict=True)]
-        return jax.tree.unflatten(self._structure, leaves)
-
-
-def _masks(traced: Traced, positions: Any) -> list[RowMask]:
-    if positions is None:
-        return []
-    axes, shape = traced.output_axes(), traced.out_shapes[0].shape
-    if positions.dtype != jnp.bool_ or axes is None:
-        raise ValueError(f"positions: expected a bool array, got {positions.dtype}")
-    if positions.ndim >= len(shape) or positions.shape != shape[: positions.ndim]:
-        raise LostRowsError(
-            f"positions have shape {positions.shape}, and the outputs' leading axes are "
-            f"{shape[:-1]}: name rows that never reach the output with jk.mark_rows(x, mask)"
-        )
-    return [RowMask(positions, axes[: positions.ndim], complete=True)]
+def at_least_one(**numbers: int) -> None:
+    """Refuse a number below one, by its name."""
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name}={number}: expected at least 1")
 
 
 def value_grad_and_factors(
@@ -264,29 +186,47 @@ def value_grad_and_factors(
     fisher: Fisher = "empirical",
     sharing: Sharing = "expand",
     bias: BiasMode = "joint",
+    scales: Scales = "diagonal",
     layers: str | None = None,
     experts: str | None = None,
     uncovered: Uncovered = "raise",
     max_dense: int = 16384,
     has_aux: bool = False,
     loss_terms: int | None = None,
+    samples: int = 1,
+    chunk: int = 1,
 ) -> FactorCollector:
     r"""Build a function that returns value, gradient and Kronecker factors.
 
     With $a$ the input row of a layer and $g$ the gradient of the sum of one example's loss
     terms with respect to its output row, over $N$ examples, $R$ terms and $S$ positions,
 
-    $$A = \tfrac{1}{NS} \sum a a^\top, \qquad G = \tfrac{1}{NR} \sum g g^\top .$$
+    $$A = \tfrac{1}{NS} \sum a a^\top, \qquad G = \tfrac{1}{NR} \sum g g^\top ,$$
+
+    or, with ``sharing="reduce"``, the same of each example's mean input row and summed $g$:
+    $A = \tfrac1N \sum \bar a \bar a^\top$,
+    $G = \tfrac{1}{NR} \sum_n (\sum_s g)(\sum_s g)^\top$.
 
     Args:
         objective: An ``Objective``, or any scalar loss ``fn(params, batch)`` that is a mean
             over rows (then ``fisher="empirical"`` only, with ``loss_terms``).
-        fisher: ``"empirical"``: the given targets, the gradient's own backward pass;
-            ``"mc"``: labels sampled from the model, unbiased, a second pull of the same
-            linearisation.
-        sharing: ``"expand"``: every position is a row.
+        fisher: ``"empirical"``: the given targets, the gradient's own backward pass.
+            ``"mc"``: labels sampled from the model, unbiased; ``samples`` further pulls of
+            the same linearisation. ``"exact"``: the expectation over labels; one pull for
+            each loss term of an example and each output column, right where outputs mix
+            tokens. ``"forward"``: G is the identity. ``"exact_if_terms_do_not_mix"``: one
+            pull for each column, shared by all terms: equal to ``"exact"`` under expand where
+            no layer mixes the terms of an example, and biased elsewhere.
+        sharing: ``"expand"``: every position is a row; ``"reduce"``: every example is one,
+            over all positions, uses and iterations. Embeddings use expand under either.
         bias: ``"joint"``: ones appended last to the inputs; ``"separate"``: the bias block
             is G.
+        scales: For normalisation scales and lone biases: ``"diagonal"``: as the sharing
+            says, squares of each position's or each example's gradient.
+            ``"exact_diagonal"``: each example's, under either sharing: the diagonal of the
+            Fisher itself. ``"full_block"``: the whole block
+            $\tfrac{1}{NR} \sum_n \gamma_n \gamma_n^\top$ of each example's gradient
+            $\gamma_n$, read as ``g`` beside an ``a`` of one.
         layers: Full-match pattern over layer names; ``None`` is all.
         experts: See ``find_layers``.
         uncovered: What to do with parameters that no rule covers: ``"raise"``, a
@@ -295,6 +235,8 @@ def value_grad_and_factors(
         has_aux: Whether the function returns ``(value, aux)``; an ``Objective`` says so
             itself.
         loss_terms: Number of rows a scalar loss is the mean of.
+        samples: How many labels ``"mc"`` samples for each term.
+        chunk: How many pulls of ``"mc"`` and ``"exact"`` run at once.
 
     Returns:
         A ``FactorCollector``: call it with ``(params, batch, key=None, positions=None)``.
@@ -303,7 +245,9 @@ def value_grad_and_factors(
         ValueError: an unknown option, or one that a scalar loss cannot give.
 
     Memory:
-        The gradient's own, plus the factors; no activation is kept longer.
+        The gradient's own, plus the factors; no activation is kept longer. ``"mc"`` with
+        several samples and ``"exact"`` add ``chunk`` times the memory of one backward pass
+        and its output sides. Statistics by example hold ``N (in + out)`` elements a layer.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac as jk
@@ -319,35 +263,52 @@ def value_grad_and_factors(
         Approximate Curvature", 2015. Runa Eschenhagen et al., "Kronecker-Factored Approximate
         Curvature for Modern Neural Network Architectures", 2023.
     """
-    _one_of("fisher", fisher, ("empirical", "mc"))
-    _one_of("sharing", sharing, ("expand",))
-    _one_of("bias", bias, ("joint", "separate"))
-    _one_of("uncovered", uncovered, ("raise", "diagonal", "ignore"))
-    if max_dense < 1:
-        raise ValueError(f"max_dense={max_dense}: expected at least 1")
+    one_of("fisher", fisher, FISHER_TYPES)
+    one_of("sharing", sharing, get_args(Sharing))
+    one_of("bias", bias, ("joint", "separate"))
+    one_of("scales", scales, get_args(Scales))
+    one_of("uncovered", uncovered, get_args(Uncovered))
+    at_least_one(max_dense=max_dense, samples=samples, chunk=chunk)
+    if fisher == "forward" and uncovered == "diagonal":
+        raise ValueError(
+            'uncovered="diagonal" squares gradients, and fisher="forward" has none: choose '
+            'another Fisher type, or uncovered="ignore"'
+        )
     if isinstance(objective, Objective):
         if loss_terms is not None:
             raise ValueError("loss_terms: an Objective counts its terms itself")
     else:
-        if fisher != "empirical":
+        _check_scalar_loss(fisher, sharing, scales, uncovered, loss_terms)
+    finding = {
+        "layers": layers,
+        "max_dense": max_dense,
+        "experts": experts,
+        "scale_blocks": scales == "full_block",
+    }
+    program = Program(objective, finding, cover=uncovered == "raise", has_aux=has_aux)
+    return FactorCollector(
+        program, fisher, sharing, bias, scales, uncovered, has_aux, loss_terms, samples, chunk
+    )
+
+
+def _check_scalar_loss(
+    fisher: Fisher, sharing: Sharing, scales: Scales, uncovered: Uncovered, terms: int | None
+) -> None:
+    """Refuse what needs a model's outputs, which a scalar loss does not show."""
+    wrong = {
+        "fisher": (fisher, "empirical"),
+        "sharing": (sharing, "expand"),
+        "scales": (scales, "diagonal"),
+    }
+    for name, (value, only) in wrong.items():
+        if value != only:
             raise ValueError(
-                f'fisher="{fisher}" needs the model\'s outputs: give a jk.Objective, not a '
+                f'{name}="{value}" needs the model\'s outputs: give a jk.Objective, not a '
                 "scalar loss"
             )
-        if uncovered == "diagonal":
-            raise ValueError('uncovered="diagonal" needs a jk.Objective, not a scalar loss')
-        if loss_terms is None or loss_terms < 1:
-            raise ValueError(
-                f"loss_terms={loss_terms}: expected the number of rows that the loss is the mean of"
-            )
-    return FactorCollector(
-        objective,
-        fisher=fisher,
-        bias=bias,
-        layers=layers,
-        experts=experts,
-        uncovered=uncovered,
-        max_dense=max_dense,
-        has_aux=has_aux,
-        loss_terms=loss_terms,
-    )
+    if uncovered == "diagonal":
+        raise ValueError('uncovered="diagonal" needs a jk.Objective, not a scalar loss')
+    if terms is None or terms < 1:
+        raise ValueError(
+            f"loss_terms={terms}: expected the number of rows that the loss is the mean of"
+        )

@@ -5,15 +5,21 @@ from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key, Num
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int, Key, Num
 
 
 @runtime_checkable
 class Likelihood(Protocol):
     """What an ``Objective`` asks of a likelihood; the last axis of outputs is one term's."""
 
-    def check(self, outputs: Array, targets: Array) -> None:
-        """Raise ``ValueError`` at trace time if targets do not fit the outputs."""
+    def check(self, outputs: Array, targets: Array, mask: Array | None = None) -> None:
+        """Raise ``ValueError`` if targets do not fit the outputs.
+
+        Shapes and dtypes are checked at trace time; values of the terms that the mask keeps,
+        where they are concrete.
+        """
         ...
 
     def terms(self, outputs: Float[Array, "*terms c"], targets: Array) -> Float[Array, "*terms"]:
@@ -22,6 +28,15 @@ class Likelihood(Protocol):
 
     def sample(self, key: Key[Array, ""], outputs: Float[Array, "*terms c"]) -> Array:
         """Targets drawn from the model, independently for each term."""
+        ...
+
+    def fisher_column(
+        self, outputs: Float[Array, "*terms c"], index: Int[Array, ""]
+    ) -> Float[Array, "*terms c"]:
+        r"""Column ``index`` of $S$, where $S S^\top$ is each term's Fisher matrix.
+
+        The Fisher is that of the outputs, ``(c, c)``; $S$ has as many columns as rows.
+        """
         ...
 
 
@@ -37,15 +52,33 @@ def _expect(what: str, targets: Array, shape: tuple[int, ...], kind: type, words
         raise ValueError(f"{what}: targets have dtype {targets.dtype}, expected {words}")
 
 
+def _kept(targets: Array, mask: Array | None) -> np.ndarray | None:
+    """The targets that the mask keeps, or ``None`` where values are not known yet."""
+    for x in (targets, mask):
+        if isinstance(x, Tracer | jax.ShapeDtypeStruct):
+            return None
+    return np.asarray(targets) if mask is None else np.asarray(targets)[np.asarray(mask)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Categorical:
     """Cross entropy with logits: outputs ``(..., classes)``, targets ``(...)`` of integers.
 
-    Targets out of range give NaN, as ``optax`` does, so that they are seen.
+    Classes out of range raise where they can be seen; inside ``jit`` they give NaN, as in
+    ``optax``. Targets of masked terms may be anything.
     """
 
-    def check(self, outputs: Array, targets: Array) -> None:
+    def check(self, outputs: Array, targets: Array, mask: Array | None = None) -> None:
         _expect("Categorical", targets, outputs.shape[:-1], jnp.integer, "integers (classes)")
+        kept = _kept(targets, mask)
+        if kept is None or not kept.size:
+            return
+        low, high, classes = kept.min(), kept.max(), outputs.shape[-1]
+        if low < 0 or high >= classes:
+            raise ValueError(
+                f"Categorical: targets run from {low} to {high}, expected classes from 0 to "
+                f"{classes - 1}; a term that has no class is left out by the batch's mask"
+            )
 
     def terms(self, outputs: Float[Array, "*terms c"], targets: Array) -> Float[Array, "*terms"]:
         logs = jax.nn.log_softmax(_wide(outputs), axis=-1)
@@ -55,12 +88,20 @@ class Categorical:
     def sample(self, key: Key[Array, ""], outputs: Float[Array, "*terms c"]) -> Array:
         return jax.random.categorical(key, _wide(outputs), axis=-1)
 
+    def fisher_column(
+        self, outputs: Float[Array, "*terms c"], index: Int[Array, ""]
+    ) -> Float[Array, "*terms c"]:
+        p = jax.nn.softmax(_wide(outputs), axis=-1)
+        one = jax.nn.one_hot(index, p.shape[-1], dtype=p.dtype)
+        root = jnp.sqrt(jax.lax.dynamic_index_in_dim(p, index, -1))
+        return (root * (one - p)).astype(outputs.dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class Bernoulli:
     """Binary cross entropy with logits, summed over the last axis; targets in ``[0, 1]``."""
 
-    def check(self, outputs: Array, targets: Array) -> None:
+    def check(self, outputs: Array, targets: Array, mask: Array | None = None) -> None:
         _expect("Bernoulli", targets, outputs.shape, jnp.floating, "floating")
 
     def terms(
@@ -74,12 +115,19 @@ class Bernoulli:
         logits = _wide(outputs)
         return jax.random.bernoulli(key, jax.nn.sigmoid(logits)).astype(logits.dtype)
 
+    def fisher_column(
+        self, outputs: Float[Array, "*terms c"], index: Int[Array, ""]
+    ) -> Float[Array, "*terms c"]:
+        p = jax.nn.sigmoid(_wide(outputs))
+        one = jax.nn.one_hot(index, p.shape[-1], dtype=p.dtype)
+        return (jnp.sqrt(p * (1 - p)) * one).astype(outputs.dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class Gaussian:
     r"""Unit-variance Gaussian: $\tfrac12 \lVert f - y \rVert^2$ over the last axis, no constant."""
 
-    def check(self, outputs: Array, targets: Array) -> None:
+    def check(self, outputs: Array, targets: Array, mask: Array | None = None) -> None:
         _expect("Gaussian", targets, outputs.shape, jnp.floating, "floating")
 
     def terms(
@@ -91,6 +139,12 @@ class Gaussian:
     def sample(self, key: Key[Array, ""], outputs: Float[Array, "*terms c"]) -> Array:
         wide = _wide(outputs)
         return wide + jax.random.normal(key, wide.shape, wide.dtype)
+
+    def fisher_column(
+        self, outputs: Float[Array, "*terms c"], index: Int[Array, ""]
+    ) -> Float[Array, "*terms c"]:
+        one = jax.nn.one_hot(index, outputs.shape[-1], dtype=outputs.dtype)
+        return jnp.broadcast_to(one, outputs.shape)
 
 
 def masked_mean(

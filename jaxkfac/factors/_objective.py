@@ -111,14 +111,18 @@ class Objective:
         self, outputs: Float[Array, "n *terms c"], targets: Array, mask: Array | None
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """``(mean over the kept terms, their number)``."""
-        self.likelihood.check(outputs, targets)
-        terms = self.likelihood.terms(outputs, targets)
-        if mask is not None and mask.shape != terms.shape:
+        self.check(outputs, targets, mask)
+        return masked_mean(self.likelihood.terms(outputs, targets), mask)
+
+    def check(self, outputs: Array, targets: Array, mask: Array | None) -> None:
+        """Refuse targets or a mask that do not fit the outputs."""
+        expected = outputs.shape[:-1]
+        if mask is not None and mask.shape != expected:
             raise ValueError(
                 f"batch: the mask has shape {mask.shape}, expected one entry per loss term, "
-                f"{terms.shape}"
+                f"{expected}"
             )
-        return masked_mean(terms, mask)
+        self.likelihood.check(outputs, targets, mask)
 
     def __call__(self, params: PyTree, batch: Any, key: Key[Array, ""] | None = None) -> Any:
         """Mean negative log-likelihood over the batch; ``(loss, aux)`` with ``has_aux``."""

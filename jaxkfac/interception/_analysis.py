@@ -290,9 +290,14 @@ class Analysis:
         table, shape = self.table, eqn.outvars[0].aval.shape
         axes_in = [v.axes if isinstance(v, Data) else None for v in ins]
         use = uses[0]
-        if use.kind in ("scale", "bias") and eqn.primitive.name in ("mul", "add", "sub", "add_any"):
-            return Data(number, merge(table, axes_in, shape))
-        axes = conduct(table, eqn, axes_in)[0]
+        if eqn.primitive.name in ("mul", "add", "sub", "add_any"):
+            axes = merge(table, axes_in, shape)
+        else:
+            axes = conduct(table, eqn, axes_in)[0]
+        if use.kind in ("scale", "bias"):
+            for each in uses:
+                each.result = axes
+            return Data(number, axes)
         if use.kind == "conv":
             numbers = eqn.params["dimension_numbers"]
             use.rows = tuple(axes[d] for d in (numbers.out_spec[0], *numbers.out_spec[2:]))

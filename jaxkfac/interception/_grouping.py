@@ -31,6 +31,7 @@ def group_uses(
     max_dense: int,
     experts: str | None = None,
     pattern: str | None = None,
+    scale_blocks: bool = False,
 ) -> tuple[list[Layer], list[Finding]]:
     """Group uses into layers, and mark every use with the layer it belongs to.
 
@@ -40,6 +41,7 @@ def group_uses(
         max_dense: A larger side is kept as a diagonal.
         experts: Full-match pattern of parameters whose free leading axis is a stack.
         pattern: Full-match pattern over layer names; the others are left untapped.
+        scale_blocks: Whether scales and lone biases have a dense block.
 
     Returns:
         The layers in program order, and notes for the coverage report.
@@ -69,7 +71,7 @@ def group_uses(
             use.layer = block.name
             use.free_stack = _reads_experts(use, experts)
         ones = any(owners[id(b)] is owner and b.bias is not None for b in blocks)
-        diagonal = block.kind in ("scale", "bias")
+        elementwise = block.kind in ("scale", "bias")
         n_in, n_out = block.weight.in_features, block.weight.out_features
         layers.append(
             Layer(
@@ -82,8 +84,8 @@ def group_uses(
                 stack=block.weight.stack_shape,
                 uses=len(block.uses),
                 input=owner.name,
-                a_dense=not diagonal and block.kind != "embedding" and n_in + ones <= max_dense,
-                g_dense=not diagonal and n_out <= max_dense,
+                a_dense=not elementwise and block.kind != "embedding" and n_in + ones <= max_dense,
+                g_dense=(scale_blocks or not elementwise) and n_out <= max_dense,
             )
         )
     return layers, notes

@@ -74,9 +74,9 @@ class Layer:
     Attributes:
         name: Path of the parameter, ``path[i]`` for an indexed slice; where one
             parameter has several blocks, the further ones end in ``@`` and a reason.
-        kind: ``dense``, ``conv`` and ``embedding`` have Kronecker factors; ``scale``,
-            ``bias`` (a bias that belongs to no product) and ``diagonal`` (a parameter that
-            no rule covers, by a second pass) have a diagonal.
+        kind: ``dense``, ``conv`` and ``embedding`` have Kronecker factors; ``scale`` and
+            ``bias`` (a bias that belongs to no product) have a diagonal, or one dense block;
+            ``diagonal`` (a parameter that no rule covers, by a second pass) has a diagonal.
         weight: The parameter as a matrix.
         bias: The bias added to this layer's product and to nothing else, or ``None``.
         in_features: Size of the input factor, without the ones column of a joint bias.
@@ -104,6 +104,14 @@ class Layer:
     @property
     def is_diagonal(self) -> bool:
         """Whether the block is a plain diagonal without Kronecker structure."""
+        return self.is_elementwise and not self.g_dense
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each element of the parameter meets data by itself: it has no input side.
+
+        If it has a dense block all the same, that block is read as G, beside an A of one.
+        """
         return self.kind in ("scale", "bias", "diagonal")
 
     @property

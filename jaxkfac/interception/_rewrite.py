@@ -23,6 +23,19 @@ from jaxkfac.interception._views import SAME_ELEMENTS
 
 Slots = dict[str, Any]
 
+# What a slot may hold. Where a program reads c W, the gradient with respect to W is c times
+# that with respect to c W: how often the constant c enters each statistic.
+CONSTANTS = {
+    "a": 2,  # second moment of input rows
+    "a_sum": 1,  # their sum
+    "a_rows": 1,  # their sum by example
+    "squares": 2,  # squared gradients in an eigenbasis
+    "gradients": 1,  # gradients in an eigenbasis, by example
+    "diagonal": 2,  # squared gradients, shaped like the parameter
+    "gradient": 1,  # gradients, shaped like the parameter and the examples
+}
+BY_EXAMPLE = ("gradient", "counts")  # shaped like the parameter, with the examples last
+
 
 @dataclasses.dataclass(frozen=True)
 class Site:
@@ -53,14 +66,14 @@ class Rewriter:
     Args:
         table: The axis atoms of the analysis.
         handler: Called for every equation with a tapped use; returns its result.
-        diagonal: Names of the layers whose slot is shaped like the parameter.
+        elementwise: Names of the layers whose slot is shaped like the parameter.
         marks: The axes of every mark of the program.
         walkers: For each layer, the indices that walk along its stack.
     """
 
     table: AxisTable
     handler: Handler
-    diagonal: frozenset[str]
+    elementwise: frozenset[str]
     marks: tuple[Axes, ...]
     walkers: Mapping[str, set[Any]]
 
@@ -132,10 +145,10 @@ class Rewriter:
         others = [v for i, v in enumerate(values) if i != position]
         outs: list[Slots] = [{} for _ in eqn.outvars]
         for name, slot in along[position].items():
-            if name in self.diagonal:
-                moved = jax.tree.map(lambda s, p=position: _move_diagonal(eqn, s, p, values), slot)
+            if name in self.elementwise:
+                moved = {key: _move(eqn, key, s, position, values) for key, s in slot.items()}
                 for k, out in enumerate(outs):
-                    out[name] = jax.tree.map(lambda m, k=k: m[k], moved, is_leaf=_is_list)
+                    out[name] = {key: parts[k] for key, parts in moved.items()}
             elif walker is not None:
                 if walker in self.walkers[name]:
                     outs[0][name] = jax.tree.map(
@@ -237,15 +250,32 @@ def _split(plan: Plan) -> list[_Segment | int]:
     return steps[::-1]
 
 
-def _is_list(x: Any) -> bool:
-    return isinstance(x, list)
+def _move(eqn: Any, key: str, slot: Any, position: int, values: list) -> list[Any]:
+    """A slot shaped like the parameter goes through the same equation."""
+    if key not in BY_EXAMPLE:
+        return _move_elements(eqn, key, slot, position, values)
+    # The examples lie last. Broadcast axes are kept at size one as long as that is possible:
+    # their elements are sums over what was broadcast, and no use needs them apart.
+    if eqn.primitive.name == "broadcast_in_dim":
+        shape = [1] * (len(eqn.params["shape"]) + 1)
+        for d, size in zip(eqn.params["broadcast_dimensions"], slot.shape[:-1], strict=True):
+            shape[d] = size
+        return [slot.reshape(*shape[:-1], slot.shape[-1])]
+    full = (*values[position].shape, slot.shape[-1])
+    if slot.shape != full and eqn.primitive.name not in _KEEPS_BROADCAST:
+        slot = jnp.broadcast_to(slot, full)
+    return jax.vmap(
+        lambda part: _move_elements(eqn, key, part, position, values), in_axes=-1, out_axes=-1
+    )(slot)
 
 
-def _move_diagonal(eqn: Any, slot: Any, position: int, values: list) -> list[Any]:
-    """A slot shaped like the parameter goes through the same equation; constants squared."""
+_KEEPS_BROADCAST = (SAME_ELEMENTS - {"pvary", "pcast"}) | {"transpose", "mul", "div"}
+
+
+def _move_elements(eqn: Any, key: str, slot: Any, position: int, values: list) -> list[Any]:
     name = eqn.primitive.name
     if name in ("mul", "div"):
-        constant = jnp.square(jnp.asarray(values[1 - position]).astype(slot.dtype))
+        constant = jnp.asarray(values[1 - position]).astype(slot.dtype) ** CONSTANTS.get(key, 0)
         return [slot * constant if name == "mul" else slot / constant]
     if name in ("add", "sub", "add_any"):
         return [jnp.broadcast_to(slot, eqn.outvars[0].aval.shape)]
@@ -259,7 +289,7 @@ def _move_diagonal(eqn: Any, slot: Any, position: int, values: list) -> list[Any
 
 
 def _scale_slot(eqn: Any, slot: Any, others: list) -> Any:
-    """A weight c W makes the layer's input c x: its second moment scales with c squared."""
+    """A weight c W makes the layer's input c x."""
     name = eqn.primitive.name
     if name not in ("mul", "div"):
         return slot
@@ -269,5 +299,4 @@ def _scale_slot(eqn: Any, slot: Any, others: list) -> Any:
     def times(part: Any, power: int) -> Any:
         return jax.tree.map(lambda x: x * c.astype(x.dtype) ** power, part)
 
-    powers = {"a": 2, "a_sum": 1}
-    return {key: times(part, powers.get(key, 0)) for key, part in slot.items()}
+    return {key: times(part, CONSTANTS.get(key, 0)) for key, part in slot.items()}

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,15 +11,18 @@ import jax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
+from jaxkfac._errors import LostRowsError
 from jaxkfac.interception._analysis import Analysis
+from jaxkfac.interception._axes import Atoms
 from jaxkfac.interception._conduct import Axes
 from jaxkfac.interception._examples import split_lost
 from jaxkfac.interception._grouping import group_uses
+from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._paths import leaves_by_path
 from jaxkfac.interception._rewrite import Handler, Rewriter
 from jaxkfac.interception._rows import RowMask
 from jaxkfac.interception._table import LayerTable
-from jaxkfac.interception._values import Data
+from jaxkfac.interception._values import Data, Use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,45 @@ class Traced:
         """Axis atoms of an output leaf, or ``None`` if it does not depend on data."""
         value = self.analysis.outputs[index]
         return value.axes if isinstance(value, Data) else None
+
+    @property
+    def num_examples(self) -> int:
+        """Length of the first output's leading axis."""
+        return self.out_shapes[0].shape[0]
+
+    @property
+    def examples(self) -> Atoms:
+        """Atoms of the first output's leading axis, the examples; none for a single one."""
+        axes = self.output_axes()
+        return self.analysis.table.atoms(axes[0]) if axes else ()
+
+    def require_examples(self, layer: Layer) -> None:
+        """Refuse a layer whose uses each see some of the examples only.
+
+        Raises:
+            LostRowsError: a use lies in a scan along the examples (``lax.map``).
+        """
+        for use in self.uses_of(layer):
+            walked = {a for s in use.scope for a in self.analysis.walked[s]}
+            table = self.analysis.table
+            if {b for a in walked for b in table.atoms((a,))} & set(self.examples):
+                raise LostRowsError(
+                    f"layer {layer.name!r}: example axis lost at `scan`: it walks along the "
+                    "examples, and statistics of whole examples were asked for. Use jax.vmap in "
+                    'its place, or sharing="expand", scales="diagonal", per="token".'
+                )
+
+    def uses_of(self, layer: Layer) -> list[Use]:
+        """The uses of a layer, in program order."""
+        return self._uses[layer.name]
+
+    @functools.cached_property
+    def _uses(self) -> dict[str, list[Use]]:
+        found = collections.defaultdict(list)
+        for use in self.analysis.plan.all_uses():
+            if use.layer is not None:
+                found[use.layer].append(use)
+        return found
 
     @property
     def holds_tracers(self) -> bool:
@@ -77,7 +120,7 @@ class Traced:
         rewriter = Rewriter(
             table=self.analysis.table,
             handler=handler,
-            diagonal=frozenset(layer.name for layer in self.table.layers if layer.is_diagonal),
+            elementwise=frozenset(x.name for x in self.table.layers if x.is_elementwise),
             marks=tuple(m.axes for m in self.analysis.plan.all_marks()),
             walkers=walkers,
         )
@@ -95,11 +138,13 @@ def trace(
     layers: str | None = None,
     max_dense: int = 16384,
     experts: str | None = None,
+    scale_blocks: bool = False,
     examples_lead: bool = False,
 ) -> Traced:
     """Trace ``fn(params, *args)`` and find its layers; see ``find_layers``.
 
-    ``examples_lead`` says that the first axis of the first output is the examples.
+    ``scale_blocks`` gives scales and lone biases a dense block; ``examples_lead`` says that
+    the first axis of the first output is the examples.
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, *args)
     paths = leaves_by_path(params)
@@ -107,7 +152,12 @@ def trace(
     analysis = Analysis(closed, [*paths, *[None] * num_args])
     uses, lost = split_lost(analysis, examples_lead=examples_lead)
     found, notes = group_uses(
-        analysis.table, uses, max_dense=max_dense, experts=experts, pattern=layers
+        analysis.table,
+        uses,
+        max_dense=max_dense,
+        experts=experts,
+        pattern=layers,
+        scale_blocks=scale_blocks,
     )
     findings = [*analysis.findings, *lost, *notes]
     held = {part.path for layer in found for part in (layer.weight, layer.bias) if part}

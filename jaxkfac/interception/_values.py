@@ -104,6 +104,7 @@ class Use:
         out_axes: Atoms of the free axes, in the equation's order.
         batch_axes: Atoms of the axes shared with the data (experts).
         rows: Atoms of the data operand's axes that are neither contracted nor shared.
+        result: Atoms of the result's axes, for a scale or bias.
         data: The data operand, if there is one.
         join: For a bias: the product it is added to, if nothing else reads that product.
         layer: Name of the layer this use belongs to, or ``None`` while it is not tapped.
@@ -119,6 +120,7 @@ class Use:
     out_axes: Axes = ()
     batch_axes: Axes = ()
     rows: Axes = ()
+    result: Axes = ()
     data: Data | None = None
     join: "Use | None" = None
     layer: str | None = None

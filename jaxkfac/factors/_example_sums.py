@@ -1,0 +1,86 @@
+"""Statistics of whole examples: rows summed over the positions of each (``sharing="reduce"``).
+
+Cotangents of a slot add up over the uses of a parameter and the iterations of a scan, so what
+arrives is each example's sum over all of them; outer products and squares are formed after.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkfac.factors._rows import Array, Rows, by_example, in_own_order
+from jaxkfac.interception._axes import Atoms
+from jaxkfac.interception._layer import Layer
+from jaxkfac.interception._rewrite import Site
+from jaxkfac.interception._values import Use
+from jaxkfac.linalg._gram import PANELS_FROM, gram, gram_panels, unpack_panels
+
+Slot = dict[str, Any]
+
+
+def example_sums(site: Site, use: Use, side: Rows, examples: Atoms, like: Any) -> Array:
+    """Rows summed over the positions of each example, ``(stack..., examples, features)``."""
+    x = by_example(site, side, use.rows, examples, path=use.view.path)
+    total = x.sum(1, dtype=like.dtype)
+    lead = 1 + len(side.batch)
+    total = in_own_order(site, use, side, total, lead=lead)
+    return jnp.broadcast_to(jnp.moveaxis(total, 0, lead - 1), like.shape)
+
+
+def example_counts(
+    site: Site, use: Use, side: Rows, weights: Array | None, examples: Atoms, like: Any
+) -> Array:
+    """The number of positions of each example, ``(stack..., examples)``."""
+    if weights is None:
+        return jnp.full(like.shape, side.number // like.shape[-1], like.dtype)
+    every = Rows(weights, tuple(range(weights.ndim)), (), ())
+    counts = by_example(site, every, use.rows, examples, path=use.view.path)
+    return jnp.broadcast_to(counts.sum(1, dtype=like.dtype), like.shape)
+
+
+def example_gradients(site: Site, use: Use, gradient: Array, examples: Atoms, like: Any) -> Array:
+    """Elementwise gradients summed over the positions of each example.
+
+    Args:
+        site: The site of the use.
+        use: A scale or bias.
+        gradient: Gradient at each position, with the axes of the result.
+        examples: The atoms of the example axis.
+        like: The slot, ``(parameter..., examples)``.
+    """
+    shape = like.shape[:-1]
+    lead = gradient.ndim - len(shape)
+    own = [d for d in range(gradient.ndim) if d >= lead and shape[d - lead] != 1]
+    rows = tuple(d for d in range(gradient.ndim) if d not in own)
+    side = Rows(gradient, rows, (), tuple((d, ()) for d in own))
+    axes = [use.result[d] for d in rows]
+    x = by_example(site, side, axes, examples, path=use.view.path).sum(1, dtype=like.dtype)
+    return jnp.moveaxis(x.reshape(x.shape[0], *shape), 0, -1)
+
+
+def input_means(a_rows: Array, a_numbers: Array, *, ones: bool, dense: bool) -> tuple[Array, Array]:
+    """Sum of outer products of each example's mean input row, and the number of examples."""
+    there = a_numbers > 0
+    mean = a_rows / jnp.where(there, a_numbers, 1)[..., None]
+    if ones:
+        mean = jnp.concatenate([mean, there[..., None].astype(mean.dtype)], -1)
+    return outer_products(mean, dense=dense), there.sum(-1, dtype=mean.dtype)
+
+
+def outer_products(rows: Array, *, dense: bool) -> Array:
+    """``(stack..., rows, n)`` to ``(stack..., n, n)``, or to its diagonal."""
+    lead = rows.ndim - 2
+    if not dense:
+        return jnp.square(rows).sum(-2)
+    if not lead and rows.shape[-1] >= PANELS_FROM:
+        return unpack_panels(gram_panels(rows, 1))
+    return gram(rows, (lead,), tuple(range(lead)))
+
+
+def gradient_block(layer: Layer, gradient: Array) -> Array:
+    """The dense block of per-example gradients ``(parameter..., examples)``."""
+    weight = dataclasses.replace(layer.weight, index=())
+    rows = jax.vmap(weight.read, in_axes=-1, out_axes=-2)(gradient)
+    return outer_products(rows.reshape(*layer.stack, -1, layer.out_features), dense=True)

@@ -1,0 +1,111 @@
+"""Fisher types: which cotangents of the outputs are pulled back, and how they are summed."""
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jaxkfac.factors._objective import Batch, Objective
+from jaxkfac.linalg._gram import statistics_dtype
+
+Fisher = Literal["empirical", "mc", "exact", "forward", "exact_if_terms_do_not_mix"]
+FISHER_TYPES = get_args(Fisher)
+LABELS = 0x6C61  # folded into the caller's key for sampled labels
+
+
+def sum_over_pulls(
+    fisher: Fisher,
+    objective: Objective,
+    outputs: Any,
+    batch: Batch,
+    contribution: Callable[[Any], Any],
+    *,
+    key: Any,
+    labels: Any,
+    samples: int,
+    chunk: int,
+) -> Any:
+    r"""The output sides of a Fisher type that is not the gradient's own.
+
+    ``"mc"`` pulls the gradient of the loss at labels sampled from the model, and takes the
+    mean over samples. ``"exact"`` pulls, for each loss term $r$ and each column $c$ of the
+    square root of that term's Fisher, the column at $r$ and zero at every other term. The
+    shortcut of one pull for each column, shared by all terms, drops the products of
+    different terms' columns, and is right only where no output row reads two of them.
+
+    Args:
+        fisher: ``"mc"``, ``"exact"`` or ``"exact_if_terms_do_not_mix"``.
+        objective: The objective.
+        outputs: Outputs of the model.
+        batch: The batch.
+        contribution: From a cotangent of the outputs, for the *mean* loss, to the summands.
+        key: For sampled labels.
+        labels: ``(samples, *targets)``, in place of sampled ones, or ``None``.
+        samples: How many to sample.
+        chunk: How many pulls run at once.
+
+    Memory:
+        ``chunk`` times that of one backward pass and its summands, plus their sum.
+    """
+    terms = number_of_terms(outputs, batch)
+    if fisher == "mc":
+
+        def at_labels(targets: Any) -> Any:
+            pull = jax.vjp(lambda y: objective.loss(y, targets, batch.mask)[0], outputs)[1]
+            return contribution(pull(jnp.ones((), statistics_dtype(outputs.dtype)))[0])
+
+        if labels is not None:
+            total, samples = _sum(at_labels, labels, chunk), len(labels)
+        else:
+            key = jax.random.fold_in(key, LABELS)
+            keys = key[None] if samples == 1 else jax.random.split(key, samples)
+            total = _sum(lambda k: at_labels(objective.likelihood.sample(k, outputs)), keys, chunk)
+        return jax.tree.map(lambda x: x / jnp.asarray(samples, x.dtype), total)
+
+    columns, rows = outputs.shape[-1], outputs[0, ..., 0].size
+    together = fisher == "exact_if_terms_do_not_mix"
+
+    def at_column(index: Any) -> Any:
+        column = objective.likelihood.fisher_column(outputs, index % columns)
+        kept = jnp.ones(outputs.shape[:-1], bool) if batch.mask is None else batch.mask
+        if not together:
+            here = (jnp.arange(rows) == index // columns).reshape(outputs.shape[1:-1])
+            kept = kept & here
+        scaled = column / terms.astype(column.dtype)
+        return contribution(jnp.where(kept[..., None], scaled, jnp.zeros((), scaled.dtype)))
+
+    return _sum(at_column, jnp.arange(columns * (1 if together else rows)), chunk)
+
+
+def number_of_terms(outputs: Any, batch: Batch) -> Any:
+    """How many loss terms the mean is over; at least one."""
+    dtype = statistics_dtype(outputs.dtype)
+    if batch.mask is None:
+        return jnp.asarray(outputs[..., 0].size, dtype)
+    return jnp.maximum(batch.mask.sum(dtype=dtype), 1)
+
+
+def _sum(fn: Callable[[Any], Any], xs: Any, chunk: int) -> Any:
+    """Sum of ``fn`` over the leading axis of ``xs``, ``chunk`` entries at a time."""
+    number = len(xs)
+    chunk = min(chunk, number)
+    if number == 1:
+        return fn(xs[0])
+
+    def part(xs: Any) -> Any:
+        if chunk == 1:
+            return fn(xs[0])
+        return jax.tree.map(lambda x: x.sum(0), jax.vmap(fn)(xs))
+
+    whole = number - number % chunk
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(fn, xs[0]))
+    total, _ = jax.lax.scan(
+        lambda total, xs: (jax.tree.map(jnp.add, total, part(xs)), None),
+        zeros,
+        xs[:whole].reshape(whole // chunk, chunk, *xs.shape[1:]),
+    )
+    if whole < number:
+        rest = jax.tree.map(lambda x: x.sum(0), jax.vmap(fn)(xs[whole:]))
+        total = jax.tree.map(jnp.add, total, rest)
+    return total

@@ -1,0 +1,132 @@
+"""Rows: one side of a layer use, whatever the kind of layer."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxkfac._errors import LostRowsError
+from jaxkfac.interception._axes import Atoms
+from jaxkfac.interception._rewrite import Site
+from jaxkfac.interception._values import Use
+
+Array = Any  # a tracer, a NumPy constant or, for a slot in a backward rule, its shape
+
+
+class Rows(NamedTuple):
+    """One side of a use.
+
+    Attributes:
+        x: The values; rows that do not exist are zero.
+        rows: Axes of ``x`` that run over rows, in the order of ``use.rows``.
+        batch: Axes of ``x`` that run over a stack (experts, groups).
+        features: For each remaining axis of ``x``, ascending, the axis and the axis of the
+            parameter that it is.
+    """
+
+    x: Array
+    rows: tuple[int, ...]
+    batch: tuple[int, ...]
+    features: tuple[tuple[int, Atoms], ...]
+
+    @property
+    def feature_axes(self) -> tuple[int, ...]:
+        return tuple(d for d, _ in self.features)
+
+    @property
+    def number(self) -> int:
+        """How many rows there are for each entry of the stack."""
+        return math.prod(self.x.shape[d] for d in self.rows)
+
+    def masked(self, weights: Array | None) -> "Rows":
+        """Rows that do not exist set to zero; ``weights`` have the axes of ``use.rows``."""
+        if weights is None:
+            return self
+        shape = [1] * self.x.ndim
+        order = sorted(range(len(self.rows)), key=self.rows.__getitem__)
+        for i in order:
+            shape[self.rows[i]] = weights.shape[i]
+        return self._replace(x=masked(self.x, weights.transpose(order).reshape(shape)))
+
+
+def masked(x: Array, rows: Array | None) -> Array:
+    """Rows that do not exist become zero; ``where``, because they may hold NaN."""
+    return x if rows is None else jnp.where(rows, x, jnp.zeros((), x.dtype))
+
+
+def in_own_order(
+    site: Site, use: Use, side: Rows, x: Array, *, lead: int, copies: int = 1
+) -> Array:
+    """Features of ``x`` flattened in the parameter's own axis order.
+
+    Args:
+        site: The site of the use.
+        use: The use.
+        side: Which side, for its features.
+        x: ``(lead axes..., features...)``, the features ``copies`` times.
+        lead: Number of leading axes.
+        copies: 1 for rows, 2 for their outer products.
+    """
+    table = site.table
+    own = [a for axis in use.view.origin[len(use.view.index) :] for a in table.atoms(axis)]
+    atoms = [a for _, axis in side.features for a in table.atoms(axis)]
+    sizes = [table.size(a) for a in atoms]
+    order = sorted(range(len(atoms)), key=lambda i: own.index(atoms[i]))
+    before, n = x.shape[:lead], math.prod(sizes)
+    if order != sorted(order):
+        k = len(sizes)
+        x = x.reshape(*before, *sizes * copies).transpose(
+            *range(lead), *[lead + s * k + i for s in range(copies) for i in order]
+        )
+    return x.reshape(*before, *[n] * copies)
+
+
+def by_example(
+    site: Site, side: Rows, axes: Sequence[Atoms], examples: Atoms, *, path: str
+) -> Array:
+    """Rows with the examples apart: ``(examples, positions, stack..., features...)``.
+
+    Args:
+        site: The site of the use.
+        side: The rows.
+        axes: The atoms of each row axis.
+        examples: The atoms of the example axis, none for a single example.
+        path: The parameter, for the error.
+
+    Raises:
+        LostRowsError: the rows cannot be told apart by example.
+    """
+    table, shape, first, others = site.table, [], {}, []
+    wanted = table.atoms(examples)
+    for d, size in enumerate(side.x.shape):
+        atoms = table.atoms(axes[side.rows.index(d)]) if d in side.rows else ()
+        sizes = [table.size(a) for a in atoms]
+        if math.prod(sizes) != size:
+            atoms, sizes = (), [size]  # a feature, an axis of one row, or a shard
+        for i, part in enumerate(sizes):
+            if atoms and atoms[i] in wanted:
+                if atoms[i] in first:
+                    raise _lost(site, path, "its rows run over pairs of examples")
+                first[atoms[i]] = len(shape)
+            elif d in side.rows:
+                others.append(len(shape))
+            shape.append(part)
+    if len(first) != len(wanted):
+        raise _lost(site, path, "its rows do not run along the examples")
+    examples_first = [first[a] for a in wanted]
+    kept = [i for i in range(len(shape)) if i not in examples_first and i not in others]
+    # Axes outside the rows are not split, so their order among themselves is that of x.
+    outside = [d for d in range(side.x.ndim) if d not in side.rows]
+    tail = [kept[outside.index(d)] for d in (*side.batch, *side.feature_axes)]
+    x = side.x.reshape(shape).transpose(*examples_first, *others, *tail)
+    number = math.prod(shape[i] for i in examples_first)
+    return x.reshape(number, -1, *[shape[i] for i in tail])
+
+
+def _lost(site: Site, path: str, what: str) -> LostRowsError:
+    return LostRowsError(
+        f"layer {path!r}: example axis lost at `{site.eqn.primitive.name}`: {what}, and statistics "
+        "of whole examples were asked for. Leave the layer out with layers=, or ask for "
+        'statistics of positions: sharing="expand", scales="diagonal", per="token".'
+    )

@@ -1,0 +1,267 @@
+"""Which statistics of which layer are gathered, and how they become ``Factors``."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxkfac.factors._example_sums import (
+    example_counts,
+    example_gradients,
+    example_sums,
+    gradient_block,
+    input_means,
+    outer_products,
+)
+from jaxkfac.factors._factors import BiasMode, Factors
+from jaxkfac.factors._moments import input_moments, moments, packs, sum_to, token_counts
+from jaxkfac.factors._rows import Array, masked
+from jaxkfac.factors._taps import Slot
+from jaxkfac.factors._use_rows import input_rows, output_rows
+from jaxkfac.interception._layer import Layer
+from jaxkfac.interception._rewrite import Site
+from jaxkfac.interception._trace import Traced
+from jaxkfac.interception._values import Use
+from jaxkfac.linalg._gram import PANELS_FROM, panel_shapes, statistics_dtype, unpack_panels
+
+Sharing = Literal["expand", "reduce"]
+Scales = Literal["diagonal", "exact_diagonal", "full_block"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """The statistics of one traced program.
+
+    Each layer is read by *position* (moments are summed in the backward pass; ``_moments``)
+    or by *example* (each example's sum is emitted, and moments are formed after it;
+    ``_example_sums``).
+
+    Args:
+        traced: The program.
+        bias: Whether inputs carry a ones column.
+        sharing: How dense layers and convolutions are read; embeddings are always read by
+            position.
+        scales: How scales and lone biases are read.
+        forward: Whether output gradients count as the identity.
+    """
+
+    traced: Traced
+    bias: BiasMode
+    sharing: Sharing = "expand"
+    scales: Scales = "diagonal"
+    forward: bool = False
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        return self.traced.table.layers
+
+    def by_example(self, layer: Layer) -> bool:
+        """Whether a layer is read by example."""
+        if layer.kind == "embedding":
+            return False
+        whole = layer.is_elementwise and self.scales != "diagonal"
+        return whole or self.sharing == "reduce"
+
+    # -- slots ------------------------------------------------------------------------
+
+    def slots(self) -> dict[str, Slot]:
+        """Zeros for every layer; their cotangents are the statistics, their values unread."""
+        return {layer.name: self._slot(layer) for layer in self.layers}
+
+    def _slot(self, layer: Layer) -> Slot:
+        dtype, uses = self._dtype(layer), self.traced.uses_of(layer)
+        if self.by_example(layer):
+            self.traced.require_examples(layer)
+        if layer.is_elementwise:
+            shape, kinds = self.traced.shapes[layer.weight.path], ("diagonal", "count")
+            if self.by_example(layer):
+                shape = (*shape, self.traced.num_examples)
+                kinds = ("gradient", "counts")
+            return {key: jnp.zeros(shape, dtype) for key in kinds[: 1 + self.forward]}
+        rows, slot = (self.traced.num_examples,) if self.by_example(layer) else None, {}
+        if not self.forward and rows:
+            slot["g_rows"] = jnp.zeros((*layer.stack, *rows, layer.out_features), dtype)
+        elif not self.forward:
+            packed = packs(uses, "g")
+            slot["g"] = _moment(layer.stack, layer.out_features, layer.g_dense, packed, dtype)
+        if layer.input != layer.name:
+            return slot
+        if rows:
+            slot["a_rows"] = jnp.zeros((*layer.stack, *rows, layer.in_features), dtype)
+            slot["a_numbers"] = jnp.zeros((*layer.stack, *rows), dtype)
+            return slot
+        packed = packs(uses, "a")
+        slot["a"] = _moment(layer.stack, layer.in_features, layer.a_dense, packed, dtype)
+        slot["a_count"] = jnp.zeros(layer.stack, dtype)
+        if self._has_ones(layer):
+            slot["a_sum"] = jnp.zeros((*layer.stack, layer.in_features), dtype)
+        return slot
+
+    def _dtype(self, layer: Layer) -> Any:
+        uses = self.traced.uses_of(layer)
+        return statistics_dtype(*[v.aval.dtype for u in uses for v in _floats(u)])
+
+    def _has_ones(self, layer: Layer) -> bool:
+        """Whether the input factor stored under ``layer`` has a ones column."""
+        readers = [x for x in self.layers if x.input == layer.name]
+        return self.bias == "joint" and any(x.bias is not None for x in readers)
+
+    # -- in the backward pass ---------------------------------------------------------
+
+    def emit(
+        self,
+        site: Site,
+        use: Use,
+        like: Slot,
+        operands: list[Any],
+        cotangent: Array,
+        weights: Array | None,
+        given: Any,
+    ) -> Slot:
+        """See ``_taps.Emit``."""
+        if use.kind in ("scale", "bias"):
+            return self._emit_elements(site, use, like, operands, cotangent, weights)
+        out: Slot = {}
+        examples = self.traced.examples
+        if "a" in like and use.kind == "embedding":
+            out |= token_counts(site, like, operands, weights)
+        elif "a" in like:
+            out |= input_moments(site, use, like, input_rows(site, use, operands, weights), weights)
+        elif "a_rows" in like:
+            side = input_rows(site, use, operands, weights)
+            out["a_rows"] = example_sums(site, use, side, examples, like["a_rows"])
+            numbers = like["a_numbers"]
+            out["a_numbers"] = example_counts(site, use, side, weights, examples, numbers)
+        if "g" in like:
+            out["g"] = moments(site, use, output_rows(site, use, cotangent, weights), like["g"])
+        elif "g_rows" in like:
+            side = output_rows(site, use, cotangent, weights)
+            out["g_rows"] = example_sums(site, use, side, examples, like["g_rows"])
+        return out
+
+    def _emit_elements(
+        self, site: Site, use: Use, like: Slot, operands: Any, cotangent: Any, weights: Any
+    ) -> Slot:
+        dtype = next(iter(like.values())).dtype
+        ones = masked(jnp.ones(cotangent.shape, dtype), weights)
+        gradient = ones if self.forward else masked(cotangent, weights).astype(dtype)
+        if use.kind == "scale":
+            gradient = masked(gradient * operands[1 - use.operand].astype(dtype), weights)
+        if "diagonal" in like:
+            parts = {"diagonal": jnp.square(gradient), "count": ones}
+            return {key: sum_to(parts[key], part.shape) for key, part in like.items()}
+        parts = {"gradient": gradient, "counts": ones}
+        examples = self.traced.examples
+        return {
+            key: example_gradients(site, use, parts[key], examples, part)
+            for key, part in like.items()
+        }
+
+    # -- after it ---------------------------------------------------------------------
+
+    def inputs(self, emitted: Mapping[str, Slot]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Sums and counts of the input sides; the same for every Fisher type."""
+        sums, counts = {}, {}
+        for layer in self.layers:
+            slot = emitted[layer.name]
+            if "a" in slot:
+                sums[layer.name], counts[layer.name] = _with_ones(slot), slot["a_count"]
+            elif "a_rows" in slot:
+                ones = self._has_ones(layer)
+                sums[layer.name], counts[layer.name] = input_means(
+                    slot["a_rows"], slot["a_numbers"], ones=ones, dense=layer.a_dense
+                )
+        return sums, counts
+
+    def outputs(self, emitted: Mapping[str, Slot]) -> dict[str, Any]:
+        """Sums of the output sides and diagonals; they add up over pulls of cotangents."""
+        return {layer.name: self._output(layer, emitted[layer.name]) for layer in self.layers}
+
+    def _output(self, layer: Layer, slot: Slot) -> Any:
+        if layer.is_elementwise and self.forward:
+            return None
+        if "gradient" in slot:
+            if layer.g_dense:
+                return gradient_block(layer, slot["gradient"])
+            return jnp.square(slot["gradient"]).sum(-1)
+        if "diagonal" in slot:
+            return slot["diagonal"]
+        if "g_rows" in slot:
+            return outer_products(slot["g_rows"], dense=layer.g_dense)
+        return slot.get("g")
+
+    def factors(
+        self, emitted: Mapping[str, Slot], outputs: Mapping[str, Any], terms: Array
+    ) -> Factors:
+        """``Factors`` from one backward pass and the output sides.
+
+        The taps saw gradients of the *mean* loss; times the number of terms, these are
+        gradients of each example's sum, which is what the conventions ask for.
+        """
+        a_sums, a_counts = self.inputs(emitted)
+        g_sums, diagonals = {}, {}
+        for layer in self.layers:
+            if self.forward:
+                mean = self._unit_output(layer, emitted[layer.name])
+                total = mean * terms.astype(mean.dtype)
+            else:
+                total = jax.tree.map(
+                    lambda x: x * jnp.square(terms.astype(x.dtype)), outputs[layer.name]
+                )
+                total = unpack_panels(total) if isinstance(total, tuple) else total
+            (diagonals if layer.is_diagonal else g_sums)[layer.name] = total
+            if layer.is_elementwise and not layer.is_diagonal:  # a dense block beside an A of one
+                count = jnp.broadcast_to(terms.astype(total.dtype), layer.stack)
+                a_sums[layer.name], a_counts[layer.name] = count[..., None], count
+        return Factors(a_sums, a_counts, g_sums, diagonals, terms, self.layers, self.bias)
+
+    def _unit_output(self, layer: Layer, slot: Slot) -> Array:
+        """The mean output side where gradients with respect to output rows are orthonormal."""
+        if not layer.is_elementwise:
+            ones = jnp.ones((*layer.stack, layer.out_features), self._dtype(layer))
+            return _diagonal_matrix(ones) if layer.g_dense else ones
+        if "diagonal" in slot:
+            return slot["diagonal"] / jnp.maximum(slot["count"], 1)
+        there = slot["counts"] > 0
+        mean = slot["gradient"] / jnp.where(there, slot["counts"], 1)
+        diagonal = jnp.square(mean).sum(-1) / jnp.maximum(there.sum(-1), 1).astype(mean.dtype)
+        if not layer.g_dense:
+            return diagonal
+        weight = dataclasses.replace(layer.weight, index=())
+        return _diagonal_matrix(weight.read(diagonal)[..., 0, :])
+
+
+def _diagonal_matrix(values: Array) -> Array:
+    return values[..., None] * jnp.eye(values.shape[-1], dtype=values.dtype)
+
+
+def _floats(use: Use) -> list[Any]:
+    variables = (*use.eqn.invars, *use.eqn.outvars)
+    return [v for v in variables if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+
+
+def _moment(stack: tuple[int, ...], size: int, dense: bool, packed: bool, dtype: Any) -> Any:
+    if not dense:
+        return jnp.zeros((*stack, size), dtype)
+    if packed and size >= PANELS_FROM:
+        return tuple(jnp.zeros((*stack, *shape), dtype) for shape in panel_shapes(size))
+    return jnp.zeros((*stack, size, size), dtype)
+
+
+def _with_ones(slot: Slot) -> Array:
+    """The sum over input rows, with the ones column last where its sum was gathered."""
+    a = slot["a"]
+    if "a_sum" not in slot:
+        return unpack_panels(a) if isinstance(a, tuple) else a
+    total, count = slot["a_sum"], slot["a_count"]
+    if not isinstance(a, tuple) and a.ndim == total.ndim:  # a diagonal side
+        return jnp.concatenate([a, count[..., None]], -1)
+    panels, start = [], 0
+    for panel in a if isinstance(a, tuple) else (a,):
+        stop = start + panel.shape[-2]
+        column = total[..., start:stop, None]
+        panels.append(jnp.concatenate([panel, column], -1))
+        start = stop
+    return unpack_panels((*panels, count[..., None, None]))
