@@ -10,8 +10,9 @@ import pytest
 
 import jaxkfac as jk
 from tests._checks import objective_of
-from tests._oracle import PLAIN, mean_loss
+from tests._likelihoods import mean_loss
 from tests._programs import labels, mlp, mlp_params, normal, scanned, scanned_params
+from tests._taps import PLAIN
 
 
 def BATCH(n=4):
@@ -62,7 +63,7 @@ def test_every_uncovered_parameter_is_named_at_once(x64):
 WRONG_LITERALS = """
 import jaxkfac as jk
 objective = jk.Objective(lambda p, x: x @ p["w"], jk.Categorical())
-for option in ("fisher", "sharing", "bias", "uncovered"):
+for option in ("fisher", "sharing", "bias", "scales", "uncovered"):
     try:
         jk.value_grad_and_factors(objective, **{option: "sideways"})
     except ValueError as error:
@@ -76,7 +77,13 @@ def test_wrong_literals_raise_when_built_in_a_users_process():
         [sys.executable, "-c", WRONG_LITERALS], capture_output=True, text=True, check=True
     )
     messages = dict(line.split(" | ", 1) for line in done.stdout.splitlines())
-    choices = {"fisher": "empirical", "sharing": "expand", "bias": "joint", "uncovered": "raise"}
+    choices = {
+        "fisher": "empirical",
+        "sharing": "expand",
+        "bias": "joint",
+        "scales": "full_block",
+        "uncovered": "raise",
+    }
     assert set(messages) == set(choices)
     for option, choice in choices.items():
         assert all(word in messages[option] for word in (option, "sideways", choice))

@@ -27,6 +27,8 @@ def layer(
     index = kwargs.pop("index", ())
     weight = matrix(path, shape, stack=stack, index=index, inputs=kwargs.pop("inputs", None))
     out = weight.out_features
+    if kind in ("scale", "bias"):  # a diagonal, unless a block is asked for
+        kwargs = {"a_dense": False, "g_dense": False, **kwargs}
     bias_shape = (*shape[:stack], out)
     return Layer(
         name=name or path,

@@ -17,9 +17,9 @@ from jaxkfac.factors._example_sums import (
 )
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.factors._moments import input_moments, moments, packs, sum_to, token_counts
-from jaxkfac.factors._rows import Array, masked
+from jaxkfac.factors._rows import Array, Rows, masked
 from jaxkfac.factors._taps import Slot
-from jaxkfac.factors._use_rows import input_rows, output_rows
+from jaxkfac.factors._use_rows import output_rows, over_input_rows, summed_input_rows
 from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._rewrite import Site
 from jaxkfac.interception._trace import Traced
@@ -72,8 +72,6 @@ class Statistics:
 
     def _slot(self, layer: Layer) -> Slot:
         dtype, uses = self._dtype(layer), self.traced.uses_of(layer)
-        if self.by_example(layer):
-            self.traced.require_examples(layer)
         if layer.is_elementwise:
             shape, kinds = self.traced.shapes[layer.weight.path], ("diagonal", "count")
             if self.by_example(layer):
@@ -128,12 +126,16 @@ class Statistics:
         if "a" in like and use.kind == "embedding":
             out |= token_counts(site, like, operands, weights)
         elif "a" in like:
-            out |= input_moments(site, use, like, input_rows(site, use, operands, weights), weights)
+
+            def sums(side: Rows, there: Array | None) -> Slot:
+                return input_moments(site, use, like, side, there)
+
+            out |= over_input_rows(site, use, operands, weights, sums)
         elif "a_rows" in like:
-            side = input_rows(site, use, operands, weights)
+            side = summed_input_rows(site, use, operands, weights)
             out["a_rows"] = example_sums(site, use, side, examples, like["a_rows"])
-            numbers = like["a_numbers"]
-            out["a_numbers"] = example_counts(site, use, side, weights, examples, numbers)
+            each, numbers = output_rows(site, use, cotangent, None), like["a_numbers"]
+            out["a_numbers"] = example_counts(site, use, each, weights, examples, numbers)
         if "g" in like:
             out["g"] = moments(site, use, output_rows(site, use, cotangent, weights), like["g"])
         elif "g_rows" in like:

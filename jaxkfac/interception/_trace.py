@@ -11,7 +11,6 @@ import jax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from jaxkfac._errors import LostRowsError
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import Atoms
 from jaxkfac.interception._conduct import Axes
@@ -60,22 +59,6 @@ class Traced:
         """Atoms of the first output's leading axis, the examples; none for a single one."""
         axes = self.output_axes()
         return self.analysis.table.atoms(axes[0]) if axes else ()
-
-    def require_examples(self, layer: Layer) -> None:
-        """Refuse a layer whose uses each see some of the examples only.
-
-        Raises:
-            LostRowsError: a use lies in a scan along the examples (``lax.map``).
-        """
-        for use in self.uses_of(layer):
-            walked = {a for s in use.scope for a in self.analysis.walked[s]}
-            table = self.analysis.table
-            if {b for a in walked for b in table.atoms((a,))} & set(self.examples):
-                raise LostRowsError(
-                    f"layer {layer.name!r}: example axis lost at `scan`: it walks along the "
-                    "examples, and statistics of whole examples were asked for. Use jax.vmap in "
-                    'its place, or sharing="expand", scales="diagonal", per="token".'
-                )
 
     def uses_of(self, layer: Layer) -> list[Use]:
         """The uses of a layer, in program order."""

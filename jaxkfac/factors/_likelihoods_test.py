@@ -1,0 +1,81 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian
+from jaxkfac.factors._objective import Objective
+
+pytestmark = pytest.mark.usefixtures("x64")
+LIKELIHOODS = [Categorical(), Bernoulli(), Gaussian()]
+
+
+def outputs():
+    return jax.random.normal(jax.random.key(0), (2, 3, 4))
+
+
+def targets_of(likelihood):
+    return likelihood.sample(jax.random.key(1), outputs())
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=repr)
+def test_columns_of_the_fisher_root_make_the_hessian_of_a_term(likelihood):
+    y, targets = outputs(), targets_of(likelihood)
+    columns = [likelihood.fisher_column(y, jnp.asarray(c)) for c in range(4)]
+    fisher = sum(jnp.einsum("ntc,ntd->ntcd", s, s) for s in columns)
+
+    def term(one, target):
+        return likelihood.terms(one, target)
+
+    hessian = jax.vmap(jax.vmap(jax.hessian(term)))(y, targets)
+    np.testing.assert_allclose(fisher, hessian, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=repr)
+def test_gradients_at_sampled_labels_have_the_fisher_as_second_moment(likelihood):
+    y, number = outputs()[:1, :1], 40_000
+    drawn = jax.vmap(lambda k: likelihood.sample(k, y))(jax.random.split(jax.random.key(2), number))
+    g = jax.vmap(lambda t: jax.grad(lambda x: likelihood.terms(x, t).sum())(y))(drawn)[:, 0, 0]
+    columns = [likelihood.fisher_column(y, jnp.asarray(c))[0, 0] for c in range(4)]
+    expected = sum(jnp.outer(s, s) for s in columns)
+    error = jnp.abs(g.T @ g / number - expected).max()
+    # Entries are means of products with a variance of at most 3 (a Gaussian's fourth moment).
+    assert error < 6 * np.sqrt(3 / number)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=repr)
+def test_fisher_columns_keep_the_dtype_of_the_outputs(likelihood, dtype):
+    y = outputs().astype(dtype)
+    assert likelihood.fisher_column(y, jnp.asarray(1)).dtype == dtype
+
+
+@pytest.mark.parametrize("bad", [-1, 4])
+def test_a_class_out_of_range_raises_unless_it_is_masked(bad):
+    y, targets = outputs(), jnp.zeros((2, 3), int).at[1, 2].set(bad)
+    objective = Objective(lambda p, x: x * p, Categorical())
+    with pytest.raises(ValueError, match=r"expected classes from 0 to 3.*mask"):
+        objective(jnp.ones(()), (y, targets))
+    mask = jnp.ones((2, 3), bool).at[1, 2].set(False)
+    assert jnp.isfinite(objective(jnp.ones(()), (y, targets, mask)))
+
+
+def test_a_class_out_of_range_gives_nan_where_values_are_traced():
+    y, targets = outputs(), jnp.full((2, 3), 4)
+    objective = Objective(lambda p, x: x * p, Categorical())
+    assert jnp.isnan(jax.jit(objective)(jnp.ones(()), (y, targets)))
+
+
+@pytest.mark.parametrize(
+    "likelihood, targets, words",
+    [
+        (Categorical(), jnp.zeros((2, 3)), "dtype float.*, expected integers"),
+        (Categorical(), jnp.zeros((2, 3, 4), int), r"shape \(2, 3, 4\), expected \(2, 3\)"),
+        (Bernoulli(), jnp.zeros((2, 3, 4), int), "dtype int.*, expected floating"),
+        (Bernoulli(), jnp.zeros((2, 3)), r"shape \(2, 3\), expected \(2, 3, 4\)"),
+        (Gaussian(), jnp.zeros((2, 4)), r"shape \(2, 4\), expected \(2, 3, 4\)"),
+    ],
+)
+def test_targets_that_do_not_fit_the_outputs_are_refused(likelihood, targets, words):
+    with pytest.raises(ValueError, match=words):
+        likelihood.check(outputs(), targets)
