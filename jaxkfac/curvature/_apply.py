@@ -1,25 +1,30 @@
 """Powers of the Kronecker curvature applied to parameter trees."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest
+from jaxkfac.curvature._batch import is_small, map_in_batches
 from jaxkfac.curvature._coverage import (
+    Owner,
     covered_indices,
     is_differentiable,
     owners,
     uncovered_mask,
 )
-from jaxkfac.curvature._eigenbases import DiagonalEigenbasis, Eigenbases
-from jaxkfac.curvature._layer_power import Power, scale_diagonal, scale_kronecker
-from jaxkfac.interception._paths import leaves_by_path, with_leaves
-from jaxkfac.linalg import (
-    Damping,
-    DampingMode,
-    check_damping,
+from jaxkfac.curvature._eigenbases import Eigenbases
+from jaxkfac.curvature._layer_power import (
+    Power,
+    load_block,
+    scale_diagonal,
+    solve,
+    write_solved,
 )
+from jaxkfac.interception._paths import leaves_by_path, with_leaves
+from jaxkfac.linalg import Damping, DampingMode, check_cut, check_damping
 
 PyTree = Any
 Missing = Literal["raise", "identity", "zero"]
@@ -32,6 +37,7 @@ def apply_power(
     damping: Damping = 0.0,
     damping_mode: DampingMode = "exact",
     missing: Missing = "raise",
+    cut: float = 0.0,
 ) -> PyTree:
     r"""Apply $(F + \delta)^p$ to a tree shaped like the parameters, block by block.
 
@@ -46,6 +52,14 @@ def apply_power(
     of the pseudo-inverse. With ``bias="separate"`` the bias's block is $G$. Scales and lone
     biases divide by (the power of) their damped diagonal.
 
+    Clipping raises small eigenvalues and damping adds to them, so neither leaves a direction
+    out. ``cut`` does: $\lambda_{ij}$ counts as 0, before and instead of either, where the raw
+    $\lambda_{A,i}\lambda_{G,j} \le c\, \max \lambda_A \max \lambda_G$. With
+    ``max_condition=inf`` and no damping this is ``numpy.linalg.pinv`` with ``rcond=c``.
+
+    Layers of equal shape with sides of at most 64 are stacked and solved in one batched
+    product; larger ones, where copying the eigenvectors costs more than that saves, one by one.
+
     Args:
         tree: A gradient, or any tree with the parameters' paths and shapes.
         bases: From :func:`eigendecompose`.
@@ -59,6 +73,9 @@ def apply_power(
             ``"raise"``, ``"identity"`` keeps them, ``"zero"`` zeroes them. Other than
             with ``"raise"``, layers whose parameters ``tree`` lacks (``optax.masked``) are
             passed over; a missing half of a weight and its joint bias counts as 0.
+        cut: $c \in [0, 1)$, static, relative to the largest raw eigenvalue of the block (of
+            each stacked slice, diagonals and separate biases included). 0 cuts nothing;
+            with a positive one, a block that is zero gives 0 whatever the damping.
 
     Returns:
         A tree like ``tree``, leaf for leaf in shape and dtype; the arithmetic runs in the
@@ -67,10 +84,12 @@ def apply_power(
     Raises:
         UncoveredParameterError: naming the uncovered paths, with ``missing="raise"``.
         UnknownLayerError: a layer's parameter is not in ``tree``, with ``missing="raise"``.
-        ValueError: negative damping, an unknown option, or bases without vectors.
+        ValueError: negative damping, a cut outside ``[0, 1)``, an unknown option, or bases
+            without vectors.
 
     Memory:
-        Two matrices of the largest layer beyond the result.
+        Two matrices of the largest layer beyond the result, and for the stacked layers
+        their eigenvectors and matrices once more (at most 64 KiB a layer in float32).
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -87,20 +106,39 @@ def apply_power(
         curvature, 2015.
     """
     check_damping(damping, damping_mode)
+    check_cut(cut)
     check_missing(missing)
     leaves = leaves_by_path(tree)
     if missing == "raise":
         _check_covered(leaves, bases)
     written = _background(leaves, bases, missing)
-    parts = Power(power, damping, damping_mode)
-    for owner in owners(bases.layers):
-        basis = bases.basis(owner.layer)
-        if isinstance(basis, DiagonalEigenbasis):
-            scale_diagonal(leaves, written, owner.layer, basis, parts)
-        else:
-            joint = bases.wants_ones(owner.layer)
-            scale_kronecker(leaves, written, owner, basis, parts, joint=joint)
+    parts = Power(power, damping, damping_mode, cut)
+    owned = owners(bases.layers)
+    stacked = _solve_small(leaves, bases, owned, parts)
+    for owner in owned:
+        layer = owner.layer
+        if layer.is_diagonal:
+            scale_diagonal(leaves, written, layer, bases.diagonal_basis(layer), parts)
+        elif layer.name in stacked:
+            write_solved(written, layer, stacked[layer.name])
+        elif (loaded := load_block(leaves, owner, bases)) is not None:
+            write_solved(written, layer, solve(*loaded, parts))
     return with_leaves(tree, written)
+
+
+def _solve_small(
+    leaves: dict[str, Array], bases: Eigenbases, owned: Sequence[Owner], parts: Power
+) -> dict[str, Any]:
+    """The small unscanned layers, equal ones at once; what is large is not even loaded."""
+    problems = {}
+    for owner in owned:
+        layer = owner.layer
+        small = is_small(layer.in_features, layer.out_features)
+        if layer.is_diagonal or layer.stack or not small:
+            continue
+        if (loaded := load_block(leaves, owner, bases)) is not None:
+            problems[layer.name] = loaded
+    return map_in_batches(lambda form, block: solve(form, block, parts), problems)
 
 
 def check_missing(missing: str) -> None:
@@ -116,6 +154,7 @@ def natural_gradient(
     damping: Damping,
     damping_mode: DampingMode = "exact",
     missing: Missing = "raise",
+    cut: float = 0.0,
 ) -> PyTree:
     r"""$(F + \delta)^{-1} \nabla$: :func:`apply_power` with power -1 and clipped values.
 
@@ -132,7 +171,7 @@ def natural_gradient(
         >>> print(jk.natural_gradient(grads, bases, damping=1.0)["kernel"][0].round(3))
         [0.2 0.2]
     """
-    return apply_power(grads, bases, -1.0, damping, damping_mode, missing)
+    return apply_power(grads, bases, -1.0, damping, damping_mode, missing, cut)
 
 
 def fisher_vector_product(tree: PyTree, bases: Eigenbases, *, missing: Missing = "raise") -> PyTree:

@@ -1,7 +1,10 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxkfac._errors import UncoveredParameterError, UnknownLayerError
 from jaxkfac.curvature import (
@@ -17,7 +20,7 @@ from jaxkfac.linalg import check_damping
 
 DENSE = (layer("w", (3, 4), bias="b"), layer("u", (4, 2)))
 STACKED = (layer("s", (2, 3, 4), bias="sb", stack=1),)
-SCALE = (layer("scale", (2, 4), kind="scale", stack=1, inputs=()),)
+SCALE = (layer("scale", (2, 4), kind="scale", stack=1, inputs=(), g_dense=False),)
 # a DenseGeneral kernel (out, in, in) whose inputs come last, and an embedding
 SWAPPED = (layer("general", (4, 3, 2), inputs=(1, 2)),)
 TABLE = (layer("table", (5, 3), kind="embedding", a_dense=False),)
@@ -113,6 +116,101 @@ def test_swapped_axes_and_diagonal_sides():
         "scale": tree["scale"] / (factors["scale"].diagonal + 0.3),
     }
     assert_trees_close(got, expected)
+
+
+@given(power=st.floats(-2, 2), damping=st.floats(0.05, 2), mode=st.sampled_from(["exact", "pi"]))
+@settings(max_examples=12, deadline=None)
+def test_any_real_power_is_that_of_the_dense_block(power, damping, mode):
+    tree, factors, bases = setup(DENSE)
+    got = apply_power(tree, bases, power, damping, mode)
+    block = dense_power(dense_block(*factors["w"], damping, mode), power)
+    expected = block @ jnp.concatenate([tree["w"], tree["b"][None]]).reshape(-1)
+    assert_trees_close(
+        {k: got[k] for k in "wb"},
+        {"w": expected.reshape(4, 4)[:-1], "b": expected.reshape(4, 4)[-1]},
+    )
+
+
+@pytest.mark.parametrize("bias", ["joint", "separate"])
+@pytest.mark.parametrize(("mode", "damping"), MODES)
+def test_the_damped_inverse_undoes_the_damped_fisher(mode, damping, bias):
+    tree, _, bases = setup(ALL, bias=bias)
+    there = apply_power(tree, bases, 1.0, damping, mode)
+    assert not jnp.allclose(there["w"], tree["w"], rtol=0.1)
+    assert_trees_close(natural_gradient(there, bases, damping=damping, damping_mode=mode), tree)
+
+
+def rank_deficient(bias="joint"):
+    """Factors with a null space and, from repeated rows, with repeated eigenvalues."""
+    factors = random_factors(ALL, jax.random.key(2), bias=bias, rows=2)
+    tied = jnp.diag(jnp.array([0.0, 1.0, 1.0, 2.0]))
+    return dataclasses.replace(factors, g_sums={**factors.g_sums, "w": tied})
+
+
+@pytest.mark.parametrize("power", [-2.0, -1.0, -0.5, 0.5, 1.0])
+def test_a_cut_is_the_pseudo_inverse_of_the_dense_block(power):
+    factors, tree, cut = rank_deficient(), tree_for(ALL), 1e-3
+    bases = eigendecompose(factors, max_condition=jnp.inf)
+    got = apply_power(tree, bases, power, cut=cut)
+    for name in ("w", "u"):
+        block = jnp.kron(*factors[name])
+        values, vectors = jnp.linalg.eigh(block)
+        kept = values > cut * values.max()
+        assert 0 < int(kept.sum()) < len(values)
+        powered = jnp.where(kept, jnp.where(kept, values, 1) ** power, 0)
+        dense = (vectors * powered) @ vectors.T
+        if power == -1.0:
+            pinv = jnp.linalg.pinv(block, rtol=cut, hermitian=True)
+            assert jnp.allclose(dense, pinv, rtol=1e-9, atol=1e-9 * float(jnp.abs(pinv).max()))
+        rows = [tree["w"], tree["b"][None]] if name == "w" else [tree["u"]]
+        expected = (dense @ jnp.concatenate(rows).reshape(-1)).reshape(
+            -1, block.shape[0] // len(factors[name].a)
+        )
+        result = jnp.concatenate([got["w"], got["b"][None]] if name == "w" else [got["u"]])
+        assert jnp.allclose(result, expected, rtol=1e-9, atol=1e-9 * float(jnp.abs(expected).max()))
+    diagonal = factors["scale"].diagonal
+    kept = diagonal > cut * diagonal.max(-1, keepdims=True)
+    assert jnp.allclose(got["scale"], jnp.where(kept, diagonal**power, 0) * tree["scale"])
+
+
+@pytest.mark.parametrize(("mode", "damping"), MODES)
+def test_what_is_cut_stays_out_whatever_the_clipping_and_the_damping(mode, damping):
+    factors, tree = rank_deficient("separate"), tree_for(ALL)
+    raw, clipped = (eigendecompose(factors, max_condition=k) for k in (jnp.inf, 2.0))
+    there = apply_power(tree, raw, 0.0, cut=1e-3)  # the projection on what is kept
+    again = apply_power(there, raw, 0.0, cut=1e-3)
+    assert_trees_close(again, there)
+    assert not jnp.allclose(there["w"], tree["w"], rtol=0.1)
+    assert not jnp.allclose(there["b"], tree["b"], rtol=0.1)
+    for bases in (raw, clipped):
+        got = apply_power(tree, bases, -1.0, damping, mode, cut=1e-3)
+        projected = apply_power(there, bases, -1.0, damping, mode, cut=1e-3)
+        uncut = apply_power(there, bases, -1.0, damping, mode)
+        assert_trees_close(got, projected)
+        assert_trees_close(got, uncut)  # what is kept is not changed by the cut
+
+
+def test_a_cut_takes_each_slice_of_a_stack_by_itself():
+    factors = random_factors(STACKED, jax.random.key(3))
+    scaled = {"s": factors.g_sums["s"] * jnp.array([1.0, 1e-6])[:, None, None]}
+    bases = eigendecompose(dataclasses.replace(factors, g_sums=scaled), max_condition=jnp.inf)
+    ratio = float(factors["s"].g.shape[-1])
+    tree = tree_for(STACKED)
+    kept = apply_power(tree, bases, -1.0, cut=1e-3 / ratio)
+    assert all(bool(jnp.abs(x[1]).max() > 0) for x in kept.values())
+
+
+def test_a_cut_makes_zero_of_a_zero_factor_and_nan_of_nan():
+    factors = random_factors(ALL, jax.random.key(1))
+    tree = tree_for(ALL)
+    nothing = eigendecompose(jax.tree.map(jnp.zeros_like, factors))
+    got = natural_gradient(tree, nothing, damping=0.5, cut=1e-6)
+    assert_trees_close(got, {k: 0 * v for k, v in tree.items()})
+    bad = {**factors.g_sums, "w": factors.g_sums["w"].at[0, 0].set(jnp.nan)}
+    bases = eigendecompose(dataclasses.replace(factors, g_sums=bad), placement="device")
+    got = natural_gradient(tree, bases, damping=0.5, cut=1e-6)
+    assert jnp.isnan(got["w"]).all() and jnp.isnan(got["b"]).all()
+    assert jnp.isfinite(got["u"]).all()
 
 
 def test_power_minus_one_inverts_power_one():
@@ -246,11 +344,27 @@ def test_jit_with_traced_damping_agrees_with_eager():
     assert_trees_close(jitted(tree, bases, 0.3), natural_gradient(tree, bases, damping=(0.3, 0.3)))
 
 
-def test_gradients_flow_through_a_preconditioned_step():
+@pytest.mark.parametrize("power", [-2.0, -1.0, -0.5, 0.5, 1.0])
+@pytest.mark.parametrize("cut", [0.0, 1e-3])
+def test_eigenvalues_of_zero_give_zero_and_finite_gradients_at_every_power(power, cut):
     tree, factors, _ = setup(DENSE)
-    zero = jax.tree.map(jnp.zeros_like, eigendecompose(factors))
-    slope = jax.grad(lambda d: natural_gradient(tree, zero, damping=d)["w"].sum())(0.5)
-    assert np.isfinite(slope)
+    zero = eigendecompose(jax.tree.map(jnp.zeros_like, factors))
+
+    def total(tree, bases):
+        return sum(x.sum() for x in apply_power(tree, bases, power, cut=cut).values())
+
+    assert float(total(tree, zero)) == 0
+    for slopes in jax.grad(total, argnums=(0, 1))(tree, zero):
+        assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(slopes))
+
+
+def test_the_slope_in_the_damping_is_that_of_the_inverse():
+    tree, factors, _ = setup(DENSE)
+    zero = jax.tree.map(jnp.zeros_like, eigendecompose(factors, max_condition=jnp.inf))
+    zero = dataclasses.replace(zero, a=identity_bases(factors).a)
+    bases = dataclasses.replace(zero, g=identity_bases(factors).g)
+    slope = jax.grad(lambda d: natural_gradient(tree, bases, damping=d)["w"].sum())(0.5)
+    assert jnp.allclose(slope, -tree["w"].sum() / 1.5**2, rtol=1e-12)
 
 
 def test_bad_arguments_are_named():
@@ -259,6 +373,8 @@ def test_bad_arguments_are_named():
         natural_gradient(tree, bases, damping=-0.1)
     with pytest.raises(ValueError, match="damping_mode must be one of"):
         check_damping(0.1, "both")  # below the runtime type hook of natural_gradient
+    with pytest.raises(ValueError, match="cut must be in"):
+        natural_gradient(tree, bases, damping=0.1, cut=1.0)
     with pytest.raises(ValueError, match="missing must be one of"):
         check_missing("skip")
     with pytest.raises(ValueError, match="vectors=True"):

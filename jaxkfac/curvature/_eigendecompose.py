@@ -1,9 +1,11 @@
 """Factors to eigenbases."""
 
 import dataclasses
+import functools
 from collections import defaultdict
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -19,7 +21,7 @@ from jaxkfac.curvature._placement import (
     send_home,
 )
 from jaxkfac.factors._factors import DiagonalFactor, Factors
-from jaxkfac.linalg import Spectrum, check_clipping, eigh_checked, eigh_on_host, in_sequence
+from jaxkfac.linalg import Spectrum, check_clipping, eigh_checked, eigh_in_turn, eigh_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +48,9 @@ def eigendecompose(
     joint bias and others none, the A without its ones row and column is decomposed as well,
     because its eigenvectors are others.
 
-    On the device there is one batched call for each distinct size, over stacks and layers.
-    On the host there is one call for each factor, so that the peak is that of one layer.
+    On an accelerator there is one batched call for each distinct size, over stacks and
+    layers. On the CPU, which decomposes one matrix at a time whatever the batch, and on the
+    host there is one call for each factor, so that the peak is that of one layer.
 
     Args:
         factors: Sums and counts; their means are decomposed.
@@ -150,42 +153,46 @@ def _decompose(
         first = members[0].matrix
         checked = placement == "auto" and not is_traced(first)
         limit = matrices_that_fit(n, dtype, home_of(first)) if checked else None
-        if checked and (limit == 0 or is_on_host(first)):
+        cheaper = not vectors and checked and home_of(first).platform == "cpu"
+        if checked and (limit == 0 or is_on_host(first) or cheaper):
             results += [(block, _on_host(block, vectors)) for block in members]
             continue
         after = results[-1][1].values if results and is_traced(first) else None
-        for block, spectrum in _batched(members, limit, vectors, after):
+        spectra = _of_one_size([block.matrix for block in members], limit, vectors, after)
+        for block, spectrum in zip(members, spectra, strict=True):
             if checked and not np.isfinite(np.asarray(spectrum.values)).all():
                 spectrum = _on_host(block, vectors)
             results.append((block, spectrum))
     return results
 
 
-def _batched(
-    members: list[_Block], limit: int | None, vectors: bool, after: Any
-) -> list[tuple[_Block, Spectrum]]:
-    """One call for all matrices of a size, or a few where ``limit`` fit at once."""
-    n = members[0].matrix.shape[-1]
-    rows = [block.matrix.reshape(-1, n, n) for block in members]
+def _of_one_size(
+    matrices: list[Array], limit: int | None, vectors: bool, after: Array | None
+) -> list[Spectrum]:
+    """In turn on the CPU; elsewhere in one call, or a few where ``limit`` fit at once."""
+    in_turn = functools.partial(eigh_in_turn, vectors=vectors, after=after)
+    batched = functools.partial(_batched, limit=limit, vectors=vectors)
+    if limit is not None:
+        return batched(matrices)
+    if not is_traced(matrices[0]):
+        return (in_turn if home_of(matrices[0]).platform == "cpu" else batched)(matrices)
+    return jax.lax.platform_dependent(matrices, cpu=in_turn, default=batched)
+
+
+def _batched(matrices: list[Array], *, limit: int | None, vectors: bool) -> list[Spectrum]:
+    n = matrices[0].shape[-1]
+    rows = [matrix.reshape(-1, n, n) for matrix in matrices]
     batch = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
     step = max(limit or len(batch), 1)
-    batch = in_sequence(batch, after)
     parts = [eigh_checked(batch[i : i + step], vectors=vectors) for i in range(0, len(batch), step)]
     values = jnp.concatenate([part.values for part in parts])
     columns = [part.vectors for part in parts if part.vectors is not None]
     columns = jnp.concatenate(columns) if vectors else None
     results, start = [], 0
-    for block, own in zip(members, rows, strict=True):
-        stop, shape = start + len(own), block.matrix.shape
-        results.append(
-            (
-                block,
-                Spectrum(
-                    values[start:stop].reshape(shape[:-1]),
-                    None if columns is None else columns[start:stop].reshape(shape),
-                ),
-            )
-        )
+    for matrix, own in zip(matrices, rows, strict=True):
+        stop = start + len(own)
+        own_columns = None if columns is None else columns[start:stop].reshape(matrix.shape)
+        results.append(Spectrum(values[start:stop].reshape(matrix.shape[:-1]), own_columns))
         start = stop
     return results
 

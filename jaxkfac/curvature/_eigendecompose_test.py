@@ -19,7 +19,7 @@ LAYERS = (
     layer("v", (3, 4), input="q"),
     layer("stacked", (2, 4, 3), bias="stacked_bias", stack=1),
     layer("table", (6, 3), kind="embedding", a_dense=False),
-    layer("scale", (2, 4), kind="scale", stack=1, inputs=()),
+    layer("scale", (2, 4), kind="scale", stack=1, inputs=(), g_dense=False),
     layer("one", (1, 1)),
 )
 
@@ -52,21 +52,42 @@ def test_unclipped_bases_rebuild_the_factors(placement, bias):
     assert_rebuilds(eigendecompose(factors, max_condition=jnp.inf, placement=placement), factors)
 
 
-def test_each_distinct_factor_is_decomposed_once_in_one_call_per_size(factors, monkeypatch):
+@pytest.mark.parametrize("accelerator", [True, False])
+def test_each_distinct_factor_is_decomposed_once(factors, monkeypatch, accelerator):
     calls = []
-    inner = module.eigh_checked
+    batched, in_turn = module.eigh_checked, module.eigh_in_turn
 
     def counted(matrix, **kwargs):
         calls.append(matrix.shape)
-        return inner(matrix, **kwargs)
+        return batched(matrix, **kwargs)
+
+    def counted_in_turn(matrices, **kwargs):
+        calls.extend(matrix.shape for matrix in matrices)
+        return in_turn(matrices, **kwargs)
 
     monkeypatch.setattr(module, "eigh_checked", counted)
+    monkeypatch.setattr(module, "eigh_in_turn", counted_in_turn)
+    if accelerator:  # where the room for workspace is known
+        monkeypatch.setattr(module, "matrices_that_fit", lambda *_: 100)
     bases = eigendecompose(factors)
     # size 4: A of q with its ones, G of q, k, v. Size 3: A of q without, 2 G's of the stack,
     # G of the table. Size 5: 2 A's of the stack. Size 1: A and G of "one".
-    assert sorted(calls) == [(2, 1, 1), (2, 5, 5), (4, 3, 3), (4, 4, 4)]
+    if accelerator:  # one call per size
+        assert sorted(calls) == [(2, 1, 1), (2, 5, 5), (4, 3, 3), (4, 4, 4)]
+    else:
+        alone = [(1, 1)] * 2 + [(3, 3)] * 2 + [(4, 4)] * 4
+        assert sorted(calls) == sorted([*alone, (2, 3, 3), (2, 5, 5)])
     assert bases["k"].a_vectors is bases["v"].a_vectors
     assert set(bases.a) == {"q", "stacked", "table", "one"} and set(bases.a_without_ones) == {"q"}
+
+
+def test_an_accelerators_program_decomposes_each_size_in_one_call(factors):
+    traced = jax.jit(eigendecompose).trace(factors)
+    lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in lowered.splitlines() if "custom_call" in line and "syevd" in line]
+    assert len(calls) == len({3, 4, 5, 1}), calls
+    on_cpu = traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert "syevd" in on_cpu and "cusolver" not in on_cpu
 
 
 def test_layer_without_bias_has_the_eigenvalues_of_the_factor_without_ones(factors):

@@ -6,13 +6,22 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxkfac.curvature._coverage import Owner
-from jaxkfac.curvature._eigenbases import DiagonalEigenbasis, KroneckerEigenbasis
+from jaxkfac.curvature._eigenbases import (
+    DiagonalEigenbasis,
+    Eigenbases,
+    KroneckerEigenbasis,
+    map_slices,
+)
 from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.linalg import (
     Damping,
     DampingMode,
+    above_cut,
     diagonal_power,
+    kronecker_above_cut,
+    kronecker_damping,
     kronecker_power,
+    power_or_zero,
     scale_in_eigenbasis,
 )
 
@@ -23,6 +32,141 @@ class Power(NamedTuple):
     exponent: float
     damping: Damping
     mode: DampingMode
+    cut: float
+
+
+class Form(NamedTuple):
+    """What of a layer is known without its arrays; layers of one form are solved alike.
+
+    Attributes:
+        joint: The bias is the last row of the block's matrix; else its block is G.
+        writes_weight: Whether the layer answers for its weight.
+        writes_bias: Likewise for the bias.
+    """
+
+    joint: bool
+    writes_weight: bool
+    writes_bias: bool
+
+
+class Block(NamedTuple):
+    """The arrays of one layer: its matrix ``(stack..., in, out)`` and its eigenbasis.
+
+    Attributes:
+        kernel: The weight; zeros where the tree lacks it and the bias is joint with it,
+            ``None`` where the layer does not need it.
+        row: The bias, ``(stack..., 1, out)``, likewise.
+        basis: The layer's eigenbasis.
+    """
+
+    kernel: Array | None
+    row: Array | None
+    basis: KroneckerEigenbasis
+
+
+def load_block(
+    leaves: dict[str, Array], owner: Owner, bases: Eigenbases
+) -> tuple[Form, Block] | None:
+    """What :func:`solve` takes; ``None`` if the tree has neither weight nor bias.
+
+    Raises:
+        ValueError: naming a layer whose eigenvectors were not computed.
+    """
+    layer, joint = owner.layer, bases.wants_ones(owner.layer)
+    basis = bases.basis(layer)
+    assert isinstance(basis, KroneckerEigenbasis)
+    _check_vectors(layer, basis)
+    dtype = basis.a_values.dtype
+    kernel_shape = (*layer.stack, layer.in_features, layer.out_features)
+    row_shape = (*layer.stack, 1, layer.out_features)
+    kernel = _read(layer.weight, leaves, kernel_shape, dtype)
+    row = _read(layer.bias, leaves, row_shape, dtype)
+    if kernel is None and row is None:
+        return None
+    form = Form(
+        joint=joint,
+        writes_weight=owner.writes_weight and kernel is not None,
+        writes_bias=owner.writes_bias and row is not None,
+    )
+    if joint:  # each half needs the other
+        kernel = jnp.zeros(kernel_shape, dtype) if kernel is None else kernel
+        row = jnp.zeros(row_shape, dtype) if row is None else row
+    else:
+        kernel = kernel if form.writes_weight else None
+        row = row if form.writes_bias else None
+    return form, Block(kernel, row, basis)
+
+
+def solve(form: Form, block: Block, power: Power) -> tuple[Array | None, Array | None]:
+    """The power applied to weight and bias, leading axes being a batch.
+
+    ``None`` stands for a part that the layer does not write.
+    """
+    kernel, row, basis = block
+    if form.joint:
+        assert kernel is not None and row is not None
+        both = jnp.concatenate([kernel, row], axis=-2)
+        scale = powered_eigenvalues(basis, power)
+        both = scale_in_eigenbasis(both, scale, basis.a_vectors, basis.g_vectors)
+        kernel, row = both[..., :-1, :], both[..., -1:, :]
+    else:
+        if kernel is not None:
+            scale = powered_eigenvalues(basis, power)
+            kernel = scale_in_eigenbasis(kernel, scale, basis.a_vectors, basis.g_vectors)
+        if row is not None:  # the bias's block is G
+            scale = _powered_output_eigenvalues(basis, power)[..., None, :]
+            row = scale_in_eigenbasis(row, scale, None, basis.g_vectors)
+    return kernel if form.writes_weight else None, row if form.writes_bias else None
+
+
+def powered_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> Array:
+    r"""The damped power of every eigenvalue of a layer's block, ``(stack..., in[+1], out)``.
+
+    Raw eigenvalues for positive powers, clipped ones for negative powers; what the cut
+    takes away, by raw eigenvalues, is 0. Measured eigenvalues get what the damping adds to
+    the products they stand for.
+    """
+    a_raw, g_raw = basis.a_raw_values, basis.g_raw_values
+    raw = power.exponent > 0
+    a, g = (a_raw, g_raw) if raw else (basis.a_values, basis.g_values)
+    measured = basis.raw_values
+    if measured is not None and basis.values is not None:
+        values = jnp.maximum(measured if raw else basis.values, 0)
+        damped = values + kronecker_damping(a, g, damping=power.damping, mode=power.mode)
+        if power.cut:
+            rows = measured.reshape(*measured.shape[:-2], -1)
+            kept = above_cut(rows, power.cut).reshape(measured.shape)
+            damped = jnp.where(kept, damped, 0)
+        return power_or_zero(damped, power.exponent)
+    return kronecker_power(
+        a,
+        g,
+        power=power.exponent,
+        damping=power.damping,
+        mode=power.mode,
+        kept=kronecker_above_cut(a_raw, g_raw, power.cut) if power.cut else None,
+    )
+
+
+def _powered_output_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> Array:
+    raw, clipped = basis.g_raw_values, basis.g_values
+    if basis.bias_raw_values is not None and basis.bias_values is not None:
+        raw, clipped = basis.bias_raw_values, basis.bias_values
+    return diagonal_power(
+        raw if power.exponent > 0 else clipped,
+        power=power.exponent,
+        damping=power.damping,
+        kept=above_cut(raw, power.cut) if power.cut else None,
+    )
+
+
+def write_solved(
+    written: dict[str, Array], layer: Layer, solved: tuple[Array | None, Array | None]
+) -> None:
+    """Write what :func:`solve` returned over its part of ``written``."""
+    for matrix, part in zip((layer.weight, layer.bias), solved, strict=True):
+        if part is not None and matrix is not None:
+            written[matrix.path] = matrix.write(written[matrix.path], part)
 
 
 def scale_diagonal(
@@ -36,62 +180,29 @@ def scale_diagonal(
     path, index = layer.weight.path, layer.weight.index
     if path not in leaves:
         return
-    values = basis.raw_diagonal if power.exponent > 0 else basis.diagonal
-    if values.shape == leaves[path].shape:  # else it is shaped like the slice already
-        values = values[index]
+    raw = basis.raw_diagonal
+    values = raw if power.exponent > 0 else basis.diagonal
+    kept = jnp.ones_like(raw)
+    if power.cut:
+        kept = map_slices(layer, raw, lambda x: above_cut(x, power.cut).astype(x.dtype))
+    if raw.shape == leaves[path].shape:  # else it is shaped like the slice already
+        values, kept = values[index], kept[index]
     part = leaves[path][index]
-    scale = diagonal_power(values.reshape(part.shape), power=power.exponent, damping=power.damping)
+    scale = diagonal_power(
+        values.reshape(part.shape),
+        power=power.exponent,
+        damping=power.damping,
+        kept=kept.reshape(part.shape) > 0 if power.cut else None,
+    )
     new = (scale * part.astype(scale.dtype)).astype(part.dtype)
     written[path] = written[path].at[index].set(new) if index else new
 
 
-def scale_kronecker(
-    leaves: dict[str, Array],
-    written: dict[str, Array],
-    owner: Owner,
-    basis: KroneckerEigenbasis,
-    power: Power,
-    *,
-    joint: bool,
-) -> None:
-    """Write the power of a Kronecker block over the parts of ``written`` that it owns.
-
-    With ``joint`` the bias is the last row of the block's matrix; else its block is G. A leaf
-    that ``leaves`` lacks counts as 0.
-    """
-    layer = owner.layer
-    _check_vectors(layer, basis)
-    raw = power.exponent > 0
-    a = basis.a_raw_values if raw else basis.a_values
-    g = basis.g_raw_values if raw else basis.g_values
-    weight = layer.weight if layer.weight.path in leaves else None
-    bias = layer.bias if layer.bias is not None and layer.bias.path in leaves else None
-    if weight is None and bias is None:
-        return
-    shape = (*layer.stack, layer.in_features, layer.out_features)
-    kernel = _read(weight, leaves, shape, a.dtype)
-    row = _read(bias, leaves, (*layer.stack, 1, layer.out_features), a.dtype)
-    if joint:
-        kernel = jnp.concatenate([kernel, row], axis=-2)
-    if joint or owner.writes_weight:
-        scale = kronecker_power(a, g, power=power.exponent, damping=power.damping, mode=power.mode)
-        kernel = scale_in_eigenbasis(kernel, scale, basis.a_vectors, basis.g_vectors)
-    if joint:
-        kernel, row = kernel[..., :-1, :], kernel[..., -1:, :]
-    elif owner.writes_bias:  # the bias's block is G
-        scale = diagonal_power(g, power=power.exponent, damping=power.damping)
-        row = scale_in_eigenbasis(row, scale[..., None, :], None, basis.g_vectors)
-    if weight is not None and owner.writes_weight:
-        written[weight.path] = weight.write(written[weight.path], kernel)
-    if bias is not None and owner.writes_bias:
-        written[bias.path] = bias.write(written[bias.path], row)
-
-
 def _read(
     matrix: ParameterMatrix | None, leaves: dict[str, Array], shape: tuple[int, ...], dtype: Any
-) -> Array:
-    if matrix is None:
-        return jnp.zeros(shape, dtype)
+) -> Array | None:
+    if matrix is None or matrix.path not in leaves:
+        return None
     return matrix.read(leaves[matrix.path]).reshape(shape).astype(dtype)
 
 

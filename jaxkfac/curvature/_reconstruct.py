@@ -2,9 +2,12 @@
 
 from jaxtyping import Array
 
-from jaxkfac.curvature._eigenbases import DiagonalEigenbasis, Eigenbases
+from jaxkfac.curvature._batch import is_small, map_in_batches
+from jaxkfac.curvature._eigenbases import Eigenbases, KroneckerEigenbasis
 from jaxkfac.factors._factors import DiagonalFactor, KroneckerFactor
-from jaxkfac.linalg import from_spectrum
+from jaxkfac.linalg import Spectrum, from_spectrum
+
+_Place = tuple[str, str, bool]  # side, the name it is stored under, with the ones column
 
 
 def reconstruct(bases: Eigenbases) -> dict[str, KroneckerFactor | DiagonalFactor]:
@@ -17,9 +20,12 @@ def reconstruct(bases: Eigenbases) -> dict[str, KroneckerFactor | DiagonalFactor
         ``{layer name: KroneckerFactor(a, g)}``, or ``DiagonalFactor(diagonal)``, readable
         like :class:`Factors`: means, diagonal sides as vectors. With
         ``max_condition=inf`` these are the factors that were decomposed, to rounding.
+        Layers that share an input share the rebuilt A; small sides of equal size are rebuilt
+        in one batched product.
 
     Raises:
-        ValueError: the bases hold no eigenvectors.
+        ValueError: the bases hold no eigenvectors, or are corrected
+            (:func:`correct_eigenvalues`): no two factors have measured eigenvalues.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -31,24 +37,47 @@ def reconstruct(bases: Eigenbases) -> dict[str, KroneckerFactor | DiagonalFactor
         >>> print(jnp.linalg.cond(clipped["kernel"].g).round(2))
         4.0
     """
-    rebuilt: dict[str, KroneckerFactor | DiagonalFactor] = {}
-    for layer in bases.layers:
-        basis = bases.basis(layer)
-        if isinstance(basis, DiagonalEigenbasis):
-            rebuilt[layer.name] = DiagonalFactor(basis.diagonal)
-            continue
-        rebuilt[layer.name] = KroneckerFactor(
-            a=_side(basis.a_values, basis.a_vectors, layer.name, dense=layer.a_dense),
-            g=_side(basis.g_values, basis.g_vectors, layer.name, dense=layer.g_dense),
+    if bases.corrections is not None:
+        raise ValueError(
+            "these bases hold measured eigenvalues, which are no products of two factors' "
+            "eigenvalues: reconstruct the bases that were given to correct_eigenvalues, or "
+            "apply the measured curvature with apply_power"
         )
-    return rebuilt
+    sides: dict[_Place, tuple[None, Spectrum]] = {}
+    places: dict[str, tuple[_Place, _Place]] = {}
+    for layer in bases.layers:
+        if layer.is_diagonal:
+            continue
+        basis = bases.basis(layer)
+        assert isinstance(basis, KroneckerEigenbasis)
+        a, g = ("a", layer.input, bases.wants_ones(layer)), ("g", layer.name, False)
+        places[layer.name] = a, g
+        _check(basis.a_vectors, layer.name, dense=layer.a_dense)
+        _check(basis.g_vectors, layer.name, dense=layer.g_dense)
+        sides[a] = None, Spectrum(basis.a_values, basis.a_vectors)
+        sides[g] = None, Spectrum(basis.g_values, basis.g_vectors)
+    small = {
+        place: side
+        for place, side in sides.items()
+        if side[1].values.ndim == 1 and is_small(side[1].values.shape[-1])
+    }
+    matrices = map_in_batches(lambda _, side: _side(side), small)
+    matrices |= {place: _side(side) for place, (_, side) in sides.items() if place not in small}
+    return {
+        layer.name: DiagonalFactor(bases.diagonal_basis(layer).diagonal)
+        if layer.is_diagonal
+        else KroneckerFactor(*(matrices[place] for place in places[layer.name]))
+        for layer in bases.layers
+    }
 
 
-def _side(values: Array, vectors: Array | None, name: str, *, dense: bool) -> Array:
-    if not dense:
-        return values
-    if vectors is None:
+def _side(side: Spectrum) -> Array:
+    values, vectors = side
+    return values if vectors is None else from_spectrum(values, vectors)
+
+
+def _check(vectors: Array | None, name: str, *, dense: bool) -> None:
+    if dense and vectors is None:
         raise ValueError(
             f"the bases hold no eigenvectors of layer {name!r}; decompose with vectors=True"
         )
-    return from_spectrum(values, vectors)

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 DampingMode = Literal["exact", "factored", "pi"]
 Damping = ArrayLike | tuple[ArrayLike, ArrayLike]
@@ -47,6 +47,7 @@ def kronecker_power(
     power: float,
     damping: Damping = 0.0,
     mode: DampingMode = "exact",
+    kept: Bool[Array, "*stack n_in n_out"] | None = None,
 ) -> Float[Array, "*stack n_in n_out"]:
     r"""Eigenvalues of the damped power of $A \otimes G$, one for each element of the matrix.
 
@@ -67,6 +68,8 @@ def kronecker_power(
         damping: $\delta \ge 0$ in units of $\lambda_A\lambda_G$, or a pair in the units of
             each factor; may be traced.
         mode: How one damping is spread over the two factors.
+        kept: False where the eigenvalue counts as 0 whatever its value and the damping,
+            see :func:`jaxkfac.linalg.kronecker_above_cut`; ``None`` keeps all.
 
     Returns:
         The scale of every element in the eigenbasis, dtype of ``a_values``.
@@ -82,15 +85,45 @@ def kronecker_power(
     a, g = jnp.maximum(a_values, 0), jnp.maximum(g_values, 0)
     if not isinstance(damping, tuple) and mode == "exact":
         delta = jnp.asarray(damping, a.dtype)
-        return power_or_zero(a[..., :, None] * g[..., None, :] + delta, power)
-    if isinstance(damping, tuple):
-        to_a, to_g = (jnp.asarray(d, a.dtype) for d in damping)
-    else:
-        root = jnp.sqrt(jnp.asarray(damping, a.dtype))
-        to_a, to_g = (root, root) if mode == "factored" else _pi_split(a, g, root)
+        damped = a[..., :, None] * g[..., None, :] + delta
+        return power_or_zero(damped if kept is None else jnp.where(kept, damped, 0), power)
+    to_a, to_g = _per_factor(a, g, damping, mode)
     # Raised before they are multiplied: n_in + n_out powers instead of n_in * n_out.
     a, g = power_or_zero(a + to_a, power), power_or_zero(g + to_g, power)
-    return a[..., :, None] * g[..., None, :]
+    scale = a[..., :, None] * g[..., None, :]
+    return scale if kept is None else jnp.where(kept, scale, 0)
+
+
+def kronecker_damping(
+    a_values: Float[Array, "*stack n_in"],
+    g_values: Float[Array, "*stack n_out"],
+    *,
+    damping: Damping = 0.0,
+    mode: DampingMode = "exact",
+) -> Float[Array, "..."]:
+    r"""What each form of damping adds to $\lambda_A \lambda_G$, broadcasting against the matrix.
+
+    With per-factor dampings $\delta_A, \delta_G$ (of a pair, or of ``"factored"`` and ``"pi"``)
+    this is $\delta_A \lambda_G + \lambda_A \delta_G + \delta_A \delta_G$; exact damping adds
+    $\delta$. So measured eigenvalues, which are no products, are damped as their products
+    would be. The arguments are those of :func:`kronecker_power`.
+    """
+    check_damping(damping, mode)
+    a, g = jnp.maximum(a_values, 0), jnp.maximum(g_values, 0)
+    if not isinstance(damping, tuple) and mode == "exact":
+        return jnp.asarray(damping, a.dtype)
+    to_a, to_g = (x[..., None] if x.ndim else x for x in _per_factor(a, g, damping, mode))
+    a, g = a[..., :, None], g[..., None, :]
+    return to_a * g + a * to_g + to_a * to_g
+
+
+def _per_factor(a: Array, g: Array, damping: Damping, mode: str) -> tuple[Array, Array]:
+    """What is added to each factor's eigenvalues, ``()`` or ``(stack..., 1)``."""
+    if isinstance(damping, tuple):
+        to_a, to_g = (jnp.asarray(d, a.dtype) for d in damping)
+        return to_a, to_g
+    root = jnp.sqrt(jnp.asarray(damping, a.dtype))
+    return (root, root) if mode == "factored" else _pi_split(a, g, root)
 
 
 def _pi_split(a: Array, g: Array, root: Array) -> tuple[Array, Array]:
@@ -101,12 +134,18 @@ def _pi_split(a: Array, g: Array, root: Array) -> tuple[Array, Array]:
 
 
 def diagonal_power(
-    values: Float[Array, "*shape"], *, power: float, damping: Damping = 0.0
+    values: Float[Array, "*shape"],
+    *,
+    power: float,
+    damping: Damping = 0.0,
+    kept: Bool[Array, "*shape"] | None = None,
 ) -> Float[Array, "*shape"]:
     r"""$(\lambda + \delta)^p$ for a block of a single factor: a diagonal, or a lone bias's G.
 
     There is nothing to spread the damping over, so every mode is the exact one; of a pair
-    the second, $\delta_G$, is added, because the block is made of output gradients.
+    the second, $\delta_G$, is added, because the block is made of output gradients. Where
+    ``kept`` is False the value counts as 0.
     """
     delta = damping[1] if isinstance(damping, tuple) else damping
-    return power_or_zero(jnp.maximum(values, 0) + jnp.asarray(delta, values.dtype), power)
+    damped = jnp.maximum(values, 0) + jnp.asarray(delta, values.dtype)
+    return power_or_zero(damped if kept is None else jnp.where(kept, damped, 0), power)

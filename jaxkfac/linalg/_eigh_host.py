@@ -1,6 +1,5 @@
 """Symmetric eigendecomposition in host memory, with a retry in double precision."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -18,9 +17,27 @@ class HostSpectrum(NamedTuple):
     vectors: np.ndarray | None
 
 
-@functools.partial(jax.jit, static_argnames="vectors")
-def _lapack(matrix: Array, *, vectors: bool) -> Spectrum:
-    return eigh_checked(matrix, vectors=vectors)
+@jax.jit
+def _lapack(matrix: Array) -> Spectrum:
+    return eigh_checked(matrix)
+
+
+def _first_try(host: np.ndarray) -> HostSpectrum:
+    try:
+        cpu = jax.devices("cpu")[0]
+    except RuntimeError:  # jax_platforms="cuda" leaves the CPU backend out
+        return HostSpectrum(np.full(host.shape[:-1], np.nan), None)
+    with jax.enable_x64(host.dtype == np.float64):  # else a double would become a single
+        values, columns = _lapack(jax.device_put(host, cpu))
+    return HostSpectrum(np.asarray(values), np.asarray(columns))
+
+
+def _values_alone(host: np.ndarray) -> HostSpectrum:
+    """LAPACK without eigenvectors, which JAX would compute and drop."""
+    try:
+        return HostSpectrum(np.linalg.eigvalsh(host), None)
+    except np.linalg.LinAlgError:
+        return HostSpectrum(np.full(host.shape[:-1], np.nan), None)
 
 
 def _numpy_float64(matrix: np.ndarray, *, vectors: bool) -> HostSpectrum:
@@ -74,16 +91,7 @@ def eigh_on_host(matrix: Array | np.ndarray, *, name: str, vectors: bool = True)
             f"factor {name}{where} holds {_describe(host)}; look for a diverged loss or an "
             "overflow in this layer, and leave non-finite batches out of the average"
         )
-    try:
-        cpu = jax.devices("cpu")[0]
-    except RuntimeError:  # jax_platforms="cuda" leaves the CPU backend out
-        spectrum = HostSpectrum(np.full(host.shape[:-1], np.nan), None)
-    else:
-        with jax.enable_x64(host.dtype == np.float64):  # else a double would become a single
-            values, columns = _lapack(jax.device_put(host, cpu), vectors=vectors)
-        spectrum = HostSpectrum(
-            np.asarray(values), None if columns is None else np.asarray(columns)
-        )
+    spectrum = _first_try(host) if vectors else _values_alone(host)
     if np.isfinite(spectrum.values).all():
         return _as_given(spectrum, host.dtype)
     flat = [_numpy_float64(m, vectors=vectors) for m in host.reshape(-1, *host.shape[-2:])]

@@ -12,6 +12,7 @@ from jaxkfac.linalg import (
     clip_eigenvalues,
     eigh_checked,
     eigh_clipped,
+    eigh_in_turn,
     eigh_on_host,
     from_spectrum,
 )
@@ -73,6 +74,21 @@ def test_nan_in_either_triangle_raises_on_the_host_naming_the_layer(triangle):
         eigh_on_host(bad, name="up/kernel")
 
 
+def test_matrices_in_turn_are_decomposed_each_as_by_itself():
+    matrices = [gram(5, 4), gram(6, 3, stack=(2,)), gram(7, 4).at[0, 1].set(jnp.nan), gram(8, 4)]
+    for i, (m, got) in enumerate(zip(matrices, eigh_in_turn(matrices), strict=True)):
+        assert bool(jnp.isnan(got.values).all()) == (i == 2)  # NaN does not reach the next
+        if i != 2:
+            assert jnp.allclose(from_spectrum(*got), m, rtol=0, atol=1e-12)
+    assert all(got.vectors is None for got in eigh_in_turn(matrices, vectors=False))
+
+
+def test_matrices_in_turn_depend_each_on_the_one_before():
+    seen = jax.make_jaxpr(lambda *m: [s.values for s in eigh_in_turn(m)])(jnp.eye(2), jnp.eye(2))
+    first, second = (e for e in seen.jaxpr.eqns if "eigh_after" in str(e.params.get("name")))
+    assert set(map(id, first.outvars)) & set(map(id, second.invars))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("vectors", [True, False])
 def test_host_and_graph_agree(dtype, vectors):
@@ -93,9 +109,13 @@ def test_float64_numpy_input_stays_float64_where_jax_has_no_x64():
         assert np.ptp(eigh_on_host(m, name="").values) == pytest.approx(1e-12, rel=1e-3)
 
 
-def _failing(matrix, *, vectors):
+def _failing(matrix, *, vectors=True):
     nan = np.full(matrix.shape[:-1], np.nan)
     return HostSpectrum(nan, np.full(matrix.shape, np.nan) if vectors else None)
+
+
+def _no_convergence(matrix):
+    raise np.linalg.LinAlgError
 
 
 def test_host_retries_in_float64_when_lapack_fails(monkeypatch):
@@ -104,6 +124,10 @@ def test_host_retries_in_float64_when_lapack_fails(monkeypatch):
     out = eigh_on_host(m, name="x")
     assert out.values.dtype == np.float32
     assert np.allclose(from_spectrum(*map(jnp.asarray, out)), m, atol=1e-5)
+    single = np.linalg.eigvalsh
+    monkeypatch.setattr(
+        np.linalg, "eigvalsh", lambda m: (_no_convergence if m.dtype == np.float32 else single)(m)
+    )
     assert np.allclose(eigh_on_host(m, name="x", vectors=False).values, out.values, atol=1e-5)
 
 
