@@ -81,6 +81,11 @@ def outer_products(rows: Array, *, dense: bool) -> Array:
 
 def gradient_block(layer: Layer, gradient: Array) -> Array:
     """The dense block of per-example gradients ``(parameter..., examples)``."""
+    return outer_products(gradient_rows(layer, gradient), dense=True)
+
+
+def gradient_rows(layer: Layer, gradient: Array) -> Array:
+    """Gradients ``(parameter..., examples)`` of a scale or bias as ``(stack..., examples, n)``."""
     weight = dataclasses.replace(layer.weight, index=())
     rows = jax.vmap(weight.read, in_axes=-1, out_axes=-2)(gradient)
-    return outer_products(rows.reshape(*layer.stack, -1, layer.out_features), dense=True)
+    return rows.reshape(*layer.stack, -1, layer.out_features)

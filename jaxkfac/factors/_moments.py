@@ -1,5 +1,6 @@
 """Statistics of positions: every row of a layer by itself (``sharing="expand"``)."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,13 @@ from jaxkfac.factors._rows import Array, Rows, in_own_order
 from jaxkfac.interception import _compat
 from jaxkfac.interception._rewrite import Site
 from jaxkfac.interception._values import Use
-from jaxkfac.linalg._gram import gram, gram_panels, statistics_dtype
+from jaxkfac.linalg._gram import (
+    PANELS_FROM,
+    gram,
+    gram_panels,
+    statistics_dtype,
+    unpack_panels,
+)
 
 Slot = dict[str, Any]
 
@@ -27,12 +34,25 @@ def moments(site: Site, use: Use, side: Rows, like: Any) -> Any:
     lead = len(side.batch)
     lost = 1 if use.free_stack and not lead else 0  # experts that share one input
     if like.ndim - lead - lost == 2:
-        sums = gram(side.x, side.rows, side.batch, out_sharding=_replicated(side.x))
+        sums = _patch_moments(side) if use.kind == "conv" else _moments(side)
         sums = in_own_order(site, use, side, sums, lead=lead, copies=2)
     else:
         squares = jnp.square(side.x.astype(statistics_dtype(side.x.dtype)))
         sums = _summed(site, use, side, squares)
     return jnp.broadcast_to(sums, like.shape) if lost else sums
+
+
+def _moments(side: Rows) -> Array:
+    return gram(side.x, side.rows, side.batch, out_sharding=_replicated(side.x))
+
+
+def _patch_moments(side: Rows) -> Array:
+    """Moments of wide patches by panels: mirrored here, which a run of many rows can bear."""
+    size = math.prod(side.x.shape[d] for d in side.feature_axes)
+    if side.batch or size < PANELS_FROM or _replicated(side.x) is not None:
+        return _moments(side)
+    x = side.x.transpose(*side.rows, *side.feature_axes).reshape(-1, size)
+    return unpack_panels(gram_panels(x, 1))
 
 
 def packs(uses: Sequence[Use], side: str) -> bool:

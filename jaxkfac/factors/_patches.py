@@ -1,31 +1,202 @@
-"""The input rows of a convolution."""
+"""The input rows of a convolution: windows of the padded signal, some positions at a time.
 
-from collections.abc import Sequence
-from typing import Any
+Every output position reads one window, so a kernel of K points makes K copies of the signal
+(over the product of the strides). Statistics are sums over positions: they are added up over
+runs of positions, and the windows of one run only exist at a time.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from jaxkfac.factors._rows import Rows
+from jaxkfac.factors._rows import Array, Rows
 from jaxkfac.interception._values import Use
+from jaxkfac.linalg._gram import statistics_dtype
+
+AT_ONCE = 2**20  # elements of patches that are always formed at once: 4 MiB of float32
 
 
 def patches_of(eqn: Any, use: Use, operands: Sequence[Any]) -> Rows:
-    """Every patch as a row: ``(examples, positions..., kernel positions..., channels)``."""
-    p, x = eqn.params, operands[0]
-    numbers = p["dimension_numbers"]
-    kernel = operands[1].shape
-    patches = jax.lax.conv_general_dilated_patches(
-        x,
-        [kernel[d] for d in numbers.rhs_spec[2:]],
-        p["window_strides"],
-        p["padding"],
-        lhs_dilation=p["lhs_dilation"],
-        rhs_dilation=p["rhs_dilation"],
-        dimension_numbers=numbers,
-        precision=jax.lax.Precision.HIGHEST,
+    """Every patch as a row: ``(groups..., examples, positions..., kernel..., channels)``.
+
+    Args:
+        eqn: The convolution.
+        use: Its use.
+        operands: Signal and kernel, or a few examples of the signal and the kernel.
+    """
+    return _patches(_signal(eqn, use, operands), use)
+
+
+def summed_patches(eqn: Any, use: Use, operands: Sequence[Any], weights: Array | None) -> Rows:
+    """The patches of ``patches_of`` summed over positions, each of whose axes keeps one row.
+
+    Without a mask the sum over a window's positions is taken axis by axis: no patch is formed.
+
+    Args:
+        eqn: The convolution.
+        use: Its use.
+        operands: Signal and kernel.
+        weights: Which rows exist, ``(examples, positions...)``.
+    """
+    signal = _signal(eqn, use, operands)
+    if weights is None:
+        return _patches(signal, use, summed=True)
+
+    def total(side: Rows, there: Array | None) -> Array:
+        dtype = statistics_dtype(side.x.dtype)
+        return side.masked(there).x.sum(side.rows[1:], dtype=dtype, keepdims=True)
+
+    summed = _over_runs(signal, use, weights, total)
+    return _rows(signal, use, summed)
+
+
+def over_patches(
+    eqn: Any,
+    use: Use,
+    operands: Sequence[Any],
+    weights: Array | None,
+    statistic: Callable[[Rows, Array | None], Any],
+) -> Any:
+    """Sum of a statistic of patches over runs of positions.
+
+    Args:
+        eqn: The convolution.
+        use: Its use.
+        operands: Signal and kernel.
+        weights: Which rows exist, ``(examples, positions...)``.
+        statistic: From some of the rows, and which of them exist, to a tree of arrays that is
+            a sum over rows.
+
+    Memory:
+        The padded signal and the patches of one run: no more than half the signal, than the
+        input factor or than ``AT_ONCE`` elements, whichever is most, but at least those of
+        one position of the longest axis.
+    """
+    signal = _signal(eqn, use, operands)
+    return _over_runs(
+        signal, use, weights, lambda side, there: statistic(side.masked(there), there)
     )
-    order = (numbers.out_spec[0], *numbers.out_spec[2:], numbers.out_spec[1])
-    patches = patches.transpose(order)
-    patches = patches.reshape(*patches.shape[:-1], *[kernel[d] for d in numbers.rhs_spec[1:]])
-    rows = tuple(range(len(order) - 1))
-    return Rows(patches, rows, (), tuple(enumerate(use.in_axes, start=len(order) - 1)))
+
+
+class _Axis(NamedTuple):
+    """One spatial axis: window ``o`` reads points ``o * stride + k * dilation``."""
+
+    outputs: int
+    size: int
+    stride: int
+    dilation: int
+
+    def points(self, outputs: int) -> int:
+        """How many points the windows of some neighbouring outputs span."""
+        return (outputs - 1) * self.stride + (self.size - 1) * self.dilation + 1
+
+
+class _Signal(NamedTuple):
+    """What is convolved, ``(groups..., examples, padded points..., channels)``."""
+
+    x: Array
+    axes: tuple[_Axis, ...]
+
+
+def _signal(eqn: Any, use: Use, operands: Sequence[Any]) -> _Signal:
+    p, x, kernel = eqn.params, operands[0], operands[1].shape
+    numbers = p["dimension_numbers"]
+    examples, channels, *spatial = numbers.lhs_spec
+    config = [(0, 0, 0)] * x.ndim
+    for d, (low, high), spread in zip(spatial, p["padding"], p["lhs_dilation"], strict=True):
+        config[d] = (low, high, spread - 1)
+    if any(c != (0, 0, 0) for c in config):
+        x = jax.lax.pad(x, jnp.zeros((), x.dtype), config)
+    x = x.transpose(examples, *spatial, channels)
+    if use.groups:
+        x = x.reshape(*x.shape[:-1], *use.groups, -1)
+        first = range(x.ndim - 1 - len(use.groups), x.ndim - 1)
+        x = jnp.moveaxis(x, list(first), list(range(len(use.groups))))
+    axes = [
+        _Axis(eqn.outvars[0].aval.shape[d], kernel[k], stride, dilation)
+        for d, k, stride, dilation in zip(
+            numbers.out_spec[2:],
+            numbers.rhs_spec[2:],
+            p["window_strides"],
+            p["rhs_dilation"],
+            strict=True,
+        )
+    ]
+    return _Signal(x, tuple(axes))
+
+
+def _patches(signal: _Signal, use: Use, *, summed: bool = False) -> Rows:
+    """The windows, or their sums over outputs, made axis by axis."""
+    x, lead = signal.x, len(use.groups) + 1
+    for d, axis in enumerate(signal.axes, start=lead):
+        parts = []
+        for k in range(axis.size)[:: -1 if use.reversed[d - lead] else 1]:
+            first = k * axis.dilation
+            last = first + (axis.outputs - 1) * axis.stride
+            part = jax.lax.slice_in_dim(x, first, last + 1, axis.stride, d)
+            if summed:
+                part = part.sum(d, dtype=statistics_dtype(x.dtype), keepdims=True)
+            parts.append(part)
+        x = jnp.stack(parts, -2)
+    return _rows(signal, use, x)
+
+
+def _rows(signal: _Signal, use: Use, x: Array) -> Rows:
+    lead, n = len(use.groups), len(signal.axes)
+    channels, *spatial = use.in_axes
+    features = tuple(enumerate((*spatial, channels), start=lead + 1 + n))
+    return Rows(x, tuple(range(lead, lead + 1 + n)), tuple(range(lead)), features)
+
+
+def _over_runs(
+    signal: _Signal,
+    use: Use,
+    weights: Array | None,
+    statistic: Callable[[Rows, Array | None], Any],
+) -> Any:
+    """Sum of a statistic over runs of output positions along the longest axis.
+
+    Examples stay whole, so that an axis sharded over devices is never cut.
+    """
+    lead, axes = len(use.groups) + 1, signal.axes
+    along = max(range(len(axes)), key=lambda d: axes[d].outputs, default=0)
+    length, outputs = _run_length(signal, along, lead), axes[along].outputs if axes else 1
+
+    def part(start: Any, number: int) -> Any:
+        axis = axes[along]._replace(outputs=number)
+        x = jax.lax.dynamic_slice_in_dim(
+            signal.x, start * axis.stride, axis.points(number), lead + along
+        )
+        there = weights
+        if there is not None:
+            there = jax.lax.dynamic_slice_in_dim(there, start, number, 1 + along)
+        run = _Signal(x, (*axes[:along], axis, *axes[along + 1 :]))
+        return statistic(_patches(run, use), there)
+
+    def add(total: Any, start: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, part(start, length)), None
+
+    if length == outputs:
+        return statistic(_patches(signal, use), weights)
+    number, rest = divmod(outputs, length)
+    # From zeros, so that no run lies outside the loop, where XLA may keep it beside the rest.
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda: part(0, length)))
+    total, _ = jax.lax.scan(add, zeros, jnp.arange(number) * length)
+    return jax.tree.map(jnp.add, total, part(number * length, rest)) if rest else total
+
+
+def _run_length(signal: _Signal, along: int, lead: int) -> int:
+    """How many outputs along an axis make a run; see ``over_patches``."""
+    shape, axes = signal.x.shape, signal.axes
+    window = math.prod(a.size for a in axes) * shape[-1]
+    rows = math.prod(shape[:lead]) * math.prod(a.outputs for a in axes)
+    factor = math.prod(shape[: lead - 1]) * window**2
+    runs = -(-rows * window // max(signal.x.size // 2, factor, AT_ONCE))
+    outputs = axes[along].outputs if axes else 1
+    if runs <= 1 or runs >= outputs:
+        return outputs if runs <= 1 else 1
+    even = (n for n in range(runs, min(2 * runs, outputs)) if outputs % n == 0)
+    return -(-outputs // next(even, runs))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac.interception._axes import Atoms, AxisTable
-from jaxkfac.interception._compat import body_of, call_kind, is_var
+from jaxkfac.interception._compat import body_of, call_kind, is_var, read_order
 from jaxkfac.interception._conduct import Axes, conduct, fresh, merge
 from jaxkfac.interception._uses import INSERTIONS, product_axes, uses_of
 from jaxkfac.interception._values import (
@@ -28,7 +28,7 @@ from jaxkfac.interception._values import (
     Value,
     View,
 )
-from jaxkfac.interception._views import view_of
+from jaxkfac.interception._views import reversal, view_of
 
 MARK_ROWS = "jaxkfac_mark_rows"
 _KEEPS_PRODUCT = frozenset(
@@ -349,6 +349,8 @@ class Analysis:
         if isinstance(value, View):
             if value.axes is None:
                 return dataclasses.replace(value, number=number)
+            if reversal(self.table, value, value.axes[0]) != "none":  # row i is not iteration i's
+                return dataclasses.replace(value, number=number, axes=None, lost_by="rev")
             step = Consumed(length, value.axes[0], ("scan", scan))
             axes, consumed = value.axes[1:], (*value.consumed, step)
             return dataclasses.replace(value, number=number, axes=axes, consumed=consumed)
@@ -448,7 +450,8 @@ def _follow_product(table: AxisTable, eqn: Any, value: Data) -> tuple[Any, ...] 
         return tuple(a for d, a in enumerate(before) if d not in eqn.params["dimensions"])
     if name in ("reshape", "broadcast_in_dim"):
         shape, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-        return _reshaped_product(before, shape, target)
+        order = read_order(eqn) if name == "reshape" else range(len(shape))
+        return _reshaped_product([before[d] for d in order], [shape[d] for d in order], target)
     return before
 
 

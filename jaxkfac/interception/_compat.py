@@ -44,6 +44,11 @@ def body_of(eqn: Eqn) -> tuple[Jaxpr, list[Any]]:
     raise KeyError(eqn.primitive.name)
 
 
+def read_order(eqn: Eqn) -> tuple[int, ...]:
+    """The order in which a reshape reads its operand's axes (``vmap`` makes some transpose)."""
+    return tuple(eqn.params.get("dimensions") or range(len(eqn.invars[0].aval.shape)))
+
+
 def evaluate(eqns: Sequence[Eqn], invars: Sequence[Any], outvars: Sequence[Any], parent: Jaxpr):
     """A function of ``invars`` that runs ``eqns`` unchanged: context, effects and all."""
     effects = frozenset().union(*(e.effects for e in eqns))

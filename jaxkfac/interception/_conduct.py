@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxkfac.interception._axes import ELEMENTWISE, REDUCTIONS, Atoms, AxisTable
+from jaxkfac.interception._compat import read_order
 
 Axes = tuple[Atoms, ...]
 
@@ -66,7 +67,7 @@ def _squeeze(table, eqn, ins, params, shapes):
 
 
 def _reshape(table, eqn, ins, params, shapes):
-    out = table.regroup(ins[0], shapes[0])
+    out = table.regroup([ins[0][d] for d in read_order(eqn)], shapes[0])
     return fresh(table, shapes[0]) if out is None else tuple(out)
 
 

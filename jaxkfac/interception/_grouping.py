@@ -184,22 +184,33 @@ def _bias_matrix(
     """The bias as a row of the block's matrix; ``None`` if its elements lie in another order."""
     product = add.join
     assert product is not None and add.data is not None and add.view.axes is not None
+    own: dict[int, Atoms] = {}  # atom of the product's parameter -> axis of the bias
+    for free, axis in zip(add.data.product_axes, add.view.axes, strict=True):
+        parts = table.atoms(free or ())
+        split = table.regroup([axis], [table.size(a) for a in parts])
+        if split is None:
+            return None
+        own.update(zip(parts, split, strict=True))
     weight_at, _ = _positions(table, product.view)
     where, sizes = _positions(table, add.view)
-    axis_of = dict(zip(add.data.product_axes, add.view.axes, strict=True))
-    steps = stack_of(product, experts)[len(product.view.consumed) :]
-    free = [axis for axis in product.out_axes if all(axis != s for _, s in steps)]
-    free.sort(key=lambda axis: [weight_at[a] for a in table.atoms(axis)])
     stack = [(c.size, c.atoms) for c in add.view.consumed]
-    stack += [(0, axis_of.get(axis, ())) for _, axis in steps]
     atoms, positions = list(sizes), []
+    steps = stack_of(product, experts)[len(product.view.consumed) :]
+    stacked = [a for _, axis in steps for a in table.atoms(axis)]
+    stack += [(0, own.get(a, ())) for a in stacked]
     for size, axis in stack:
-        own = [where[a] for a in table.atoms(axis) if a in where]
-        if size == 1 and not own:
-            own = [len(atoms)]
+        at = [where[a] for a in table.atoms(axis) if a in where]
+        if size == 1 and not at:
+            at = [len(atoms)]
             atoms.append(1)
-        positions += own
-    outputs = [where[a] for ax in free for a in table.atoms(axis_of.get(ax, ())) if a in where]
+        positions += at
+    free = {a for axis in product.out_axes for a in table.atoms(axis)} - set(stacked)
+    outputs = [
+        where[b]
+        for a in sorted(free, key=weight_at.__getitem__)
+        for b in table.atoms(own.get(a, ()))
+        if b in where
+    ]
     if outputs != sorted(outputs):
         return None
     matrix = ParameterMatrix(
@@ -267,8 +278,8 @@ def _reading(table: AxisTable, use: Use) -> str:
         return repr(([d for _, d in theirs], batch[other]))
     if use.kind == "conv":
         keys = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
-        spatial = [place(a) for a in use.in_axes]
+        inputs = [place(a) for a in use.in_axes]
         kernel = use.eqn.invars[1].aval.shape
-        lhs = p["dimension_numbers"].rhs_spec
-        return repr((*(p[k] for k in keys), spatial, [kernel[d] for d in lhs[1:]]))
+        sizes = [kernel[d] for d in p["dimension_numbers"].rhs_spec[1:]]
+        return repr((*(p[k] for k in keys), inputs, sizes, use.reversed, use.groups))
     return repr(tuple(v.aval.shape for v in use.eqn.invars if is_var(v))[-1:])

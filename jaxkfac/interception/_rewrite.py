@@ -29,8 +29,8 @@ CONSTANTS = {
     "a": 2,  # second moment of input rows
     "a_sum": 1,  # their sum
     "a_rows": 1,  # their sum by example
-    "squares": 2,  # squared gradients in an eigenbasis
-    "gradients": 1,  # gradients in an eigenbasis, by example
+    "gradients": 1,  # gradients, by example
+    "constant": 1,  # the constant itself, given to whoever mixes kernel and joint bias
     "diagonal": 2,  # squared gradients, shaped like the parameter
     "gradient": 1,  # gradients, shaped like the parameter and the examples
 }
@@ -299,4 +299,9 @@ def _scale_slot(eqn: Any, slot: Any, others: list) -> Any:
     def times(part: Any, power: int) -> Any:
         return jax.tree.map(lambda x: x * c.astype(x.dtype) ** power, part)
 
-    return {key: times(part, CONSTANTS.get(key, 0)) for key, part in slot.items()}
+    return {
+        key: _scale_slot(eqn, part, others)
+        if key == "given"
+        else times(part, CONSTANTS.get(key, 0))
+        for key, part in slot.items()
+    }

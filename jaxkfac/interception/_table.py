@@ -74,7 +74,7 @@ class LayerTable(Mapping[str, Layer]):
             (
                 layer.name,
                 layer.kind,
-                "-" if layer.is_diagonal else _side(layer.in_features, layer.a_dense),
+                "-" if layer.is_elementwise else _side(layer.in_features, layer.a_dense),
                 _side(layer.out_features, layer.g_dense or layer.is_diagonal),
                 "x".join(map(str, layer.stack)) or "-",
                 str(layer.uses),

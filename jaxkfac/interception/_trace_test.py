@@ -1,5 +1,7 @@
 """Which layers are found, what they are called, and what they share."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -179,3 +181,127 @@ def test_unread_parameters_are_listed_and_raise_nothing():
     table = find_layers(lambda p, x: x @ p["w"], weights(w=(3, 2), spare=(4,)), jnp.ones((5, 3)))
     assert table.uncovered == [("spare", "is not read by the function")]
     table.raise_uncovered()
+
+
+# ------------------------------------------------------------------ convolutions
+
+NHC = ("NHC", "HIO", "NHC")
+
+
+def convolve(x, k, groups=1, **options):
+    return jax.lax.conv_general_dilated(
+        x, k, (1,), "SAME", dimension_numbers=NHC, feature_group_count=groups, **options
+    )
+
+
+def test_feature_groups_are_a_stack():
+    def model(p, x):
+        return convolve(x, p["k"], 2) + p["b"]
+
+    layer = find_layers(model, weights(k=(3, 2, 6), b=(6,)), jnp.ones((5, 7, 4)))["k"]
+    assert (layer.stack, layer.in_features, layer.out_features) == ((2,), 6, 3)
+    assert (layer.bias.path, layer.bias.stack_shape, layer.bias.out_features) == ("b", (2,), 3)
+    kernel = jnp.arange(36.0).reshape(3, 2, 6)
+    blocks = layer.weight.read(kernel)
+    assert (blocks[1] == kernel[..., 3:].reshape(6, 3)).all()
+    assert (layer.bias.read(jnp.arange(6.0))[:, 0] == jnp.arange(6.0).reshape(2, 3)).all()
+
+
+def test_a_depthwise_convolution_has_one_block_for_each_channel():
+    def model(p, x):
+        return convolve(x, p["k"], 4)
+
+    layer = find_layers(model, weights(k=(3, 1, 4)), jnp.ones((5, 7, 4)))["k"]
+    assert (layer.stack, layer.in_features, layer.out_features) == ((4,), 3, 1)
+
+
+def test_groups_of_scanned_convolutions_are_stacked_within_the_scan():
+    def model(p, x):
+        def block(x, layer):
+            return jnp.tanh(convolve(x, layer["k"], 2) + layer["b"]), None
+
+        return jax.lax.scan(block, x, p)[0]
+
+    layer = find_layers(model, weights(k=(5, 3, 2, 4), b=(5, 4)), jnp.ones((2, 7, 4)))["k"]
+    assert (layer.stack, layer.bias.stack_shape) == ((5, 2), (5, 2))
+
+
+def test_kernels_under_vmap_are_groups():
+    """An ensemble: the members stack, each with the groups of its own convolution."""
+
+    def model(p, x):
+        return jax.vmap(lambda x, k: convolve(x, k, 2), in_axes=1, out_axes=1)(x, p["k"])
+
+    layer = find_layers(model, weights(k=(3, 5, 2, 6)), jnp.ones((4, 5, 7, 4)))["k"]
+    assert (layer.stack, layer.in_features, layer.out_features) == ((5, 2), 6, 3)
+
+
+def test_convolutions_share_an_input_where_they_cut_it_the_same_way():
+    def model(p, x):
+        y = convolve(x, p["one"]) + convolve(x, p["same"])
+        y += convolve(x, p["dilated"], rhs_dilation=(2,))
+        y += jax.lax.conv_general_dilated(
+            x, p["reversed"][::-1], (1,), "SAME", dimension_numbers=NHC
+        )
+        return jnp.concatenate([y, convolve(x, p["grouped"], 2)], -1)
+
+    shape = (3, 4, 6)
+    shapes = dict.fromkeys(("one", "same", "dilated", "reversed"), shape) | {"grouped": (3, 2, 6)}
+    table = find_layers(model, weights(**shapes), jnp.ones((5, 7, 4)))
+    owners = {name: table[name].shares_input_with for name in shapes}
+    assert owners == {**dict.fromkeys(shapes), "same": "one"}
+
+
+def test_a_kernel_may_be_read_back_to_front():
+    """``lax.conv_transpose`` of a forward kernel: spatial axes reversed, channels swapped."""
+
+    def model(p, x):
+        return jax.lax.conv_transpose(
+            x, p["k"], (2,), "SAME", dimension_numbers=NHC, transpose_kernel=True
+        )
+
+    layer = find_layers(model, weights(k=(3, 2, 4)), jnp.ones((5, 7, 4)))["k"]
+    assert (layer.kind, layer.weight.inputs, layer.weight.outputs) == ("conv", (0, 2), (1,))
+
+
+@pytest.mark.parametrize(
+    "fn, shape, reason",
+    [
+        (lambda x, k: convolve(x, k[..., ::-1]), (3, 4, 2), "`rev`.*`conv_general_dilated`"),
+        (lambda x, k: convolve(x, k[:, ::-1]), (3, 4, 2), "`rev`.*`conv_general_dilated`"),
+        (lambda x, k: x @ k[::-1], (4, 2), "`rev`.*`dot_general`"),
+        (lambda x, k: x @ k[::-1][0], (2, 4, 2), "`slice`.*`dot_general`"),
+        (lambda x, k: k[::-1][x.argmax(-1)], (9, 2), "`rev`.*`gather`"),
+        (
+            lambda x, k: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, k[::-1])[0],
+            (3, 4, 4),
+            "`rev`.*`dot_general`",
+        ),
+        (lambda x, k: convolve(k, jnp.ones((3, 4, 2)) * x.sum()), (5, 7, 4), "is the signal"),
+        (
+            lambda x, k: convolve(x[:4], k, batch_group_count=2),
+            (3, 4, 2),
+            "whose examples are grouped",
+        ),
+    ],
+)
+def test_a_parameter_that_is_no_matrix_in_its_own_order_is_reported(fn, shape, reason):
+    def model(p, x):
+        return fn(x, p["k"])
+
+    found = find_layers(model, weights(k=shape), jnp.ones((5, 7, 4))).uncovered
+    assert [path for path, _ in found] == ["k"]
+    assert re.search(reason, found[0][1]), found
+
+
+def test_a_parameter_reversed_twice_is_as_it_was():
+    table = find_layers(lambda p, x: x @ p["k"][::-1][::-1], weights(k=(4, 2)), jnp.ones((5, 4)))
+    assert table["k"].kind == "dense"
+
+
+def test_a_reversed_bias_is_alone():
+    def model(p, x):
+        return x @ p["w"] + p["b"][::-1]
+
+    table = find_layers(model, weights(w=(3, 2), b=(2,)), jnp.ones((5, 3)))
+    assert (table["w"].bias, table["b"].kind) == (None, "bias")

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._values import Data, Use, Value, View
+from jaxkfac.interception._views import reversal
 
 INSERTIONS = frozenset("add add_any sub concatenate select_n dynamic_update_slice pad".split())
 
@@ -46,9 +47,16 @@ def _matrix_problem(table: AxisTable, view: View, name: str) -> str | None:
     return None
 
 
+def _order_problem(table: AxisTable, view: View, axes: Sequence[Atoms], name: str) -> str | None:
+    if any(reversal(table, view, axis) != "none" for axis in axes):
+        return f"is back to front behind `rev`, where it meets data in `{name}`"
+    return None
+
+
 def _dense(table, eqn, ins, position, scope) -> list[Use] | str:
     view, data = ins[position], ins[1 - position]
-    if problem := _matrix_problem(table, view, "dot_general"):
+    problem = _matrix_problem(table, view, "dot_general")
+    if problem := problem or _order_problem(table, view, view.axes or (), "dot_general"):
         return problem
     contract, batch = eqn.params["dimension_numbers"]
     mine = {*contract[position], *batch[position]}
@@ -65,14 +73,25 @@ def _convolution(table, eqn, ins, position, scope) -> list[Use] | str:
     view, p = ins[position], eqn.params
     if position != 1:
         return "is the signal, not the kernel, of `conv_general_dilated`"
-    if p["feature_group_count"] != 1 or p["batch_group_count"] != 1:
-        return "is the kernel of a grouped `conv_general_dilated`, for which there is no rule yet"
+    if p["batch_group_count"] != 1:
+        return "is the kernel of a `conv_general_dilated` whose examples are grouped"
     if problem := _matrix_problem(table, view, "conv_general_dilated"):
         return problem
-    numbers, data = p["dimension_numbers"], ins[0]
-    use = Use("conv", eqn, position, view, scope, data=data)
-    use.in_axes = tuple(view.axes[d] for d in numbers.rhs_spec[1:])
-    use.out_axes = (view.axes[numbers.rhs_spec[0]],)
+    numbers, groups = p["dimension_numbers"], p["feature_group_count"]
+    out, channels, *spatial = (view.axes[d] for d in numbers.rhs_spec)
+    order = [reversal(table, view, axis) for axis in spatial]
+    straight = [out, channels, *(a for a, o in zip(spatial, order, strict=True) if o == "part")]
+    if problem := _order_problem(table, view, straight, "conv_general_dilated"):
+        return problem
+    parts = table.regroup([out], [groups, eqn.invars[1].aval.shape[numbers.rhs_spec[0]] // groups])
+    if parts is None:
+        return f"has outputs that do not split into the {groups} groups of `conv_general_dilated`"
+    use = Use("conv", eqn, position, view, scope, data=ins[0])
+    use.in_axes = (channels, *spatial)
+    use.batch_axes = tuple((a,) for a in table.atoms(parts[0]))
+    use.groups = tuple(table.size(a) for a in table.atoms(parts[0]))
+    use.out_axes = (parts[1],)
+    use.reversed = tuple(o == "whole" for o in order)
     return [use]
 
 
@@ -87,7 +106,8 @@ def _embedding(table, eqn, ins, position, scope) -> list[Use] | str:
     )
     if not rows_of_table:
         return "is read by a `gather` that does not pick whole rows"
-    if problem := _matrix_problem(table, view, "gather"):
+    problem = _matrix_problem(table, view, "gather")
+    if problem := problem or _order_problem(table, view, view.axes or (), "gather"):
         return problem
     use = Use("embedding", eqn, position, view, scope, data=ins[1])
     use.in_axes, use.out_axes = (view.axes[0],), tuple(view.axes[1:])
@@ -112,7 +132,7 @@ def _insertion(table, eqn, ins, position, scope) -> Use:
 
 def _is_its_bias(table: AxisTable, view: View, product: Data) -> bool:
     """Whether the view's own axes lie exactly on the free axes of the product's parameter."""
-    if view.axes is None or product.product is None:
+    if view.axes is None or view.reversed or product.product is None:
         return False
     if [c.walker for c in view.consumed] != [c.walker for c in product.product.view.consumed]:
         return False
@@ -132,7 +152,8 @@ def product_axes(use: Use, ndim: int) -> tuple[Atoms | None, ...]:
     """For each axis of a dense or convolution product, the parameter axis it comes from."""
     if use.kind == "conv":
         out: list[Atoms | None] = [None] * ndim
-        out[use.eqn.params["dimension_numbers"].out_spec[1]] = use.out_axes[0]
+        channels = tuple(a for axis in (*use.batch_axes, *use.out_axes) for a in axis)
+        out[use.eqn.params["dimension_numbers"].out_spec[1]] = channels
         return tuple(out)
     rows: list[Atoms | None] = [None] * len(use.rows)
     free: list[Atoms | None] = list(use.out_axes)

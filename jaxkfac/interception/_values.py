@@ -37,6 +37,7 @@ class View:
         consumed: Stacked axes used up so far, outermost first: scan iterations and
             dynamic indices.
         scaled: Value numbers of the constants it was multiplied by.
+        reversed: Atoms along which it is seen back to front.
         lost_by: The primitive behind which the axes can no longer be followed.
     """
 
@@ -47,6 +48,7 @@ class View:
     index: tuple[int, ...] = ()
     consumed: tuple["Consumed", ...] = ()
     scaled: tuple[int, ...] = ()
+    reversed: Atoms = ()
     lost_by: str = ""
 
 
@@ -102,13 +104,16 @@ class Use:
         scope: Identities of the scans around it, outermost first.
         in_axes: Atoms of the contracted axes, in the equation's order.
         out_axes: Atoms of the free axes, in the equation's order.
-        batch_axes: Atoms of the axes shared with the data (experts).
+        batch_axes: Atoms of the axes shared with the data (experts, feature groups).
         rows: Atoms of the data operand's axes that are neither contracted nor shared.
         result: Atoms of the result's axes, for a scale or bias.
         data: The data operand, if there is one.
         join: For a bias: the product it is added to, if nothing else reads that product.
         layer: Name of the layer this use belongs to, or ``None`` while it is not tapped.
         free_stack: Whether its first free axis is read as a stack of experts.
+        groups: Of a convolution: the sizes of ``batch_axes``.
+        reversed: Of a convolution: for each of its spatial axes, whether the kernel is seen
+            back to front along it.
     """
 
     kind: UseKind
@@ -125,6 +130,8 @@ class Use:
     join: "Use | None" = None
     layer: str | None = None
     free_stack: bool = False
+    groups: tuple[int, ...] = ()
+    reversed: tuple[bool, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,19 +2,20 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from jaxkfac.interception._axes import AxisTable
+from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._compat import read_order
 from jaxkfac.interception._values import Constant, Consumed, Value, View
 
 SAME_ELEMENTS = frozenset(
     "convert_element_type copy copy_p reduce_precision optimization_barrier name pvary pcast "
     "sharding_constraint reshard neg layout_constraint".split()
 )
-_SELECTIONS = frozenset("slice dynamic_slice rev gather split pad broadcast_in_dim".split())
+_SELECTIONS = frozenset("slice dynamic_slice gather split pad broadcast_in_dim".split())
 
 
 def view_of(table: AxisTable, eqn: Any, ins: Sequence[Value], number: int) -> list[View] | None:
@@ -61,6 +62,8 @@ def _views(table: AxisTable, eqn: Any, ins: Sequence[Value], number: int) -> lis
         return [dataclasses.replace(view, number=number, axes=_moved(table, eqn, view.axes))]
     if name in ("slice", "dynamic_slice"):
         return [_slice(table, eqn, view, ins, number)]
+    if name == "rev":
+        return [_turned(table, eqn, view, number)]
     if name == "broadcast_in_dim":
         return [dataclasses.replace(view, number=number, axes=_broadcast(table, eqn, view.axes))]
     if name in _SELECTIONS:
@@ -85,7 +88,7 @@ def _moved(table: AxisTable, eqn: Any, axes: Any) -> Any:
         return tuple(axes[d] for d in eqn.params["permutation"])
     if eqn.primitive.name == "squeeze":
         return tuple(a for d, a in enumerate(axes) if d not in eqn.params["dimensions"])
-    out = table.regroup(axes, eqn.outvars[0].aval.shape)
+    out = table.regroup([axes[d] for d in read_order(eqn)], eqn.outvars[0].aval.shape)
     return None if out is None else tuple(out)
 
 
@@ -100,6 +103,25 @@ def _broadcast(table: AxisTable, eqn: Any, axes: Any) -> Any:
     return tuple(out)
 
 
+def _turned(table: AxisTable, eqn: Any, view: View, number: int) -> View:
+    """The view back to front along some axes; twice is not at all.
+
+    Reversing an axis reverses each of its atoms, however the program splits it.
+    """
+    if view.axes is None:
+        return dataclasses.replace(view, number=number)
+    before = set(table.atoms(view.reversed))
+    turned = {a for d in eqn.params["dimensions"] for a in table.atoms(view.axes[d])}
+    return dataclasses.replace(view, number=number, reversed=tuple(sorted(before ^ turned)))
+
+
+def reversal(table: AxisTable, view: View, axis: Atoms) -> Literal["none", "part", "whole"]:
+    """How far a view is seen back to front along one of its axes."""
+    atoms = set(table.atoms(axis))
+    turned = atoms.intersection(table.atoms(view.reversed))
+    return "none" if not turned else "whole" if turned == atoms else "part"
+
+
 def _slice(table: AxisTable, eqn: Any, view: View, ins: Sequence[Value], number: int) -> View:
     """One element of the leading axis is an index. Any other slice selects elements."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
@@ -108,7 +130,7 @@ def _slice(table: AxisTable, eqn: Any, view: View, ins: Sequence[Value], number:
         return new
     axes = view.axes
     cut = [d for d in range(len(before)) if before[d] != after[d]]
-    if axes is None or cut != [0] or after[0] != 1:
+    if axes is None or cut != [0] or after[0] != 1 or reversal(table, view, axes[0]) != "none":
         return dataclasses.replace(new, axes=None)
     rest = ((), *axes[1:])
     start = _static_start(eqn)
