@@ -9,13 +9,20 @@ from jaxkfac._errors import (
     UnknownLayerError,
 )
 from jaxkfac.curvature import (
+    CapacityMetrics,
     Eigenbases,
     apply_power,
+    capacity_interval,
+    capacity_metrics,
+    compare_capacity,
+    correct_eigenvalues,
     eigendecompose,
     fisher_vector_product,
     natural_gradient,
+    operators,
     reconstruct,
 )
+from jaxkfac.curvature.operators import spectrum
 from jaxkfac.factors import (
     Bernoulli,
     Categorical,
@@ -34,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Bernoulli",
+    "CapacityMetrics",
     "Categorical",
     "CheckpointMismatchError",
     "DiagonalFactor",
@@ -50,6 +58,10 @@ __all__ = [
     "UncoveredParameterError",
     "UnknownLayerError",
     "apply_power",
+    "capacity_interval",
+    "capacity_metrics",
+    "compare_capacity",
+    "correct_eigenvalues",
     "eigendecompose",
     "find_layers",
     "fisher_vector_product",
@@ -59,8 +71,10 @@ __all__ = [
     "mark_rows",
     "multi_steps",
     "natural_gradient",
+    "operators",
     "reconstruct",
     "scale_by_bases",
+    "spectrum",
     "update_average",
     "value_grad_and_factors",
 ]

@@ -6,6 +6,7 @@ from jaxkfac.curvature._apply import (
     fisher_vector_product,
     natural_gradient,
 )
+from jaxkfac.curvature._correct import EigenvalueCorrector, correct_eigenvalues
 from jaxkfac.curvature._coverage import covered_indices
 from jaxkfac.curvature._eigenbases import (
     DiagonalEigenbasis,
@@ -16,14 +17,38 @@ from jaxkfac.curvature._eigenbases import (
 from jaxkfac.curvature._eigendecompose import eigendecompose
 from jaxkfac.curvature._placement import Placement
 from jaxkfac.curvature._reconstruct import reconstruct
+from jaxkfac.curvature.capacity import (
+    CapacityComparison,
+    CapacityInterval,
+    CapacityMetrics,
+    CapacityRecord,
+    Change,
+    Interval,
+    OverLayers,
+    capacity_interval,
+    capacity_metrics,
+    compare_capacity,
+)
 
 __all__ = [
+    "CapacityComparison",
+    "CapacityInterval",
+    "CapacityMetrics",
+    "CapacityRecord",
+    "Change",
     "DiagonalEigenbasis",
     "Eigenbases",
+    "EigenvalueCorrector",
+    "Interval",
     "KroneckerEigenbasis",
     "Missing",
+    "OverLayers",
     "Placement",
     "apply_power",
+    "capacity_interval",
+    "capacity_metrics",
+    "compare_capacity",
+    "correct_eigenvalues",
     "covered_indices",
     "eigendecompose",
     "fisher_vector_product",

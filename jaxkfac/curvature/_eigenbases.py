@@ -1,7 +1,8 @@
 """The eigenbases of every factor of a model."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac.curvature._corrections import Corrections, clip_block
+from jaxkfac.factors._average import check_same_layers
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.interception._layer import Layer
 from jaxkfac.linalg import Spectrum, clip_eigenvalues
@@ -25,6 +28,12 @@ class KroneckerEigenbasis(NamedTuple):
         g_vectors: Like ``a_vectors``.
         a_raw_values: Eigenvalues of A as decomposed.
         g_raw_values: Eigenvalues of G as decomposed.
+        values: Of corrected bases, the clipped eigenvalues of the whole block, measured one
+            by one, ``(stack..., in[+1], out)``; ``None``: they are the products of the two.
+        raw_values: The same as measured.
+        bias_values: Of corrected bases, the clipped eigenvalues of a bias with a block of
+            its own, ``(stack..., out)``; ``None``: they are those of G.
+        bias_raw_values: The same as measured.
     """
 
     a_values: Array
@@ -33,6 +42,10 @@ class KroneckerEigenbasis(NamedTuple):
     g_vectors: Array | None
     a_raw_values: Array
     g_raw_values: Array
+    values: Array | None = None
+    raw_values: Array | None = None
+    bias_values: Array | None = None
+    bias_raw_values: Array | None = None
 
 
 class DiagonalEigenbasis(NamedTuple):
@@ -69,6 +82,9 @@ class Eigenbases(_Named):
         bias: ``"joint"`` or ``"separate"``, static.
         max_condition: Bound of the clipping on read, static.
         floor: Smallest eigenvalue of the clipping on read, static.
+        corrections: Measured eigenvalues (:func:`correct_eigenvalues`), or ``None``. Those of
+            several batches in the same eigenbases are combined with ``+``, and averaged by
+            :func:`update_average`.
     """
 
     # A pytree also holds shapes, shardings and in_axes, so the leaves are not Array here.
@@ -80,6 +96,7 @@ class Eigenbases(_Named):
     bias: BiasMode = dataclasses.field(metadata={"static": True})
     max_condition: float = dataclasses.field(metadata={"static": True})
     floor: float = dataclasses.field(metadata={"static": True})
+    corrections: Corrections | None = None
 
     def __iter__(self) -> Iterator[str]:
         return (layer.name for layer in self.layers)
@@ -88,28 +105,52 @@ class Eigenbases(_Named):
         return len(self.layers)
 
     def __getitem__(self, name: str) -> KroneckerEigenbasis | DiagonalEigenbasis:
-        for layer in self.layers:
-            if layer.name == name:
-                return self.basis(layer)
+        if name in self._by_name:
+            return self.basis(self._by_name[name])
         raise UnknownLayerError(f"no layer {name!r}; the nearest names are {nearest(name, self)}")
 
     def __contains__(self, name: object) -> bool:
-        return any(layer.name == name for layer in self.layers)
+        return name in self._by_name
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Layer]:
+        return {layer.name: layer for layer in self.layers}
 
     def basis(self, layer: Layer) -> KroneckerEigenbasis | DiagonalEigenbasis:
-        """The eigenbasis of ``layer``, found without a search."""
+        """The eigenbasis of ``layer``."""
         if layer.is_diagonal:
-            raw = self.diagonals[layer.name]
-            return DiagonalEigenbasis(diagonal=self._clip_diagonal(layer, raw), raw_diagonal=raw)
+            return self.diagonal_basis(layer)
         a, g = self.spectra(layer)
         return KroneckerEigenbasis(
-            a_values=clip_eigenvalues(a.values, self.max_condition, self.floor),
+            a_values=self._clipped(a.values),
             a_vectors=a.vectors,
-            g_values=clip_eigenvalues(g.values, self.max_condition, self.floor),
+            g_values=self._clipped(g.values),
             g_vectors=g.vectors,
             a_raw_values=a.values,
             g_raw_values=g.values,
+            **self._measured(layer),
         )
+
+    def _clipped(self, values: Array) -> Array:
+        return clip_eigenvalues(values, self.max_condition, self.floor)
+
+    def _measured(self, layer: Layer) -> dict[str, Array]:
+        if self.corrections is None:
+            return {}
+        raw = self.corrections.mean(self.corrections.sums[layer.name])
+        found = {"values": clip_block(raw, self.max_condition, self.floor), "raw_values": raw}
+        if layer.name in self.corrections.bias_sums:
+            raw = self.corrections.mean(self.corrections.bias_sums[layer.name])
+            found |= {"bias_values": self._clipped(raw), "bias_raw_values": raw}
+        return found
+
+    def diagonal_basis(self, layer: Layer) -> DiagonalEigenbasis:
+        """The basis of a layer that is a diagonal, clipped over each stacked slice."""
+        raw = self.diagonals[layer.name]
+        if self.corrections is not None:
+            raw = self.corrections.mean(self.corrections.sums[layer.name])
+        clipped = map_slices(layer, raw, self._clipped)
+        return DiagonalEigenbasis(diagonal=clipped, raw_diagonal=raw)
 
     def spectra(self, layer: Layer) -> tuple[Spectrum, Spectrum]:
         """The input and output spectra of a layer with two factors, as stored."""
@@ -129,18 +170,43 @@ class Eigenbases(_Named):
                 if layer.is_diagonal
                 else [spectrum.values for spectrum in self.spectra(layer)]
             )
+            if self.corrections is not None:
+                sums = (self.corrections.sums, self.corrections.bias_sums)
+                stored += [table[layer.name] for table in sums if layer.name in table]
             finite[layer.name] = jnp.stack([jnp.isfinite(x).all() for x in stored]).all()
         return finite
 
-    def _clip_diagonal(self, layer: Layer, raw: Array) -> Array:
-        # Per stacked slice, so that a scanned model is clipped like its unrolled twin.
-        whole = dataclasses.replace(layer.weight, index=())
-        if raw.size != whole.size:
-            whole = layer.weight
-        matrix = whole.read(raw)
-        rows = matrix.reshape(*matrix.shape[:-2], -1)
-        clipped = clip_eigenvalues(rows, self.max_condition, self.floor)
-        return whole.write(raw, clipped.reshape(matrix.shape))
+    def __add__(self, other: "Eigenbases") -> "Eigenbases":
+        """Measurements of two batches in the same eigenbases, which are taken from ``self``."""
+        return self.decayed_sum(other, 1)
+
+    def decayed_sum(self, new: "Eigenbases", decay: Any) -> "Eigenbases":
+        """These bases with the corrections ``decay * own + new``; none count as zero.
+
+        Raises:
+            ValueError: ``new`` is not corrected, or the bases are of other layers or shapes.
+        """
+        check_same_layers(new, self)
+        if new.corrections is None:
+            raise ValueError("only measured eigenvalues are added, and these bases hold none")
+        total = new.corrections
+        if self.corrections is not None:
+            total = self.corrections.decayed(decay, new.corrections)
+        return dataclasses.replace(self, corrections=total)
+
+
+def map_slices(layer: Layer, raw: Array, function: Callable[[Array], Array]) -> Array:
+    """Map each stacked slice of a diagonal as a row, ``(stack..., n)`` to the same shape.
+
+    Per slice, so that a scanned model is treated like its unrolled twin. ``raw`` is shaped
+    like the parameter, of which the layer may be one slice, or like that slice.
+    """
+    whole = dataclasses.replace(layer.weight, index=())
+    if raw.size != whole.size:
+        whole = layer.weight
+    matrix = whole.read(raw)
+    rows = matrix.reshape(*matrix.shape[:-2], -1)
+    return whole.write(raw, function(rows).reshape(matrix.shape))
 
 
 def identity_bases(like: Factors, *, max_condition: float = 1e6, floor: float = 0.0) -> Eigenbases:

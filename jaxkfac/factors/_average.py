@@ -1,6 +1,7 @@
 """Running averages of factors."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,31 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jaxkfac._errors import nearest
-from jaxkfac.factors._factors import Factors
+from jaxkfac.factors._factors import BiasMode, Factors
+from jaxkfac.interception._layer import Layer
+
+
+@runtime_checkable
+class OfLayers(Protocol):
+    """Something with a block for each layer: factors, eigenbases."""
+
+    @property
+    def layers(self) -> tuple[Layer, ...]: ...
+    @property
+    def bias(self) -> BiasMode: ...
+    def __iter__(self) -> Iterator[str]: ...
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """Sums and counts beside something that stays: corrected eigenbases."""
+
+    def decayed_sum(self, new: Any, decay: Any) -> Any:
+        """``decay`` times the own sums and counts, plus those of ``new``."""
+        ...
+
+
+Average = TypeVar("Average", bound=Factors | Measured)
 
 
 def zeros_like(shapes: Factors) -> Factors:
@@ -23,7 +48,7 @@ def zeros_like(shapes: Factors) -> Factors:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def update_average(average: Factors, factors: Factors, decay: ArrayLike) -> Factors:
+def update_average(average: Average, factors: Average, decay: ArrayLike) -> Average:
     r"""Advance an exponential average by one step: ``decay * average + factors``.
 
     Sums and counts decay alike, so the mean read from the result,
@@ -33,9 +58,13 @@ def update_average(average: Factors, factors: Factors, decay: ArrayLike) -> Fact
     is debiased by itself: after the first step it is that step's mean, with no
     $1 - \beta^t$ to divide by, and a step of twice as many rows weighs twice as much.
 
+    Corrected eigenbases (:func:`correct_eigenvalues`) are averaged alike: their measured
+    eigenvalues are, in the eigenvectors of ``average``, in which both must have been measured.
+
     Args:
-        average: The average so far; start from :func:`zeros_like`. Its dtypes are kept.
-        factors: This step's factors.
+        average: The average so far; start from :func:`zeros_like`, or from eigenbases that
+            are not corrected yet. Its dtypes are kept.
+        factors: This step's factors, or corrected eigenbases.
         decay: $\beta \in [0, 1)$; may be traced.
 
     Returns:
@@ -43,6 +72,7 @@ def update_average(average: Factors, factors: Factors, decay: ArrayLike) -> Fact
 
     Raises:
         ValueError: ``decay`` is known and out of range, or the two are of different layers.
+        TypeError: one is factors and the other is not.
 
     Memory:
         One elementwise pass; under ``jit`` with a donated average nothing beyond it.
@@ -58,7 +88,12 @@ def update_average(average: Factors, factors: Factors, decay: ArrayLike) -> Fact
         (Array(10.5, dtype=float32), Array([1., 1.], dtype=float32))
     """
     check_decay(decay)
-    check_same_layers(factors, average)
+    if type(average) is not type(factors):
+        kinds = f"{type(factors).__name__} to an average of {type(average).__name__}"
+        raise TypeError(f"update_average: cannot add {kinds}")
+    if not isinstance(average, Factors):
+        return average.decayed_sum(factors, decay)
+    check_same_layers(cast(Factors, factors), average)
     return jax.tree.map(
         lambda x, new: jnp.asarray(decay, x.dtype) * x + new.astype(x.dtype), average, factors
     )
@@ -70,7 +105,7 @@ def check_decay(decay: Any) -> None:
         raise ValueError(f"decay must be in [0, 1), got {decay}")
 
 
-def check_same_layers(factors: Factors, expected: Factors) -> None:
+def check_same_layers(factors: OfLayers, expected: OfLayers) -> None:
     """Refuse factors of other layers than expected, naming the first that differs."""
     if factors.layers == expected.layers and factors.bias == expected.bias:
         return

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Key, PyTree
 
 from jaxkfac.factors._diagonal_pass import diagonal_layers, per_example_diagonals
 from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.factors._fisher import FISHER_TYPES, Fisher, sum_over_pulls
+from jaxkfac.factors._fisher import FISHER_TYPES, Fisher, check_labels, sum_over_pulls
 from jaxkfac.factors._objective import Batch, Objective, as_batch
 from jaxkfac.factors._program import Leaves, Program
 from jaxkfac.factors._statistics import Scales, Sharing, Statistics
@@ -75,7 +75,7 @@ class FactorCollector:
         is_model = isinstance(objective, Objective)
         if is_model:
             batch = as_batch(batch)
-            self._check_labels(key, labels, batch)
+            check_labels(self._fisher, key, labels, batch)
         elif positions is not None or labels is not None:
             raise ValueError(
                 "positions= and labels= need an Objective: a scalar loss has no outputs"
@@ -126,19 +126,6 @@ class FactorCollector:
         if key is None and self._fisher == "mc":
             key = jax.eval_shape(lambda: jax.random.key(0))
         return jax.eval_shape(self.__call__, params, batch, key, positions).factors
-
-    def _check_labels(self, key: Any, labels: Any, batch: Batch) -> None:
-        if self._fisher == "mc" and key is None and labels is None:
-            raise ValueError('fisher="mc" samples labels: pass key=, or labels=')
-        if labels is None:
-            return
-        if self._fisher != "mc":
-            raise ValueError(f'labels= are for fisher="mc", and this is fisher={self._fisher!r}')
-        if labels.shape[1:] != batch.targets.shape:
-            raise ValueError(
-                f"labels have shape {labels.shape}, expected (samples, *targets), "
-                f"(samples, {', '.join(map(str, batch.targets.shape))})"
-            )
 
     def _with_diagonals(
         self, traced: Traced, split: Leaves, batch: Batch, key: Any, labels: Any, factors: Factors

@@ -1,6 +1,7 @@
 """Kronecker factors of a model as sums and counts."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -79,13 +80,21 @@ class Factors(_Named):
         Raises:
             UnknownLayerError: no layer has this name; the nearest names are given.
         """
-        for layer in self.layers:
-            if layer.name == name:
-                return layer
+        if name in self._by_name:
+            return self._by_name[name]
         raise UnknownLayerError(f"no layer {name!r}; the nearest names are {nearest(name, self)}")
 
     def __contains__(self, name: object) -> bool:
-        return any(layer.name == name for layer in self.layers)
+        return name in self._by_name
+
+    # Kept for the life of one instance: walking over the layers stays linear in their number.
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Layer]:
+        return {layer.name: layer for layer in self.layers}
+
+    @functools.cached_property
+    def _inputs_with_ones(self) -> frozenset[str]:
+        return frozenset(layer.input for layer in self.layers if self.wants_ones(layer))
 
     def __getitem__(self, name: str) -> KroneckerFactor | DiagonalFactor:
         layer = self.layer(name)
@@ -104,7 +113,7 @@ class Factors(_Named):
 
     def has_ones(self, input_name: str) -> bool:
         """Whether the stored input factor carries a ones column."""
-        return any(layer.input == input_name and self.wants_ones(layer) for layer in self.layers)
+        return input_name in self._inputs_with_ones
 
     def __add__(self, other: "Factors") -> "Factors":
         return jax.tree.map(jnp.add, self, other)

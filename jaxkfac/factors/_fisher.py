@@ -86,6 +86,21 @@ def number_of_terms(outputs: Any, batch: Batch) -> Any:
     return jnp.maximum(batch.mask.sum(dtype=dtype), 1)
 
 
+def check_labels(fisher: Fisher, key: Any, labels: Any, batch: Batch) -> None:
+    """Refuse a missing key, and labels that nothing wants or that do not fit."""
+    if fisher == "mc" and key is None and labels is None:
+        raise ValueError('fisher="mc" samples labels: pass key=, or labels=')
+    if labels is None:
+        return
+    if fisher != "mc":
+        raise ValueError(f'labels= are for fisher="mc", and this is fisher={fisher!r}')
+    if labels.shape[1:] != batch.targets.shape:
+        raise ValueError(
+            f"labels have shape {labels.shape}, expected (samples, *targets), "
+            f"(samples, {', '.join(map(str, batch.targets.shape))})"
+        )
+
+
 def _sum(fn: Callable[[Any], Any], xs: Any, chunk: int) -> Any:
     """Sum of ``fn`` over the leading axis of ``xs``, ``chunk`` entries at a time."""
     number = len(xs)

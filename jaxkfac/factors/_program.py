@@ -152,15 +152,20 @@ class Program:
 
 
 class Leaves:
-    """A parameter tree split into leaves with a gradient and held-out integer leaves."""
+    """A parameter tree split into leaves with a gradient and held-out ones.
 
-    def __init__(self, params: PyTree) -> None:
+    Integer leaves are held out; with ``differentiate=False``, all are.
+    """
+
+    def __init__(self, params: PyTree, *, differentiate: bool = True) -> None:
         self.tree = params
         leaves, self._structure = jax.tree.flatten(params)
         if not leaves:
             raise ValueError("params: the tree holds no arrays")
         self._leaves = leaves
-        self._is_free = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
+        self._is_free = [
+            differentiate and jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves
+        ]
         self.free = [x for x, free in zip(leaves, self._is_free, strict=True) if free]
 
     def join(self, free: list[Any]) -> PyTree:

@@ -102,7 +102,7 @@ def by_example(
     for d, size in enumerate(side.x.shape):
         atoms = table.atoms(axes[side.rows.index(d)]) if d in side.rows else ()
         sizes = [table.size(a) for a in atoms]
-        if math.prod(sizes) != size:
+        if d not in side.rows or math.prod(sizes) != size:
             atoms, sizes = (), [size]  # a feature, an axis of one row, or a shard
         for i, part in enumerate(sizes):
             if atoms and atoms[i] in wanted:

@@ -68,9 +68,10 @@ class Statistics:
 
     def slots(self) -> dict[str, Slot]:
         """Zeros for every layer; their cotangents are the statistics, their values unread."""
-        return {layer.name: self._slot(layer) for layer in self.layers}
+        return {layer.name: self.slot(layer) for layer in self.layers}
 
-    def _slot(self, layer: Layer) -> Slot:
+    def slot(self, layer: Layer) -> Slot:
+        """Zeros for one layer."""
         dtype, uses = self._dtype(layer), self.traced.uses_of(layer)
         if layer.is_elementwise:
             shape, kinds = self.traced.shapes[layer.weight.path], ("diagonal", "count")
@@ -179,9 +180,10 @@ class Statistics:
 
     def outputs(self, emitted: Mapping[str, Slot]) -> dict[str, Any]:
         """Sums of the output sides and diagonals; they add up over pulls of cotangents."""
-        return {layer.name: self._output(layer, emitted[layer.name]) for layer in self.layers}
+        return {layer.name: self.output(layer, emitted[layer.name]) for layer in self.layers}
 
-    def _output(self, layer: Layer, slot: Slot) -> Any:
+    def output(self, layer: Layer, slot: Slot) -> Any:
+        """The sum of one layer's output side, or of its diagonal."""
         if layer.is_elementwise and self.forward:
             return None
         if "gradient" in slot:

@@ -1,0 +1,212 @@
+"""EKFAC: eigenvalues measured in the eigenbases that the factors give."""
+
+import dataclasses
+import re
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Key, PyTree
+
+from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac.curvature._correct_statistics import Per, SquaredGradients
+from jaxkfac.curvature._corrections import Corrections
+from jaxkfac.curvature._eigenbases import Eigenbases
+from jaxkfac.factors._collect import at_least_one, one_of
+from jaxkfac.factors._diagonal_pass import per_example_diagonals
+from jaxkfac.factors._fisher import check_labels, sum_over_pulls
+from jaxkfac.factors._objective import Objective, as_batch
+from jaxkfac.factors._program import Leaves, Program
+from jaxkfac.interception._layer import Layer
+from jaxkfac.interception._table import LayerTable
+
+MeasuredFisher = Literal["empirical", "mc", "exact"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # bases hold arrays, which have no hash
+class EigenvalueCorrector:
+    """The function that ``correct_eigenvalues`` returns. Pure; jit it."""
+
+    _program: Program
+    _bases: Eigenbases
+    _fisher: MeasuredFisher
+    _per: Per
+    _samples: int
+    _chunk: int
+
+    def __call__(
+        self,
+        params: PyTree,
+        batch: Any,
+        key: Key[Array, ""] | None = None,
+        positions: Bool[Array, "..."] | None = None,
+        labels: Any = None,
+    ) -> Eigenbases:
+        """The bases with the eigenvalues of one batch.
+
+        Args:
+            params: Parameters.
+            batch: ``(inputs, targets)`` or ``(inputs, targets, mask)``.
+            key: For dropout, and for the labels of ``fisher="mc"``.
+            positions: ``(N, S)`` bool: which positions exist. Rows outside it count nowhere.
+            labels: ``(samples, *targets)`` for ``fisher="mc"``, in place of sampled ones.
+
+        Returns:
+            The same eigenvectors; ``values`` and ``raw_values`` of each layer are measured.
+
+        Raises:
+            UnknownLayerError: the program lacks a layer of the bases.
+            LostRowsError: the rows of a layer cannot be told apart by example, or
+                ``positions`` cannot be followed to it.
+            ValueError: a layer is not the one of the bases, or the batch does not fit.
+        """
+        batch, bases = as_batch(batch), self._bases
+        check_labels(self._fisher, key, labels, batch)
+        traced = self._program.traced(params, batch, key)
+        extra = [layer for layer in bases.layers if layer.kind == "diagonal"]
+        _check_layers(traced.table, [layer for layer in bases.layers if layer.kind != "diagonal"])
+        squared = SquaredGradients(traced, bases, self._per)
+        at = self._program.linearise(
+            traced,
+            squared.emit,
+            squared.slots(),
+            Leaves(params, differentiate=False),
+            batch,
+            key,
+            positions=positions,
+        )
+        over_pulls = {"key": key, "labels": labels, "samples": self._samples, "chunk": self._chunk}
+        if self._fisher == "empirical":
+            squares = squared.outputs(at.emitted, bases)
+        else:
+            squares = sum_over_pulls(
+                self._fisher,
+                self._program.objective,
+                at.outputs,
+                batch,
+                lambda cotangent: squared.outputs(at.pull(cotangent), bases),
+                **over_pulls,
+            )
+        # The taps saw the mean loss: times the terms, these are each example's sum.
+        squares = jax.tree.map(lambda x: x * jnp.square(at.terms.astype(x.dtype)), squares)
+        sums = squares.values
+        if extra:
+            sums = sums | per_example_diagonals(
+                self._program.objective, params, batch, extra, fisher=self._fisher, **over_pulls
+            )
+        corrections = Corrections(sums, squares.bias_values, at.terms)
+        return dataclasses.replace(bases, corrections=corrections)
+
+
+def correct_eigenvalues(
+    objective: Objective,
+    bases: Eigenbases,
+    *,
+    fisher: MeasuredFisher = "empirical",
+    per: Per = "example",
+    experts: str | None = None,
+    samples: int = 1,
+    chunk: int = 1,
+) -> EigenvalueCorrector:
+    r"""Build a function that measures eigenvalues in given eigenbases (EKFAC).
+
+    The eigenvectors of $A \otimes G$ are kept, and the products of the factors' eigenvalues
+    replaced by second moments of the gradient in that basis: for each layer
+
+    $$\lambda = \tfrac{1}{NR} \sum_n \Bigl( Q_A^\top \bigl[\sum_s a_s g_s^\top\bigr] Q_G
+    \Bigr)^{\odot 2} .$$
+
+    This is the diagonal of $Q^\top F Q$ for the layer's block $F$ of the Fisher, the best one
+    in that basis: $\lVert Q \operatorname{diag}(\lambda) Q^\top - F \rVert_F$ is never more
+    than with the products, and the traces agree.
+
+    Args:
+        objective: The objective.
+        bases: From :func:`eigendecompose`, with vectors.
+        fisher: Whose gradients: ``"empirical"``, ``"mc"`` or ``"exact"``, as in
+            :func:`value_grad_and_factors`.
+        per: ``"example"``: squares of each example's gradient, summed over all its positions,
+            uses and iterations. ``"token"``: squares of each position's,
+            $\tfrac{1}{NR} \sum_{n,s} (Q_A^\top a_s g_s^\top Q_G)^{\odot 2}$, which leaves out
+            the products of different positions, as the factors of ``sharing="expand"`` do.
+            Full blocks of scales and parameters that no rule covers are measured by example.
+        experts: As it was given for the factors.
+        samples: How many labels ``"mc"`` samples for each term.
+        chunk: How many pulls of ``"mc"`` and ``"exact"`` run at once.
+
+    Returns:
+        An ``EigenvalueCorrector``: call it with ``(params, batch, key=None,
+        positions=None)``. The bases it returns work wherever ``bases`` did, but for
+        ``reconstruct``. Those of several batches are combined with ``+``, or averaged by
+        :func:`update_average` (in the same eigenvectors: after a new decomposition, start
+        anew). Where the bases change from call to call, build it inside the jitted function.
+
+    Raises:
+        ValueError: an unknown option, or bases without vectors.
+        TypeError: ``objective`` is no ``Objective``.
+
+    Memory:
+        The forward pass and the backward pass to the inputs of layers; no gradient of the
+        parameters, and one row-sized copy of each layer's inputs and outputs at a time. By
+        example, with more than four positions, gradients of as many examples as fit in
+        32 MiB (on the CPU, of one). A layer that an example passes several times (tied, shared,
+        in a recurrent loop) holds ``N in out`` elements, but not with ``per="token"``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxkfac as jk
+        >>> objective = jk.Objective(lambda p, x: x @ p["w"], jk.Gaussian())
+        >>> params, batch = {"w": jnp.ones((3, 2))}, (jnp.eye(3), jnp.zeros((3, 2)))
+        >>> value, grads, factors = jk.value_grad_and_factors(objective)(params, batch)
+        >>> bases = jk.eigendecompose(factors)
+        >>> corrected = jax.jit(jk.correct_eigenvalues(objective, bases))(params, batch)
+        >>> corrected["w"].raw_values.shape, float(corrected["w"].raw_values.sum().round(3))
+        ((3, 2), 2.0)
+
+    References:
+        Thomas George et al., "Fast Approximate Natural Gradient Descent in a
+        Kronecker-factored Eigenbasis", 2018.
+    """
+    if not isinstance(objective, Objective):
+        raise TypeError(
+            "correct_eigenvalues needs a model and a likelihood, to tell examples apart: give a "
+            f"jk.Objective, not {type(objective).__name__}"
+        )
+    one_of("fisher", fisher, get_args(MeasuredFisher))
+    one_of("per", per, get_args(Per))
+    at_least_one(samples=samples, chunk=chunk)
+    _check_vectors(bases)
+    names = [layer.name for layer in bases.layers if layer.kind != "diagonal"]
+    finding = {"layers": "|".join(map(re.escape, names)), "experts": experts}
+    program = Program(objective, finding, cover=False)
+    return EigenvalueCorrector(program, bases, fisher, per, samples, chunk)
+
+
+def _check_vectors(bases: Eigenbases) -> None:
+    for layer in bases.layers:
+        if layer.is_diagonal:
+            continue
+        sides = zip(bases.spectra(layer), (layer.a_dense, layer.g_dense), strict=True)
+        if any(dense and spectrum.vectors is None for spectrum, dense in sides):
+            raise ValueError(
+                f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with "
+                "vectors=True"
+            )
+
+
+def _check_layers(table: LayerTable, layers: list[Layer]) -> None:
+    """Refuse a program whose layers are not those of the bases."""
+    known = {layer.name: layer for layer in table.layers}
+    for layer in layers:
+        if layer.name not in known:
+            raise UnknownLayerError(
+                f"the bases have a layer {layer.name!r} that the program lacks; the nearest names "
+                f"are {nearest(layer.name, known)}"
+            )
+        found = known[layer.name]
+        for what in ("kind", "weight", "bias"):
+            mine, theirs = getattr(layer, what), getattr(found, what)
+            if mine != theirs:
+                raise ValueError(
+                    f"layer {layer.name!r}: the bases have {what} {mine}, the program {theirs}. "
+                    "Take the objective, and experts=, with which the factors were collected."
+                )

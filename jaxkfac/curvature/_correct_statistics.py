@@ -1,0 +1,157 @@
+"""What EKFAC gathers for each layer of a program, and how it becomes sums of squares."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxkfac.curvature._correct_rows import both_sides
+from jaxkfac.curvature._correct_squares import Array, Basis, rotate_gradients
+from jaxkfac.curvature._eigenbases import Eigenbases
+from jaxkfac.factors._example_sums import gradient_rows
+from jaxkfac.factors._statistics import Statistics
+from jaxkfac.factors._taps import Slot
+from jaxkfac.interception._layer import Layer
+from jaxkfac.interception._rewrite import Site
+from jaxkfac.interception._trace import Traced
+from jaxkfac.interception._values import Use
+
+Per = Literal["example", "token"]
+
+
+class Squares(NamedTuple):
+    """Sums of squares by layer.
+
+    Attributes:
+        values: ``(stack..., in[+1], out)``, or shaped like the parameter for a diagonal.
+        bias_values: ``(stack..., out)``, of a bias with a block of its own.
+    """
+
+    values: dict[str, Array]
+    bias_values: dict[str, Array]
+
+
+class SquaredGradients:
+    """The squares of one traced program in given eigenbases.
+
+    A layer that an example passes once is squared where it stands: its slot holds ``squares``.
+    Where an example's gradient is a sum over several uses or iterations of a loop, no use sees
+    all of it: the slot holds ``gradients`` by example, which are squared after the pass.
+
+    Args:
+        traced: The program.
+        bases: The eigenbases; their layers are read.
+        per: What is squared: the gradient of an example, or of each of its positions.
+    """
+
+    def __init__(self, traced: Traced, bases: Eigenbases, per: Per) -> None:
+        self._traced, self._per, self._bias = traced, per, bases.bias
+        self._layers = {x.name: x for x in bases.layers if x.name in traced.table}
+        by_position = Statistics(traced, bases.bias, "expand")
+        by_example = Statistics(traced, bases.bias, "reduce")
+        # A full block is one of whole examples' gradients, whatever the other layers are.
+        self._elements = {
+            name: by_example if per == "example" or layer.g_dense else by_position
+            for name, layer in self._layers.items()
+            if layer.is_elementwise
+        }
+        self._slots = {name: self._slot(layer, bases) for name, layer in self._layers.items()}
+
+    def slots(self) -> dict[str, Slot]:
+        """Zeros, whose cotangents are the statistics, and the eigenvectors for the taps."""
+        return self._slots
+
+    def _slot(self, layer: Layer, bases: Eigenbases) -> Slot:
+        if layer.name in self._elements:
+            return self._elements[layer.name].slot(layer)
+        a, g = bases.spectra(layer)
+        stack, n_out, dtype = layer.stack, layer.out_features, g.values.dtype
+        slot: Slot = {}
+        if self._sums_first(layer):
+            examples = self._traced.num_examples
+            slot["gradients"] = jnp.zeros((*stack, examples, layer.in_features, n_out), dtype)
+            if layer.bias is not None:
+                slot["bias_gradients"] = jnp.zeros((*stack, examples, n_out), dtype)
+            return slot
+        slot["squares"] = jnp.zeros((*stack, a.values.shape[-1], n_out), dtype)
+        if self._has_own_bias(layer):
+            slot["bias_squares"] = jnp.zeros((*stack, n_out), dtype)
+        given = {"a": a.vectors, "g": g.vectors}
+        if any(use.view.scaled for use in self._traced.uses_of(layer)):
+            given["constant"] = jnp.ones(stack, dtype)
+        slot["given"] = {key: value for key, value in given.items() if value is not None}
+        return slot
+
+    def _sums_first(self, layer: Layer) -> bool:
+        """Whether an example's gradient is a sum over uses, or over iterations of a loop."""
+        uses = self._traced.uses_of(layer)
+        if self._per == "token":
+            return False
+        walked = {("scan", scan) for scan in uses[0].scope}
+        return len(uses) > 1 or not walked <= {c.walker for c in uses[0].view.consumed}
+
+    def _has_ones(self, layer: Layer) -> bool:
+        return layer.bias is not None and self._bias == "joint"
+
+    def _has_own_bias(self, layer: Layer) -> bool:
+        return layer.bias is not None and self._bias == "separate"
+
+    # -- in the backward pass ---------------------------------------------------------
+
+    def emit(
+        self,
+        site: Site,
+        use: Use,
+        like: Slot,
+        operands: list[Any],
+        cotangent: Array,
+        weights: Array | None,
+        given: Any,
+    ) -> Slot:
+        """See ``_taps.Emit``."""
+        assert use.layer is not None
+        layer = self._layers[use.layer]
+        if layer.name in self._elements:
+            elements = self._elements[layer.name]
+            return elements.emit(site, use, like, operands, cotangent, weights, given)
+        examples = self._traced.examples if self._per == "example" else None
+        sides = both_sides(site, use, operands, cotangent, weights, examples, like)
+        if "gradients" in like:
+            return sides.gradients(like)
+        basis = Basis(given.get("a"), given.get("g"), self._has_ones(layer), given.get("constant"))
+        return sides.squares(like, basis)
+
+    # -- after it ---------------------------------------------------------------------
+
+    def outputs(self, emitted: Mapping[str, Slot], bases: Eigenbases) -> Squares:
+        """Sums of squares of one backward pass; they add up over pulls of cotangents."""
+        values, bias_values = {}, {}
+        for name, layer in self._layers.items():
+            slot = emitted[name]
+            if name in self._elements:
+                values[name] = self._of_elements(layer, slot, bases)
+                continue
+            if "gradients" not in slot:
+                values[name] = slot["squares"]
+                if "bias_squares" in slot:
+                    bias_values[name] = slot["bias_squares"]
+                continue
+            gradient, bias = slot["gradients"], slot.get("bias_gradients")
+            a, g = (spectrum.vectors for spectrum in bases.spectra(layer))
+            if bias is not None and self._has_ones(layer):
+                gradient = jnp.concatenate([gradient, bias[..., None, :]], -2)
+            elif bias is not None:
+                bias_values[name] = _squared(bias[..., None, :], None, g)[..., 0, :]
+            values[name] = _squared(gradient, a, g)
+        return Squares(values, bias_values)
+
+    def _of_elements(self, layer: Layer, slot: Slot, bases: Eigenbases) -> Array:
+        if not layer.g_dense:
+            return self._elements[layer.name].output(layer, slot)
+        rows = gradient_rows(layer, slot["gradient"])[..., None, :]
+        return _squared(rows, None, bases.spectra(layer)[1].vectors)
+
+
+def _squared(gradient: Array, a: Array | None, g: Array | None) -> Array:
+    """``(stack..., examples, in, out)`` rotated, squared and summed: ``(stack..., in, out)``."""
+    return jnp.square(rotate_gradients(gradient, a, g)).sum(-3)

@@ -1,0 +1,19 @@
+"""How much of a model is in use, read from the eigenvalues of its curvature."""
+
+from jaxkfac.curvature.capacity._comparison import CapacityComparison, Change, compare_capacity
+from jaxkfac.curvature.capacity._interval import CapacityInterval, Interval, capacity_interval
+from jaxkfac.curvature.capacity._metrics import CapacityMetrics, OverLayers, capacity_metrics
+from jaxkfac.curvature.capacity._record import CapacityRecord
+
+__all__ = [
+    "CapacityComparison",
+    "CapacityInterval",
+    "CapacityMetrics",
+    "CapacityRecord",
+    "Change",
+    "Interval",
+    "OverLayers",
+    "capacity_interval",
+    "capacity_metrics",
+    "compare_capacity",
+]

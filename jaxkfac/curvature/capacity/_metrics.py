@@ -1,0 +1,235 @@
+"""Capacity metrics of a model, per layer and whole, from its eigenvalues."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac.curvature._eigenbases import Eigenbases
+from jaxkfac.curvature.capacity._blocks import Block, LayerBlocks, Slice, layer_blocks
+from jaxkfac.curvature.capacity._order import count_above
+from jaxkfac.curvature.capacity._record import SCALES, CapacityRecord, record_of
+from jaxkfac.curvature.capacity._sums import Settings, Sums, combined, sums_of
+from jaxkfac.curvature.capacity._table import capacity_text
+
+
+@dataclasses.dataclass(frozen=True)
+class OverLayers:
+    """Summaries over the layers; each stacked slice counts as one.
+
+    Attributes:
+        mean_participation_ratio: Mean over the layers.
+        mean_entropy_rank: Mean over the layers.
+        largest_condition: Largest over the layers; ``None`` (infinite) where that of any is.
+        largest_condition_clipped: The same after clipping.
+    """
+
+    mean_participation_ratio: float
+    mean_entropy_rank: float
+    largest_condition: float | None
+    largest_condition_clipped: float | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CapacityMetrics(Mapping[str, CapacityRecord]):
+    """``{layer name: metrics}``, those of the whole model, and what they were asked with.
+
+    ``print(metrics)`` is a table; ``to_dict()`` is ready for JSON.
+
+    Attributes:
+        layers: ``{layer name: metrics}``; of a stacked layer all slices together, and each
+            in ``.slices``.
+        model: Of all blocks together: the block-diagonal curvature of the model.
+        over_layers: Means and maxima over the layers.
+        not_counted: Layers that are not part of ``model``, because another layer answers
+            for their parameters (a tied embedding beside its head).
+        num_examples: N.
+        damping: delta, in units of N times the curvature of the mean loss.
+        threshold: Of ``num_above``.
+    """
+
+    layers: dict[str, CapacityRecord]
+    model: CapacityRecord
+    over_layers: OverLayers
+    not_counted: tuple[str, ...]
+    num_examples: float
+    damping: float
+    threshold: float
+
+    def __getitem__(self, name: str) -> CapacityRecord:
+        if name not in self.layers:
+            known = nearest(name, self.layers)
+            raise UnknownLayerError(f"no layer {name!r}; the nearest names are {known}")
+        return self.layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __str__(self) -> str:
+        return capacity_text(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, ``None`` where a metric is undefined or infinite."""
+        return {
+            "num_examples": self.num_examples,
+            "damping": self.damping,
+            "threshold": self.threshold,
+            "scales": {scale: list(names) for scale, names in SCALES.items()},
+            "model": self.model.to_dict(),
+            "over_layers": dataclasses.asdict(self.over_layers),
+            "not_counted": list(self.not_counted),
+            "layers": {name: record.to_dict() for name, record in self.layers.items()},
+        }
+
+
+def capacity_metrics(
+    bases: Eigenbases,
+    *,
+    num_examples: float | int,
+    damping: float | int = 1.0,
+    threshold: float | int = 1e-8,
+    powers: Sequence[float | int] = (0.5, 2.0),
+    quantiles: Sequence[float | int] = (0.05, 0.25, 0.5, 0.75, 0.95),
+) -> CapacityMetrics:
+    r"""How many directions the curvature of each layer and of the model has, and how strong.
+
+    A block's eigenvalues are $\lambda_{ij} = \alpha_i \gamma_j$; those of the model are all
+    blocks' together. With $T = \operatorname{tr} F$ of each block and $w = T / \sum T$,
+
+    $$\operatorname{tr} F = \sum\alpha \sum\gamma, \quad
+      \|F\|^2 = \sum\alpha^2 \sum\gamma^2, \quad
+      H = H(w) + \sum w (H_A + H_G), \quad \ldots$$
+
+    Raw eigenvalues are measured, and $\kappa$ also after clipping. Each metric, its scale and
+    its reference: :class:`CapacityRecord`. Ranks, entropies and condition numbers are
+    scale-free. Trace, norm, quantiles and the counts above ``threshold`` are those of the
+    *mean* loss's curvature F. Metrics that weigh the data against a prior use $N F + \delta$.
+
+    Args:
+        bases: From :func:`eigendecompose`; ``vectors=False`` is enough. Of corrected bases
+            (EKFAC) the measured eigenvalues count instead of the products.
+        num_examples: $N \ge 1$, how many loss terms the data set has: examples, or tokens of
+            a language model. It need not be the batch the factors are from.
+        damping: $\delta \ge 0$, precision of the prior, added to $N \lambda$. The damping of a
+            natural gradient step, which is added to $\lambda$, is $\delta / N$.
+        threshold: Eigenvalues above it are counted, of the block and of each factor; in their
+            own units, of the mean loss.
+        powers: The $p > 0$ of $\operatorname{tr} F^p$.
+        quantiles: Fractions in [0, 1].
+
+    Returns:
+        Records by layer and of the whole model, on the host, computed in float64.
+
+    Raises:
+        TypeError: ``bases`` are no ``Eigenbases``.
+        ValueError: an argument out of its range, or traced bases.
+        NonFiniteFactorError: naming a layer with eigenvalues that are not finite.
+
+    Memory:
+        O(m + n) for factors of sizes m and n, for the whole model the sum over layers, plus a
+        copy of what is stored one by one: diagonals, corrected eigenvalues. Time is O(m n) for
+        the sums of $\ln$ and of $N\lambda / (N\lambda + \delta)$, else O((m + n) log n).
+
+    Example:
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> params = {"kernel": jnp.ones((3, 2))}
+        >>> objective = jk.Objective(lambda p, x: x @ p["kernel"], jk.Gaussian())
+        >>> stats, batch = jk.value_grad_and_factors(objective), (jnp.eye(3), jnp.zeros((3, 2)))
+        >>> value, grads, factors = stats(params, batch)
+        >>> metrics = jk.capacity_metrics(jk.eigendecompose(factors), num_examples=3)
+        >>> round(metrics["kernel"].entropy_rank, 3), metrics.model.dimension
+        (3.0, 6)
+    """
+    if not isinstance(bases, Eigenbases):
+        hint = "; decompose them: jk.eigendecompose(factors, vectors=False)"
+        raise TypeError(f"bases must be Eigenbases, got {type(bases).__name__}{hint}")
+    settings = Settings(
+        float(num_examples),
+        float(damping),
+        float(threshold),
+        tuple(map(float, powers)),
+        tuple(map(float, quantiles)),
+    )
+    _check(settings)
+    known: dict[int, Sums] = {}
+    found = layer_blocks(bases)
+    layers = {blocks.name: _measure_layer(blocks, settings, known) for blocks in found}
+    counted = [block for blocks in found for block in blocks.counted]
+    return CapacityMetrics(
+        layers=layers,
+        model=record_of(_sums(counted, settings, known), counted, settings),
+        over_layers=_over_layers([r for record in layers.values() for r in record.parts]),
+        not_counted=tuple(blocks.name for blocks in found if not blocks.counted),
+        num_examples=settings.num_examples,
+        damping=settings.damping,
+        threshold=settings.threshold,
+    )
+
+
+def _measure_layer(
+    layer: LayerBlocks, settings: Settings, known: dict[int, Sums]
+) -> CapacityRecord:
+    above = [_above_per_factor(part, settings.threshold) for part in layer.slices]
+    slices = [
+        record_of(_sums(part.blocks, settings, known), part.blocks, settings, above=count)
+        for part, count in zip(layer.slices, above, strict=True)
+    ]
+    if not layer.stacked:
+        return slices[0]
+    blocks = [block for part in layer.slices for block in part.blocks]
+    counts = [count for count in above if count is not None]
+    total = (sum(a for a, _ in counts), sum(g for _, g in counts)) if counts else None
+    sums = _sums(blocks, settings, known)
+    return record_of(sums, blocks, settings, above=total, slices=tuple(slices))
+
+
+def _above_per_factor(part: Slice, threshold: float) -> tuple[int, int] | None:
+    if part.a is None or part.g is None:
+        return None
+    return int((part.a > threshold).sum()), count_above(part.g, threshold)
+
+
+def _sums(blocks: Sequence[Block], settings: Settings, known: dict[int, Sums]) -> Sums:
+    """The sums of ``blocks`` together; those of each are measured once and kept."""
+    for block in blocks:
+        if id(block) not in known:
+            known[id(block)] = sums_of(block, settings)
+    return combined([known[id(block)] for block in blocks])
+
+
+def _over_layers(records: Sequence[CapacityRecord]) -> OverLayers:
+    return OverLayers(
+        mean_participation_ratio=_mean([record.participation_ratio for record in records]),
+        mean_entropy_rank=_mean([record.entropy_rank for record in records]),
+        largest_condition=_largest([record.condition for record in records]),
+        largest_condition_clipped=_largest([record.condition_clipped for record in records]),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _largest(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return max(known) if len(known) == len(values) else None
+
+
+def _check(settings: Settings) -> None:
+    if not 1 <= settings.num_examples < math.inf:
+        raise ValueError(f"num_examples must be at least 1 and finite, got {settings.num_examples}")
+    for name in ("damping", "threshold"):
+        if not 0 <= getattr(settings, name) < math.inf:
+            got = getattr(settings, name)
+            raise ValueError(f"{name} must be zero or positive, and finite, got {got}")
+    if bad := [p for p in settings.powers if not 0 < p < math.inf]:
+        raise ValueError(
+            f"powers must be positive, got {bad}: a negative power of raw eigenvalues is "
+            "decided by rounding; use jk.apply_power with damping"
+        )
+    if bad := [q for q in settings.quantiles if not 0 <= q <= 1]:
+        raise ValueError(f"quantiles must lie in [0, 1], got {bad}")

@@ -1,0 +1,146 @@
+"""The exact curvature of a batch as an operator: which leaves, which chunk, which product."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac.curvature._coverage import is_differentiable
+from jaxkfac.curvature.operators._chunks import check_chunk, sum_over_chunks
+from jaxkfac.curvature.operators._operator import Operator
+from jaxkfac.curvature.operators._products import Leaves, Part
+from jaxkfac.factors._objective import Batch, Objective, as_batch
+from jaxkfac.interception._paths import leaves_by_path
+from jaxkfac.linalg._gram import statistics_dtype
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExactOperator(Operator):
+    """Curvature of an ``Objective`` on one batch, multiplied but never formed.
+
+    Attributes:
+        params: All parameters.
+        batch: The batch, whole.
+        labels: ``(N, samples, *targets)`` in place of the batch's targets, or ``None``.
+        key: For dropout.
+        objective: The objective, static.
+        rule: The product on one chunk, static.
+        chunk: Examples a chunk, static.
+        only: Paths of the leaves it acts on, static; ``None`` is all.
+    """
+
+    params: Any
+    batch: Any
+    labels: Any
+    key: Any
+    objective: Any = dataclasses.field(metadata={"static": True})
+    rule: Callable[[Part, Leaves], Leaves] = dataclasses.field(metadata={"static": True})
+    chunk: int | None = dataclasses.field(metadata={"static": True})
+    only: tuple[str, ...] | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def like(self) -> PyTree:
+        if self.only is None:
+            return shapes(self.params)
+        leaves = leaves_by_path(self.params)
+        return {path: shapes(leaves[path]) for path in self.only}
+
+    def product(self, leaves: Leaves) -> Leaves:
+        return _product(self, leaves)
+
+    def parts(self, per_part: Callable[[Part], Any]) -> Callable[[Any, Any], Any]:
+        """A function of a chunk's ``(batch, labels)`` and index, from one of its ``Part``."""
+        found, count = leaves_by_path(self.params), self._count()
+        chosen = {path: found[path] for path in self.leaves}
+
+        def per_chunk(examples: tuple[Batch, Any], index: Any) -> Any:
+            key = self.key
+            if key is not None and index is not None:
+                key = jax.random.fold_in(key, index)
+            part = Part(self.objective, self.params, chosen, *examples, count, key)
+            return per_part(part)
+
+        return per_chunk
+
+    def _count(self) -> Array:
+        """Loss terms of the whole batch; at least one."""
+        if self.batch.mask is not None:
+            return jnp.maximum(self.batch.mask.sum(), 1)
+        one = jax.tree.map(lambda x: x[:1], self.batch.inputs)
+        outputs = jax.eval_shape(
+            lambda params, inputs: self.objective.outputs(params, inputs, self.key)[0],
+            self.params,
+            one,
+        )
+        return jnp.asarray(self.batch.targets.shape[0] * math.prod(outputs.shape[1:-1]))
+
+
+# An operator is a pytree whose static part compares equal from product to product, so products
+# written one after the other outside jit compile once.
+@jax.jit
+def _product(operator: ExactOperator, leaves: Leaves) -> Leaves:
+    structs = operator.leaves
+    vector = {path: x.astype(structs[path].dtype) for path, x in leaves.items()}
+
+    def widened(part: Part) -> Leaves:
+        out = operator.rule(part, vector)
+        return {path: x.astype(statistics_dtype(x.dtype)) for path, x in out.items()}
+
+    return sum_over_chunks(
+        operator.parts(widened), (operator.batch, operator.labels), operator.chunk
+    )
+
+
+def checked_batch(
+    objective: Objective, params: PyTree, batch: Any, key: Any, chunk: int | None
+) -> Batch:
+    """The batch, once it fits the objective and can be cut.
+
+    Raises:
+        ValueError: targets or a mask that do not fit the outputs, or arrays without the
+            examples first.
+    """
+    out = as_batch(batch)
+    check_chunk(chunk, out)
+
+    def check(params: PyTree, inputs: Any) -> None:
+        outputs, _ = objective.outputs(params, inputs, key)
+        objective.check(outputs, out.targets, out.mask)
+
+    jax.eval_shape(check, params, out.inputs)
+    return out
+
+
+def shapes(tree: PyTree) -> PyTree:
+    """The shapes and dtypes of a tree."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+
+
+def chosen_paths(only: str | None, params: PyTree) -> tuple[str, ...] | None:
+    """The paths of floating parameters that a pattern matches in full; ``None`` for ``None``.
+
+    Raises:
+        UnknownLayerError: the pattern matches nothing, or is no regular expression.
+    """
+    if only is None:
+        return None
+    paths = [path for path, leaf in leaves_by_path(params).items() if is_differentiable(leaf)]
+    try:
+        found = tuple(path for path in paths if re.fullmatch(only, path))
+    except re.error as error:
+        raise UnknownLayerError(f"only={only!r} is not a regular expression: {error}") from None
+    if not found:
+        raise UnknownLayerError(
+            f"only={only!r} matches no parameter in full; the nearest paths are "
+            f"{nearest(only, paths)}"
+        )
+    return found

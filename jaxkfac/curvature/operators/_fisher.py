@@ -1,0 +1,133 @@
+"""The Fisher information matrix of a batch."""
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key, PyTree
+
+from jaxkfac.curvature.operators._chunks import map_over_chunks
+from jaxkfac.curvature.operators._exact import ExactOperator, checked_batch, chosen_paths
+from jaxkfac.curvature.operators._ggn import checked_objective
+from jaxkfac.curvature.operators._products import (
+    Part,
+    fisher_by_columns,
+    gauss_newton,
+    outer_products,
+)
+from jaxkfac.factors._collect import at_least_one, one_of
+from jaxkfac.factors._fisher import LABELS
+from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian
+
+FisherType = Literal["exact", "empirical", "mc"]
+
+
+def fisher(
+    objective: Callable[..., Any],
+    params: PyTree,
+    batch: Any,
+    *,
+    fisher: FisherType = "exact",
+    key: Key[Array, ""] | None = None,
+    labels: Array | None = None,
+    samples: int = 1,
+    chunk: int | None = None,
+    only: str | None = None,
+) -> ExactOperator:
+    r"""The Fisher information of the mean loss, as an operator.
+
+    Over $N$ examples of $R$ loss terms (with a mask, the kept terms in place of $NR$), with
+    $g_n$ the gradient of the *sum* of one example's negative log-likelihoods,
+
+    $$ F = \frac{1}{NR} \sum_n \operatorname{E} \bigl[ g_n g_n^\top \bigr], $$
+
+    the scale of the Kronecker factors. Labels are independent from term to term, so the
+    expectation is $J^\top H J$ with $H$ the Fisher of the outputs. ``jk.Categorical()``,
+    ``jk.Bernoulli()`` and ``jk.Gaussian()`` take natural parameters, for which this is
+    :func:`ggn`; another likelihood goes through its ``fisher_column``, one column at a time.
+
+    Args:
+        objective: A ``jk.Objective``.
+        params: Parameters; integer leaves and keys are held out.
+        batch: ``(inputs, targets)`` or ``(inputs, targets, mask)``.
+        fisher: ``"exact"``: the expectation over the model's own labels. ``"empirical"``:
+            the given targets in place of the expectation. ``"mc"``: labels sampled from the
+            model, once, when the operator is built; unbiased, of rank at most
+            ``samples * N``.
+        key: For dropout, and for the labels of ``"mc"``. An example's labels depend on the
+            key and its place in the batch, not on the chunk. They are not those that
+            ``value_grad_and_factors`` samples from the same key: pass both ``labels=``.
+        labels: ``(samples, *targets)`` for ``"mc"``, in place of sampled ones.
+        samples: How many labels ``"mc"`` samples for each term.
+        chunk: Examples at once, as for :func:`ggn`.
+        only: Full-match pattern over parameter paths, as for :func:`ggn`.
+
+    Returns:
+        A positive semi-definite :class:`Operator`. Two forward passes and one backward pass
+        for each product; per-example gradients are never formed.
+
+    Raises:
+        TypeError: ``objective`` is no ``jk.Objective``.
+        UnknownLayerError: ``only`` matches no parameter.
+        ValueError: an unknown type, ``"mc"`` without a key or labels, or a batch that does
+            not fit.
+
+    Memory:
+        As for :func:`ggn`; ``"mc"`` holds its labels.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> objective = jk.Objective(lambda p, x: x @ p["w"], jk.Gaussian())
+        >>> params, batch = {"w": jnp.ones((3, 2))}, (jnp.eye(3), jnp.zeros((3, 2)))
+        >>> empirical = jk.operators.fisher(objective, params, batch, fisher="empirical")
+        >>> print((empirical @ {"w": 3 * jnp.ones((3, 2))})["w"][0])
+        [2. 2.]
+
+    References:
+        James Martens, "New Insights and Perspectives on the Natural Gradient Method", 2020.
+        Frederik Kunstner, Lukas Balles and Philipp Hennig, "Limitations of the Empirical
+        Fisher Approximation", 2019.
+    """
+    objective = checked_objective("fisher", objective)
+    one_of("fisher", fisher, get_args(FisherType))
+    if fisher != "mc" and labels is not None:
+        raise ValueError(f'labels= are for fisher="mc", and this is fisher={fisher!r}')
+    if fisher == "mc" and key is None and labels is None:
+        raise ValueError('fisher="mc" samples labels: pass key=, or labels=')
+    at_least_one(samples=samples)
+    parts = checked_batch(objective, params, batch, key, chunk)
+    natural = isinstance(objective.likelihood, Categorical | Bernoulli | Gaussian)
+    rule = gauss_newton if natural else fisher_by_columns
+    if fisher != "exact":
+        rule = outer_products
+    paths = chosen_paths(only, params)
+    operator = ExactOperator(params, parts, None, key, objective, rule, chunk, paths)
+    if fisher != "mc":
+        return operator
+    if labels is None:
+        by_example = _sample(operator, samples)
+    elif labels.shape[1:] == parts.targets.shape:
+        by_example = jnp.moveaxis(labels, 0, 1)
+    else:
+        raise ValueError(
+            f"labels have shape {labels.shape}, expected (samples, *targets), "
+            f"(samples, {', '.join(map(str, parts.targets.shape))})"
+        )
+    return ExactOperator(params, parts, by_example, key, objective, rule, chunk, paths)
+
+
+def _sample(operator: ExactOperator, samples: int) -> Array:
+    """Labels ``(N, samples, *targets)`` from the model's outputs."""
+    base = jax.random.fold_in(operator.key, LABELS)
+    number = operator.batch.targets.shape[0]
+    keys = jax.vmap(lambda n: jax.random.split(jax.random.fold_in(base, n), samples))
+    sample = operator.objective.likelihood.sample
+
+    def labels(part: Part) -> Array:
+        outputs = jax.lax.stop_gradient(part.outputs(part.leaves))
+        # the keys ride where labels will be
+        return jax.vmap(lambda ks, y: jax.vmap(lambda k: sample(k, y))(ks))(part.labels, outputs)
+
+    examples = (operator.batch, keys(jnp.arange(number)))
+    return map_over_chunks(operator.parts(labels), examples, operator.chunk)

@@ -1,0 +1,88 @@
+"""The Kronecker curvature, or any power of it, as an operator."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from jaxkfac.curvature._apply import Missing, apply_power, check_missing
+from jaxkfac.curvature._eigenbases import Eigenbases
+from jaxkfac.curvature.operators._exact import shapes
+from jaxkfac.curvature.operators._operator import Operator
+from jaxkfac.linalg import Damping, DampingMode, check_damping
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class KroneckerOperator(Operator):
+    """A power of the Kronecker curvature; attributes as in ``kronecker``."""
+
+    bases: Any
+    damping: Any
+    power: float = dataclasses.field(metadata={"static": True})
+    damping_mode: DampingMode = dataclasses.field(metadata={"static": True})
+    missing: Missing = dataclasses.field(metadata={"static": True})
+    structs: Any = dataclasses.field(metadata={"static": True})
+
+    @property
+    def like(self) -> PyTree:
+        if self.structs is None:
+            return None
+        structure, leaves = self.structs
+        return jax.tree.unflatten(structure, leaves)
+
+    def product(self, leaves: dict[str, Array]) -> dict[str, Array]:
+        return apply_power(
+            leaves, self.bases, self.power, self.damping, self.damping_mode, self.missing
+        )
+
+
+def kronecker(
+    bases: Eigenbases,
+    params: PyTree = None,
+    *,
+    power: float = 1.0,
+    damping: Damping = 0.0,
+    damping_mode: DampingMode = "exact",
+    missing: Missing = "raise",
+) -> KroneckerOperator:
+    r"""The block-diagonal Kronecker curvature $(F + \delta)^p$, as an operator.
+
+    Bases with corrected eigenvalues (EKFAC) give theirs. With ``power=-1.0`` it is the
+    preconditioner of :func:`solve`.
+
+    Args:
+        bases: From :func:`jaxkfac.eigendecompose`.
+        params: The parameters, or their shapes, which :func:`jaxkfac.spectrum`, the estimates
+            and ``to_dense`` need: bases know paths but not shapes. Not needed for products,
+            as a preconditioner, or in a sum with an operator that knows.
+        power: $p$, static. Negative powers clip eigenvalues, positive ones take raw ones.
+        damping: $\delta$, or a pair ``(damping_a, damping_g)``; may be traced.
+        damping_mode: See :func:`jaxkfac.apply_power`.
+        missing: What to do with parameters that no layer covers.
+
+    Returns:
+        A positive semi-definite :class:`Operator`.
+
+    Raises:
+        ValueError: negative damping, or an unknown option.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> params = {"w": jnp.ones((3, 2))}
+        >>> objective = jk.Objective(lambda p, x: x @ p["w"], jk.Gaussian())
+        >>> stats, batch = jk.value_grad_and_factors(objective), (jnp.eye(3), jnp.zeros((3, 2)))
+        >>> bases = jk.eigendecompose(stats(params, batch).factors)
+        >>> print((jk.operators.kronecker(bases) @ {"w": 3 * jnp.ones((3, 2))})["w"][0].round(3))
+        [2. 2.]
+    """
+    check_damping(damping, damping_mode)
+    check_missing(missing)
+    structs = None
+    if params is not None:
+        leaves, structure = jax.tree.flatten(shapes(params))
+        structs = (structure, tuple(leaves))
+    return KroneckerOperator(bases, damping, power, damping_mode, missing, structs)

@@ -1,0 +1,212 @@
+"""What an operator is, and how operators add, scale and are damped."""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxkfac._errors import nearest
+from jaxkfac.curvature._coverage import is_differentiable
+from jaxkfac.curvature.operators._flat import flatten
+from jaxkfac.interception._paths import leaves_by_path, with_leaves
+
+PyTree = Any
+
+
+class Operator(abc.ABC):
+    r"""A symmetric linear map on trees shaped like the parameters.
+
+    ``operator @ vector`` and ``operator(vector)`` are the product. A vector is any tree with
+    the paths and shapes of ``operator.like``; the product has its structure and dtypes, and
+    the arithmetic runs in the operator's own. Leaves without a gradient (integers, keys,
+    float0) pass unchanged.
+
+    ``a + b``, ``a - b``, ``-a``, ``2.0 * a`` and ``a.damped(delta)`` are operators, never
+    matrices. An operator is a pytree: it can be built inside ``jit``, passed to a jitted
+    function and returned from one.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxkfac as jk
+        >>> objective = jk.Objective(lambda p, x: x @ p["w"], jk.Gaussian())
+        >>> params, batch = {"w": jnp.ones((3, 2))}, (3 * jnp.eye(3), jnp.zeros((3, 2)))
+        >>> ggn = jk.operators.ggn(objective, params, batch)
+        >>> product = (0.5 * ggn).damped(1.0) @ params
+        >>> print(product["w"][0])
+        [2.5 2.5]
+    """
+
+    __array_ufunc__ = None  # so that ``np.float64(2) * operator`` asks the operator
+
+    @property
+    @abc.abstractmethod
+    def like(self) -> PyTree:
+        """The tree of ``jax.ShapeDtypeStruct`` that vectors are shaped like.
+
+        ``None`` where the operator takes any tree and was not told (Kronecker, see there).
+        """
+
+    @abc.abstractmethod
+    def product(self, leaves: dict[str, Array]) -> dict[str, Array]:
+        """The product of ``{path: leaf}``, floating leaves only, in any floating dtype."""
+
+    @property
+    def leaves(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """``{path: ShapeDtypeStruct}`` of the floating leaves of ``like``, in its order.
+
+        Raises:
+            ValueError: the operator does not know what its vectors are shaped like.
+        """
+        if self.like is None:
+            raise ValueError(
+                "the operator does not know the shapes of its vectors: build it with them, "
+                "jk.operators.kronecker(bases, params), or add it to one that does"
+            )
+        found = leaves_by_path(self.like)
+        return {path: leaf for path, leaf in found.items() if is_differentiable(leaf)}
+
+    @property
+    def size(self) -> int:
+        """The dimension: the number of elements of the floating leaves."""
+        return sum(leaf.size for leaf in self.leaves.values())
+
+    def __call__(self, vector: PyTree) -> PyTree:
+        """The product with a tree shaped like ``like``.
+
+        Raises:
+            ValueError: a path or a shape of ``vector`` is not that of ``like``.
+        """
+        given = self.check(vector)
+        out = self.product(given)
+        return with_leaves(vector, {p: x.astype(given[p].dtype) for p, x in out.items()})
+
+    def check(self, vector: PyTree) -> dict[str, Array]:
+        """``{path: floating leaf}`` of a vector, once its paths and shapes are those of ``like``.
+
+        Raises:
+            ValueError: naming the leaf that is not.
+        """
+        given = {p: x for p, x in leaves_by_path(vector).items() if is_differentiable(x)}
+        if self.like is not None:
+            _check_same(self.leaves, given, "vector")
+        return given
+
+    def to_dense(self) -> Array:
+        """The matrix, ``(size, size)``, one product a column; for small problems.
+
+        Rows and columns are in the order of ``jax.flatten_util.ravel_pytree(like)``.
+        """
+        return _to_dense(self)
+
+    def damped(self, damping: Any) -> "Operator":
+        r"""$A + \delta I$; ``damping`` is a scalar and may be traced."""
+        return Damped(self, _scalar("damping", damping))
+
+    def __matmul__(self, vector: PyTree) -> PyTree:
+        return self(vector)
+
+    def __add__(self, other: Any) -> "Operator":
+        if not isinstance(other, Operator):
+            return NotImplemented
+        if self.like is not None and other.like is not None:
+            _check_same(self.leaves, other.leaves, "second operator")
+        return Sum((self, other))
+
+    def __sub__(self, other: Any) -> "Operator":
+        return self + -other if isinstance(other, Operator) else NotImplemented
+
+    def __mul__(self, factor: Any) -> "Operator":
+        return Scaled(self, _scalar("factor", factor))
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> "Operator":
+        return self * -1.0
+
+
+@jax.jit
+def _to_dense(operator: Operator) -> Array:
+    flat = flatten(operator)
+    return jax.lax.map(flat.matvec, jnp.eye(flat.size, dtype=flat.dtype)).T
+
+
+def _check_same(expected: Mapping[str, Any], given: Mapping[str, Any], what: str) -> None:
+    for path in given:
+        if path not in expected:
+            raise ValueError(
+                f"{what}: the operator has no leaf {path!r}; the nearest paths are "
+                f"{nearest(path, expected)}"
+            )
+    for path, leaf in expected.items():
+        if path not in given:
+            raise ValueError(
+                f"{what}: expected a leaf {path!r} of shape {leaf.shape}, as in operator.like"
+            )
+        if given[path].shape != leaf.shape:
+            raise ValueError(
+                f"{what}: {path!r} has shape {given[path].shape}, expected {leaf.shape}"
+            )
+
+
+def _scalar(name: str, value: Any) -> Array:
+    if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.number):
+        raise TypeError(f"{name}: expected a scalar, got {type(value).__name__}")
+    return jnp.asarray(value)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sum(Operator):
+    """The sum of operators on the same leaves."""
+
+    terms: Any
+
+    @property
+    def like(self) -> PyTree:
+        known = [term.like for term in self.terms]
+        return next((like for like in known if like is not None), None)
+
+    def product(self, leaves: dict[str, Array]) -> dict[str, Array]:
+        total, *others = (term.product(leaves) for term in self.terms)
+        for other in others:
+            total = {path: x + other[path].astype(x.dtype) for path, x in total.items()}
+        return total
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scaled(Operator):
+    """An operator times a number."""
+
+    operator: Any
+    factor: Any
+
+    @property
+    def like(self) -> PyTree:
+        return self.operator.like
+
+    def product(self, leaves: dict[str, Array]) -> dict[str, Array]:
+        out = self.operator.product(leaves)
+        return {p: x * self.factor.astype(x.dtype) for p, x in out.items()}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Damped(Operator):
+    """An operator plus a multiple of the identity."""
+
+    operator: Any
+    damping: Any
+
+    @property
+    def like(self) -> PyTree:
+        return self.operator.like
+
+    def product(self, leaves: dict[str, Array]) -> dict[str, Array]:
+        out = self.operator.product(leaves)
+        return {
+            p: x + self.damping.astype(x.dtype) * leaves[p].astype(x.dtype) for p, x in out.items()
+        }
