@@ -1,94 +1,87 @@
-"""`jaxkfac analyze`: the spectra of the factors stored in a checkpoint."""
+"""`jaxkfac analyze`: spectra and capacity of the factors stored in a checkpoint."""
 
-import dataclasses
 import json
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
-import jax
 from rich.console import Console
 
-from jaxkfac.cli._checkpoint import Checkpoint, load_checkpoint, restore_state
-from jaxkfac.cli._loop import total_updates
-from jaxkfac.cli._options import (
-    AdamwOptions,
-    AnalyzeArguments,
-    Experiment,
-    KfacOptions,
-    ModelOptions,
-)
-from jaxkfac.cli._problem import build_optimizer, digits_problem
-from jaxkfac.cli._train import spectra_of
+from jaxkfac.cli._capacity import capacity_report
+from jaxkfac.cli._checkpoint import Checkpoint, load_checkpoint
+from jaxkfac.cli._options import AnalyzeArguments
+from jaxkfac.cli._restored import restore
 from jaxkfac.report import (
+    CapacityReport,
     RunRecords,
     SpectrumRecord,
+    capacity_table,
+    comparison_table,
+    factor_figures,
+    interval_words,
+    model_table,
+    only_in_one,
     report_page,
     spectra_table,
+    spectrum_records,
     versions,
+)
+
+_LEGEND = (
+    "condition: largest over smallest eigenvalue, – where the smallest is not positive; clipped: "
+    "the same after clipping; entropy rank: exp(entropy) of the spectrum; part. ratio: "
+    "(Σλ)² / Σλ²; stable rank: Σλ² / λmax²; eff. dim.: Σ Nλ / (Nλ + δ)"
 )
 
 
 def run_analyze(arguments: AnalyzeArguments) -> None:
-    """Decompose, print the table, and write the page if one is asked for."""
+    """Decompose, print the tables or JSON, and write the page and figures asked for."""
+    if arguments.batches is not None and arguments.batches < 2:
+        raise ValueError(f"batches must be at least 2, not {arguments.batches}")
     checkpoint = load_checkpoint(arguments.checkpoint)
-    records = checkpoint_spectra(checkpoint, arguments.max_condition)
+    restored = restore(checkpoint)
+    spectra = spectrum_records(restored.decompose(restored.factors, arguments.max_condition))
+    capacity = capacity_report(arguments, restored)
     if arguments.report:
-        page = report_page(
-            title="Spectra of the factors",
-            lead=f"After {checkpoint.step} updates of a vision transformer on handwritten digits.",
-            runs={checkpoint.optimizer: RunRecords.from_plain(checkpoint.records)}
-            if checkpoint.records["epochs"]
-            else {},
-            spectra=records,
-            coverage=[],
-            config=checkpoint.config,
-            versions=versions(),
-        )
-        arguments.report.parent.mkdir(parents=True, exist_ok=True)
-        arguments.report.write_text(page, encoding="utf-8")
+        _write_page(arguments.report, checkpoint, spectra, capacity)
+    if arguments.figures:
+        arguments.figures.mkdir(parents=True, exist_ok=True)
+        for name, svg in factor_figures(spectra).items():
+            (arguments.figures / f"{name}.svg").write_bytes(svg)
     if arguments.json:
-        plain = [record._asdict() for record in records]
-        print(json.dumps({"step": checkpoint.step, "spectra": plain}, allow_nan=False))
+        plain = [record._asdict() for record in spectra]
+        found = {"step": checkpoint.step, "spectra": plain, **capacity.to_dict()}
+        print(json.dumps(found, allow_nan=False))
         return
     console = Console()
-    console.print(spectra_table(records))
-    console.print(
-        "condition: largest over smallest eigenvalue, – where the smallest is not positive; "
-        "clipped: the same after clipping; effective rank: exp(entropy) of the spectrum",
-        style="dim",
+    console.print(spectra_table(spectra))
+    console.print(capacity_table(capacity))
+    if capacity.comparison is not None:
+        console.print(comparison_table(capacity))
+        for line in only_in_one(capacity):
+            console.print(line)
+    console.print(model_table(capacity))
+    console.print(_LEGEND, style="dim")
+    if capacity.interval is not None:
+        console.print(f"batch mean, interval: {interval_words(capacity)}", style="dim")
+    for name, written in (("report", arguments.report), ("figures", arguments.figures)):
+        if written:
+            console.print(f"{name}: {written}", soft_wrap=True, highlight=False)
+
+
+def _write_page(
+    path: Path, checkpoint: Checkpoint, spectra: Sequence[SpectrumRecord], capacity: CapacityReport
+) -> None:
+    page = report_page(
+        title="Spectra and capacity of the factors",
+        lead=f"After {checkpoint.step} updates of a vision transformer on handwritten digits.",
+        runs={checkpoint.optimizer: RunRecords.from_plain(checkpoint.records)}
+        if checkpoint.records["epochs"]
+        else {},
+        spectra=spectra,
+        capacity=capacity,
+        coverage=[],
+        config=checkpoint.config,
+        versions=versions(),
     )
-    if arguments.report:
-        console.print(f"report: {arguments.report}", soft_wrap=True, highlight=False)
-
-
-def checkpoint_spectra(
-    checkpoint: Checkpoint, max_condition: float | None = None
-) -> list[SpectrumRecord]:
-    """The spectra of a K-FAC checkpoint: the same numbers as at the end of its run.
-
-    Raises:
-        ValueError: the checkpoint holds no factors, or no update has been made yet.
-    """
-    if checkpoint.optimizer != "kfac":
-        raise ValueError(
-            f"this checkpoint is of {checkpoint.optimizer}, which keeps no factors; analyze the "
-            "kfac folder beside it"
-        )
-    if checkpoint.step == 0:
-        raise ValueError("this checkpoint is from before the first update: it holds no factors")
-    experiment = experiment_from(checkpoint.config)
-    problem = digits_problem(experiment)
-    tx = build_optimizer("kfac", experiment, problem, total_updates(experiment, problem))
-    template = jax.eval_shape(tx.init, problem.params)
-    _, state = restore_state(checkpoint, problem.params, template, checkpoint.config)
-    return spectra_of(state, experiment, max_condition)
-
-
-def experiment_from(config: dict[str, Any]) -> Experiment:
-    """The experiment that :func:`as_config` has written down."""
-    parts = {"model": ModelOptions, "kfac": KfacOptions, "adamw": AdamwOptions}
-    known = {field.name for field in dataclasses.fields(Experiment)}
-    if unknown := config.keys() - known:
-        raise ValueError(f"this checkpoint has options of another version: {sorted(unknown)}")
-    return Experiment(
-        **{name: parts[name](**x) if name in parts else x for name, x in config.items()}
-    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")

@@ -17,7 +17,7 @@ _EXTRA_OF = {
 _DESCRIPTION = """Curvature and K-FAC for JAX training scripts.
 
 Start with `jaxkfac train --preset digits`, then open runs/digits/report.html;
-`jaxkfac analyze runs/digits` shows the spectra of the factors in its checkpoint.
+`jaxkfac analyze runs/digits` shows spectra and capacity of the factors in its checkpoint.
 """
 
 

@@ -21,6 +21,7 @@ def test_version_is_the_packages(capsys):
         (["train", "--help"], "--gradient-accumulation-steps"),
         (["train", "--help"], "--kfac.damping"),
         (["analyze", "--help"], "jaxkfac analyze runs/digits"),
+        (["analyze", "--help"], "--compare"),
     ],
 )
 def test_help_describes_what_can_be_asked_for(words, expected, capsys):
@@ -49,6 +50,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     ("words", "message"),
     [
         (["analyze", "nowhere"], "no checkpoint at nowhere, which does not exist"),
+        (["analyze", "nowhere", "--batches", "1"], "batches must be at least 2"),
         (["train", "--epochs", "0"], "epochs"),
         (["train", "--batch-size", "5000"], "batch_size"),
         (["train", "--kfac.warmup", "2"], "warmup"),

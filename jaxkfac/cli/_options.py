@@ -140,23 +140,34 @@ class TrainArguments:
 
 @dataclasses.dataclass(frozen=True)
 class AnalyzeArguments:
-    """Decompose the factor averages stored in a checkpoint and show their spectra.
+    """Show spectra and capacity of the factor averages stored in a checkpoint.
 
     For each layer's A (inputs) and G (output gradients): the largest eigenvalue, the
-    condition number before and after clipping, and the effective rank, exp(entropy) of
-    the normalised eigenvalues.
+    condition number before and after clipping, and the entropy rank, exp(entropy) of the
+    normalised eigenvalues. For each layer and the whole model: how many directions their
+    curvature has, by several measures, each explained in `jaxkfac.curvature.CapacityRecord`.
 
-    For example, clipped harder, as a page:
-    `jaxkfac analyze runs/digits --max-condition 1e4 --report spectra.html`
+    For example, what has changed since update 660, with intervals, as a page:
+    `jaxkfac analyze runs/digits --compare runs/digits/kfac/660 --batches 6 --report capacity.html`
     """
 
     checkpoint: tyro.conf.Positional[Path]
     """A checkpoint, a folder of checkpoints (the newest counts), or a run's output folder."""
     max_condition: float | None = None
     """Clip at this condition number; by default the one the run was trained with."""
+    num_examples: float | None = None
+    """N, times which the mean loss's curvature counts; by default the training examples."""
+    damping: float = 1.0
+    """Added to N times the curvature: N times the damping of a training compares with it."""
+    compare: Path | None = None
+    """Another checkpoint: show what has changed from it to this one."""
+    batches: int | None = None
+    """Cut the held-out examples into so many batches; show 95 % intervals over them."""
+    figures: Path | None = None
+    """Write spectra.svg, ranks.svg (over depth) and conditions.svg to this folder."""
     report: Path | None = None
-    """Write the table and the figure of all spectra to this HTML file."""
+    """Write all tables and figures to this HTML file."""
     json: bool = False
-    """Print every eigenvalue and the summary as JSON instead of a table."""
+    """Print every eigenvalue and every metric as JSON instead of tables."""
     debug: bool = False
     """Show the full traceback of an error."""

@@ -106,7 +106,61 @@ def test_analyze_reproduces_the_spectra_of_the_run(finished, capsys):
     assert main(["analyze", str(finished), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     metrics = json.loads((finished / "metrics.json").read_text())
-    assert shown == {"step": 9, "spectra": metrics["spectra"]}
+    assert set(shown) == {"step", "spectra", "capacity"}
+    assert shown["step"] == 9 and shown["spectra"] == metrics["spectra"]
+
+
+def test_analyze_measures_the_capacity_with_the_number_of_training_examples(finished, capsys):
+    assert main(["analyze", str(finished), "--json"]) == 0
+    capacity = json.loads(capsys.readouterr().out)["capacity"]
+    metrics = json.loads((finished / "metrics.json").read_text())
+    assert capacity["num_examples"] == 1438 and capacity["damping"] == 1.0
+    assert capacity["layers"].keys() == {row["layer"] for row in metrics["spectra"]}
+    covered = sum(row["parameters"] for row in metrics["coverage"])
+    assert capacity["model"]["dimension"] == covered
+    assert 1 <= capacity["model"]["participation_ratio"] <= covered
+
+
+def test_analyze_compares_with_another_checkpoint_and_draws(finished, capsys, tmp_path):
+    words = ["--compare", str(finished / "kfac" / "6"), "--figures", str(tmp_path / "drawn")]
+    assert main(["analyze", str(finished), "--json", *words]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    change = shown["capacity_comparison"]["model"]["trace"]
+    assert change["after"] == shown["capacity"]["model"]["trace"] != change["before"]
+    drawn = {path.name for path in (tmp_path / "drawn").iterdir()}
+    assert drawn == {"spectra.svg", "ranks.svg", "conditions.svg"}
+
+
+def test_analyze_gives_intervals_over_held_out_batches(finished, capsys):
+    words = ["--batches", "3", "--num-examples", "50", "--damping", "0.5"]
+    assert main(["analyze", str(finished), "--json", *words]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    ends = shown["capacity_interval"]["model"]["effective_dimension"]
+    assert shown["capacity_interval"]["num_batches"] == 3
+    assert ends["low"] < ends["mean"] < ends["high"]
+    assert (shown["capacity"]["num_examples"], shown["capacity"]["damping"]) == (50, 0.5)
+
+
+def test_analyze_prints_tables(finished, capsys):
+    assert main(["analyze", str(finished), "--compare", str(finished / "kfac" / "6")]) == 0
+    shown = capsys.readouterr().out
+    for word in ("Spectra", "Capacity, ratio to update 6", "whole model", "N = 1,438", "δ = 1"):
+        assert word in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--damping", "-1"], "damping must be zero or positive"),
+        (["--num-examples", "0"], "num_examples must be at least 1"),
+        (["--batches", "400"], "batches must be at most 359"),
+        (["--max-condition", "0.5"], "max_condition"),
+        (["--compare", "nowhere"], "no checkpoint at nowhere"),
+    ],
+)
+def test_analyze_explains_a_wrong_option(words, message, finished, capsys):
+    assert main(["analyze", str(finished), *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_analyze_clips_as_asked_and_writes_a_page(finished, capsys, tmp_path):
@@ -115,7 +169,8 @@ def test_analyze_clips_as_asked_and_writes_a_page(finished, capsys, tmp_path):
     assert main([*words, str(page), "--json"]) == 0
     spectra = json.loads(capsys.readouterr().out)["spectra"]
     assert max(s["condition_clipped"] or 1.0 for s in spectra) <= 10 * (1 + 1e-5)
-    assert "Spectra" in page.read_text()
+    text = page.read_text()
+    assert "Capacity" in text and text.count("data:image/svg+xml") == 4
 
 
 def test_analyze_says_that_adamw_keeps_no_factors(finished, capsys):

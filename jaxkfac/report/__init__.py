@@ -1,8 +1,13 @@
 """Tables, plots and a self-contained HTML page from plain records."""
 
+from jaxkfac.report._capacity import CapacityReport, interval_words, only_in_one
+from jaxkfac.report._capacity_tables import capacity_table, comparison_table, model_table
+from jaxkfac.report._conditions_figure import conditions_figure
 from jaxkfac.report._coverage import CoverageRow, coverage_rows
 from jaxkfac.report._curves import curves_figure
+from jaxkfac.report._factor_figures import factor_figures
 from jaxkfac.report._html import report_page
+from jaxkfac.report._ranks_figure import ranks_figure
 from jaxkfac.report._records import EpochRecord, RunRecords
 from jaxkfac.report._spectra import SpectrumRecord, spectrum_records
 from jaxkfac.report._spectra_figure import spectra_figure
@@ -10,13 +15,22 @@ from jaxkfac.report._tables import coverage_table, runs_table, spectra_table
 from jaxkfac.report._versions import versions
 
 __all__ = [
+    "CapacityReport",
     "CoverageRow",
     "EpochRecord",
     "RunRecords",
     "SpectrumRecord",
+    "capacity_table",
+    "comparison_table",
+    "conditions_figure",
     "coverage_rows",
     "coverage_table",
     "curves_figure",
+    "factor_figures",
+    "interval_words",
+    "model_table",
+    "only_in_one",
+    "ranks_figure",
     "report_page",
     "runs_table",
     "spectra_figure",

@@ -4,13 +4,16 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from jaxkfac.curvature.capacity._table import number
+from jaxkfac.report._capacity import CapacityReport
+from jaxkfac.report._capacity_html import capacity_html
 from jaxkfac.report._coverage import CoverageRow, stack_text
 from jaxkfac.report._curves import curves_figure
+from jaxkfac.report._factor_figures import WORDS, factor_figures
+from jaxkfac.report._html_parts import figure_html, table_html
 from jaxkfac.report._records import RunRecords
 from jaxkfac.report._spectra import SpectrumRecord
-from jaxkfac.report._spectra_figure import spectra_figure
-from jaxkfac.report._style import INK, MUTED, OPTIMIZERS, RULE, data_uri
-from jaxkfac.report._tables import number
+from jaxkfac.report._style import INK, MUTED, OPTIMIZERS, RULE
 
 _CSS = f"""
 :root {{ color-scheme: light; }}
@@ -19,6 +22,7 @@ body {{ margin: 0; background: #fbfbf9; color: {INK};
 main {{ max-width: 60rem; margin: 0 auto; padding: 3rem 1.5rem 5rem; }}
 h1 {{ font-size: 1.9rem; font-weight: 600; line-height: 1.2; margin: 0 0 .4rem; }}
 h2 {{ font-size: 1.2rem; font-weight: 600; margin: 3rem 0 .6rem; }}
+h3 {{ font-size: 1rem; font-weight: 600; margin: 1.8rem 0 .2rem; }}
 p {{ max-width: 42rem; margin: .5rem 0; }}
 .lead, figcaption, caption {{ color: {MUTED}; }}
 .lead {{ font-size: 1.05rem; }}
@@ -52,6 +56,7 @@ def report_page(
     coverage: Sequence[CoverageRow],
     config: Mapping[str, Any],
     versions: Mapping[str, str],
+    capacity: CapacityReport | None = None,
 ) -> str:
     """The report of a run as one HTML page; a part without records is left out.
 
@@ -63,6 +68,7 @@ def report_page(
         coverage: Rows of the layer table.
         config: Everything that decided the result; may be nested.
         versions: Of the software.
+        capacity: Metrics of the factors at the end, with what they are compared with.
 
     Returns:
         The page, self-contained.
@@ -72,6 +78,8 @@ def report_page(
         parts += [_cards(runs), "<h2>Training</h2>", _curves(runs), _runs(runs)]
     if spectra:
         parts += ["<h2>Spectra of the factors</h2>", _spectra(spectra)]
+    if capacity:
+        parts += ["<h2>Capacity</h2>", capacity_html(capacity)]
     if coverage:
         parts += ["<h2>Coverage</h2>", _coverage(coverage)]
     parts += ["<h2>Configuration</h2>", _pairs(_flat(config)), _pairs(versions.items())]
@@ -97,13 +105,8 @@ def _cards(runs: Mapping[str, RunRecords]) -> str:
     return f'<div class="cards">{"".join(cards)}</div>'
 
 
-def _figure(svg: bytes, alternative: str, caption: str) -> str:
-    image = f'<img alt="{escape(alternative)}" src="{data_uri(svg)}">'
-    return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
-
-
 def _curves(runs: Mapping[str, RunRecords]) -> str:
-    return _figure(
+    return figure_html(
         curves_figure(runs),
         "Training loss and test error of each optimizer",
         "Both optimizers see the same examples in the same order, with the same shifts. Time "
@@ -113,30 +116,26 @@ def _curves(runs: Mapping[str, RunRecords]) -> str:
 
 
 def _spectra(spectra: Sequence[SpectrumRecord]) -> str:
-    table = _table(
-        ["layer", "factor", "slice", "size", "top", "condition", "clipped", "raised", "eff. rank"],
+    numbers = table_html(
+        ["layer", "factor", "slice", "size", "top", "condition", "clipped", "raised",
+         "entropy rank"],
         [
             [
                 s.layer, s.side, ",".join(map(str, s.slice)), str(len(s.raw)), number(s.top),
                 number(s.condition_raw), number(s.condition_clipped), str(s.raised),
-                f"{s.effective_rank:.1f}",
+                f"{s.entropy_rank:.1f}",
             ]
             for s in spectra
         ],
         text=2,
     )  # fmt: skip
-    figure = _figure(
-        spectra_figure(spectra),
-        "Eigenvalues of every factor before and after clipping",
-        "Dots: eigenvalues of the running average, as decomposed. Lines: after clipping. "
-        "Slices of a stacked layer share a panel, later ones lighter.",
-    )
+    drawn = [figure_html(svg, *WORDS[name]) for name, svg in factor_figures(spectra).items()]
     note = (
         "<p>Condition: largest over smallest eigenvalue before and after clipping; a dash "
-        "where the smallest is not positive. Effective rank: exp(entropy) of the normalised "
+        "where the smallest is not positive. Entropy rank: exp(entropy) of the normalised "
         "eigenvalues.</p>"
     )
-    return f"{figure}<details><summary>All numbers</summary>{note}{table}</details>"
+    return f"{''.join(drawn)}<details><summary>All numbers</summary>{note}{numbers}</details>"
 
 
 def _runs(runs: Mapping[str, RunRecords]) -> str:
@@ -159,7 +158,7 @@ def _runs(runs: Mapping[str, RunRecords]) -> str:
         )
     head = ["optimizer", "updates", "examples", "train loss", "test loss", "train acc.",
             "test acc.", "training", "compiling", "skipped"]  # fmt: skip
-    return _table(head, rows, text=1)
+    return table_html(head, rows, text=1)
 
 
 def _coverage(rows: Sequence[CoverageRow]) -> str:
@@ -174,29 +173,8 @@ def _coverage(rows: Sequence[CoverageRow]) -> str:
         ]
         for r in rows
     ]  # fmt: skip
-    return lead + _table(
+    return lead + table_html(
         ["layer", "kind", "in", "out", "stack", "parameters", "share", ""], body, text=2, last=True
-    )
-
-
-def _table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, text: int, last: bool = False
-) -> str:
-    """``text`` leading columns, and the last one if asked, are words; the rest numbers."""
-
-    def kind(column: int) -> str:
-        if column == 0 and text > 1:
-            return ' class="name"'
-        words = column < text or (last and column == len(head) - 1)
-        return "" if words else ' class="n"'
-
-    top = "".join(f"<th{kind(i)}>{escape(cell)}</th>" for i, cell in enumerate(head))
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind(i)}>{escape(c)}</td>" for i, c in enumerate(row)) + "</tr>"
-        for row in rows
-    )
-    return (
-        f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 

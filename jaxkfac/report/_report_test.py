@@ -18,12 +18,13 @@ from jaxkfac.report import (
     coverage_rows,
     coverage_table,
     curves_figure,
+    factor_figures,
     report_page,
     runs_table,
-    spectra_figure,
     spectra_table,
     versions,
 )
+from jaxkfac.report._factor_figures import WORDS
 from jaxkfac.report._spectra import _of_side
 
 
@@ -74,9 +75,9 @@ def test_a_spectrum_is_descending_with_its_condition_before_and_after(spectra):
 @pytest.mark.parametrize(
     ("values", "rank"), [([1.0, 1.0, 1.0], 3.0), ([5.0, 0.0, 0.0], 1.0), ([0.0, 0.0], 0.0)]
 )
-def test_the_effective_rank_counts_equal_directions(values, rank):
+def test_the_entropy_rank_counts_equal_directions(values, rank):
     (record,) = _of_side("w", "A", "w", np.array(values), np.array(values))
-    assert record.effective_rank == pytest.approx(rank)
+    assert record.entropy_rank == pytest.approx(rank)
 
 
 def test_shares_of_covered_and_uncovered_parameters_add_up_to_one(coverage):
@@ -87,9 +88,9 @@ def test_shares_of_covered_and_uncovered_parameters_add_up_to_one(coverage):
 
 def test_figures_are_the_same_bytes_for_the_same_numbers(runs, spectra):
     assert curves_figure(runs) == curves_figure(runs)
-    figure = spectra_figure(spectra)
-    assert figure == spectra_figure(spectra)
-    assert figure.startswith(b"<?xml")
+    figures = factor_figures(spectra)
+    assert figures == factor_figures(spectra) and set(figures) == set(WORDS)
+    assert all(figure.startswith(b"<?xml") for figure in figures.values())
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_escapes_names(runs, spectra, coverage):
@@ -110,7 +111,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_escapes_names(runs, spectra, 
             sources.extend(v for k, v in attributes if k in ("src", "href"))
 
     Reader().feed(page)
-    assert len(sources) == 2 and all(s.startswith("data:image/svg+xml;base64,") for s in sources)
+    assert len(sources) == 4 and all(s.startswith("data:image/svg+xml;base64,") for s in sources)
     assert not tags & {"script", "link", "iframe"}
     assert not re.search(r"url\(|@import", page)
     assert "A &lt;title&gt;" in page and "&lt;w&gt;" in page and "kfac.damping" in page

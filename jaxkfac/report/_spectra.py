@@ -1,10 +1,11 @@
 """Eigenvalues of every factor as plain records, before and after clipping."""
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+
+from jaxkfac.curvature.capacity._blocks import diagonal_rows
 
 Side = Literal["A", "G", "diagonal"]
 
@@ -24,7 +25,7 @@ class SpectrumRecord(NamedTuple):
         condition_raw: ``top`` over the smallest, or ``None`` where that is not positive.
         condition_clipped: The same after clipping.
         raised: How many eigenvalues clipping has raised.
-        effective_rank: $\exp(-\sum p_i \log p_i)$, $p = \lambda / \sum \lambda$ over the
+        entropy_rank: $\exp(-\sum p_i \log p_i)$, $p = \lambda / \sum \lambda$ over the
             positive raw values: 1 for one direction, n for an isotropic factor
             (Roy and Vetterli, The effective rank, 2007).
     """
@@ -39,7 +40,7 @@ class SpectrumRecord(NamedTuple):
     condition_raw: float | None
     condition_clipped: float | None
     raised: int
-    effective_rank: float
+    entropy_rank: float
 
 
 def spectrum_records(bases: Any) -> list[SpectrumRecord]:
@@ -53,7 +54,7 @@ def spectrum_records(bases: Any) -> list[SpectrumRecord]:
 
 def _of_layer(layer: Any, basis: Any) -> Iterator[SpectrumRecord]:
     if layer.is_diagonal:
-        raw, clipped = (_by_slice(layer, x) for x in (basis.raw_diagonal, basis.diagonal))
+        raw, clipped = (diagonal_rows(layer, x) for x in (basis.raw_diagonal, basis.diagonal))
         yield from _of_side(layer.name, "diagonal", layer.name, raw, clipped)
         return
     yield from _of_side(layer.name, "A", layer.input, basis.a_raw_values, basis.a_values)
@@ -78,24 +79,15 @@ def _of_side(
             condition_raw=_condition(before),
             condition_clipped=_condition(after),
             raised=int((after > before).sum()),
-            effective_rank=_effective_rank(before),
+            entropy_rank=_entropy_rank(before),
         )
-
-
-def _by_slice(layer: Any, diagonal: Any) -> np.ndarray:
-    """``(stack..., elements)`` of a diagonal shaped like the parameter or its slice."""
-    weight = dataclasses.replace(layer.weight, index=())
-    if diagonal.size != weight.size:
-        weight = layer.weight
-    matrix = np.asarray(weight.read(diagonal))
-    return matrix.reshape(*matrix.shape[:-2], -1)
 
 
 def _condition(descending: np.ndarray) -> float | None:
     return float(descending[0] / descending[-1]) if descending[-1] > 0 else None
 
 
-def _effective_rank(values: np.ndarray) -> float:
+def _entropy_rank(values: np.ndarray) -> float:
     positive = values[values > 0]
     if not len(positive):
         return 0.0

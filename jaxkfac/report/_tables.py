@@ -4,15 +4,11 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
+from jaxkfac.curvature.capacity._table import number
 from jaxkfac.report._coverage import CoverageRow, stack_text
 from jaxkfac.report._records import RunRecords
 from jaxkfac.report._spectra import SpectrumRecord
 from jaxkfac.report._style import OPTIMIZERS
-
-
-def number(value: float | None) -> str:
-    """Three significant digits; a dash for what does not exist."""
-    return "–" if value is None else f"{value:.3g}"
 
 
 def runs_table(runs: Mapping[str, RunRecords]) -> Table:
@@ -58,7 +54,7 @@ def spectra_table(records: Sequence[SpectrumRecord]) -> Table:
     table = Table(title="Spectra", title_justify="left", box=None, pad_edge=False)
     table.add_column("layer", overflow="fold")
     table.add_column("factor")
-    for name in ("slice", "size", "top", "condition", "clipped", "raised", "effective rank"):
+    for name in ("slice", "size", "top", "condition", "clipped", "raised", "entropy rank"):
         table.add_column(name, justify="right")
     for record in records:
         table.add_row(
@@ -70,6 +66,6 @@ def spectra_table(records: Sequence[SpectrumRecord]) -> Table:
             number(record.condition_raw),
             number(record.condition_clipped),
             str(record.raised),
-            f"{record.effective_rank:.1f}",
+            f"{record.entropy_rank:.1f}",
         )
     return table
