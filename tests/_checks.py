@@ -1,6 +1,7 @@
 """Compare the library's answers with the oracle's; used by every test in this folder."""
 
 import contextlib
+import functools
 import re
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 
 import jaxkfac as jk
-from tests._oracle import PLAIN, Block, Model, mean_loss, oracle
+from tests._likelihoods import mean_loss
+from tests._oracle import Block, oracle
+from tests._taps import PLAIN, Model
 
 LIKELIHOODS = {"categorical": jk.Categorical, "bernoulli": jk.Bernoulli, "gaussian": jk.Gaussian}
 
@@ -48,6 +51,12 @@ def assert_factors_close(found: Any, expected: dict[str, Block], tolerance: floa
         assert_block_close(found[name], block, tolerance, name)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _direct(model: Model, likelihood: str, params: Any, batch: tuple):
+    """Plain JAX; compiled once for all checks of one model."""
+    return jax.value_and_grad(lambda p: mean_loss(model, likelihood, p, batch))(params)
+
+
 def check(
     model: Model,
     params: Any,
@@ -56,8 +65,11 @@ def check(
     likelihood: str = "categorical",
     oracle_model: Model | None = None,
     fisher: str = "empirical",
+    sharing: str = "expand",
+    scales: str = "diagonal",
     bias: str = "joint",
     positions: Any = None,
+    labels: Any = None,
     tolerance: float = 1e-10,
     jit: bool = True,
     **options: Any,
@@ -65,21 +77,20 @@ def check(
     """Value, gradient and every factor of the library against plain JAX and the oracle.
 
     ``oracle_model`` is the same function written without loops or wrappers, where
-    ``model`` has them. Returns what the library returned.
+    ``model`` has them; ``labels`` go with ``fisher="mc"``. Returns what the library returned.
     """
-    stats = jk.value_grad_and_factors(
-        objective_of(model, likelihood), fisher=fisher, bias=bias, **options
-    )
-    extra = {} if positions is None else {"positions": positions}
+    options |= {"fisher": fisher, "sharing": sharing, "scales": scales, "bias": bias}
+    stats = jk.value_grad_and_factors(objective_of(model, likelihood), **options)
+    extra = {k: v for k, v in {"positions": positions, "labels": labels}.items() if v is not None}
     value, grads, factors = (jax.jit(stats) if jit else stats)(params, batch, **extra)
     plain = oracle_model or model
-    direct = jax.value_and_grad(lambda p, b: mean_loss(plain, likelihood, p, b))
-    loss, gradient = jax.jit(direct)(params, batch)
+    loss, gradient = _direct(plain, likelihood, params, batch)
     np.testing.assert_allclose(value, loss, rtol=tolerance)
     assert_tree_close(grads, gradient, tolerance)
     expected = oracle(
-        plain, params, batch, likelihood=likelihood, fisher=fisher, bias=bias, positions=positions
-    )
+        plain, params, batch, likelihood=likelihood, fisher=fisher, sharing=sharing,
+        scales=scales, bias=bias, **extra,
+    )  # fmt: skip
     assert_factors_close(factors, expected, tolerance)
     return value, grads, factors
 

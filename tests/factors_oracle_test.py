@@ -15,7 +15,8 @@ from tests._checks import (
     check,
     objective_of,
 )
-from tests._oracle import PLAIN, mean_loss, oracle, patches
+from tests._likelihoods import mean_loss
+from tests._oracle import oracle
 from tests._programs import (
     attention,
     attention_params,
@@ -31,6 +32,7 @@ from tests._programs import (
     tree,
     unrolled,
 )
+from tests._taps import PLAIN, patches
 
 # --------------------------------------------------------------- basic shapes
 

@@ -3,8 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from tests._oracle import PLAIN, fisher_columns, mean_loss, oracle, patches
+from tests._dense import fisher_block, root_fisher
+from tests._likelihoods import fisher_columns, mean_loss, pulls
+from tests._oracle import corrected_eigenvalues, oracle
+from tests._programs import labels, normal, tree
+from tests._taps import PLAIN, patches
 
 
 def _deep_linear(params, x, tap):
@@ -75,3 +80,87 @@ def test_patches_times_kernel_is_a_convolution(x64):
         x, k, (2, 1), ((1, 1), (0, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
     np.testing.assert_allclose(by_hand, reference, atol=1e-12)
+
+
+def _mixing(p, x, tap):
+    """A norm with scale and bias, and sums over positions, so that rows mix."""
+    h = x - x.mean(-1, keepdims=True)
+    h = tap.scale("scale", h, h * p["scale"], shape=(4,))
+    h = tap.lone_bias("shift", h + p["shift"], shape=(4,))
+    h = jnp.cumsum(jnp.tanh(tap.dense("w", h, h @ p["w"] + p["b"], bias=True)), axis=1)
+    return tap.dense("v", h, h @ p["v"])
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
+def test_example_sums_are_the_gradients_of_the_parameters(x64, fisher):
+    """Rows summed over positions are what the Jacobian of the parameters gives."""
+    p = tree(71, scale=(4,), shift=(4,), w=(4, 5), b=(5,), v=(5, 3))
+    mask = jnp.asarray([[1, 1, 0], [0, 1, 1]], bool)
+    batch = (normal(1, 2, 3, 4, scale=1.0), labels(2, 2, 3), mask)
+    extra = {"fisher": fisher, "labels": labels(3, 2, 2, 3) if fisher == "mc" else None}
+    root = root_fisher(_mixing, p, batch, **extra)
+    blocks = oracle(_mixing, p, batch, scales="full_block", **extra)
+    for name in ("scale", "shift"):
+        np.testing.assert_allclose(blocks[name].g, fisher_block(root, name), rtol=1e-10, atol=1e-15)
+    rng = np.random.default_rng(9)
+    bases = dict.fromkeys(blocks, (None, None))
+    bases["w"] = q_a, q_g = [np.linalg.qr(rng.normal(size=(5, 5)))[0] for _ in "ag"]
+    squares = corrected_eigenvalues(_mixing, p, batch, bases, **extra)
+    turn = np.kron(q_a, q_g)
+    diagonal = np.diag(turn.T @ fisher_block(root, "w", "b") @ turn).reshape(5, 5)
+    np.testing.assert_allclose(squares["w"].values, diagonal, rtol=1e-10, atol=1e-15)
+    diagonal = np.diag(fisher_block(root, "scale"))
+    np.testing.assert_allclose(squares["scale"].values, diagonal, rtol=1e-10, atol=1e-15)
+    expand = oracle(_mixing, p, batch, **extra)["scale"].diagonal
+    assert np.abs(expand - np.diag(fisher_block(root, "scale"))).max() > 1e-3
+
+
+def test_the_dense_exact_fisher_is_the_ggn(x64):
+    """By the Hessian of the loss where outputs are linear in the parameters."""
+
+    def model(p, x, tap):
+        return tap.dense("w", x, jnp.cumsum(x, axis=1) @ p["w"])
+
+    p = tree(72, w=(4, 3))
+    mask = jnp.asarray([[1, 1, 0], [0, 1, 1]], bool)
+    batch = (normal(1, 2, 3, 4), labels(2, 2, 3), mask)
+    hessian = jax.hessian(lambda p: mean_loss(model, "categorical", p, batch))(p)["w"]["w"]
+    ggn = fisher_block(root_fisher(model, p, batch), "w")
+    np.testing.assert_allclose(ggn, hessian.reshape(12, 12), rtol=1e-10, atol=1e-15)
+
+
+def test_dilated_windows_times_kernel_are_a_dilated_convolution(x64):
+    rng = np.random.default_rng(6)
+    x, k = rng.normal(size=(2, 5, 6, 3)), rng.normal(size=(3, 2, 3, 4))
+    pads = ((1, 2), (0, 1))
+    rows = patches(x, (3, 2), (2, 1), pads, dilation=(2, 3), input_dilation=(2, 1))
+    reference = jax.lax.conv_general_dilated(
+        x, k, (2, 1), pads, lhs_dilation=(2, 1), rhs_dilation=(2, 3),
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )  # fmt: skip
+    np.testing.assert_allclose(jnp.einsum("nxyabc,abco->nxyo", rows, k), reference, atol=1e-12)
+
+
+def test_reduce_by_hand(x64):
+    rng = np.random.default_rng(7)
+    w = {"w": jnp.asarray(rng.normal(size=(3, 2)))}
+    x, y = rng.normal(size=(2, 4, 3)), rng.normal(size=(2, 4, 2))
+    here = np.array([[1, 1, 1, 0], [1, 1, 0, 0]], bool)
+    model = lambda p, x, tap: tap.dense("w", x, x @ p["w"])
+    found = oracle(model, w, (x, y, here), likelihood="gaussian", positions=here, sharing="reduce")[
+        "w"
+    ]
+    a = np.stack([x[0, :3].mean(0), x[1, :2].mean(0)])
+    g = ((x @ np.asarray(w["w"]) - y) * here[..., None]).sum(1)
+    np.testing.assert_allclose(found.a, a.T @ a / 2, rtol=1e-12)
+    np.testing.assert_allclose(found.g, g.T @ g / 5, rtol=1e-12)
+
+
+def test_labels_of_each_term_weighed_by_probability_give_the_columns(x64):
+    """The Fisher of one term by enumeration of its labels, against its root."""
+    z = np.random.default_rng(8).normal(size=4)
+    p = np.exp(z) / np.exp(z).sum()
+    gradients = [pulls("categorical", "empirical", z, y, np.ones(()))[0] for y in np.arange(4)]
+    by_labels = sum(p[y] * np.outer(g, g) for y, g in enumerate(gradients))
+    columns = fisher_columns("categorical", z)
+    np.testing.assert_allclose(by_labels, columns.T @ columns, atol=1e-14)

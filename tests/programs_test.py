@@ -30,7 +30,8 @@ from tests._checks import (
     objective_of,
     two_devices,
 )
-from tests._oracle import PLAIN, mean_loss, oracle
+from tests._likelihoods import mean_loss
+from tests._oracle import oracle
 from tests._programs import (
     attention,
     attention_params,
@@ -45,6 +46,7 @@ from tests._programs import (
     tree,
     unrolled,
 )
+from tests._taps import PLAIN
 
 
 def BATCH(n=4, i=4, c=3):
@@ -835,7 +837,7 @@ def test_convolution_inside_vmap(x64):
         return jnp.tanh(jax.vmap(one)(x)).mean(axis=1) @ p["w"]
 
     def plain(p, x, tap):
-        from tests._oracle import patches
+        from tests._taps import patches
 
         y = lax.conv_general_dilated(
             x, p["k"], (1,), "VALID", dimension_numbers=("NHC", "HIO", "NHC")

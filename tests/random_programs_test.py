@@ -11,8 +11,10 @@ from jax import lax
 
 import jaxkfac as jk
 from tests._checks import assert_factors_close, assert_tree_close, objective_of
-from tests._oracle import PLAIN, mean_loss, oracle
+from tests._likelihoods import mean_loss
+from tests._oracle import oracle
 from tests._programs import labels, normal, rms
+from tests._taps import PLAIN
 
 WIDTH, CLASSES = 4, 3
 

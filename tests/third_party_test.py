@@ -15,8 +15,9 @@ from flax import nnx
 
 import jaxkfac as jk
 from tests._checks import assert_factors_close, assert_tree_close
-from tests._oracle import oracle, patches
+from tests._oracle import oracle
 from tests._programs import labels, normal
+from tests._taps import patches
 
 pytestmark = pytest.mark.standard_promotion  # these libraries rely on it
 

@@ -66,7 +66,8 @@ class BothSides:
             else:
                 out = {"squares": squares_by_row(x, g, basis, lead)}
             if "bias_squares" in like:
-                g = g.sum(1, keepdims=True) if self.by_example else g
+                if self.by_example:
+                    g = g.sum(1, keepdims=True, dtype=like["bias_squares"].dtype)
                 squares = jnp.square(rotate(g, basis.g, lead))
                 out["bias_squares"] = squares.sum(range(stack, stack + lead))
             return out
@@ -109,7 +110,7 @@ class BothSides:
         size = (x.size + g.size) // len(x)
         if gradients:
             size = max(size, math.prod(g.shape[2:]) * x.shape[-1])
-        return max(1, CHUNK_BYTES // (4 * size))
+        return max(1, min(len(x), CHUNK_BYTES // (4 * size)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,8 +46,8 @@ class Basis(NamedTuple):
 
 
 def rotate(x: Array, vectors: Array | None, lead: int) -> Array:
-    """Rows ``(lead..., stack..., n)`` times eigenvectors: ``(stack..., lead..., n)``."""
-    last = x.ndim - 1
+    """Rows ``(lead..., stack..., n)`` times eigenvectors: ``(stack..., lead..., n)``, wide."""
+    x, last = x.astype(statistics_dtype(x.dtype)), x.ndim - 1
     if vectors is None:
         return x.transpose(*range(lead, last), *range(lead), last)
     batch = (tuple(range(lead, last)), tuple(range(last - lead)))
@@ -70,7 +70,8 @@ def scaled(x: Array, basis: Basis) -> Array:
     """``x`` times the constant of the weight."""
     if basis.constant is None:
         return x
-    return x.astype(basis.constant.dtype) * basis.constant
+    constant = basis.constant.reshape(-1)[0]  # as often as the stack is long
+    return x.astype(constant.dtype) * constant
 
 
 def with_ones(x: Array) -> Array:
@@ -137,7 +138,7 @@ def gradients(x: Array, g: Array, basis: Basis) -> Array:
     batch = (*range(2, last), 0)
     gradient = scaled(_dot(x, g, ((1,), (1,)), (batch, batch)), basis)
     if basis.ones:
-        bias = g.sum(1).transpose(*range(1, last - 1), 0, last - 1)
+        bias = g.sum(1, dtype=gradient.dtype).transpose(*range(1, last - 1), 0, last - 1)
         gradient = jnp.concatenate([gradient, bias[..., None, :]], -2)
     return rotate_gradients(gradient, basis.a, basis.g)
 

@@ -76,7 +76,7 @@ class SquaredGradients:
         slot["squares"] = jnp.zeros((*stack, a.values.shape[-1], n_out), dtype)
         if self._has_own_bias(layer):
             slot["bias_squares"] = jnp.zeros((*stack, n_out), dtype)
-        given = {"a": a.vectors, "g": g.vectors}
+        given = {"a_vectors": a.vectors, "g_vectors": g.vectors}
         if any(use.view.scaled for use in self._traced.uses_of(layer)):
             given["constant"] = jnp.ones(stack, dtype)
         slot["given"] = {key: value for key, value in given.items() if value is not None}
@@ -118,7 +118,8 @@ class SquaredGradients:
         sides = both_sides(site, use, operands, cotangent, weights, examples, like)
         if "gradients" in like:
             return sides.gradients(like)
-        basis = Basis(given.get("a"), given.get("g"), self._has_ones(layer), given.get("constant"))
+        ones, constant = self._has_ones(layer), given.get("constant")
+        basis = Basis(given.get("a_vectors"), given.get("g_vectors"), ones, constant)
         return sides.squares(like, basis)
 
     # -- after it ---------------------------------------------------------------------

@@ -19,6 +19,7 @@ from jaxkfac.factors import _patches
 from jaxkfac.factors._collect import value_grad_and_factors
 from jaxkfac.factors._likelihoods import Gaussian
 from jaxkfac.factors._objective import Objective
+from jaxkfac.interception._rows import mark_rows
 from jaxkfac.interception._trace import find_layers
 
 pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.standard_promotion]
@@ -149,6 +150,23 @@ def test_members_of_an_ensemble_have_the_factors_that_each_has_alone():
             _, a_i, g_i = factors_of(member, k[i], x[:, i], sharing=sharing)
             np.testing.assert_allclose(a[i], a_i * 3, rtol=1e-10, atol=1e-12)
             np.testing.assert_allclose(g[i], g_i, rtol=1e-10, atol=1e-12)
+
+
+def test_rows_of_an_ensemble_are_told_apart_from_its_members():
+    """``vmap`` moves axes within a reshape; sizes coincide, so only identity can tell them."""
+    there = jnp.asarray([[True, True, False]] * 3)
+
+    def member(k, x):
+        return lax.conv_general_dilated(x, k, (1,), "VALID", dimension_numbers=NHC)
+
+    def ensemble(k, x):
+        return jax.vmap(member, out_axes=1)(k, mark_rows(x, there))
+
+    k, x = normal(0, 3, 3, 3, 3), normal(1, 3, 3, 5, 3)
+    _, a, _ = factors_of(ensemble, k, x)
+    for i in range(3):
+        _, a_i, _ = factors_of(member, k[i], x[i, :2])
+        np.testing.assert_allclose(a[i] / 27, a_i / 6, rtol=1e-10, atol=1e-12)
 
 
 # ------------------------------------------------------------------ loops, walls, meshes

@@ -35,12 +35,10 @@ def test_the_trace_is_within_its_standard_error(x64, method):
 
 def test_xtrace_is_far_better_than_hutchinson_where_eigenvalues_decay(x64):
     operator, true = matrix_operator(with_eigenvalues(decaying())), decaying().sum()
-    errors = {
-        method: jnp.abs(trace(operator, key=KEY, num_samples=24, method=method).value - true)
-        for method in METHODS
-    }
-    assert errors["xtrace"] < 0.05 * errors["hutchinson"]
-    assert errors["xnystrace"] < 0.05 * errors["hutchinson"]
+    found = {m: trace(operator, key=KEY, num_samples=24, method=m) for m in METHODS}
+    for method in ("xtrace", "xnystrace"):
+        assert found[method].standard_error < 0.05 * found["hutchinson"].standard_error
+        np.testing.assert_allclose(found[method].value, true, rtol=0.02)
 
 
 @pytest.mark.parametrize("method", ["xtrace", "hutchinson"])
@@ -120,7 +118,7 @@ def test_the_log_determinant_of_a_singular_operator_is_minus_infinity(x64):
 def test_the_density_integrates_to_one_and_counts_eigenvalues(x64):
     true = jnp.concatenate([jnp.full(30, 1.0), jnp.full(10, 5.0)])
     operator = matrix_operator(with_eigenvalues(true))
-    found = spectral_density(operator, key=KEY, num_samples=100, sigma=0.1)
+    found = spectral_density(operator, key=KEY, num_samples=60, sigma=0.1)
     np.testing.assert_allclose(jnp.trapezoid(found.density, found.grid), 1, rtol=1e-3)
     upper = jnp.trapezoid(jnp.where(found.grid > 3, found.density, 0), found.grid)
     np.testing.assert_allclose(upper, 0.25, atol=0.03)

@@ -30,6 +30,13 @@ class Flat(NamedTuple):
     unflatten: Callable[[Array], Any]
 
 
+def length(vector: Array) -> Array:
+    """Euclidean length without the squares that overflow, or underflow to nothing."""
+    largest = jnp.abs(vector).max()
+    divisor = jnp.where(largest > 0, largest, jnp.ones_like(largest))
+    return largest * jnp.linalg.norm(vector / divisor)
+
+
 def wide_dtype(operator: Any) -> Any:
     """The dtype in which an operator's vectors are combined: at least float32."""
     return statistics_dtype(*(leaf.dtype for leaf in operator.leaves.values()))

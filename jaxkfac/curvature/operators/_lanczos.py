@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from jaxkfac.curvature.operators._extras import load
+from jaxkfac.curvature.operators._flat import length
 
 
 class Tridiagonal(NamedTuple):
@@ -29,6 +30,18 @@ class Tridiagonal(NamedTuple):
     residual: Float[Array, ""]
 
 
+# In rounding units of the operator. With 1 the direction left over after reorthogonalisation is
+# itself mostly rounding, and in float32 its inner products with the basis reached 1e-5.
+_NOISE = 16
+
+
+def rounding(values: Float[Array, " k"]) -> Float[Array, ""]:
+    """How far noise and rounding may have moved Ritz values: a bound in their units."""
+    steps = values.shape[-1]
+    units = _NOISE * steps**0.5 + 10 * steps
+    return units * jnp.finfo(values.dtype).eps * jnp.abs(values).max()
+
+
 def tridiagonalise(
     matvec: Callable[[Array], Array], start: Float[Array, " n"], num_steps: int, key: Key[Array, ""]
 ) -> Tridiagonal:
@@ -37,10 +50,11 @@ def tridiagonalise(
     Where the Krylov space of ``start`` is exhausted before ``num_steps`` (an operator of low
     rank, repeated eigenvalues, zero) the recurrence has nothing left to normalise, and
     divides zero, or rounding noise, by its length. Textbooks restart from a random vector
-    orthogonal to the basis. Here every product gets a random vector of the length of its
-    rounding error added to it: harmless while there is something left, and the restart where
+    orthogonal to the basis. Here every product gets a random vector of the length of a
+    few rounding errors added to it: harmless while there is something left, and the restart where
     there is not, since reorthogonalisation removes all but the new direction. Thus repeated
-    eigenvalues are found with their multiplicities.
+    eigenvalues are found with their multiplicities, and the values are those of an operator
+    that differs by :func:`rounding` at most.
 
     Args:
         matvec: The product; linear and symmetric.
@@ -52,9 +66,9 @@ def tridiagonalise(
         The basis, ``num_steps * n`` elements, up to three times.
     """
     decomp = load("matfree.decomp")
-    epsilon = jnp.finfo(start.dtype).eps
+    noise_length = _NOISE * jnp.finfo(start.dtype).eps
     unit = start / jnp.linalg.norm(start)
-    scale = jnp.linalg.norm(matvec(unit))
+    scale = length(matvec(unit))
     # In units in which the operator is of order one, so that its size cannot underflow.
     divisor = jnp.where((scale > 0) & jnp.isfinite(scale), scale, jnp.ones((), scale.dtype))
     probe = jax.random.normal(key, start.shape, start.dtype)
@@ -63,7 +77,7 @@ def tridiagonalise(
         # The algorithm shows no step number; the vector itself, new at each step, is the seed.
         seed = jax.lax.bitcast_convert_type(jnp.vdot(probe, vector).astype(jnp.float32), jnp.uint32)
         noise = jax.random.normal(jax.random.fold_in(key, seed), vector.shape, vector.dtype)
-        return matvec(vector) / divisor + epsilon * noise / jnp.linalg.norm(noise)
+        return matvec(vector) / divisor + noise_length * noise / jnp.linalg.norm(noise)
 
     # Nothing here is differentiated, and the custom rule would hold every product's residuals.
     lanczos = decomp.tridiag_sym(num_steps, reortho="full", custom_vjp=False)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Key
 from jaxkfac.curvature.operators._estimate import Estimate, check_samples, monte_carlo
 from jaxkfac.curvature.operators._extras import load
 from jaxkfac.curvature.operators._flat import flatten
-from jaxkfac.curvature.operators._lanczos import tridiagonalise
+from jaxkfac.curvature.operators._lanczos import rounding, tridiagonalise
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.factors._collect import at_least_one
 
@@ -60,8 +60,8 @@ def spectral_density(
         num_samples: $m \ge 2$.
         num_points: Points of the default grid, which spans the Ritz values and four widths.
         grid: Where to evaluate, in the operator's units.
-        sigma: $\sigma > 0$; by default a hundredth of the Ritz values' range, or, where they
-            are all equal, of their size.
+        sigma: $\sigma > 0$; by default a hundredth of the Ritz values' range, and at least
+            a thousandth of the largest of them.
 
     Returns:
         A :class:`SpectralDensity`. Times ``operator.size`` it is a density of counts.
@@ -91,17 +91,17 @@ def spectral_density(
     nodes, weights = _quadrature(operator, key, num_steps=num_steps, num_samples=num_samples)
     low, high = nodes.min(), nodes.max()
     if sigma is None:
-        width = jnp.maximum((high - low) / 100, _noise(nodes))
+        width = jnp.maximum((high - low) / 100, jnp.abs(nodes).max() / 1000)
         width = jnp.where(width > 0, width, 1)
     else:
         width = jnp.asarray(sigma, nodes.dtype)
     if grid is None:
         grid = jnp.linspace(low - 4 * width, high + 4 * width, num_points)
     distance = (grid[:, None, None] - nodes) / width
-    bells = jnp.exp(-0.5 * jnp.square(distance)) / (width * (2 * jnp.pi) ** 0.5)
-    each = (bells * weights).sum(-1)
+    bells = jnp.exp(-0.5 * jnp.square(distance)) / (2 * jnp.pi) ** 0.5
+    each = (bells * weights).sum(-1)  # per width: per unit, its square may overflow
     error = each.std(-1, ddof=1) / num_samples**0.5
-    return SpectralDensity(grid, each.mean(-1), error, nodes, weights, width)
+    return SpectralDensity(grid, each.mean(-1) / width, error / width, nodes, weights, width)
 
 
 @functools.partial(jax.jit, static_argnames=("num_steps", "num_samples"))
@@ -180,14 +180,10 @@ def _log_determinant(
 
     def integrand(matvec: Any, vector: Array) -> Array:
         found = tridiagonalise(matvec, vector, min(num_steps, flat.size), restart_key)
-        values = jnp.where(jnp.abs(found.values) <= _noise(found.values), 0, found.values)
+        noise = rounding(found.values)
+        values = jnp.where(jnp.abs(found.values) <= noise, 0, found.values)
         # a direction without weight has no part in the sum, be its logarithm infinite
         terms = jnp.where(found.weights > 0, found.weights * jnp.log(values + delta), 0)
         return flat.size * terms.sum()
 
     return monte_carlo(integrand, flat, start_key, num_samples)
-
-
-def _noise(nodes: Array) -> Array:
-    """The size of the Ritz values that are rounding."""
-    return 10 * nodes.shape[-1] * jnp.finfo(nodes.dtype).eps * jnp.abs(nodes).max()

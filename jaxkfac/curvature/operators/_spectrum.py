@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from jaxkfac.curvature._placement import is_traced
-from jaxkfac.curvature.operators._flat import Flat, flatten
-from jaxkfac.curvature.operators._lanczos import Tridiagonal, tridiagonalise
+from jaxkfac.curvature.operators._flat import Flat, flatten, length
+from jaxkfac.curvature.operators._lanczos import Tridiagonal, rounding, tridiagonalise
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.factors._collect import at_least_one, one_of
 
@@ -111,9 +111,7 @@ def spectrum(
         "largest": jnp.argsort(-found.values),
         "smallest": jnp.argsort(found.values),
     }[which][:count]
-    largest = jnp.abs(found.values).max()
-    rounding = 10 * steps * jnp.finfo(flat.dtype).eps * largest
-    bounds = found.residual * jnp.abs(found.vectors[-1]) + rounding
+    bounds = found.residual * jnp.abs(found.vectors[-1]) + rounding(found.values)
     trees = None
     if vectors:
         trees = jax.vmap(flat.unflatten)(found.vectors[:, order].T @ found.basis)
@@ -136,7 +134,7 @@ def _check_symmetric(operator: Operator, flat: Flat, key: Key[Array, ""]) -> Arr
     vectors = jax.random.normal(key, (2, flat.size), flat.dtype)
     (u, v), (au, av) = vectors, _products(operator, vectors)
     left, right = jnp.vdot(u, av), jnp.vdot(v, au)
-    lengths = jnp.linalg.norm(au) + jnp.linalg.norm(av)
+    lengths = length(au) + length(av)
     asymmetry = jnp.abs(left - right) / jnp.where(lengths == 0, jnp.ones((), flat.dtype), lengths)
     if is_traced(asymmetry):
         return asymmetry

@@ -29,12 +29,9 @@ def distance(found, true):
 def test_every_eigenvalue_lies_within_its_bound_of_a_true_one(x64):
     true = jnp.logspace(-6, 2, 200) * jnp.where(jnp.arange(200) % 3 == 0, -1, 1)
     operator = matrix_operator(with_eigenvalues(true))
-    previous = jnp.inf
     for steps in (6, 12, 30, 80):
         found = spectrum(operator, 5, key=KEY, num_steps=steps)
         assert (distance(found.eigenvalues, true) <= found.error_bounds).all()
-        assert found.error_bounds[0] <= 1.01 * previous
-        previous = found.error_bounds[0]
     # neither vacuous: the bounds say when the outermost ones are found
     assert found.error_bounds.max() < 1e-10
     np.testing.assert_allclose(found.eigenvalues[0], true[jnp.abs(true).argmax()], rtol=1e-10)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Key
 
 from jaxkfac.curvature.operators._estimate import Estimate, check_samples, monte_carlo, unbiased
 from jaxkfac.curvature.operators._extras import load
-from jaxkfac.curvature.operators._flat import Flat, flatten
+from jaxkfac.curvature.operators._flat import Flat, flatten, length
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.factors._collect import one_of
 
@@ -93,8 +93,8 @@ def _leave_one_out(method: str, flat: Flat, key: Array, num_samples: int) -> Est
     }
     like = jnp.zeros(flat.size, flat.dtype)
     sampler = stochtrace.sampler_sphere(like, num=num_samples)
-    length = jnp.linalg.norm(flat.matvec(sampler(key)[0]))
-    scale = jnp.where(length == 0, jnp.ones((), flat.dtype), length / _LENGTH)
+    size = length(flat.matvec(sampler(key)[0]))
+    scale = jnp.where(size == 0, jnp.ones((), flat.dtype), size / _LENGTH)
 
     @jax.custom_batching.sequential_vmap
     def matvec(vector: Array) -> Array:
@@ -104,4 +104,4 @@ def _leave_one_out(method: str, flat: Flat, key: Array, num_samples: int) -> Est
     mean, error = estimate(matvec, key)
     found = unbiased(mean * scale, error * scale, num_samples)
     # XNysTrace divides by the eigenvalues it has found
-    return jax.tree.map(lambda x: jnp.where(length == 0, jnp.zeros_like(x), x), found)
+    return jax.tree.map(lambda x: jnp.where(size == 0, jnp.zeros_like(x), x), found)

@@ -1,0 +1,24 @@
+"""Factors to spectra, and what is done with them."""
+
+from torch_ref.curvature._apply import (
+    apply_fisher_power,
+    fisher_vector_product,
+    natural_gradient,
+)
+from torch_ref.curvature._bases import LayerBasis, decompose_factors
+from torch_ref.curvature._capacity import LayerCapacity, ModelCapacity, capacity_metrics
+from torch_ref.curvature._lanczos import lanczos
+from torch_ref.curvature._operator import KFACFisherOperator
+
+__all__ = [
+    "KFACFisherOperator",
+    "LayerBasis",
+    "LayerCapacity",
+    "ModelCapacity",
+    "apply_fisher_power",
+    "capacity_metrics",
+    "decompose_factors",
+    "fisher_vector_product",
+    "lanczos",
+    "natural_gradient",
+]

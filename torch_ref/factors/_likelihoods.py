@@ -1,0 +1,86 @@
+"""Losses for the empirical and the sampled Fisher: negative log-likelihoods and their samples."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Likelihood(Protocol):
+    """What the outputs of a model say about targets."""
+
+    def terms(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Negative log-likelihood of each term, ``(N, R...)``."""
+        ...
+
+    def sample(self, outputs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Targets drawn from the model, independent per term."""
+        ...
+
+
+class Categorical:
+    """Classes; outputs are logits ``(N, R..., C)``, targets integers ``(N, R...)``."""
+
+    def terms(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        log_p = outputs.log_softmax(-1)
+        return -log_p.gather(-1, targets[..., None]).squeeze(-1)
+
+    def sample(self, outputs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        p = outputs.softmax(-1).flatten(0, -2)
+        return torch.multinomial(p, 1, generator=generator).reshape(outputs.shape[:-1])
+
+
+class Gaussian:
+    """Half the squared distance, summed over the last axis; both are ``(N, R..., C)``."""
+
+    def terms(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs - targets).square().sum(-1) / 2
+
+    def sample(self, outputs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        noise = torch.empty_like(outputs).normal_(generator=generator)
+        return outputs + noise
+
+
+class Bernoulli:
+    """Independent yes and no, summed over the last axis; outputs are logits ``(N, R..., C)``."""
+
+    def terms(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").sum(-1)
+
+    def sample(self, outputs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return torch.bernoulli(outputs.sigmoid(), generator=generator)
+
+
+def fisher_loss(
+    likelihood: Likelihood, *, fisher: Literal["empirical", "sampled"] = "empirical", seed: int = 0
+) -> Callable[[nn.Module, Any], torch.Tensor]:
+    r"""The mean negative log-likelihood of given targets, or of targets that the model samples.
+
+    Args:
+        likelihood: :class:`Categorical`, :class:`Gaussian` or :class:`Bernoulli`.
+        fisher: ``"empirical"``: given targets. ``"sampled"``: targets drawn from the outputs of
+            the same forward pass; given ones are ignored.
+        seed: Of the samples. Equal outputs give equal samples in every call.
+
+    Returns:
+        ``loss(model, batch)`` with ``batch`` either ``(inputs, targets)`` or
+        ``(inputs, targets, mask)``, the mask nonzero where a loss term counts. Mappings of
+        inputs are given as keywords; of an output with ``logits`` these are taken.
+    """
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs, targets, *mask = batch
+        outputs = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+        outputs = getattr(outputs, "logits", outputs)
+        if fisher == "sampled":
+            generator = torch.Generator(outputs.device).manual_seed(seed)
+            targets = likelihood.sample(outputs.detach(), generator)
+        terms = likelihood.terms(outputs, targets)
+        if not mask:
+            return terms.mean()
+        counts = mask[0].to(terms.dtype)
+        return (terms * counts).sum() / counts.sum()
+
+    return loss

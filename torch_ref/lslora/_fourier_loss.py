@@ -1,0 +1,61 @@
+"""The regulariser and the diagnostics of the coefficients."""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from torch_ref.lslora._attach import adapted_layers
+from torch_ref.lslora._fourier import FourierParams
+
+
+class Diagnosis(NamedTuple):
+    r"""The nonlinearity of one adapter in one layer, as plain numbers.
+
+    Attributes:
+        coefficients: $a_0 \ldots a_3$.
+        sigma: $\sigma$.
+        deviation: Mean of $|a - [0, 1, 0, 0]|$.
+        nonlinearity: $|a_2| + |a_3|$.
+    """
+
+    coefficients: tuple[float, float, float, float]
+    sigma: float
+    deviation: float
+    nonlinearity: float
+
+
+def fourier_loss(model: nn.Module) -> torch.Tensor:
+    r"""Mean over layers and *active* adapters of $\frac14 \|a - [0, 1, 0, 0]\|^2$.
+
+    Built where the coefficients are, with no synchronisation with the host. Not yet multiplied
+    by ``reg_weight``.
+
+    Raises:
+        ValueError: no adapter is active.
+    """
+    distances = [params.distance() for params in _active(model).values()]
+    if not distances:
+        raise ValueError("no adapter is active; attach one, or set_active(model, name)")
+    return torch.stack(distances).mean()
+
+
+@torch.no_grad()
+def diagnose(model: nn.Module) -> dict[str, Diagnosis]:
+    """``{"layer/adapter": numbers}`` of the active adapters, without a graph."""
+    found = {}
+    for name, params in _active(model).items():
+        a = params.weight
+        numbers = torch.stack(
+            [*a, params.sigma, (a - params.identity).abs().mean(), a[2].abs() + a[3].abs()]
+        ).tolist()  # one synchronisation per layer
+        found[name] = Diagnosis(tuple(numbers[:4]), *numbers[4:])
+    return found
+
+
+def _active(model: nn.Module) -> dict[str, FourierParams]:
+    return {
+        f"{layer_name}/{adapter}": layer.fourier_params[adapter]
+        for layer_name, layer in adapted_layers(model).items()
+        for adapter in layer.active
+    }
