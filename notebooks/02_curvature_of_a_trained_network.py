@@ -5,6 +5,8 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -107,7 +109,7 @@ assert jnp.linalg.norm(blocks - ekfac) <= jnp.linalg.norm(blocks - kfac)
 np.testing.assert_allclose(jnp.trace(ekfac), jnp.trace(exact), rtol=1e-4)
 
 # %%
-fig, axes = plt.subplots(1, 3, figsize=(10, 3.4), sharey=True, constrained_layout=True)
+fig, axes = plt.subplots(1, 3, figsize=(9, 3.2), dpi=60, sharey=True, constrained_layout=True)
 top = float(jnp.abs(exact).max())
 for axis, (name, matrix) in zip(axes, (("exact", exact), ("K-FAC", kfac), ("EKFAC", ekfac))):
     picture = axis.imshow(np.log10(np.abs(matrix) / top + 1e-6), vmin=-5, vmax=0, cmap="magma")

@@ -15,6 +15,8 @@ from tests._oracle import oracle
 from tests._programs import labels, normal, tree
 from tests._taps import PLAIN, patches
 
+pytestmark = pytest.mark.slow  # minutes for the file; make test-slow
+
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", list(CONVOLUTIONS))

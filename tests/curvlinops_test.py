@@ -21,6 +21,8 @@ from tests._dense import root_fisher
 from tests._programs import labels, normal
 from tests._taps import PLAIN
 
+pytestmark = pytest.mark.slow  # minutes for the file; make test-slow
+
 LOSSES = {
     "categorical": torch.nn.CrossEntropyLoss,
     "bernoulli": torch.nn.BCEWithLogitsLoss,
@@ -258,6 +260,8 @@ def test_ekfac_agrees(x64, name, sharing, fisher, bias):
         places[path] = np.arange(start, start + p.numel())
         start += p.numel()
     for layer in params:
+        if layer == "k" and sharing == "reduce":
+            continue  # softmax ignores a shift of all keys: their summed gradient is zero, so G is
         basis = corrected[f"{layer}/weight"]
         block = _dense(basis, basis.raw_values)
         weight, lone = places[f"{layer}.weight"], places.get(f"{layer}.bias")

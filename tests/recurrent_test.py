@@ -17,7 +17,8 @@ from tests._cases import case
 from tests._checks import check
 from tests._programs import labels, normal, tree
 
-pytestmark = pytest.mark.standard_promotion  # Flax mixes float32 constants into float64
+# Flax mixes float32 constants into float64.
+pytestmark = [pytest.mark.slow, pytest.mark.standard_promotion]
 
 SHARINGS = ("expand", "reduce")
 D, H, S = 3, 4, 3  # inputs, hidden units, time steps

@@ -12,6 +12,8 @@ from tests._oracle import oracle
 from tests._programs import attention, attention_params, labels, mlp, mlp_params, normal, tree
 from tests._taps import PLAIN
 
+pytestmark = pytest.mark.slow  # minutes for the file; make test-slow
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_layer_kinds_have_the_factors_of_the_brute_force(x64, name):

@@ -6,7 +6,6 @@ from jaxkfac.curvature._apply import (
     fisher_vector_product,
     natural_gradient,
 )
-from jaxkfac.curvature._correct import EigenvalueCorrector, correct_eigenvalues
 from jaxkfac.curvature._coverage import covered_indices
 from jaxkfac.curvature._eigenbases import (
     DiagonalEigenbasis,
@@ -29,6 +28,7 @@ from jaxkfac.curvature.capacity import (
     capacity_metrics,
     compare_capacity,
 )
+from jaxkfac.curvature.ekfac import EigenvalueCorrector, correct_eigenvalues
 
 __all__ = [
     "CapacityComparison",

@@ -103,7 +103,10 @@ def eigendecompose(
     for block, spectrum in _decompose(blocks, placement, vectors):
         tables[block.table][block.key] = spectrum
     return Eigenbases(
-        **tables,
+        a=tables["a"],
+        a_without_ones=tables["a_without_ones"],
+        g=tables["g"],
+        diagonals=tables["diagonals"],
         layers=factors.layers,
         bias=factors.bias,
         max_condition=max_condition,

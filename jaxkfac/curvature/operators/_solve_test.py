@@ -7,7 +7,7 @@ from jax.flatten_util import ravel_pytree
 from jaxkfac.curvature import eigendecompose
 from jaxkfac.curvature.operators import from_function, ggn, kronecker, solve
 from jaxkfac.curvature.operators._small_nets_test import mlp_problem
-from jaxkfac.factors import value_grad_and_factors
+from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
 
 
 def matrix_operator(matrix):
@@ -15,9 +15,16 @@ def matrix_operator(matrix):
 
 
 def ill_conditioned():
-    """The net with inputs of very different sizes, as unnormalised data has."""
-    objective, params, (x, y) = mlp_problem(n=60)
-    return objective, params, (x * jnp.array([0.1, 1.0, 30.0]), y)
+    """A net whose inputs differ in size by a factor of 200, as unnormalised data do."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "first": jax.random.normal(keys[0], (12, 8)) / 12**0.5,
+        "second": jax.random.normal(keys[1], (8, 4)),
+    }
+    x = jax.random.normal(keys[2], (300, 12)) * jnp.logspace(-2, 0.3, 12)
+    y = jax.random.randint(keys[3], (300,), 0, 4)
+    model = Objective(lambda p, x: jnp.tanh(x @ p["first"]) @ p["second"], Categorical())
+    return model, params, (x, y)
 
 
 def test_the_solution_is_that_of_the_dense_system(x64):
@@ -37,17 +44,15 @@ def test_the_kronecker_inverse_takes_fewer_steps(x64):
     grads = jax.grad(objective)(params, batch)
     factors = value_grad_and_factors(objective, fisher="exact")(params, batch).factors
     bases = eigendecompose(factors, max_condition=jnp.inf)
-    inverse = kronecker(bases, power=-1.0, damping=1e-4)
-    options = dict(damping=1e-4, rtol=1e-8)
+    inverse = kronecker(bases, power=-1.0, damping=1e-5)
+    options = dict(damping=1e-5, rtol=1e-6)
     plain = solve(ggn(objective, params, batch), grads, **options)
     helped = solve(ggn(objective, params, batch), grads, preconditioner=inverse, **options)
     assert plain.converged and helped.converged
-    assert int(helped.num_steps) < 0.7 * int(plain.num_steps)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6),
-        plain.solution,
-        helped.solution,
-    )
+    assert int(helped.num_steps) < 0.5 * int(plain.num_steps)  # measured: 141 and 419
+    left, right = (ravel_pytree(found.solution)[0] for found in (plain, helped))
+    # Both residuals are below rtol; the solutions may differ by the condition number times it.
+    assert jnp.linalg.norm(left - right) < 1e-2 * jnp.linalg.norm(left)
 
 
 def test_the_exact_inverse_takes_one_step(x64):

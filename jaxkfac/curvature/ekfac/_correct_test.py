@@ -10,17 +10,17 @@ from jax import lax
 
 from jaxkfac._errors import LostRowsError, UnknownLayerError
 from jaxkfac.curvature._apply import apply_power, fisher_vector_product
-from jaxkfac.curvature._correct import correct_eigenvalues
 from jaxkfac.curvature._eigenbases import Eigenbases, KroneckerEigenbasis, identity_bases
 from jaxkfac.curvature._eigendecompose import eigendecompose
 from jaxkfac.curvature._reconstruct import reconstruct
+from jaxkfac.curvature.ekfac._correct import correct_eigenvalues
 from jaxkfac.factors._average import update_average
 from jaxkfac.factors._collect import value_grad_and_factors
 from jaxkfac.factors._likelihoods import Categorical, Gaussian
 from jaxkfac.factors._objective import Objective
 from jaxkfac.interception._paths import leaves_by_path
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
 
 N = 5
 

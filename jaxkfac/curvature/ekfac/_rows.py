@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.curvature._correct_squares import (
+from jaxkfac.curvature.ekfac._squares import (
     CHUNK_BYTES,
     Array,
     Basis,

@@ -5,9 +5,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxkfac.curvature._correct_rows import both_sides
-from jaxkfac.curvature._correct_squares import Array, Basis, rotate_gradients
 from jaxkfac.curvature._eigenbases import Eigenbases
+from jaxkfac.curvature.ekfac._rows import both_sides
+from jaxkfac.curvature.ekfac._squares import Array, Basis, rotate_gradients
 from jaxkfac.factors._example_sums import gradient_rows
 from jaxkfac.factors._statistics import Statistics
 from jaxkfac.factors._taps import Slot

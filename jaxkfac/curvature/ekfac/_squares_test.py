@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxkfac.curvature import _correct_rows
-from jaxkfac.curvature._correct_rows import BothSides
-from jaxkfac.curvature._correct_squares import (
+from jaxkfac.curvature.ekfac._rows import BothSides
+from jaxkfac.curvature.ekfac._squares import (
     PAIRS_UP_TO,
     Basis,
     gradients,

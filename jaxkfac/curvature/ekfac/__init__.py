@@ -1,0 +1,5 @@
+"""Eigenvalues measured in the factors' eigenbases (EKFAC)."""
+
+from jaxkfac.curvature.ekfac._correct import EigenvalueCorrector, correct_eigenvalues
+
+__all__ = ["EigenvalueCorrector", "correct_eigenvalues"]
