@@ -19,12 +19,13 @@ PRESET ?= digits
 # A finished run is never written over by itself: RUN_ARGS=--overwrite or RUN_ARGS=--resume
 RUN_ARGS ?=
 
-.PHONY: help run test test-slow test-oldest lint format docs-check bench gpu-check clean
+.PHONY: help run test test-slow test-exhaustive test-oldest lint format docs-check bench gpu-check clean
 
 help:
 	@echo "make run          train --preset $(PRESET): K-FAC beside AdamW, checkpoint and report"
 	@echo "make test         the default test suite"
 	@echo "make test-slow    the tests marked slow"
+	@echo "make test-exhaustive  the oracles over every case: convolutions, measured eigenvalues"
 	@echo "make test-oldest  the interception tests on the oldest jax allowed"
 	@echo "make lint         ruff, pyright, import-linter"
 	@echo "make format       ruff format and the fixes that are safe"
@@ -72,6 +73,9 @@ test: $(VENV)/.stamp-test
 # pytest's exit status 5 says that no test is selected: nothing is marked so yet.
 test-slow: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m slow -n $(WORKERS) $(PYTEST_ARGS) || test $$? -eq 5
+
+test-exhaustive: $(VENV)/.stamp-test
+	$(BIN)/python -m pytest -m exhaustive -n $(WORKERS) $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST)/.stamp
 	$(OLDEST)/bin/python -c 'import jax; assert jax.__version__ == "0.10.0", jax.__version__'

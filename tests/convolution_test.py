@@ -15,7 +15,7 @@ from tests._oracle import oracle
 from tests._programs import labels, normal, tree
 from tests._taps import PLAIN, patches
 
-pytestmark = pytest.mark.slow  # minutes for the file; make test-slow
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])

@@ -20,7 +20,7 @@ from jaxkfac.factors._likelihoods import Categorical, Gaussian
 from jaxkfac.factors._objective import Objective
 from jaxkfac.interception._paths import leaves_by_path
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("x64")]
 
 N = 5
 
