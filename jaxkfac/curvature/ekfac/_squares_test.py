@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac.curvature import _correct_rows
+from jaxkfac.curvature.ekfac import _rows as _correct_rows
 from jaxkfac.curvature.ekfac._rows import BothSides
 from jaxkfac.curvature.ekfac._squares import (
     PAIRS_UP_TO,
