@@ -25,7 +25,7 @@ help:
 	@echo "make run          train --preset $(PRESET): K-FAC beside AdamW, checkpoint and report"
 	@echo "make test         the default test suite"
 	@echo "make test-slow    the tests marked slow"
-	@echo "make test-exhaustive  the oracles over every case: convolutions, measured eigenvalues"
+	@echo "make test-exhaustive  the oracles over every case: convolutions, EKFAC, curvlinops"
 	@echo "make test-oldest  the interception tests on the oldest jax allowed"
 	@echo "make lint         ruff, pyright, import-linter"
 	@echo "make format       ruff format and the fixes that are safe"

@@ -21,7 +21,7 @@ from tests._dense import root_fisher
 from tests._programs import labels, normal
 from tests._taps import PLAIN
 
-pytestmark = pytest.mark.slow  # minutes for the file; make test-slow
+pytestmark = pytest.mark.exhaustive
 
 LOSSES = {
     "categorical": torch.nn.CrossEntropyLoss,

@@ -13,7 +13,7 @@ from tests._dense import fisher_block, root_fisher
 from tests._oracle import corrected_eigenvalues
 from tests._programs import attention, attention_params, labels, mlp, mlp_params, normal
 
-pytestmark = pytest.mark.slow  # minutes for the file; make test-slow
+pytestmark = pytest.mark.exhaustive
 
 INF = float("inf")
 

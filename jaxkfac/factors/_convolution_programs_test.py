@@ -22,7 +22,11 @@ from jaxkfac.factors._objective import Objective
 from jaxkfac.interception._rows import mark_rows
 from jaxkfac.interception._trace import find_layers
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64"), pytest.mark.standard_promotion]
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.usefixtures("x64"),
+    pytest.mark.standard_promotion,
+]
 NHC = ("NHC", "HIO", "NHC")
 
 
