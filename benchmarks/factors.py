@@ -4,8 +4,9 @@ Run: python -m benchmarks.factors [--pairs 21] [--fisher mc] [--json FILE]
 
 Two programs: a dense net (8 layers of 512, 4096 rows) and a scanned, rematted transformer
 (4 blocks, d 256, hidden 512, 4 heads, 1024 tokens as 4 sequences of 256). Beside it the same
-tokens as 8 sequences of 128, where attention costs the gradient less ("scanned_short"), and
-hidden 1024, where the factors of the hidden side dominate ("scanned_wide"). The two compiled
+tokens as one sequence, where attention costs the gradient more ("scanned_long"), and as 8
+sequences of 128, where it costs less ("scanned_short"); and hidden 1024, where the factors of
+the hidden side dominate ("scanned_wide"). The two compiled
 programs are timed in interleaved pairs, and the ratio is the median over pairs, because
 machines are noisy and their noise is shared by neighbours in time. Bytes come from the
 compiled program.
@@ -75,11 +76,12 @@ def cases() -> dict[str, tuple[Any, Any, Any]]:
     keys = jax.random.split(jax.random.key(0), 6)
     x, y = jax.random.normal(keys[0], (4096, 512)), jax.random.randint(keys[1], (4096,), 0, 512)
     ids = jax.random.randint(keys[2], (4, 256), 0, 256)
-    short = ids.reshape(8, 128)
+    long, short = ids.reshape(1, 1024), ids.reshape(8, 128)
     out = {}
     for name, model, inputs, targets in (
         ("dense", DenseNet(), x, y),
         ("scanned", ScannedTransformer(512), ids, jnp.roll(ids, -1, 1)),
+        ("scanned_long", ScannedTransformer(512), long, jnp.roll(long, -1, 1)),
         ("scanned_short", ScannedTransformer(512), short, jnp.roll(short, -1, 1)),
         ("scanned_wide", ScannedTransformer(1024), ids, jnp.roll(ids, -1, 1)),
     ):

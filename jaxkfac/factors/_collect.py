@@ -2,19 +2,20 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jaxtyping import Array, Bool, Key, PyTree
 
 from jaxkfac.factors._diagonal_pass import diagonal_layers, per_example_diagonals
 from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.factors._fisher import FISHER_TYPES, Fisher, check_labels, sum_over_pulls
+from jaxkfac.factors._fisher import Fisher, check_labels, sum_over_pulls
 from jaxkfac.factors._objective import Batch, Objective, as_batch
 from jaxkfac.factors._program import Leaves, Program
-from jaxkfac.factors._statistics import Scales, Sharing, Statistics
+from jaxkfac.factors._statistics import Part, Scales, Sharing, Statistics
 from jaxkfac.interception._trace import Traced
+from jaxkfac.interception._windows import Window
 
 Uncovered = Literal["raise", "diagonal", "ignore"]
 
@@ -71,18 +72,57 @@ class FactorCollector:
                 for, and the rows cannot be followed to a layer.
             ValueError: a batch that is empty, or does not fit the likelihood.
         """
-        split, objective = Leaves(params), self._program.objective
-        is_model = isinstance(objective, Objective)
-        if is_model:
+        batch = self.checked(batch, key, positions, labels)
+        return self.gather(params, batch, key, positions, labels)
+
+    @property
+    def pulls(self) -> int:
+        """How many pulls' output sides are alive beside their sum."""
+        once = self._fisher in ("empirical", "forward") or (
+            self._fisher == "mc" and self._samples == 1
+        )
+        return 0 if once else self._chunk
+
+    def checked(self, batch: Any, key: Any, positions: Any, labels: Any) -> Any:
+        """The batch as the program takes it; raises where the arguments do not go together."""
+        if isinstance(self._program.objective, Objective):
             batch = as_batch(batch)
             check_labels(self._fisher, key, labels, batch)
         elif positions is not None or labels is not None:
             raise ValueError(
                 "positions= and labels= need an Objective: a scalar loss has no outputs"
             )
-        traced = self._program.traced(params, batch, key)
+        return batch
+
+    def statistics(self, traced: Traced, parts: Mapping[str, Part] | None = None) -> Statistics:
+        """The statistics of a traced program, or some parts of them."""
         forward = self._fisher == "forward"
-        statistics = Statistics(traced, self._bias, self._sharing, self._scales, forward)
+        return Statistics(traced, self._bias, self._sharing, self._scales, forward, parts)
+
+    def traced(self, params: PyTree, batch: Any, key: Any) -> Traced:
+        """The program for these shapes; ``batch`` is a checked one."""
+        return self._program.traced(params, batch, key)
+
+    def gather(
+        self,
+        params: PyTree,
+        batch: Any,
+        key: Any,
+        positions: Any,
+        labels: Any,
+        *,
+        parts: Mapping[str, Part] | None = None,
+        windows: Mapping[str, Window] | None = None,
+        gradient: bool = True,
+    ) -> ValueGradAndFactors:
+        """One backward pass: everything, or some parts of the factors.
+
+        ``batch`` is a checked one. Without ``gradient`` the pass differentiates with respect
+        to slots alone, and the gradient is zeros.
+        """
+        split, objective = Leaves(params, differentiate=gradient), self._program.objective
+        traced = self.traced(params, batch, key)
+        statistics = self.statistics(traced, parts)
         at = self._program.linearise(
             traced,
             statistics.emit,
@@ -92,6 +132,7 @@ class FactorCollector:
             key,
             positions=positions,
             loss_terms=self._loss_terms,
+            windows=windows,
         )
         if self._fisher in ("empirical", "forward"):
             outputs = statistics.outputs(at.emitted)
@@ -108,10 +149,10 @@ class FactorCollector:
                 chunk=self._chunk,
             )
         factors = statistics.factors(at.emitted, outputs, at.terms)
-        if self._uncovered == "diagonal" and traced.table.uncovered:
+        if self._uncovered == "diagonal" and traced.table.uncovered and gradient:
             factors = self._with_diagonals(traced, split, batch, key, labels, factors)
         value = at.value
-        if self._has_aux or (is_model and objective.has_aux):
+        if self._has_aux or (isinstance(objective, Objective) and objective.has_aux):
             value = (at.value, at.aux)
         return ValueGradAndFactors(value, split.gradient(at.grads), factors)
 
@@ -151,151 +192,4 @@ class FactorCollector:
             factors,
             diagonals={**factors.diagonals, **sums},
             layers=(*factors.layers, *layers),
-        )
-
-
-def one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Refuse a value that is none of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
-
-
-def at_least_one(**numbers: int) -> None:
-    """Refuse a number below one, by its name."""
-    for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name}={number}: expected at least 1")
-
-
-def value_grad_and_factors(
-    objective: Callable[..., Any],
-    *,
-    fisher: Fisher = "empirical",
-    sharing: Sharing = "expand",
-    bias: BiasMode = "joint",
-    scales: Scales = "diagonal",
-    layers: str | None = None,
-    experts: str | None = None,
-    uncovered: Uncovered = "raise",
-    max_dense: int = 16384,
-    has_aux: bool = False,
-    loss_terms: int | None = None,
-    samples: int = 1,
-    chunk: int = 1,
-) -> FactorCollector:
-    r"""Build a function that returns value, gradient and Kronecker factors.
-
-    With $a$ the input row of a layer and $g$ the gradient of the sum of one example's loss
-    terms with respect to its output row, over $N$ examples, $R$ terms and $S$ positions,
-
-    $$A = \tfrac{1}{NS} \sum a a^\top, \qquad G = \tfrac{1}{NR} \sum g g^\top ,$$
-
-    or, with ``sharing="reduce"``, the same of each example's mean input row and summed $g$:
-    $A = \tfrac1N \sum \bar a \bar a^\top$,
-    $G = \tfrac{1}{NR} \sum_n (\sum_s g)(\sum_s g)^\top$.
-
-    Args:
-        objective: An ``Objective``, or any scalar loss ``fn(params, batch)`` that is a mean
-            over rows (then ``fisher="empirical"`` only, with ``loss_terms``).
-        fisher: ``"empirical"``: the given targets, the gradient's own backward pass.
-            ``"mc"``: labels sampled from the model, unbiased; ``samples`` further pulls of
-            the same linearisation. ``"exact"``: the expectation over labels; one pull for
-            each loss term of an example and each output column, right where outputs mix
-            tokens. ``"forward"``: G is the identity. ``"exact_if_terms_do_not_mix"``: one
-            pull for each column, shared by all terms: equal to ``"exact"`` under expand where
-            no layer mixes the terms of an example, and biased elsewhere.
-        sharing: ``"expand"``: every position is a row; ``"reduce"``: every example is one,
-            over all positions, uses and iterations. Embeddings use expand under either.
-        bias: ``"joint"``: ones appended last to the inputs; ``"separate"``: the bias block
-            is G.
-        scales: For normalisation scales and lone biases: ``"diagonal"``: as the sharing
-            says, squares of each position's or each example's gradient.
-            ``"exact_diagonal"``: each example's, under either sharing: the diagonal of the
-            Fisher itself. ``"full_block"``: the whole block
-            $\tfrac{1}{NR} \sum_n \gamma_n \gamma_n^\top$ of each example's gradient
-            $\gamma_n$, read as ``g`` beside an ``a`` of one.
-        layers: Full-match pattern over layer names; ``None`` is all.
-        experts: See ``find_layers``.
-        uncovered: What to do with parameters that no rule covers: ``"raise"``, a
-            per-example ``"diagonal"`` by a second pass, or ``"ignore"``.
-        max_dense: A larger side is kept as a diagonal.
-        has_aux: Whether the function returns ``(value, aux)``; an ``Objective`` says so
-            itself.
-        loss_terms: Number of rows a scalar loss is the mean of.
-        samples: How many labels ``"mc"`` samples for each term.
-        chunk: How many pulls of ``"mc"`` and ``"exact"`` run at once.
-
-    Returns:
-        A ``FactorCollector``: call it with ``(params, batch, key=None, positions=None)``.
-
-    Raises:
-        ValueError: an unknown option, or one that a scalar loss cannot give.
-
-    Memory:
-        The gradient's own, plus the factors; no activation is kept longer. ``"mc"`` with
-        several samples and ``"exact"`` add ``chunk`` times the memory of one backward pass
-        and its output sides. Statistics by example hold ``N (in + out)`` elements a layer.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, jaxkfac as jk
-        >>> objective = jk.Objective(lambda p, x: x @ p["w"], jk.Gaussian())
-        >>> stats = jax.jit(jk.value_grad_and_factors(objective))
-        >>> x, y = jnp.eye(3), jnp.zeros((3, 2))
-        >>> value, grads, factors = stats({"w": jnp.ones((3, 2))}, (x, y))
-        >>> factors["w"].a.shape, factors["w"].g.shape
-        ((3, 3), (2, 2))
-
-    References:
-        James Martens and Roger Grosse, "Optimizing Neural Networks with Kronecker-factored
-        Approximate Curvature", 2015. Runa Eschenhagen et al., "Kronecker-Factored Approximate
-        Curvature for Modern Neural Network Architectures", 2023.
-    """
-    one_of("fisher", fisher, FISHER_TYPES)
-    one_of("sharing", sharing, get_args(Sharing))
-    one_of("bias", bias, ("joint", "separate"))
-    one_of("scales", scales, get_args(Scales))
-    one_of("uncovered", uncovered, get_args(Uncovered))
-    at_least_one(max_dense=max_dense, samples=samples, chunk=chunk)
-    if fisher == "forward" and uncovered == "diagonal":
-        raise ValueError(
-            'uncovered="diagonal" squares gradients, and fisher="forward" has none: choose '
-            'another Fisher type, or uncovered="ignore"'
-        )
-    if isinstance(objective, Objective):
-        if loss_terms is not None:
-            raise ValueError("loss_terms: an Objective counts its terms itself")
-    else:
-        _check_scalar_loss(fisher, sharing, scales, uncovered, loss_terms)
-    finding = {
-        "layers": layers,
-        "max_dense": max_dense,
-        "experts": experts,
-        "scale_blocks": scales == "full_block",
-    }
-    program = Program(objective, finding, cover=uncovered == "raise", has_aux=has_aux)
-    return FactorCollector(
-        program, fisher, sharing, bias, scales, uncovered, has_aux, loss_terms, samples, chunk
-    )
-
-
-def _check_scalar_loss(
-    fisher: Fisher, sharing: Sharing, scales: Scales, uncovered: Uncovered, terms: int | None
-) -> None:
-    """Refuse what needs a model's outputs, which a scalar loss does not show."""
-    wrong = {
-        "fisher": (fisher, "empirical"),
-        "sharing": (sharing, "expand"),
-        "scales": (scales, "diagonal"),
-    }
-    for name, (value, only) in wrong.items():
-        if value != only:
-            raise ValueError(
-                f'{name}="{value}" needs the model\'s outputs: give a jk.Objective, not a '
-                "scalar loss"
-            )
-    if uncovered == "diagonal":
-        raise ValueError('uncovered="diagonal" needs a jk.Objective, not a scalar loss')
-    if terms is None or terms < 1:
-        raise ValueError(
-            f"loss_terms={terms}: expected the number of rows that the loss is the mean of"
         )

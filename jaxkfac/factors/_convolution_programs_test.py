@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkfac.factors import _patches
-from jaxkfac.factors._collect import value_grad_and_factors
+from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._likelihoods import Gaussian
 from jaxkfac.factors._objective import Objective
 from jaxkfac.interception._rows import mark_rows

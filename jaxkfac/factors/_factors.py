@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from jaxkfac._errors import UnknownLayerError, nearest
@@ -18,14 +19,14 @@ BiasMode = Literal["joint", "separate"]
 class KroneckerFactor(NamedTuple):
     """The two factors of one layer, as means; a diagonal side is a vector."""
 
-    a: Array
-    g: Array
+    a: Array | np.ndarray
+    g: Array | np.ndarray
 
 
 class DiagonalFactor(NamedTuple):
     """The diagonal of one scale or lone bias, shaped like the parameter, as a mean."""
 
-    diagonal: Array
+    diagonal: Array | np.ndarray
 
 
 if TYPE_CHECKING:
@@ -132,7 +133,11 @@ class Factors(_Named):
         }
 
 
-def _mean(total: Array, count: Array, matrix_axes: int) -> Array:
-    """``total / count`` with an empty count giving 0; count has the stack's axes."""
-    count = jnp.where(count > 0, count, 1).astype(total.dtype)
-    return total / count.reshape(*count.shape, *[1] * matrix_axes)
+def _mean(total: Any, count: Any, matrix_axes: int) -> Any:
+    """``total / count`` with an empty count giving 0; count has the stack's axes.
+
+    Factors in host memory are read there: NumPy in, NumPy out.
+    """
+    numpy = np if isinstance(total, np.ndarray) else jnp
+    count = numpy.where(count > 0, count, 1).astype(total.dtype)
+    return total / count.reshape((*count.shape, *[1] * matrix_axes))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxkfac._errors import LostRowsError
-from jaxkfac.factors._collect import value_grad_and_factors
+from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian
 from jaxkfac.factors._objective import Objective
 

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from jaxkfac.factors import _patches
-from jaxkfac.factors._collect import value_grad_and_factors
+from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._likelihoods import Gaussian
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._patches import over_patches, patches_of, summed_patches

@@ -12,6 +12,7 @@ from jaxkfac.factors._objective import Objective, takes_key
 from jaxkfac.factors._taps import Emit, Slot, tap
 from jaxkfac.interception._rows import RowMask
 from jaxkfac.interception._trace import Traced, trace
+from jaxkfac.interception._windows import Window
 from jaxkfac.linalg._gram import statistics_dtype
 
 
@@ -105,6 +106,7 @@ class Program:
         *,
         positions: Any = None,
         loss_terms: int | None = None,
+        windows: Mapping[str, Window] | None = None,
     ) -> Linearised:
         """Value, gradient, statistics, and a pull for further ones.
 
@@ -117,6 +119,7 @@ class Program:
             key: The model's own.
             positions: Which positions exist.
             loss_terms: Number of terms of a scalar loss.
+            windows: For some layers, the iterations of a scan that their slots stand for.
 
         Raises:
             LostRowsError: ``positions`` cannot be followed to a layer.
@@ -131,7 +134,9 @@ class Program:
 
         def run(free: list[Any], slots: dict[str, Slot]) -> Any:
             held = {n: {**s, "given": given[n]} if n in given else s for n, s in slots.items()}
-            return traced.emit(tap(emit), params.join(free), held, data, key, masks=masks)
+            return traced.emit(
+                tap(emit), params.join(free), held, data, key, masks=masks, windows=windows
+            )
 
         if not isinstance(objective, Objective):
             (value, aux), (grads, emitted) = jax.value_and_grad(run, (0, 1), has_aux=True)(

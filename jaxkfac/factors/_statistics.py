@@ -1,6 +1,7 @@
 """Which statistics of which layer are gathered, and how they become ``Factors``."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -31,6 +32,21 @@ Scales = Literal["diagonal", "exact_diagonal", "full_block"]
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """What one pass gathers of a layer.
+
+    Attributes:
+        inputs: Whether it gathers the input side, if the layer stores one.
+        outputs: Whether it gathers the output side, or the diagonal.
+        rows: How many iterations of the scan along the leading stacked axis; all if ``None``.
+    """
+
+    inputs: bool = True
+    outputs: bool = True
+    rows: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Statistics:
     """The statistics of one traced program.
 
@@ -45,6 +61,7 @@ class Statistics:
             position.
         scales: How scales and lone biases are read.
         forward: Whether output gradients count as the identity.
+        parts: What to gather of which layers; everything of all if ``None``.
     """
 
     traced: Traced
@@ -52,10 +69,21 @@ class Statistics:
     sharing: Sharing = "expand"
     scales: Scales = "diagonal"
     forward: bool = False
+    parts: Mapping[str, Part] | None = None
 
-    @property
+    @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
-        return self.traced.table.layers
+        """The layers gathered, their leading stacked axis cut to the rows that are."""
+        return tuple(
+            layer
+            if (rows := self._part(layer).rows) is None
+            else dataclasses.replace(layer, stack=(rows, *layer.stack[1:]))
+            for layer in self.traced.table.layers
+            if self.parts is None or layer.name in self.parts
+        )
+
+    def _part(self, layer: Layer) -> Part:
+        return Part() if self.parts is None else self.parts[layer.name]
 
     def by_example(self, layer: Layer) -> bool:
         """Whether a layer is read by example."""
@@ -79,13 +107,15 @@ class Statistics:
                 shape = (*shape, self.traced.num_examples)
                 kinds = ("gradient", "counts")
             return {key: jnp.zeros(shape, dtype) for key in kinds[: 1 + self.forward]}
+        part = self._part(layer)
         rows, slot = (self.traced.num_examples,) if self.by_example(layer) else None, {}
-        if not self.forward and rows:
+        gradients = part.outputs and not self.forward
+        if gradients and rows:
             slot["g_rows"] = jnp.zeros((*layer.stack, *rows, layer.out_features), dtype)
-        elif not self.forward:
+        elif gradients:
             packed = packs(uses, "g")
             slot["g"] = _moment(layer.stack, layer.out_features, layer.g_dense, packed, dtype)
-        if layer.input != layer.name:
+        if layer.input != layer.name or not part.inputs:
             return slot
         if rows:
             slot["a_rows"] = jnp.zeros((*layer.stack, *rows, layer.in_features), dtype)
@@ -104,7 +134,7 @@ class Statistics:
 
     def _has_ones(self, layer: Layer) -> bool:
         """Whether the input factor stored under ``layer`` has a ones column."""
-        readers = [x for x in self.layers if x.input == layer.name]
+        readers = [x for x in self.traced.table.layers if x.input == layer.name]
         return self.bias == "joint" and any(x.bias is not None for x in readers)
 
     # -- in the backward pass ---------------------------------------------------------
@@ -180,7 +210,11 @@ class Statistics:
 
     def outputs(self, emitted: Mapping[str, Slot]) -> dict[str, Any]:
         """Sums of the output sides and diagonals; they add up over pulls of cotangents."""
-        return {layer.name: self.output(layer, emitted[layer.name]) for layer in self.layers}
+        return {
+            layer.name: self.output(layer, emitted[layer.name])
+            for layer in self.layers
+            if self._part(layer).outputs
+        }
 
     def output(self, layer: Layer, slot: Slot) -> Any:
         """The sum of one layer's output side, or of its diagonal."""
@@ -207,6 +241,8 @@ class Statistics:
         a_sums, a_counts = self.inputs(emitted)
         g_sums, diagonals = {}, {}
         for layer in self.layers:
+            if not self._part(layer).outputs:
+                continue
             if self.forward:
                 mean = self._unit_output(layer, emitted[layer.name])
                 total = mean * terms.astype(mean.dtype)
@@ -249,7 +285,7 @@ def _floats(use: Use) -> list[Any]:
 def _moment(stack: tuple[int, ...], size: int, dense: bool, packed: bool, dtype: Any) -> Any:
     if not dense:
         return jnp.zeros((*stack, size), dtype)
-    if packed and size >= PANELS_FROM:
+    if packed and not stack and size >= PANELS_FROM:
         return tuple(jnp.zeros((*stack, *shape), dtype) for shape in panel_shapes(size))
     return jnp.zeros((*stack, size, size), dtype)
 

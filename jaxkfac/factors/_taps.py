@@ -59,13 +59,14 @@ def tap(emit: Emit) -> Handler:
         bare = site.without_values()
         if site.uses[0].kind == "bias":
             operands = list(operands)
-            for use, slot, rows in zip(site.uses, site.slots, site.rows, strict=True):
+            for k, use in enumerate(site.uses):
                 parameter = operands[use.operand]
                 shape = _shape_inside(site, parameter)
-                op = _tapped(_broadcast_to(shape), emit, bare, use, slot)
-                operands[use.operand] = op([parameter], rows)
+                op = _tapped(_broadcast_to(shape), emit, bare, use, site.slots[k])
+                operands[use.operand] = op([parameter], site.rows[k], site.active[k])
             return site.bind(*operands)
-        return _tapped(bare.bind, emit, bare, site.uses[0], site.slots[0])(operands, site.rows[0])
+        op = _tapped(bare.bind, emit, bare, site.uses[0], site.slots[0])
+        return op(operands, site.rows[0], site.active[0])
 
     return handler
 
@@ -77,28 +78,36 @@ def _tapped(fn: Any, emit: Emit, site: Site, use: Use, slot: Slot) -> Any:
     like = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), slot)
 
     @jax.custom_vjp
-    def op(operands: Any, rows: Any, given: Any, slot: Slot) -> Any:
+    def op(operands: Any, rows: Any, active: Any, given: Any, slot: Slot) -> Any:
         return fn(*operands)
 
-    def forward(operands: Any, rows: Any, given: Any, slot: Slot) -> Any:
-        return fn(*operands), (operands, rows, given)
+    def forward(operands: Any, rows: Any, active: Any, given: Any, slot: Slot) -> Any:
+        return fn(*operands), (operands, rows, active, given)
 
     def backward(saved: Any, cotangent: Any) -> Any:
-        operands, rows, given = saved
+        operands, rows, active, given = saved
         pulled = jax.vjp(fn, *operands)[1](cotangent)
-        emitted = emit(site, use, like, operands, cotangent, rows, given)
-        typed = jax.tree.map(
-            lambda v, s: _compat.cast_varying(v.astype(s.dtype), cotangent), emitted, like
-        )
-        return list(pulled), None, None, typed
+
+        def emitted() -> Slot:
+            out = emit(site, use, like, operands, cotangent, rows, given)
+            return jax.tree.map(
+                lambda v, s: _compat.cast_varying(v.astype(s.dtype), cotangent), out, like
+            )
+
+        def nothing() -> Slot:
+            return jax.tree.map(
+                lambda s: _compat.cast_varying(jnp.zeros(s.shape, s.dtype), cotangent), like
+            )
+
+        typed = emitted() if active is None else jax.lax.cond(active, emitted, nothing)
+        return list(pulled), None, None, None, typed
 
     op.defvjp(forward, backward)
 
-    def run(operands: list[Any], rows: Any) -> Any:
+    def run(operands: list[Any], rows: Any, active: Any) -> Any:
         data = operands[1 - use.operand] if len(operands) > 1 else operands[0]
-        return op(
-            operands, rows, given, jax.tree.map(lambda s: _compat.cast_varying(s, data), slot)
-        )
+        varying = jax.tree.map(lambda s: _compat.cast_varying(s, data), slot)
+        return op(operands, rows, active, given, varying)
 
     return run
 

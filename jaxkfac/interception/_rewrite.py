@@ -20,8 +20,10 @@ from jaxkfac.interception._conduct import Axes
 from jaxkfac.interception._rows import RowMask, row_weights
 from jaxkfac.interception._values import Use
 from jaxkfac.interception._views import SAME_ELEMENTS
+from jaxkfac.interception._windows import Window, row_of
 
 Slots = dict[str, Any]
+Active = dict[str, Any]  # for layers in a window: whether it covers this iteration
 
 # What a slot may hold. Where a program reads c W, the gradient with respect to W is c times
 # that with respect to c W: how often the constant c enters each statistic.
@@ -39,17 +41,27 @@ BY_EXAMPLE = ("gradient", "counts")  # shaped like the parameter, with the examp
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One equation handed to a handler: its layer uses, and a slot and row mask for each."""
+    """One equation handed to a handler, and for each of its layer uses what belongs to it.
+
+    Attributes:
+        eqn: The equation.
+        uses: Its uses that are tapped.
+        slots: Their slots.
+        rows: Which of their rows exist, or ``None``.
+        active: Whether their statistics are wanted, a scalar, or ``None`` for always.
+        table: The axis atoms.
+    """
 
     eqn: Any
     uses: list[Use]
     slots: list[Any]
     rows: list[Any]
+    active: list[Any]
     table: AxisTable
 
     def without_values(self) -> "Site":
-        """The site without slots and masks, for rules that must close over no tracer."""
-        return dataclasses.replace(self, slots=[], rows=[])
+        """The site without arrays, for rules that must close over no tracer."""
+        return dataclasses.replace(self, slots=[], rows=[], active=[])
 
     def bind(self, *operands: Any) -> Any:
         """The original operation, every parameter of the equation kept."""
@@ -68,7 +80,8 @@ class Rewriter:
         handler: Called for every equation with a tapped use; returns its result.
         elementwise: Names of the layers whose slot is shaped like the parameter.
         marks: The axes of every mark of the program.
-        walkers: For each layer, the indices that walk along its stack.
+        walkers: For each layer with a slot, the indices that walk along its stack.
+        windows: For some layers, the iterations that their slot has rows for.
     """
 
     table: AxisTable
@@ -76,15 +89,26 @@ class Rewriter:
     elementwise: frozenset[str]
     marks: tuple[Axes, ...]
     walkers: Mapping[str, set[Any]]
+    windows: Mapping[str, Window]
 
     def run(
-        self, plan: Plan, args: Sequence[Any], slots: Sequence[Slots], masks: list[RowMask]
+        self,
+        plan: Plan,
+        args: Sequence[Any],
+        slots: Sequence[Slots],
+        masks: list[RowMask],
+        active: Active,
     ) -> list[Any]:
         """Outputs of the plan's jaxpr; ``slots`` and ``args`` go with its inputs."""
-        return self._run(plan, args, slots, masks)[0]
+        return self._run(plan, args, slots, masks, active)[0]
 
     def _run(
-        self, plan: Plan, args: Sequence[Any], slots: Sequence[Slots], masks: list[RowMask]
+        self,
+        plan: Plan,
+        args: Sequence[Any],
+        slots: Sequence[Slots],
+        masks: list[RowMask],
+        active: Active,
     ) -> tuple[list[Any], list[Slots]]:
         """The outputs, and the slots that ride along with those that are views."""
         env: dict[Any, Any] = dict(zip(plan.jaxpr.constvars, plan.consts, strict=True))
@@ -104,7 +128,7 @@ class Rewriter:
             values = [read(v) for v in eqn.invars]
             along = [riding.get(v, {}) if _compat.is_var(v) else {} for v in eqn.invars]
             if step in plan.uses:
-                out = [self._use(eqn, plan.uses[step], values, along, masks)]
+                out = [self._use(eqn, plan.uses[step], values, along, masks, active)]
             elif step in plan.marks:
                 masks.append(RowMask(values[1], plan.marks[step].axes, complete=False))
                 out = [values[0]]
@@ -114,26 +138,30 @@ class Rewriter:
                 moved = self._through_view(eqn, plan.views[step], values, along)
                 riding.update((v, s) for v, s in zip(eqn.outvars, moved, strict=True) if s)
             elif plan.calls[step].exports_views:  # a jitted indexing helper: run it in place
-                out, moved = self._run(plan.calls[step], values, along, masks)
+                out, moved = self._run(plan.calls[step], values, along, masks, active)
                 riding.update((v, s) for v, s in zip(eqn.outvars, moved, strict=True) if s)
             else:
                 inner = plan.calls[step]
                 tapped = tapped_layers(inner)
                 along = [{k: s for k, s in d.items() if k in tapped} for d in along]
-                out = self._call(eqn, inner, values, along, masks)
+                out = self._call(eqn, inner, values, along, masks, active)
             env.update(zip(eqn.outvars, out, strict=True))
         outs = plan.jaxpr.outvars
         return [read(v) for v in outs], [
             riding.get(v, {}) if _compat.is_var(v) else {} for v in outs
         ]
 
-    def _use(self, eqn: Any, uses: list[Use], values: list, along: list, masks: list) -> Any:
-        uses = [u for u in uses if u.layer is not None]
+    def _use(
+        self, eqn: Any, uses: list[Use], values: list, along: list, masks: list, active: Active
+    ) -> Any:
+        uses = [u for u in uses if u.layer in self.walkers]
+        if not uses:
+            return _compat.bind(eqn)(*values)
         slots = [along[u.operand][u.layer] for u in uses]
         # A bias or scale squares per-position gradients: a row that is not there has none.
         rows = [row_weights(self.table, u, masks, self.marks) for u in uses]
-        site = Site(eqn, uses, slots, rows, self.table)
-        return self.handler(site, values)
+        wanted = [active.get(u.layer or "") for u in uses]
+        return self.handler(Site(eqn, uses, slots, rows, wanted, self.table), values)
 
     def _through_view(self, eqn: Any, walker: Any, values: list, along: list) -> list[Slots]:
         """What becomes of the slots when their parameter goes through a view."""
@@ -160,21 +188,27 @@ class Rewriter:
         return outs
 
     def _call(
-        self, eqn: Any, inner: Plan, values: list, along: list[Slots], masks: list[RowMask]
+        self,
+        eqn: Any,
+        inner: Plan,
+        values: list,
+        along: list[Slots],
+        masks: list[RowMask],
+        active: Active,
     ) -> list[Any]:
         kind = _compat.call_kind(eqn)
         if kind == "scan":
-            return self._scan(eqn, inner, values, along, masks)
-        extras, tree = jax.tree.flatten((along, [m.mask for m in masks]))
+            return self._scan(eqn, inner, values, along, masks, active)
+        extras, tree = jax.tree.flatten((along, [m.mask for m in masks], active))
 
         def body(*flat: Any) -> list[Any]:
             n = len(values)
-            slots, mask_values = jax.tree.unflatten(tree, flat[n:])
+            slots, mask_values, active = jax.tree.unflatten(tree, flat[n:])
             inside = [
                 RowMask(v, m.axes, complete=m.complete)
                 for v, m in zip(mask_values, masks, strict=True)
             ]
-            return self.run(inner, flat[:n], slots, inside)
+            return self.run(inner, flat[:n], slots, inside, active)
 
         if kind == "checkpoint":
             return _compat.checkpoint_like(eqn, body)(*values, *extras)
@@ -184,20 +218,36 @@ class Rewriter:
         return _compat.jit_like(eqn, body, len(extras))(*values, *extras)
 
     def _scan(
-        self, eqn: Any, inner: Plan, values: list, along: list[Slots], masks: list[RowMask]
+        self,
+        eqn: Any,
+        inner: Plan,
+        values: list,
+        along: list[Slots],
+        masks: list[RowMask],
+        active: Active,
     ) -> list[Any]:
-        nc, nk = eqn.params["num_consts"], eqn.params["num_carry"]
+        nc, nk, length = (eqn.params[k] for k in ("num_consts", "num_carry", "length"))
         fixed = along[: nc + nk]  # a parameter carried unchanged is a constant
+        opening = self.windows.keys() - active.keys()  # an inner scan is inside the window
+        rows = [{k: s for k, s in d.items() if k not in opening} for d in along[nc + nk :]]
+        buffers = [{k: s for k, s in d.items() if k in opening} for d in along[nc + nk :]]
+        iterations = jnp.arange(length) if any(buffers) else None
 
-        def body(carry: Any, scanned: Any) -> tuple[list[Any], list[Any]]:
-            xs, slots = scanned
-            out = self.run(inner, [*values[:nc], *carry, *xs], [*fixed, *slots], masks)
-            return out[:nk], out[nk:]
+        def body(carry: Any, scanned: Any) -> tuple[Any, list[Any]]:
+            (state, buffers), (xs, rows, iteration) = carry, scanned
+            slots, after, here = [], [], dict(active)
+            for windowed, whole in zip(buffers, rows, strict=True):
+                taken = {k: row_of(b, self.windows[k], iteration) for k, b in windowed.items()}
+                slots.append({**whole, **{k: row for k, (row, _) in taken.items()}})
+                after.append({k: buffer for k, (_, buffer) in taken.items()})
+                here.update({k: self.windows[k].covers(iteration) for k in windowed})
+            out = self.run(inner, [*values[:nc], *state, *xs], [*fixed, *slots], masks, here)
+            return (out[:nk], after), out[nk:]
 
-        carry, ys = _compat.scan_like(
-            eqn, body, values[nc : nc + nk], (values[nc + nk :], along[nc + nk :])
+        (state, _), ys = _compat.scan_like(
+            eqn, body, (values[nc : nc + nk], buffers), (values[nc + nk :], rows, iterations)
         )
-        return [*carry, *ys]
+        return [*state, *ys]
 
 
 def tapped_layers(plan: Plan) -> set[str]:

@@ -22,6 +22,7 @@ from jaxkfac.interception._rewrite import Handler, Rewriter
 from jaxkfac.interception._rows import RowMask
 from jaxkfac.interception._table import LayerTable
 from jaxkfac.interception._values import Data, Use
+from jaxkfac.interception._windows import Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Traced:
         slots: Mapping[str, Any],
         *args: Any,
         masks: list[RowMask] | None = None,
+        windows: Mapping[str, Window] | None = None,
     ) -> Any:
         """Run the function with ``handler`` in place of its layer uses.
 
@@ -93,11 +95,12 @@ class Traced:
             slots: ``{layer name: slot}``; layers without one are left as they are.
             *args: The remaining arguments.
             masks: Which rows exist, for the layers whose rows run along their axes.
+            windows: For some layers of a scan, the iterations that their slots have rows for.
         """
         by_path = collections.defaultdict(dict)
         walkers = collections.defaultdict(set)
         for use in self.analysis.plan.all_uses():
-            if use.layer is not None:
+            if use.layer is not None and use.layer in slots:
                 by_path[use.view.path][use.layer] = slots[use.layer]
                 walkers[use.layer].update(c.walker for c in use.view.consumed)
         rewriter = Rewriter(
@@ -106,11 +109,12 @@ class Traced:
             elementwise=frozenset(x.name for x in self.table.layers if x.is_elementwise),
             marks=tuple(m.axes for m in self.analysis.plan.all_marks()),
             walkers=walkers,
+            windows=windows or {},
         )
         flat = jax.tree.leaves((params, *args))
         riding = [by_path.get(path, {}) for path in leaves_by_path(params)]
         riding += [{}] * (len(flat) - len(riding))
-        out = rewriter.run(self.analysis.plan, flat, riding, masks or [])
+        out = rewriter.run(self.analysis.plan, flat, riding, masks or [], {})
         return jax.tree.unflatten(self.out_tree, out)
 
 

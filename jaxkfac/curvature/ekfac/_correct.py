@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Key, PyTree
 
+from jaxkfac._checks import at_least_one, one_of
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature._corrections import Corrections
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients
-from jaxkfac.factors._collect import at_least_one, one_of
 from jaxkfac.factors._diagonal_pass import per_example_diagonals
 from jaxkfac.factors._fisher import check_labels, sum_over_pulls
 from jaxkfac.factors._objective import Objective, as_batch

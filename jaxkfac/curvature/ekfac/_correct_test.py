@@ -15,7 +15,7 @@ from jaxkfac.curvature._eigendecompose import eigendecompose
 from jaxkfac.curvature._reconstruct import reconstruct
 from jaxkfac.curvature.ekfac._correct import correct_eigenvalues
 from jaxkfac.factors._average import update_average
-from jaxkfac.factors._collect import value_grad_and_factors
+from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._likelihoods import Categorical, Gaussian
 from jaxkfac.factors._objective import Objective
 from jaxkfac.interception._paths import leaves_by_path

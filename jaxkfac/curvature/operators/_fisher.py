@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
+from jaxkfac._checks import at_least_one, one_of
 from jaxkfac.curvature.operators._chunks import map_over_chunks
 from jaxkfac.curvature.operators._exact import ExactOperator, checked_batch, chosen_paths
 from jaxkfac.curvature.operators._ggn import checked_objective
@@ -16,7 +17,6 @@ from jaxkfac.curvature.operators._products import (
     gauss_newton,
     outer_products,
 )
-from jaxkfac.factors._collect import at_least_one, one_of
 from jaxkfac.factors._fisher import LABELS
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian
 

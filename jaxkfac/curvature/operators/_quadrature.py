@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from jaxkfac._checks import at_least_one
 from jaxkfac.curvature.operators._estimate import Estimate, check_samples, monte_carlo
 from jaxkfac.curvature.operators._extras import load
 from jaxkfac.curvature.operators._flat import flatten
 from jaxkfac.curvature.operators._lanczos import rounding, tridiagonalise
 from jaxkfac.curvature.operators._operator import Operator
-from jaxkfac.factors._collect import at_least_one
 
 
 class SpectralDensity(NamedTuple):

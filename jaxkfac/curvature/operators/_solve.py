@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkfac._checks import at_least_one
 from jaxkfac.curvature.operators._extras import load
 from jaxkfac.curvature.operators._operator import Operator
-from jaxkfac.factors._collect import at_least_one
 from jaxkfac.interception._paths import with_leaves
 from jaxkfac.linalg._gram import statistics_dtype
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from jaxkfac._checks import at_least_one, one_of
 from jaxkfac.curvature._placement import is_traced
 from jaxkfac.curvature.operators._flat import Flat, flatten, length
 from jaxkfac.curvature.operators._lanczos import Tridiagonal, rounding, tridiagonalise
 from jaxkfac.curvature.operators._operator import Operator
-from jaxkfac.factors._collect import at_least_one, one_of
 
 PyTree = Any
 Which = Literal["magnitude", "largest", "smallest"]

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
+from jaxkfac._checks import one_of
 from jaxkfac.curvature.operators._estimate import Estimate, check_samples, monte_carlo, unbiased
 from jaxkfac.curvature.operators._extras import load
 from jaxkfac.curvature.operators._flat import Flat, flatten, length
 from jaxkfac.curvature.operators._operator import Operator
-from jaxkfac.factors._collect import one_of
 
 TraceMethod = Literal["xtrace", "xnystrace", "hutchinson"]
 

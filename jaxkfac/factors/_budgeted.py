@@ -1,0 +1,205 @@
+"""Factors under a budget of bytes: several passes, each of which leaves before the next."""
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Key, PyTree
+
+from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
+from jaxkfac.factors._factors import BiasMode, Factors
+from jaxkfac.factors._passes import Pass, PassPlan, plan_passes
+from jaxkfac.factors._statistics import Part
+from jaxkfac.interception._layer import Layer
+from jaxkfac.interception._windows import Window
+
+
+_SUMS = ("a_sums", "a_counts", "g_sums", "diagonals")
+
+
+class _Key(NamedTuple):
+    """Which compiled program a pass runs."""
+
+    parts: tuple[tuple[str, Part], ...]
+    gradient: bool
+
+
+class BudgetedCollector:
+    """What ``value_grad_and_factors`` returns under ``max_factor_bytes``; not to be jitted.
+
+    The passes of one compiled program could all be alive at once, so this callable compiles
+    its passes itself and fetches the factors of each before the next begins.
+    """
+
+    def __init__(
+        self, collector: FactorCollector, max_factor_bytes: int, sink: tuple[Any, int] | None
+    ) -> None:
+        self._collector, self._budget, self._sink = collector, max_factor_bytes, sink
+        self._programs: dict[_Key, Any] = {}
+        self._announced: set[str] = set()
+
+    def __call__(
+        self,
+        params: PyTree,
+        batch: Any,
+        key: Key[Array, ""] | None = None,
+        positions: Bool[Array, "..."] | None = None,
+        labels: Any = None,
+        *,
+        step: int | None = None,
+    ) -> ValueGradAndFactors:
+        """Value, gradient and factors of one batch; see ``FactorCollector``.
+
+        Args:
+            params: Parameters.
+            batch: The batch.
+            key: For dropout and sampled labels; the same in every pass.
+            positions: Which positions exist.
+            labels: In place of sampled ones.
+            step: In place of the sink's.
+
+        Returns:
+            ``(value, grads, factors)``. The factors are NumPy arrays in host memory; with a
+            sink they hold no layer: each pass pushed its own.
+
+        Raises:
+            MemoryBudgetError: one side of one layer is larger than the budget.
+            TypeError: called under ``jit``.
+        """
+        args = (params, batch, key, positions, labels)
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
+            raise TypeError(
+                "max_factor_bytes: the factors of one pass leave the device before the next "
+                "begins, so this function compiles its passes itself: call it outside of jit"
+            )
+        plan = self.plan(params, batch, key, positions, labels)
+        if str(plan) not in self._announced:
+            print(f"jaxkfac: {plan}", file=sys.stderr)
+            self._announced.add(str(plan))
+        batch = self._collector.checked(batch, key, positions, labels)
+        args = (params, batch, key, positions, labels)
+        layers = self._collector.traced(params, batch, key).table.layers
+        value = grads = None
+        whole = _Whole(layers)
+        for number, one in enumerate(plan.passes):
+            if number == 0:
+                value, grads, factors = self._program(one, True)(*args, one.start)
+            else:
+                factors = self._program(one, False)(*args, one.start)
+            part = _on_host(factors, one, layers)
+            if self._sink is None:
+                whole.add(part, one)
+            else:
+                service, at = self._sink
+                service.push(part, at if step is None else step, first_iteration=one.start)
+        return ValueGradAndFactors(value, grads, whole.factors())
+
+    def plan(
+        self,
+        params: PyTree,
+        batch: Any,
+        key: Key[Array, ""] | None = None,
+        positions: Bool[Array, "..."] | None = None,
+        labels: Any = None,
+    ) -> PassPlan:
+        """The passes for these shapes; nothing is computed."""
+        batch = self._collector.checked(batch, key, positions, labels)
+        traced = self._collector.traced(params, batch, key)
+        return plan_passes(
+            self._collector.statistics(traced), self._budget, pulls=self._collector.pulls
+        )
+
+    def lower(self, params: PyTree, batch: Any, key: Any = None) -> list[tuple[Pass, Any]]:
+        """Each pass with its lowered program, to ``.compile()`` and read memory and cost from."""
+        plan = self.plan(params, batch, key)
+        args = (params, self._collector.checked(batch, key, None, None), key, None, None)
+        return [
+            (one, self._program(one, number == 0).lower(*args, one.start))
+            for number, one in enumerate(plan.passes)
+        ]
+
+    def factor_shapes(self, *args: Any, **kwargs: Any) -> Factors:
+        """``Factors`` of ``jax.ShapeDtypeStruct``; nothing is computed."""
+        return self._collector.factor_shapes(*args, **kwargs)
+
+    def _program(self, one: Pass, gradient: bool) -> Any:
+        """A jitted pass; windows of one size share it, because their start is an argument."""
+        known = _Key(tuple(one.parts.items()), gradient)
+        if known not in self._programs:
+            self._programs[known] = jax.jit(functools.partial(self._run, known))
+        return self._programs[known]
+
+    def _run(
+        self, what: _Key, params: PyTree, batch: Any, key: Any, positions: Any, labels: Any, at: Any
+    ) -> Any:
+        parts = dict(what.parts)
+        windows = {name: Window(at, part.rows) for name, part in parts.items() if part.rows}
+        out = self._collector.gather(
+            params,
+            batch,
+            key,
+            positions,
+            labels,
+            parts=parts,
+            windows=windows,
+            gradient=what.gradient,
+        )
+        return out if what.gradient else out.factors
+
+
+def _on_host(factors: Factors, one: Pass, layers: Sequence[Layer]) -> Factors:
+    """One pass's factors in host memory, without rows beyond the end of a scan."""
+    known = {layer.name: layer for layer in layers}
+    fetched = jax.device_get(factors)
+
+    def copied(kind: dict[str, Any]) -> dict[str, Any]:
+        out = {}
+        for name, value in kind.items():
+            windowed = name in one.parts and one.parts[name].rows is not None
+            out[name] = np.array(value[: known[name].stack[0] - one.start] if windowed else value)
+        return out
+
+    out = Factors(
+        **{kind: copied(getattr(fetched, kind)) for kind in _SUMS},
+        terms=np.array(fetched.terms),
+        layers=tuple(known.get(x.name) or x for x in fetched.layers),
+        bias=fetched.bias,
+    )
+    for leaf in jax.tree.leaves(factors):
+        leaf.delete()
+    return out
+
+
+class _Whole:
+    """Factors put together from the parts that passes bring; empty where none came."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._order = [layer.name for layer in layers]
+        self._layers: dict[str, Layer] = {}
+        self._sums: dict[str, dict[str, Any]] = {kind: {} for kind in _SUMS}
+        self._terms: Any = np.zeros(())
+        self._bias: BiasMode = "joint"
+
+    def add(self, part: Factors, one: Pass) -> None:
+        """Put one part in its place."""
+        self._terms, self._bias = part.terms, part.bias
+        self._layers |= {layer.name: layer for layer in part.layers}
+        for kind, whole in self._sums.items():
+            for name, value in getattr(part, kind).items():
+                if name not in one.parts or one.parts[name].rows is None:
+                    whole[name] = value
+                    continue
+                if name not in whole:
+                    length = self._layers[name].stack[0]
+                    whole[name] = np.zeros((length, *value.shape[1:]), value.dtype)
+                whole[name][one.start : one.start + len(value)] = value
+
+    def factors(self) -> Factors:
+        """What was put together, its layers in the program's order."""
+        order = sorted(self._layers, key=[*self._order, *self._layers].index)
+        layers = tuple(self._layers[name] for name in order)
+        return Factors(**self._sums, terms=self._terms, layers=layers, bias=self._bias)

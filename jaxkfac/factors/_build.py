@@ -1,0 +1,170 @@
+"""Build the function that returns value, gradient and factors, its options checked."""
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+from jaxkfac._checks import at_least_one, one_of
+from jaxkfac.factors._budgeted import BudgetedCollector
+from jaxkfac.factors._collect import FactorCollector, Uncovered
+from jaxkfac.factors._factors import BiasMode
+from jaxkfac.factors._fisher import FISHER_TYPES, Fisher
+from jaxkfac.factors._objective import Objective
+from jaxkfac.factors._program import Program
+from jaxkfac.factors._statistics import Scales, Sharing
+
+
+def value_grad_and_factors(
+    objective: Callable[..., Any],
+    *,
+    fisher: Fisher = "empirical",
+    sharing: Sharing = "expand",
+    bias: BiasMode = "joint",
+    scales: Scales = "diagonal",
+    layers: str | None = None,
+    experts: str | None = None,
+    uncovered: Uncovered = "raise",
+    max_dense: int = 16384,
+    has_aux: bool = False,
+    loss_terms: int | None = None,
+    samples: int = 1,
+    chunk: int = 1,
+    max_factor_bytes: int | None = None,
+    sink: tuple[Any, int] | None = None,
+) -> FactorCollector | BudgetedCollector:
+    r"""Build a function that returns value, gradient and Kronecker factors.
+
+    With $a$ the input row of a layer and $g$ the gradient of the sum of one example's loss
+    terms with respect to its output row, over $N$ examples, $R$ terms and $S$ positions,
+
+    $$A = \tfrac{1}{NS} \sum a a^\top, \qquad G = \tfrac{1}{NR} \sum g g^\top ,$$
+
+    or, with ``sharing="reduce"``, the same of each example's mean input row and summed $g$:
+    $A = \tfrac1N \sum \bar a \bar a^\top$,
+    $G = \tfrac{1}{NR} \sum_n (\sum_s g)(\sum_s g)^\top$.
+
+    Args:
+        objective: An ``Objective``, or any scalar loss ``fn(params, batch)`` that is a mean
+            over rows (then ``fisher="empirical"`` only, with ``loss_terms``).
+        fisher: ``"empirical"``: the given targets, the gradient's own backward pass.
+            ``"mc"``: labels sampled from the model, unbiased; ``samples`` further pulls of
+            the same linearisation. ``"exact"``: the expectation over labels; one pull for
+            each loss term of an example and each output column, right where outputs mix
+            tokens. ``"forward"``: G is the identity. ``"exact_if_terms_do_not_mix"``: one
+            pull for each column, shared by all terms: equal to ``"exact"`` under expand where
+            no layer mixes the terms of an example, and biased elsewhere.
+        sharing: ``"expand"``: every position is a row; ``"reduce"``: every example is one,
+            over all positions, uses and iterations. Embeddings use expand under either.
+        bias: ``"joint"``: ones appended last to the inputs; ``"separate"``: the bias block
+            is G.
+        scales: For normalisation scales and lone biases: ``"diagonal"``: as the sharing
+            says, squares of each position's or each example's gradient.
+            ``"exact_diagonal"``: each example's, under either sharing: the diagonal of the
+            Fisher itself. ``"full_block"``: the whole block
+            $\tfrac{1}{NR} \sum_n \gamma_n \gamma_n^\top$ of each example's gradient
+            $\gamma_n$, read as ``g`` beside an ``a`` of one.
+        layers: Full-match pattern over layer names; ``None`` is all.
+        experts: See ``find_layers``.
+        uncovered: What to do with parameters that no rule covers: ``"raise"``, a
+            per-example ``"diagonal"`` by a second pass, or ``"ignore"``.
+        max_dense: A larger side is kept as a diagonal.
+        has_aux: Whether the function returns ``(value, aux)``; an ``Objective`` says so
+            itself.
+        loss_terms: Number of rows a scalar loss is the mean of.
+        samples: How many labels ``"mc"`` samples for each term.
+        chunk: How many pulls of ``"mc"`` and ``"exact"`` run at once.
+        max_factor_bytes: Most bytes of factors on the device at once. Collection runs as many
+            backward passes as that takes, each over some layers and some iterations of a scan;
+            every layer is computed, and no parameter is copied. The callable compiles its
+            passes itself (do not jit it), prints their number, and returns factors in host
+            memory.
+        sink: ``(service, step)``: a ``HostCurvature`` that takes each pass's factors in place
+            of returning them; with ``max_factor_bytes`` only.
+
+    Returns:
+        A ``FactorCollector``: call it with ``(params, batch, key=None, positions=None)``. With
+        ``max_factor_bytes``, a ``BudgetedCollector``, called in the same way.
+
+    Raises:
+        ValueError: an unknown option, or one that a scalar loss cannot give.
+        MemoryBudgetError: when called: one side of one layer, at one iteration, is larger
+            than ``max_factor_bytes``.
+
+    Memory:
+        The gradient's own, plus the factors or ``max_factor_bytes``; no activation is kept
+        longer. ``"mc"`` with
+        several samples and ``"exact"`` add ``chunk`` times the memory of one backward pass
+        and its output sides. Statistics by example hold ``N (in + out)`` elements a layer.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxkfac as jk
+        >>> objective = jk.Objective(lambda p, x: x @ p["w"], jk.Gaussian())
+        >>> stats = jax.jit(jk.value_grad_and_factors(objective))
+        >>> x, y = jnp.eye(3), jnp.zeros((3, 2))
+        >>> value, grads, factors = stats({"w": jnp.ones((3, 2))}, (x, y))
+        >>> factors["w"].a.shape, factors["w"].g.shape
+        ((3, 3), (2, 2))
+
+    References:
+        James Martens and Roger Grosse, "Optimizing Neural Networks with Kronecker-factored
+        Approximate Curvature", 2015. Runa Eschenhagen et al., "Kronecker-Factored Approximate
+        Curvature for Modern Neural Network Architectures", 2023.
+    """
+    one_of("fisher", fisher, FISHER_TYPES)
+    one_of("sharing", sharing, get_args(Sharing))
+    one_of("bias", bias, ("joint", "separate"))
+    one_of("scales", scales, get_args(Scales))
+    one_of("uncovered", uncovered, get_args(Uncovered))
+    at_least_one(max_dense=max_dense, samples=samples, chunk=chunk)
+    if max_factor_bytes is not None:
+        at_least_one(max_factor_bytes=max_factor_bytes)
+    if fisher == "forward" and uncovered == "diagonal":
+        raise ValueError(
+            'uncovered="diagonal" squares gradients, and fisher="forward" has none: choose '
+            'another Fisher type, or uncovered="ignore"'
+        )
+    if isinstance(objective, Objective):
+        if loss_terms is not None:
+            raise ValueError("loss_terms: an Objective counts its terms itself")
+    else:
+        _check_scalar_loss(fisher, sharing, scales, uncovered, loss_terms)
+    finding = {
+        "layers": layers,
+        "max_dense": max_dense,
+        "experts": experts,
+        "scale_blocks": scales == "full_block",
+    }
+    program = Program(objective, finding, cover=uncovered == "raise", has_aux=has_aux)
+    collector = FactorCollector(
+        program, fisher, sharing, bias, scales, uncovered, has_aux, loss_terms, samples, chunk
+    )
+    if max_factor_bytes is not None:
+        return BudgetedCollector(collector, max_factor_bytes, sink)
+    if sink is not None:
+        raise ValueError(
+            "sink= takes the factors of each pass under max_factor_bytes=; without a budget, "
+            "push the factors that the function returns"
+        )
+    return collector
+
+
+def _check_scalar_loss(
+    fisher: Fisher, sharing: Sharing, scales: Scales, uncovered: Uncovered, terms: int | None
+) -> None:
+    """Refuse what needs a model's outputs, which a scalar loss does not show."""
+    wrong = {
+        "fisher": (fisher, "empirical"),
+        "sharing": (sharing, "expand"),
+        "scales": (scales, "diagonal"),
+    }
+    for name, (value, only) in wrong.items():
+        if value != only:
+            raise ValueError(
+                f'{name}="{value}" needs the model\'s outputs: give a jk.Objective, not a '
+                "scalar loss"
+            )
+    if uncovered == "diagonal":
+        raise ValueError('uncovered="diagonal" needs a jk.Objective, not a scalar loss')
+    if terms is None or terms < 1:
+        raise ValueError(
+            f"loss_terms={terms}: expected the number of rows that the loss is the mean of"
+        )

@@ -1,0 +1,184 @@
+"""Which statistics are gathered in which pass, so that each stays inside a budget of bytes."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkfac.factors._statistics import Part, Statistics
+from jaxkfac.interception._layer import Layer
+from jaxkfac.interception._windows import walked_by
+from jaxkfac.memory._budget import MemoryBudgetError, bytes_text
+
+FURTHER = 0.75  # a rematted pass without parameter gradients: 3 of 4 products of a layer
+
+
+class Pass(NamedTuple):
+    """One backward pass.
+
+    Attributes:
+        parts: What it gathers.
+        start: First iteration of its window, where it has one.
+        nbytes: Most bytes that its factors take on the device.
+    """
+
+    parts: Mapping[str, Part]
+    start: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PassPlan:
+    """The passes of one collection; the first also computes the gradient."""
+
+    passes: tuple[Pass, ...]
+    nbytes: int
+    max_factor_bytes: int
+
+    @property
+    def gradients(self) -> float:
+        """Cost of all backward passes in gradients, without the Gram products."""
+        return 1 + FURTHER * (len(self.passes) - 1)
+
+    def __str__(self) -> str:
+        """One line."""
+        count = len(self.passes)
+        return (
+            f"{bytes_text(self.nbytes)} of factors under a budget of "
+            f"{bytes_text(self.max_factor_bytes)}: {count} pass{'es' if count > 1 else ''}, "
+            f"about {self.gradients:.3g} gradients"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Side:
+    """One side of one layer, the unit of a plan; bytes are of one row where it has rows."""
+
+    layer: Layer
+    inputs: bool
+    slot: int
+    output: int
+    walker: Any = None
+
+    def nbytes(self, rows: int = 1) -> int:
+        """Slots and factors, and the slot of the iteration that is being written."""
+        once = self.slot if self.walker else 0
+        return rows * (self.slot + self.output) + once
+
+    def part(self, rows: int) -> Part:
+        return Part(inputs=self.inputs, outputs=not self.inputs, rows=rows if self.walker else None)
+
+
+def plan_passes(statistics: Statistics, max_factor_bytes: int, *, pulls: int = 0) -> PassPlan:
+    """Distribute the sides of all layers over passes.
+
+    Sides outside of scans are put into passes first come, first served. The first pass takes
+    as many iterations of the first scan as it has room for; the rest follow in windows of one
+    size, so that one compiled program serves them all.
+
+    Args:
+        statistics: Of the whole program.
+        max_factor_bytes: The budget, in bytes.
+        pulls: How many pulls' output sides are alive beside their sum.
+
+    Raises:
+        MemoryBudgetError: one side of one layer, at one iteration, is larger than the budget.
+    """
+    sides = list(_sides(statistics, pulls))
+    for side in sides:
+        if side.nbytes() > max_factor_bytes:
+            where = " at one iteration" if side.walker else ""
+            raise MemoryBudgetError(
+                f"max_factor_bytes={max_factor_bytes}: the {'input' if side.inputs else 'output'} "
+                f"side of {side.layer.name!r}{where} needs {side.nbytes()} bytes "
+                f"({bytes_text(side.nbytes())}); allow that much, or lower max_dense to keep it "
+                "as a diagonal"
+            )
+    whole = _bins([s for s in sides if not s.walker], max_factor_bytes)
+    passes = [_pass(group, 0, 0) for group in whole]
+    for walker in dict.fromkeys(s.walker for s in sides if s.walker):
+        for group in _bins([s for s in sides if s.walker == walker], max_factor_bytes):
+            length, done = group[0].layer.stack[0], 0
+            free = passes and passes[0].parts.keys().isdisjoint(s.layer.name for s in group)
+            room = max_factor_bytes - passes[0].nbytes if free else 0
+            if fit := min(_rows(group, room), length):
+                first = _pass(group, fit, 0)
+                passes[0] = Pass(
+                    _merged(passes[0].parts, first.parts), 0, passes[0].nbytes + first.nbytes
+                )
+                done = fit
+            if left := length - done:
+                most = _rows(group, max_factor_bytes)
+                rows = -(-left // -(-left // most))  # as even as the number of passes allows
+                passes += [_pass(group, rows, start) for start in range(done, length, rows)]
+    total = sum(s.output * (s.layer.stack[0] if s.walker else 1) for s in sides)
+    return PassPlan(tuple(passes or [Pass({}, 0, 0)]), total, max_factor_bytes)
+
+
+def _sides(statistics: Statistics, pulls: int) -> Iterator[_Side]:
+    traced = statistics.traced
+    walkers = {
+        x.name: None if x.is_elementwise else walked_by(traced.uses_of(x))
+        for x in traced.table.layers
+    }
+    one = dataclasses.replace(
+        statistics, parts={name: Part(rows=1 if w else None) for name, w in walkers.items()}
+    )
+    slots = jax.eval_shape(one.slots)
+    made = jax.eval_shape(
+        lambda slots: one.factors(slots, one.outputs(slots), jnp.ones((), jnp.float32)), slots
+    )
+    for layer in traced.table.layers:
+        walker, slot = walkers[layer.name], slots[layer.name]
+        a = {key: leaf for key, leaf in slot.items() if key.startswith("a")}
+        g = {key: leaf for key, leaf in slot.items() if key not in a}
+        if a:
+            sums = made.a_sums[layer.name]
+            yield _Side(layer, True, _extra(a, sums), _bytes(sums), walker)
+        sums = made.diagonals.get(layer.name, made.g_sums.get(layer.name))
+        yield _Side(layer, False, _extra(g, sums) + pulls * _bytes(g), _bytes(sums), walker)
+
+
+def _extra(slot: Any, sums: Any) -> int:
+    """Bytes of a slot beside the factor made of it; one entry of its shape becomes it."""
+    becomes = any(leaf.shape == sums.shape for leaf in jax.tree.leaves(slot))
+    return _bytes(slot) - becomes * _bytes(sums)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _bins(sides: list[_Side], capacity: int) -> list[list[_Side]]:
+    """First fit, in program order."""
+    bins: list[list[_Side]] = []
+    for side in sides:
+        fits = (b for b in bins if sum(s.nbytes() for s in [*b, side]) <= capacity)
+        if (found := next(fits, None)) is None:
+            bins.append([side])
+        else:
+            found.append(side)
+    return bins
+
+
+def _rows(group: list[_Side], room: int) -> int:
+    """How many iterations of a group fit."""
+    one, two = (sum(s.nbytes(rows) for s in group) for rows in (1, 2))
+    return max(0, 1 + (room - one) // max(two - one, 1)) if room >= one else 0
+
+
+def _pass(group: list[_Side], rows: int, start: int) -> Pass:
+    parts: dict[str, Part] = {}
+    for side in group:
+        parts = _merged(parts, {side.layer.name: side.part(rows)})
+    return Pass(parts, start, sum(s.nbytes(rows or 1) for s in group))
+
+
+def _merged(one: Mapping[str, Part], other: Mapping[str, Part]) -> dict[str, Part]:
+    out = dict(one)
+    for name, part in other.items():
+        before = out.get(name, Part(inputs=False, outputs=False))
+        out[name] = Part(before.inputs or part.inputs, before.outputs or part.outputs, part.rows)
+    return out

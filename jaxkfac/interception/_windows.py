@@ -1,0 +1,69 @@
+"""Windows: slots of a few iterations of a scan, so that a budget of bytes bounds them.
+
+A slot of a scanned parameter has a row for each iteration. To gather some of them only, the
+scan is not split, because slices of its operands would be copies of parameters: it runs whole,
+and a buffer of the window's rows rides in its carry. The backward pass writes the row of an
+iteration inside the window into the buffer's cotangent; statistics of other iterations are not
+computed. The window's start is an ordinary value, so one compiled program serves every window.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkfac.interception._values import Use
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Iterations ``start`` to ``start + size`` of a scan; those beyond its end are empty.
+
+    Args:
+        start: First iteration, an integer or a traced one.
+        size: Their number.
+    """
+
+    start: Any
+    size: int
+
+    def covers(self, iteration: Any) -> Any:
+        """Whether the window holds an iteration."""
+        return (iteration >= self.start) & (iteration < self.start + self.size)
+
+
+def walked_by(uses: list[Use]) -> tuple[str, int] | None:
+    """The one scan that walks along the leading stacked axis of a layer, if there is one."""
+    walkers = {u.view.consumed[0].walker if u.view.consumed else ("none", 0) for u in uses}
+    (walker, *others) = walkers
+    return walker if not others and walker[0] == "scan" else None
+
+
+def row_of(buffer: Any, window: Window, iteration: Any) -> tuple[Any, Any]:
+    """The slot of one iteration, and the buffer for the next one.
+
+    The values are zeros and the buffer itself. The cotangent of the slot is written into that
+    of the buffer, in place, where the window covers the iteration.
+    """
+    like = jax.tree.map(lambda b: jax.ShapeDtypeStruct(b.shape[1:], b.dtype), buffer)
+
+    @jax.custom_vjp
+    def op(buffer: Any, row: Any, inside: Any) -> tuple[Any, Any]:
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like), buffer
+
+    def forward(buffer: Any, row: Any, inside: Any) -> Any:
+        return op(buffer, row, inside), (row, inside)
+
+    def backward(saved: Any, cotangents: Any) -> Any:
+        row, inside = saved
+
+        def write(rows: Any, new: Any) -> Any:
+            old = jax.lax.dynamic_index_in_dim(rows, row, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(rows, jnp.where(inside, new, old), row, 0)
+
+        return jax.tree.map(write, cotangents[1], cotangents[0]), None, None
+
+    op.defvjp(forward, backward)
+    row = jnp.clip(iteration - window.start, 0, window.size - 1)
+    return op(buffer, row, window.covers(iteration))

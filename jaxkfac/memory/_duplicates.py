@@ -1,0 +1,183 @@
+"""Find arrays that are held twice: a tree that was cast, and its old copy, say."""
+
+import dataclasses
+import functools
+import gc
+from collections import defaultdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkfac.memory._budget import bytes_text
+from jaxkfac.memory._leaves import Place, is_numeric_array, places_of
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Duplicate:
+    """One set of values in several places.
+
+    Attributes:
+        names: Of the arrays that hold these values, each in memory of its own.
+        wasted_bytes: What all of them but the smallest occupy, over all devices.
+    """
+
+    names: tuple[str, ...]
+    wasted_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DuplicateReport:
+    """What :func:`duplicate_report` found; ``print`` shows it as a table.
+
+    Attributes:
+        duplicates: The largest waste first.
+        looked_at: How many arrays were compared.
+        min_bytes: Smaller ones were not.
+    """
+
+    duplicates: tuple[Duplicate, ...]
+    looked_at: int
+    min_bytes: int
+
+    @property
+    def wasted_bytes(self) -> int:
+        """Of all duplicates together."""
+        return sum(duplicate.wasted_bytes for duplicate in self.duplicates)
+
+    def __str__(self) -> str:
+        head = (
+            f"{len(self.duplicates)} of {self.looked_at} arrays of at least "
+            f"{bytes_text(self.min_bytes)} are held more than once"
+        )
+        if not self.duplicates:
+            return head.replace("0 of", "none of", 1)
+        rows = [
+            f"{bytes_text(duplicate.wasted_bytes):>10}  {' = '.join(duplicate.names)}"
+            for duplicate in self.duplicates
+        ]
+        return "\n".join([f"{head}; {bytes_text(self.wasted_bytes)} could go:", *rows])
+
+
+def duplicate_report(*, min_bytes: int = 1 << 20, **trees: PyTree) -> DuplicateReport:
+    """Live arrays with equal values in different memory, whatever their dtypes and devices.
+
+    A float32 array and its bfloat16 copy are duplicates: values are compared in the narrower
+    dtype. Arrays that share a buffer are one. An array whose entries are all equal (a fresh
+    bias, an optimizer's first moments) says nothing and is left out.
+
+    Args:
+        min_bytes: Smaller arrays are not looked at, in bytes over all devices.
+        **trees: Trees whose arrays get names, ``params=params``; others are named by what and
+            where they are.
+
+    Returns:
+        The report.
+
+    Memory:
+        Nothing where both arrays are on the same devices; else one pair of arrays in main
+        memory, while it is compared.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> params = {"kernel": jnp.arange(71.0) / 7}
+        >>> forgotten = {"kernel": params["kernel"].astype(jnp.bfloat16)}
+        >>> report = jk.memory.duplicate_report(min_bytes=142, params=params, old=forgotten)
+        >>> [d for d in report.duplicates if "params/kernel" in d.names]
+        [Duplicate(names=('params/kernel', 'old/kernel'), wasted_bytes=284)]
+    """
+    gc.collect()
+    by_shape: dict[Any, list[_Candidate]] = defaultdict(list)
+    seen: set[frozenset[Place]] = set()
+    for name, array in [*_named(trees), *_unnamed()]:
+        places = places_of(array)
+        if _bytes(array) < min_bytes or not places or places in seen:
+            continue
+        seen.add(places)
+        by_shape[array.shape].append(_Candidate(name, array, np.asarray(_probe(array))))
+    found = []
+    for same_shape in by_shape.values():
+        while same_shape:
+            first, *rest = same_shape
+            equal = [other for other in rest if _are_equal(first, other)]
+            same_shape = [other for other in rest if other not in equal]
+            if equal and not bool(_is_constant(first.array)):
+                sizes = sorted(_bytes(x.array) for x in [first, *equal])
+                found.append(Duplicate(tuple(x.name for x in [first, *equal]), sum(sizes[1:])))
+    found.sort(key=lambda duplicate: -duplicate.wasted_bytes)
+    return DuplicateReport(tuple(found), len(seen), min_bytes)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Candidate:
+    """An array and a few of its entries, which tell most others apart at once."""
+
+    name: str
+    array: jax.Array
+    probe: np.ndarray
+
+
+def _named(trees: dict[str, PyTree]) -> list[tuple[str, jax.Array]]:
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for name, tree in trees.items()  # in the caller's order, which a dictionary's leaves lose
+        for path, leaf in jax.tree_util.tree_leaves_with_path({name: tree})
+        if is_numeric_array(leaf) and not leaf.is_deleted()
+    ]
+
+
+def _unnamed() -> list[tuple[str, jax.Array]]:
+    live = [x for x in jax.live_arrays() if is_numeric_array(x) and not x.is_deleted()]
+    return [
+        (f"{x.dtype}{list(x.shape)} on {', '.join(map(str, _devices(x)))} (live {i})", x)
+        for i, x in enumerate(live)
+        if x.is_fully_addressable
+    ]
+
+
+def _devices(array: jax.Array) -> list[Any]:
+    return sorted(array.sharding.device_set, key=str)
+
+
+def _bytes(array: jax.Array) -> int:
+    return sum(shard.data.nbytes for shard in array.addressable_shards)
+
+
+def _are_equal(first: _Candidate, second: _Candidate) -> bool:
+    dtypes = first.array.dtype, second.array.dtype
+    if dtypes[0] != dtypes[1] and not all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
+        return False  # an index and a float may well be equal; neither is a copy of the other
+    dtype = min(*dtypes, key=lambda d: d.itemsize)
+    if not np.array_equal(first.probe.astype(dtype), second.probe.astype(dtype)):
+        return False
+    one, other = first.array.sharding, second.array.sharding
+    if one.device_set == other.device_set and one.memory_kind == other.memory_kind:
+        return bool(_equal(first.array, second.array, dtype))
+    one, other = (np.asarray(_alias(x)).astype(dtype) for x in (first.array, second.array))
+    return bool(np.array_equal(one, other))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _equal(first: jax.Array, second: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.all(first.astype(dtype) == second.astype(dtype))
+
+
+@jax.jit
+def _probe(array: jax.Array) -> jax.Array:
+    """Up to 32 entries, far apart in every axis."""
+    positions = jnp.arange(32)
+    return array[tuple((positions * 7919 + 1) % n for n in array.shape)]
+
+
+@jax.jit
+def _is_constant(array: jax.Array) -> jax.Array:
+    return jnp.all(array == array[(0,) * array.ndim])
+
+
+def _alias(array: jax.Array) -> jax.Array:
+    """The same buffers; an array keeps what NumPy once read of it, and this one is dropped."""
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)

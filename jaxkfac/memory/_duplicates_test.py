@@ -1,0 +1,71 @@
+"""Arrays that are held twice are found, and arrays that are one are not."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkfac.memory import cast_once, duplicate_report
+
+
+def names_with(report, name):
+    return [d for d in report.duplicates if name in d.names]
+
+
+def test_copies_are_found_across_dtypes_and_shared_buffers_are_none():
+    x = jnp.arange(37.0) / 3
+    trees = {
+        "model": {"w": x, "tied": x},
+        "ema": x + 0,
+        "half": x.astype(jnp.bfloat16),
+        "other": x + 1,
+        "whole": jnp.arange(37),
+        "alias": jax.device_put(x, jax.devices()[0]),
+    }
+    report = duplicate_report(min_bytes=74, **trees)
+    (found,) = names_with(report, "model/tied")
+    assert found.names == ("model/tied", "ema", "half")
+    assert found.wasted_bytes == 148 + 148  # all but the smallest
+    assert "model/tied = ema = half" in str(report) and report.wasted_bytes >= 296
+
+
+def test_integers_that_equal_floats_are_no_copy():
+    report = duplicate_report(min_bytes=4, a=jnp.arange(41), b=jnp.arange(41.0))
+    assert not names_with(report, "a") and not names_with(report, "b")
+
+
+def test_constants_and_small_arrays_are_not_named():
+    trees = {"mu": jnp.zeros(43), "nu": jnp.zeros(43), "s": jnp.arange(4.0), "t": jnp.arange(4.0)}
+    report = duplicate_report(min_bytes=100, **trees)
+    assert not [d for d in report.duplicates if {"mu", "nu", "s", "t"} & set(d.names)]
+    assert names_with(duplicate_report(min_bytes=16, **trees), "s")
+
+
+def test_arrays_that_differ_in_one_entry_are_two():
+    x = jnp.arange(47.0)
+    assert not names_with(duplicate_report(min_bytes=4, x=x, y=x.at[2].set(9.0)), "x")
+
+
+def test_a_copy_on_another_device_is_found():
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    x = jnp.arange(53.0)
+    report = duplicate_report(min_bytes=4, x=x, y=jax.device_put(x, jax.devices()[1]))
+    (found,) = names_with(report, "x")
+    assert found.names == ("x", "y")
+
+
+def test_a_forgotten_copy_is_found_among_live_arrays_and_is_gone_after_a_cast_of_it():
+    params = {"w": jnp.arange(59.0) / 7}
+    forgotten = params["w"] + 0
+    (found,) = names_with(duplicate_report(min_bytes=236, params=params), "params/w")
+    assert found.wasted_bytes == 236 and "float32[59] on" in found.names[1]
+    kept = cast_once({"forgotten": forgotten}, jnp.bfloat16, delete=True)
+    (found,) = names_with(duplicate_report(min_bytes=118, params=params), "params/w")
+    assert found.wasted_bytes == 236  # float32 beside the bfloat16 that took its place
+    del kept
+    report = duplicate_report(min_bytes=118, params=params)
+    assert not names_with(report, "params/w")
+
+
+def test_a_report_without_duplicates_says_so():
+    assert str(duplicate_report(min_bytes=1 << 50)).startswith("none of 0 arrays of at least")

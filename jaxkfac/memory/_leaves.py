@@ -1,0 +1,148 @@
+"""Replace the leaves of a tree one at a time, so that a tree never exists twice."""
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkfac.memory._budget import require
+
+PyTree = Any
+Place = tuple[Any, int]  # a device and an address on it
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a leaf is to become."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: jax.sharding.Sharding | None  # None: not on any device
+
+    def bytes_on(self) -> dict[Any, int]:
+        """Bytes on each device; nothing for what lies in an accelerator's host memory."""
+        if self.sharding is None:
+            return {}
+        shard = self.sharding.shard_shape(self.shape)
+        return {
+            device: int(np.prod(shard, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+            for device in self.sharding.addressable_devices
+            if device.platform == "cpu" or "host" not in (self.sharding.memory_kind or "")
+        }
+
+
+@dataclasses.dataclass
+class _Step:
+    """One distinct array: the leaf that stands for it, its target, its result."""
+
+    leaf: Any
+    target: Target | None  # None: right as it is
+    places: frozenset[Place]
+    result: Any = None
+
+
+def replace_once(
+    tree: PyTree,
+    target_of: Callable[[Any, int], Target | None],
+    replace: Callable[[Any, Target], Any],
+    *,
+    what: str,
+    delete: bool,
+) -> PyTree:
+    """Map every leaf to its target; a source is deleted before the next leaf is touched.
+
+    Leaves that are one array, or several names of one buffer, become one array again. A buffer
+    that another leaf or a result still needs is not deleted: deleting an array takes its
+    memory from every array that shares it.
+
+    Args:
+        tree: Concrete leaves.
+        target_of: Given a leaf and its number; ``None`` where the leaf is right as it is.
+        replace: Makes the target.
+        what: Names the operation in errors.
+        delete: Whether sources are deleted.
+    """
+    named, structure = jax.tree_util.tree_flatten_with_path(tree)
+    steps: dict[Hashable, _Step] = {}
+    order: list[_Step] = []
+    for number, (path, leaf) in enumerate(named):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(
+                f"{what}: the array at {name!r} is deleted; it was donated, or cast or placed "
+                "once before: use what that call returned"
+            )
+        places = places_of(leaf)
+        target = target_of(leaf, number)
+        key = (_identity(leaf, places), target)
+        order.append(steps.setdefault(key, _Step(leaf, target, places)))
+    _check_room(steps.values(), what, delete)
+
+    waiting = Counter(place for step in steps.values() for place in step.places)
+    kept: set[Place] = set()
+    for step in steps.values():
+        waiting.subtract(step.places)
+        source, step.leaf = step.leaf, None
+        if step.target is None:
+            step.result = source
+        else:
+            step.result = jax.block_until_ready(replace(source, step.target))
+        kept |= places_of(step.result)
+        if delete and step.places and not any(p in kept or waiting[p] for p in step.places):
+            source.delete()
+    return structure.unflatten([step.result for step in order])
+
+
+def places_of(leaf: Any) -> frozenset[Place]:
+    """Where the buffers of an array lie; empty for what has none of its own to delete."""
+    if not is_numeric_array(leaf) or leaf.size == 0:
+        return frozenset()
+    return frozenset((s.device, s.data.unsafe_buffer_pointer()) for s in leaf.addressable_shards)
+
+
+def is_numeric_array(leaf: Any) -> bool:
+    """Whether ``leaf`` is a JAX array of numbers: random keys are arrays of something else."""
+    return isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(
+        leaf.dtype, jax.dtypes.prng_key
+    )
+
+
+def check_targets(targets: Iterable[Target], what: str) -> None:
+    """Ask for room for all of ``targets`` together."""
+    _check_room([_Step(None, target, frozenset()) for target in targets], what, delete=False)
+
+
+def _identity(leaf: Any, places: frozenset[Place]) -> Hashable:
+    if not places:
+        return id(leaf)
+    return places, leaf.shape, leaf.dtype, leaf.sharding
+
+
+def _check_room(steps: Iterable[_Step], what: str, delete: bool) -> None:
+    """Ask for the highest point of the sequence on each device before anything is consumed."""
+    held: dict[Any, int] = defaultdict(int)
+    most: dict[Any, int] = defaultdict(int)
+    for step in steps:
+        if step.target is None:
+            continue
+        for device, nbytes in step.target.bytes_on().items():
+            held[device] += nbytes
+            most[device] = max(most[device], held[device])
+        if delete and step.places:
+            source = Target(step.leaf.shape, step.leaf.dtype, step.leaf.sharding)
+            for device, nbytes in source.bytes_on().items():
+                held[device] -= nbytes
+    if any(device.platform == "cpu" for device in most):  # CPU devices share one memory
+        cpu = [device for device in most if device.platform == "cpu"]
+        most[cpu[0]] = sum(most.pop(device) for device in cpu)
+    for device, nbytes in most.items():
+        require(
+            nbytes,
+            device=device,
+            what=what,
+            instead="use a smaller dtype, a sharding over more devices, or host memory "
+            "(sharding.with_memory_kind('pinned_host'))",
+        )
