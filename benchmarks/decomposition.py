@@ -15,10 +15,6 @@ before jax starts, so it is one command for each.
 """
 
 import argparse
-import datetime
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -32,6 +28,7 @@ from flax import linen as nn
 from scipy.linalg import lapack
 
 import jaxkfac as jk
+from benchmarks._record import shown, stamp, write
 
 D, HIDDEN, TOKENS = 768, 3072, 64
 
@@ -130,29 +127,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=2, help="blocks of the model (default 2)")
     parser.add_argument("--pairs", type=int, default=3, help="interleaved pairs (default 3)")
-    parser.add_argument("--json", type=Path, help="add the record to the list in this file")
+    parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args()
-    record: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "jax": jax.__version__,
-        "scipy": scipy.__version__,
-        "device": str(jax.devices()[0]),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "load_before": os.getloadavg()[0],
-        "blas_threads": os.environ.get("OPENBLAS_NUM_THREADS", "default"),
-        "pairs": args.pairs,
-    }
+    record = stamp(scipy=scipy.__version__, pairs=args.pairs)
     cases = {f"size_{n}": one_matrix(n) for n in (D, D + 1, HIDDEN, HIDDEN + 1)}
     for factors in cases.values():  # compile each size, which the model then finds compiled
         jk.eigendecompose(factors)
     cases[f"model_{args.blocks}_blocks"] = factors_of(args.blocks)
     for name, factors in cases.items():
         record[name] = compare(factors, args.pairs)
-        print(name, {key: round(value, 3) for key, value in record[name].items()}, flush=True)
-    if args.json:
-        records = json.loads(args.json.read_text()) if args.json.exists() else []
-        args.json.write_text(json.dumps([*records, record], indent=2) + "\n")
+        shown(name, record[name])
+    write(record, args.json)
 
 
 if __name__ == "__main__":

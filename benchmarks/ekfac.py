@@ -14,9 +14,6 @@ takes the place of the product of squares.
 """
 
 import argparse
-import datetime
-import json
-import platform
 import statistics
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from typing import Any
 import jax
 
 import jaxkfac as jk
+from benchmarks._record import shown, stamp, write
 from benchmarks.factors import cases, compiled, seconds
 
 
@@ -60,21 +58,13 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(cases()), help="which programs")
     parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args()
-    record: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "jax": jax.__version__,
-        "device": str(jax.devices()[0]),
-        "machine": platform.machine(),
-        "per": args.per,
-        "pairs": args.pairs,
-    }
+    record = stamp(per=args.per, pairs=args.pairs)
     for name, case in cases().items():
         if name not in args.cases:
             continue
         record[name] = measure(*case, args.pairs, args.per)
-        print(name, {k: round(v, 3) for k, v in record[name].items()}, flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
+        shown(name, record[name])
+    write(record, args.json)
 
 
 if __name__ == "__main__":

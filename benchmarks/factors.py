@@ -17,9 +17,6 @@ are 2 n d^2 each, or half of that where only one triangle is computed. So full p
 """
 
 import argparse
-import datetime
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -31,6 +28,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import jaxkfac as jk
+from benchmarks._record import shown, stamp, write
 from jaxkfac.interception import trace
 
 
@@ -161,19 +159,11 @@ def main() -> None:
     parser.add_argument("--fisher", default="empirical", choices=("empirical", "mc"))
     parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args()
-    record: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "jax": jax.__version__,
-        "device": str(jax.devices()[0]),
-        "machine": platform.machine(),
-        "fisher": args.fisher,
-        "pairs": args.pairs,
-    }
+    record = stamp(fisher=args.fisher, pairs=args.pairs)
     for name, case in cases().items():
         record[name] = measure(*case, args.pairs, args.fisher)
-        print(name, {k: round(v, 3) for k, v in record[name].items()})
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
+        shown(name, record[name])
+    write(record, args.json)
 
 
 if __name__ == "__main__":
