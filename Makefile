@@ -19,7 +19,7 @@ PRESET ?= digits
 # A finished run is never written over by itself: RUN_ARGS=--overwrite or RUN_ARGS=--resume
 RUN_ARGS ?=
 
-.PHONY: help run test test-slow test-exhaustive test-oldest lint format docs-check bench gpu-check clean
+.PHONY: help run test test-slow test-exhaustive test-oldest lint format docs-check bench parity gpu-check clean
 
 help:
 	@echo "make run          train --preset $(PRESET): K-FAC beside AdamW, checkpoint and report"
@@ -31,7 +31,8 @@ help:
 	@echo "make format       ruff format and the fixes that are safe"
 	@echo "make docs-check   README blocks, docstring examples, notebooks"
 	@echo "make bench        time and bytes of (gradient + factors) / gradient"
-	@echo "make gpu-check    the tests marked gpu, where there is one"
+	@echo "make parity       jaxkfac against torch_ref, number by number: parity_report.md, .html"
+	@echo "make gpu-check    the tests marked gpu, parity on CUDA among them, and benchmarks.fixes"
 	@echo "make clean        remove both environments and every cache"
 
 # ---------------------------------------------------------------- environments
@@ -66,7 +67,7 @@ run: $(VENV)/.stamp-run
 	$(BIN)/jaxkfac train --preset $(PRESET) $(RUN_ARGS)
 
 test: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -p parity_tests.schedule $(PYTEST_ARGS)
 
 # ---------------------------------------------------------------- the rest
 
@@ -97,15 +98,27 @@ docs-check: $(VENV)/.stamp-test
 bench: $(VENV)/.stamp-run
 	$(BIN)/python -m benchmarks.factors
 
-# GPU_PYTHON=python3 make gpu-check uses an environment that already has jax with CUDA.
+NO_TORCH = parity compares jaxkfac with torch_ref, which needs PyTorch: pip install -c constraints.txt -e .[test]
+
+parity: $(VENV)/.stamp-test
+	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(None if importlib.util.find_spec("torch") else "$(NO_TORCH)")'
+	$(BIN)/python -m pytest parity_tests -p parity_tests.report -p parity_tests.schedule -n $(WORKERS) $(PYTEST_ARGS)
+
+# GPU_PYTHON=python3 make gpu-check uses an environment that already has jax and torch with CUDA.
 ifdef GPU_PYTHON
 gpu-check:
 else
 GPU_PYTHON = $(BIN)/python
 gpu-check: $(VENV)/.stamp-test
 endif
-	$(GPU_PYTHON) -c 'import jax; b = jax.default_backend(); assert b == "gpu", f"no GPU: jax.default_backend() is {b!r}; install the extra gpu"'
-	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS) || test $$? -eq 5
+	@backend=$$($(GPU_PYTHON) -c 'import jax; print(jax.default_backend())'); \
+	if test "$$backend" = gpu; then \
+	  export XLA_PYTHON_CLIENT_PREALLOCATE=false; \
+	  $(GPU_PYTHON) -m pytest -m gpu -p parity_tests.report --parity-report parity_report_gpu $(PYTEST_ARGS); \
+	  $(GPU_PYTHON) -m benchmarks.fixes; \
+	else \
+	  echo "no GPU: jax.default_backend() is '$$backend', so nothing is checked; install the extra gpu and a PyTorch with CUDA"; \
+	fi
 
 clean:
 	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .import_linter_cache

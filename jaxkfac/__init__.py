@@ -1,5 +1,6 @@
 """Curvature and adapters for JAX, inside a memory budget."""
 
+from jaxkfac import lslora, memory
 from jaxkfac._errors import (
     CheckpointMismatchError,
     JaxkfacError,
@@ -11,6 +12,7 @@ from jaxkfac._errors import (
 from jaxkfac.curvature import (
     CapacityMetrics,
     Eigenbases,
+    HostCurvature,
     apply_power,
     capacity_interval,
     capacity_metrics,
@@ -35,6 +37,7 @@ from jaxkfac.factors import (
     value_grad_and_factors,
 )
 from jaxkfac.interception import Layer, LayerTable, find_layers, from_nnx, mark_rows
+from jaxkfac.memory import MemoryBudgetError, cast_once, load_safetensors, place_once
 from jaxkfac.optim import has_updated, kfac, multi_steps, scale_by_bases
 
 __version__ = "0.1.0"
@@ -48,11 +51,13 @@ __all__ = [
     "Eigenbases",
     "Factors",
     "Gaussian",
+    "HostCurvature",
     "JaxkfacError",
     "KroneckerFactor",
     "Layer",
     "LayerTable",
     "LostRowsError",
+    "MemoryBudgetError",
     "NonFiniteFactorError",
     "Objective",
     "UncoveredParameterError",
@@ -60,6 +65,7 @@ __all__ = [
     "apply_power",
     "capacity_interval",
     "capacity_metrics",
+    "cast_once",
     "compare_capacity",
     "correct_eigenvalues",
     "eigendecompose",
@@ -68,10 +74,14 @@ __all__ = [
     "from_nnx",
     "has_updated",
     "kfac",
+    "load_safetensors",
+    "lslora",
     "mark_rows",
+    "memory",
     "multi_steps",
     "natural_gradient",
     "operators",
+    "place_once",
     "reconstruct",
     "scale_by_bases",
     "spectrum",

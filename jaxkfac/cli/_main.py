@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from jaxkfac import __version__
 
@@ -12,6 +12,7 @@ _EXTRA_OF = {
     "rich": "cli",
     "orbax": "cli",
     "matplotlib": "cli",
+    "safetensors": "pretrained",
 }
 
 _DESCRIPTION = """Curvature and K-FAC for JAX training scripts.
@@ -50,11 +51,17 @@ def _dispatch(words: list[str]) -> int:
     import tyro
 
     from jaxkfac._errors import JaxkfacError
-    from jaxkfac.cli._options import AnalyzeArguments, TrainArguments
+    from jaxkfac.cli._doctor import DoctorArguments
+    from jaxkfac.cli._options import AdapterArguments, AnalyzeArguments, TrainArguments
+
+    def named(arguments: Any, name: str) -> Any:
+        return Annotated[arguments, tyro.conf.subcommand(name, prefix_name=False)]
 
     commands = (
-        Annotated[TrainArguments, tyro.conf.subcommand("train", prefix_name=False)]
-        | Annotated[AnalyzeArguments, tyro.conf.subcommand("analyze", prefix_name=False)]
+        named(TrainArguments, "train")
+        | named(AnalyzeArguments, "analyze")
+        | named(AdapterArguments, "adapter")
+        | named(DoctorArguments, "doctor")
     )
     try:
         arguments = tyro.cli(
@@ -72,10 +79,18 @@ def _dispatch(words: list[str]) -> int:
             except KeyboardInterrupt:
                 say_interrupted(words)
                 raise
-        else:
+        elif isinstance(arguments, AnalyzeArguments):
             from jaxkfac.cli._analyze import run_analyze
 
             run_analyze(arguments)
+        elif isinstance(arguments, AdapterArguments):
+            from jaxkfac.cli._adapter import run_adapter_inspect
+
+            run_adapter_inspect(arguments.folder, name=arguments.name, as_json=arguments.json)
+        else:
+            from jaxkfac.cli._doctor import run_doctor
+
+            run_doctor(arguments)
     except KeyboardInterrupt:
         return 130
     except (JaxkfacError, ValueError, FileNotFoundError) as error:

@@ -22,6 +22,8 @@ def test_version_is_the_packages(capsys):
         (["train", "--help"], "--kfac.damping"),
         (["analyze", "--help"], "jaxkfac analyze runs/digits"),
         (["analyze", "--help"], "--compare"),
+        (["doctor", "--help"], "jaxkfac doctor"),
+        (["adapter", "--help"], "jaxkfac adapter inspect"),
     ],
 )
 def test_help_describes_what_can_be_asked_for(words, expected, capsys):

@@ -171,3 +171,23 @@ class AnalyzeArguments:
     """Print every eigenvalue and every metric as JSON instead of tables."""
     debug: bool = False
     """Show the full traceback of an error."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterArguments:
+    """Look at LS-LoRA adapters on disk.
+
+    `jaxkfac adapter inspect FOLDER` shows their settings and the coefficients of every layer;
+    no model is needed.
+    """
+
+    action: tyro.conf.Positional[Literal["inspect"]]
+    """What to do: inspect."""
+    folder: tyro.conf.Positional[Path]
+    """Folder of the adapters."""
+    name: str = "default"
+    """Name of the adapter."""
+    json: bool = False
+    """Print JSON instead of a table."""
+    debug: bool = False
+    """Show the full traceback of an error."""

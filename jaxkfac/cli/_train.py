@@ -47,11 +47,18 @@ def run_train(arguments: TrainArguments) -> None:
         ("kfac", "adamw") if arguments.optimizer == "both" else (arguments.optimizer,)
     )
     _check_output(arguments, names)
-    problem = digits_problem(experiment)
-    finals = {name: train_one(name, problem, arguments) for name in names}
+    finals, spectra = {}, []
+    with jk.memory.track("run") as stages:
+        with jk.memory.track("data and model"):
+            problem = digits_problem(experiment)
+        for name in names:
+            with jk.memory.track(f"train with {name}"):
+                finals[name] = train_one(name, problem, arguments)
+        if "kfac" in finals:
+            with jk.memory.track("decompose the factors"):
+                spectra = spectra_of(finals["kfac"].optimizer, experiment)
     runs = {name: state.records for name, state in finals.items()}
-    spectra = spectra_of(finals["kfac"].optimizer, experiment) if "kfac" in finals else []
-    summary = _write_results(output, experiment, problem, runs, spectra)
+    summary = _write_results(output, experiment, problem, runs, spectra, stages)
     if arguments.json:
         print(json.dumps(summary))
         return
@@ -147,6 +154,7 @@ def _write_results(
     problem: Problem,
     runs: dict[str, RunRecords],
     spectra: list[SpectrumRecord],
+    stages: jk.memory.Stage,
 ) -> dict[str, Any]:
     sizes = {path: int(np.size(leaf)) for path, leaf in leaves_by_path(problem.params).items()}
     coverage = coverage_rows(find_layers(problem), sizes)
@@ -157,6 +165,7 @@ def _write_results(
         "runs": {name: run.to_plain() for name, run in runs.items()},
         "spectra": [record._asdict() for record in spectra],
         "coverage": [row._asdict() for row in coverage],
+        "memory": stages.to_dict(),
     }
     output.mkdir(parents=True, exist_ok=True)
     _write(output / "metrics.json", json.dumps(metrics, indent=1, allow_nan=False))
@@ -169,6 +178,7 @@ def _write_results(
         coverage=coverage,
         config=config,
         versions=metrics["versions"],
+        stages=stages,
     )
     _write(output / "report.html", page)
     finals = {name: run.epochs[-1]._asdict() for name, run in runs.items()}

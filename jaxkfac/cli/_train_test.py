@@ -204,7 +204,9 @@ def test_an_existing_run_is_kept_unless_overwriting_is_asked_for(finished, capsy
 def test_resuming_a_finished_run_only_writes_its_results_again(finished, no_page, capsys):
     before = json.loads((finished / "metrics.json").read_text())
     assert run(finished, "--resume", "--json") == 0
-    assert json.loads((finished / "metrics.json").read_text()) == before
+    after = json.loads((finished / "metrics.json").read_text())
+    assert before.pop("memory").keys() == after.pop("memory").keys()  # peaks are each process's own
+    assert after == before
     summary = json.loads(capsys.readouterr().out)
     assert summary["final"]["kfac"]["step"] == 9
 

@@ -29,6 +29,7 @@ from jaxkfac.curvature.capacity import (
     compare_capacity,
 )
 from jaxkfac.curvature.ekfac import EigenvalueCorrector, correct_eigenvalues
+from jaxkfac.curvature.host import HostCurvature
 
 __all__ = [
     "CapacityComparison",
@@ -39,6 +40,7 @@ __all__ = [
     "DiagonalEigenbasis",
     "Eigenbases",
     "EigenvalueCorrector",
+    "HostCurvature",
     "Interval",
     "KroneckerEigenbasis",
     "Missing",

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkfac.interception._layer import Layer, ParameterMatrix
 
-_RANK = {"dense": 0, "conv": 0, "embedding": 1, "scale": 2, "bias": 2}
+_RANK = {"dense": 0, "conv": 0, "embedding": 1, "scale": 2, "bias": 2, "diagonal": 3}
 
 
 @dataclasses.dataclass(frozen=True)

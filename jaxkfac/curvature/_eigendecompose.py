@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxkfac.curvature._eigenbases import Eigenbases
+from jaxkfac.curvature._home import bring_home, home_of_factor
 from jaxkfac.curvature._placement import (
     Placement,
     check_placement,
@@ -18,7 +19,6 @@ from jaxkfac.curvature._placement import (
     is_on_host,
     is_traced,
     matrices_that_fit,
-    send_home,
 )
 from jaxkfac.factors._factors import DiagonalFactor, Factors
 from jaxkfac.linalg import Spectrum, check_clipping, eigh_checked, eigh_in_turn, eigh_on_host
@@ -202,5 +202,6 @@ def _batched(matrices: list[Array], *, limit: int | None, vectors: bool) -> list
 
 def _on_host(block: _Block, vectors: bool) -> Spectrum:
     values, columns = eigh_on_host(block.matrix, name=block.name, vectors=vectors)
-    home = None if columns is None else send_home(columns, block.matrix)
-    return Spectrum(send_home(values, block.matrix), home)
+    home = home_of_factor(block.matrix)
+    vectors = None if columns is None else bring_home(columns, home)
+    return Spectrum(bring_home(values, home), vectors)

@@ -17,7 +17,6 @@ from jaxkfac.factors._statistics import Part
 from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._windows import Window
 
-
 _SUMS = ("a_sums", "a_counts", "g_sums", "diagonals")
 
 
@@ -161,6 +160,7 @@ def _on_host(factors: Factors, one: Pass, layers: Sequence[Layer]) -> Factors:
         for name, value in kind.items():
             windowed = name in one.parts and one.parts[name].rows is not None
             out[name] = np.array(value[: known[name].stack[0] - one.start] if windowed else value)
+            out[name].flags.writeable = False  # a service may keep it as it is
         return out
 
     out = Factors(

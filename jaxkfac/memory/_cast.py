@@ -8,6 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
+from jaxkfac.memory._aligned import aligned_empty
 from jaxkfac.memory._leaves import Target, is_numeric_array, replace_once
 
 PyTree = Any
@@ -84,13 +85,19 @@ def convert(leaf: Any, dtype: Any) -> Any:
     """``leaf`` in another dtype, where it is."""
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.astype(dtype)
-    if not isinstance(leaf, Tracer) and _waits_on_host(leaf):
-        # Arithmetic on an accelerator's host memory is a slow program of its own.
-        return jax.device_put(np.asarray(leaf).astype(dtype), leaf.sharding)
+    if not isinstance(leaf, Tracer) and _is_on_host(leaf):
+        # By NumPy: on an accelerator this would be a slow program on its host memory, and on the
+        # CPU a program lets go of its argument some time after its result is there, so that
+        # two leaves and not one would be in flight. It is about as quick.
+        converted = aligned_empty(leaf.shape, np.dtype(dtype))
+        with np.errstate(over="ignore", invalid="ignore"):  # infinity, as on any device
+            np.copyto(converted, np.asarray(leaf), casting="unsafe")
+        return jax.device_put(converted, leaf.sharding if leaf.committed else None)
     return jax.lax.convert_element_type(leaf, dtype)
 
 
-def _waits_on_host(leaf: jax.Array) -> bool:
-    devices = leaf.sharding.device_set
-    kind = leaf.sharding.memory_kind or ""
-    return "host" in kind and all(device.platform != "cpu" for device in devices)
+def _is_on_host(leaf: jax.Array) -> bool:
+    if len(leaf.sharding.device_set) > 1:
+        return False
+    (device,) = leaf.sharding.device_set
+    return device.platform == "cpu" or "host" in (leaf.sharding.memory_kind or "")

@@ -105,7 +105,7 @@ def _tensors_in(file: Path) -> list[StoredTensor]:
         # It maps the file, and mapped pages count as resident once touched: tensors are
         # therefore read, not taken from here.
         with safe_open(file, framework="numpy") as opened:
-            names = opened.offset_keys()
+            names = opened.keys()
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{file} ({file.stat().st_size} bytes) is no whole safetensors file: {error}; "
@@ -114,7 +114,8 @@ def _tensors_in(file: Path) -> list[StoredTensor]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
-    return [_tensor(file, name, header[name], 8 + length) for name in names]
+    found = [_tensor(file, name, header[name], 8 + length) for name in names]
+    return sorted(found, key=lambda tensor: tensor.start)
 
 
 def _tensor(file: Path, name: str, entry: dict[str, Any], data: int) -> StoredTensor:

@@ -1,6 +1,7 @@
 """Replace the leaves of a tree one at a time, so that a tree never exists twice."""
 
 import dataclasses
+import gc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -92,8 +93,16 @@ def replace_once(
             step.result = jax.block_until_ready(replace(source, step.target))
         kept |= places_of(step.result)
         if delete and step.places and not any(p in kept or waiting[p] for p in step.places):
-            source.delete()
+            release(source)
     return structure.unflatten([step.result for step in order])
+
+
+def release(array: jax.Array) -> None:
+    """Delete an array and give its memory back now."""
+    array.delete()
+    # Memory that XLA took over from NumPy goes when JAX next looks for such leftovers, which it
+    # does in Python's garbage collector; the youngest generation is enough.
+    gc.collect(0)
 
 
 def places_of(leaf: Any) -> frozenset[Place]:

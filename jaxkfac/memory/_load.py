@@ -1,6 +1,5 @@
 """Load a checkpoint in its target dtype and place, one tensor at a time."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,13 @@ import numpy as np
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
+from jaxkfac.memory._aligned import aligned_empty
 from jaxkfac.memory._cast import checked_dtype, convert
 from jaxkfac.memory._checkpoint_files import StoredTensor, stored_tensors
-from jaxkfac.memory._leaves import Target, check_targets
+from jaxkfac.memory._leaves import Target, check_targets, release
 from jaxkfac.memory._place import as_sharding
 
 Where = Sharding | jax.Device | Callable[[str, tuple[int, ...]], Any]
-
-# What XLA on the CPU asks of memory that it takes as it is.
-_ALIGNMENT = 64
 
 
 def load_safetensors(
@@ -107,17 +104,15 @@ def _load(tensor: StoredTensor, target: Target) -> jax.Array:
     if placed.dtype == target.dtype:
         return jax.block_until_ready(placed)
     converted = jax.block_until_ready(convert(placed, target.dtype))
-    placed.delete()
+    release(placed)
     return converted
 
 
 def _read(tensor: StoredTensor) -> np.ndarray:
     """The tensor in aligned memory that nobody else holds."""
-    nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
-    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    memory = memory[start : start + nbytes]
-    view: Any = memory
+    stored = aligned_empty(tensor.shape, tensor.dtype)
+    view: Any = stored.reshape(-1).view(np.uint8)
+    nbytes = stored.nbytes
     with tensor.file.open("rb", buffering=0) as file:
         file.seek(tensor.start)
         done = 0
@@ -129,7 +124,7 @@ def _read(tensor: StoredTensor) -> np.ndarray:
                     "while it was read"
                 )
             done += count
-    return memory.view(tensor.dtype).reshape(tensor.shape)
+    return stored
 
 
 def _check_range(tensor: StoredTensor, stored: np.ndarray, dtype: Any) -> None:

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from jaxkfac.memory import MemoryBudgetError, cast_once, place_once
 from jaxkfac.memory import _budget as budget
+from jaxkfac.memory import _cast as cast
 
 
 def tree():
@@ -37,23 +38,23 @@ def devices():
 def test_floating_leaves_get_the_dtype_and_all_others_stay(dtype):
     params = tree()
     expected = np.asarray(params["kernel"]).astype(dtype)
-    cast = cast_once(params, dtype)
-    assert cast.keys() == params.keys()
-    np.testing.assert_array_equal(np.asarray(cast["kernel"]), expected)
-    assert cast["kernel"].dtype == cast["half"].dtype == cast["numpy"].dtype == dtype
-    assert isinstance(cast["numpy"], np.ndarray) and params["numpy"].dtype == np.float64
+    done = cast_once(params, dtype)
+    assert done.keys() == params.keys()
+    np.testing.assert_array_equal(np.asarray(done["kernel"]), expected)
+    assert done["kernel"].dtype == done["half"].dtype == done["numpy"].dtype == dtype
+    assert isinstance(done["numpy"], np.ndarray) and params["numpy"].dtype == np.float64
     for name in ("ids", "key", "number", "none"):
-        assert cast[name] is params[name]
-    again = cast_once(cast, dtype)
-    assert all(again[name] is cast[name] for name in cast)
+        assert done[name] is params[name]
+    again = cast_once(done, dtype)
+    assert all(again[name] is done[name] for name in done)
 
 
 def test_sources_are_deleted_and_tied_leaves_stay_tied():
     params = tree()
-    cast = cast_once(params, jnp.bfloat16)
+    done = cast_once(params, jnp.bfloat16)
     deleted = [n for n, x in params.items() if isinstance(x, jax.Array) and x.is_deleted()]
     assert deleted == ["kernel", "tied", "alias"]
-    assert cast["kernel"] is cast["tied"] is cast["alias"]
+    assert done["kernel"] is done["tied"] is done["alias"]
     with pytest.raises(ValueError, match="cast_once: the array at 'alias' is deleted"):
         cast_once(params, jnp.bfloat16)
 
@@ -66,14 +67,13 @@ def test_sources_can_be_kept():
 
 def test_each_source_is_gone_before_the_next_leaf_is_made(monkeypatch):
     params = {f"layer{i}": jnp.full((5,), float(i)) for i in range(4)}
-    alive = []
-    convert = jax.lax.convert_element_type
+    alive, empty = [], cast.aligned_empty
 
-    def spy(x, dtype):
+    def spy(shape, dtype):
         alive.append(sum(not p.is_deleted() for p in params.values()))
-        return convert(x, dtype)
+        return empty(shape, dtype)
 
-    monkeypatch.setattr(jax.lax, "convert_element_type", spy)
+    monkeypatch.setattr(cast, "aligned_empty", spy)
     cast_once(params, jnp.bfloat16)
     assert alive == [4, 3, 2, 1]
 
@@ -88,10 +88,20 @@ def test_cast_keeps_where_an_array_is_and_whether_it_is_committed(devices):
         "host": jax.device_put(values, host),
         "free": jnp.ones(2),
     }
-    cast = cast_once(params, jnp.bfloat16)
-    assert cast["sharded"].sharding == sharding and cast["sharded"].committed
-    assert cast["host"].sharding == host
-    assert not cast["free"].committed
+    done = cast_once(params, jnp.bfloat16)
+    assert done["sharded"].sharding == sharding and done["sharded"].committed
+    assert done["host"].sharding == host
+    assert not done["free"].committed
+
+
+def test_values_are_those_of_a_conversion_on_the_device():
+    values = np.array([1.0, 1 / 3, -2.7, 70000.0, 3e38, np.inf, np.nan, 1e-8, 0.0], np.float32)
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e5m2, jnp.float8_e4m3fn):
+        expected = jax.lax.convert_element_type(jnp.asarray(values), dtype)
+        (found,) = cast_once([jnp.asarray(values)], dtype)
+        np.testing.assert_array_equal(
+            np.asarray(found, np.float32), np.asarray(expected, np.float32)
+        )
 
 
 def test_cast_inside_a_program_is_a_conversion():
@@ -138,6 +148,20 @@ def test_an_uncommitted_array_in_its_place_is_committed_without_a_copy():
     assert placed["x"].unsafe_buffer_pointer() == params["x"].unsafe_buffer_pointer()
 
 
+def test_another_memory_of_the_same_device_is_another_place():
+    device = jax.devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if "pinned_host" not in kinds:
+        pytest.skip("this device has one memory")
+    host = SingleDeviceSharding(device, memory_kind="pinned_host")
+    params = place_once({"x": np.ones(2, np.float32)}, host)
+    assert params["x"].sharding.memory_kind == "pinned_host"
+    assert place_once(params, host)["x"] is params["x"]
+    back = place_once(params, device)
+    assert back["x"].sharding.memory_kind == device.default_memory().kind
+    assert float(back["x"].sum()) == 2
+
+
 def test_a_buffer_that_a_result_took_over_is_not_deleted(devices):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
     x = jax.device_put(np.ones((4,), np.float32), devices[0])
@@ -182,8 +206,8 @@ def test_nothing_is_consumed_where_it_would_not_fit(monkeypatch):
     monkeypatch.setattr(budget, "free_host_bytes", lambda: 4000)
     params = {f"x{i}": jnp.ones(1000) for i in range(3)}
     # One leaf of 2000 bytes comes before 4000 go: never more than 2000 bytes beyond the start.
-    cast = cast_once(params, jnp.bfloat16)
+    done = cast_once(params, jnp.bfloat16)
     monkeypatch.setattr(budget, "free_host_bytes", lambda: 5999)
     with pytest.raises(MemoryBudgetError, match=r"cast_once needs 7.81 KiB .* 5.86 KiB are free"):
-        cast_once(cast, jnp.float32)
-    assert not any(x.is_deleted() for x in cast.values())
+        cast_once(done, jnp.float32)
+    assert not any(x.is_deleted() for x in done.values())

@@ -60,3 +60,32 @@ def test_peaks_are_the_tree_and_one_leaf(tmp_path):
     }
     assert {name for name in bounds if peaks[name] > bounds[name]} == set(), peaks
     assert peaks["loaded"] > 0.95 * total  # what is measured is there
+
+
+DEVICE_PROBE = """
+import sys, jax
+from jaxkfac.memory import load_safetensors
+
+file, dtype = sys.argv[1:]
+device = jax.devices("gpu")[0]
+params = jax.block_until_ready(load_safetensors(file, dtype=dtype, sharding=device))
+print(device.memory_stats()["peak_bytes_in_use"])
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peaks_on_a_gpu_are_the_tree_and_one_tensor(tmp_path, dtype):
+    file = tmp_path / "model.safetensors"
+    tensors = {f"x{i}": np.ones(n * MIB // 4, np.float32) for i, n in enumerate(SIZES_MIB)}
+    safetensors.numpy.save_file(tensors, file)
+    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    run = subprocess.run(
+        [sys.executable, "-c", DEVICE_PROBE, str(file), dtype],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    total = sum(SIZES_MIB) / (1 if dtype == "float32" else 2)
+    assert total <= int(run.stdout) / MIB <= total + 1.1 * LARGEST

@@ -5,6 +5,7 @@ from html import escape
 from typing import Any
 
 from jaxkfac.curvature.capacity._table import number
+from jaxkfac.memory import Stage
 from jaxkfac.report._capacity import CapacityReport
 from jaxkfac.report._capacity_html import capacity_html
 from jaxkfac.report._coverage import CoverageRow, stack_text
@@ -57,6 +58,7 @@ def report_page(
     config: Mapping[str, Any],
     versions: Mapping[str, str],
     capacity: CapacityReport | None = None,
+    stages: Stage | None = None,
 ) -> str:
     """The report of a run as one HTML page; a part without records is left out.
 
@@ -69,6 +71,7 @@ def report_page(
         config: Everything that decided the result; may be nested.
         versions: Of the software.
         capacity: Metrics of the factors at the end, with what they are compared with.
+        stages: Peaks of memory, from ``jk.memory.track``.
 
     Returns:
         The page, self-contained.
@@ -82,6 +85,8 @@ def report_page(
         parts += ["<h2>Capacity</h2>", capacity_html(capacity)]
     if coverage:
         parts += ["<h2>Coverage</h2>", _coverage(coverage)]
+    if stages:
+        parts += ["<h2>Memory</h2>", _stages(stages)]
     parts += ["<h2>Configuration</h2>", _pairs(_flat(config)), _pairs(versions.items())]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     return (
@@ -136,6 +141,11 @@ def _spectra(spectra: Sequence[SpectrumRecord]) -> str:
         "eigenvalues.</p>"
     )
     return f"{''.join(drawn)}<details><summary>All numbers</summary>{note}{numbers}</details>"
+
+
+def _stages(stages: Stage) -> str:
+    head, *rows = stages.table()
+    return table_html(head, rows, text=1)
 
 
 def _runs(runs: Mapping[str, RunRecords]) -> str:

@@ -7,6 +7,11 @@ from torch_ref.curvature._apply import (
 )
 from torch_ref.curvature._bases import LayerBasis, decompose_factors
 from torch_ref.curvature._capacity import LayerCapacity, ModelCapacity, capacity_metrics
+from torch_ref.curvature._ekfac import (
+    MeasuredValues,
+    apply_measured_power,
+    measure_eigenvalues,
+)
 from torch_ref.curvature._lanczos import lanczos
 from torch_ref.curvature._operator import KFACFisherOperator
 
@@ -14,11 +19,14 @@ __all__ = [
     "KFACFisherOperator",
     "LayerBasis",
     "LayerCapacity",
+    "MeasuredValues",
     "ModelCapacity",
     "apply_fisher_power",
+    "apply_measured_power",
     "capacity_metrics",
     "decompose_factors",
     "fisher_vector_product",
     "lanczos",
+    "measure_eigenvalues",
     "natural_gradient",
 ]

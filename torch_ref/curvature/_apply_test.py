@@ -210,7 +210,7 @@ def test_factors_come_to_the_vectors_device_and_stay_where_they_are(problem):
     assert {s.values.device.type for b in bases.values() for s in (b.a, b.g)} == {"cpu"}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 def test_factors_come_to_the_vector_and_stay_on_the_cpu(problem):
     _, factors, gradients = problem
     bases = decompose_factors(factors, device="cuda")

@@ -141,7 +141,7 @@ def test_what_does_not_fit_never_goes_to_the_device():
     assert values.device.type == "cpu"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 def test_what_fits_is_decomposed_on_the_gpu(monkeypatch):
     devices = []
 

@@ -70,7 +70,7 @@ def test_move_touches_each_tensor_that_is_elsewhere_once(build):
     assert model.head.weight is model.embed.weight
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 def test_the_current_gpu_is_one_place_under_two_names(build):
     model = build()
     assert place_once(model, "cuda") == 6

@@ -1,0 +1,1 @@
+"""The cases of ``benchmarks.fixes``: what they claim, their programs, how they are measured."""

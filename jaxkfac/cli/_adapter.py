@@ -1,0 +1,78 @@
+"""`jaxkfac adapter inspect`: the nonlinearity of every layer of a saved adapter."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxkfac.lslora import diagnose
+from jaxkfac.lslora._folder import read_modules
+
+_LEGEND = (
+    "c0 to c3: φ = c0 + c1 x + c2 sin πx + c3 cos πx with x = tanh(z / σ); deviation: mean "
+    "|c - [0, 1, 0, 0]|; nonlin.: |c2| + |c3|, and 0 still leaves a tanh. What is saturated "
+    "depends on data: jaxkfac.lslora.diagnose(adapters, adapted, params, inputs)"
+)
+_HEAD = ("rank", "in", "out", "c0", "c1", "c2", "c3", "σ", "deviation", "nonlin.")
+
+
+def run_adapter_inspect(folder: Path, *, name: str = "default", as_json: bool = False) -> None:
+    """Print settings and diagnosis of an adapter written here or by PEFT; no model is needed.
+
+    Args:
+        folder: Of the adapters.
+        name: Of the adapter.
+        as_json: Print JSON instead of a table.
+
+    Raises:
+        FileNotFoundError: there is no such adapter.
+        ValueError: the files are damaged, or of something else than LoRA or LS-LoRA.
+    """
+    record, modules = read_modules(folder, name)
+    found = jax.device_get(diagnose(modules))
+    rows = {}
+    for module, adapter in modules.items():
+        shape = {"rank": adapter.a.shape[-1], "in": adapter.a.shape[0], "out": adapter.b.shape[1]}
+        rows[module] = shape | _numbers(found.get(module))
+    if as_json:
+        print(json.dumps({"config": record, "modules": rows}, allow_nan=False))
+        return
+    console = Console()
+    console.print(_table(rows, f"{record['peft_type']} adapter {name!r}"))
+    settings = ("r", "lora_alpha", "fourier_placement", "init_sigma", "fourier_reg_weight")
+    words = [f"{key} {record[key]}" for key in settings if key in record]
+    plain = "" if found else "; plain LoRA: there is no nonlinearity"
+    console.print(", ".join(words) + plain, highlight=False)
+    if found:
+        console.print(_LEGEND, style="dim")
+
+
+def _numbers(diagnosis: Any) -> dict[str, Any]:
+    if diagnosis is None:
+        return {}
+    return {
+        "coefficients": np.asarray(diagnosis.coefficients).tolist(),
+        "sigma": float(diagnosis.sigma),
+        "deviation": float(diagnosis.deviation),
+        "nonlinearity": float(diagnosis.nonlinearity),
+    }
+
+
+def _table(rows: Mapping[str, Mapping[str, Any]], title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("module", overflow="fold")
+    for head in _HEAD:
+        table.add_column(head, justify="right", no_wrap=True)
+    for module, row in rows.items():
+        sizes = [str(row[key]) for key in ("rank", "in", "out")]
+        numbers = [*row.get("coefficients", ()), *(row[k] for k in _HEAD_KEYS if k in row)]
+        table.add_row(module, *sizes, *(f"{x:.3g}" for x in numbers))
+    return table
+
+
+_HEAD_KEYS = ("sigma", "deviation", "nonlinearity")

@@ -1,0 +1,53 @@
+"""Where results go back to: the device of the factor they were computed from."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array
+
+
+class Home(NamedTuple):
+    """Of a factor, without holding it.
+
+    Attributes:
+        device: The (first) device, ``None`` for a NumPy array.
+        sharding: Where results are committed to, ``None`` for uncommitted results.
+    """
+
+    device: Any
+    sharding: Sharding | None
+
+
+NOWHERE = Home(None, None)
+
+
+def home_of_factor(factor: Any) -> Home:
+    """Results of a sharded factor are replicated, those of an uncommitted one uncommitted."""
+    if not isinstance(factor, jax.Array):
+        return NOWHERE
+    device = next(iter(factor.devices()))
+    sharding = factor.sharding
+    if not factor.committed:
+        return Home(device, None)
+    if isinstance(sharding, NamedSharding):
+        kind = sharding.memory_kind
+        return Home(device, NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=kind))
+    return Home(device, None if len(sharding.device_set) > 1 else sharding)
+
+
+def bring_home(result: np.ndarray, home: Home) -> Array:
+    """Put a host result where its factor lives."""
+    return jnp.asarray(result) if home.sharding is None else jax.device_put(result, home.sharding)
+
+
+def detached(x: Any) -> Any:
+    """The same buffer as another array object, which keeps its own copy on the host.
+
+    JAX keeps the NumPy copy of an array with the array, which the caller may hold for long.
+    """
+    if isinstance(x, jax.Array) and x.is_fully_replicated and x.addressable_shards:
+        return x.addressable_data(0)
+    return x

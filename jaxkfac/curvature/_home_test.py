@@ -1,0 +1,43 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxkfac.curvature._home import bring_home, detached, home_of_factor
+
+RESULT = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+def factor(how):
+    """A factor that is uncommitted, on the second device, or sharded over two."""
+    x = jnp.ones((4, 4))
+    if how == "uncommitted":
+        return x
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    if how == "committed":
+        return jax.device_put(x, SingleDeviceSharding(jax.devices()[1]))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("rows",))
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec("rows")))
+
+
+@pytest.mark.parametrize("how", ["uncommitted", "committed", "sharded"])
+def test_results_come_home_to_where_the_factor_lives(how):
+    x = factor(how)
+    found = bring_home(RESULT, home_of_factor(x))
+    assert found.committed == x.committed and found.devices() == x.devices()
+    assert found.is_fully_replicated and np.array_equal(found, RESULT)
+
+
+def test_results_of_host_arrays_are_uncommitted():
+    assert not bring_home(RESULT, home_of_factor(RESULT)).committed
+
+
+@pytest.mark.parametrize("how", ["uncommitted", "committed", "sharded"])
+def test_a_detached_array_holds_the_same_values(how):
+    x = factor(how)
+    other = detached(x)
+    assert np.array_equal(np.asarray(other), np.ones((4, 4)))
+    if how != "sharded":  # which is put together on the host
+        assert other is not x and other.unsafe_buffer_pointer() == x.unsafe_buffer_pointer()

@@ -1,0 +1,5 @@
+"""Curvature that lives on the host: streamed averages, decomposed while training goes on."""
+
+from jaxkfac.curvature.host._service import HostCurvature
+
+__all__ = ["HostCurvature"]

@@ -1,0 +1,184 @@
+"""Running averages in host memory: sums and counts, symmetric ones folded in half."""
+
+import dataclasses
+import math
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkfac.curvature.host._layout import Entry, Layout, Place
+from jaxkfac.curvature.host._store import Store
+from jaxkfac.linalg._packed import pack, packed_shape, unpack
+
+_PIECE = 1 << 18
+
+Storage = Literal["float32", "bfloat16"]
+
+
+class Snapshot(NamedTuple):
+    """The sums and counts of one entry at one step.
+
+    Attributes:
+        entry: What it is of.
+        sums: As stored: a stack of folded triangles, or of vectors.
+        count: ``(stack...)`` or its leading axes.
+        dtype: That of the arithmetic, and of the mean.
+        num_left_out: How many non-finite contributions there were since the snapshot before,
+            if there was no finite one; else 0.
+    """
+
+    entry: Entry
+    sums: np.ndarray
+    count: np.ndarray
+    dtype: np.dtype
+    num_left_out: int
+
+    def total(self, index: tuple[int, ...]) -> np.ndarray:
+        """The sum of one stacked slice, unfolded."""
+        stored = self.sums[(*index, ...)].astype(self.dtype, copy=False)
+        return unpack(stored, self.entry.size) if self.entry.dense else stored
+
+    def mean(self, index: tuple[int, ...]) -> np.ndarray:
+        """The mean of one stacked slice; an empty count gives 0, as in :class:`Factors`."""
+        count = self.count[index[: self.count.ndim]]
+        return np.asarray(self.total(index) / np.where(count > 0, count, 1).astype(self.dtype))
+
+
+@dataclasses.dataclass
+class Running:
+    """The average of one entry.
+
+    Attributes:
+        sums: As in :class:`Snapshot`.
+        count: As in :class:`Snapshot`.
+        dtype: As in :class:`Snapshot`.
+        age: How many steps it has seen; decay is caught up with when it is next touched.
+        num_added: Finite contributions since the last snapshot.
+        num_left_out: Non-finite contributions since the last snapshot.
+    """
+
+    sums: np.ndarray
+    count: np.ndarray
+    dtype: np.dtype
+    age: int
+    num_added: int = 0
+    num_left_out: int = 0
+
+
+class Averages:
+    r"""The averages of all entries, advanced like :func:`jaxkfac.update_average`.
+
+    Each contribution is added as it comes, $\beta (\beta S_{t-2} + \Sigma_{t-1}) + \Sigma_t'
+    + \Sigma_t'' \ldots$, in the dtype of the factors and in the order of the pushes. With one
+    push for each step this is ``update_average``, bit by bit; several pushes of one step are
+    added to the average rather than to each other, which differs by rounding.
+
+    Args:
+        layout: What there is.
+        decay: $\beta$.
+        storage: ``"bfloat16"`` rounds the stored sums after each push (arithmetic stays as it
+            is). With $u = 2^{-8}$, ``r`` roundings for each step (one for each push, one more
+            where pushes hold a part of the iterations) and $|S_{ij}|$ the largest sum so far,
+            each element is off by at most $r u |S_{ij}| / (1 - \beta)$: 8% for $r = 1$ and
+            $\beta = 0.95$; about $u / \sqrt{1 - \beta^2}$, 1%, where roundings are independent.
+        store: Where arrays are allocated.
+    """
+
+    def __init__(self, layout: Layout, decay: float, storage: Storage, store: Store) -> None:
+        self.layout, self._decay, self._storage, self._store = layout, decay, storage, store
+        self.running: dict[Place, Running] = {}
+        self.left_out: dict[str, int] = {}
+        self._scratch = np.empty(0)
+
+    def add(self, entry: Entry, value: np.ndarray, count: np.ndarray, first: int, age: int) -> None:
+        """Add one contribution.
+
+        Args:
+            entry: What it is of.
+            value: Sums, or those of iterations ``first`` and on along the leading stacked axis.
+            count: Their counts, one for all or along the stack.
+            first: See ``value``.
+            age: Which step it belongs to, counting steps that were pushed.
+        """
+        running = self.running.get(entry.place)
+        if running is None:
+            running = self.running[entry.place] = self._new(entry, value, count, age)
+        if not (_is_finite(count) and _is_finite(value)):
+            running.num_left_out += 1
+            self.left_out[entry.name] = self.left_out.get(entry.name, 0) + 1
+            return
+        running.num_added += 1
+        rows = ... if not entry.stack else slice(first, first + len(value))
+        if entry.stack and len(value) < entry.stack[0]:
+            self._catch_up(running, age)  # the other iterations as well
+        decays, running.age = age - running.age, age
+        decay = np.asarray(self._decay, running.dtype)
+        for _ in range(decays):
+            running.count *= decay
+        running.count[rows] += count.astype(running.dtype, copy=False)
+        axes = len(entry.stack)
+        sums = running.sums[rows]
+        sums = sums.reshape(-1, *sums.shape[axes:])  # a view: it is contiguous
+        slices = value.reshape(-1, *value.shape[axes:])
+        for i in range(len(slices)):
+            new = slices[i, ...]
+            if entry.dense:
+                new = pack(new, self._scratch_like(sums.shape[1:], running.dtype))
+            _advance(sums[i, ...], decay, decays, new.astype(running.dtype, copy=False))
+
+    def _scratch_like(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        size = math.prod(shape)
+        if self._scratch.size < size or self._scratch.dtype != dtype:
+            self._scratch = np.empty(size, dtype)
+        return self._scratch[:size].reshape(shape)
+
+    def _new(self, entry: Entry, value: np.ndarray, count: np.ndarray, age: int) -> Running:
+        dtype = np.dtype(np.float64 if value.dtype == np.float64 else np.float32)
+        stored = np.dtype(jnp.bfloat16) if self._storage == "bfloat16" else dtype
+        side = packed_shape(entry.size) if entry.dense else value.shape[len(entry.stack) :]
+        sums = self._store.zeros((*entry.stack, *side), stored, f"the average of {entry.name}")
+        along = entry.stack if count.ndim else entry.stack[:1]
+        return Running(sums, np.zeros(along, dtype), dtype, age)
+
+    def _catch_up(self, running: Running, age: int) -> None:
+        decay = np.asarray(self._decay, running.dtype)
+        for _ in range(age - running.age):
+            running.count *= decay
+        for part in running.sums if running.sums.ndim > 1 else [running.sums]:
+            _advance(part, decay, age - running.age, None)
+        running.age = age
+
+    def snapshot(self, entry: Entry, age: int) -> Snapshot:
+        """A copy of one entry at ``age``, which also starts counting contributions anew."""
+        running = self.running[entry.place]
+        self._catch_up(running, age)
+        what = f"the snapshot of {entry.name}"
+        sums = self._store.empty(running.sums.shape, running.sums.dtype, what)
+        sums[...] = running.sums
+        left_out = 0 if running.num_added else running.num_left_out
+        running.num_added = running.num_left_out = 0
+        return Snapshot(entry, sums, running.count.copy(), running.dtype, left_out)
+
+    def view(self, entry: Entry, age: int) -> Snapshot:
+        """One entry at ``age`` without a copy; it changes with the next contribution."""
+        running = self.running[entry.place]
+        self._catch_up(running, age)
+        return Snapshot(entry, running.sums, running.count, running.dtype, 0)
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    """Whether every element is finite, a piece at a time: a mask of them all would be large."""
+    flat = array.reshape(-1)
+    return all(np.isfinite(flat[i : i + _PIECE]).all() for i in range(0, len(flat), _PIECE))
+
+
+def _advance(sums: np.ndarray, decay: np.ndarray, decays: int, new: np.ndarray | None) -> None:
+    """``decay ** decays * sums + new`` in place, rounded to the stored dtype once."""
+    work = sums if sums.dtype == decay.dtype else sums.astype(decay.dtype)
+    for _ in range(decays):
+        np.multiply(work, decay, out=work)
+    if new is not None:
+        np.add(work, new, out=work)
+    if work is not sums:
+        sums[...] = work

@@ -1,0 +1,190 @@
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkfac.curvature.host._average import Averages
+from jaxkfac.curvature.host._layout import Layout, Place
+from jaxkfac.curvature.host._store import Store
+from jaxkfac.curvature.host._totals import totals
+from jaxkfac.factors._average import update_average
+from jaxkfac.factors._explicit_net_test import layer, random_factors
+
+LAYERS = (
+    layer("q", (3, 4), bias="q_bias"),
+    layer("k", (3, 4), input="q"),
+    layer("stacked", (3, 4, 5), bias="stacked_bias", stack=1),
+    layer("table", (6, 3), kind="embedding", a_dense=False),
+    layer("scale", (2, 4), kind="scale", stack=1, inputs=(), g_dense=False),
+    layer("gain", (), kind="diagonal", inputs=(), a_dense=False, g_dense=False),
+)
+
+
+def on_host(factors):
+    return jax.tree.map(np.asarray, factors)
+
+
+def steps(count, dtype=None):
+    return [
+        on_host(random_factors(LAYERS[:-1], jax.random.key(i), dtype=dtype)) for i in range(count)
+    ]
+
+
+def new(decay=0.9, layers=LAYERS[:-1], **kwargs):
+    return Averages(
+        Layout(layers, "joint"), decay, kwargs.pop("storage", "float32"), Store(None, None)
+    )
+
+
+def add(averages, factors, age, *, places=None, rows=slice(None)):
+    for place, entry in averages.layout.entries.items():
+        if places is not None and place not in places:
+            continue
+        table = {"a": factors.a_sums, "g": factors.g_sums, "diagonals": factors.diagonals}
+        value = table[place.table][place.key]
+        count = factors.a_counts[place.key] if place.table == "a" else factors.terms
+        if entry.stack:
+            value, count = value[rows], count[rows] if count.ndim else count
+        averages.add(entry, value, count, rows.start or 0, age)
+
+
+def assert_same(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(x).dtype == np.asarray(y).dtype and np.array_equal(x, y)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_it_is_update_average_bit_by_bit(double):
+    with jax.enable_x64(double):
+        averages, expected = new(), None
+        for age, factors in enumerate(steps(4), 1):
+            add(averages, factors, age)
+            expected = factors if expected is None else update_average(expected, factors, 0.9)
+        assert expected.terms.dtype == (np.float64 if double else np.float32)
+        assert_same(totals(averages, 4), expected)
+
+
+def test_parts_of_a_step_are_the_step():
+    whole, parts = new(), new()
+    for age, factors in enumerate(steps(3), 1):
+        add(whole, factors, age)
+        stacked = [p for p, e in parts.layout.entries.items() if e.stack]
+        flat = [p for p, e in parts.layout.entries.items() if not e.stack]
+        add(parts, factors, age, places=stacked, rows=slice(1, 3))
+        add(parts, factors, age, places=flat)
+        add(parts, factors, age, places=stacked, rows=slice(0, 1))
+    assert_same(totals(parts, 3), totals(whole, 3))
+
+
+def test_micro_batches_are_added_by_count():
+    first, second, third = steps(3)
+    averages = new()
+    for age, factors in ((1, first), (2, second), (2, third)):
+        add(averages, factors, age)
+    expected = update_average(first, second + third, 0.9)
+    for x, y in zip(jax.tree.leaves(totals(averages, 2)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-5)
+
+
+def test_a_factor_that_skips_steps_decays_with_the_others():
+    first, second = steps(2)
+    averages = new()
+    add(averages, first, 1)
+    g = Place("g", "q")
+    add(averages, second, 3, places=[g])
+    view = averages.view(averages.layout.entries[g], 3)
+    decayed = np.float32(0.9) * (np.float32(0.9) * first.g_sums["q"])
+    assert np.array_equal(view.total(()), decayed + second.g_sums["q"])
+
+
+def test_what_is_not_finite_is_left_out_with_its_count():
+    first, second = steps(2)
+    averages, expected = new(), new()
+    for each in (averages, expected):
+        add(each, first, 1)
+    bad = {**second.g_sums, "k": second.g_sums["k"].copy()}
+    bad["k"][0, 3] = np.nan  # the triangle that is not kept
+    places = [p for p in averages.layout.entries if p != ("g", "k")]
+    add(expected, second, 2, places=places)
+    second.g_sums.update(bad)
+    add(averages, second, 2)
+    assert averages.left_out == {"G of layer 'k'": 1}
+    entry = averages.layout.entries[Place("g", "k")]
+    a, b = averages.snapshot(entry, 2), expected.snapshot(entry, 2)
+    assert a.count == b.count and np.array_equal(a.mean(()), b.mean(()))
+    assert a.num_left_out == 0  # there was the first step
+    add(averages, second, 3)
+    assert averages.snapshot(entry, 3).num_left_out == 1
+
+
+def test_symmetric_sums_take_half_the_bytes_and_bfloat16_a_quarter():
+    square = (layer("w", (64, 64)),)
+    factors = on_host(random_factors(square, jax.random.key(0)))
+    whole = sum(x.nbytes for x in (factors.a_sums["w"], factors.g_sums["w"]))
+    for storage, share in (("float32", 2), ("bfloat16", 4)):
+        averages = new(layers=square, storage=storage)
+        add(averages, factors, 1)
+        held = sum(r.sums.nbytes for r in averages.running.values())
+        assert held == whole / share * 65 / 64
+
+
+def test_bfloat16_stays_within_its_stated_error():
+    decay, exact, rounded = 0.9, new(), new(storage="bfloat16")
+    largest = {}
+    for age, factors in enumerate(steps(30), 1):
+        add(exact, factors, age)
+        add(rounded, factors, age)
+        for place, entry in exact.layout.entries.items():
+            total = np.abs(exact.view(entry, age).sums)
+            largest[place] = np.maximum(largest.get(place, 0), total)
+    worst = 0.0
+    for place, entry in exact.layout.entries.items():
+        error = np.abs(rounded.view(entry, 30).sums.astype(np.float32) - exact.view(entry, 30).sums)
+        bound = 2**-8 * largest[place] / (1 - decay)
+        assert (error <= bound).all()
+        worst = max(worst, float((error / np.maximum(bound, 1e-30)).max()))
+    assert worst > 0.01  # it is rounded at all
+    counts = [running.count.dtype for running in rounded.running.values()]
+    assert set(counts) == {np.dtype(np.float32)}
+
+
+def test_a_scalar_parameter_has_a_diagonal_of_one():
+    averages = new(layers=LAYERS[-1:])
+    entry = averages.layout.entries[Place("diagonals", "gain")]
+    for age, value in enumerate((2.0, 4.0), 1):
+        averages.add(entry, np.array(value, np.float32), np.array(1, np.float32), 0, age)
+    mean = (0.9 * 2 + 4) / 1.9
+    assert math.isclose(float(averages.snapshot(entry, 2).mean(())), mean, rel_tol=1e-6)
+
+
+def test_averages_beyond_the_budget_are_mapped_files(tmp_path: Path):
+    square = (layer("w", (20, 30)),)
+    store = Store(900, tmp_path)  # A takes 840 bytes
+    averages = Averages(Layout(square, "joint"), 0.9, "float32", store)
+    in_memory = new(layers=square)
+    for age in (1, 2):
+        factors = on_host(random_factors(square, jax.random.key(age)))
+        add(averages, factors, age)
+        add(in_memory, factors, age)
+    assert store.in_memory == 840 and store.on_disk == 4 * 30 * 31 // 2
+    assert_same(totals(averages, 2), totals(in_memory, 2))
+    assert not list(tmp_path.iterdir())  # nothing to clean up, however the process ends
+    del averages
+    assert store.in_memory == store.on_disk == 0
+
+
+def test_a_full_disk_says_what_needs_how_much(tmp_path: Path, monkeypatch):
+    import errno
+    import os
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"the average of x needs 400 bytes on disk and .* free"):
+        Store(0, tmp_path).empty((100,), np.dtype(np.float32), "the average of x")
+    with pytest.raises(MemoryError, match="x needs 400 bytes of host memory.*disk="):
+        Store(0, None).empty((100,), np.dtype(np.float32), "x")

@@ -1,0 +1,145 @@
+import gc
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkfac._errors import NonFiniteFactorError
+from jaxkfac.curvature import reconstruct
+from jaxkfac.curvature.host import _decompose
+from jaxkfac.curvature.host._service_test import (
+    LAYERS,
+    Gate,
+    assert_close,
+    service,
+    steps_of,
+    threads,
+    until,
+    with_nan,
+)
+from jaxkfac.factors._explicit_net_test import random_factors
+
+
+@pytest.fixture(scope="module")
+def factors():
+    return [random_factors(LAYERS, jax.random.key(i)) for i in range(9)]
+
+
+def test_a_failing_layer_keeps_its_basis_for_a_while_and_then_raises(factors):
+    options = {"refresh_every": 1, "lag": 1, "keep_previous": 2}
+    with service(**options) as running, service(**options) as healthy:
+        running.push(factors[0], 0)
+        healthy.push(factors[0], 0)
+        first = running.bases(0)
+        for step in (1, 2):
+            running.push(with_nan(factors[step], "k"), step)
+            healthy.push(factors[step], step)
+        with pytest.warns(RuntimeWarning, match="basis of G of layer 'k' is kept, refresh 1 of"):
+            running.push(factors[3], 3)  # the refresh of step 1 makes way for that of step 2
+        with pytest.warns(RuntimeWarning, match="is kept, refresh 2 of at most 2"):
+            kept = running.bases(3)
+        assert np.array_equal(kept["k"].g_vectors, first["k"].g_vectors)
+        healthy.push(factors[3], 3)
+        assert np.array_equal(kept["q"].g_vectors, healthy.bases(3)["q"].g_vectors)
+        assert running.left_out == {"G of layer 'k'": 2}
+        assert running.kept == {"G of layer 'k'": 2}
+        running.push(with_nan(factors[4], "k"), 4)
+        running.bases(4)  # step 3 was finite
+        assert running.kept == {}
+        for step in (5, 6):
+            running.push(with_nan(factors[step], "k"), step)
+            with pytest.warns(RuntimeWarning):
+                running.bases(step)
+        running.push(factors[7], 7)
+        for _ in range(2):
+            with pytest.raises(NonFiniteFactorError, match="'k'"):
+                running.bases(7)
+
+
+def test_a_first_decomposition_that_fails_raises_at_once(factors):
+    with service() as running:
+        running.push(with_nan(factors[0], "stacked"), 0)
+        with pytest.raises(NonFiniteFactorError, match="G of layer 'stacked': all 1 contrib"):
+            running.bases(0)
+
+
+def test_a_failed_float32_decomposition_is_retried_in_float64(factors, monkeypatch):
+    from jaxkfac.linalg import _eigh_host
+
+    def nothing(host):
+        return _eigh_host.HostSpectrum(np.full(host.shape[:-1], np.nan), None)
+
+    monkeypatch.setattr(_eigh_host, "_first_try", nothing)
+    with service(max_condition=np.inf) as running:
+        rebuilt = reconstruct(steps_of(running, factors[:1])[0])
+    assert_close(rebuilt, {name: factors[0][name] for name in rebuilt})
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit, KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("where", ["worker", "average"])
+def test_an_exception_in_a_thread_reaches_the_caller_and_ends_all_threads(
+    factors, monkeypatch, kind, where
+):
+    from jaxkfac.curvature.host import _average
+
+    def broken(*_, **__):
+        raise kind("injected")
+
+    module, name = (_decompose, "eigh_on_host") if where == "worker" else (_average, "pack")
+    monkeypatch.setattr(module, name, broken)
+    running = service()
+    with pytest.raises(kind, match="injected") as caught:
+        steps_of(running, factors)
+    if where == "average":
+        assert "averaged A of layer 'q' of step 0" in caught.value.__notes__[0]
+    for again in (lambda: running.push(factors[1], 1), lambda: running.bases(1), running.flush):
+        with pytest.raises(kind, match="injected"):
+            again()
+    until(lambda: not threads())
+    running.close()  # the error has been told
+
+
+def test_close_tells_an_error_that_nobody_has_seen(factors, monkeypatch):
+    def broken(*_, **__):
+        raise ValueError("injected")
+
+    monkeypatch.setattr(_decompose, "eigh_on_host", broken)
+    running = service()
+    running.push(factors[0], 0)
+    running.push(factors[1], 1)
+    until(lambda: running._monitor.stopped)
+    with pytest.raises(ValueError, match="injected"):
+        running.close()
+    running.close()
+
+
+def test_a_closed_service_says_so_and_has_no_threads(factors):
+    running = service()
+    running.push(factors[0], 0)
+    running.close()
+    running.close()
+    assert not threads()
+    for call in (lambda: running.push(factors[1], 1), lambda: running.bases(1), running.flush):
+        with pytest.raises(RuntimeError, match="is closed"):
+            call()
+
+
+def test_a_forgotten_service_ends_its_threads(factors):
+    running = service()
+    running.push(factors[0], 0)
+    running.bases(0)
+    del running
+    gc.collect()
+    until(lambda: not threads())
+
+
+def test_every_wait_has_an_end(factors, monkeypatch):
+    running = service(timeout=0.1)
+    gate = Gate(monkeypatch)
+    running.push(factors[0], 0)
+    with pytest.raises(TimeoutError, match="waited 0.1 s for the decomposition of the refresh at"):
+        running.bases(0)
+    with pytest.raises(TimeoutError, match="jaxkfac-eigh-0 still runs"):
+        running.close()
+    gate.open.set()
+    running.close()

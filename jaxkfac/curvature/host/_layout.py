@@ -1,0 +1,161 @@
+"""What of a model is averaged, and what of that is decomposed."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxkfac.factors._factors import BiasMode, Factors
+from jaxkfac.interception._layer import Layer
+
+
+class Place(NamedTuple):
+    """A table of :class:`Factors` or :class:`Eigenbases`, and a key of it."""
+
+    table: str
+    key: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One array of factors.
+
+    Attributes:
+        place: ``a`` or ``g`` or ``diagonals``, and the key.
+        name: What errors call it.
+        stack: Shape of the stacked axes; ``()`` for a diagonal, which is one vector.
+        size: Of a side, or of the whole diagonal.
+        dense: Whether it is a matrix.
+    """
+
+    place: Place
+    name: str
+    stack: tuple[int, ...]
+    size: int
+    dense: bool
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape of the array, ``None`` for a diagonal: that of its parameter."""
+        if self.place.table == "diagonals":
+            return None
+        return (*self.stack, *[self.size] * (1 + self.dense))
+
+    @property
+    def elements(self) -> int:
+        """How many numbers are stored."""
+        each = self.size * (self.size + 1) // 2 if self.dense else self.size
+        return math.prod(self.stack) * each
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One spectrum of the eigenbases.
+
+    Attributes:
+        place: ``a``, ``a_without_ones``, ``g`` or ``diagonals``, and the key.
+        source: The entry it is computed from.
+        without_ones: Whether the last row and column of the source are left out.
+    """
+
+    place: Place
+    source: Entry
+    without_ones: bool
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return self.source.name + " without its ones" * self.without_ones
+
+    @property
+    def size(self) -> int:
+        """Of the side."""
+        return self.source.size - self.without_ones
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The entries and blocks of some layers; a shared input has one entry.
+
+    Attributes:
+        layers: The layers.
+        bias: ``"joint"`` or ``"separate"``.
+    """
+
+    layers: tuple[Layer, ...]
+    bias: BiasMode
+
+    @functools.cached_property
+    def without_arrays(self) -> Factors:
+        """Factors without arrays, which know of every layer where its ones are."""
+        return Factors({}, {}, {}, {}, None, self.layers, self.bias)
+
+    @functools.cached_property
+    def entries(self) -> dict[Place, Entry]:
+        """Every array of factors, each once."""
+        found = {}
+        for layer in self.layers:
+            for entry in self._entries_of(layer):
+                found.setdefault(entry.place, entry)
+        return found
+
+    def _entries_of(self, layer: Layer) -> Iterator[Entry]:
+        name = f"of layer {layer.name!r}"
+        if layer.is_diagonal:
+            place = Place("diagonals", layer.name)
+            yield Entry(place, f"the diagonal {name}", (), layer.weight.size, dense=False)
+            return
+        n = layer.in_features + self.without_arrays.has_ones(layer.input)
+        yield Entry(Place("a", layer.input), f"A {name}", layer.stack, n, layer.a_dense)
+        g = Place("g", layer.name)
+        yield Entry(g, f"G {name}", layer.stack, layer.out_features, layer.g_dense)
+
+    @functools.cached_property
+    def blocks(self) -> dict[Place, Block]:
+        """Every spectrum, each once."""
+        found = {}
+        for layer in self.layers:
+            for place in [entry.place for entry in self._entries_of(layer)]:
+                bare = (
+                    place.table == "a"
+                    and self.without_arrays.has_ones(layer.input)
+                    and not self.without_arrays.wants_ones(layer)
+                )
+                own = Place("a_without_ones", place.key) if bare else place
+                found.setdefault(own, Block(own, self.entries[place], bare))
+        return found
+
+    def merged(self, factors: Factors) -> "Layout":
+        """This layout with the layers of ``factors`` that it lacks at its end.
+
+        Raises:
+            ValueError: the two disagree about a layer, or about biases.
+        """
+        if factors.layers == self.layers and factors.bias == self.bias:
+            return self
+        if factors.bias != self.bias:
+            raise ValueError(f"factors have bias={factors.bias!r}, expected {self.bias!r}")
+        known = {layer.name: layer for layer in self.layers}
+        for layer in factors.layers:
+            if known.get(layer.name, layer) != layer:
+                raise ValueError(f"factors hold {layer}, expected {known[layer.name]}")
+        new = tuple(layer for layer in factors.layers if layer.name not in known)
+        return Layout((*self.layers, *new), self.bias) if new else self
+
+    def groups(self, count: int) -> list[list[Block]]:
+        """Blocks in groups of about equal work; all blocks of one entry are in one group."""
+        by_entry: dict[Place, list[Block]] = {}
+        for block in self.blocks.values():
+            by_entry.setdefault(block.source.place, []).append(block)
+        groups: list[list[Block]] = [[] for _ in range(count)]
+        loads = [0] * count
+        for blocks in sorted(by_entry.values(), key=_work, reverse=True):
+            least = loads.index(min(loads))
+            groups[least] += blocks
+            loads[least] += _work(blocks)
+        return groups
+
+
+def _work(blocks: list[Block]) -> int:
+    return sum(math.prod(b.source.stack) * b.size ** (3 if b.source.dense else 1) for b in blocks)

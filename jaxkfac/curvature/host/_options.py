@@ -1,0 +1,77 @@
+"""What a service is built with, checked when it is built."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Literal, get_args
+
+from jaxkfac.curvature._placement import Placement, check_placement
+from jaxkfac.curvature.host._average import Storage
+from jaxkfac.factors._average import check_decay
+from jaxkfac.linalg import check_clipping
+
+Initial = Literal["wait", "identity"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of :class:`HostCurvature`, which explains them."""
+
+    decay: float = 0.95
+    refresh_every: int = 50
+    lag: int = 5
+    max_condition: float = 1e6
+    floor: float = 0.0
+    placement: Placement = "host"
+    initial: Initial = "wait"
+    stagger: int = 1
+    keep_previous: int = 3
+    reuse_tolerance: float | None = None
+    storage: Storage = "float32"
+    workers: int = 1
+    in_flight_bytes: int = 1 << 30
+    host_bytes: int | None = None
+    disk: Path | None = None
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_decay(self.decay)
+        check_clipping(self.max_condition, self.floor)
+        check_placement(self.placement)
+        for name, choices in (("initial", get_args(Initial)), ("storage", get_args(Storage))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+        for name in ("refresh_every", "stagger", "workers", "in_flight_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("lag", "keep_previous"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be zero or positive, got {getattr(self, name)}")
+        if self.refresh_every % self.stagger:
+            raise ValueError(
+                f"stagger={self.stagger} must divide refresh_every={self.refresh_every}"
+            )
+        if self.lag > self.every:
+            raise ValueError(
+                f"lag={self.lag} is longer than the {self.every} steps between two refreshes "
+                f"(refresh_every={self.refresh_every} / stagger={self.stagger}), so bases would "
+                "be out of date before they are used; lower lag or raise refresh_every"
+            )
+        if not self.timeout > 0:
+            raise ValueError(f"timeout must be positive seconds, got {self.timeout}")
+        if self.reuse_tolerance is not None and not 0 <= self.reuse_tolerance < 1:
+            raise ValueError(f"reuse_tolerance must be in [0, 1), got {self.reuse_tolerance}")
+        if self.disk is not None and not self.disk.is_dir():
+            raise ValueError(f"disk={str(self.disk)!r} is no folder; create it first")
+        if self.workers > 1 and os.environ.get("OPENBLAS_NUM_THREADS") != "1":
+            # Concurrent calls of a multi-threaded OpenBLAS have been seen to wait for one
+            # another forever.
+            raise ValueError(
+                f"workers={self.workers} needs OPENBLAS_NUM_THREADS=1 in the environment before "
+                "Python starts; with one worker each decomposition may use every thread"
+            )
+
+    @property
+    def every(self) -> int:
+        """Steps between two refreshes, of one group of blocks each."""
+        return self.refresh_every // self.stagger

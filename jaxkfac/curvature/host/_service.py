@@ -1,0 +1,421 @@
+"""The service: factors in, eigenbases out, and the threads between."""
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import jax
+
+from jaxkfac._errors import CheckpointMismatchError
+from jaxkfac.curvature._eigenbases import Eigenbases, identity_bases
+from jaxkfac.curvature._home import home_of_factor
+from jaxkfac.curvature._placement import Placement
+from jaxkfac.curvature.host._arrivals import arrivals, as_step
+from jaxkfac.curvature.host._average import Averages, Storage
+from jaxkfac.curvature.host._current import Current
+from jaxkfac.curvature.host._decompose import Decomposer
+from jaxkfac.curvature.host._files import Saved
+from jaxkfac.curvature.host._layout import Layout
+from jaxkfac.curvature.host._monitor import Monitor
+from jaxkfac.curvature.host._options import Initial, Options
+from jaxkfac.curvature.host._parts import Parts, is_double
+from jaxkfac.curvature.host._refresh import Action, Schedule
+from jaxkfac.curvature.host._saved import MACHINE, restore_parts, save_parts
+from jaxkfac.curvature.host._store import Store
+from jaxkfac.curvature.host._stream import Stream
+from jaxkfac.curvature.host._threads import Lane
+from jaxkfac.curvature.host._totals import totals
+from jaxkfac.factors._average import check_same_layers
+from jaxkfac.factors._factors import Factors
+
+
+class HostCurvature:
+    r"""Averages factors in host memory and decomposes them there while training goes on.
+
+    One thread adds pushed factors to :func:`jaxkfac.update_average`'s running average, in the
+    order of the pushes; workers decompose snapshots of it. Which bases a step gets depends on
+    step numbers only, never on how fast anything ran, so that a run is bitwise reproducible:
+
+    - The first step pushed is a *refresh*, and after it the first step pushed at least
+      ``refresh_every`` steps later. A refresh at step $s$ sees every push of a step
+      $\le s$; it begins once the step grows, because until then more pushes may come.
+    - Its bases are used from step $s$ + ``lag`` on. Only a step that asks for them then
+      waits, if they are not ready.
+    - Before the first hand-over :meth:`bases` waits for the first refresh, of what has been
+      pushed by then; or it gives identities, with ``initial="identity"``.
+
+    A contribution that is not finite is left out of the average with its count
+    (``left_out``). A factor that had no finite contribution since its last refresh, or whose
+    decomposition is not finite in its own dtype nor in float64, keeps its previous basis for
+    at most ``keep_previous`` refreshes, with a ``RuntimeWarning`` each time; then
+    :meth:`bases` raises. An exception in a thread is raised by the next call.
+
+    Args:
+        decay: $\beta \in [0, 1)$ of the average, once for each step that is pushed.
+        refresh_every: Steps between two refreshes.
+        lag: Steps from a refresh to its use, at most ``refresh_every / stagger``.
+        max_condition: Clipping on read, as in :func:`jaxkfac.eigendecompose`.
+        floor: Clipping on read.
+        placement: Where matrices are decomposed: ``"host"``; ``"device"``, with the host where
+            it has no room; or ``"auto"``: on an accelerator the faster of the two for each
+            size, measured once, and the host where the workspace does not fit in half of what
+            is free. What is measured may differ from run to run; a saved service keeps it.
+        initial: ``"wait"`` or ``"identity"``, which needs ``like``.
+        like: Factors or ``stats.factor_shapes(params, batch)``, so that other factors and a
+            budget that is too small are refused before the first push.
+        stagger: Into how many groups layers are divided, each refreshed in its turn: every
+            ``refresh_every / stagger`` steps one. The first refresh is of all.
+        keep_previous: See above.
+        reuse_tolerance: $\tau$: old eigenvectors are kept, with new eigenvalues, where the
+            off-diagonal part of $Q^\top M Q$ is at most $\tau \lVert M \rVert_F$; ``None``
+            always decomposes.
+        storage: ``"bfloat16"`` stores averages in half of the bytes, with arithmetic in the
+            dtype of the factors; each element is then off by at most $2^{-8} / (1 - \beta)$
+            of the largest sum.
+        workers: Threads that decompose. More than one need ``OPENBLAS_NUM_THREADS=1``.
+        in_flight_bytes: Bytes of factors pushed and not yet in the average; :meth:`push` waits
+            for room. A larger factor goes alone.
+        host_bytes: Host memory for averages, snapshots, bases that wait for their hand-over,
+            workspace and copies in flight; ``None`` is no limit.
+        disk: Folder of memory-mapped files for what is beyond ``host_bytes``.
+        timeout: Seconds after which any wait gives up.
+
+    Raises:
+        ValueError: an argument is out of range, or ``host_bytes`` is too small for ``like``.
+
+    Memory:
+        On the host, with $F$ the bytes of the folded factors (half of the whole ones):
+        $2 F$ for average and snapshot, bases in use (on the CPU) and those in work, a share
+        of ``1 / stagger``, ``workers * 4 n**2`` elements and the bytes in flight. On the
+        device: the bases; at a hand-over one factor's more, unless the caller holds the bases
+        of before (``del bases`` first). ``OPENBLAS_NUM_THREADS`` must be the same in two runs
+        for equal bits.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> params = {"kernel": jnp.ones((3, 2))}
+        >>> objective = jk.Objective(lambda p, x: x @ p["kernel"], jk.Gaussian())
+        >>> stats, batch = jk.value_grad_and_factors(objective), (jnp.eye(3), jnp.zeros((3, 2)))
+        >>> with jk.HostCurvature(decay=0.9, refresh_every=2, lag=1) as service:
+        ...     for step in range(4):
+        ...         value, grads, factors = stats(params, batch)
+        ...         service.push(factors, step)
+        ...         bases = service.bases(step)
+        >>> print(bases["kernel"].a_values.round(3))
+        [0.333 0.333 0.333]
+    """
+
+    def __init__(
+        self,
+        *,
+        decay: float = 0.95,
+        refresh_every: int = 50,
+        lag: int = 5,
+        max_condition: float = 1e6,
+        floor: float = 0.0,
+        placement: Placement = "host",
+        initial: Initial = "wait",
+        like: Factors | None = None,
+        stagger: int = 1,
+        keep_previous: int = 3,
+        reuse_tolerance: float | None = None,
+        storage: Storage = "float32",
+        workers: int = 1,
+        in_flight_bytes: int = 1 << 30,
+        host_bytes: int | None = None,
+        disk: str | Path | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        options = Options(
+            decay=decay,
+            refresh_every=refresh_every,
+            lag=lag,
+            max_condition=max_condition,
+            floor=floor,
+            placement=placement,
+            initial=initial,
+            stagger=stagger,
+            keep_previous=keep_previous,
+            reuse_tolerance=reuse_tolerance,
+            storage=storage,
+            workers=workers,
+            in_flight_bytes=in_flight_bytes,
+            host_bytes=host_bytes,
+            disk=None if disk is None else Path(disk),
+            timeout=timeout,
+        )
+        if initial == "identity" and like is None:
+            raise ValueError(
+                "initial='identity' needs like=stats.factor_shapes(params, batch): the layers "
+                "are not known before the first push"
+            )
+        self._start(options, Schedule(options.every, options.lag, options.stagger), like)
+        if like is not None and initial == "identity":
+            clipping = {"max_condition": max_condition, "floor": floor}
+            self._parts.current.take(identity_bases(like, **clipping))
+
+    def _start(self, options: Options, schedule: Schedule, like: Factors | None) -> None:
+        monitor = Monitor(options.timeout)
+        self._parts = Parts(
+            options,
+            monitor,
+            schedule,
+            Store(options.host_bytes, options.disk),
+            Current(options.max_condition, options.floor, options.keep_previous),
+            Decomposer(options.placement, options.reuse_tolerance),
+        )
+        if like is not None:
+            self._parts.use_layout(Layout(like.layers, like.bias), double=is_double(like))
+            self._parts.complete = True
+        self._lock = threading.RLock()  # one call at a time, from whichever thread
+        self._monitor = monitor
+        self._stream = Stream(options.in_flight_bytes, monitor)
+        self._workers = Lane("jaxkfac-eigh", options.workers, monitor)
+        # The threads hold none of this object, so that it can be collected while they run.
+        weakref.finalize(self, monitor.close)
+
+    # ------------------------------------------------------------ in
+
+    def push(
+        self,
+        factors: Factors,
+        step: SupportsIndex,
+        *,
+        first_iteration: int = 0,
+        donate: bool = False,
+    ) -> None:
+        """Add factors to the average; returns as soon as their copies have been dispatched.
+
+        Several pushes of one step are added up by count: micro-batches, or parts of one batch.
+        A part is ``Factors`` of some of the layers, or whose dictionaries hold some of the
+        arrays, each with its own count (``a_counts``, ``terms``), and of a stacked array perhaps
+        only the iterations from ``first_iteration`` on. Until the first refresh, and without
+        ``like``, a part may bring layers that no push had before.
+
+        Args:
+            factors: Arrays of JAX, or of NumPy (copied if they can be written to).
+            step: A step number; it may stay or grow, never shrink. The average decays once
+                for each different step that is pushed.
+            first_iteration: Where arrays begin that hold fewer iterations than their stack.
+            donate: Delete the JAX arrays of sums as soon as they have been averaged. By default
+                only references are dropped: the buffers go when the caller's do.
+
+        Raises:
+            ValueError: factors of other layers or shapes; traced or deleted arrays; a step
+                that is smaller than one seen before.
+            RuntimeError: the service is closed.
+            TimeoutError: there was no room for longer than ``timeout``.
+        """
+        step = as_step(step)
+        with self._lock:
+            self._monitor.check("push")
+            parts = self._parts
+            layout = parts.layout_with(factors)
+            found = arrivals(factors, layout, first_iteration)
+            if layout is not parts.layout:
+                parts.use_layout(layout, double=is_double(factors))
+            assert parts.averages is not None
+            for action in parts.schedule.push(step):
+                self._do(action)
+            last_use = {id(arrival.value): i for i, arrival in enumerate(found)}
+            for i, arrival in enumerate(found):
+                parts.homes[arrival.entry.place] = home_of_factor(arrival.value)
+                parts.seen.add(arrival.entry.place)
+                self._stream.send(
+                    arrival,
+                    parts.averages,
+                    first=first_iteration,
+                    step=step,
+                    age=parts.schedule.age,
+                    delete=donate and last_use[id(arrival.value)] == i,
+                )
+
+    @contextlib.contextmanager
+    def room(self, factors: Factors | int) -> Iterator[None]:
+        """Take bytes in flight before factors are dispatched rather than when they are pushed.
+
+        JAX allocates an output when its computation is enqueued, so a loop that runs ahead
+        holds the factors of several steps. In ``with service.room(like): ...`` the block is
+        entered when the factors fit in ``in_flight_bytes``; pushes in it, from this thread,
+        use what was taken, and the rest is given back.
+
+        Args:
+            factors: Factors, their shapes, or a number of bytes.
+        """
+        if isinstance(factors, Factors):
+            tables = (factors.a_sums, factors.g_sums, factors.diagonals)
+            leaves = jax.tree.leaves(tables)
+            factors = sum(x.size * x.dtype.itemsize for x in leaves)
+        with self._stream.in_flight.room(factors):
+            yield
+
+    def flush(self) -> None:
+        """Wait until everything pushed is in the average, and its arrays are let go of."""
+        with self._lock:
+            self._monitor.check("flush")
+            self._stream.flush()
+
+    # ------------------------------------------------------------ out
+
+    def bases(self, step: SupportsIndex) -> Eigenbases:
+        """The bases of ``step``; the same object from one hand-over to the next.
+
+        Args:
+            step: A step number; it may stay or grow, never shrink.
+
+        Returns:
+            Bases whose arrays live where the factors did, for
+            :func:`jaxkfac.natural_gradient` and :func:`jaxkfac.scale_by_bases`.
+
+        Raises:
+            ValueError: nothing has been pushed, a layer has never been, or the step goes
+                backwards.
+            NonFiniteFactorError: naming the layer, see the class.
+            RuntimeError: the service is closed.
+            TimeoutError: a decomposition took longer than ``timeout``.
+        """
+        step = as_step(step)
+        with self._lock:
+            self._monitor.check("bases")
+            parts = self._parts
+            for action in parts.schedule.ask(step, have_bases=bool(parts.current.tables)):
+                self._do(action)
+            assert parts.layout is not None
+            return parts.current.bases(parts.layout)
+
+    def _do(self, action: Action) -> None:
+        parts, refresh = self._parts, action.refresh
+        if action.kind == "snapshot":
+            averages, workers, work = parts.averages, self._workers, parts.new_work(refresh.group)
+            assert averages is not None
+            self._stream.put(lambda: work.begin(averages, refresh.age, workers))
+            parts.work = work
+            return
+        self._finish_work()
+        assert parts.work is not None and parts.layout is not None
+        parts.current.hand_over(parts.work.results, parts.work.failures, parts.homes, parts.layout)
+        parts.work = None
+
+    def _finish_work(self) -> None:
+        work, pending = self._parts.work, self._parts.schedule.pending
+        if work is not None and pending is not None:
+            what = f"the decomposition of the refresh at step {pending.step}"
+            self._monitor.wait_for(lambda: work.done, what)
+
+    def average(self) -> Factors:
+        """The running average as :class:`Factors` of NumPy arrays, whole matrices.
+
+        Raises:
+            ValueError: nothing has been pushed, or layers were pushed for different numbers of
+                loss terms, which one ``terms`` cannot say.
+        """
+        with self._lock:
+            self.flush()
+            if self._parts.averages is None or not self._parts.averages.running:
+                raise ValueError("average: no factors have been pushed")
+            return totals(self._parts.averages, self._parts.schedule.age)
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """``{factor: number of non-finite contributions left out}``, of what is averaged."""
+        averages: Averages | None = self._parts.averages
+        return {} if averages is None else dict(averages.left_out)
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """``{factor: refreshes in a row for which its previous basis has been kept}``."""
+        return dict(self._parts.current.kept)
+
+    @property
+    def placements(self) -> dict[str, str]:
+        """``{"size/dtype": "device" or "host"}``, what ``placement="auto"`` has chosen."""
+        return dict(self._parts.decomposer.chosen)
+
+    # ------------------------------------------------------------ saving, ending
+
+    def save(self, path: str | Path) -> None:
+        """Write everything to one file; a run that goes on from it is bitwise the same.
+
+        Waits for what is in flight and for a decomposition in work. The file is written under
+        another name first, so that it is whole or not there.
+
+        Raises:
+            OSError: the disk is full, or ``path`` cannot be written to.
+        """
+        with self._lock:
+            self.flush()
+            self._finish_work()
+            save_parts(self._parts, Path(path))
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, like: Factors | None = None, **machine: Any
+    ) -> "HostCurvature":
+        """A service that goes on where the saved one was.
+
+        Args:
+            path: What :meth:`save` wrote.
+            like: Factors or their shapes, to refuse a service of another model at once.
+            machine: ``workers``, ``in_flight_bytes``, ``host_bytes``, ``disk``, ``timeout``;
+                these are not saved. The other arguments are.
+
+        Raises:
+            ValueError: the file is truncated, damaged, or no saved service.
+            CheckpointMismatchError: it is of other layers than ``like``.
+            TypeError: another argument is given.
+        """
+        unknown = sorted(set(machine) - set(MACHINE))
+        if unknown:
+            raise TypeError(f"load takes {', '.join(MACHINE)}, got {', '.join(unknown)}")
+        if machine.get("disk") is not None:
+            machine["disk"] = Path(machine["disk"])
+        with Saved(Path(path)) as saved:
+            options = Options(**saved.about["options"], **machine)
+            service = cls.__new__(cls)
+            service._start(options, Schedule.from_dict(saved.about["schedule"]), None)
+            try:
+                restore_parts(service._parts, saved)
+                service._check_model(like, path)
+            except BaseException:
+                service.close()
+                raise
+        return service
+
+    def _check_model(self, like: Factors | None, path: str | Path) -> None:
+        if like is not None and self._parts.layout is not None:
+            try:
+                check_same_layers(like, self._parts.layout.without_arrays)
+            except ValueError as error:
+                raise CheckpointMismatchError(f"{path} is of another model: {error}") from error
+
+    def close(self) -> None:
+        """End the threads; what has not been decomposed is dropped. May be called twice.
+
+        Raises:
+            TimeoutError: a thread did not end within ``timeout``.
+            BaseException: what a thread has failed with, if no call has raised it yet.
+        """
+        self._monitor.close()
+        deadline = time.monotonic() + self._monitor.timeout
+        running = [*self._stream.lane.join(deadline), *self._workers.join(deadline)]
+        if running:
+            raise TimeoutError(
+                f"close waited {self._monitor.timeout:g} s and {', '.join(running)} still runs"
+            )
+        error = self._monitor.untold()
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> "HostCurvature":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(Exception):  # the error on its way says more
+            self.close()

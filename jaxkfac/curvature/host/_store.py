@@ -1,0 +1,119 @@
+"""Where host arrays live: in memory while a budget lasts, else in files mapped into memory."""
+
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+
+class Store:
+    """Allocates arrays within a budget of host bytes.
+
+    A file is removed from its folder as soon as it is mapped, so that nothing is left behind
+    however the process ends; its blocks are reserved beforehand, because writing to a mapped
+    file on a full disk would kill the process.
+
+    Args:
+        budget: Bytes of host memory for arrays, ``None`` for no limit.
+        disk: Folder for arrays beyond the budget, ``None`` for no disk.
+    """
+
+    def __init__(self, budget: int | None, disk: Path | None) -> None:
+        self.budget, self.disk = budget, disk
+        self._whole = budget
+        self.in_memory = 0
+        self.on_disk = 0
+        self._lock = threading.RLock()  # a finalizer may run while it is held
+
+    def require(self, fixed: int, movable: dict[str, int]) -> None:
+        """Refuse a budget that cannot work, before anything is allocated.
+
+        Args:
+            fixed: Bytes that are in memory whatever happens.
+            movable: ``{what: bytes}`` that may lie on disk.
+
+        Raises:
+            ValueError: with the numbers.
+        """
+        if self._whole is None:
+            return
+        needed = fixed + (0 if self.disk else sum(movable.values()))
+        if needed > self._whole:
+            parts = ", ".join(f"{what} {size}" for what, size in movable.items())
+            advice = (
+                "raise host_bytes, or lower in_flight_bytes or workers"
+                if self.disk or fixed > self._whole
+                else "raise host_bytes, or give a folder as disk="
+            )
+            raise ValueError(
+                f"host_bytes={self._whole} is too small: workspace and copies in flight need "
+                f"{fixed} bytes, and beside them there are {parts}; {advice}"
+            )
+        self.budget = self._whole - fixed
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype, what: str) -> np.ndarray:
+        """An array whose contents are not set; zeros where it lies on disk.
+
+        Raises:
+            OSError: the disk has no room; ``what``, the bytes and the free space are said.
+            MemoryError: the budget is used up and there is no disk.
+        """
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        with self._lock:
+            if self.budget is None or self.in_memory + nbytes <= self.budget:
+                array = np.empty(shape, dtype)
+                self.in_memory += nbytes
+                self._count(array, "in_memory", nbytes)
+                return array
+        if self.disk is None:
+            raise MemoryError(
+                f"{what} needs {nbytes} bytes of host memory, and {self.in_memory} of the "
+                f"{self.budget} for arrays are used; raise host_bytes, or give a folder as disk="
+            )
+        array = _mapped(self.disk, nbytes, what).view(dtype).reshape(shape)
+        with self._lock:
+            self.on_disk += nbytes
+        self._count(array, "on_disk", nbytes)
+        return array
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype, what: str) -> np.ndarray:
+        """Like :meth:`empty`, set to zero."""
+        array = self.empty(shape, dtype, what)
+        array[...] = 0
+        return array
+
+    def _count(self, array: np.ndarray, where: str, nbytes: int) -> None:
+        weakref.finalize(array, self._freed, where, nbytes).atexit = False
+
+    def _freed(self, where: str, nbytes: int) -> None:
+        with self._lock:
+            setattr(self, where, getattr(self, where) - nbytes)
+
+
+def _mapped(folder: Path, nbytes: int, what: str) -> np.ndarray:
+    try:
+        with tempfile.TemporaryFile(prefix="jaxkfac-", dir=folder) as file:
+            _reserve(file.fileno(), max(nbytes, 1))
+            buffer = mmap.mmap(file.fileno(), max(nbytes, 1))
+    except OSError as error:
+        free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+        raise OSError(
+            error.errno,
+            f"{what} needs {nbytes} bytes on disk and {folder} has {free} free "
+            f"({os.strerror(error.errno or 0)}); free some, or choose another disk=",
+        ) from error
+    return np.frombuffer(buffer, np.uint8, nbytes)
+
+
+def _reserve(file: int, nbytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, nbytes)
+        return
+    zeros = bytes(min(nbytes, 1 << 20))  # a hole in the file would reserve nothing
+    for start in range(0, nbytes, len(zeros)):
+        os.pwrite(file, zeros[: nbytes - start], start)

@@ -1,0 +1,75 @@
+"""Symmetric matrices in half the bytes: the lower triangle folded into a rectangle."""
+
+import numpy as np
+
+_BLOCK = 64  # rows copied at once: a transposed copy of more leaves the cache
+_UPPER = np.tri(_BLOCK, dtype=bool).T
+
+
+def packed_shape(n: int) -> tuple[int, int]:
+    """Shape of the rectangle that holds one triangle of an ``(n, n)`` matrix.
+
+    It has ``n (n + 1) / 2`` elements, exactly those of the triangle.
+    """
+    corner = n // 2
+    return n + 1 - n % 2, n - corner
+
+
+def pack(matrix: np.ndarray, out: np.ndarray) -> np.ndarray:
+    r"""Fold the lower triangle of a symmetric matrix into a rectangle.
+
+    With $M = \begin{pmatrix} M_{11} & \cdot \\ M_{21} & M_{22} \end{pmatrix}$ cut in the
+    middle, the first columns $(M_{11}; M_{21})$ are kept as they are, and $M_{22}^\top$ goes
+    into the unused upper triangle of $M_{11}$ (LAPACK's rectangular full packed format, by
+    rows). Whole blocks are copied, so it runs at the speed of memory; the upper triangle is
+    never read.
+
+    Args:
+        matrix: ``(n, n)``; cast to the dtype of ``out``.
+        out: ``packed_shape(n)``, written over.
+
+    Returns:
+        ``out``.
+
+    Example:
+        >>> import numpy as np
+        >>> m = np.array([[1.0, 2.0, 4.0], [2.0, 3.0, 5.0], [4.0, 5.0, 6.0]])
+        >>> pack(m, np.empty(packed_shape(3))).tolist()
+        [[1.0, 6.0], [2.0, 3.0], [4.0, 5.0]]
+
+    References:
+        Gustavson, Wasniewski, Dongarra and Langou, Rectangular full packed format for
+        Cholesky's algorithm, 2010.
+    """
+    n = matrix.shape[-1]
+    columns = out.shape[1]
+    out[1 - n % 2 :] = matrix[:, :columns]
+    _copy_triangle(_folded(out, n), matrix[columns:, columns:].T)
+    return out
+
+
+def unpack(packed: np.ndarray, n: int) -> np.ndarray:
+    """The ``(n, n)`` matrix that :func:`pack` folded, both triangles written, bitwise equal."""
+    matrix = np.empty((n, n), packed.dtype)
+    columns = packed.shape[1]
+    matrix[:, :columns] = packed[1 - n % 2 :]
+    corner = matrix[columns:, columns:]
+    _copy_triangle(corner.T, _folded(packed, n))
+    _copy_triangle(matrix, matrix.T)
+    return matrix
+
+
+def _folded(packed: np.ndarray, n: int) -> np.ndarray:
+    """The square whose upper triangle holds the transposed last corner."""
+    return packed[: n // 2, n % 2 :]
+
+
+def _copy_triangle(target: np.ndarray, source: np.ndarray) -> None:
+    """Copy the upper triangle and the diagonal; the two may be transposes of one array."""
+    n = len(target)
+    for start in range(0, n, _BLOCK):
+        stop = min(start + _BLOCK, n)
+        target[start:stop, stop:] = source[start:stop, stop:]
+        upper = _UPPER[: stop - start, : stop - start]
+        block = source[start:stop, start:stop].copy()
+        np.copyto(target[start:stop, start:stop], block, where=upper)

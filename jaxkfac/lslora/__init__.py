@@ -1,0 +1,38 @@
+"""LS-LoRA: low-rank adapters with a learnable Fourier nonlinearity, for any JAX function."""
+
+from jaxkfac.lslora._adapter import Adapter, Adapters
+from jaxkfac.lslora._attach import Adapted, attach
+from jaxkfac.lslora._bank import Bank
+from jaxkfac.lslora._config import Config, RmsSigma
+from jaxkfac.lslora._diagnose import Diagnosis, diagnose
+from jaxkfac.lslora._files import load, save
+from jaxkfac.lslora._fourier import fourier
+from jaxkfac.lslora._init import init
+from jaxkfac.lslora._merge import ApproximateMerge, approximate_merge, merge
+from jaxkfac.lslora._regulariser import fourier_loss
+from jaxkfac.lslora._sigma import calibrate
+from jaxkfac.lslora._stack import stack
+from jaxkfac.lslora._warm_start import as_fourier
+
+__all__ = [
+    "Adapted",
+    "Adapter",
+    "Adapters",
+    "ApproximateMerge",
+    "Bank",
+    "Config",
+    "Diagnosis",
+    "RmsSigma",
+    "approximate_merge",
+    "as_fourier",
+    "attach",
+    "calibrate",
+    "diagnose",
+    "fourier",
+    "fourier_loss",
+    "init",
+    "load",
+    "merge",
+    "save",
+    "stack",
+]

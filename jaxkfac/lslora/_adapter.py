@@ -1,0 +1,53 @@
+"""One layer's adapter."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Float
+
+# phi with these coefficients is tanh. NumPy, so that no use of it builds a device constant.
+IDENTITY = np.array([0.0, 1.0, 0.0, 0.0], np.float32)
+
+
+class Adapter(NamedTuple):
+    r"""The trained leaves of one layer's branch.
+
+    Leading axes are the layer's stack: scanned slices, then experts. In a :class:`Bank` one
+    more axis, the bank's slots, follows them.
+
+    Attributes:
+        a: $A$, what maps the layer's inputs to the bottleneck.
+        b: $B$, what maps the bottleneck to the layer's outputs.
+        coefficients: $c_0 \ldots c_3$ of each slice, float32; ``None`` for plain LoRA.
+        sigma: $\sigma$ of each slice, float32; ``None`` for plain LoRA. Infinite in a bank,
+            where the slot holds plain LoRA.
+    """
+
+    a: Float[Array, "*stack in r"]
+    b: Float[Array, "*stack r out"]
+    coefficients: Float[Array, "*stack 4"] | None
+    sigma: Float[Array, "*stack"] | None
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether this is plain LoRA."""
+        return self.coefficients is None
+
+
+# {layer: Adapter}, and {path: array} for the parameters of ``modules_to_save``.
+Adapters = Mapping[str, Any]
+
+
+def only_adapters(adapters: Adapters) -> dict[str, Adapter]:
+    """The adapters of a tree, without the parameters that are trained whole."""
+    return {name: x for name, x in adapters.items() if isinstance(x, Adapter)}
+
+
+def nonlinearities(adapters: Adapters) -> dict[str, tuple[Array, Array]]:
+    """``(coefficients, sigma)`` of every adapter that has them."""
+    return {
+        name: (x.coefficients, x.sigma)
+        for name, x in only_adapters(adapters).items()
+        if x.coefficients is not None and x.sigma is not None
+    }

@@ -1,0 +1,267 @@
+"""Attach adapters to a function: the same program, with a branch at every adapted product."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Key, PyTree, UInt32
+
+from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac.factors._objective import takes_key
+from jaxkfac.interception._layer import Layer
+from jaxkfac.interception._paths import leaves_by_path, with_leaves
+from jaxkfac.interception._rewrite import Handler, Site
+from jaxkfac.interception._trace import Traced, trace
+from jaxkfac.lslora._adapter import Adapter, Adapters, only_adapters
+from jaxkfac.lslora._bank import Bank
+from jaxkfac.lslora._branch import Form, adapted_product
+from jaxkfac.lslora._config import Config
+
+# Folded into the caller's key, so that the model's own dropout draws other numbers.
+DROPOUT = 0x15_10_4A
+
+
+class Adapted:
+    """What :func:`attach` returns: ``adapted(params, adapters, inputs, key=, adapter=)``.
+
+    Attributes:
+        config: The settings.
+    """
+
+    def __init__(
+        self, apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool = False
+    ) -> None:
+        self.config = config
+        self._apply, self._forward_mode = apply_fn, forward_mode
+        self._traces: dict[Any, Traced] = {}
+
+    def __call__(
+        self,
+        params: PyTree,
+        adapters: Adapters | Bank,
+        inputs: Any,
+        key: Key[Array, ""] | None = None,
+        adapter: int | Int[Array, ""] | Int[Array, " n"] | Int[np.ndarray, "..."] | None = None,
+    ) -> Any:
+        """Outputs of the adapted model.
+
+        Args:
+            params: The base model. It is frozen: its gradient is zero.
+            adapters: From :func:`init`, or a bank of several.
+            inputs: Of the model.
+            key: For the model's dropout, if it takes one, and the adapters'; without one the
+                adapters drop nothing.
+            adapter: With a bank: a slot's index, or one for each example, as data. -1 is the
+                base model. An index beyond the bank raises, or gives NaN where it is traced.
+
+        Raises:
+            UnknownLayerError: adapters of layers that the model does not have.
+            LostRowsError: adapters by row, at a layer whose rows cannot be told apart by example.
+            ValueError: leaves that do not fit the layer, or an index that does not fit the batch.
+        """
+        return self.run(params, adapters, inputs, key, adapter)
+
+    def run(
+        self,
+        params: PyTree,
+        adapters: Adapters | Bank,
+        inputs: Any,
+        key: Any = None,
+        adapter: Any = None,
+        *,
+        handler: Callable[[Mapping[str, Form]], Handler] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """The same with another handler, whose slots hold ``extra`` beside the adapters."""
+        bank, rows, saved = isinstance(adapters, Bank), None, {}
+        scaled = isinstance(adapters, Bank) and adapters.scaled
+        if isinstance(adapters, Bank):
+            own, rows = adapters.chosen(adapter)
+        elif adapter is not None:
+            raise ValueError("adapter=: these adapters are not a bank; see jk.lslora.stack")
+        else:
+            own = only_adapters(adapters)
+            saved = {name: x for name, x in adapters.items() if name not in own}
+        _check_saved(params, saved)
+        params = with_leaves(jax.lax.stop_gradient(params), saved)
+        traced = self.traced(params, inputs, key, tuple(sorted(own)))
+        if rows is not None and rows.shape[0] != traced.num_examples:
+            raise ValueError(
+                f"adapter= has {rows.shape[0]} indices, and the outputs have "
+                f"{traced.num_examples} examples on their first axis"
+            )
+        forms, slots = {}, {}
+        for number, (name, leaves) in enumerate(sorted(own.items())):
+            layer = traced.table[name]
+            slots[name] = {"adapter": _checked(leaves, layer, banked=rows is not None)}
+            forms[name] = self._form(traced, layer, leaves, key, scaled=scaled, bank=bank)
+            if rows is not None:
+                slots[name]["index"] = jnp.broadcast_to(rows, (*layer.stack, *rows.shape))
+            if key is not None and self.config.dropout:
+                slots[name]["key"] = _keys(key, number, layer)
+            if extra is not None:
+                slots[name]["extra"] = extra[name]
+        chosen = (handler or adapt)(forms)
+        return traced.emit(chosen, params, slots, inputs, key)
+
+    def traced(
+        self, params: PyTree, inputs: Any, key: Any, names: Sequence[str] | None = None
+    ) -> Traced:
+        """The model's trace with these layers tapped; all with ``None``."""
+        leaves, tree = jax.tree.flatten((params, inputs, key))
+        mesh = jax.sharding.get_abstract_mesh()
+        types = tuple(x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in leaves)
+        known = (names, tree, types, mesh, jnp.zeros(()).dtype)
+        if known in self._traces:
+            return self._traces[known]
+        pattern = None if names is None else "|".join(map(re.escape, names))
+        try:
+            traced = trace(
+                self._forward,
+                params,
+                inputs,
+                key,
+                layers=pattern if names else None,
+                experts=self.config.experts,
+                examples_lead=True,
+            )
+        except UnknownLayerError:
+            traced = None
+        absent = [n for n in names or () if traced is None or n not in traced.table]
+        if traced is None or absent:
+            every = self.traced(params, inputs, key).table
+            raise UnknownLayerError(
+                f"adapters of {absent}, and the model has no such layers; the nearest names are "
+                f"{nearest(absent[0], every)}"
+            )
+        if not traced.holds_tracers:
+            self._traces[known] = traced
+        return traced
+
+    def _forward(self, params: PyTree, inputs: Any, key: Any) -> Any:
+        kwargs = {"key": key} if takes_key(self._apply) else {}
+        return self._apply(params, inputs, **kwargs)
+
+    def _form(
+        self, traced: Traced, layer: Layer, adapter: Adapter, key: Any, *, scaled: bool, bank: bool
+    ) -> Form:
+        config = self.config
+        if (config.fourier_placement == "none") != adapter.is_linear:
+            have = "no coefficients" if adapter.is_linear else "coefficients"
+            raise ValueError(
+                f"layer {layer.name!r}: the adapter has {have}, and fourier_placement is "
+                f"{config.fourier_placement!r}; attach the config that it was made with"
+            )
+        rank = adapter.a.shape[-1]
+        if not bank and rank != config.rank_of(layer.name):
+            raise ValueError(
+                f"layer {layer.name!r}: the adapter has rank {rank}, and the config says "
+                f"{config.rank_of(layer.name)}, which its scaling is made from"
+            )
+        return Form(
+            placement=config.fourier_placement,
+            scaling=1.0 if scaled else config.scaling(layer.name),
+            may_be_linear=bank and not adapter.is_linear,
+            forward_mode=self._forward_mode,
+            dropout=config.dropout,
+            key_impl=None if key is None else jax.random.key_impl(key),
+            uses={id(use): i for i, use in enumerate(traced.uses_of(layer))},
+            examples=traced.examples,
+        )
+
+
+def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool = False) -> Adapted:
+    r"""The model with the branch added at every layer that has an adapter.
+
+    The program is re-emitted with the branch at the product itself, inside its scan, remat or
+    jit; layers are found as :func:`jaxkfac.find_layers` finds them. A view that multiplies the
+    kernel by a constant multiplies the base product only. A tied parameter is adapted in the
+    orientation that the layer's name says, and in every use of that orientation.
+
+    Curvature of the adapters needs nothing new: in
+    ``jk.Objective(lambda adapters, inputs: adapted(params, adapters, inputs), ...)`` every A and
+    B is a dense layer. Coefficients and $\sigma$ are read inside a custom derivative, which no
+    layer rule looks into: they are reported as not covered, which raises by default. Pass
+    ``uncovered="diagonal"``, a second pass over them, or ``"ignore"``. Under ``jax.jit`` build
+    the objective inside the jitted function, with ``params`` an argument of it: what a jitted
+    function closes over is copied into the program.
+
+    Args:
+        apply_fn: ``apply_fn(params, inputs) -> outputs``, or with a ``key=`` argument, which
+            may be ``None``.
+        config: The settings.
+        forward_mode: Leave the derivative of $\varphi$ to JAX, so that ``jax.jvp`` and the
+            matrix-free operators work. It keeps more for the backward pass; coefficients are
+            then scales and biases to ``find_layers``, and only sigma is not covered.
+
+    Returns:
+        An :class:`Adapted`: ``adapted(params, adapters, inputs, key=None, adapter=None)``.
+
+    Memory:
+        For each adapted product $z$ (``out`` or ``rank`` values a row) and the rank's values.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora
+        >>> def apply_fn(params, x):
+        ...     return x @ params["kernel"]
+        >>> params, x = {"kernel": jnp.ones((3, 2))}, jnp.ones((5, 3))
+        >>> config = lslora.Config(rank=1, target="kernel")
+        >>> adapters = lslora.init(config, apply_fn, params, x, key=jax.random.key(0))
+        >>> adapted = lslora.attach(apply_fn, config)
+        >>> bool((adapted(params, adapters, x) == apply_fn(params, x)).all())
+        True
+    """
+    return Adapted(apply_fn, config, forward_mode=forward_mode)
+
+
+def adapt(forms: Mapping[str, Form]) -> Handler:
+    """The handler that adds the branch."""
+
+    def handler(site: Site, operands: list[Any]) -> Any:
+        return adapted_product(site, operands, forms[str(site.uses[0].layer)])
+
+    return handler
+
+
+def _check_saved(params: PyTree, saved: Mapping[str, Any]) -> None:
+    leaves = leaves_by_path(params)
+    for path, x in saved.items():
+        if path not in leaves:
+            raise UnknownLayerError(
+                f"the adapters hold a whole parameter {path!r}, which the model does not have; "
+                f"the nearest are {nearest(path, leaves)}"
+            )
+        if tuple(leaves[path].shape) != tuple(x.shape):
+            raise ValueError(
+                f"parameter {path!r}: expected shape {tuple(leaves[path].shape)}, got "
+                f"{tuple(x.shape)}"
+            )
+
+
+def _keys(key: Key[Array, ""], number: int, layer: Layer) -> UInt32[Array, "..."]:
+    """Key data for each slice of a layer; raw, because slots may be multiplied."""
+    mine = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), number)
+    return jax.random.key_data(jax.random.split(mine, layer.stack) if layer.stack else mine)
+
+
+def _checked(adapter: Adapter, layer: Layer, *, banked: bool) -> Adapter:
+    """The adapter, if its leaves fit the layer."""
+    rank, ndim = adapter.a.shape[-1], len(layer.stack)
+    slots = adapter.a.shape[ndim : ndim + 1] if banked else ()
+    lead = (*layer.stack, *slots)
+    expected = {
+        "a": (*lead, layer.in_features, rank),
+        "b": (*lead, rank, layer.out_features),
+        "coefficients": (*lead, 4),
+        "sigma": lead,
+    }
+    for part, leaf in adapter._asdict().items():
+        if leaf is not None and tuple(leaf.shape) != expected[part]:
+            raise ValueError(
+                f"layer {layer.name!r}: expected {part} of shape {expected[part]}, got "
+                f"{tuple(leaf.shape)}"
+            )
+    return adapter

@@ -1,0 +1,153 @@
+"""Several adapters in one tree: chosen, replaced and switched off as data."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkfac.lslora import Config, attach, fourier_loss, init, stack
+
+KEY = jax.random.key(0)
+PARAMS = {"s": jax.random.normal(KEY, (2, 4, 4)), "w": jax.random.normal(KEY, (4, 3))}
+X = jax.random.normal(jax.random.key(1), (3, 5, 4))
+CONFIGS = {
+    "first": Config(rank=2, alpha=3),
+    "second": Config(rank=1, alpha=5, rslora=True),
+    "plain": Config(rank=3, alpha=2, fourier_placement="none"),
+}
+
+
+def fn(p, x):
+    return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, p["s"])[0] @ p["w"]
+
+
+def moved(tree, seed):
+    """Leaves away from their first values."""
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    moved = [x + 0.3 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, moved)
+
+
+ADAPTERS = {
+    name: moved(init(config, fn, PARAMS, X, key=KEY), seed)
+    for seed, (name, config) in enumerate(CONFIGS.items())
+}
+
+
+@pytest.fixture(scope="module")
+def bank():
+    return stack(ADAPTERS, CONFIGS, slots=4)
+
+
+@pytest.fixture(scope="module")
+def outputs():
+    """Of every adapter by itself, and of the base model."""
+    each = {n: attach(fn, c)(PARAMS, ADAPTERS[n], X) for n, c in CONFIGS.items()}
+    return each | {"base": fn(PARAMS, X)}
+
+
+@pytest.fixture(scope="module")
+def serve():
+    """The adapted model, jitted once, and the number of its traces."""
+    adapted, traces = attach(fn, CONFIGS["first"]), []
+
+    @jax.jit
+    def run(bank, adapter):
+        traces.append(jnp.ndim(adapter))
+        return adapted(PARAMS, bank, X, adapter=adapter)
+
+    return run, traces
+
+
+def close(got, want):
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6)
+
+
+def test_adapters_of_other_ranks_scalings_and_kinds_are_swapped_without_a_second_trace(
+    bank, outputs, serve
+):
+    run, traces = serve
+    for name in CONFIGS:
+        close(run(bank, jnp.array(bank.index(name))), outputs[name])
+    close(run(bank, jnp.array(-1)), outputs["base"])
+    second = bank.index("second")
+    close(run(bank.disable("second"), jnp.array(second)), outputs["base"])
+    close(run(bank.disable("second").enable("second"), jnp.array(second)), outputs["second"])
+    close(run(bank.delete("second"), jnp.array(second)), outputs["base"])
+    other = bank.delete("second").set("third", ADAPTERS["first"], CONFIGS["first"])
+    assert other.index("third") == second and "second" not in other.names
+    close(run(other, jnp.array(second)), outputs["first"])
+    replaced = bank.set("first", ADAPTERS["second"], CONFIGS["second"])
+    close(run(replaced, jnp.array(bank.index("first"))), outputs["second"])
+    rows = jnp.array([2, -1, 0])
+    want = [outputs[n][i] for i, n in enumerate(("plain", "base", "first"))]
+    close(run(bank, rows), jnp.stack(want))
+    close(run(bank.disable("plain"), rows)[0], outputs["base"][0])
+    run(bank, rows[::-1])
+    assert traces == [0, 1]
+
+
+def test_an_index_beyond_the_bank_gives_nan_where_it_is_traced(bank, serve):
+    run, _ = serve
+    assert np.isnan(run(bank, jnp.array(7))).all()
+    mixed = run(bank, jnp.array([0, 9, -1]))
+    assert np.isfinite(mixed[0]).all() and np.isnan(mixed[1]).all() and np.isfinite(mixed[2]).all()
+
+
+def test_gradients_reach_only_the_adapters_that_rows_use(bank, serve):
+    run, _ = serve
+    grads = jax.grad(lambda b: jnp.sin(run(b, jnp.array([0, 0, 1]))).sum())(bank)
+    for leaf in jax.tree.leaves(grads.adapters["w"]):
+        slots = np.abs(np.moveaxis(leaf, 0, 0)).reshape(4, -1).sum(1)
+        assert (slots[:2] > 0).all() and (slots[2:] == 0).all()
+    assert not np.any(grads.enabled)
+
+
+def test_an_adapter_comes_out_as_it_went_in(bank):
+    for name, config in CONFIGS.items():
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6),
+            bank.get(name, config),
+            ADAPTERS[name],
+        )
+
+
+def test_the_regulariser_counts_enabled_adapters_with_a_nonlinearity(bank):
+    first, second = (fourier_loss(ADAPTERS[n]) for n in ("first", "second"))
+    np.testing.assert_allclose(fourier_loss(bank), (first + second) / 2, rtol=1e-6)
+    np.testing.assert_allclose(fourier_loss(bank.disable("second")), first, rtol=1e-6)
+
+
+def test_names_are_lost_in_a_transformation_and_given_back(bank):
+    through = jax.tree.map(lambda x: x, bank)
+    with pytest.raises(ValueError, match="has no names"):
+        through.index("first")
+    assert through.named(bank.names).index("second") == 1
+
+
+def test_what_a_bank_cannot_hold_is_refused(bank):
+    first = ADAPTERS["first"]
+    for name in ("lora", "a/b", "..", "a.b", ""):
+        with pytest.raises(ValueError, match=f"adapter name {name!r}"):
+            stack({name: first})
+    with pytest.raises(ValueError, match=r"different layers: \['s'\]"):
+        stack({"a": first, "b": {"w": first["w"]}})
+    with pytest.raises(ValueError, match=r"one fourier_placement, got \['bottleneck', 'output'\]"):
+        stack(
+            {"a": first, "b": first},
+            {"a": Config(), "b": Config(fourier_placement="bottleneck")},
+        )
+    with pytest.raises(ValueError, match="slots=1: there are 3 adapters"):
+        stack(ADAPTERS, CONFIGS, slots=1)
+    wide = Config(rank=3, rank_pattern={"s": 4})
+    given = init(wide, fn, PARAMS, X, key=KEY)
+    with pytest.raises(ValueError, match="rank 4 at 's'.*ranks up to 3"):
+        bank.set("wide", given, wide)
+    with pytest.raises(ValueError, match="with settings: give this adapter's"):
+        bank.set("first", first)
+    full = stack({"a": first})
+    with pytest.raises(ValueError, match="no free slot for 'b'"):
+        full.set("b", first)
+    with pytest.raises(ValueError, match="no adapter 'c'; the bank holds"):
+        full.index("c")

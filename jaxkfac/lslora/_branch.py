@@ -1,0 +1,119 @@
+"""The low-rank branch at one product, whatever the order of its operands and axes."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkfac.interception import _compat
+from jaxkfac.interception._axes import Atoms
+from jaxkfac.interception._rewrite import Site
+from jaxkfac.interception._values import Use
+from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.lslora._config import Placement
+from jaxkfac.lslora._fourier import fourier
+from jaxkfac.lslora._product_axes import ProductAxes
+
+Array = Any  # a tracer or a constant
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What is fixed of a branch.
+
+    Attributes:
+        placement: Where the nonlinearity is.
+        scaling: What the product of the two low-rank factors is multiplied by.
+        may_be_linear: Whether an infinite sigma stands for the identity.
+        forward_mode: Whether the branch must be differentiable by ``jvp``.
+        dropout: Probability, where there is a key.
+        key_impl: Of the key whose data is in the slot.
+        uses: Number of each use of the layer, so that each draws its own dropout.
+        examples: Atoms of the example axis.
+    """
+
+    placement: Placement
+    scaling: float
+    may_be_linear: bool = False
+    forward_mode: bool = False
+    dropout: float = 0.0
+    key_impl: Any = None
+    uses: dict[int, int] = dataclasses.field(default_factory=dict)
+    examples: Atoms = ()
+
+
+class Branch(NamedTuple):
+    """One evaluation.
+
+    Attributes:
+        inside: ``x A`` as ``(stack..., rows..., rank)``.
+        z: What the nonlinearity is applied to; likewise.
+        added: What is added to the product, with its axes.
+    """
+
+    inside: Array
+    z: Array
+    added: Array
+
+
+def adapted_product(site: Site, operands: list[Any], form: Form) -> Array:
+    """The product with the branch added, in the product's dtype."""
+    base = site.bind(*operands)
+    return add(base, branch(site, operands, form).added)
+
+
+def add(base: Array, added: Array) -> Array:
+    """The sum in the wider of the two dtypes, cast back."""
+    wide = statistics_dtype(base.dtype, added.dtype)
+    if base.dtype == added.dtype:
+        return base + added
+    return (base.astype(wide) + added.astype(wide)).astype(base.dtype)
+
+
+def branch(site: Site, operands: list[Any], form: Form) -> Branch:
+    """The branch of a site's only use.
+
+    Raises:
+        LostRowsError: adapters are mixed by row, and the rows cannot be told apart by example.
+    """
+    use, slot = site.uses[0], site.slots[0]
+    x = operands[1 - use.operand]
+    slot = jax.tree.map(lambda leaf: _compat.cast_varying(leaf, x), slot)
+    if "key" in slot:
+        x = _dropped(x, slot["key"], form, use)
+    axes = ProductAxes.of(site, use, x, slot.get("index"), form.examples)
+    adapter = axes.pick(slot["adapter"], slot.get("index"))
+    p = site.eqn.params
+    options = {
+        "precision": p["precision"],
+        "preferred_element_type": p["preferred_element_type"],
+    }
+    inside = axes.down(x, adapter.a.astype(x.dtype), options)
+
+    def up(h: Array) -> Array:
+        return axes.up(h.astype(x.dtype), adapter.b.astype(x.dtype), options)
+
+    def phi(z: Array) -> Array:
+        if adapter.coefficients is None or adapter.sigma is None:
+            return z
+        return fourier(
+            z,
+            adapter.coefficients,
+            adapter.sigma,
+            may_be_linear=form.may_be_linear,
+            forward_mode=form.forward_mode,
+        )
+
+    if form.placement == "bottleneck":
+        return Branch(inside, inside, axes.as_product(form.scaling * up(phi(inside))))
+    z = form.scaling * up(inside)
+    return Branch(inside, z, axes.as_product(phi(z)))
+
+
+def _dropped(x: Array, key: Array, form: Form, use: Use) -> Array:
+    """Inverted dropout; experts of one product draw from the first one's key."""
+    key = jax.random.wrap_key_data(key.reshape(-1, key.shape[-1])[0], impl=form.key_impl)
+    keep = 1 - form.dropout
+    mask = jax.random.bernoulli(jax.random.fold_in(key, form.uses[id(use)]), keep, x.shape)
+    return jnp.where(mask, x / jnp.asarray(keep, x.dtype), jnp.zeros((), x.dtype))

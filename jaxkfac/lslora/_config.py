@@ -1,0 +1,145 @@
+"""What an adapter is made from."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, get_args
+
+Placement = Literal["output", "bottleneck", "none"]
+Number = float | int  # the runtime type hook does not take an int for a float
+ALL_LINEAR = "all-linear"
+
+
+class RmsSigma(NamedTuple):
+    r"""A first $\sigma$ that is measured: ``factor`` times the root mean square of $z$.
+
+    Attributes:
+        factor: Dimensionless, positive.
+    """
+
+    factor: Number = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    r"""Settings of one LS-LoRA adapter; all of them are saved with it.
+
+    With $\hat x = \tanh(z / (|\sigma| + 10^{-6}))$ and
+    $\varphi(z) = c_0 + c_1 \hat x + c_2 \sin \pi\hat x + c_3 \cos \pi\hat x$, a layer $W$ becomes
+
+    $$ y = x W + \varphi(s\, x A B) \quad\text{or}\quad y = x W + s\, \varphi(x A) B , $$
+
+    with $s$ = ``alpha / rank``, or ``alpha / sqrt(rank)`` with ``rslora``. The first coefficients
+    $[0, 1, 0, 0]$ make $\varphi$ the tanh, and not the identity: 24%, 43% and 76% away from
+    linear (root mean square over normal z, relative) at std(z)/σ = 0.57, 1 and 3.
+
+    Attributes:
+        rank: $r$, the width of the bottleneck.
+        alpha: See above.
+        target: Which layers: a full-match pattern over layer names (paths of kernels), a tuple
+            of suffixes of them with or without the last component (``("q_proj", "v_proj")``),
+            or ``"all-linear"``, every dense layer.
+        exclude: Full-match pattern of layers to leave out, or ``None``.
+        fourier_placement: ``"output"`` is the first formula, the original; ``"bottleneck"``
+            the second: $\varphi$ on $r$ values instead of ``out``. They are different models.
+            ``"none"`` is plain LoRA, $\varphi$ the identity: no coefficients and no $\sigma$.
+        init_sigma: First $\sigma$: a number, or ``RmsSigma(factor)`` to measure it.
+        reg_weight: What the training script multiplies ``fourier_loss`` with.
+        rslora: Divide ``alpha`` by the root of the rank.
+        dropout: Probability in [0, 1), of the branch's inputs, where a key is given.
+        rank_pattern: ``{pattern: rank}``, full matches over layer names; the first counts.
+        alpha_pattern: ``{pattern: alpha}``, likewise.
+        modules_to_save: Full-match pattern of parameters that are trained whole and saved
+            beside the adapter, or ``None``.
+        experts: See ``find_layers``: parameters that are read as a stack of experts.
+
+    Raises:
+        ValueError: a value out of its range, or a pattern that is no regular expression.
+
+    Example:
+        >>> import jaxkfac.lslora
+        >>> config = jaxkfac.lslora.Config(rank=4, alpha=8.0, alpha_pattern={r".*q/kernel": 32})
+        >>> config.scaling("block/q/kernel"), config.scaling("block/v/kernel")
+        (8.0, 2.0)
+    """
+
+    rank: int = 8
+    alpha: Number = 16.0
+    target: str | tuple[str, ...] = ALL_LINEAR
+    exclude: str | None = None
+    fourier_placement: Placement = "output"
+    init_sigma: Number | RmsSigma = 1.0
+    reg_weight: Number = 0.01
+    rslora: bool = False
+    dropout: Number = 0.0
+    rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    alpha_pattern: Mapping[str, Number] = dataclasses.field(default_factory=dict)
+    modules_to_save: str | None = None
+    experts: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.fourier_placement not in get_args(Placement):
+            raise ValueError(
+                f"fourier_placement={self.fourier_placement!r}: expected one of "
+                f"{get_args(Placement)}"
+            )
+        for rank in (self.rank, *self.rank_pattern.values()):
+            if rank < 1:
+                raise ValueError(f"rank={rank}: expected at least 1")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}: expected a probability in [0, 1)")
+        for name in ("alpha", "reg_weight"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)}: expected a finite number")
+        _check_sigma(self.init_sigma)
+        if self.target == () or self.target == "":
+            raise ValueError("target is empty: name the layers, or say 'all-linear'")
+        patterns = (*self.rank_pattern, *self.alpha_pattern)
+        for pattern in (self.target, self.exclude, self.modules_to_save, self.experts, *patterns):
+            _check_pattern(pattern)
+
+    def rank_of(self, layer: str) -> int:
+        """The rank at a layer, by name."""
+        return _first_match(self.rank_pattern, layer, self.rank)
+
+    def alpha_of(self, layer: str) -> Number:
+        """Alpha at a layer, by name."""
+        return _first_match(self.alpha_pattern, layer, self.alpha)
+
+    def scaling(self, layer: str) -> float:
+        """$s$ at a layer, by name."""
+        rank = self.rank_of(layer)
+        return self.alpha_of(layer) / (math.sqrt(rank) if self.rslora else rank)
+
+    def targets(self, layer: str) -> bool:
+        """Whether ``target`` names a layer and ``exclude`` does not; all of them for all-linear."""
+        if self.exclude is not None and re.fullmatch(self.exclude, layer):
+            return False
+        if self.target == ALL_LINEAR:
+            return True
+        if isinstance(self.target, str):
+            return re.fullmatch(self.target, layer) is not None
+        module = layer.rpartition("/")[0]
+        return any(f"/{n}".endswith(f"/{s}") for s in self.target for n in (layer, module))
+
+
+def _first_match(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
+    return next((v for p, v in patterns.items() if re.fullmatch(p, layer)), default)
+
+
+def _check_sigma(sigma: Number | RmsSigma) -> None:
+    number = sigma.factor if isinstance(sigma, RmsSigma) else sigma
+    if not math.isfinite(number) or number == 0 or (isinstance(sigma, RmsSigma) and number < 0):
+        raise ValueError(
+            f"init_sigma={sigma}: expected a finite number other than 0, or RmsSigma(factor) "
+            "with a positive factor"
+        )
+
+
+def _check_pattern(pattern: str | tuple[str, ...] | None) -> None:
+    if isinstance(pattern, str):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None

@@ -1,0 +1,289 @@
+"""Adapters come back from disk as they were, and what does not fit is named."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import safetensors.numpy
+
+from jaxkfac._errors import CheckpointMismatchError
+from jaxkfac.lslora import Config, RmsSigma, attach, fourier_loss, init, load, save
+from jaxkfac.lslora._names import module_name
+
+KEY = jax.random.key(0)
+PARAMS = {
+    "layers": {
+        "attn": {"q_proj": {"kernel": jnp.ones((2, 4, 2, 3))}},
+        "mlp": {"kernel": jnp.ones((2, 6, 4))},
+    },
+    "head": {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3)},
+}
+X = jnp.linspace(-1, 1, 20).reshape(5, 4)
+CONFIG = Config(
+    rank=2,
+    alpha=5,
+    target=("q_proj", "mlp"),
+    exclude="nothing",
+    fourier_placement="bottleneck",
+    init_sigma=0.7,
+    reg_weight=0.03,
+    rslora=True,
+    dropout=0.1,
+    rank_pattern={".*mlp.*": 3},
+    alpha_pattern={".*mlp.*": 7.5},
+    modules_to_save="head/.*",
+    experts="none",
+)
+
+
+def fn(p, x):
+    def block(c, w):
+        h = jnp.einsum("nd,dhk->nhk", c, w["attn"]["q_proj"]["kernel"])
+        return c + jnp.tanh(h).reshape(-1, 6) @ w["mlp"]["kernel"], None
+
+    return jax.lax.scan(block, x, p["layers"])[0] @ p["head"]["kernel"] + p["head"]["bias"]
+
+
+def adapters_of(config=CONFIG, **options):
+    fresh = init(config, fn, PARAMS, X, key=KEY, **options)
+    leaves, structure = jax.tree.flatten(fresh)
+    moved = [x + 0.1 * (i + 1) for i, x in enumerate(leaves)]
+    return jax.tree.unflatten(structure, moved)
+
+
+def equal(x, y):
+    assert jax.tree.structure(x) == jax.tree.structure(y)
+    for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dialect", ["lslora", "peft"])
+@pytest.mark.parametrize("name", ["default", "other"])
+def test_an_adapter_comes_back_bit_for_bit_with_every_setting(tmp_path, name, dialect):
+    adapters = adapters_of()
+    save(tmp_path, adapters, CONFIG, name=name, dialect=dialect)
+    for like in (None, adapters, jax.eval_shape(adapters_of)):
+        again, config = load(tmp_path, name=name, like=like)
+        assert config == CONFIG
+        equal(again, adapters)
+    folder = tmp_path if name == "default" else tmp_path / name
+    record = json.loads((folder / "adapter_config.json").read_text())
+    assert record["peft_type"] == {"lslora": "LSLORA", "peft": "LORA"}[dialect]
+    assert {f.name for f in folder.iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+
+
+def test_the_file_has_pefts_keys_one_module_for_each_slice_in_pytorchs_orientation(tmp_path):
+    adapters = adapters_of()
+    save(tmp_path, adapters, CONFIG)
+    stored = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
+    prefix = "base_model.model."
+    shapes = {f"{prefix}head.weight": (3, 4), f"{prefix}head.bias": (3,)}
+    for i in range(2):
+        for module, rank, n_in, n_out in (("attn.q_proj", 2, 4, 6), ("mlp", 3, 6, 4)):
+            where = f"{prefix}layers.{i}.{module}"
+            shapes |= {
+                f"{where}.lora_A.weight": (rank, n_in),
+                f"{where}.lora_B.weight": (n_out, rank),
+                f"{where}.fourier_params.weight": (4,),
+                f"{where}.fourier_params.sigma": (),
+            }
+    assert {k: v.shape for k, v in stored.items()} == shapes
+    np.testing.assert_array_equal(
+        stored[f"{prefix}layers.1.attn.q_proj.lora_A.weight"],
+        adapters["layers/attn/q_proj/kernel"].a[1].T,
+    )
+    record = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert record["rank_pattern"] == {rf"layers\.{i}\.mlp": 3 for i in range(2)}
+    assert record["modules_to_save"] == ["head"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "index", "module"),
+    [
+        ("q", (), "q"),
+        ("params/q_proj/kernel", (), "q_proj"),
+        ("params/layers/attn/q_proj/kernel", (3,), "layers.3.attn.q_proj"),
+        ("model/layers/mlp/kernel", (0,), "model.layers.0.mlp"),
+        ("decoder/q/kernel", (1,), "decoder.1.q"),
+        ("layers/experts/up/kernel", (2, 5), "layers.2.experts.5.up"),
+        ("layers/up/kernel", (2, 5), "layers.2.up.5"),
+        ("blocks/q/kernel[4]", (), "blocks.4.q"),
+        ("layers/0/q/kernel", (), "layers.0.q"),
+    ],
+)
+def test_default_module_names(layer, index, module):
+    assert module_name(layer, index) == module
+
+
+def test_own_names_and_names_that_collide(tmp_path):
+    config = Config(rank=1, target=".*mlp.*")
+    adapters = adapters_of(config)
+
+    def names(layer, index):
+        return f"model.h.{index[0]}.ffn"
+
+    save(tmp_path, adapters, config, names=names)
+    stored = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
+    assert "base_model.model.model.h.1.ffn.lora_A.weight" in stored
+    equal(load(tmp_path, like=adapters, names=names)[0], adapters)
+    equal(load(tmp_path)[0], adapters)
+    with pytest.raises(ValueError, match=r"written as 'base_model.model.all.lora_A.weight'"):
+        save(tmp_path, adapters, config, names=lambda layer, index: "all")
+
+
+def test_a_measured_sigma_and_bfloat16_survive(tmp_path):
+    config = Config(rank=2, target=("mlp",), init_sigma=RmsSigma(2.5))
+    adapters = adapters_of(config, dtype=jnp.bfloat16)
+    assert adapters["layers/mlp/kernel"].a.dtype == jnp.bfloat16
+    save(tmp_path, adapters, config)
+    again, settings = load(tmp_path)
+    assert settings == config
+    equal(again, adapters)
+
+
+def test_plain_lora_is_written_as_stock_peft_writes_it(tmp_path):
+    config = Config(rank=2, target=("mlp",), fourier_placement="none")
+    adapters = adapters_of(config)
+    save(tmp_path, adapters, config, dialect="peft")
+    record = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert not {"fourier_placement", "init_sigma", "fourier_reg_weight"} & record.keys()
+    again, settings = load(tmp_path)
+    assert settings == config
+    equal(again, adapters)
+    with pytest.raises(ValueError, match="no word for plain LoRA"):
+        save(tmp_path, adapters, config)
+
+
+def test_one_file_holds_one_adapter_and_names_that_contain_each_other_are_kept_apart(tmp_path):
+    config = Config(rank=2, target=("mlp",))
+    first = adapters_of(config)
+    second = jax.tree.map(lambda x: -x, first)
+    save(tmp_path, first, config, name="task")
+    save(tmp_path, second, config, name="task2")
+    equal(load(tmp_path, name="task")[0], first)
+    equal(load(tmp_path, name="task2")[0], second)
+
+
+def test_training_goes_on_from_a_file_as_if_it_had_not_stopped(tmp_path):
+    config = Config(rank=2, target=("mlp", "q_proj"), init_sigma=0.5)
+    adapted, tx = attach(fn, config), optax.sgd(0.01, momentum=0.9)
+
+    @jax.jit
+    def step(adapters, state):
+        def loss(a):
+            return jnp.square(adapted(PARAMS, a, X)).mean() + 0.1 * fourier_loss(a)
+
+        updates, state = tx.update(jax.grad(loss)(adapters), state)
+        return optax.apply_updates(adapters, updates), state
+
+    one = step(*step(*(lambda a: (a, tx.init(a)))(adapters_of(config))))
+    save(tmp_path, one[0], config)
+    straight, _ = step(*one)
+    resumed, _ = step(load(tmp_path)[0], one[1])
+    equal(resumed, straight)
+
+
+def changed(folder, key, **values):
+    record = json.loads((folder / "adapter_config.json").read_text())
+    record |= values
+    if key is not None:
+        del record[key]
+    (folder / "adapter_config.json").write_text(json.dumps(record))
+
+
+def test_missing_extra_and_misshapen_keys_are_all_named(tmp_path):
+    config = Config(rank=2, target=("mlp",))
+    adapters = adapters_of(config)
+    save(tmp_path, adapters, config)
+    file = tmp_path / "adapter_model.safetensors"
+    stored = safetensors.numpy.load_file(file)
+    where = "base_model.model.layers"
+    stored[f"{where}.9.mlp.lora_A.weight"] = stored.pop(f"{where}.0.mlp.lora_A.weight")
+    stored[f"{where}.1.mlp.lora_B.weight"] = np.zeros((4, 5), np.float32)
+    safetensors.numpy.save_file(stored, file)
+    with pytest.raises(ValueError, match=r"pass like="):
+        load(tmp_path)
+    with pytest.raises(CheckpointMismatchError) as error:
+        load(tmp_path, like=adapters)
+    assert f"lacks ['{where}.0.mlp.lora_A.weight']" in str(error.value)
+    assert f"has ['{where}.9.mlp.lora_A.weight'], which the model" in str(error.value)
+    assert f"{where}.1.mlp.lora_B.weight has shape (4, 5), expected (4, 2)" in str(error.value)
+
+
+def test_damaged_files_and_configs_of_something_else_are_refused(tmp_path):
+    config = Config(rank=2, target=("mlp",))
+    save(tmp_path, adapters_of(config), config)
+    file, text = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    data, record = file.read_bytes(), text.read_text()
+    for damaged in (data[:-7], data[:5], b"\xff" * 64, b""):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"adapter_model.safetensors is damaged"):
+            load(tmp_path)
+    file.write_bytes(data)
+    text.write_text(record[:-9])
+    with pytest.raises(ValueError, match=r"adapter_config.json is damaged"):
+        load(tmp_path)
+    text.write_text(record)
+    changed(tmp_path, None, peft_type="IA3")
+    with pytest.raises(ValueError, match="expected peft_type 'LSLORA' or 'LORA', got 'IA3'"):
+        load(tmp_path)
+    text.write_text(record)
+    changed(tmp_path, "init_sigma")
+    with pytest.raises(ValueError, match=r"lacks \['init_sigma'\]"):
+        load(tmp_path)
+    text.write_text(record)
+    changed(tmp_path, None, use_dora=True, bias="all")
+    with pytest.raises(ValueError, match=r"not supported: {'use_dora': True, 'bias': 'all'}"):
+        load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no adapter in"):
+        load(tmp_path, name="absent")
+
+
+def test_nan_is_neither_written_nor_read(tmp_path):
+    config = Config(rank=2, target=("mlp",))
+    adapters = adapters_of(config)
+    save(tmp_path, adapters, config)
+    before = (tmp_path / "adapter_model.safetensors").read_bytes()
+    (name,) = adapters
+    coefficients = adapters[name].coefficients.at[1, 2].set(jnp.nan)
+    with pytest.raises(
+        ValueError, match=r"NaN or infinity in .*layers.1.mlp.fourier_params.weight"
+    ):
+        save(tmp_path, {name: adapters[name]._replace(coefficients=coefficients)}, config)
+    assert (tmp_path / "adapter_model.safetensors").read_bytes() == before
+    stored = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
+    stored["base_model.model.layers.0.mlp.fourier_params.weight"][0] = np.nan
+    safetensors.numpy.save_file(stored, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"NaN or infinity in .*layers.0.mlp.fourier_params"):
+        load(tmp_path, like=adapters)
+
+
+@pytest.mark.parametrize("name", ["lora", "../up", "a/b", "a.b", ""])
+def test_names_that_cannot_be_part_of_a_key_or_folder_are_refused(tmp_path, name):
+    config = Config(rank=2, target=("mlp",))
+    with pytest.raises(ValueError, match="expected an identifier"):
+        save(tmp_path, adapters_of(config), config, name=name)
+    with pytest.raises(ValueError, match="expected an identifier"):
+        load(tmp_path, name=name)
+
+
+def test_pefts_patterns_of_modules_become_patterns_of_layers(tmp_path):
+    config = Config(rank=2, alpha=4, target=("mlp", "q_proj"), rank_pattern={".*mlp.*": 3})
+    adapters = adapters_of(config)
+    save(tmp_path, adapters, config, dialect="peft")
+    changed(tmp_path, "jaxkfac", rank_pattern={"mlp": 3}, alpha_pattern={r"layers\.\d+\.mlp": 9})
+    again, settings = load(tmp_path, like=adapters)
+    equal(again, adapters)
+    for layer, rank, alpha in (("layers/mlp/kernel", 3, 9), ("layers/attn/q_proj/kernel", 2, 4)):
+        assert settings.targets(layer)
+        assert settings.scaling(layer) == alpha / rank
+    changed(tmp_path, None, alpha_pattern={r"layers\.1\.mlp": 9})
+    with pytest.raises(ValueError, match="gives only some slices of layer 'layers/mlp/kernel' 9"):
+        load(tmp_path, like=adapters)

@@ -1,0 +1,64 @@
+"""An adapter's folder: where its files lie, what their keys are, and how they are read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkfac._errors import CheckpointMismatchError
+from jaxkfac.lslora._adapter import Adapter
+from jaxkfac.lslora._record import OWN, check_record, is_linear
+from jaxkfac.lslora._safetensors import read_tensors
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+KEYS = {
+    "a": "lora_A.weight",
+    "b": "lora_B.weight",
+    "coefficients": "fourier_params.weight",
+    "sigma": "fourier_params.sigma",
+}
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
+    """``(record, tensors, what was added here)`` of a folder, the record checked."""
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"no adapter in {folder}: it has no {CONFIG}")
+    try:
+        record = json.loads((folder / CONFIG).read_text())
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG} is damaged: {error}") from None
+    check_record(record, str(folder / CONFIG))
+    tensors, metadata = read_tensors(folder / TENSORS)
+    return record, tensors, json.loads(metadata[OWN]) if OWN in metadata else None
+
+
+def adapter_folder(folder: Path | str, name: str) -> Path:
+    """Where PEFT puts an adapter: ``"default"`` at the root, others one level down."""
+    return Path(folder) if name == "default" else Path(folder) / name
+
+
+def read_modules(
+    folder: Path | str, name: str = "default"
+) -> tuple[dict[str, Any], dict[str, Adapter]]:
+    """``(record, {module: Adapter})``: what is in the files, without a model.
+
+    Raises:
+        CheckpointMismatchError: a module lacks one of its tensors.
+    """
+    record, tensors, _ = read_folder(adapter_folder(folder, name))
+    parts = {p: k for p, k in KEYS.items() if p in ("a", "b") or not is_linear(record)}
+    ends = tuple(f".{key}" for key in parts.values())
+    names = [key.removeprefix(PREFIX) for key in tensors]
+    modules = sorted({n.removesuffix(e) for n in names for e in ends if n.endswith(e)})
+    wanted = [f"{PREFIX}{m}.{key}" for m in modules for key in parts.values()]
+    if missing := [key for key in wanted if key not in tensors]:
+        raise CheckpointMismatchError(f"{folder} lacks {missing}")
+    found = {}
+    for module in modules:
+        own = {part: jnp.asarray(tensors[f"{PREFIX}{module}.{key}"]) for part, key in parts.items()}
+        own = {"coefficients": None, "sigma": None, **own}
+        found[module] = Adapter(**(own | {"a": own["a"].T, "b": own["b"].T}))
+    return record, found

@@ -1,0 +1,132 @@
+"""Fresh adapters for the layers that a config names."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key, PyTree
+
+from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac.interception._layer import Layer
+from jaxkfac.interception._paths import leaves_by_path
+from jaxkfac.interception._table import LayerTable, selector
+from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.lslora._adapter import IDENTITY, Adapter, Adapters
+from jaxkfac.lslora._attach import Adapted
+from jaxkfac.lslora._config import ALL_LINEAR, Config, RmsSigma
+from jaxkfac.lslora._sigma import measured_sigmas
+
+
+def init(
+    config: Config,
+    apply_fn: Callable[..., Any],
+    params: PyTree,
+    inputs: Any,
+    *,
+    key: Key[Array, ""],
+    dtype: Any = None,
+) -> Adapters:
+    r"""Adapters that change nothing yet: A uniform in $\pm 1/\sqrt{\text{in}}$, B zero.
+
+    With B = 0 the placement ``"bottleneck"`` has zero gradients for A, $\sigma$ and the
+    coefficients at the first step; in ``"output"`` $c_0$ and $c_3$ have equal ones, since
+    $\varphi(0) = c_0 + c_3$.
+
+    Args:
+        config: The settings.
+        apply_fn: As for :func:`attach`.
+        params: The base model; shapes suffice, unless $\sigma$ is measured.
+        inputs: A batch; shapes suffice, likewise.
+        key: For A.
+        dtype: Of A and B; that of the layer's parameter by default. Coefficients and $\sigma$
+            are float32 at the least.
+
+    Returns:
+        ``{layer: Adapter}``, and the parameters of ``modules_to_save`` by path.
+
+    Raises:
+        UnknownLayerError: the target, or ``modules_to_save``, matches nothing.
+        ValueError: the target matches something that cannot be adapted, or the rank is larger
+            than a layer; each named.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora
+        >>> adapters = lslora.init(
+        ...     lslora.Config(rank=2, target=".*kernel"), lambda p, x: x @ p["kernel"],
+        ...     {"kernel": jnp.ones((3, 4))}, jnp.ones((5, 3)), key=jax.random.key(0))
+        >>> jax.tree.map(jnp.shape, adapters["kernel"])
+        Adapter(a=(3, 2), b=(2, 4), coefficients=(4,), sigma=())
+    """
+    adapted = Adapted(apply_fn, config)
+    leaves = leaves_by_path(params)
+    layers = targeted(config, adapted.traced(params, inputs, None).table)
+    adapters: dict[str, Any] = {}
+    for number, layer in enumerate(layers):
+        mine = jax.random.fold_in(key, number)
+        own = leaves[layer.weight.path].dtype if dtype is None else dtype
+        adapters[layer.name] = _fresh(config, layer, mine, own)
+    if config.modules_to_save is not None:
+        whole = selector(config.modules_to_save, list(leaves))
+        adapters |= {path: leaf for path, leaf in leaves.items() if path in whole}
+    if isinstance(config.init_sigma, RmsSigma) and config.fourier_placement != "none":
+        found = measured_sigmas(adapted, params, adapters, inputs, fresh=True)
+        for name, rms in found.items():
+            adapters[name] = adapters[name]._replace(sigma=config.init_sigma.factor * rms)
+    return adapters
+
+
+def targeted(config: Config, table: LayerTable) -> list[Layer]:
+    """The layers that a config adapts.
+
+    Raises:
+        UnknownLayerError: none.
+        ValueError: the target matches what cannot be adapted.
+    """
+    names = [name for name in table if config.targets(name)]
+    layers = [table[name] for name in names]
+    wrong = {x.name: f"is of kind {x.kind!r}" for x in layers if x.kind != "dense"}
+    held = {part.path for x in table.values() for part in (x.weight, x.bias) if part}
+    if config.target == ALL_LINEAR:
+        layers, wrong = [x for x in layers if x.kind == "dense"], {}
+    else:
+        wrong |= {p: r for p, r in table.uncovered if p not in held and config.targets(p)}
+        names += [path for path in wrong if path not in names]
+    if not names or (not layers and not wrong):
+        raise UnknownLayerError(
+            f"target={config.target!r} (exclude={config.exclude!r}) matches no layer; the nearest "
+            f"names are {nearest(str(config.target), table)}"
+        )
+    if wrong:
+        rows = "\n".join(f"  {name} {reason}" for name, reason in wrong.items())
+        raise ValueError(
+            "only dense layers can be adapted, and target= also matches\n"
+            f"{rows}\nMake the target narrower, or name these in exclude="
+        )
+    for layer in layers:
+        largest = min(layer.in_features, layer.out_features)
+        if config.rank_of(layer.name) > largest:
+            raise ValueError(
+                f"layer {layer.name!r}: rank {config.rank_of(layer.name)} is larger than the layer "
+                f"({layer.in_features} inputs, {layer.out_features} outputs): at most {largest}; "
+                "see rank_pattern"
+            )
+    return layers
+
+
+def _fresh(config: Config, layer: Layer, key: Any, dtype: Any) -> Adapter:
+    rank, bound = config.rank_of(layer.name), 1 / math.sqrt(layer.in_features)
+    shape = (*layer.stack, layer.in_features, rank)
+    wide = statistics_dtype(dtype)
+    a = jax.random.uniform(key, shape, wide, -bound, bound).astype(dtype)
+    b = jnp.zeros((*layer.stack, rank, layer.out_features), dtype)
+    if config.fourier_placement == "none":
+        return Adapter(a, b, None, None)
+    sigma = 1.0 if isinstance(config.init_sigma, RmsSigma) else config.init_sigma
+    return Adapter(
+        a,
+        b,
+        jnp.broadcast_to(jnp.asarray(IDENTITY, wide), (*layer.stack, 4)),
+        jnp.full(layer.stack, sigma, wide),
+    )

@@ -1,0 +1,192 @@
+"""Adapters written into the base model's kernels: exactly for plain LoRA, else approximately."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from jaxkfac.factors._rows import Rows, in_own_order
+from jaxkfac.factors._use_rows import input_rows, output_rows
+from jaxkfac.interception._layer import Layer
+from jaxkfac.interception._paths import leaves_by_path, with_leaves
+from jaxkfac.interception._rewrite import Site
+from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.lslora._adapter import Adapters, only_adapters
+from jaxkfac.lslora._attach import Adapted
+from jaxkfac.lslora._branch import Branch
+from jaxkfac.lslora._measure import measure
+
+
+class ApproximateMerge(NamedTuple):
+    """What :func:`approximate_merge` returns.
+
+    Attributes:
+        params: The base model with other kernels (and biases).
+        errors: For each slice of each layer, the root mean square of what the kernel misses of
+            the branch's output over the batch, relative to that output's own. 0 is exact, 1
+            is as good as leaving the adapter out. Below 1e-3 it is rounding.
+    """
+
+    params: PyTree
+    errors: dict[str, Float[np.ndarray, "*stack"]]
+
+
+def merge(adapted: Adapted, params: PyTree, adapters: Adapters, inputs: Any) -> PyTree:
+    """The base model with plain LoRA added to its kernels: the same function without a branch.
+
+    Args:
+        adapted: From :func:`attach`, with ``fourier_placement="none"``.
+        params: The base model.
+        adapters: Its adapters; parameters of ``modules_to_save`` replace the base model's.
+        inputs: A batch, for its shapes.
+
+    Raises:
+        ValueError: the adapters have a nonlinearity; or a kernel is also read by something that
+            is not adapted, or multiplied by a constant before it is used.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora
+        >>> def apply_fn(params, x):
+        ...     return x @ params["kernel"]
+        >>> params, x = {"kernel": jnp.ones((3, 2))}, jnp.ones((5, 3))
+        >>> config = lslora.Config(rank=1, target="kernel", fourier_placement="none")
+        >>> adapters = lslora.init(config, apply_fn, params, x, key=jax.random.key(0))
+        >>> merged = lslora.merge(lslora.attach(apply_fn, config), params, adapters, x)
+        >>> bool((merged["kernel"] == params["kernel"]).all())
+        True
+    """
+    curved = [name for name, x in only_adapters(adapters).items() if not x.is_linear]
+    if curved:
+        raise ValueError(
+            f"{', '.join(curved)} cannot be merged: phi is not linear, so there is no kernel W' "
+            "with x W' = x W + phi(x A B) for every x. Keep the adapter attached, or see "
+            "jk.lslora.approximate_merge, which fits a kernel by least squares and reports its "
+            "error"
+        )
+
+    def product(layer: Layer) -> tuple[Array, None]:
+        adapter = only_adapters(adapters)[layer.name]
+        wide = statistics_dtype(adapter.a.dtype)
+        a, b = adapter.a.astype(wide), adapter.b.astype(wide)
+        highest = jax.lax.Precision.HIGHEST
+        return adapted.config.scaling(layer.name) * jnp.matmul(a, b, precision=highest), None
+
+    return _written(adapted, params, adapters, inputs, product)
+
+
+def approximate_merge(
+    adapted: Adapted, params: PyTree, adapters: Adapters, inputs: Any
+) -> ApproximateMerge:
+    r"""The base model with each branch replaced by the linear map nearest to it on a batch.
+
+    For each slice of each layer, with input rows $x$ and the branch's outputs $v$, the kernel
+    gets $M = \arg\min \sum \|v - x M\|^2$, and the layer's bias, where it has one of its own, an
+    intercept. The batch should be typical and have more rows than a layer has inputs: what the
+    inputs never do is not learned.
+
+    Args:
+        adapted: From :func:`attach`.
+        params: The base model.
+        adapters: Its adapters.
+        inputs: A batch: one backward pass over it.
+
+    Returns:
+        An :class:`ApproximateMerge`: read its ``errors`` before the parameters are used.
+
+    Raises:
+        ValueError: as for :func:`merge`, but for the nonlinearity.
+
+    Memory:
+        ``in (in + out)`` elements for each slice of each layer.
+    """
+    own = only_adapters(adapters)
+    traced = adapted.traced(params, inputs, None, tuple(own))
+    ones = {name: traced.table[name].bias is not None for name in own}
+
+    def moments(site: Site, operands: list[Any], branch: Branch) -> dict[str, Array]:
+        use = site.uses[0]
+        dtype = statistics_dtype(branch.added.dtype)
+        x = _matrix(site, input_rows(site, use, operands, None)).astype(dtype)
+        v = _matrix(site, output_rows(site, use, branch.added, None)).astype(dtype)
+        x = jnp.broadcast_to(x, (*v.shape[:-1], x.shape[-1]))  # experts read the same rows
+        if ones[str(use.layer)]:
+            x = jnp.concatenate([x, jnp.ones((*x.shape[:-1], 1), dtype)], -1)
+        highest = jax.lax.Precision.HIGHEST
+        return {
+            "xx": jnp.einsum("...ni,...nj->...ij", x, x, precision=highest),
+            "xv": jnp.einsum("...ni,...no->...io", x, v, precision=highest),
+            "vv": jnp.square(v).sum((-2, -1)),
+        }
+
+    like = {}
+    for name in own:
+        layer, dtype = traced.table[name], statistics_dtype(own[name].b.dtype)
+        n, m = layer.in_features + ones[name], layer.out_features
+        shapes = {"xx": (n, n), "xv": (n, m), "vv": ()}
+        like[name] = {key: jnp.zeros((*layer.stack, *s), dtype) for key, s in shapes.items()}
+    sums = jax.device_get(measure(adapted, params, adapters, inputs, moments, like))
+    errors = {}
+
+    def fitted(layer: Layer) -> tuple[Any, Any]:
+        xx, xv, vv = (np.asarray(sums[layer.name][k], np.float64) for k in ("xx", "xv", "vv"))
+        cut = xx.shape[-1] * np.finfo(sums[layer.name]["xx"].dtype).eps
+        solved = np.linalg.pinv(xx, rcond=cut, hermitian=True) @ xv
+        left = vv - 2 * (solved * xv).sum((-2, -1)) + (solved * (xx @ solved)).sum((-2, -1))
+        some = np.where(vv > 0, vv, 1)
+        errors[layer.name] = np.asarray(np.sqrt(np.maximum(left, 0) / some))
+        if not ones[layer.name]:
+            return solved, None
+        return solved[..., :-1, :], solved[..., -1:, :]
+
+    return ApproximateMerge(_written(adapted, params, adapters, inputs, fitted), errors)
+
+
+def _written(
+    adapted: Adapted,
+    params: PyTree,
+    adapters: Adapters,
+    inputs: Any,
+    change: Callable[[Layer], tuple[Any, Any]],
+) -> PyTree:
+    """Kernels and biases with what ``change`` says added; whole parameters replaced."""
+    own = only_adapters(adapters)
+    leaves = leaves_by_path(params) | {p: x for p, x in adapters.items() if p not in own}
+    every = adapted.traced(params, inputs, None)
+    for name in own:
+        layer = every.table[name]
+        _check_mergeable(layer, every.table.layers)
+        if any(use.view.scaled for use in every.uses_of(layer)):
+            raise ValueError(
+                f"layer {name!r} cannot be merged: the program multiplies its parameter by a "
+                "constant before it is used, and the branch is not multiplied"
+            )
+        kernel, bias = change(layer)
+        for part, delta in ((layer.weight, kernel), (layer.bias, bias)):
+            if part is not None and delta is not None:
+                leaf = jnp.asarray(leaves[part.path])
+                wide = statistics_dtype(leaf.dtype)
+                new = part.read(leaf).astype(wide) + jnp.asarray(delta, wide)
+                leaves[part.path] = part.write(leaf, new)
+    return with_leaves(params, leaves)
+
+
+def _check_mergeable(layer: Layer, every: tuple[Layer, ...]) -> None:
+    path, index = layer.weight.path, layer.weight.index
+    for other in every:
+        n = min(len(index), len(other.weight.index))
+        same = other.weight.path == path and other.weight.index[:n] == index[:n]
+        if same and other.name != layer.name:
+            raise ValueError(
+                f"layer {layer.name!r} cannot be merged: its parameter is also read as "
+                f"{other.name!r}, which would change with it"
+            )
+
+
+def _matrix(site: Site, side: Rows) -> Array:
+    """``(stack..., rows, features)``, the features in the parameter's own order."""
+    x = side.x.transpose(*side.batch, *side.rows, *side.feature_axes)
+    x = in_own_order(site, site.uses[0], side, x, lead=len(side.batch) + len(side.rows))
+    return x.reshape(*x.shape[: len(side.batch)], -1, x.shape[-1])

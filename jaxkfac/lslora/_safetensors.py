@@ -1,0 +1,64 @@
+"""Safetensors files as NumPy arrays, bfloat16 included."""
+
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(jnp.bfloat16),
+}
+
+
+def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """``(tensors, metadata)`` of a file.
+
+    Raises:
+        ValueError: the file is damaged, or holds a dtype that no adapter has.
+        FileNotFoundError: there is none.
+    """
+    safetensors = _package("safetensors")
+    data = path.read_bytes()
+    try:
+        found = safetensors.deserialize(data)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from None
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    tensors = {}
+    for key, value in found:
+        if value["dtype"] not in _DTYPES:
+            raise ValueError(f"{path}: {key} has dtype {value['dtype']}, expected floating")
+        flat = np.frombuffer(value["data"], _DTYPES[value["dtype"]])
+        tensors[key] = flat.reshape(value["shape"])
+    return tensors, header.get("__metadata__", {})
+
+
+def write_tensors(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+    """Write a file whole or not at all."""
+    write_file(path, _package("safetensors.numpy").save(tensors, metadata))
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'safetensors is not installed: pip install "jaxkfac[pretrained]"', name=error.name
+        ) from None
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write under another name, then rename: a reader sees the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,147 @@
+"""A parity case: what is compared, how closely, and why no closer."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import pytest
+
+from parity_tests.compare import Pair
+
+Dtype = Literal["float64", "float32", "bfloat16"]
+Device = Literal["cpu", "gpu"]
+
+EPSILON = {
+    "float64": 2.0**-52,
+    "float32": 2.0**-23,
+}
+
+
+class Tolerance(NamedTuple):
+    """A bound on the relative error, and the reason why it is not smaller."""
+
+    bound: float
+    reason: str
+
+
+def exact(
+    times32: float = 1e-5, why: str = "sums of products, none divided"
+) -> dict[str, Tolerance]:
+    """Tolerances of what is well conditioned; ``times32`` is the bound in float32."""
+    return {
+        "float64": Tolerance(1e-10, why),
+        "float32": Tolerance(times32, why),
+        "tf32": Tolerance(2e-2, f"{why}; TF32 keeps 11 bits of each operand of each product"),
+    }
+
+
+def divided(condition: float, times: float = 16) -> dict[str, Tolerance]:
+    r"""Tolerances of what is divided by eigenvalues down to $1/\kappa$ of a factor's largest.
+
+    An eigenvector is known to $\varepsilon$ times the largest eigenvalue over a gap, so what is
+    left of the large directions in a small one is multiplied by $\kappa$. Two correct float32
+    programs were 2 to 15 $\varepsilon \kappa$ apart, for $\kappa$ from 10 to 1e4.
+    """
+    why = f"divided by eigenvalues: {times:g} epsilon times a factor's condition of {condition:g}"
+    return {
+        "float64": Tolerance(max(1e-10, times * EPSILON["float64"] * condition), why),
+        "float32": Tolerance(max(1e-5, times * EPSILON["float32"] * condition), why),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One comparison on one device in one dtype.
+
+    Attributes:
+        part: Of the library: the table it stands in.
+        name: What is compared.
+        problem: Model and data, a name of ``parity_tests.models.PROBLEMS``.
+        pairs: From the two sides to what is compared.
+        covers: Public names of jaxkfac that ``pairs`` calls and holds to the reference.
+        dtype: Of weights, data and statistics.
+        tolerance: Bound on the relative error of every pair.
+        reason: Why it is what it is.
+        device: ``"gpu"`` cases are skipped where there is none.
+        tf32: Whether products of float32 may run in TF32 (on both sides).
+    """
+
+    part: str
+    name: str
+    problem: str
+    pairs: Callable[[Any], Iterable[Pair]]
+    covers: tuple[str, ...]
+    dtype: Dtype
+    tolerance: float
+    reason: str
+    device: Device = "cpu"
+    tf32: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tolerance < 1 or not math.isfinite(self.tolerance):
+            raise ValueError(
+                f"parity case {self}: expected a tolerance between 0 and 1, got {self.tolerance}"
+            )
+        if not self.reason:
+            raise ValueError(f"parity case {self}: a tolerance needs its reason")
+
+    def __str__(self) -> str:
+        dtype = "tf32" if self.tf32 else self.dtype
+        return f"{self.part}: {self.name}, {self.problem}, {dtype}, {self.device}"
+
+
+def cases(
+    part: str,
+    name: str,
+    problems: str | Sequence[str],
+    pairs: Callable[[Any], Iterable[Pair]],
+    *,
+    covers: str | Sequence[str] = (),
+    tolerances: Mapping[str, Tolerance] | None,
+) -> list[Case]:
+    """One case for each problem, device, and dtype that has a tolerance; TF32 is a dtype here.
+
+    Raises:
+        ValueError: there is no tolerance.
+    """
+    if not tolerances:
+        raise ValueError(f"parity case {part}: {name} states no tolerance")
+    names = [problems] if isinstance(problems, str) else problems
+    covered = (covers,) if isinstance(covers, str) else tuple(covers)
+    return [
+        Case(
+            part,
+            name,
+            problem,
+            pairs,
+            covered,
+            "float32" if dtype == "tf32" else dtype,  # pyright: ignore[reportArgumentType]
+            tolerance.bound,
+            tolerance.reason,
+            device,
+            dtype == "tf32",
+        )
+        for problem in names
+        for dtype, tolerance in tolerances.items()
+        for device in (("gpu",) if dtype == "tf32" else ("cpu", "gpu"))
+    ]
+
+
+def over(table: Sequence[Case]) -> pytest.MarkDecorator:
+    """Parametrise a test over a table; cases of a GPU are marked so."""
+    names = [str(case) for case in table]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"parity cases of one name: {twice}")
+    return pytest.mark.parametrize(
+        "case",
+        [
+            pytest.param(
+                case,
+                id=str(case),
+                marks=[pytest.mark.gpu] if case.device == "gpu" else [],
+            )
+            for case in table
+        ],
+    )

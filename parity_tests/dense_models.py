@@ -1,0 +1,171 @@
+"""Dense layers: a perceptron under each likelihood, one layer used often, a scan."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from torch import nn
+
+import jaxkfac as jk
+from parity_tests.layout import Twin
+from parity_tests.problem import EXPAND, Data, Problem
+
+INPUTS, HIDDEN, OUTPUTS, ROWS = 5, 6, 4, 24
+
+
+def _dense(name: str, modules: Any, n_in: int, n_out: int, *, bias: bool = True) -> Twin:
+    modules = (modules,) if isinstance(modules, str) else tuple(modules)
+    return Twin(
+        f"{name}/kernel",
+        modules,
+        "dense",
+        (n_out, n_in),
+        f"{name}/kernel",
+        f"{name}/bias" if bias else None,
+    )
+
+
+# ---------------------------------------------------------------- perceptron, in Flax NNX
+
+
+class _Perceptron(nn.Module):
+    """A square kernel in the middle, where a transposed one would not show in its shape."""
+
+    def __init__(self, inputs: int = INPUTS):
+        super().__init__()
+        self.up = nn.Linear(inputs, HIDDEN)
+        self.mid = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, OUTPUTS)
+
+    def forward(self, x):
+        return self.down((self.mid(self.up(x).tanh())).tanh())
+
+
+class _NnxPerceptron(nnx.Module):
+    def __init__(self, inputs: int = INPUTS):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.Linear(inputs, HIDDEN, rngs=rngs)
+        self.mid = nnx.Linear(HIDDEN, HIDDEN, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, OUTPUTS, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.mid(jnp.tanh(self.up(x)))))
+
+
+def _twins(inputs: int = INPUTS) -> tuple[Twin, ...]:
+    return (
+        _dense("up", "up", inputs, HIDDEN),
+        _dense("mid", "mid", HIDDEN, HIDDEN, bias=False),
+        _dense("down", "down", HIDDEN, OUTPUTS),
+    )
+
+
+def _rows(seed: int, n: int = ROWS, features: int = INPUTS) -> np.ndarray:
+    return np.random.default_rng([1, seed]).normal(size=(n, features))
+
+
+def _classes(seed: int) -> Data:
+    x = _rows(seed)
+    targets = np.random.default_rng([2, seed]).integers(0, OUTPUTS, size=len(x))
+    return Data(x, x, targets)
+
+
+def _numbers(seed: int) -> Data:
+    x = _rows(seed)
+    return Data(x, x, np.random.default_rng([3, seed]).normal(size=(len(x), OUTPUTS)))
+
+
+def _answers(seed: int) -> Data:
+    x, y = _rows(seed), np.random.default_rng([4, seed]).normal(size=(ROWS, OUTPUTS))
+    return Data(x, x, (y > 0).astype(float))
+
+
+def _many(seed: int) -> Data:
+    """So many rows that a sum of them in half precision stops growing."""
+    x = _rows(seed, n=4096)
+    targets = np.random.default_rng([5, seed]).integers(0, OUTPUTS, size=len(x))
+    return Data(x, x, targets)
+
+
+def _nnx() -> Any:
+    return jk.from_nnx(_NnxPerceptron())[0]
+
+
+CLASSIFIER = Problem(_Perceptron, _nnx, _twins(), _classes)
+REGRESSION = Problem(_Perceptron, _nnx, _twins(), _numbers, "Gaussian")
+BINARY = Problem(_Perceptron, _nnx, _twins(), _answers, "Bernoulli")
+WIDE = Problem(_Perceptron, _nnx, _twins(), _many, options=(("expand", "joint"),))
+
+
+# ---------------------------------------------------------------- one layer, three times
+
+
+class _Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.Linear(INPUTS, INPUTS)
+        self.head = nn.Linear(INPUTS, OUTPUTS)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.cell(x).tanh()
+        return self.head(x)
+
+
+def _shared() -> Any:
+    def apply(p: Any, x: Any) -> Any:
+        for _ in range(3):
+            x = jnp.tanh(x @ p["cell"]["kernel"] + p["cell"]["bias"])
+        return x @ p["head"]["kernel"] + p["head"]["bias"]
+
+    return apply
+
+
+SHARED = Problem(
+    _Shared,
+    _shared,
+    (_dense("cell", "cell", INPUTS, INPUTS), _dense("head", "head", INPUTS, OUTPUTS)),
+    _classes,
+    options=EXPAND,
+)
+
+
+# ---------------------------------------------------------------- residual blocks, in a scan
+
+
+class _Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(INPUTS, INPUTS) for _ in range(3)])
+        self.head = nn.Linear(INPUTS, OUTPUTS, bias=False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.head(x)
+
+
+def _scanned() -> Any:
+    """The same in a scan whose iterations are recomputed in the backward pass."""
+
+    @jax.checkpoint
+    def block(x: Any, p: Any) -> Any:
+        return x + jnp.tanh(x @ p["kernel"] + p["bias"]), None
+
+    def apply(p: Any, x: Any) -> Any:
+        return jax.lax.scan(block, x, p["blocks"])[0] @ p["head"]["kernel"]
+
+    return apply
+
+
+SCANNED = Problem(
+    _Blocks,
+    _scanned,
+    (
+        _dense("blocks", [f"blocks.{i}" for i in range(3)], INPUTS, INPUTS),
+        _dense("head", "head", INPUTS, OUTPUTS, bias=False),
+    ),
+    _classes,
+)

@@ -1,0 +1,129 @@
+"""A and G of every kind of layer, in every sharing and bias mode and on both scales."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxkfac as jk
+from parity_tests.cases import Tolerance, cases, exact, over
+from parity_tests.compare import Pair
+from parity_tests.models import PROBLEMS
+from parity_tests.problem import EVERY, Option
+from parity_tests.sides import Sides
+from torch_ref import factors as ref
+
+COLLECT = ("value_grad_and_factors", "FactorCollector", "Factors", "KroneckerFactor")
+
+
+def factor_pairs(
+    sides: Sides,
+    ours: Mapping[str, Any],
+    reference: Mapping[str, Any],
+    option: Option = EVERY[0],
+) -> Iterable[Pair]:
+    """Both factors of every layer."""
+    for twin, side in sides.problem.sides_to_compare(option):
+        name = sides.name(twin)
+        expected = twin.factors(reference)[side]
+        yield Pair(name, side, getattr(ours[name], side.lower()), expected)
+
+
+# ---------------------------------------------------------------- one batch
+
+
+def in_mode(option: Option) -> Callable[[Sides], Iterable[Pair]]:
+    def pairs(sides: Sides) -> Iterable[Pair]:
+        ours, reference = sides.ours().factors[option], sides.sum_factors(option)
+        return factor_pairs(sides, ours, reference, option)
+
+    return pairs
+
+
+def documented(sides: Sides) -> Iterable[Pair]:
+    """The documents' own G, of the mean loss, is ours over rows and terms; A is A."""
+    terms, theirs = sides.data().loss_terms, sides.factors()
+    for twin in sides.problem.twins:
+        name, rows = sides.name(twin), theirs[twin.modules[0]].rows
+        ours, expected = sides.ours().factors["expand", "joint"][name], twin.factors(theirs)
+        yield Pair(name, "A", ours.a, expected["A"])
+        yield Pair(name, "G / (rows terms)", np.asarray(ours.g) / (rows * terms), expected["G"])
+
+
+def value_and_gradient(sides: Sides) -> Iterable[Pair]:
+    collected, gradient = sides.ours(), sides.tree(sides.gradients())
+    yield Pair("objective", "value", collected.value, sides.value())
+    called = jax.jit(sides.objective)(sides.params, sides.our_batch())
+    yield Pair("objective", "value by itself", called, sides.value())
+    paths = jax.tree_util.tree_leaves_with_path(gradient)
+    for (path, expected), found in zip(paths, jax.tree.leaves(collected.grads), strict=True):
+        yield Pair(jax.tree_util.keystr(path), "gradient", found, expected)
+
+
+def layer_table(sides: Sides) -> Iterable[Pair]:
+    """The layers of both sides: how many, their sizes, and nothing uncovered."""
+    table = jk.find_layers(sides.objective, sides.params, sides.our_batch())
+    modules = ref.find_layers(sides.model)
+    yield Pair("table", "number of layers", len(table.layers), len(sides.problem.twins))
+    yield Pair("table", "uncovered", len(table.uncovered), 0)
+    for twin in sides.problem.twins:
+        layer, shape = table[sides.name(twin)], modules[twin.modules[0]].weight.shape
+        if twin.kind == "embedding":
+            shape = shape[::-1]
+        groups = getattr(modules[twin.modules[0]], "groups", 1)
+        sizes = [shape[0] // groups, shape[1:].numel()]
+        yield Pair(layer.name, "sizes", [layer.out_features, layer.in_features], sizes)
+
+
+# ---------------------------------------------------------------- the table
+
+# bfloat16 rounds activations and gradients to 8 bits, not always alike on both sides; each
+# factor is a sum over thousands of rows, in which that averages out.
+BFLOAT16 = {
+    "bfloat16": Tolerance(3e-2, "rows rounded to 8 bits layer after layer; products in float32")
+}
+
+CASES = [
+    *(
+        case
+        for option in EVERY
+        for case in cases(
+            "factors",
+            f"{option[0]}, {option[1]} bias",
+            [name for name, p in PROBLEMS.items() if option in p.options],
+            in_mode(option),
+            covers=(*COLLECT, "Categorical", "Gaussian", "Bernoulli", "mark_rows", "from_nnx"),
+            tolerances=exact(),
+        )
+    ),
+    *cases("factors", "bfloat16 rows", "wide", in_mode(EVERY[0]), tolerances=BFLOAT16),
+    *cases(
+        "objective",
+        "value and gradient",
+        list(PROBLEMS),
+        value_and_gradient,
+        covers=("Objective", "ValueGradAndFactors"),
+        tolerances=exact(),
+    ),
+    *cases(
+        "layers",
+        "names and sizes",
+        list(PROBLEMS),
+        layer_table,
+        covers=("find_layers", "Layer", "LayerTable"),
+        tolerances={"float64": Tolerance(1e-15, "integers")},
+    ),
+    *cases(
+        "documented scale",
+        "G of the mean loss",
+        ["classifier", "conv1d", "conv2d", "tokens", "masked tokens", "scanned"],
+        documented,
+        tolerances=exact(),
+    ),
+]
+
+
+@over(CASES)
+def test_factors_agree(case, check):
+    check(case)

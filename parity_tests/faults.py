@@ -1,0 +1,213 @@
+"""Deliberate faults in jaxkfac, and for each the cases that must notice it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkfac as jk
+from jaxkfac.curvature import _layer_power
+from jaxkfac.factors import _collect, _moments, _rows, _statistics
+from jaxkfac.interception import ParameterMatrix
+from jaxkfac.optim import _multi_steps
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        name: What is wrong.
+        inject: Puts it into the library; the patch takes it out again.
+        caught_by: ``(part, name, problem)`` of the cases that must fail, in float64 on the CPU.
+    """
+
+    name: str
+    inject: Callable[[Patch], None]
+    caught_by: tuple[tuple[str, str, str], ...]
+
+
+def _wrap(patch: Patch, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace ``owner.name`` by ``wrapper(original, *its arguments)``."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+
+
+# ---------------------------------------------------------------- the faults
+
+
+def transposed_kernel(patch: Patch) -> None:
+    """Square kernels are read (out, in)."""
+
+    def read(original: Any, matrix: Any, leaf: Any) -> Any:
+        found = original(matrix, leaf)
+        return found.mT if found.shape[-1] == found.shape[-2] else found
+
+    _wrap(patch, ParameterMatrix, "read", read)
+
+
+def missing_ones(patch: Patch) -> None:
+    """The last row and column of a joint A are zero."""
+
+    def item(original: Any, factors: jk.Factors, name: str) -> Any:
+        found = original(factors, name)
+        if isinstance(found, jk.DiagonalFactor) or not factors.wants_ones(factors.layer(name)):
+            return found
+        return found._replace(a=found.a.at[..., -1, :].set(0).at[..., :, -1].set(0))
+
+    _wrap(patch, jk.Factors, "__getitem__", item)
+
+
+def padding_counted(patch: Patch) -> None:
+    """Absent rows are in no sum, but they are in the count."""
+
+    def moments(original: Any, site: Any, use: Any, slot: Any, side: Any, weights: Any) -> Any:
+        out = original(site, use, slot, side, weights)
+        return out | {"a_count": jnp.full_like(out["a_count"], side.number)}
+
+    _wrap(patch, _statistics, "input_moments", moments)
+
+
+def padding_summed(patch: Patch) -> None:
+    """Absent rows are in the sums."""
+    patch.setattr(_rows.Rows, "masked", lambda side, weights: side)
+
+
+def float16_sums(patch: Patch) -> None:
+    """Rows are multiplied and summed in half precision."""
+
+    def gram(original: Any, x: Any, rows: Any, batch: Any = (), **options: Any) -> Any:
+        half, numbers = x.astype(jnp.float16), (tuple(rows), tuple(rows))
+        found = jax.lax.dot_general(half, half, (numbers, (tuple(batch), tuple(batch))))
+        return found.astype(original(x, rows, batch, **options).dtype)
+
+    _wrap(patch, _moments, "gram", gram)
+
+
+def clipped_vectors(patch: Patch) -> None:
+    """Eigenvectors of raised eigenvalues are dropped."""
+
+    def spectra(original: Any, bases: jk.Eigenbases, layer: Any) -> Any:
+        def drop(spectrum: Any) -> Any:
+            if spectrum.vectors is None:
+                return spectrum
+            least = spectrum.values.max(-1, keepdims=True) / bases.max_condition
+            kept = (spectrum.values >= least)[..., None, :]
+            return spectrum._replace(vectors=jnp.where(kept, spectrum.vectors, 0))
+
+        return tuple(map(drop, original(bases, layer)))
+
+    _wrap(patch, jk.Eigenbases, "spectra", spectra)
+
+
+def dropped_scale(patch: Patch) -> None:
+    """G keeps the gradients of the mean loss."""
+
+    def item(original: Any, factors: jk.Factors, name: str) -> Any:
+        found = original(factors, name)
+        if isinstance(found, jk.DiagonalFactor):
+            return found
+        return found._replace(g=found.g / jnp.square(factors.terms.astype(found.g.dtype)))
+
+    _wrap(patch, jk.Factors, "__getitem__", item)
+
+
+def swapped_dampings(patch: Patch) -> None:
+    """The damping of A goes to G, and that of G to A."""
+
+    def power(original: Any, *args: Any, damping: Any = 0.0, **options: Any) -> Any:
+        return original(
+            *args, damping=damping[::-1] if isinstance(damping, tuple) else damping, **options
+        )
+
+    _wrap(patch, _layer_power, "kronecker_power", power)
+
+
+def reordered_patches(patch: Patch) -> None:
+    """The axes of a patch are flattened in another order, as PyTorch's is not Flax's."""
+
+    def moments(original: Any, side: Any) -> Any:
+        found, n = original(side), len(side.feature_axes)
+        lead = found.ndim - 2 * n
+        rolled = [(i + 1) % n for i in range(n)]
+        order = [*range(lead), *(lead + i for i in rolled), *(lead + n + i for i in rolled)]
+        return found.transpose(order).reshape(found.shape)
+
+    _wrap(patch, _moments, "_patch_moments", moments)
+
+
+def equal_weights(patch: Patch) -> None:
+    """Micro-batches weigh alike, however many terms they have."""
+
+    def sums(original: Any, grads: Any, factors: Any, count: Any, dtype: Any) -> Any:
+        return original(grads, factors, jnp.ones_like(count), dtype)
+
+    _wrap(patch, _multi_steps, "_sums", sums)
+
+
+def undecayed_counts(patch: Patch) -> None:
+    """An average decays its sums and not its counts."""
+
+    def average(original: Any, old: jk.Factors, new: jk.Factors, decay: Any) -> Any:
+        found = original(old, new, decay)
+        counts = jax.tree.map(jnp.add, old.a_counts, new.a_counts)
+        return dataclasses.replace(found, a_counts=counts, terms=old.terms + new.terms)
+
+    _wrap(patch, jk, "update_average", average)
+
+
+def ignored_labels(patch: Patch) -> None:
+    """The sampled Fisher takes the given targets."""
+
+    def pulls(original: Any, *args: Any, labels: Any, **options: Any) -> Any:
+        batch = args[3]
+        return original(*args, labels=jnp.broadcast_to(batch.targets, labels.shape), **options)
+
+    _wrap(patch, _collect, "sum_over_pulls", pulls)
+
+
+# ---------------------------------------------------------------- the list
+
+JOINT = "expand, joint bias"
+
+FAULTS = [
+    Fault(
+        "transposed kernel",
+        transposed_kernel,
+        (("powers", "-1, expand, joint", "classifier"),),
+    ),
+    Fault("missing ones column", missing_ones, (("factors", JOINT, "regression"),)),
+    Fault("wrong count in a mask", padding_counted, (("factors", JOINT, "masked tokens"),)),
+    Fault("rows that a mask leaves out", padding_summed, (("factors", JOINT, "masked tokens"),)),
+    Fault("float16 accumulation", float16_sums, (("factors", JOINT, "regression"),)),
+    Fault(
+        "clipped vectors",
+        clipped_vectors,
+        (
+            ("decomposition", "matrices, expand, joint, condition 100, floor 0", "shared"),
+            ("natural gradient", "condition 100, joint", "shared"),
+        ),
+    ),
+    Fault(
+        "dropped scaling",
+        dropped_scale,
+        (
+            ("factors", JOINT, "regression"),
+            ("documented scale", "G of the mean loss", "classifier"),
+        ),
+    ),
+    Fault("swapped dampings", swapped_dampings, (("powers", "-1, expand, joint", "shared"),)),
+    Fault("patches in another order", reordered_patches, (("factors", JOINT, "conv1d"),)),
+    Fault(
+        "micro-batches of equal weight",
+        equal_weights,
+        (("accumulation", "SGD", "masked tokens"),),
+    ),
+    Fault("counts that do not decay", undecayed_counts, (("averages", "three steps", "scanned"),)),
+    Fault("ignored labels", ignored_labels, (("sampled labels", "given to both", "regression"),)),
+]

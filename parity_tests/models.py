@@ -1,0 +1,21 @@
+"""Every paired model by name."""
+
+from parity_tests.convolution_models import CONV1D, CONV2D
+from parity_tests.dense_models import BINARY, CLASSIFIER, REGRESSION, SCANNED, SHARED, WIDE
+from parity_tests.problem import Problem
+from parity_tests.token_models import MARKED, MASKED, TIED, TOKENS
+
+PROBLEMS: dict[str, Problem] = {
+    "classifier": CLASSIFIER,
+    "regression": REGRESSION,
+    "binary": BINARY,
+    "wide": WIDE,
+    "conv1d": CONV1D,
+    "conv2d": CONV2D,
+    "tokens": TOKENS,
+    "masked tokens": MASKED,
+    "marked tokens": MARKED,
+    "shared": SHARED,
+    "scanned": SCANNED,
+    "tied": TIED,
+}

@@ -1,0 +1,81 @@
+"""Public names without a parity case, and why."""
+
+# A whole package, with what is below it.
+PACKAGES = {
+    "jaxkfac.cli": "parses, calls and prints; what it prints comes from names that have cases",
+    "jaxkfac.data": "data, of which both sides get the same numbers through NumPy",
+    "jaxkfac.memory": "loads, places and measures arrays whose numbers stay as they are",
+    "jaxkfac.models": "models; the paired ones are written here on both sides",
+    "jaxkfac.planning": "predicts bytes, of which torch_ref has no table",
+    "jaxkfac.report": "shows numbers that others have computed",
+    "jaxkfac.lslora": "adapters: a table of their own, against torch_ref.lslora, yet to be added",
+}
+
+_ERROR = "an error: raised or not, there is no number"
+_TYPE = "a type for annotations"
+_CHECK = "refuses arguments; there is no number"
+_PIECE = "a piece of apply_power, eigendecompose or reconstruct, whose cases go through it"
+_PART = "a part of value_grad_and_factors, whose cases go through it"
+_NO_TWIN = "torch_ref has none; tests/ holds it to a dense oracle"
+_RANDOM = "an estimate from random vectors, which differ between frameworks; tested beside it"
+
+NAMES = {
+    # errors
+    "CheckpointMismatchError": _ERROR,
+    "JaxkfacError": _ERROR,
+    "LostRowsError": _ERROR,
+    "NonFiniteFactorError": _ERROR,
+    "UncoveredParameterError": _ERROR,
+    "UnknownLayerError": _ERROR,
+    "MemoryBudgetError": _ERROR,
+    # types
+    "Damping": _TYPE,
+    "DampingMode": _TYPE,
+    "FisherType": _TYPE,
+    "Likelihood": _TYPE,
+    "Missing": _TYPE,
+    "Placement": _TYPE,
+    "TraceMethod": _TYPE,
+    # layers without a counterpart
+    "DiagonalFactor": f"scales and lone biases: {_NO_TWIN}",
+    "DiagonalEigenbasis": f"scales and lone biases: {_NO_TWIN}",
+    # interception
+    "Handler": _PART,
+    "NnxApply": "what from_nnx returns; the perceptron and the images are such models",
+    "ParameterMatrix": _PART,
+    "Site": _PART,
+    "Traced": _PART,
+    "trace": "of interception: a part of find_layers; of operators: a random estimate",
+    # factors
+    "BudgetedCollector": "the factors of one pass collected in several; equal to it, tested beside",
+    "PackedSide": "how a symmetric side is stored; every case of factors reads it as a matrix",
+    # curvature
+    "HostCurvature": "streams factors into update_average and eigendecompose, which have cases",
+    "covered_indices": "which parameters have factors; there is no number",
+    "identity_bases": "identity matrices: preconditioning by them changes nothing",
+    # operators
+    "Estimate": _RANDOM,
+    "SpectralDensity": _RANDOM,
+    "log_determinant": _RANDOM,
+    "spectral_density": _RANDOM,
+    "FunctionOperator": "the user's own product",
+    "from_function": "the user's own product",
+    # linalg
+    "Spectrum": _PIECE,
+    "above_cut": _PIECE,
+    "check_clipping": _CHECK,
+    "check_cut": _CHECK,
+    "check_damping": _CHECK,
+    "check_square": _CHECK,
+    "diagonal_power": _PIECE,
+    "eigh_checked": _PIECE,
+    "eigh_in_turn": _PIECE,
+    "in_sequence": "an order of decompositions; adds zero",
+    "into_eigenbasis": _PIECE,
+    "kronecker_above_cut": _PIECE,
+    "kronecker_damping": _PIECE,
+    "kronecker_power": _PIECE,
+    "out_of_eigenbasis": _PIECE,
+    "power_or_zero": _PIECE,
+    "scale_in_eigenbasis": _PIECE,
+}

@@ -1,0 +1,88 @@
+"""The report says what was compared, what failed, and what was skipped."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parity_tests.cases import cases, exact
+from parity_tests.report import _summary, markdown, page
+from parity_tests.schedule import group_of
+
+
+def _record(**changes) -> dict:
+    record = {
+        "part": "factors",
+        "name": "expand",
+        "problem": "a <model>",
+        "dtype": "float64",
+        "device": "cpu",
+        "error": 2e-16,
+        "where": "up/kernel, A",
+        "tolerance": 1e-10,
+        "reason": "sums | products",
+        "digits": 15.7,
+        "passed": True,
+    }
+    return record | changes
+
+
+RECORDS = [_record(), _record(part="powers", error=0.5, digits=0.3, passed=False)]
+SUMMARY = _summary(RECORDS, {"needs a GPU": 3})
+
+
+def test_summary_counts_cases_failures_and_skips():
+    assert SUMMARY[0] == "2 cases compared, 1 beyond their tolerance."
+    assert SUMMARY[1].startswith("float64: 2 cases, digits in common from 0.3 to 15.7")
+    assert SUMMARY[-1] == "3 tests skipped: needs a GPU."
+
+
+def test_markdown_has_a_table_for_each_part_and_marks_failures():
+    text = markdown(RECORDS, SUMMARY)
+    assert "## factors" in text and "## powers" in text
+    row, failed = (line for line in text.splitlines() if line.startswith("| expand"))
+    assert "| 2.0e-16 | 1.0e-10 | 15.7 | up/kernel, A | sums \\| products |" in row
+    assert failed.endswith("| FAILED |") and "FAILED" not in row
+
+
+def test_page_escapes_and_needs_nothing_from_outside():
+    text = page(RECORDS, SUMMARY)
+    assert "a &lt;model&gt;" in text and text.count('<tr class="failed">') == 1
+    assert "src=" not in text and "http" not in text
+
+
+def test_cases_of_one_problem_and_dtype_run_on_one_worker():
+    table = cases("part", "a, name", "conv2d", lambda sides: [], tolerances=exact())
+    groups = {group_of(f"parity_tests/x_test.py::test_x[{case}]") for case in table}
+    assert groups == {"conv2d, float64", "conv2d, float32"}
+    assert group_of("parity_tests/report_test.py::test_a") == "parity_tests/report_test.py"
+    faults = [f"parity_tests/faults_test.py::test_fault_is_caught[{n}]" for n in ("a", "b")]
+    assert group_of(faults[0]) != group_of(faults[1])
+
+
+@pytest.mark.slow
+def test_records_of_a_worker_reach_the_report(tmp_path: Path):
+    """One case in another process, whose worker is yet another."""
+    run = subprocess.run(
+        [
+            *(
+                sys.executable,
+                "-m",
+                "pytest",
+                "parity_tests/lanczos_test.py",
+                "-k",
+                "few and steps",
+            ),
+            *("-p", "parity_tests.report", "--parity-report", str(tmp_path / "found"), "-n", "1"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "1 parity cases, 0 beyond their tolerance" in run.stdout
+    text = (tmp_path / "found.md").read_text()
+    assert "| few steps | classifier | float64 | cpu |" in text
+    assert "<h2>Lanczos</h2>" in (tmp_path / "found.html").read_text()
