@@ -40,7 +40,7 @@ CASES = (
         "K-FAC analysis of a 7B model ran out: about 30 GB of factors stayed on the GPU",
         "peak",
         "the device's memory is main memory",
-        "– all factors are outputs of one program; jk.place_once moves them after it",
+        "value_grad_and_factors with max_factor_bytes of one layer, against all factors at once",
     ),
     Case(
         "to_host_converted_first",

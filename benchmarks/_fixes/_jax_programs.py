@@ -90,6 +90,18 @@ def factors(size: Size) -> Program:
     )
 
 
+def budgeted_factors(size: Size) -> Program:
+    """A budget of one layer's factors, against all of them as outputs of one program."""
+    whole = jax.jit(jk.value_grad_and_factors(OBJECTIVE))
+    layer = 3 * 4 * (size.width + 1) ** 2  # A with its ones column, what it is made of, and G
+    within = jk.value_grad_and_factors(OBJECTIVE, max_factor_bytes=layer)
+    return Program(
+        lambda: (parameters(size.width, size.depth), batch(size)),
+        lambda state: whole(*state),
+        lambda state: within(*state),
+    )
+
+
 def sent_factor(size: Size) -> Program:
     return Program(
         lambda: jnp.ones((size.factor, size.factor), jnp.bfloat16),
@@ -202,6 +214,7 @@ def recomputation(size: Size) -> Program:
 
 PROGRAMS: dict[str, Callable[[Size], Program]] = {
     "collect_retaining_graph": factors,
+    "collect_on_device": budgeted_factors,
     "to_host_converted_first": sent_factor,
     "stabilize_on_device": clipping,
     "full_batch_step": training_step,
