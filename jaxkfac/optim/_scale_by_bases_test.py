@@ -4,7 +4,8 @@ import optax
 import pytest
 
 from jaxkfac._errors import UncoveredParameterError
-from jaxkfac.curvature import eigendecompose, natural_gradient
+from jaxkfac.curvature import correct_eigenvalues, eigendecompose, natural_gradient
+from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
 from jaxkfac.factors._explicit_net_test import net_batch, net_params, net_statistics
 from jaxkfac.optim import scale_by_bases
 
@@ -78,3 +79,18 @@ def test_bad_arguments_are_named(problem):
     tx = scale_by_bases(damping=1.0)
     with pytest.raises(ValueError, match="bases=bases"):
         tx.update(grads, tx.init(grads))
+
+
+def test_measured_eigenvalues_scale_as_they_precondition():
+    x, y = jax.random.normal(jax.random.key(2), (8, 3)), jnp.arange(8) % 2
+    params = {"kernel": jax.random.normal(jax.random.key(3), (3, 2))}
+    objective = Objective(lambda p, x: x @ p["kernel"], Categorical())
+    _, grads, factors = value_grad_and_factors(objective)(params, (x, y))
+    plain = eigendecompose(factors)
+    measured = correct_eigenvalues(objective, plain)(params, (x, y))
+    tx = scale_by_bases(damping=0.1)
+    updates, _ = tx.update(grads, tx.init(params), bases=measured)
+    assert_close(updates, natural_gradient(grads, measured, damping=0.1))
+    assert not jnp.allclose(
+        updates["kernel"], natural_gradient(grads, plain, damping=0.1)["kernel"]
+    )
