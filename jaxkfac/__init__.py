@@ -39,6 +39,7 @@ from jaxkfac.factors import (
 from jaxkfac.interception import Layer, LayerTable, find_layers, from_nnx, mark_rows
 from jaxkfac.memory import MemoryBudgetError, cast_once, load_safetensors, place_once
 from jaxkfac.optim import has_updated, kfac, multi_steps, scale_by_bases
+from jaxkfac.planning import MemoryPlan, plan_memory
 
 __version__ = "0.1.0"
 
@@ -58,6 +59,7 @@ __all__ = [
     "LayerTable",
     "LostRowsError",
     "MemoryBudgetError",
+    "MemoryPlan",
     "NonFiniteFactorError",
     "Objective",
     "UncoveredParameterError",
@@ -82,6 +84,7 @@ __all__ = [
     "natural_gradient",
     "operators",
     "place_once",
+    "plan_memory",
     "reconstruct",
     "scale_by_bases",
     "spectrum",

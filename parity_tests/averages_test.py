@@ -20,37 +20,43 @@ def pooled(sides: Sides) -> Iterable[Pair]:
     return factor_pairs(sides, ours[0] + ours[1], reference)
 
 
+def plain_average(sides: Sides, decay: float, steps: int) -> dict[str, ref.LayerFactors]:
+    """torch_ref's, which starts from zeros and is debiased."""
+    average = ref.zeros_like(sides.sum_factors())
+    for step in range(steps):
+        average = ref.update_average(average, sides.sum_factors(seed=step), decay)
+    return ref.debias(average, decay, steps)
+
+
+def counted_average(sides: Sides, decay: float, steps: int) -> dict[str, ref.LayerFactors]:
+    """torch_ref's sums over its counts: a step weighs as many rows (and terms) as it has."""
+    sums = ref.zeros_like(sides.sum_factors())
+    rows, terms = dict.fromkeys(sums, 0.0), 0.0
+    for step in range(steps):
+        new, count = sides.sum_factors(seed=step), sides.data(step).loss_terms
+        scaled = {n: dataclasses.replace(f, a=f.a * f.rows, g=f.g * count) for n, f in new.items()}
+        sums = ref.update_average(sums, scaled, decay)
+        rows = {n: decay * rows[n] + (1 - decay) * f.rows for n, f in new.items()}
+        terms = decay * terms + (1 - decay) * count
+    return {n: dataclasses.replace(f, a=f.a / rows[n], g=f.g / terms) for n, f in sums.items()}
+
+
+def _our_average(sides: Sides, decay: float) -> jk.Factors:
+    """Of three steps."""
+    ours = sides.ours().factors["expand", "joint"]
+    for step in (1, 2):
+        ours = jk.update_average(ours, sides.ours(step).factors["expand", "joint"], decay)
+    return ours
+
+
 def averaged(sides: Sides) -> Iterable[Pair]:
     """Three steps of an average; ours needs no debiasing, torch_ref's starts from zeros."""
-    ours, steps = sides.ours().factors["expand", "joint"], None
-    for step in range(3):
-        new = sides.sum_factors(seed=step)
-        if step:
-            ours = jk.update_average(ours, sides.ours(step).factors["expand", "joint"], 0.9)
-        steps = ref.update_average(ref.zeros_like(new) if steps is None else steps, new, 0.9)
-    assert steps is not None
-    return factor_pairs(sides, ours, ref.debias(steps, 0.9, 3))
+    return factor_pairs(sides, _our_average(sides, 0.9), plain_average(sides, 0.9, 3))
 
 
 def averaged_by_count(sides: Sides) -> Iterable[Pair]:
-    """Batches of unequal masks: a step weighs as many rows (and terms) as it has.
-
-    torch_ref averages each step alike; averaged sums over averaged counts are ours.
-    """
-    ours = sums = None
-    rows, terms = dict.fromkeys(sides.factors(), 0.0), 0.0
-    for step in range(3):
-        new, count = sides.sum_factors(seed=step), sides.data(step).loss_terms
-        scaled = {n: dataclasses.replace(f, a=f.a * f.rows, g=f.g * count) for n, f in new.items()}
-        old = sides.ours(step).factors["expand", "joint"]
-        ours = old if ours is None else jk.update_average(ours, old, 0.7)
-        # from zeros, as debias wants it: the first step weighs no more than the others
-        sums = ref.update_average(ref.zeros_like(new) if sums is None else sums, scaled, 0.7)
-        rows = {n: 0.7 * rows[n] + 0.3 * f.rows for n, f in new.items()}
-        terms = 0.7 * terms + 0.3 * count
-    assert sums is not None
-    reference = {n: dataclasses.replace(f, a=f.a / rows[n], g=f.g / terms) for n, f in sums.items()}
-    return factor_pairs(sides, ours, reference)
+    """Batches of unequal masks; torch_ref averages each step alike."""
+    return factor_pairs(sides, _our_average(sides, 0.7), counted_average(sides, 0.7, 3))
 
 
 CASES = [

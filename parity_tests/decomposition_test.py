@@ -28,7 +28,8 @@ REDUCE: Option = ("reduce", "joint")
 COVERS = ("eigendecompose", "Eigenbases", "KroneckerEigenbasis", "reconstruct")
 
 
-def _dense(spectrum: Any) -> Any:
+def dense(spectrum: Any) -> Any:
+    """The matrix of a spectrum of torch_ref, or its diagonal."""
     return spectrum.values if spectrum.vectors is None else rebuild(*spectrum[::2])
 
 
@@ -37,7 +38,7 @@ def rebuilt(option: Option, condition: float, floor: float) -> Callable[[Sides],
         ours = jax.jit(jk.reconstruct)(sides.our_bases(option, condition, floor))
         bases, factors = sides.bases(option, condition, floor), sides.sum_factors(option)
         clipped = {
-            name: dataclasses.replace(f, a=_dense(bases[name].a), g=_dense(bases[name].g))
+            name: dataclasses.replace(f, a=dense(bases[name].a), g=dense(bases[name].g))
             for name, f in factors.items()
         }
         return factor_pairs(sides, ours, clipped, option)
@@ -99,11 +100,11 @@ def one_matrix(sides: Sides) -> Iterable[Pair]:
         where = f"condition {condition:g}, floor {floor:g}"
         yield Pair(where, "values", ours.values, spectrum.values)
         found = linalg.from_spectrum(ours.values, ours.vectors)
-        yield Pair(where, "matrix", found, _dense(spectrum))
+        yield Pair(where, "matrix", found, dense(spectrum))
         host = linalg.eigh_on_host(_matrix().astype(sides.dtype), name="matrix", vectors=True)
         clipped = linalg.clip_eigenvalues(jnp.asarray(host.values), condition, floor)
         found = linalg.from_spectrum(clipped, jnp.asarray(host.vectors))
-        yield Pair(where, "matrix on the host", found, _dense(spectrum))
+        yield Pair(where, "matrix on the host", found, dense(spectrum))
 
 
 PROBLEMS = ["classifier", "conv1d", "conv2d", "masked tokens", "shared", "scanned", "tied"]

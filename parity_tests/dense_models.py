@@ -1,10 +1,12 @@
 """Dense layers: a perceptron under each likelihood, one layer used often, a scan."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from flax import nnx
 from torch import nn
 
@@ -168,4 +170,74 @@ SCANNED = Problem(
         _dense("head", "head", INPUTS, OUTPUTS, bias=False),
     ),
     _classes,
+)
+
+
+# ---------------------------------------------------------------- several axes, in a scan
+
+HEADS, WIDTH = 2, 3
+
+
+class _Projections(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Linear(INPUTS, HEADS * WIDTH)
+        self.o_proj = nn.Linear(HEADS * WIDTH, INPUTS, bias=False)
+
+
+class _Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = _Projections()
+
+    def forward(self, x):
+        return x + self.attn.o_proj(torch.tanh(self.attn.q_proj(x)))
+
+
+class _Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([_Layer(), _Layer(), _Layer()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _projections() -> Any:
+    """The same scanned; heads are an axis of their own."""
+
+    def block(x: Any, p: Any) -> Any:
+        q, o = p["q_proj"], p["o_proj"]
+        h = jnp.tanh(jnp.einsum("nd,dhk->nhk", x, q["kernel"]) + q["bias"])
+        return x + jnp.einsum("nhk,hkd->nd", h, o["kernel"]), None
+
+    return lambda p, x: jax.lax.scan(block, x, p["layers"]["attn"])[0]
+
+
+def _projection(name: str, n_in: int, n_out: int, *, bias: bool, **shapes: Any) -> Twin:
+    modules = [f"layers.{i}.attn.{name}" for i in range(3)]
+    twin = _dense(f"layers/attn/{name}", modules, n_in, n_out, bias=bias)
+    return dataclasses.replace(twin, **shapes)
+
+
+PROJECTIONS = Problem(
+    _Layers,
+    _projections,
+    (
+        _projection(
+            "q_proj",
+            INPUTS,
+            HEADS * WIDTH,
+            bias=True,
+            kernel_shape=(INPUTS, HEADS, WIDTH),
+            bias_shape=(HEADS, WIDTH),
+        ),
+        _projection(
+            "o_proj", HEADS * WIDTH, INPUTS, bias=False, kernel_shape=(HEADS, WIDTH, INPUTS)
+        ),
+    ),
+    _classes,
+    options=(("expand", "joint"),),
 )

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkfac as jk
+from jaxkfac import lslora
 from jaxkfac.curvature import _layer_power
 from jaxkfac.factors import _collect, _moments, _rows, _statistics
 from jaxkfac.interception import ParameterMatrix
+from jaxkfac.lslora import _branch, _fourier
 from jaxkfac.optim import _multi_steps
 
 Patch = pytest.MonkeyPatch
@@ -171,9 +173,61 @@ def ignored_labels(patch: Patch) -> None:
     _wrap(patch, _collect, "sum_over_pulls", pulls)
 
 
+# ---------------------------------------------------------------- of the adapter
+
+
+def unscaled_branch(patch: Patch) -> None:
+    """The branch is not multiplied by alpha / r."""
+    patch.setattr(lslora.Config, "scaling", lambda config, layer: 1.0)
+
+
+def unbounded(patch: Patch) -> None:
+    """The nonlinearity reads z over sigma without its tanh."""
+
+    def squashed(original: Any, z: Any, sigma: Any) -> Any:
+        return jnp.arctanh(original(z, sigma))
+
+    _wrap(patch, _fourier, "squashed", squashed)
+
+
+def swapped_scalars(patch: Patch) -> None:
+    """The gradients of the sine's and the cosine's coefficient change places."""
+    swapped = jax.custom_vjp(_fourier._value, nondiff_argnums=(0,))
+
+    def backward(may_be_linear: bool, saved: Any, cotangent: Any) -> Any:
+        dz, d_coefficients, d_sigma = _fourier._backward(may_be_linear, saved, cotangent)
+        return dz, d_coefficients[..., jnp.array([0, 1, 3, 2])], d_sigma
+
+    swapped.defvjp(_fourier._forward, backward)
+    patch.setattr(_fourier, "_fourier", swapped)
+
+
+def signed_sigma(patch: Patch) -> None:
+    """Sigma counts with its sign."""
+
+    def squashed(original: Any, z: Any, sigma: Any) -> Any:
+        found = original(z, sigma)
+        return found * jnp.sign(_fourier._over(sigma, found))
+
+    _wrap(patch, _fourier, "squashed", squashed)
+
+
+def other_placement(patch: Patch) -> None:
+    """The nonlinearity is on the other side of B."""
+
+    def branch(original: Any, site: Any, operands: Any, form: Any) -> Any:
+        other = {"output": "bottleneck", "bottleneck": "output"}[form.placement]
+        return original(site, operands, dataclasses.replace(form, placement=other))
+
+    _wrap(patch, _branch, "branch", branch)
+
+
 # ---------------------------------------------------------------- the list
 
 JOINT = "expand, joint bias"
+FORWARD = ("adapter forward", "output", "scanned")
+BACKWARD = ("adapter backward", "A, B, x, c0 to c3, sigma, output", "scanned")
+PLAIN = ("adapter forward", "plain LoRA", "scanned")
 
 FAULTS = [
     Fault(
@@ -209,5 +263,14 @@ FAULTS = [
         (("accumulation", "SGD", "masked tokens"),),
     ),
     Fault("counts that do not decay", undecayed_counts, (("averages", "three steps", "scanned"),)),
+    Fault("adapter without its scaling", unscaled_branch, (FORWARD, PLAIN)),
+    Fault("phi without its tanh", unbounded, (FORWARD,)),
+    Fault("swapped gradients of coefficients", swapped_scalars, (BACKWARD,)),
+    Fault("sigma with its sign", signed_sigma, (FORWARD,)),
+    Fault(
+        "wrong placement",
+        other_placement,
+        (FORWARD, ("adapter forward", "bottleneck", "scanned")),
+    ),
     Fault("ignored labels", ignored_labels, (("sampled labels", "given to both", "regression"),)),
 ]

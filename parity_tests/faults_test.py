@@ -18,6 +18,11 @@ REQUIRED = {
     "float16 accumulation",
     "clipped vectors",
     "dropped scaling",
+    "adapter without its scaling",
+    "phi without its tanh",
+    "swapped gradients of coefficients",
+    "sigma with its sign",
+    "wrong placement",
 }
 
 

@@ -1,7 +1,15 @@
 """Every paired model by name."""
 
 from parity_tests.convolution_models import CONV1D, CONV2D
-from parity_tests.dense_models import BINARY, CLASSIFIER, REGRESSION, SCANNED, SHARED, WIDE
+from parity_tests.dense_models import (
+    BINARY,
+    CLASSIFIER,
+    PROJECTIONS,
+    REGRESSION,
+    SCANNED,
+    SHARED,
+    WIDE,
+)
 from parity_tests.problem import Problem
 from parity_tests.token_models import MARKED, MASKED, TIED, TOKENS
 
@@ -18,4 +26,5 @@ PROBLEMS: dict[str, Problem] = {
     "shared": SHARED,
     "scanned": SCANNED,
     "tied": TIED,
+    "projections": PROJECTIONS,
 }

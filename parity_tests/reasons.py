@@ -8,7 +8,6 @@ PACKAGES = {
     "jaxkfac.models": "models; the paired ones are written here on both sides",
     "jaxkfac.planning": "predicts bytes, of which torch_ref has no table",
     "jaxkfac.report": "shows numbers that others have computed",
-    "jaxkfac.lslora": "adapters: a table of their own, against torch_ref.lslora, yet to be added",
 }
 
 _ERROR = "an error: raised or not, there is no number"
@@ -17,6 +16,7 @@ _CHECK = "refuses arguments; there is no number"
 _PIECE = "a piece of apply_power, eigendecompose or reconstruct, whose cases go through it"
 _PART = "a part of value_grad_and_factors, whose cases go through it"
 _NO_TWIN = "torch_ref has none; tests/ holds it to a dense oracle"
+_NO_TWIN_BESIDE = "torch_ref has none; the test beside it solves it in NumPy"
 _RANDOM = "an estimate from random vectors, which differ between frameworks; tested beside it"
 
 NAMES = {
@@ -47,10 +47,8 @@ NAMES = {
     "Traced": _PART,
     "trace": "of interception: a part of find_layers; of operators: a random estimate",
     # factors
-    "BudgetedCollector": "the factors of one pass collected in several; equal to it, tested beside",
     "PackedSide": "how a symmetric side is stored; every case of factors reads it as a matrix",
     # curvature
-    "HostCurvature": "streams factors into update_average and eigendecompose, which have cases",
     "covered_indices": "which parameters have factors; there is no number",
     "identity_bases": "identity matrices: preconditioning by them changes nothing",
     # operators
@@ -60,6 +58,9 @@ NAMES = {
     "spectral_density": _RANDOM,
     "FunctionOperator": "the user's own product",
     "from_function": "the user's own product",
+    # lslora
+    "ApproximateMerge": "what approximate_merge returns",
+    "approximate_merge": f"least squares of a branch on a batch: {_NO_TWIN_BESIDE}",
     # linalg
     "Spectrum": _PIECE,
     "above_cut": _PIECE,

@@ -48,6 +48,17 @@ def test_a_budget_into_the_host_service_gives_the_bases_of_one_pass(problem):
         np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.parametrize("placement", ["auto", "host", "device"])
+def test_factors_in_host_memory_decompose_like_others(problem, placement):
+    objective, params, batch = problem
+    on_device = jax.jit(jk.value_grad_and_factors(objective))(params, batch).factors
+    on_host = jax.tree.map(np.asarray, on_device)
+    found, expected = (jk.eigendecompose(x, placement=placement) for x in (on_host, on_device))
+    for name in expected:
+        np.testing.assert_allclose(found[name].a_values, expected[name].a_values, rtol=1e-5)
+        assert isinstance(found[name].g_vectors, jax.Array)
+
+
 def test_training_under_a_budget_descends_with_bases_from_the_host(problem):
     objective, params, batch = problem
     tx = optax.chain(jk.scale_by_bases(damping=0.1), optax.sgd(0.1))

@@ -53,6 +53,7 @@ def _dispatch(words: list[str]) -> int:
     from jaxkfac._errors import JaxkfacError
     from jaxkfac.cli._doctor import DoctorArguments
     from jaxkfac.cli._options import AdapterArguments, AnalyzeArguments, TrainArguments
+    from jaxkfac.cli._plan import PlanArguments
 
     def named(arguments: Any, name: str) -> Any:
         return Annotated[arguments, tyro.conf.subcommand(name, prefix_name=False)]
@@ -61,6 +62,7 @@ def _dispatch(words: list[str]) -> int:
         named(TrainArguments, "train")
         | named(AnalyzeArguments, "analyze")
         | named(AdapterArguments, "adapter")
+        | named(PlanArguments, "plan")
         | named(DoctorArguments, "doctor")
     )
     try:
@@ -87,6 +89,10 @@ def _dispatch(words: list[str]) -> int:
             from jaxkfac.cli._adapter import run_adapter_inspect
 
             run_adapter_inspect(arguments.folder, name=arguments.name, as_json=arguments.json)
+        elif isinstance(arguments, PlanArguments):
+            from jaxkfac.cli._plan import run_plan
+
+            run_plan(arguments)
         else:
             from jaxkfac.cli._doctor import run_doctor
 

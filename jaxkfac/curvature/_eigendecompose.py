@@ -31,7 +31,7 @@ class _Block:
     table: str
     key: str
     name: str
-    matrix: Array
+    matrix: Array | np.ndarray
 
 
 def eigendecompose(
@@ -122,7 +122,7 @@ def _split(factors: Factors) -> tuple[list[_Block], dict[str, dict[str, Any]]]:
     for layer in factors.layers:
         means = factors[layer.name]
         if isinstance(means, DiagonalFactor):
-            tables["diagonals"][layer.name] = means.diagonal
+            tables["diagonals"][layer.name] = jnp.asarray(means.diagonal)
             continue
         mixed = factors.has_ones(layer.input) and not factors.wants_ones(layer)
         a_place = ("a_without_ones" if mixed else "a", layer.input)
@@ -137,7 +137,7 @@ def _split(factors: Factors) -> tuple[list[_Block], dict[str, dict[str, Any]]]:
                 side = "G" if table == "g" else "A"
                 blocks.append(_Block(table, key, f"{side} of layer {layer.name!r}", mean))
             else:
-                tables[table][key] = Spectrum(mean, None)
+                tables[table][key] = Spectrum(jnp.asarray(mean), None)
     return blocks, tables
 
 
@@ -147,11 +147,16 @@ def _decompose(
     if placement == "host":
         return [(block, _on_host(block, vectors)) for block in blocks]
     groups: dict[Any, list[_Block]] = defaultdict(list)
+    results: list[tuple[_Block, Spectrum]] = []
     for block in blocks:
         matrix = block.matrix
-        where = None if is_traced(matrix) else matrix.sharding.device_set
-        groups[matrix.shape[-1], matrix.dtype, frozenset(where or ())].append(block)
-    results: list[tuple[_Block, Spectrum]] = []
+        if isinstance(matrix, np.ndarray):  # of a byte budget: it was too much for the device
+            if placement == "auto":
+                results.append((block, _on_host(block, vectors)))
+                continue
+        concrete = isinstance(matrix, jax.Array) and not is_traced(matrix)
+        where = frozenset(matrix.sharding.device_set) if concrete else frozenset()
+        groups[matrix.shape[-1], matrix.dtype, where].append(block)
     for (n, dtype, _), members in groups.items():
         first = members[0].matrix
         checked = placement == "auto" and not is_traced(first)
@@ -161,7 +166,7 @@ def _decompose(
             results += [(block, _on_host(block, vectors)) for block in members]
             continue
         after = results[-1][1].values if results and is_traced(first) else None
-        spectra = _of_one_size([block.matrix for block in members], limit, vectors, after)
+        spectra = _of_one_size([jnp.asarray(b.matrix) for b in members], limit, vectors, after)
         for block, spectrum in zip(members, spectra, strict=True):
             if checked and not np.isfinite(np.asarray(spectrum.values)).all():
                 spectrum = _on_host(block, vectors)
@@ -203,5 +208,5 @@ def _batched(matrices: list[Array], *, limit: int | None, vectors: bool) -> list
 def _on_host(block: _Block, vectors: bool) -> Spectrum:
     values, columns = eigh_on_host(block.matrix, name=block.name, vectors=vectors)
     home = home_of_factor(block.matrix)
-    vectors = None if columns is None else bring_home(columns, home)
-    return Spectrum(bring_home(values, home), vectors)
+    at_home = None if columns is None else bring_home(columns, home)
+    return Spectrum(bring_home(values, home), at_home)

@@ -90,8 +90,8 @@ def value_grad_and_factors(
             than ``max_factor_bytes``.
 
     Memory:
-        The gradient's own, plus the factors or ``max_factor_bytes``; no activation is kept
-        longer. ``"mc"`` with
+        The gradient's own, plus the factors or ``max_factor_bytes``, and beside a budget the
+        rows of one layer; no activation is kept longer. ``"mc"`` with
         several samples and ``"exact"`` add ``chunk`` times the memory of one backward pass
         and its output sides. Statistics by example hold ``N (in + out)`` elements a layer.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxkfac.linalg._gram import statistics_dtype
 from jaxkfac.lslora._adapter import IDENTITY, Adapter, Adapters, only_adapters
 from jaxkfac.lslora._config import Config
 
@@ -71,8 +72,8 @@ def padded(adapter: Adapter, rank: int, scaling: float, *, linear: bool) -> Adap
     )
     if linear or not adapter.is_linear:
         return out
-    stack = adapter.a.shape[:-2]
+    stack, wide = adapter.a.shape[:-2], statistics_dtype(adapter.a.dtype)
     return out._replace(
-        coefficients=jnp.broadcast_to(jnp.asarray(IDENTITY), (*stack, 4)),
-        sigma=jnp.full(stack, jnp.inf, jnp.float32),
+        coefficients=jnp.broadcast_to(jnp.asarray(IDENTITY, wide), (*stack, 4)),
+        sigma=jnp.full(stack, jnp.inf, wide),
     )

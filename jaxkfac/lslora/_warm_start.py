@@ -23,7 +23,7 @@ def as_fourier(
 
     $\varphi(z) = \sigma \tanh(z / \sigma) = z - z^3 / 3\sigma^2 + \ldots$: the relative error is
     $(z/\sigma)^2 / 3$, below float32's rounding for $\sigma > 3000\,|z|$, where $\varphi$ has
-    also next to nothing to learn from. The coefficients start at $[0, \sigma, 0, 0]$:
+    also next to nothing to learn from. The coefficients start at $[0, \sigma + 10^{-6}, 0, 0]$:
     ``fourier_loss``, the distance from $[0, 1, 0, 0]$, is then large, and pulls at $c_1$.
 
     Args:

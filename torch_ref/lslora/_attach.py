@@ -37,7 +37,7 @@ def attach(model: nn.Module, config: Config, *, name: str = "default") -> list[s
     for layer_name in found:
         layer = model.get_submodule(layer_name)
         if not isinstance(layer, LSLoRALinear):
-            layer = LSLoRALinear(layer)
+            layer = LSLoRALinear(layer, layer_name)
             parent, _, leaf = layer_name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, layer)
         layer.add_adapter(name, config)

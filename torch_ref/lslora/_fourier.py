@@ -26,10 +26,14 @@ class FourierParams(nn.Module):
         self.register_buffer("identity", first, persistent=False)
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
-        z = z.to(torch.promote_types(z.dtype, torch.float32))
-        x = torch.tanh(z / (self.sigma.abs() + 1e-6))
+        x = self.squashed(z)
         a0, a1, a2, a3 = self.weight.unbind()
         return a0 + a1 * x + a2 * torch.sin(math.pi * x) + a3 * torch.cos(math.pi * x)
+
+    def squashed(self, z: torch.Tensor) -> torch.Tensor:
+        r"""$\hat x$."""
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        return torch.tanh(z / (self.sigma.abs() + 1e-6))
 
     def distance(self) -> torch.Tensor:
         """Mean squared distance of the coefficients from ``[0, 1, 0, 0]``, on the device."""

@@ -8,6 +8,8 @@ from torch import nn
 from torch_ref.lslora._attach import adapted_layers
 from torch_ref.lslora._fourier import FourierParams
 
+SATURATED = 0.95
+
 
 class Diagnosis(NamedTuple):
     r"""The nonlinearity of one adapter in one layer, as plain numbers.
@@ -17,12 +19,14 @@ class Diagnosis(NamedTuple):
         sigma: $\sigma$.
         deviation: Mean of $|a - [0, 1, 0, 0]|$.
         nonlinearity: $|a_2| + |a_3|$.
+        saturated: Fraction of a batch's values with $|\hat x| > 0.95$; ``None`` without a batch.
     """
 
     coefficients: tuple[float, float, float, float]
     sigma: float
     deviation: float
     nonlinearity: float
+    saturated: float | None = None
 
 
 def fourier_loss(model: nn.Module) -> torch.Tensor:
@@ -32,17 +36,24 @@ def fourier_loss(model: nn.Module) -> torch.Tensor:
     by ``reg_weight``.
 
     Raises:
-        ValueError: no adapter is active.
+        ValueError: no adapter is active, or only plain LoRA.
     """
     distances = [params.distance() for params in _active(model).values()]
     if not distances:
-        raise ValueError("no adapter is active; attach one, or set_active(model, name)")
+        raise ValueError(
+            "no adapter is active that has coefficients; attach one, or set_active(model, name)"
+        )
     return torch.stack(distances).mean()
 
 
 @torch.no_grad()
-def diagnose(model: nn.Module) -> dict[str, Diagnosis]:
-    """``{"layer/adapter": numbers}`` of the active adapters, without a graph."""
+def diagnose(model: nn.Module, inputs: torch.Tensor | None = None) -> dict[str, Diagnosis]:
+    """``{"layer/adapter": numbers}`` of the active adapters, without a graph.
+
+    Args:
+        model: With adapters.
+        inputs: A batch, for the saturated fraction: one forward pass over it.
+    """
     found = {}
     for name, params in _active(model).items():
         a = params.weight
@@ -50,7 +61,28 @@ def diagnose(model: nn.Module) -> dict[str, Diagnosis]:
             [*a, params.sigma, (a - params.identity).abs().mean(), a[2].abs() + a[3].abs()]
         ).tolist()  # one synchronisation per layer
         found[name] = Diagnosis(tuple(numbers[:4]), *numbers[4:])
-    return found
+    if inputs is None:
+        return found
+    fractions = _saturated(model, inputs)
+    return {name: one._replace(saturated=fractions[name]) for name, one in found.items()}
+
+
+def _saturated(model: nn.Module, inputs: torch.Tensor) -> dict[str, float]:
+    over: dict[str, list[torch.Tensor]] = {}
+    hooks = []
+    for name, params in _active(model).items():
+        seen = over[name] = []
+
+        def see(phi: FourierParams, args: tuple[torch.Tensor], seen: list = seen) -> None:
+            seen.append((phi.squashed(args[0]).abs() > SATURATED).flatten())
+
+        hooks.append(params.register_forward_pre_hook(see))
+    try:
+        model(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: torch.cat(seen).double().mean().item() for name, seen in over.items()}
 
 
 def _active(model: nn.Module) -> dict[str, FourierParams]:
@@ -58,4 +90,5 @@ def _active(model: nn.Module) -> dict[str, FourierParams]:
         f"{layer_name}/{adapter}": layer.fourier_params[adapter]
         for layer_name, layer in adapted_layers(model).items()
         for adapter in layer.active
+        if adapter in layer.fourier_params
     }

@@ -1,5 +1,7 @@
 """The regulariser and the diagnostics of the active adapters."""
 
+import math
+
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -47,7 +49,25 @@ def test_diagnostics_are_plain_numbers(model):
         1.5,
         (0.5 + 0.25 + 0.25 + 2.0) / 4,
         2.25,
+        None,
     )
+
+
+def test_saturated_fraction_counts_the_values_where_tanh_is_flat(model, x):
+    attach(model, Config(r"blocks\.0\.q_proj", rank=2, fourier_placement="bottleneck"))
+    layer = adapted_layers(model)["blocks.0.q_proj"]
+    z = layer.lora_A["default"](x).detach().abs().flatten()
+    with torch.no_grad():  # between two values of the batch: atanh(0.95) sigma is the middle of z
+        middle = z.sort().values[4:6].mean()
+        layer.fourier_params["default"].sigma.copy_(-middle / math.atanh(0.95))
+    assert diagnose(model, x)["blocks.0.q_proj/default"].saturated == 0.5
+
+
+def test_plain_lora_has_nothing_to_diagnose_or_regularise(model):
+    attach(model, Config(r".*_proj", rank=2, fourier_placement="none"))
+    assert diagnose(model) == {}
+    with pytest.raises(ValueError, match="no adapter is active that has coefficients"):
+        fourier_loss(model)
 
 
 def test_diagnostics_build_no_graph(model):

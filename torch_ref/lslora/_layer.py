@@ -13,18 +13,22 @@ class LSLoRALinear(nn.Module):
     r"""A frozen linear layer and, for every active adapter, its branch.
 
     Placement ``"output"``: $y = W x + \varphi(s B A x)$; ``"bottleneck"``:
-    $y = W x + s B \varphi(A x)$. Adapters are made on the device and in the dtype of the base
-    weight, coefficients and $\sigma$ in float32, and stay there: ``forward`` moves nothing.
+    $y = W x + s B \varphi(A x)$; ``"none"``: $y = W x + s B A x$.
+
+    Adapters are made on the device and in the dtype of the base weight, coefficients and
+    $\sigma$ in float32, and stay there: ``forward`` moves nothing.
 
     Parameters are named as PEFT names them: ``lora_A.{adapter}.weight`` (r, in),
     ``lora_B.{adapter}.weight`` (out, r), ``fourier_params.{adapter}.weight`` (4,) and ``.sigma``.
 
     Args:
         base: Its parameters are frozen.
+        name: In the model, for settings of single layers.
     """
 
-    def __init__(self, base: nn.Linear):
+    def __init__(self, base: nn.Linear, name: str = ""):
         super().__init__()
+        self.name = name
         self.base_layer = base.requires_grad_(False)
         self.lora_A = nn.ModuleDict()
         self.lora_B = nn.ModuleDict()
@@ -38,20 +42,22 @@ class LSLoRALinear(nn.Module):
         """Make an adapter; with B = 0 and the first coefficients it changes nothing yet."""
         weight = self.base_layer.weight
         place = {"device": weight.device, "dtype": weight.dtype}
-        out_features, in_features = weight.shape
-        self.lora_A[name] = nn.Linear(in_features, config.rank, bias=False, **place)
-        self.lora_B[name] = nn.Linear(config.rank, out_features, bias=False, **place)
+        (out_features, in_features), rank = weight.shape, config.rank_of(self.name)
+        self.lora_A[name] = nn.Linear(in_features, rank, bias=False, **place)
+        self.lora_B[name] = nn.Linear(rank, out_features, bias=False, **place)
         nn.init.kaiming_uniform_(self.lora_A[name].weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B[name].weight)
         self.lora_dropout[name] = nn.Dropout(config.dropout)
-        self.fourier_params[name] = FourierParams(config.init_sigma, device=weight.device)
+        if config.fourier_placement != "none":
+            self.fourier_params[name] = FourierParams(config.init_sigma, device=weight.device)
         self.lora_dropout[name].train(self.training)
         self.configs[name] = config
 
     def delete_adapter(self, name: str) -> None:
         """Remove an adapter and its parameters."""
         for part in (self.lora_A, self.lora_B, self.lora_dropout, self.fourier_params):
-            del part[name]
+            if name in part:
+                del part[name]
         del self.configs[name]
         self.active = tuple(other for other in self.active if other != name)
 
@@ -63,7 +69,8 @@ class LSLoRALinear(nn.Module):
         self.active = tuple(name for name in names if name in self.configs)
         for name in self.configs:
             for part in (self.lora_A, self.lora_B, self.fourier_params):
-                part[name].requires_grad_(name in self.active)
+                if name in part:
+                    part[name].requires_grad_(name in self.active)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.base_layer(x)
@@ -73,9 +80,12 @@ class LSLoRALinear(nn.Module):
         return result.to(y.dtype)
 
     def _branch(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        a, b, phi = self.lora_A[name], self.lora_B[name], self.fourier_params[name]
-        config = self.configs[name]
+        a, b, config = self.lora_A[name], self.lora_B[name], self.configs[name]
+        scaling = config.scaling_of(self.name)
         inside = a(self.lora_dropout[name](x))
+        if config.fourier_placement == "none":
+            return scaling * b(inside)
+        phi = self.fourier_params[name]
         if config.fourier_placement == "output":
-            return phi(config.scaling * b(inside))
-        return config.scaling * b(phi(inside).to(inside.dtype))
+            return phi(scaling * b(inside))
+        return scaling * b(phi(inside).to(inside.dtype))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_ref.lslora import Config, FourierParams, LSLoRALinear, attach
+from torch_ref.lslora import Config, FourierParams, LSLoRALinear, adapted_layers, attach
 
 
 @pytest.mark.parametrize("placement", ["output", "bottleneck"])
@@ -29,6 +29,33 @@ def test_layer_computes_the_formula(placement, randomize, x):
     branch = phi(3 * x @ A.T @ B.T) if placement == "output" else 3 * phi(x @ A.T) @ B.T
     expected = x @ base.weight.T + base.bias + branch
     torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_plain_lora_with_ranks_and_alphas_of_single_layers_is_the_formula(model, x, rslora):
+    config = Config(
+        r".*_proj",
+        rank=2,
+        alpha=6.0,
+        fourier_placement="none",
+        rslora=rslora,
+        rank_pattern={"o_proj": 3, r"blocks\.0\.q_proj": 1},
+        alpha_pattern={r"0\.o_proj": 5.0, "proj": 1.0},  # not the end of a name from a dot on
+    )
+    attach(model, config)
+    ranks = {n: layer.lora_A["default"].weight.shape[0] for n, layer in layers_of(model)}
+    assert list(ranks.values()) == [1, 3, 2, 3]
+    for name, layer in layers_of(model):
+        nn.init.normal_(layer.lora_B["default"].weight)
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        alpha, rank = 5.0 if name == "blocks.0.o_proj" else 6.0, ranks[name]
+        rows = x if layer.base_layer.in_features == 4 else torch.linspace(-1, 1, 12).reshape(2, 6)
+        branch = alpha / (math.sqrt(rank) if rslora else rank) * rows @ a.T @ b.T
+        torch.testing.assert_close(layer(rows), layer.base_layer(rows) + branch)
+
+
+def layers_of(model):
+    return adapted_layers(model).items()
 
 
 def test_first_coefficients_are_tanh_and_not_the_identity():

@@ -73,6 +73,25 @@ def test_what_stock_peft_saves_is_loaded_with_all_its_settings(tmp_path):
     assert torch.equal(again(X), model(X))
 
 
+def test_plain_lora_of_stock_peft_keeps_its_scalings_and_ranks(tmp_path):
+    torch.manual_seed(3)
+    settings = peft.LoraConfig(
+        r=3,
+        lora_alpha=3,
+        target_modules=["q_proj", "o_proj"],
+        rank_pattern={"o_proj": 2},
+        alpha_pattern={"o_proj": 10},
+        use_rslora=True,
+        init_lora_weights=False,  # B other than zero
+    )
+    theirs = peft.get_peft_model(base(), settings)
+    theirs.save_pretrained(tmp_path)
+    model = base()
+    config = load(tmp_path, model)
+    assert config.fourier_placement == "none" and config.rslora
+    torch.testing.assert_close(model(X), theirs(X), rtol=1e-6, atol=1e-6)
+
+
 def test_second_adapter_lies_beside_the_first(tmp_path):
     first, second = adapted(seed=1), adapted(name="other", seed=2)
     save(tmp_path, first, dialect="peft")

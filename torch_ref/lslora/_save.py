@@ -32,10 +32,11 @@ def save(
         name: The adapter to write, and no other.
         dialect: ``peft_type`` of the file: ``"lslora"`` is ``LSLORA``, which only LS-LoRA
             readers know; ``"peft"`` is ``LORA``, for stock PEFT with :mod:`.peft_plugin`.
-            Without the plug-in PEFT would read it as plain LoRA.
+            Without the plug-in PEFT would read it as plain LoRA; plain LoRA itself has this
+            dialect, and needs no plug-in.
 
     Raises:
-        ValueError: the model has no such adapter.
+        ValueError: the model has no such adapter, or plain LoRA in the dialect ``"lslora"``.
     """
     layers = {n: layer for n, layer in adapted_layers(model).items() if name in layer.configs}
     if not layers:
@@ -92,8 +93,9 @@ def _tensors(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
             where = f"{PREFIX}{layer_name}"
             found[f"{where}.lora_A.weight"] = layer.lora_A[name].weight
             found[f"{where}.lora_B.weight"] = layer.lora_B[name].weight
-            found[f"{where}.fourier_params.weight"] = layer.fourier_params[name].weight
-            found[f"{where}.fourier_params.sigma"] = layer.fourier_params[name].sigma
+            if name in layer.fourier_params:
+                found[f"{where}.fourier_params.weight"] = layer.fourier_params[name].weight
+                found[f"{where}.fourier_params.sigma"] = layer.fourier_params[name].sigma
     return found
 
 

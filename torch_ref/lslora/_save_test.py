@@ -24,6 +24,9 @@ def test_adapter_comes_back_with_all_its_settings(
         init_sigma=0.7,
         reg_weight=0.03,
         dropout=0.1,
+        rslora=True,
+        rank_pattern={r"blocks\.0\.q_proj": 2},
+        alpha_pattern={r"1\.q_proj": 7.0},
     )
     attach(model, config, name=name)
     randomize(model)
@@ -100,6 +103,18 @@ def test_config_that_lost_a_setting_is_refused(model, tmp_path, build):
     (tmp_path / "adapter_config.json").write_text(json.dumps(record))
     with pytest.raises(ValueError, match=r"lacks \['init_sigma'\]"):
         load(tmp_path, build())
+
+
+def test_plain_lora_comes_back_and_has_one_dialect(model, tmp_path, build, randomize, x):
+    config = Config(r".*_proj", rank=2, fourier_placement="none", rslora=True)
+    attach(model, config)
+    randomize(model)
+    save(tmp_path, model, dialect="peft")
+    loaded = build()
+    assert load(tmp_path, loaded) == config
+    assert torch.equal(loaded(x), model(x))
+    with pytest.raises(ValueError, match="saved with dialect='peft'"):
+        save(tmp_path, model)
 
 
 def test_list_of_targets_is_read_as_suffixes(build):

@@ -1,0 +1,60 @@
+"""`jaxkfac plan` prints the plan of a layout, for people and for programs."""
+
+import json
+
+import pytest
+
+from jaxkfac.cli._plan import PlanArguments, run_plan
+from jaxkfac.memory import MemoryBudgetError
+from jaxkfac.planning import PRESETS, DecoderLayout, _variant
+
+TINY = {"preset": "tiny", "tokens": 8, "batch": 2}
+
+
+@pytest.fixture(autouse=True)
+def _a_small_layout_without_compilations(monkeypatch):
+    """Activations are measured in the planner's own tests."""
+    monkeypatch.setitem(PRESETS, "tiny", DecoderLayout(2, 8, 2, 12, 11, fused=True))
+    monkeypatch.setattr(_variant, "_compiled_temporaries", lambda step, *args: 4096)
+
+
+def test_the_table_is_printed_and_what_fits_is_said(capsys):
+    run_plan(PlanArguments(device_bytes=1e9, levers=("remat", "host"), **TINY))
+    shown = capsys.readouterr().out
+    assert shown.split("\n")[0].split() == ["on", "the", "device", "now", "host", "remat"]
+    assert "it fits as it is" in shown and "~: an estimate" in shown
+
+
+def test_json_holds_bytes_and_the_optimizers_share(capsys):
+    found = {}
+    for optimizer in ("none", "sgd", "adam", "kfac"):
+        run_plan(PlanArguments(device_bytes=1e9, levers=(), json=True, optimizer=optimizer, **TINY))
+        record = json.loads(capsys.readouterr().out)
+        found[optimizer] = record["now"]["device"]
+        assert record["smallest"]["levers"] == [] and record["device_bytes"] == 1e9
+    parameters = found["none"]["parameters"]
+    state = {name: rows["optimizer"] for name, rows in found.items()}
+    assert state["none"] == 0 and state["sgd"] == parameters
+    assert 2 * parameters < state["adam"] < 2 * parameters + 16
+    assert parameters <= state["kfac"] < parameters + 16
+    assert found["kfac"]["factors"] == 2 * found["none"]["factors"]
+
+
+def test_a_plan_that_fits_nowhere_is_printed_before_it_is_an_error(capsys):
+    with pytest.raises(MemoryBudgetError, match="nothing fits 0.977 KiB"):
+        run_plan(PlanArguments(device_bytes=1e3, levers=("host",), curvature="analyze", **TINY))
+    assert "nothing fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"preset": "lama-7b"}, "'llama-7b'"),
+        ({"batch": 0}, "batch=0: expected at least 1"),
+        ({"device_bytes": -1.0}, "device_bytes=-1"),
+        ({"optimizer": "kfac", "curvature": "analyze"}, 'kfac needs "precondition"'),
+    ],
+)
+def test_what_cannot_be_planned_is_explained(changes, message):
+    with pytest.raises(ValueError, match=message):
+        run_plan(PlanArguments(**{"device_bytes": 1e9, **TINY, **changes}))

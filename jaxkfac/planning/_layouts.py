@@ -1,0 +1,159 @@
+"""Programs of known layouts, one scanned block each; written to be compiled, not to be run.
+
+Shapes in names: B examples, T positions, S positions attended to, D stream, H heads, K head.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxkfac.linalg._gram import statistics_dtype
+
+if TYPE_CHECKING:
+    from jaxkfac.planning._presets import DecoderLayout, EncoderDecoderLayout
+
+Shapes = dict[str, Any]
+
+
+def decoder_shapes(layout: "DecoderLayout", dtype: Any) -> Shapes:
+    """Parameters of :func:`decode`."""
+    width, hidden, stack = layout.width, layout.hidden, (layout.depth,)
+    kernels = {"o": (width, width), "down": (hidden, width)}
+    if layout.fused:
+        kernels |= {"qkv": (width, 3 * width), "gate_up": (width, 2 * hidden)}
+    else:
+        kernels |= dict.fromkeys("qkv", (width, width))
+        kernels |= dict.fromkeys(("gate", "up"), (width, hidden))
+    block: Shapes = {n: _kernel(*stack, *shape, dtype=dtype) for n, shape in kernels.items()}
+    norms = {name: _shape(*stack, width, dtype=dtype) for name in ("norm_mixer", "norm_mlp")}
+    return _ends(layout, dtype) | {"blocks": block | norms}
+
+
+def encoder_decoder_shapes(layout: "EncoderDecoderLayout", dtype: Any) -> Shapes:
+    """Parameters of :func:`encode_and_decode`."""
+    width, hidden, stack = layout.width, layout.hidden, (layout.depth,)
+    mlp = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    attention = dict.fromkeys("qkvo", (width, width))
+    cross = {f"cross_{name}": (width, width) for name in "qkvo"}
+
+    def blocks(kernels: Shapes, norms: tuple[str, ...]) -> Shapes:
+        dense = {n: _kernel(*stack, *shape, dtype=dtype) for n, shape in kernels.items()}
+        return {**dense, **{n: _shape(*stack, width, dtype=dtype) for n in norms}}
+
+    return {
+        **_ends(layout, dtype),
+        "encoder_norm": _shape(width, dtype=dtype),
+        "encoder": blocks({**attention, **mlp}, ("norm_mixer", "norm_mlp")),
+        "decoder": blocks({**attention, **cross, **mlp}, ("norm_mixer", "norm_cross", "norm_mlp")),
+    }
+
+
+def decode(params: Any, ids_BxT: Array, heads: int) -> Array:
+    """Logits of the next token."""
+    x_BxTxD = params["embedding"][ids_BxT]
+
+    def block(x: Array, p: Any) -> tuple[Array, None]:
+        h = _normalised(x, p["norm_mixer"])
+        q, k, v = jnp.split(_dense(h, p["qkv"]), 3, -1) if "qkv" in p else _each(h, p, "qkv")
+        q, k, v = (_by_head(part, heads) for part in (q, k, v))
+        x = x + _dense(_attended(_rotated(q), _rotated(k), v, causal=True), p["o"])
+        h = _normalised(x, p["norm_mlp"])
+        if "gate_up" in p:
+            gate, up = jnp.split(_dense(h, p["gate_up"]), 2, -1)
+        else:
+            gate, up = _dense(h, p["gate"]), _dense(h, p["up"])
+        return x + _dense(jax.nn.silu(gate) * up, p["down"]), None
+
+    x_BxTxD, _ = jax.lax.scan(block, x_BxTxD, params["blocks"])
+    return _dense(_normalised(x_BxTxD, params["norm"]), params["head"])
+
+
+def encode_and_decode(params: Any, inputs: tuple[Array, Array], heads: int) -> Array:
+    """Logits of the target's next token, from the source and the target so far."""
+    source_BxS, target_BxT = inputs
+
+    def mixed(x: Array, p: Any, norm: str, names: str, memory: Array | None, causal: bool) -> Array:
+        prefix = "cross_" if memory is not None else ""
+        h = _normalised(x, p[norm])
+        seen = h if memory is None else memory
+        q = _by_head(_dense(h, p[f"{prefix}q"]), heads)
+        k, v = (_by_head(_dense(seen, p[f"{prefix}{name}"]), heads) for name in names)
+        return x + _dense(_attended(q, k, v, causal=causal), p[f"{prefix}o"])
+
+    def mlp(x: Array, p: Any) -> Array:
+        h = _normalised(x, p["norm_mlp"])
+        return x + _dense(jax.nn.gelu(_dense(h, p["gate"])) * _dense(h, p["up"]), p["down"])
+
+    def encoder_block(x: Array, p: Any) -> tuple[Array, None]:
+        return mlp(mixed(x, p, "norm_mixer", "kv", None, False), p), None
+
+    memory_BxSxD, _ = jax.lax.scan(
+        encoder_block, params["embedding"][source_BxS], params["encoder"]
+    )
+    memory_BxSxD = _normalised(memory_BxSxD, params["encoder_norm"])
+
+    def decoder_block(x: Array, p: Any) -> tuple[Array, None]:
+        x = mixed(x, p, "norm_mixer", "kv", None, True)
+        return mlp(mixed(x, p, "norm_cross", "kv", memory_BxSxD, False), p), None
+
+    x_BxTxD, _ = jax.lax.scan(decoder_block, params["embedding"][target_BxT], params["decoder"])
+    return _dense(_normalised(x_BxTxD, params["norm"]), params["head"])
+
+
+def _shape(*sizes: int, dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def _kernel(*sizes: int, dtype: Any) -> Shapes:
+    return {"kernel": _shape(*sizes, dtype=dtype)}
+
+
+def _ends(layout: "DecoderLayout | EncoderDecoderLayout", dtype: Any) -> Shapes:
+    return {
+        "embedding": _shape(layout.vocabulary, layout.width, dtype=dtype),
+        "norm": _shape(layout.width, dtype=dtype),
+        "head": _kernel(layout.width, layout.vocabulary, dtype=dtype),
+    }
+
+
+def _dense(x: Array, p: Any) -> Array:
+    return x @ p["kernel"]
+
+
+def _each(h: Array, p: Any, names: str) -> list[Array]:
+    return [_dense(h, p[name]) for name in names]
+
+
+def _normalised(x: Array, scale: Array) -> Array:
+    """Root mean square norm, in float32 at least."""
+    wide = x.astype(statistics_dtype(x.dtype))
+    root = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
+    return (wide * root).astype(x.dtype) * scale
+
+
+def _by_head(x: Array, heads: int) -> Array:
+    return x.reshape(*x.shape[:-1], heads, -1)
+
+
+def _rotated(x_BxTxHxK: Array) -> Array:
+    """Rotary positions, halves apart."""
+    length, size = x_BxTxHxK.shape[1], x_BxTxHxK.shape[-1]
+    rates = 10000.0 ** (-jnp.arange(size // 2, dtype=jnp.float32) / (size // 2))
+    angles = jnp.arange(length, dtype=jnp.float32)[:, None, None] * rates
+    cos, sin = (f(angles).astype(x_BxTxHxK.dtype) for f in (jnp.cos, jnp.sin))
+    left, right = jnp.split(x_BxTxHxK, 2, -1)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+def _attended(q_BxTxHxK: Array, k_BxSxHxK: Array, v_BxSxHxK: Array, *, causal: bool) -> Array:
+    """Attention whose weights are arrays, as without a fused kernel."""
+    scores_BxHxTxS = jnp.einsum("bthk,bshk->bhts", q_BxTxHxK, k_BxSxHxK)
+    wide = scores_BxHxTxS.astype(statistics_dtype(scores_BxHxTxS.dtype))
+    if causal:
+        seen = jnp.tri(wide.shape[-2], wide.shape[-1], dtype=bool)
+        wide = jnp.where(seen, wide, jnp.finfo(wide.dtype).min)
+    weights = jax.nn.softmax(wide / q_BxTxHxK.shape[-1] ** 0.5, -1).astype(q_BxTxHxK.dtype)
+    mixed = jnp.einsum("bhts,bshk->bthk", weights, v_BxSxHxK)
+    return mixed.reshape(*mixed.shape[:-2], -1)

@@ -1,0 +1,351 @@
+"""Planned bytes are those of the arrays and programs of the training itself."""
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from jaxkfac import lslora
+from jaxkfac._errors import UncoveredParameterError
+from jaxkfac.curvature import eigendecompose
+from jaxkfac.curvature.host import HostCurvature
+from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
+from jaxkfac.memory import MemoryBudgetError
+from jaxkfac.optim import kfac, multi_steps
+from jaxkfac.planning import DecoderLayout, plan_memory, shaped
+from jaxkfac.planning._levers import LEVERS, TITLES
+from jaxkfac.planning._rows import NF4_BYTES
+from jaxkfac.planning._shapes import micro_batch
+
+EXAMPLES, STEPS, RANK = 32, 4, 4
+PLENTY = 1e15
+# Rows are within 10 % of what is measured; those that are counted rather than compiled are exact.
+WITHIN = 0.1
+
+
+@dataclasses.dataclass
+class Case:
+    """A training, its plans, and what its step gave."""
+
+    objective: Any
+    params: Any
+    batch: Any
+
+    @functools.cached_property
+    def plan(self):
+        return plan_memory(
+            self.objective,
+            self.params,
+            self.batch,
+            optimizer=optax.adam(1e-3),
+            device_bytes=PLENTY,
+            adapter_rank=RANK,
+        )
+
+    @functools.cached_property
+    def collector(self):
+        return value_grad_and_factors(self.objective)
+
+    @functools.cached_property
+    def like(self):
+        return self.collector.factor_shapes(self.params, self.batch)
+
+    @functools.cached_property
+    def step(self):
+        return jax.jit(self.collector).lower(self.params, self.batch).compile()
+
+    @functools.cached_property
+    def filled(self):
+        params, batch = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), self.objects)
+        return params, batch
+
+    @property
+    def objects(self):
+        return self.params, self.batch
+
+    @property
+    def objects3(self):
+        return self.objective, self.params, self.batch
+
+    @functools.cached_property
+    def out(self):
+        return self.step(*self.filled)
+
+
+def mlp():
+    def apply_fn(params, x):
+        for layer in params[:-1]:
+            x = jax.nn.gelu(x @ layer["kernel"] + layer["bias"])
+        return x @ params[-1]["kernel"] + params[-1]["bias"]
+
+    def layer(inputs, outputs):
+        sizes = {"kernel": (inputs, outputs), "bias": (outputs,)}
+        return {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
+
+    batch = (
+        jax.ShapeDtypeStruct((EXAMPLES, 24), jnp.float32),
+        jax.ShapeDtypeStruct((EXAMPLES,), jnp.int32),
+    )
+    params = [layer(24, 48), layer(48, 32), layer(32, 10)]
+    return Case(Objective(apply_fn, Categorical()), params, batch)
+
+
+def decoder():
+    layout = DecoderLayout(3, 32, 2, 48, 40, fused=False)
+    return Case(*shaped(layout, examples=EXAMPLES, tokens=16))
+
+
+@pytest.fixture(scope="module", params=[mlp, decoder], ids=["mlp", "decoder"])
+def case(request):
+    return request.param()
+
+
+def size(tree):
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+def test_rows_are_the_bytes_of_the_steps_arrays(case):
+    device = case.plan.now.device
+    assert device["parameters"] == size(case.filled[0])
+    assert device["batch"] == size(case.filled[1])
+    assert device["gradients"] == size(case.out.grads)
+    assert device["optimizer"] == size(optax.adam(1e-3).init(case.filled[0]))
+    assert device["factors"] == size(case.out.factors)
+    assert device["bases"] == size(eigendecompose(case.out.factors))
+    largest = max(x.shape[-1] for x in jax.tree.leaves(case.out.factors) if x.ndim > 1)
+    assert device["workspace"] == 3 * 4 * largest**2
+
+
+def test_activations_are_what_the_compiled_step_allocates(case):
+    measured = case.step.memory_analysis().temp_size_in_bytes
+    assert case.plan.now.device["activations"] == pytest.approx(measured, rel=WITHIN)
+
+
+def test_accumulation_has_the_buffers_of_multi_steps_and_a_micro_batchs_activations(case):
+    need = case.plan.alone["accumulation"]
+    assert need.steps == 2 and need.device["batch"] * 2 == case.plan.now.device["batch"]
+    state = multi_steps(optax.identity(), STEPS, like=case.like).init(case.filled[0])
+    assert need.device["accumulation"] == pytest.approx(size(state.accumulation), rel=1e-3)
+    small = micro_batch(case.batch, need.steps)
+    measured = jax.jit(case.collector).lower(case.params, small).compile().memory_analysis()
+    assert need.device["activations"] == pytest.approx(measured.temp_size_in_bytes, rel=WITHIN)
+
+
+def test_host_rows_are_what_the_service_needs_and_holds(case):
+    need = case.plan.alone["host"]
+    service = {"like": case.like, "refresh_every": 1, "lag": 1}
+    with pytest.raises(ValueError, match="host_bytes"):
+        HostCurvature(**service, host_bytes=need.host_total - 1)
+    with HostCurvature(**service, host_bytes=need.host_total) as host:
+        host.push(case.out.factors, 0)
+        host.flush()
+        assert need.host["averages"] == pytest.approx(host._parts.store.in_memory, rel=1e-3)
+    assert need.device["workspace"] == 0 and need.device["bases"] == case.plan.now.device["bases"]
+    # This step's factors, and all of the last one's: they are less than what may be in flight.
+    assert need.device["factors"] == pytest.approx(2 * size(case.out.factors), rel=0.02)
+
+
+def test_a_budget_holds_and_says_how_many_passes_it_takes(case):
+    smallest = plan_memory(
+        *(case.objective, case.params, case.batch), device_bytes=1.0, levers=("budget",)
+    ).alone["budget"]
+    budget = smallest.factor_budget
+    with pytest.raises(MemoryBudgetError):
+        value_grad_and_factors(case.objective, max_factor_bytes=budget - 1).plan(*case.objects)
+    passes = value_grad_and_factors(case.objective, max_factor_bytes=budget).plan(*case.objects)
+    assert f"{len(passes.passes)} passes" in smallest.costs["budget"] and len(passes.passes) > 2
+    assert smallest.device["factors"] == budget
+    assert smallest.host["factors"] == size(case.out.factors)
+
+
+def test_a_pass_under_a_budget_stays_within_its_rows():
+    case = decoder()
+    shapes = (case.objective, case.params, case.batch)
+    budget = 40_000
+    plan = plan_memory(*shapes, device_bytes=PLENTY, levers=("budget",), max_factor_bytes=budget)
+    device = plan.alone["budget"].device
+    assert device["factors"] == budget
+    planned = sum(device[row] for row in ("activations", "gradients", "factors"))
+    collector = value_grad_and_factors(case.objective, max_factor_bytes=budget)
+    first = collector.lower(*case.filled)[0][1].compile().memory_analysis()
+    measured = first.temp_size_in_bytes + first.output_size_in_bytes
+    assert planned == pytest.approx(measured, rel=WITHIN)
+
+
+def test_adapters_alone_leave_the_base_without_gradient_and_state(case):
+    need, config = case.plan.alone["adapters"], lslora.Config(rank=RANK)
+    params, batch = case.filled
+    adapters = lslora.init(config, case.objective.apply_fn, params, batch[0], key=jax.random.key(0))
+    assert need.device["gradients"] == size(adapters)
+    assert need.device["parameters"] == size(adapters) + size(params)
+    assert need.device["optimizer"] == size(optax.adam(1e-3).init(adapters))
+    adapted = lslora.attach(case.objective.apply_fn, config)
+    own = Objective(lambda a, x: adapted(params, a, x), Categorical())
+    like = value_grad_and_factors(own, uncovered="ignore").factor_shapes(adapters, batch)
+    assert need.device["factors"] == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(like))
+    quantised = case.plan.alone["nf4"]
+    assert quantised.levers == ("adapters", "nf4")
+    dense = sum(
+        x.weight.size
+        for x in case.collector.traced(
+            case.params, case.collector.checked(case.batch, None, None, None), None
+        ).table.layers
+        if x.kind == "dense"
+    )
+    saved = need.device["parameters"] - quantised.device["parameters"]
+    assert saved == pytest.approx(dense * (4 - NF4_BYTES), rel=1e-3)
+
+
+def test_bfloat16_halves_what_follows_the_parameters_and_not_the_factors(case):
+    now, half = case.plan.now.device, case.plan.alone["bf16"].device
+    for row in ("parameters", "gradients"):
+        assert half[row] * 2 == now[row]
+    tx_state = optax.adam(1e-3).init(jax.tree.map(lambda x: x.astype("bfloat16"), case.filled[0]))
+    assert half["optimizer"] == size(tx_state)
+    assert half["factors"] == now["factors"]
+
+
+def test_remat_has_the_activations_of_the_program_with_checkpoints():
+    case, scan = decoder(), jax.lax.scan
+
+    def rematted(params, inputs):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax.lax, "scan", lambda f, *rest: scan(jax.checkpoint(f), *rest))
+            return case.objective.apply_fn(params, inputs)
+
+    def planned(apply_fn):
+        objective = dataclasses.replace(case.objective, apply_fn=apply_fn)
+        shapes = (case.params, case.batch)
+        return plan_memory(objective, *shapes, device_bytes=PLENTY, levers=("remat",))
+
+    plan, already = planned(case.objective.apply_fn), planned(rematted)
+    before, after = plan.now.device["activations"], plan.alone["remat"].device["activations"]
+    assert after < 0.7 * before
+    assert already.now.device["activations"] == pytest.approx(after, rel=WITHIN)
+    assert "rematted already" in already.unavailable["remat"]
+
+
+def test_half_precision_takes_fewer_bytes_although_the_cpu_computes_bfloat16_in_float32():
+    objective, params, batch = decoder().objects3
+    plan = plan_memory(objective, params, batch, device_bytes=PLENTY, levers=("bf16",))
+    now, half = plan.now.device["activations"], plan.alone["bf16"].device["activations"]
+    assert 0.45 * now < half < 0.85 * now  # softmax and cross entropy stay in float32
+
+
+def test_kfac_has_its_average_and_bases_in_their_own_rows(case):
+    tx = kfac(1e-3, like=case.like)
+    plan = plan_memory(
+        *(case.objective, case.params, case.batch),
+        optimizer=tx,
+        device_bytes=PLENTY,
+        levers=("budget",),
+    )
+    state, device = tx.init(case.filled[0]), plan.now.device
+    assert device["factors"] == size(state.average) + size(case.out.factors)
+    assert device["bases"] == size(state.bases)
+    assert device["optimizer"] + size((state.average, state.bases)) == size(state)
+    assert "with host only" in plan.unavailable["budget"]
+
+
+def test_without_curvature_there_are_no_rows_of_it():
+    case = mlp()
+    plan = plan_memory(
+        *(case.objective, case.params, case.batch),
+        device_bytes=PLENTY,
+        curvature=False,
+        levers=("host", "budget"),
+    )
+    assert set(plan.now.device) == {
+        "parameters",
+        "gradients",
+        "optimizer",
+        "accumulation",
+        "batch",
+        "activations",
+    }
+    assert plan.unavailable == dict.fromkeys(("host", "budget"), "no factors are gathered")
+
+
+def test_values_alone_take_the_place_of_bases_in_an_analysis(case):
+    plan = plan_memory(
+        *(case.objective, case.params, case.batch), device_bytes=PLENTY, vectors=False, levers=()
+    )
+    assert plan.now.device["bases"] == size(eigendecompose(case.out.factors, vectors=False))
+
+
+def test_an_optimizer_that_accumulates_is_not_accumulated_again():
+    case = mlp()
+    plan = plan_memory(
+        *(case.objective, case.params, case.batch),
+        optimizer=multi_steps(optax.sgd(1e-2), 2),
+        device_bytes=PLENTY,
+        levers=("accumulation",),
+    )
+    assert "one micro-batch" in plan.unavailable["accumulation"]
+
+
+def test_a_scalar_loss_is_planned_and_has_no_adapters():
+    case = mlp()
+    plan = plan_memory(
+        lambda params, batch: case.objective(params, batch),
+        case.params,
+        case.batch,
+        device_bytes=PLENTY,
+        levers=("adapters", "remat"),
+    )
+    leaves = jax.tree.leaves(case.like)
+    assert plan.now.device["factors"] == sum(x.size * x.dtype.itemsize for x in leaves)
+    assert "scalar loss" in plan.unavailable["adapters"]
+
+
+def test_a_program_that_does_not_run_in_bfloat16_says_why():
+    case = mlp()
+    apply_fn = case.objective.apply_fn
+
+    def mixed(params, x):
+        return apply_fn(params, x) + jnp.zeros((), jnp.float32) * params[-1]["bias"]
+
+    plan = plan_memory(
+        Objective(mixed, Categorical()),
+        case.params,
+        case.batch,
+        device_bytes=PLENTY,
+        levers=("bf16",),
+        uncovered="ignore",
+    )
+    assert "TypePromotionError" in plan.unavailable["bf16"]
+
+
+def test_the_table_and_the_record_hold_every_row_and_lever(case):
+    text, record = str(case.plan), json.loads(json.dumps(case.plan.to_dict(), allow_nan=False))
+    assert max(map(len, text.splitlines())) <= 120
+    head, *rows = text.splitlines()
+    assert head.split()[3:] == ["now", *(TITLES[lever] for lever in case.plan.alone)]
+    for row in case.plan.now.device:
+        assert any(line.strip().startswith(row) for line in rows)
+    assert "it fits as it is" in text
+    assert record["now"]["device_total"] == case.plan.now.device_total
+    assert set(record["alone"]) | set(record["unavailable"]) == set(LEVERS)
+
+
+@pytest.mark.parametrize("device_bytes", [0, -1.0, float("nan"), float("inf")])
+def test_a_device_without_bytes_is_refused(device_bytes):
+    with pytest.raises(ValueError, match="device_bytes=.*positive number of bytes"):
+        plan_memory(lambda p, b: p, 1.0, 1.0, device_bytes=device_bytes)
+
+
+def test_an_unknown_lever_and_an_uncovered_parameter_are_named():
+    with pytest.raises(ValueError, match="levers='fp8': expected one of 'accumulation'"):
+        plan_memory(lambda p, b: p, 1.0, 1.0, device_bytes=1.0, levers=("fp8",))
+    with pytest.raises(UncoveredParameterError):
+        plan_memory(
+            Objective(lambda p, x: x @ (p["w"] * p["w"]), Categorical()),
+            {"w": jax.ShapeDtypeStruct((3, 2), jnp.float32)},
+            (jax.ShapeDtypeStruct((4, 3), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)),
+            device_bytes=1e9,
+        )
