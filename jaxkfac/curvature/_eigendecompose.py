@@ -150,12 +150,13 @@ def _decompose(
     results: list[tuple[_Block, Spectrum]] = []
     for block in blocks:
         matrix = block.matrix
-        if isinstance(matrix, np.ndarray):  # of a byte budget: it was too much for the device
-            if placement == "auto":
-                results.append((block, _on_host(block, vectors)))
-                continue
-        concrete = isinstance(matrix, jax.Array) and not is_traced(matrix)
-        where = frozenset(matrix.sharding.device_set) if concrete else frozenset()
+        on_host = isinstance(matrix, np.ndarray)  # of a byte budget: too much for the device
+        if on_host and placement == "auto":
+            results.append((block, _on_host(block, vectors)))
+            continue
+        where = frozenset()
+        if not on_host and not is_traced(matrix):
+            where = frozenset(matrix.sharding.device_set)
         groups[matrix.shape[-1], matrix.dtype, where].append(block)
     for (n, dtype, _), members in groups.items():
         first = members[0].matrix
