@@ -11,7 +11,7 @@ from parity_tests.factors_test import factor_pairs
 from parity_tests.powers_test import JOINT, tree_pairs
 from parity_tests.sides import Sides
 
-SIDE = 128  # elements: room for one side of a layer, or for one iteration of a scan
+SIDE = 160  # elements: room for one side of a layer, or for one iteration of a scan
 
 
 def in_passes(sides: Sides) -> Iterable[Pair]:

@@ -54,18 +54,28 @@ class PassPlan:
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """One side of one layer, the unit of a plan; bytes are of one row where it has rows."""
+    """One side of one layer, the unit of a plan; bytes are of one row where it has rows.
+
+    Attributes:
+        layer: The layer.
+        inputs: Whether it is the input side.
+        slot: Bytes of what the backward pass emits.
+        extra: Of which so many live beside the factor that is made of it.
+        output: Bytes of the factor.
+        walker: The scan along its rows, if there is one.
+    """
 
     layer: Layer
     inputs: bool
     slot: int
+    extra: int
     output: int
     walker: Any = None
 
     def nbytes(self, rows: int = 1) -> int:
-        """Slots and factors, and the slot of the iteration that is being written."""
-        once = self.slot if self.walker else 0
-        return rows * (self.slot + self.output) + once
+        """Slots and factors; in a scan, also the row being written and the one it replaces."""
+        written = 2 * self.slot if self.walker else 0
+        return rows * (self.extra + self.output) + written
 
     def part(self, rows: int) -> Part:
         return Part(inputs=self.inputs, outputs=not self.inputs, rows=rows if self.walker else None)
@@ -117,6 +127,11 @@ def plan_passes(statistics: Statistics, max_factor_bytes: int, *, pulls: int = 0
     return PassPlan(tuple(passes or [Pass({}, 0, 0)]), total, max_factor_bytes)
 
 
+def smallest_budget(statistics: Statistics, *, pulls: int = 0) -> int:
+    """The least ``max_factor_bytes``: the largest side of a layer, at one iteration."""
+    return max((side.nbytes() for side in _sides(statistics, pulls)), default=0)
+
+
 def _sides(statistics: Statistics, pulls: int) -> Iterator[_Side]:
     traced = statistics.traced
     walkers = {
@@ -136,9 +151,10 @@ def _sides(statistics: Statistics, pulls: int) -> Iterator[_Side]:
         g = {key: leaf for key, leaf in slot.items() if key not in a}
         if a:
             sums = made.a_sums[layer.name]
-            yield _Side(layer, True, _extra(a, sums), _bytes(sums), walker)
+            yield _Side(layer, True, _bytes(a), _extra(a, sums), _bytes(sums), walker)
         sums = made.diagonals.get(layer.name, made.g_sums.get(layer.name))
-        yield _Side(layer, False, _extra(g, sums) + pulls * _bytes(g), _bytes(sums), walker)
+        extra = _extra(g, sums) + pulls * _bytes(g)
+        yield _Side(layer, False, _bytes(g), extra, _bytes(sums), walker)
 
 
 def _extra(slot: Any, sums: Any) -> int:

@@ -29,7 +29,8 @@ def stack(
         slots: How many adapters the bank can hold; as many as are given by default.
 
     Returns:
-        A :class:`Bank`; the index of a name is its place in ``adapters``.
+        A :class:`Bank`; the index of a name is its place in ``adapters`` (inside ``jax.jit``,
+        which sorts the keys of dictionaries, its place among the sorted names).
 
     Raises:
         ValueError: names that cannot be used, different layers, too few slots, placements

@@ -9,7 +9,7 @@ import jax
 
 from jaxkfac.curvature import Eigenbases, identity_bases
 from jaxkfac.curvature.host._layout import Entry, Layout
-from jaxkfac.factors._passes import PassPlan, _sides, plan_passes
+from jaxkfac.factors._passes import PassPlan, plan_passes, smallest_budget
 from jaxkfac.planning._shapes import nbytes
 from jaxkfac.planning._variant import Variant
 
@@ -85,9 +85,8 @@ class CurvatureBytes:
 
     @functools.cached_property
     def smallest_budget(self) -> int:
-        """The least ``max_factor_bytes``: the largest side of a layer at one iteration."""
-        pulls = self._variant.collector.pulls
-        return max((side.nbytes() for side in _sides(self._statistics, pulls)), default=0)
+        """The least ``max_factor_bytes``."""
+        return smallest_budget(self._statistics, pulls=self._variant.collector.pulls)
 
     def first_pass_temporaries(self, budget: int) -> int:
         """Bytes beside arguments and results of the pass that also has the gradient."""
