@@ -25,7 +25,7 @@ help:
 	@echo "make run          train --preset $(PRESET): K-FAC beside AdamW, checkpoint and report"
 	@echo "make test         the default test suite"
 	@echo "make test-slow    the tests marked slow"
-	@echo "make test-exhaustive  the oracles over every case: convolutions, EKFAC, curvlinops"
+	@echo "make test-exhaustive  the oracles over every case: layer kinds, Fisher types, EKFAC, curvlinops"
 	@echo "make test-oldest  the interception tests on the oldest jax allowed"
 	@echo "make lint         ruff, pyright, import-linter"
 	@echo "make format       ruff format and the fixes that are safe"
@@ -72,8 +72,9 @@ test: $(VENV)/.stamp-test
 # ---------------------------------------------------------------- the rest
 
 # pytest's exit status 5 says that no test is selected: nothing is marked so yet.
+# What users run, optimised kernels and all; the default suite does without (see conftest.py).
 test-slow: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -m slow -n $(WORKERS) $(PYTEST_ARGS) || test $$? -eq 5
+	XLA_FLAGS=--xla_backend_optimization_level=3 $(BIN)/python -m pytest -m slow -n $(WORKERS) $(PYTEST_ARGS) || test $$? -eq 5
 
 test-exhaustive: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m exhaustive -n $(WORKERS) $(PYTEST_ARGS)

@@ -18,7 +18,7 @@ from tests._checks import check
 from tests._programs import labels, normal, tree
 
 # Flax mixes float32 constants into float64.
-pytestmark = [pytest.mark.slow, pytest.mark.standard_promotion]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.standard_promotion]
 
 SHARINGS = ("expand", "reduce")
 D, H, S = 3, 4, 3  # inputs, hidden units, time steps
