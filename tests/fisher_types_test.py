@@ -19,7 +19,7 @@ from tests._checks import (
 from tests._oracle import oracle
 from tests._programs import attention, attention_params, labels, mlp, mlp_params, normal
 
-pytestmark = pytest.mark.exhaustive  # minutes for the file; make test-slow
+pytestmark = pytest.mark.exhaustive  # minutes for the file; make test-exhaustive
 
 OTHERS = ("mc", "exact", "forward", "exact_if_terms_do_not_mix")
 SHARINGS = ("expand", "reduce")

@@ -11,7 +11,7 @@ from tests._checks import assert_tree_close, check, objective_of
 from tests._dense import fisher_block, root_fisher
 from tests._programs import labels, normal, tree
 
-pytestmark = pytest.mark.exhaustive  # minutes for the file; make test-slow
+pytestmark = pytest.mark.exhaustive  # minutes for the file; make test-exhaustive
 
 SHARINGS = ("expand", "reduce")
 CASES = ("attention", "embedded", "nested scan", "recurrent", "shared layers")

@@ -12,7 +12,7 @@ from tests._oracle import oracle
 from tests._programs import attention, attention_params, labels, mlp, mlp_params, normal, tree
 from tests._taps import PLAIN
 
-pytestmark = pytest.mark.exhaustive  # minutes for the file; make test-slow
+pytestmark = pytest.mark.exhaustive  # minutes for the file; make test-exhaustive
 
 
 @pytest.mark.parametrize("name", CASES)

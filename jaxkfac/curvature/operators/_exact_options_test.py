@@ -10,7 +10,7 @@ from jaxkfac.curvature.operators._exact_test import assert_close
 from jaxkfac.curvature.operators._small_nets_test import attention_problem, mlp_problem
 from jaxkfac.factors import Categorical, Gaussian, Objective
 
-pytestmark = pytest.mark.exhaustive  # minutes for the file; make test-slow
+pytestmark = pytest.mark.exhaustive  # minutes for the file; make test-exhaustive
 
 OPERATORS = {
     "ggn": ggn,
