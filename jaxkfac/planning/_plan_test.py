@@ -100,7 +100,10 @@ def decoder():
     return Case(*shaped(layout, examples=EXAMPLES, tokens=16))
 
 
-@pytest.fixture(scope="module", params=[mlp, decoder], ids=["mlp", "decoder"])
+COMPILED = pytest.param(decoder, marks=pytest.mark.exhaustive)  # every lever, a minute
+
+
+@pytest.fixture(scope="module", params=[mlp, COMPILED], ids=["mlp", "decoder"])
 def case(request):
     return request.param()
 
