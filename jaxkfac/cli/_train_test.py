@@ -254,5 +254,6 @@ def test_the_digits_are_learnt_by_both_and_faster_by_kfac(tmp_path):
     assert accuracy["kfac"] >= accuracy["adamw"] - 0.005
     for run in runs:
         kfac, adamw = ([e["train_loss"] for e in run[n]["epochs"]] for n in ("kfac", "adamw"))
-        ahead = np.less(kfac, adamw)
-        assert ahead[-1] and ahead.mean() > 0.9
+        # Which single epochs K-FAC leads depends on the machine's rounding, the mean does not.
+        assert kfac[-1] < adamw[-1]
+        assert np.exp(np.mean(np.log(kfac) - np.log(adamw))) < 0.75

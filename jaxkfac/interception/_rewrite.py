@@ -7,7 +7,7 @@ scanned, constant where it is constant) and shard_map, down to the handler.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from jaxkfac.interception._views import SAME_ELEMENTS
 from jaxkfac.interception._windows import Window, row_of
 
 Slots = dict[str, Any]
-Active = dict[str, Any]  # for layers in a window: whether it covers this iteration
 
 # What a slot may hold. Where a program reads c W, the gradient with respect to W is c times
 # that with respect to c W: how often the constant c enters each statistic.
@@ -71,6 +70,18 @@ class Site:
 Handler = Callable[[Site, list[Any]], Any]
 
 
+class Around(NamedTuple):
+    """What holds at one place of the program.
+
+    Attributes:
+        masks: Which rows exist.
+        active: For layers in a window: whether it covers this iteration.
+    """
+
+    masks: list[RowMask]
+    active: dict[str, Any]
+
+
 @dataclasses.dataclass(frozen=True)
 class Rewriter:
     """Runs a plan with a handler.
@@ -92,29 +103,19 @@ class Rewriter:
     windows: Mapping[str, Window]
 
     def run(
-        self,
-        plan: Plan,
-        args: Sequence[Any],
-        slots: Sequence[Slots],
-        masks: list[RowMask],
-        active: Active,
+        self, plan: Plan, args: Sequence[Any], slots: Sequence[Slots], around: Around
     ) -> list[Any]:
         """Outputs of the plan's jaxpr; ``slots`` and ``args`` go with its inputs."""
-        return self._run(plan, args, slots, masks, active)[0]
+        return self._run(plan, args, slots, around)[0]
 
     def _run(
-        self,
-        plan: Plan,
-        args: Sequence[Any],
-        slots: Sequence[Slots],
-        masks: list[RowMask],
-        active: Active,
+        self, plan: Plan, args: Sequence[Any], slots: Sequence[Slots], around: Around
     ) -> tuple[list[Any], list[Slots]]:
         """The outputs, and the slots that ride along with those that are views."""
         env: dict[Any, Any] = dict(zip(plan.jaxpr.constvars, plan.consts, strict=True))
         env.update(zip(plan.jaxpr.invars, args, strict=True))
         riding = {v: s for v, s in zip(plan.jaxpr.invars, slots, strict=True) if s}
-        masks = list(masks)
+        around = around._replace(masks=list(around.masks))
 
         def read(atom: Any) -> Any:
             return env[atom] if _compat.is_var(atom) else atom.val
@@ -128,9 +129,9 @@ class Rewriter:
             values = [read(v) for v in eqn.invars]
             along = [riding.get(v, {}) if _compat.is_var(v) else {} for v in eqn.invars]
             if step in plan.uses:
-                out = [self._use(eqn, plan.uses[step], values, along, masks, active)]
+                out = [self._use(eqn, plan.uses[step], values, along, around)]
             elif step in plan.marks:
-                masks.append(RowMask(values[1], plan.marks[step].axes, complete=False))
+                around.masks.append(RowMask(values[1], plan.marks[step].axes, complete=False))
                 out = [values[0]]
             elif step in plan.views:
                 out = _compat.bind(eqn)(*values)
@@ -138,29 +139,27 @@ class Rewriter:
                 moved = self._through_view(eqn, plan.views[step], values, along)
                 riding.update((v, s) for v, s in zip(eqn.outvars, moved, strict=True) if s)
             elif plan.calls[step].exports_views:  # a jitted indexing helper: run it in place
-                out, moved = self._run(plan.calls[step], values, along, masks, active)
+                out, moved = self._run(plan.calls[step], values, along, around)
                 riding.update((v, s) for v, s in zip(eqn.outvars, moved, strict=True) if s)
             else:
                 inner = plan.calls[step]
                 tapped = tapped_layers(inner)
                 along = [{k: s for k, s in d.items() if k in tapped} for d in along]
-                out = self._call(eqn, inner, values, along, masks, active)
+                out = self._call(eqn, inner, values, along, around)
             env.update(zip(eqn.outvars, out, strict=True))
         outs = plan.jaxpr.outvars
         return [read(v) for v in outs], [
             riding.get(v, {}) if _compat.is_var(v) else {} for v in outs
         ]
 
-    def _use(
-        self, eqn: Any, uses: list[Use], values: list, along: list, masks: list, active: Active
-    ) -> Any:
+    def _use(self, eqn: Any, uses: list[Use], values: list, along: list, around: Around) -> Any:
         uses = [u for u in uses if u.layer in self.walkers]
         if not uses:
             return _compat.bind(eqn)(*values)
         slots = [along[u.operand][u.layer] for u in uses]
         # A bias or scale squares per-position gradients: a row that is not there has none.
-        rows = [row_weights(self.table, u, masks, self.marks) for u in uses]
-        wanted = [active.get(u.layer or "") for u in uses]
+        rows = [row_weights(self.table, u, around.masks, self.marks) for u in uses]
+        wanted = [around.active.get(u.layer or "") for u in uses]
         return self.handler(Site(eqn, uses, slots, rows, wanted, self.table), values)
 
     def _through_view(self, eqn: Any, walker: Any, values: list, along: list) -> list[Slots]:
@@ -188,18 +187,13 @@ class Rewriter:
         return outs
 
     def _call(
-        self,
-        eqn: Any,
-        inner: Plan,
-        values: list,
-        along: list[Slots],
-        masks: list[RowMask],
-        active: Active,
+        self, eqn: Any, inner: Plan, values: list, along: list[Slots], around: Around
     ) -> list[Any]:
         kind = _compat.call_kind(eqn)
         if kind == "scan":
-            return self._scan(eqn, inner, values, along, masks, active)
-        extras, tree = jax.tree.flatten((along, [m.mask for m in masks], active))
+            return self._scan(eqn, inner, values, along, around)
+        masks = around.masks
+        extras, tree = jax.tree.flatten((along, [m.mask for m in masks], around.active))
 
         def body(*flat: Any) -> list[Any]:
             n = len(values)
@@ -208,7 +202,7 @@ class Rewriter:
                 RowMask(v, m.axes, complete=m.complete)
                 for v, m in zip(mask_values, masks, strict=True)
             ]
-            return self.run(inner, flat[:n], slots, inside, active)
+            return self.run(inner, flat[:n], slots, Around(inside, active))
 
         if kind == "checkpoint":
             return _compat.checkpoint_like(eqn, body)(*values, *extras)
@@ -218,30 +212,25 @@ class Rewriter:
         return _compat.jit_like(eqn, body, len(extras))(*values, *extras)
 
     def _scan(
-        self,
-        eqn: Any,
-        inner: Plan,
-        values: list,
-        along: list[Slots],
-        masks: list[RowMask],
-        active: Active,
+        self, eqn: Any, inner: Plan, values: list, along: list[Slots], around: Around
     ) -> list[Any]:
         nc, nk, length = (eqn.params[k] for k in ("num_consts", "num_carry", "length"))
         fixed = along[: nc + nk]  # a parameter carried unchanged is a constant
-        opening = self.windows.keys() - active.keys()  # an inner scan is inside the window
+        opening = self.windows.keys() - around.active.keys()  # an inner scan is inside the window
         rows = [{k: s for k, s in d.items() if k not in opening} for d in along[nc + nk :]]
         buffers = [{k: s for k, s in d.items() if k in opening} for d in along[nc + nk :]]
         iterations = jnp.arange(length) if any(buffers) else None
 
         def body(carry: Any, scanned: Any) -> tuple[Any, list[Any]]:
             (state, buffers), (xs, rows, iteration) = carry, scanned
-            slots, after, here = [], [], dict(active)
+            slots, after, active = [], [], dict(around.active)
             for windowed, whole in zip(buffers, rows, strict=True):
                 taken = {k: row_of(b, self.windows[k], iteration) for k, b in windowed.items()}
                 slots.append({**whole, **{k: row for k, (row, _) in taken.items()}})
                 after.append({k: buffer for k, (_, buffer) in taken.items()})
-                here.update({k: self.windows[k].covers(iteration) for k in windowed})
-            out = self.run(inner, [*values[:nc], *state, *xs], [*fixed, *slots], masks, here)
+                active.update({k: self.windows[k].covers(iteration) for k in windowed})
+            inside = around._replace(active=active)
+            out = self.run(inner, [*values[:nc], *state, *xs], [*fixed, *slots], inside)
             return (out[:nk], after), out[nk:]
 
         (state, _), ys = _compat.scan_like(

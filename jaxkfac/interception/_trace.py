@@ -18,7 +18,7 @@ from jaxkfac.interception._examples import split_lost
 from jaxkfac.interception._grouping import group_uses
 from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._paths import leaves_by_path
-from jaxkfac.interception._rewrite import Handler, Rewriter
+from jaxkfac.interception._rewrite import Around, Handler, Rewriter
 from jaxkfac.interception._rows import RowMask
 from jaxkfac.interception._table import LayerTable
 from jaxkfac.interception._values import Data, Use
@@ -114,7 +114,7 @@ class Traced:
         flat = jax.tree.leaves((params, *args))
         riding = [by_path.get(path, {}) for path in leaves_by_path(params)]
         riding += [{}] * (len(flat) - len(riding))
-        out = rewriter.run(self.analysis.plan, flat, riding, masks or [], {})
+        out = rewriter.run(self.analysis.plan, flat, riding, Around(masks or [], {}))
         return jax.tree.unflatten(self.out_tree, out)
 
 
