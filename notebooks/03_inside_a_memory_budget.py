@@ -188,7 +188,7 @@ print(f"one factor of the hidden side: {square(hidden) / gib:.2f} GiB")
 print(f"its decomposition, matrix and scratch: {3 * square(hidden) / gib:.2f} GiB")
 
 # %% [markdown]
-# So the 30 GB are all factors in bfloat16, at once. What is done about it here:
+# So the 30 GB are probably all factors in bfloat16, at once. What is done about it here:
 #
 # - `max_factor_bytes=2e9`: at most two gigabytes of factors on the device, whatever the model;
 # - `HostCurvature`: averages folded to half (symmetric matrices), on the host, or beyond a stated

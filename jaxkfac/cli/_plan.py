@@ -57,6 +57,7 @@ def run_plan(arguments: PlanArguments) -> None:
         ValueError: an unknown preset, or a number out of range.
     """
     import jax.numpy as jnp
+    from rich.console import Console
 
     from jaxkfac._checks import at_least_one
     from jaxkfac.planning import plan_memory, preset
@@ -69,18 +70,19 @@ def run_plan(arguments: PlanArguments) -> None:
         dtype=jnp.dtype(arguments.dtype),
     )
     budget = arguments.max_factor_bytes
-    plan = plan_memory(
-        *training,
-        optimizer=_optimizer(arguments, *training),
-        device_bytes=arguments.device_bytes,
-        host_bytes=arguments.host_bytes,
-        curvature=arguments.curvature != "none",
-        vectors=arguments.curvature == "precondition",
-        max_factor_bytes=None if budget is None else int(budget),
-        adapter_rank=arguments.adapter_rank,
-        levers=arguments.levers,
-        max_dense=arguments.max_dense,
-    )
+    with Console(stderr=True).status("compiling what the plan asks for, a minute or two for 7B"):
+        plan = plan_memory(
+            *training,
+            optimizer=_optimizer(arguments, *training),
+            device_bytes=arguments.device_bytes,
+            host_bytes=arguments.host_bytes,
+            curvature=arguments.curvature != "none",
+            vectors=arguments.curvature == "precondition",
+            max_factor_bytes=None if budget is None else int(budget),
+            adapter_rank=arguments.adapter_rank,
+            levers=arguments.levers,
+            max_dense=arguments.max_dense,
+        )
     print(json.dumps(plan.to_dict(), allow_nan=False) if arguments.json else plan)
     plan.chosen()
 

@@ -33,7 +33,8 @@ def load_once(
             that no file holds, each named.
 
     Memory:
-        The model, and one stored tensor where it must be converted.
+        The model, and one stored tensor where it must be converted. The file is mapped: pages
+        that were read count as resident until the system takes them back.
     """
     with torch.device("meta"):
         model = build()
