@@ -61,6 +61,8 @@ NAMES = {
     # lslora
     "ApproximateMerge": "what approximate_merge returns",
     "approximate_merge": f"least squares of a branch on a batch: {_NO_TWIN_BESIDE}",
+    "fuse": "moves columns of B between layers; the test beside it compares outputs",
+    "split": "as fuse",
     # linalg
     "Spectrum": _PIECE,
     "above_cut": _PIECE,

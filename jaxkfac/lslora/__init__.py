@@ -7,6 +7,7 @@ from jaxkfac.lslora._config import Config, RmsSigma
 from jaxkfac.lslora._diagnose import Diagnosis, diagnose
 from jaxkfac.lslora._files import load, save
 from jaxkfac.lslora._fourier import fourier
+from jaxkfac.lslora._fused import fuse, split
 from jaxkfac.lslora._init import init
 from jaxkfac.lslora._merge import ApproximateMerge, approximate_merge, merge
 from jaxkfac.lslora._regulariser import fourier_loss
@@ -30,9 +31,11 @@ __all__ = [
     "diagnose",
     "fourier",
     "fourier_loss",
+    "fuse",
     "init",
     "load",
     "merge",
     "save",
+    "split",
     "stack",
 ]

@@ -1,0 +1,177 @@
+"""Adapters of a fused projection and of its parts: q, k, v in one kernel, or gate and up."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkfac.lslora._adapter import Adapter, Adapters, only_adapters
+from jaxkfac.lslora._config import Config
+
+# {component of a layer's name: {component of a part's name: its outputs}}, in the kernel's order.
+Parts = Mapping[str, Mapping[str, int]]
+
+
+def split(adapters: Adapters, config: Config, parts: Parts) -> tuple[Adapters, Config]:
+    r"""Adapters of fused projections as adapters of their parts, computing the same.
+
+    $\varphi(s\,xAB)$ acts on each output alone, and $s\,\varphi(xA)B$ on the bottleneck alone:
+    either way a part has its columns of $B$, and $A$, the coefficients and $\sigma$ of the whole.
+    So files can be read by models that keep the projections apart. Dropout, where there is
+    some, then draws for each part.
+
+    Args:
+        adapters: From :func:`init`; layers of other names stay as they are.
+        config: Their settings.
+        parts: ``{"qkv_proj": {"q_proj": 576, "k_proj": 192, "v_proj": 192}}``: what a layer
+            with that component in its name is made of, in the order of its outputs.
+
+    Returns:
+        ``(adapters, config)``; the config names every layer.
+
+    Raises:
+        ValueError: outputs that do not add up to the layer's, or a name that is there already.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxkfac.lslora as lslora
+        >>> fused = {"qkv/kernel": lslora.Adapter(jnp.ones((3, 1)), jnp.ones((1, 6)), None, None)}
+        >>> config = lslora.Config(rank=1, fourier_placement="none")
+        >>> apart, config = lslora.split(fused, config, {"qkv": {"q": 4, "k": 1, "v": 1}})
+        >>> {name: adapter.b.shape for name, adapter in apart.items()}
+        {'q/kernel': (1, 4), 'k/kernel': (1, 1), 'v/kernel': (1, 1)}
+    """
+    out: dict[str, Any] = {}
+    ranks, alphas = {}, {}
+    for name, adapter in adapters.items():
+        whole = _component(name, parts) if isinstance(adapter, Adapter) else None
+        own = {name: adapter} if whole is None else _columns(name, adapter, whole, parts[whole])
+        if taken := sorted(own.keys() & out.keys()):
+            raise ValueError(f"layer {name!r} splits into {taken}, which the adapters have already")
+        out |= own
+        if isinstance(adapter, Adapter):
+            ranks |= dict.fromkeys(own, config.rank_of(name))
+            alphas |= dict.fromkeys(own, config.alpha_of(name))
+    return out, _naming(config, ranks, alphas)
+
+
+def fuse(adapters: Adapters, config: Config, parts: Parts) -> tuple[Adapters, Config]:
+    r"""Adapters of parts as adapters of the fused projection, computing the same.
+
+    Where the parts share $A$, coefficients and $\sigma$, as :func:`split` leaves them, they
+    become one again. Plain LoRA of parts trained apart becomes one of the sum of their ranks,
+    each part's $B$ in its own columns; a part without an adapter gets zeros.
+
+    Args:
+        adapters: Layers of other names stay as they are.
+        config: Their settings.
+        parts: As for :func:`split`.
+
+    Returns:
+        ``(adapters, config)``; the config names every layer.
+
+    Raises:
+        ValueError: parts that share nothing and have a nonlinearity: $\varphi$ has one set of
+            coefficients a layer; or outputs that are not those of ``parts``.
+    """
+    out: dict[str, Any] = {}
+    groups: dict[str, dict[str, str]] = {}
+    ranks, alphas = {}, {}
+    whole_of = {part: whole for whole, each in parts.items() for part in each}
+    for name, adapter in adapters.items():
+        part = _component(name, whole_of) if isinstance(adapter, Adapter) else None
+        if part is not None:
+            groups.setdefault(_renamed(name, part, whole_of[part]), {})[part] = name
+            continue
+        out[name] = adapter
+        if isinstance(adapter, Adapter):
+            ranks[name], alphas[name] = config.rank_of(name), config.alpha_of(name)
+    own = only_adapters(adapters)
+    for name, members in groups.items():
+        if name in out:
+            raise ValueError(f"layer {name!r} is there already, beside its parts {members}")
+        widths = parts[whole_of[next(iter(members))]]
+        found = {part: own[layer] for part, layer in members.items()}
+        for part, adapter in found.items():
+            if adapter.b.shape[-1] != widths[part]:
+                raise ValueError(
+                    f"layer {members[part]!r}: expected {widths[part]} outputs of {part!r}, got "
+                    f"{adapter.b.shape[-1]}"
+                )
+        scales = {part: config.scaling(layer) for part, layer in members.items()}
+        fused, scaling = _joined(name, found, widths, scales)
+        rank = ranks[name] = fused.a.shape[-1]
+        alphas[name] = scaling * (math.sqrt(rank) if config.rslora else rank)
+        out[name] = fused
+    return out, _naming(config, ranks, alphas)
+
+
+def _joined(
+    name: str, found: dict[str, Adapter], widths: Mapping[str, int], scales: dict[str, float]
+) -> tuple[Adapter, float]:
+    """One adapter of the parts, and its scaling."""
+    first, scaling = next(iter(found.values())), next(iter(scales.values()))
+    alike = len(set(scales.values())) == 1 and all(_shares(first, x) for x in found.values())
+    if alike and found.keys() == widths.keys():
+        return first._replace(b=jnp.concatenate([found[part].b for part in widths], -1)), scaling
+    if curved := [part for part, x in found.items() if not x.is_linear]:
+        raise ValueError(
+            f"layer {name!r}: {curved} have nonlinearities of their own, and a fused layer has one "
+            "set of coefficients: keep the projections apart, or adapt them fused from the start"
+        )
+    present = [part for part in widths if part in found]
+    a = jnp.concatenate([found[part].a for part in present], -1)
+    stack, rows = a.shape[:-2], []
+    for part in present:
+        b = found[part].b * (scales[part] / scaling)
+        before = sum(list(widths.values())[: list(widths).index(part)])
+        after = sum(widths.values()) - before - widths[part]
+        rows.append(jnp.pad(b, [(0, 0)] * (len(stack) + 1) + [(before, after)]))
+    return Adapter(a, jnp.concatenate(rows, -2), None, None), scaling
+
+
+def _shares(x: Adapter, y: Adapter) -> bool:
+    """Whether all but ``b`` is equal."""
+    pairs = [(x.a, y.a), (x.coefficients, y.coefficients), (x.sigma, y.sigma)]
+    return all(
+        p is q or (p is not None and q is not None and np.array_equal(p, q)) for p, q in pairs
+    )
+
+
+def _columns(
+    name: str, adapter: Adapter, whole: str, widths: Mapping[str, int]
+) -> dict[str, Adapter]:
+    outputs = adapter.b.shape[-1]
+    if sum(widths.values()) != outputs:
+        raise ValueError(
+            f"layer {name!r} has {outputs} outputs, and its parts {dict(widths)} have "
+            f"{sum(widths.values())}"
+        )
+    ends = np.cumsum(list(widths.values()))
+    columns = zip(widths, ends - list(widths.values()), ends, strict=True)
+    return {
+        _renamed(name, whole, part): adapter._replace(b=adapter.b[..., start:end])
+        for part, start, end in columns
+    }
+
+
+def _component(name: str, known: Mapping[str, Any]) -> str | None:
+    return next((part for part in name.split("/") if part in known), None)
+
+
+def _renamed(name: str, old: str, new: str) -> str:
+    return "/".join(new if part == old else part for part in name.split("/"))
+
+
+def _naming(config: Config, ranks: dict[str, int], alphas: dict[str, Any]) -> Config:
+    """The config with these layers, their ranks and alphas spelled out where they differ."""
+    return dataclasses.replace(
+        config,
+        target="|".join(map(re.escape, ranks)),
+        exclude=None,
+        rank_pattern={re.escape(n): r for n, r in ranks.items() if r != config.rank},
+        alpha_pattern={re.escape(n): a for n, a in alphas.items() if a != config.alpha},
+    )
