@@ -58,7 +58,7 @@ $(VENV)/.stamp-test: pyproject.toml constraints.txt
 $(OLDEST)/.stamp: pyproject.toml constraints-oldest.txt constraints.txt
 	$(call venv,$(OLDEST))
 	@echo "installing the oldest versions allowed into $(OLDEST)"
-	$(OLDEST)/bin/python -m pip install --quiet -c constraints-oldest.txt -e ".[test]"
+	$(OLDEST)/bin/python -m pip install --quiet -c constraints-oldest.txt -e . pytest hypothesis beartype
 	@touch $@
 
 # ---------------------------------------------------------------- the two commands
