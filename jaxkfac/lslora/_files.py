@@ -12,6 +12,7 @@ from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.lslora._adapter import Adapter, Adapters, only_adapters
 from jaxkfac.lslora._config import Config
 from jaxkfac.lslora._folder import CONFIG, KEYS, PREFIX, TENSORS, adapter_folder, read_folder
+from jaxkfac.lslora._foreign import stacks_in
 from jaxkfac.lslora._names import ModuleNames, module_name, whole_name
 from jaxkfac.lslora._record import OWN, Dialect, from_record, is_linear, to_record
 from jaxkfac.lslora._safetensors import write_file, write_tensors
@@ -88,6 +89,7 @@ def load(
     name: str = "default",
     like: Adapters | None = None,
     names: ModuleNames = module_name,
+    scanned: str | None = None,
 ) -> tuple[Adapters, Config]:
     r"""Read one adapter.
 
@@ -97,9 +99,12 @@ def load(
     Args:
         folder: That :func:`save` was given, or PEFT's ``save_pretrained``.
         name: Of the adapter.
-        like: What :func:`init` returns for the model, or its shapes. Needed for files that
-            were not written here, which do not say what is scanned.
+        like: What :func:`init` returns for the model, or its shapes. Files that were not
+            written here do not say what is scanned: they need ``like`` or ``scanned``.
         names: As for :func:`save`, with ``like``.
+        scanned: For such files: the component behind which numbers count the slices of one
+            stack. With ``"layers"``, ``model.layers.{i}.q_proj`` are slices of
+            ``model/layers/q_proj/kernel``.
 
     Returns:
         ``(adapters, config)``, arrays in the file's dtypes.
@@ -122,10 +127,12 @@ def load(
         shapes = {n: (tuple(a), tuple(b)) for n, (a, b, _) in metadata["layers"].items()}
         modules = {n: each for n, (_, _, each) in metadata["layers"].items()}
         whole = metadata["whole"]
+    elif scanned is not None:
+        (shapes, modules), whole = stacks_in(tensors, scanned), {}
     else:
         raise ValueError(
             f"{folder} was not written here and does not say which modules one layer scans over: "
-            "pass like=jk.lslora.init(...)"
+            'pass like=jk.lslora.init(...), or scanned="layers", say'
         )
     expected = _expected(shapes, modules, whole, linear=is_linear(record))
     if problem := _differences(expected, {k: tuple(x.shape) for k, x in tensors.items()}):

@@ -274,6 +274,26 @@ def test_names_that_cannot_be_part_of_a_key_or_folder_are_refused(tmp_path, name
         load(tmp_path, name=name)
 
 
+def test_a_file_of_another_writer_is_stacked_by_the_numbers_in_its_names(tmp_path):
+    config = Config(rank=2, target=("mlp", "head"), fourier_placement="none")
+    adapters = adapters_of(config)
+    save(tmp_path, adapters, config, dialect="peft")
+    file = tmp_path / "adapter_model.safetensors"
+    stored = safetensors.numpy.load_file(file)
+    safetensors.numpy.save_file(stored, file)  # without what was added here
+    again, _ = load(tmp_path, scanned="layers")
+    equal(dict(sorted(again.items())), dict(sorted(adapters.items())))
+    del stored["base_model.model.layers.0.mlp.lora_A.weight"]
+    safetensors.numpy.save_file(stored, file)
+    with pytest.raises(CheckpointMismatchError, match=r"slices \[1\] only"):
+        load(tmp_path, scanned="layers")
+    del stored["base_model.model.layers.1.mlp.lora_A.weight"]
+    del stored["base_model.model.head.lora_B.weight"]
+    safetensors.numpy.save_file(stored, file)
+    with pytest.raises(CheckpointMismatchError, match=r"lacks 'base_model.model.head.lora_B"):
+        load(tmp_path, scanned="layers")
+
+
 def test_pefts_patterns_of_modules_become_patterns_of_layers(tmp_path):
     config = Config(rank=2, alpha=4, target=("mlp", "q_proj"), rank_pattern={".*mlp.*": 3})
     adapters = adapters_of(config)

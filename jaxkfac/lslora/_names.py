@@ -47,6 +47,25 @@ def module_name(layer: str, index: tuple[int, ...]) -> str:
     return ".".join(parts)
 
 
+def layer_name(module: str, scanned: str) -> tuple[str, int | None]:
+    """The default mapping backwards: a layer of kernels, and the index of the slice.
+
+    Args:
+        module: Of a PyTorch model.
+        scanned: The component behind which a number counts the slices of one stack.
+
+    Example:
+        >>> layer_name("model.layers.3.attn.q_proj", "layers"), layer_name("head", "layers")
+        (('model/layers/attn/q_proj/kernel', 3), ('head/kernel', None))
+    """
+    parts, index = module.split("."), None
+    for at in range(1, len(parts)):
+        if parts[at - 1] == scanned and parts[at].isdecimal():
+            index = int(parts.pop(at))
+            break
+    return "/".join([*parts, "kernel"]), index
+
+
 def whole_name(path: str) -> tuple[str, bool]:
     """Key of a parameter that is saved whole, and whether a matrix is transposed there."""
     module, _, leaf = path.rpartition("/")
