@@ -1,0 +1,23 @@
+"""A pretrained decoder in the Phi-3 layout."""
+
+from jaxkfac.models.decoder._config import DecoderConfig
+from jaxkfac.models.decoder._decoder import Decoder
+from jaxkfac.models.decoder._generate import generate
+from jaxkfac.models.decoder._load import Pretrained, load_decoder
+from jaxkfac.models.decoder._rotary import Rotary
+from jaxkfac.models.decoder._tokenizer import Tokenizer
+from jaxkfac.models.decoder._tokens import Cache, Cached, Tokens, empty_cache
+
+__all__ = [
+    "Cache",
+    "Cached",
+    "Decoder",
+    "DecoderConfig",
+    "Pretrained",
+    "Rotary",
+    "Tokenizer",
+    "Tokens",
+    "empty_cache",
+    "generate",
+    "load_decoder",
+]

@@ -1,0 +1,74 @@
+"""A config.json is read whole, or refused by the name of what is not covered."""
+
+import pytest
+
+from jaxkfac.models import DecoderConfig
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def test_old_and_new_files_say_the_same():
+    old = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **SCALING}}
+    new = LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **SCALING}}
+    read = DecoderConfig.from_hugging_face(old)
+    assert read == DecoderConfig.from_hugging_face(new)
+    assert read.rotary.theta == 5e5 and read.rotary.original_context == 32
+
+
+def test_what_is_left_out_has_hugging_faces_defaults():
+    config = DecoderConfig.from_hugging_face(LLAMA | {"eos_token_id": [2, 3]})
+    assert (config.num_kv_heads, config.head_size, config.norm_epsilon) == (4, 8, 1e-6)
+    assert config.eos_ids == (2, 3) and not config.tied_head
+    assert DecoderConfig.from_hugging_face(LLAMA | {"model_type": "phi3"}).norm_epsilon == 1e-5
+
+
+def test_a_window_is_read_where_the_model_has_one():
+    window = LLAMA | {"sliding_window": 7}
+    assert DecoderConfig.from_hugging_face(window).sliding_window is None
+    for kind in ("phi3", "mistral"):
+        config = DecoderConfig.from_hugging_face(window | {"model_type": kind})
+        assert config.sliding_window == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type: expected one of phi3, llama, mistral, got 'gpt2'"),
+        ({"model_type": None}, "model_type"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
+        ({"vocab_size": None}, r"lacks \['vocab_size'\]"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type: .* got 'yarn'"),
+        ({"rope_scaling": {"type": "linear"}}, r"'linear' needs \['factor'\]"),
+        ({"rope_scaling": {"type": "su"}}, r"needs \['short_factor', 'long_factor'\]"),
+        ({"num_key_value_heads": 3}, "num_kv_heads 3 must divide num_heads 4"),
+        ({"num_hidden_layers": 0}, "depth must be at least 1, not 0"),
+        ({"head_dim": 7}, "need pairs: 7 of 7"),
+        (
+            {
+                "rope_scaling": {
+                    "type": "longrope",
+                    "short_factor": [1.0],
+                    "long_factor": [1.0] * 4,
+                }
+            },
+            "short_factor: expected 4 numbers, one per pair, got 1",
+        ),
+    ],
+)
+def test_what_is_not_covered_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig.from_hugging_face(LLAMA | change)

@@ -1,0 +1,121 @@
+"""Parameters filled slice by slice from a source of tensors."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac.memory._aligned import aligned_empty
+from jaxkfac.memory._leaves import Target, check_targets
+from jaxkfac.memory._load import Where
+from jaxkfac.memory._place import as_sharding
+from jaxkfac.models.decoder._layout import Leaf, Shape
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A checkpoint, in Hugging Face's names."""
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Of every tensor."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, floating."""
+        ...
+
+
+def fill(
+    source: Source,
+    leaves: Mapping[str, Leaf],
+    *,
+    dtype: np.dtype,
+    sharding: Where | None,
+    quantize: str | None,
+    what: str,
+) -> dict[str, Any]:
+    """The tree of parameters, one leaf at a time.
+
+    Memory:
+        In main memory one stored tensor and the stacked leaf that it goes into, which on the
+        CPU becomes the parameter as it is. With ``quantize`` one slice of a matching kernel.
+    """
+    chosen = _quantized(leaves, quantize)
+    places = {path: _place(path, leaf.shape, sharding) for path, leaf in leaves.items()}
+    default = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)
+    targets = [
+        Target(leaf.shape, dtype, places[path] or default)
+        for path, leaf in leaves.items()
+        if path not in chosen
+    ]
+    check_targets(targets, what)
+    params: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        if path in chosen:
+            value = _nf4(path, _slices(source, leaf, dtype), len(leaf.slices))
+        else:
+            value = _whole(source, leaf, dtype)
+            value = jax.block_until_ready(jax.device_put(value, places[path]))
+        *rooms, name = path.split("/")
+        room = params
+        for key in rooms:
+            room = room.setdefault(key, {})
+        room[name] = value
+    return params
+
+
+def _whole(source: Source, leaf: Leaf, dtype: np.dtype) -> np.ndarray:
+    whole = aligned_empty(leaf.shape, dtype)
+    for number, parts in enumerate(leaf.slices):
+        _write(source, parts, whole[number] if leaf.stacked else whole, leaf.transposed)
+    return whole
+
+
+def _nf4(path: str, slices: Iterator[np.ndarray], length: int) -> Any:
+    from jaxkfac.lslora.nf4 import quantize_slices
+
+    try:
+        return quantize_slices(slices, length=length)
+    except ValueError as error:
+        raise ValueError(f"quantize: parameter {path!r}: {error}") from error
+
+
+def _slices(source: Source, leaf: Leaf, dtype: np.dtype) -> Iterator[np.ndarray]:
+    for parts in leaf.slices:
+        out = np.empty(leaf.slice_shape, dtype)
+        _write(source, parts, out, leaf.transposed)
+        yield out
+
+
+def _write(source: Source, parts: Any, out: np.ndarray, transposed: bool) -> None:
+    """Parts side by side along the outputs, which are the last axis if transposed."""
+    out = out.T if transposed else out
+    start = 0
+    for part in parts:
+        stop = start + part.shape[0]
+        with np.errstate(over="ignore"):  # infinity, as on any device
+            np.copyto(out[start:stop], source.read(part.name), casting="unsafe")
+        start = stop
+
+
+def _place(path: str, shape: Shape, sharding: Where | None) -> Any:
+    where = sharding(path, shape) if callable(sharding) else sharding
+    return None if where is None else as_sharding(where)
+
+
+def _quantized(leaves: Mapping[str, Leaf], pattern: str | None) -> set[str]:
+    if pattern is None:
+        return set()
+    kernels = [path for path, leaf in leaves.items() if leaf.stacked and path.endswith("/kernel")]
+    chosen = {path for path in kernels if re.fullmatch(pattern, path)}
+    if not chosen:
+        raise UnknownLayerError(
+            f"quantize={pattern!r} matches no stacked kernel; the nearest are "
+            f"{nearest(pattern, kernels)}"
+        )
+    return chosen

@@ -1,0 +1,234 @@
+"""Answers token by token, from a cache of keys and values."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Key, PyTree
+
+from jaxkfac._checks import at_least_one
+from jaxkfac.interception._encoded import is_encoded
+from jaxkfac.memory import require
+from jaxkfac.models.decoder._config import DecoderConfig
+from jaxkfac.models.decoder._load import Pretrained
+from jaxkfac.models.decoder._tokens import Cached, Tokens, empty_cache
+
+Prompt = str | Sequence[int]
+
+# Prompts are padded to a multiple of this, so that few lengths are compiled.
+_ROUND = 32
+
+
+def generate(
+    pretrained: Pretrained,
+    prompt: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float | int = 0.0,
+    key: Key[Array, ""] | None = None,
+    adapted: Callable[..., Any] | None = None,
+    adapters: PyTree = None,
+    adapter: Any = None,
+) -> Any:
+    """Continue a prompt, or several side by side, until a token of ``eos_ids``.
+
+    One compiled program reads the prompts and then loops over the new tokens; it is compiled
+    again for another number of prompts, another ``max_new_tokens``, or another multiple of 32
+    tokens in the longest prompt. Prompts do not see each other, nor the padding on their left.
+    Where angles follow the text's length (longrope, dynamic) they are those of prompt and
+    ``max_new_tokens`` together.
+
+    Args:
+        pretrained: From :func:`load_decoder`.
+        prompt: A text, token ids (``tokenizer.chat([...])``), or a list of either.
+        max_new_tokens: The most to add.
+        temperature: 0 takes the likeliest token; otherwise logits are divided by it and a
+            token is drawn.
+        key: For drawing.
+        adapted: ``jk.lslora.attach(pretrained.apply_fn, config)``: generate with it instead.
+        adapters: For ``adapted``.
+        adapter: For ``adapted`` with a bank: an index, or one for each prompt.
+
+    Returns:
+        For a text the text that was added; for ids the ids that were added, the one that ended
+        the answer included. A list of these for a list.
+
+    Raises:
+        ValueError: a prompt without tokens, with ids beyond the vocabulary, or longer than the
+            context leaves room for; a text without a tokenizer; a temperature without a key;
+            ``adapters``, or quantised parameters, without ``adapted``.
+        MemoryBudgetError: no room for the cache.
+
+    Memory:
+        A cache of ``2 L B S K Dh`` elements, S the prompt (rounded up) and the new tokens; for
+        the prompt one block's activations.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import jaxkfac as jk
+        >>> from jaxkfac.models import Decoder, DecoderConfig, Pretrained
+        >>> config = DecoderConfig(vocabulary=97, width=32, hidden=48, depth=2, num_heads=4,
+        ...                        num_kv_heads=2, head_size=8, context=64)
+        >>> model = Pretrained(config, *jk.from_nnx(Decoder(config, rngs=nnx.Rngs(0))), None)
+        >>> len(generate(model, [5, 6, 7], max_new_tokens=4))
+        4
+    """
+    at_least_one(max_new_tokens=max_new_tokens)
+    if adapted is None and any(map(is_encoded, _leaves(pretrained.params))):
+        raise ValueError(
+            "the parameters are quantised: give adapted=jk.lslora.attach(apply_fn, config), which "
+            "reads them, and adapters= (may be {})"
+        )
+    if temperature < 0 or (temperature > 0 and key is None):
+        raise ValueError(f"temperature={temperature}: expected 0, or more with a key")
+    if adapted is None and (adapters is not None or adapter is not None):
+        raise ValueError("adapters: give adapted=jk.lslora.attach(apply_fn, config) with them")
+    single = isinstance(prompt, str) or all(isinstance(x, int | np.integer) for x in prompt)
+    prompts: Any = [prompt] if single else list(prompt)
+    rows = [_ids(pretrained, x, max_new_tokens) for x in prompts]
+    tokens = _side_by_side(rows)
+    config, params = pretrained.config, pretrained.params
+    dtype = params["model"]["embed_tokens"]["embedding"].dtype
+    places = tokens.ids.shape[1] + max_new_tokens
+    _ask_for_room(config, len(rows), places, dtype)
+    operands = (params,) if adapted is None else (params, adapters, adapter)
+    new = _program(
+        pretrained.apply_fn if adapted is None else adapted,
+        operands,
+        tokens,
+        jax.random.key(0) if key is None else key,
+        jnp.asarray(max(temperature, 1e-30), jnp.float32),
+        jnp.asarray(_ends(pretrained), jnp.int32),
+        form=_Form(config, dtype, max_new_tokens, greedy=temperature == 0),
+    )
+    answers = [[int(i) for i in row if i >= 0] for row in np.asarray(new)]
+    out = [
+        _text(pretrained, ids) if isinstance(asked, str) else ids
+        for asked, ids in zip(prompts, answers, strict=True)
+    ]
+    return out[0] if single else out
+
+
+class _Form(NamedTuple):
+    """What the program is compiled for, beside shapes."""
+
+    config: DecoderConfig
+    dtype: Any
+    steps: int
+    greedy: bool
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="form")
+def _program(
+    model: Callable[..., Any],
+    operands: tuple[Any, ...],
+    tokens: Tokens,
+    key: Array,
+    temperature: Array,
+    ends: Array,
+    *,
+    form: _Form,
+) -> Array:
+    """New ids ``(B, steps)``, -1 behind the end of each answer."""
+    params, *adapters = operands
+    rows, length = tokens.ids.shape
+    assert tokens.positions is not None
+    last = tokens.positions[:, -1]
+    lengths = last + 1 + form.steps
+    cache = empty_cache(form.config, rows, length + form.steps, form.dtype, lengths=lengths)
+
+    def run(tokens: Tokens, cache: Any) -> Any:
+        if adapters:
+            return model(params, adapters[0], Cached(tokens, cache), adapter=adapters[1])
+        return model(params, Cached(tokens, cache))
+
+    def choose(logits: Array, step: Array) -> Array:
+        if form.greedy:
+            return jnp.argmax(logits, -1).astype(jnp.int32)
+        scaled = logits.astype(jnp.float32) / temperature
+        return jax.random.categorical(jax.random.fold_in(key, step), scaled).astype(jnp.int32)
+
+    def goes_on(state: Any) -> Array:
+        step, done, *_ = state
+        return (step < form.steps) & ~done.all()
+
+    def one_more(state: Any) -> Any:
+        step, done, ids, cache, new = state
+        tokens = Tokens(jnp.maximum(ids, 0)[:, None], (last + step)[:, None])
+        logits, cache = run(tokens, cache)
+        ids = jnp.where(done, -1, choose(logits, step))
+        new = jax.lax.dynamic_update_slice(new, ids[:, None], (0, step))
+        return step + 1, done | _is_in(ids, ends), ids, cache, new
+
+    logits, cache = run(tokens, cache)
+    ids = choose(logits, jnp.zeros((), jnp.int32))
+    new = jnp.full((rows, form.steps), -1, jnp.int32).at[:, 0].set(ids)
+    start = (jnp.ones((), jnp.int32), _is_in(ids, ends), ids, cache, new)
+    return jax.lax.while_loop(goes_on, one_more, start)[-1]
+
+
+def _is_in(ids_B: Array, ends: Array) -> Array:
+    return (ids_B[:, None] == ends).any(1)
+
+
+def _ids(pretrained: Pretrained, prompt: Prompt, max_new_tokens: int) -> list[int]:
+    config = pretrained.config
+    if isinstance(prompt, str):
+        if pretrained.tokenizer is None:
+            raise ValueError("this checkpoint came without a tokenizer: give token ids")
+        prompt = pretrained.tokenizer.encode(prompt)
+    ids = [int(i) for i in prompt]
+    if not ids or min(ids) < 0 or max(ids) >= config.vocabulary:
+        what = f"ids from {min(ids)} to {max(ids)}" if ids else "no tokens"
+        raise ValueError(f"prompt: expected ids in [0, {config.vocabulary}), got {what}")
+    room = config.longest - len(ids)
+    if room < max_new_tokens:
+        advice = f"ask for at most {room} new ones" if room > 0 else "shorten it"
+        raise ValueError(
+            f"prompt: {len(ids)} tokens and {max_new_tokens} new ones do not fit the context of "
+            f"{config.longest}: {advice}"
+        )
+    return ids
+
+
+def _side_by_side(rows: Sequence[Sequence[int]]) -> Tokens:
+    """Padded on the left, so that all rows end, and go on, in one place."""
+    length = math.ceil(max(map(len, rows)) / _ROUND) * _ROUND
+    ids, positions, segments = np.zeros((3, len(rows), length), np.int32)
+    for number, row in enumerate(rows):
+        ids[number, -len(row) :] = row
+        positions[number, -len(row) :] = np.arange(len(row))
+        segments[number, -len(row) :] = 1
+    return Tokens(jnp.asarray(ids), jnp.asarray(positions), jnp.asarray(segments))
+
+
+def _ask_for_room(config: DecoderConfig, rows: int, places: int, dtype: Any) -> None:
+    cache = jax.eval_shape(lambda: empty_cache(config, rows, places, dtype))
+    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    require(
+        nbytes,
+        device=jnp.zeros(()).device,
+        what="generate: the cache of keys and values",
+        instead="give fewer prompts at once, or a smaller max_new_tokens",
+    )
+
+
+def _leaves(params: PyTree) -> list[Any]:
+    return jax.tree.leaves(params, is_leaf=is_encoded)
+
+
+def _ends(pretrained: Pretrained) -> tuple[int, ...]:
+    known = () if pretrained.tokenizer is None else pretrained.tokenizer.eos_ids
+    return tuple(dict.fromkeys((*pretrained.config.eos_ids, *known)))
+
+
+def _text(pretrained: Pretrained, ids: list[int]) -> str:
+    if ids and ids[-1] in _ends(pretrained):
+        ids = ids[:-1]
+    assert pretrained.tokenizer is not None
+    return pretrained.tokenizer.decode(ids)

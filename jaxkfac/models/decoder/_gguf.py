@@ -1,0 +1,134 @@
+"""A Llama in a GGUF file: config, tokenizer, and tensors dequantised one at a time."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkfac.models.decoder._config import DecoderConfig
+from jaxkfac.models.decoder._gguf_tokenizer import gguf_tokenizer
+from jaxkfac.models.decoder._rotary import Rotary
+from jaxkfac.models.decoder._tokenizer import Tokenizer
+
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ENDS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+
+
+class GgufSource:
+    """A ``Source`` over a GGUF file.
+
+    The file is mapped, so that pages read count as memory of the process until they give way.
+    """
+
+    def __init__(self, tensors: Any, config: DecoderConfig) -> None:
+        self._tensors = {_name(tensor.name): tensor for tensor in tensors}
+        self._heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+        self.shapes = {
+            name: tuple(int(n) for n in tensor.shape[::-1])
+            for name, tensor in self._tensors.items()
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor in float32."""
+        from gguf import quants
+
+        tensor = self._tensors[name]
+        x = quants.dequantize(tensor.data, tensor.tensor_type).reshape(self.shapes[name])
+        heads = self._heads.get(name.split(".")[-2])
+        if heads is None:
+            return x
+        # Stored for rotation of neighbours: pair i of a head is rows 2i and 2i + 1. Ours, as
+        # Hugging Face's, is rows i and i + half.
+        return x.reshape(heads, -1, 2, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
+
+
+def open_gguf(file: Path) -> tuple[DecoderConfig, GgufSource, Tokenizer | None]:
+    """Config, weights and tokenizer of a file.
+
+    Raises:
+        ValueError: the file is damaged, or holds another kind of model.
+    """
+    try:
+        from gguf import GGUFReader
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f'{error.name} is not installed: pip install "jaxkfac[pretrained]"', name=error.name
+        ) from None
+    try:
+        reader = GGUFReader(file)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+    except Exception as error:  # the reader trusts the file: any lookup in it may fail
+        raise ValueError(
+            f"{file} ({file.stat().st_size} bytes) is no whole GGUF file: {error}; "
+            "download it again"
+        ) from error
+    names = [tensor.name for tensor in reader.tensors]
+    try:
+        config = _config(fields, tied="output.weight" not in names)
+    except KeyError as error:
+        raise ValueError(f"{file} lacks the field {error}; download it again") from error
+    return config, GgufSource(reader.tensors, config), gguf_tokenizer(fields, config.eos_ids)
+
+
+def _config(fields: dict[str, Any], *, tied: bool) -> DecoderConfig:
+    if (kind := fields["general.architecture"]) != "llama":
+        raise ValueError(
+            f"general.architecture: expected 'llama', got {kind!r}; load the Hugging Face folder"
+        )
+    scaling = fields.get("llama.rope.scaling.type", "none")
+    if scaling not in ("none", "linear"):
+        raise ValueError(
+            f"llama.rope.scaling.type: expected 'none' or 'linear', got {scaling!r}; load the "
+            "Hugging Face folder"
+        )
+    heads, width = fields["llama.attention.head_count"], fields["llama.embedding_length"]
+    linear = scaling == "linear"
+    head_size = fields.get("llama.attention.key_length", width // heads)
+    if (rotated := fields.get("llama.rope.dimension_count", head_size)) != head_size:
+        raise ValueError(
+            f"llama.rope.dimension_count: expected the head's size {head_size}, got {rotated}; "
+            "load the Hugging Face folder"
+        )
+    end = fields.get("tokenizer.ggml.eos_token_id")
+    return DecoderConfig(
+        vocabulary=fields.get("llama.vocab_size") or len(fields["tokenizer.ggml.tokens"]),
+        width=width,
+        hidden=fields["llama.feed_forward_length"],
+        depth=fields["llama.block_count"],
+        num_heads=heads,
+        num_kv_heads=fields.get("llama.attention.head_count_kv", heads),
+        head_size=head_size,
+        context=fields["llama.context_length"],
+        norm_epsilon=fields["llama.attention.layer_norm_rms_epsilon"],
+        tied_head=tied,
+        rotary=Rotary(
+            kind="linear" if linear else "default",
+            theta=fields.get("llama.rope.freq_base", 10000.0),
+            factor=fields["llama.rope.scaling.factor"] if linear else 1.0,
+        ),
+        eos_ids=() if end is None else (end,),
+    )
+
+
+def _name(name: str) -> str:
+    """Hugging Face's name of a tensor; one that has none keeps its own, and is then unknown."""
+    if found := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+        number, part, kind = found.groups()
+        return f"model.layers.{number}.{_BLOCK[part]}.{kind}" if part in _BLOCK else name
+    part, _, kind = name.rpartition(".")
+    return f"{_ENDS[part]}.{kind}" if part in _ENDS else name

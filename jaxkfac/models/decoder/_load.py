@@ -1,0 +1,140 @@
+"""A decoder from a folder in Hugging Face's layout, or from a GGUF file."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from jaxkfac.interception import from_nnx
+from jaxkfac.interception._nnx import NnxApply
+from jaxkfac.memory._cast import checked_dtype
+from jaxkfac.memory._load import Where
+from jaxkfac.models.decoder._attention import AttentionBy
+from jaxkfac.models.decoder._config import DecoderConfig
+from jaxkfac.models.decoder._decoder import Decoder
+from jaxkfac.models.decoder._fill import Source, fill
+from jaxkfac.models.decoder._json_file import read_json
+from jaxkfac.models.decoder._layout import check_tensors, layout
+from jaxkfac.models.decoder._safetensors import SafetensorsSource
+from jaxkfac.models.decoder._tokenizer import Tokenizer
+
+
+class Pretrained(NamedTuple):
+    """A decoder with its weights.
+
+    Attributes:
+        config: Sizes.
+        apply_fn: ``apply_fn(params, inputs) -> logits``; see :class:`Decoder`.
+        params: Nested dictionary; paths are Hugging Face's names, with blocks stacked.
+        tokenizer: ``None`` where the checkpoint has none.
+    """
+
+    config: DecoderConfig
+    apply_fn: NnxApply
+    params: PyTree
+    tokenizer: Tokenizer | None
+
+
+def load_decoder(
+    path: str | Path,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    remat: bool = True,
+    quantize: str | None = None,
+    sharding: Where | None = None,
+    attention: AttentionBy = "xla",
+) -> Pretrained:
+    """Load a decoder of type phi3, llama or mistral.
+
+    Nothing is initialised first: shapes come from the config, every name and shape of the
+    checkpoint is compared with them before a tensor is read, and stacked parameters are filled
+    block by block.
+
+    Args:
+        path: A folder with ``config.json``, ``model.safetensors`` (or an index and shards) and,
+            if there is a tokenizer, ``tokenizer.json`` and ``tokenizer_config.json``; or a
+            ``.gguf`` file of a Llama, which is dequantised.
+        dtype: Of the parameters, and so of the computation.
+        remat: Recompute each block's activations in the backward pass.
+        quantize: Full-match pattern over paths of stacked kernels
+            (``r"model/layers/.*/kernel"``): these are quantised to NF4 as they are read. Such
+            parameters are read by ``jk.lslora.attach(apply_fn, config)`` alone; its adapters
+            may be ``{}``.
+        sharding: A sharding or device for all parameters, or a function of path and shape.
+            Quantised kernels stay on the default device.
+        attention: ``"cudnn"``: flash attention, on NVIDIA GPUs, for bfloat16 or float16.
+
+    Returns:
+        A :class:`Pretrained`.
+
+    Raises:
+        FileNotFoundError: the folder, ``config.json`` or the weights are not there.
+        ValueError: a damaged file; a model that is not covered; tensors that are missing, not
+            known or of another shape, every one by name.
+        MemoryBudgetError: before anything is read, if it would not fit.
+        ModuleNotFoundError: the extra ``pretrained`` is not installed.
+
+    Memory:
+        The parameters; and in main memory one stored tensor and, on an accelerator, the largest
+        stacked parameter (a kernel of all blocks).
+
+    Example:
+        >>> load_decoder("nowhere")
+        Traceback (most recent call last):
+        FileNotFoundError: no model at nowhere, which does not exist
+    """
+    path = Path(path)
+    if path.suffix == ".gguf" and path.is_file():
+        from jaxkfac.models.decoder._gguf import open_gguf
+
+        config, source, tokenizer = open_gguf(path)
+    else:
+        config, source, tokenizer = open_folder(path)
+    fused = "model.layers.0.self_attn.qkv_proj.weight" in source.shapes
+    leaves = layout(config, fused=fused)
+    check_tensors(source.shapes, leaves, str(path))
+    params = fill(
+        source,
+        leaves,
+        dtype=checked_dtype(dtype),
+        sharding=sharding,
+        quantize=quantize,
+        what=f"loading {path}",
+    )
+    return Pretrained(config, decoder_function(config, remat, attention), params, tokenizer)
+
+
+def decoder_function(config: DecoderConfig, remat: bool, attention: AttentionBy) -> NnxApply:
+    """``apply_fn`` of a decoder whose parameters are given with each call."""
+    shapes = nnx.eval_shape(
+        lambda: Decoder(config, remat=remat, attention=attention, rngs=nnx.Rngs(0))
+    )
+    return from_nnx(shapes)[0]
+
+
+def open_folder(folder: Path) -> tuple[DecoderConfig, Source, Tokenizer | None]:
+    """Config, weights and tokenizer of a Hugging Face folder."""
+    if not folder.is_dir():
+        what = "is no folder and no .gguf file" if folder.exists() else "does not exist"
+        raise FileNotFoundError(f"no model at {folder}, which {what}")
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"no config.json in {folder}, which holds {sorted(x.name for x in folder.iterdir())}"
+        )
+    found = read_json(folder / "config.json")
+    if (generation := folder / "generation_config.json").is_file():
+        ends = read_json(generation).get("eos_token_id")  # what answers end with, not only texts
+        found |= {} if ends is None else {"eos_token_id": ends}
+    if "quantization_config" in found:
+        raise ValueError(
+            f"{folder} is quantised already (quantization_config): take the original checkpoint "
+            "and pass quantize="
+        )
+    config = DecoderConfig.from_hugging_face(found)
+    tokenizer = None
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.from_folder(folder, eos_ids=config.eos_ids)
+    return config, SafetensorsSource(folder), tokenizer

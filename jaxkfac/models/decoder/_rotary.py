@@ -1,0 +1,170 @@
+"""Rotary positions, and what stretches them beyond the context of pretraining."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxkfac.linalg._gram import statistics_dtype
+
+Kind = Literal["default", "linear", "dynamic", "llama3", "longrope"]
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    r"""Angles $p \, \theta^{-2i/d}$ of position p and pair i, by one of five rules.
+
+    ``linear`` divides frequencies by ``factor``; ``llama3`` only the low ones, with a ramp
+    between; ``dynamic`` raises $\theta$ with the length of a sequence beyond the context;
+    ``longrope`` divides by one of two lists, for sequences within the original context and
+    for longer ones, and scales cosine and sine.
+
+    Attributes:
+        kind: The rule.
+        theta: The base.
+        partial: The part of each head, from its beginning, that is rotated.
+        factor: How much longer than the original context.
+        original_context: Positions of pretraining; for ``dynamic`` those of the model.
+        low_freq_factor: Wavelengths above ``original_context / low_freq_factor`` are divided.
+        high_freq_factor: Those below ``original_context / high_freq_factor`` are kept.
+        short_factor: A divisor for each frequency.
+        long_factor: The same, for long sequences.
+        attention_factor: Multiplies cosine and sine.
+
+    References:
+        J. Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
+        Y. Ding et al., LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens, 2024.
+    """
+
+    kind: Kind = "default"
+    theta: float | int = 10000.0
+    partial: float | int = 1.0
+    factor: float | int = 1.0
+    original_context: int = 0
+    low_freq_factor: float | int = 1.0
+    high_freq_factor: float | int = 4.0
+    short_factor: tuple[float | int, ...] = ()
+    long_factor: tuple[float | int, ...] = ()
+    attention_factor: float | int = 1.0
+
+    @classmethod
+    def from_hugging_face(cls, config: Mapping[str, Any]) -> "Rotary":
+        """Read ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``, of a config.json."""
+        found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+        kind = found.get("rope_type") or found.get("type") or "default"
+        kind = "longrope" if kind == "su" else kind
+        if kind not in get_args(Kind):
+            raise ValueError(
+                f"rope_type: expected one of {', '.join(get_args(Kind))} (or su), got {kind!r}"
+            )
+        if missing := [name for name in _NEEDS[kind] if found.get(name) is None]:
+            raise ValueError(f"rope_type {kind!r} needs {missing} beside it in config.json")
+        context = config["max_position_embeddings"]
+        # Phi-3 keeps the number outside of its scaling, Llama inside.
+        inside = found.get("original_max_position_embeddings")
+        original = config.get("original_max_position_embeddings") or inside or context
+        factor = found.get("factor") or (context / original if kind == "longrope" else 1.0)
+        attention = found.get("attention_factor")
+        if attention is None:
+            longer = kind == "longrope" and factor > 1
+            attention = math.sqrt(1 + math.log(factor) / math.log(original)) if longer else 1.0
+        partial = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        return cls(
+            kind=kind,
+            theta=found.get("rope_theta") or config.get("rope_theta") or 10000.0,
+            partial=1.0 if partial is None else partial,
+            factor=factor,
+            original_context=context if kind == "dynamic" else original,
+            low_freq_factor=found.get("low_freq_factor", 1.0),
+            high_freq_factor=found.get("high_freq_factor", 4.0),
+            short_factor=tuple(found.get("short_factor") or ()),
+            long_factor=tuple(found.get("long_factor") or ()),
+            attention_factor=attention,
+        )
+
+    def size(self, head_size: int) -> int:
+        """How many elements of a head are rotated."""
+        return int(head_size * self.partial)
+
+    def check(self, head_size: int) -> None:
+        """Whether the numbers fit heads of this size.
+
+        Raises:
+            ValueError: an odd number of rotated elements, or a list of another length.
+        """
+        size = self.size(head_size)
+        if size % 2 or size < 2:
+            raise ValueError(f"rotary positions need pairs: {size} of {head_size} elements")
+        if self.kind == "dynamic" and size < 4:
+            raise ValueError(f"rotary kind 'dynamic' needs two pairs, got {size} elements")
+        if self.kind == "longrope":
+            for name in ("short_factor", "long_factor"):
+                if (length := len(getattr(self, name))) != size // 2:
+                    raise ValueError(
+                        f"{name}: expected {size // 2} numbers, one per pair, got {length}"
+                    )
+
+    def angles(
+        self, positions: Int[Array, "B T"], lengths: Int[Array, "B T"], head_size: int
+    ) -> Float[Array, "B T half"]:
+        """Angles in float32, as the models were trained with.
+
+        Args:
+            positions: Of the tokens in their sequences.
+            lengths: Of the sequence that each token belongs to; read only where the rule
+                follows it.
+            head_size: Size of a head.
+        """
+        size = self.size(head_size)
+        # In float32 from the start, like the code the weights come from: at position 8000 the
+        # last bit of a frequency is a visible angle.
+        exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+        powers = np.power(np.float32(self.theta), exponents)
+        where = positions.astype(jnp.float32)[..., None]
+        match self.kind:
+            case "dynamic":
+                longest = jnp.maximum(lengths, self.original_context).astype(jnp.float32)
+                ratio = self.factor * longest / self.original_context - (self.factor - 1)
+                base = self.theta * ratio ** (size / (size - 2))
+                return where / base[..., None] ** exponents
+            case "longrope":
+                lists = (self.short_factor, self.long_factor)
+                short, far = (np.asarray(x, np.float32) for x in lists)
+                long = (lengths > self.original_context)[..., None]
+                return where * jnp.where(long, 1 / (far * powers), 1 / (short * powers))
+            case "linear":
+                return where * (1 / powers / np.float32(self.factor))
+            case "llama3":
+                return where * self._llama3(1 / powers)
+        return where * (1 / powers)
+
+    def _llama3(self, frequencies: np.ndarray) -> np.ndarray:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        turns = self.original_context * frequencies / np.float32(2 * np.pi)
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        return ((1 - kept) / self.factor + kept).astype(np.float32) * frequencies
+
+
+def rotate(
+    x_BxTxHxK: Float[Array, "B T H K"], angles_BxTxR: Float[Array, "B T R"], scale: float | int
+) -> Float[Array, "B T H K"]:
+    """Turn element i of a head's first ``2 R`` with element ``i + R``; keep the rest."""
+    half = angles_BxTxR.shape[-1]
+    # At least float32: cosine and sine of bfloat16 are off in the third digit.
+    wide = statistics_dtype(x_BxTxHxK.dtype)
+    turned, kept = x_BxTxHxK[..., : 2 * half].astype(wide), x_BxTxHxK[..., 2 * half :]
+    cos, sin = (scale * f(angles_BxTxR.astype(wide))[:, :, None] for f in (jnp.cos, jnp.sin))
+    left, right = turned[..., :half], turned[..., half:]
+    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+    return jnp.concatenate([turned.astype(x_BxTxHxK.dtype), kept], -1)

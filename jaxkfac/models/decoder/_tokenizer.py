@@ -1,0 +1,129 @@
+"""Text to token ids and back, and conversations by a chat template."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxkfac.models.decoder._chat_template import Messages, render
+from jaxkfac.models.decoder._json_file import read_json
+
+
+class Tokenizer:
+    """A ``tokenizers.Tokenizer`` with what a decoder's checkpoint says beside it.
+
+    Attributes:
+        eos_ids: Tokens that end an answer.
+        pad_id: Token for padding; the first of ``eos_ids``, or 0, where none is named.
+        chat_template: Jinja source, or ``None``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        eos_ids: Sequence[int] = (),
+        pad_id: int | None = None,
+        chat_template: str | None = None,
+        special: Mapping[str, str] | None = None,
+    ) -> None:
+        self._tokenizer, self._special = tokenizer, dict(special or {})
+        self.eos_ids = tuple(eos_ids)
+        self.pad_id = pad_id if pad_id is not None else next(iter(self.eos_ids), 0)
+        self.chat_template = chat_template
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, eos_ids: Sequence[int] = ()) -> "Tokenizer":
+        """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
+
+        Args:
+            folder: Of the checkpoint.
+            eos_ids: Of the config; the tokenizer's own end is added.
+
+        Raises:
+            ValueError: a file that is damaged.
+        """
+        file, extra = folder / "tokenizer.json", folder / "tokenizer_config.json"
+        try:
+            tokenizer = tokenizers_package().Tokenizer.from_file(str(file))
+        except ModuleNotFoundError:
+            raise
+        except Exception as error:  # the package raises nothing narrower
+            raise ValueError(f"{file} is no tokenizer: {error}; download it again") from error
+        tokenizer.no_padding()  # of training; rows are padded where they are batched
+        tokenizer.no_truncation()
+        config = read_json(extra) if extra.is_file() else {}
+        special = {k: _text(v) for k, v in config.items() if k.endswith("_token") and _text(v)}
+        template = config.get("chat_template")
+        if isinstance(template, list):  # several by name
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        if (jinja := folder / "chat_template.jinja").is_file():
+            template = jinja.read_text(encoding="utf-8")
+        ends = [*eos_ids, *_ids(tokenizer, special.get("eos_token"))]
+        pad = [*_ids(tokenizer, special.get("pad_token")), None][0]
+        return cls(
+            tokenizer,
+            eos_ids=tuple(dict.fromkeys(ends)),
+            pad_id=pad,
+            chat_template=template,
+            special=special,
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: Any; special tokens in it (``<|im_end|>``) become those tokens.
+            add_special_tokens: What the tokenizer puts around a text, as a beginning.
+        """
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return self._tokenizer.decode(
+            [int(i) for i in ids], skip_special_tokens=skip_special_tokens
+        )
+
+    def chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation; see :meth:`render`."""
+        text = self.render(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special_tokens=False)  # templates write them
+
+    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+        """The text of a conversation by the chat template.
+
+        Args:
+            messages: ``{"role": "user", "content": "..."}`` each.
+            add_generation_prompt: End with the beginning of an answer.
+
+        Raises:
+            ValueError: there is no template, or it refuses these messages.
+        """
+        if self.chat_template is None:
+            raise ValueError("this tokenizer has no chat template: encode texts instead")
+        return render(
+            self.chat_template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tokens=self._special,
+        )
+
+
+def tokenizers_package() -> Any:
+    """The package ``tokenizers``, or how to get it."""
+    try:
+        import tokenizers
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'tokenizers is not installed: pip install "jaxkfac[pretrained]"', name=error.name
+        ) from None
+    return tokenizers
+
+
+def _text(token: Any) -> str:
+    """A special token's text; files have it plain or as a record."""
+    return token.get("content", "") if isinstance(token, dict) else token or ""
+
+
+def _ids(tokenizer: Any, token: str | None) -> list[int]:
+    found = tokenizer.token_to_id(token) if token else None
+    return [] if found is None else [found]
