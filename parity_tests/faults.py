@@ -184,32 +184,28 @@ def unscaled_branch(patch: Patch) -> None:
 def unbounded(patch: Patch) -> None:
     """The nonlinearity reads z over sigma without its tanh."""
 
-    def squashed(original: Any, z: Any, sigma: Any) -> Any:
-        return jnp.arctanh(original(z, sigma))
-
-    _wrap(patch, _fourier, "squashed", squashed)
+    _wrap(patch, _fourier, "_bounded", lambda original, u: jnp.arctanh(original(u)))
 
 
 def swapped_scalars(patch: Patch) -> None:
     """The gradients of the sine's and the cosine's coefficient change places."""
-    swapped = jax.custom_vjp(_fourier._value, nondiff_argnums=(0,))
+    swapped = jax.custom_vjp(lambda u, coefficients: _fourier._forward(u, coefficients)[0])
 
-    def backward(may_be_linear: bool, saved: Any, cotangent: Any) -> Any:
-        dz, d_coefficients, d_sigma = _fourier._backward(may_be_linear, saved, cotangent)
-        return dz, d_coefficients[..., jnp.array([0, 1, 3, 2])], d_sigma
+    def backward(saved: Any, cotangent: Any) -> Any:
+        du, d_coefficients = _fourier._backward(saved, cotangent)
+        return du, d_coefficients[..., jnp.array([0, 1, 3, 2])]
 
     swapped.defvjp(_fourier._forward, backward)
-    patch.setattr(_fourier, "_fourier", swapped)
+    patch.setattr(_fourier, "_curve", swapped)
 
 
 def signed_sigma(patch: Patch) -> None:
     """Sigma counts with its sign."""
 
-    def squashed(original: Any, z: Any, sigma: Any) -> Any:
-        found = original(z, sigma)
-        return found * jnp.sign(_fourier._over(sigma, found))
+    def width(original: Any, sigma: Any, z: Any, may_be_linear: bool = False) -> Any:
+        return original(sigma, z, may_be_linear) * jnp.sign(_fourier._over(sigma, z))
 
-    _wrap(patch, _fourier, "squashed", squashed)
+    _wrap(patch, _branch, "width", width)
 
 
 def other_placement(patch: Patch) -> None:

@@ -12,7 +12,7 @@ from jaxkfac.interception._rewrite import Site
 from jaxkfac.interception._values import Use
 from jaxkfac.linalg._gram import statistics_dtype
 from jaxkfac.lslora._config import Placement
-from jaxkfac.lslora._fourier import fourier
+from jaxkfac.lslora._fourier import curve, width
 from jaxkfac.lslora._product_axes import ProductAxes
 
 Array = Any  # a tracer or a constant
@@ -44,17 +44,24 @@ class Form:
 
 
 class Branch(NamedTuple):
-    """One evaluation.
+    r"""One evaluation.
 
     Attributes:
         inside: ``x A`` as ``(stack..., rows..., rank)``.
-        z: What the nonlinearity is applied to; likewise.
+        u: $z / (|\sigma| + \epsilon)$, with $z$ what the nonlinearity is applied to; likewise.
         added: What is added to the product, with its axes.
+        width: $|\sigma| + \epsilon$, ready to broadcast; ``None`` without a nonlinearity.
     """
 
     inside: Array
-    z: Array
+    u: Array
     added: Array
+    width: Array | None
+
+    @property
+    def z(self) -> Array:
+        """Computed when asked for."""
+        return self.u if self.width is None else _scaled(self.u, self.width)
 
 
 def adapted_product(site: Site, operands: list[Any], form: Form) -> Array:
@@ -89,26 +96,42 @@ def branch(site: Site, operands: list[Any], form: Form) -> Branch:
         "precision": p["precision"],
         "preferred_element_type": p["preferred_element_type"],
     }
-    inside = axes.down(x, adapter.a.astype(x.dtype), options)
+    a = adapter.a.astype(x.dtype)
+    inside = axes.down(x, a if "index" in slot else _transposed_gradient(a), options)
 
     def up(h: Array) -> Array:
         return axes.up(h.astype(x.dtype), adapter.b.astype(x.dtype), options)
 
-    def phi(z: Array) -> Array:
-        if adapter.coefficients is None or adapter.sigma is None:
-            return z
-        return fourier(
-            z,
-            adapter.coefficients,
-            adapter.sigma,
-            may_be_linear=form.may_be_linear,
-            forward_mode=form.forward_mode,
-        )
+    c, sigma = adapter.coefficients, adapter.sigma
+    if c is None or sigma is None:
+        z = up(_scaled(inside, form.scaling))
+        return Branch(inside, z, axes.as_product(z), None)
+    wide = width(sigma, inside, form.may_be_linear)
 
+    def phi(u: Array) -> Array:
+        return curve(u, c, sigma if form.may_be_linear else None, forward_mode=form.forward_mode)
+
+    # Every scalar multiplies the rank's values, never the outputs': no pass over those is its own.
     if form.placement == "bottleneck":
-        return Branch(inside, inside, axes.as_product(form.scaling * up(phi(inside))))
-    z = form.scaling * up(inside)
-    return Branch(inside, z, axes.as_product(phi(z)))
+        u = _scaled(inside, 1 / wide)
+        return Branch(inside, u, axes.as_product(up(_scaled(phi(u), form.scaling))), wide)
+    u = up(_scaled(inside, form.scaling / wide))
+    return Branch(inside, u, axes.as_product(phi(u)), wide)
+
+
+def _transposed_gradient(a: Array) -> Array:
+    """The same A; what flows back to it is computed as its transpose, and transposed then.
+
+    XLA on the CPU takes three times as long for ``x.T @ dh`` as for ``dh.T @ x``, which reads x
+    by rows: 0.88 against 0.28 ms at 1024 rows of 576, 5% of a step. The barrier keeps it from
+    exchanging the two operands again.
+    """
+    return jnp.matrix_transpose(jax.lax.optimization_barrier(jnp.matrix_transpose(a)))
+
+
+def _scaled(h: Array, scale: Any) -> Array:
+    """The product in float32 at the least, so that it is rounded once."""
+    return h.astype(statistics_dtype(h.dtype)) * scale
 
 
 def _dropped(x: Array, key: Array, form: Form, use: Use) -> Array:

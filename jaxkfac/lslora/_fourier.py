@@ -1,10 +1,11 @@
-r"""The learnable nonlinearity $\varphi$, with a derivative that keeps $z$ only.
+r"""The learnable nonlinearity $\varphi$, with a derivative that keeps one array.
 
-Written with library functions, $\varphi$ keeps tanh, sine and cosine for its backward pass, and
-its five scalar gradients read them again. Here the backward pass starts from $z$.
+Written with library functions, $\varphi$ keeps tanh, sine and cosine for its backward pass.
+Here that starts from $\hat x$, which also gives the slope of tanh, and $\sigma$ stays outside:
+where $z$ is a product, as in an adapter, $1 / (|\sigma| + \epsilon)$ multiplies the smaller of its
+operands, and neither $\sigma$ nor its gradient costs a pass over $z$.
 """
 
-import functools
 import math
 
 import jax
@@ -41,13 +42,14 @@ def fourier(
         coefficients: One set for each entry of the leading axes.
         sigma: Likewise.
         may_be_linear: Whether an infinite $\sigma$ stands for the identity.
-        forward_mode: Leave the derivative to JAX, for ``jvp``; it keeps more than $z$.
+        forward_mode: Leave the derivative to JAX, for ``jvp``; it keeps more.
 
     Returns:
         $\varphi(z)$ in float32, or in the dtype of ``z`` if that is wider.
 
     Memory:
-        The backward pass keeps ``z`` in its own dtype.
+        The backward pass keeps ``z``, for the gradient of ``sigma``, and $\hat x$, both in the
+        dtype of the result. An adapter keeps one of the two: see :func:`curve`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -56,8 +58,59 @@ def fourier(
         >>> [f"{value:.3f}" for value in fourier(z, coefficients, jnp.array(1.0))]
         ['0.500', '1.262']
     """
-    function = _value if forward_mode else _fourier
-    return function(may_be_linear, z, coefficients, sigma)
+    u = z.astype(statistics_dtype(z.dtype)) / width(sigma, z, may_be_linear)
+    return curve(u, coefficients, sigma if may_be_linear else None, forward_mode=forward_mode)
+
+
+def curve(
+    u: Float[Array, "..."],
+    coefficients: Float[Array, "*lead 4"],
+    sigma: Float[Array, "*lead"] | None = None,
+    *,
+    forward_mode: bool = False,
+) -> Float[Array, "..."]:
+    r"""$\varphi$ of $u = z / (|\sigma| + 10^{-6})$, in float32 at the least.
+
+    Args:
+        u: Any float dtype; its leading axes are those of the coefficients.
+        coefficients: See :func:`fourier`.
+        sigma: Given only where an infinite one stands for the identity.
+        forward_mode: See :func:`fourier`.
+
+    Memory:
+        The backward pass keeps one array of the size and dtype of ``u``.
+    """
+    out = _value(_bounded(u), coefficients) if forward_mode else _curve(u, coefficients)
+    if sigma is None:
+        return out
+    return jnp.where(jnp.isinf(_over(sigma, out)), u.astype(out.dtype), out)
+
+
+def width(
+    sigma: Float[Array, "*lead"], z: Float[Array, "..."], may_be_linear: bool = False
+) -> Float[Array, "..."]:
+    r"""$|\sigma| + 10^{-6}$, or 1 for an infinite $\sigma$ that stands for the identity.
+
+    In float32 at the least, ready to broadcast over ``z``.
+    """
+    sigma = _over(sigma, z)
+    found = jnp.abs(sigma) + EPSILON
+    return jnp.where(jnp.isinf(sigma), 1, found) if may_be_linear else found
+
+
+def squashed(z: Float[Array, "..."], sigma: Float[Array, "*lead"]) -> Float[Array, "..."]:
+    r"""$\hat x$, in float32 at the least."""
+    return _bounded(z.astype(statistics_dtype(z.dtype)) / width(sigma, z))
+
+
+def _bounded(u: Array) -> Array:
+    return jnp.tanh(u.astype(statistics_dtype(u.dtype)))
+
+
+def _over(x: Array, z: Array) -> Array:
+    """A value for each entry of the leading axes of ``z``, ready to broadcast."""
+    wide = statistics_dtype(z.dtype)
+    return x.astype(wide).reshape(*x.shape, *[1] * (z.ndim - x.ndim))
 
 
 def sin_cos_pi(x: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
@@ -80,56 +133,37 @@ def _horner(coefficients: tuple[float, ...], u: Array) -> Array:
     return total
 
 
-def squashed(z: Array, sigma: Array) -> Array:
-    r"""$\hat x$, in float32 at the least."""
-    z = z.astype(statistics_dtype(z.dtype))
-    return jnp.tanh(z / (jnp.abs(_over(sigma, z)) + EPSILON))
-
-
-def _over(x: Array, z: Array) -> Array:
-    """A value for each entry of the leading axes of ``z``, ready to broadcast."""
-    return x.astype(z.dtype).reshape(*x.shape, *[1] * (z.ndim - x.ndim))
-
-
-def _value(may_be_linear: bool, z: Array, coefficients: Array, sigma: Array) -> Array:
-    z = z.astype(statistics_dtype(z.dtype))
-    x = squashed(z, sigma)
-    sine, cosine = sin_cos_pi(x)
-    c = [_over(coefficients[..., k], z) for k in range(4)]
-    out = c[0] + c[1] * x + c[2] * sine + c[3] * cosine
-    return jnp.where(jnp.isinf(_over(sigma, z)), z, out) if may_be_linear else out
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fourier(may_be_linear: bool, z: Array, coefficients: Array, sigma: Array) -> Array:
-    return _value(may_be_linear, z, coefficients, sigma)
-
-
-def _forward(may_be_linear: bool, z: Array, coefficients: Array, sigma: Array):
-    return _value(may_be_linear, z, coefficients, sigma), (z, coefficients, sigma)
-
-
-def _backward(may_be_linear: bool, saved: tuple[Array, Array, Array], cotangent: Array):
-    z, coefficients, sigma = saved
-    x = squashed(z, sigma)
+def _value(x: Array, coefficients: Array) -> Array:
     sine, cosine = sin_cos_pi(x)
     c = [_over(coefficients[..., k], x) for k in range(4)]
-    slope = c[1] + math.pi * (c[2] * cosine - c[3] * sine)
-    width = jnp.abs(_over(sigma, x)) + EPSILON
-    dz = cotangent * slope * (1 - x * x) / width
-    linear = jnp.isinf(_over(sigma, x)) if may_be_linear else None
-    curved = cotangent if linear is None else jnp.where(linear, 0, cotangent)
-    # d(z / width) / d sigma = -sign(sigma) z / width^2; the constant factor comes after the sum.
-    parts = (curved, curved * x, curved * sine, curved * cosine, dz * z.astype(x.dtype))
-    # Five reductions of one shape over shared operands: XLA makes one pass of them.
-    sums = [part.sum(tuple(range(sigma.ndim, x.ndim))) for part in parts]
-    d_coefficients = jnp.stack(sums[:4], -1).astype(coefficients.dtype)
-    wide = sigma.astype(x.dtype)
-    d_sigma = -jnp.sign(wide) * sums[4] / (jnp.abs(wide) + EPSILON)
-    if linear is not None:
-        dz = jnp.where(linear, cotangent, dz)
-        d_sigma = jnp.where(jnp.isinf(wide), 0, d_sigma)
-    return dz.astype(z.dtype), d_coefficients, d_sigma.astype(sigma.dtype)
+    return c[0] + c[1] * x + c[2] * sine + c[3] * cosine
 
 
-_fourier.defvjp(_forward, _backward)
+@jax.custom_vjp
+def _curve(u: Array, coefficients: Array) -> Array:
+    return _value(_bounded(u), coefficients)
+
+
+def _forward(u: Array, coefficients: Array):
+    x = _bounded(u)
+    kept = x if x.dtype == u.dtype else u  # half the bytes, and then tanh once more
+    return _value(x, coefficients), (kept, coefficients)
+
+
+def _backward(saved: tuple[Array, Array], cotangent: Array):
+    kept, coefficients = saved
+    # Without the barrier the forward pass's sine and cosine are common subexpressions, which a
+    # program that is no scan keeps; without the products with the cotangent XLA may compute them
+    # again at once, and keep them all the same.
+    kept = jax.lax.optimization_barrier(kept)
+    x = kept if kept.dtype == cotangent.dtype else _bounded(kept)
+    sine, cosine = sin_cos_pi(x)
+    by_sine, by_cosine = cotangent * sine, cotangent * cosine
+    c = [_over(coefficients[..., k], x) for k in range(4)]
+    du = (c[1] * cotangent + math.pi * (c[2] * by_cosine - c[3] * by_sine)) * (1 - x * x)
+    rows = tuple(range(coefficients.ndim - 1, x.ndim))
+    sums = [part.sum(rows) for part in (cotangent, cotangent * x, by_sine, by_cosine)]
+    return du.astype(kept.dtype), jnp.stack(sums, -1).astype(coefficients.dtype)
+
+
+_curve.defvjp(_forward, _backward)

@@ -1,0 +1,65 @@
+"""What the branch costs beside its products."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkfac.lslora import Config, attach, init
+
+ROWS, IN, OUT, RANK = 64, 48, 40, 3
+X = jax.random.normal(jax.random.key(0), (ROWS, IN))
+PARAMS = {"kernel": jax.random.normal(jax.random.key(1), (IN, OUT))}
+
+
+def linear(params, x):
+    return x @ params["kernel"]
+
+
+def made(placement):
+    config = Config(rank=RANK, alpha=7.0, fourier_placement=placement, init_sigma=0.7)
+    adapters = init(config, linear, PARAMS, X, key=jax.random.key(2))
+    b = jax.random.normal(jax.random.key(3), (RANK, OUT))
+    return attach(linear, config), {"kernel": adapters["kernel"]._replace(b=b)}
+
+
+@pytest.mark.parametrize("placement", ["none", "bottleneck"])
+def test_nothing_but_the_sum_passes_over_the_outputs(placement):
+    """Scaling and sigma multiply the rank's values."""
+    adapted, adapters = made(placement)
+    jaxpr = jax.make_jaxpr(lambda a: adapted(PARAMS, a, X))(adapters)
+    full = [e.primitive.name for e in jaxpr.eqns if e.outvars[0].aval.shape == (ROWS, OUT)]
+    assert sorted(full) == ["add", "dot_general", "dot_general"]
+
+
+def test_on_the_outputs_one_array_is_kept_for_the_backward_pass():
+    adapted, adapters = made("output")
+    _, pull = jax.vjp(lambda a, x: adapted(PARAMS, a, x), adapters, X)
+    kept = [x.shape for x in jax.tree.leaves(pull) if x.size >= ROWS * OUT]
+    assert sorted(kept) == [(ROWS, OUT), (ROWS, IN)]  # the second is x itself
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about XLA's products on the CPU")
+def test_the_gradient_of_a_reads_the_inputs_by_rows():
+    adapted, adapters = made("none")
+
+    def loss(adapters, x):
+        return jnp.square(adapted(PARAMS, adapters, x)).sum()
+
+    text = jax.jit(jax.grad(loss)).lower(adapters, X).compile().as_text()
+    products = re.findall(r"= f32(\[[\d,]*\]\{[\d,]*\}) dot\(", text)
+    by_rows = {f"[{IN},{RANK}]{{0,1}}", f"[{RANK},{IN}]{{1,0}}"}  # the same bytes in the same order
+    assert by_rows & set(products)
+    assert f"[{IN},{RANK}]{{1,0}}" not in products
+
+
+@pytest.mark.parametrize("placement", ["none", "bottleneck", "output"])
+def test_the_branch_is_the_formula_in_configs_docstring(placement):
+    adapted, adapters = made(placement)
+    a, b = adapters["kernel"].a, adapters["kernel"].b
+    s, phi = 7.0 / RANK, {"none": lambda z: z}.get(placement, lambda z: jnp.tanh(z / (0.7 + 1e-6)))
+    branch = phi(s * X @ a @ b) if placement == "output" else s * phi(X @ a) @ b
+    expected = X @ PARAMS["kernel"] + branch
+    np.testing.assert_allclose(adapted(PARAMS, adapters, X), expected, rtol=1e-5, atol=1e-4)
