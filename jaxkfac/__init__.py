@@ -37,6 +37,7 @@ from jaxkfac.factors import (
     value_grad_and_factors,
 )
 from jaxkfac.interception import Layer, LayerTable, find_layers, from_nnx, mark_rows
+from jaxkfac.lslora import nf4
 from jaxkfac.memory import MemoryBudgetError, cast_once, load_safetensors, place_once
 from jaxkfac.optim import has_updated, kfac, multi_steps, scale_by_bases
 from jaxkfac.planning import MemoryPlan, plan_memory
@@ -82,6 +83,7 @@ __all__ = [
     "memory",
     "multi_steps",
     "natural_gradient",
+    "nf4",
     "operators",
     "place_once",
     "plan_memory",

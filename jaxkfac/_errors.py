@@ -28,6 +28,10 @@ class CheckpointMismatchError(JaxkfacError, ValueError):
     """A checkpoint was written by another model."""
 
 
+class DownloadError(JaxkfacError, RuntimeError):
+    """A file could not be fetched, or was not what it should be."""
+
+
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
     """The known names closest to ``name``, quoted and joined, for error messages."""
     known = list(known)

@@ -183,7 +183,6 @@ def unscaled_branch(patch: Patch) -> None:
 
 def unbounded(patch: Patch) -> None:
     """The nonlinearity reads z over sigma without its tanh."""
-
     _wrap(patch, _fourier, "_bounded", lambda original, u: jnp.arctanh(original(u)))
 
 

@@ -17,6 +17,7 @@ from jaxkfac.interception import _compat
 from jaxkfac.interception._analysis import Plan
 from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._conduct import Axes
+from jaxkfac.interception._encoded import Absent, bind, bind_view, refuse_absent
 from jaxkfac.interception._rows import RowMask, row_weights
 from jaxkfac.interception._values import Use
 from jaxkfac.interception._views import SAME_ELEMENTS
@@ -64,7 +65,7 @@ class Site:
 
     def bind(self, *operands: Any) -> Any:
         """The original operation, every parameter of the equation kept."""
-        return _compat.bind(self.eqn)(*operands)
+        return bind(self.eqn)(*operands)
 
 
 Handler = Callable[[Site, list[Any]], Any]
@@ -93,6 +94,7 @@ class Rewriter:
         marks: The axes of every mark of the program.
         walkers: For each layer with a slot, the indices that walk along its stack.
         windows: For some layers, the iterations that their slot has rows for.
+        encoded: Paths of the parameters that the program sees as ``Absent``.
     """
 
     table: AxisTable
@@ -101,6 +103,7 @@ class Rewriter:
     marks: tuple[Axes, ...]
     walkers: Mapping[str, set[Any]]
     windows: Mapping[str, Window]
+    encoded: frozenset[str] = frozenset()
 
     def run(
         self, plan: Plan, args: Sequence[Any], slots: Sequence[Slots], around: Around
@@ -120,8 +123,9 @@ class Rewriter:
         def read(atom: Any) -> Any:
             return env[atom] if _compat.is_var(atom) else atom.val
 
-        for step in steps_of(plan):
+        for step in steps_of(plan, self.encoded):
             if isinstance(step, _Segment):
+                refuse_absent([(v, env[v]) for v in step.invars], step.reader_of)
                 out = step.run(*[env[v] for v in step.invars])
                 env.update(zip(step.outvars, out, strict=True))
                 continue
@@ -134,8 +138,7 @@ class Rewriter:
                 around.masks.append(RowMask(values[1], plan.marks[step].axes, complete=False))
                 out = [values[0]]
             elif step in plan.views:
-                out = _compat.bind(eqn)(*values)
-                out = list(out) if eqn.primitive.multiple_results else [out]
+                out = bind_view(eqn, values)
                 moved = self._through_view(eqn, plan.views[step], values, along)
                 riding.update((v, s) for v, s in zip(eqn.outvars, moved, strict=True) if s)
             elif plan.calls[step].exports_views:  # a jitted indexing helper: run it in place
@@ -153,9 +156,11 @@ class Rewriter:
         ]
 
     def _use(self, eqn: Any, uses: list[Use], values: list, along: list, around: Around) -> Any:
+        others = [(u, values[u.operand]) for u in uses if u.kind != "dense"]
+        refuse_absent(others, lambda use: f"`{eqn.primitive.name}` ({use.kind})")
         uses = [u for u in uses if u.layer in self.walkers]
         if not uses:
-            return _compat.bind(eqn)(*values)
+            return bind(eqn)(*values)
         slots = [along[u.operand][u.layer] for u in uses]
         # A bias or scale squares per-position gradients: a row that is not there has none.
         rows = [row_weights(self.table, u, around.masks, self.marks) for u in uses]
@@ -193,16 +198,29 @@ class Rewriter:
         if kind == "scan":
             return self._scan(eqn, inner, values, along, around)
         masks = around.masks
-        extras, tree = jax.tree.flatten((along, [m.mask for m in masks], around.active))
+        if kind == "shard_map":
+            split = [
+                (i, values[i])
+                for i, (v, w) in enumerate(
+                    zip(eqn.invars, _compat.body_of(eqn)[0].invars, strict=True)
+                )
+                if v.aval.shape != w.aval.shape
+            ]
+            refuse_absent(split, lambda _: "`shard_map`, which splits it over mesh axes")
+        # What is absent has no sharding and no donation of its own: it goes with the slots.
+        absent = [v if isinstance(v, Absent) else None for v in values]
+        values = [None if isinstance(v, Absent) else v for v in values]
+        extras, tree = jax.tree.flatten((along, [m.mask for m in masks], around.active, absent))
 
         def body(*flat: Any) -> list[Any]:
             n = len(values)
-            slots, mask_values, active = jax.tree.unflatten(tree, flat[n:])
+            slots, mask_values, active, held = jax.tree.unflatten(tree, flat[n:])
+            operands = [h if h is not None else v for v, h in zip(flat[:n], held, strict=True)]
             inside = [
                 RowMask(v, m.axes, complete=m.complete)
                 for v, m in zip(mask_values, masks, strict=True)
             ]
-            return self.run(inner, flat[:n], slots, Around(inside, active))
+            return self.run(inner, operands, slots, Around(inside, active))
 
         if kind == "checkpoint":
             return _compat.checkpoint_like(eqn, body)(*values, *extras)
@@ -233,8 +251,9 @@ class Rewriter:
             out = self.run(inner, [*values[:nc], *state, *xs], [*fixed, *slots], inside)
             return (out[:nk], after), out[nk:]
 
+        scanned = [v.scanned() if isinstance(v, Absent) else v for v in values[nc + nk :]]
         (state, _), ys = _compat.scan_like(
-            eqn, body, (values[nc : nc + nk], buffers), (values[nc + nk :], rows, iterations)
+            eqn, body, (values[nc : nc + nk], buffers), (scanned, rows, iterations)
         )
         return [*state, *ys]
 
@@ -251,20 +270,34 @@ class _Segment:
     run: Callable[..., list[Any]]
     invars: list[Any]
     outvars: list[Any]
+    eqns: list[Any]
+
+    def reader_of(self, var: Any) -> str:
+        """The first equation that reads a variable, for messages."""
+        eqn = next(e for e in self.eqns if any(v is var for v in e.invars))
+        inner = eqn.params.get("name")
+        name = eqn.primitive.name
+        return f"`{name}` (of `{inner}`)" if isinstance(inner, str) else f"`{name}`"
 
 
-def steps_of(plan: Plan) -> list[_Segment | int]:
+def steps_of(plan: Plan, encoded: frozenset[str]) -> list[_Segment | int]:
     """The plan as untouched segments and positions of special equations; computed once."""
     if plan.steps is None:
-        plan.steps = _split(plan)
+        plan.steps = _split(plan, encoded)
     return plan.steps
 
 
-def _split(plan: Plan) -> list[_Segment | int]:
+def _split(plan: Plan, encoded: frozenset[str]) -> list[_Segment | int]:
     jaxpr = plan.jaxpr
-    special = {p for p, uses in plan.uses.items() if any(u.layer is not None for u in uses)}
+
+    def is_special(use: Use) -> bool:
+        return use.layer is not None or use.view.path in encoded
+
+    special = {p for p, uses in plan.uses.items() if any(map(is_special, uses))}
     special |= plan.views.keys() | plan.marks.keys()
-    special |= {p for p, c in plan.calls.items() if c.exports_views or tapped_layers(c)}
+    special |= {
+        p for p, c in plan.calls.items() if c.exports_views or any(map(is_special, c.all_uses()))
+    }
     runs: list[list[int] | int] = []
     for position in range(len(jaxpr.eqns)):
         if position in special:
@@ -282,7 +315,8 @@ def _split(plan: Plan) -> list[_Segment | int]:
         if isinstance(run, list):
             outvars = [v for v in made if v in needed]
             invars = [v for v in read if v not in made]
-            steps.append(_Segment(_compat.evaluate(eqns, invars, outvars, jaxpr), invars, outvars))
+            run_eqns = _compat.evaluate(eqns, invars, outvars, jaxpr)
+            steps.append(_Segment(run_eqns, invars, outvars, eqns))
         else:
             steps.append(run)
         needed = (needed - made.keys()) | read.keys()

@@ -14,6 +14,13 @@ from jaxtyping import PyTree
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import Atoms
 from jaxkfac.interception._conduct import Axes
+from jaxkfac.interception._encoded import (
+    Absent,
+    decoded_shapes,
+    encoded_paths,
+    is_encoded,
+    refuse_absent,
+)
 from jaxkfac.interception._examples import split_lost
 from jaxkfac.interception._grouping import group_uses
 from jaxkfac.interception._layer import Layer
@@ -36,6 +43,7 @@ class Traced:
         out_tree: Structure of the function's result.
         out_shapes: ``jax.ShapeDtypeStruct`` of each output leaf.
         shapes: Shape of each parameter.
+        encoded: Paths of the parameters that were held in another form than an array.
     """
 
     closed: Any
@@ -44,6 +52,7 @@ class Traced:
     out_tree: Any
     out_shapes: list[Any]
     shapes: dict[str, tuple[int, ...]]
+    encoded: frozenset[str] = frozenset()
 
     def output_axes(self, index: int = 0) -> Axes | None:
         """Axis atoms of an output leaf, or ``None`` if it does not depend on data."""
@@ -110,11 +119,19 @@ class Traced:
             marks=tuple(m.axes for m in self.analysis.plan.all_marks()),
             walkers=walkers,
             windows=windows or {},
+            encoded=self.encoded,
         )
-        flat = jax.tree.leaves((params, *args))
-        riding = [by_path.get(path, {}) for path in leaves_by_path(params)]
+        paths = leaves_by_path(decoded_shapes(params))
+        held = jax.tree.leaves(params, is_leaf=is_encoded)
+        flat = [
+            Absent.of(leaf, path) if is_encoded(leaf) else leaf
+            for path, leaf in zip(paths, held, strict=True)
+        ]
+        riding = [by_path.get(path, {}) for path in paths]
+        flat += jax.tree.leaves(args)
         riding += [{}] * (len(flat) - len(riding))
         out = rewriter.run(self.analysis.plan, flat, riding, Around(masks or [], {}))
+        refuse_absent(enumerate(out), lambda _: "the caller: the function returns it")
         return jax.tree.unflatten(self.out_tree, out)
 
 
@@ -133,6 +150,7 @@ def trace(
     ``scale_blocks`` gives scales and lone biases a dense block; ``examples_lead`` says that
     the first axis of the first output is the examples.
     """
+    encoded, params = encoded_paths(params), decoded_shapes(params)
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, *args)
     paths = leaves_by_path(params)
     num_args = len(closed.jaxpr.invars) - len(paths)
@@ -166,7 +184,7 @@ def trace(
         problems=[(f.path, f.reason) for f in findings if f.fatal],
     )
     leaves, tree = jax.tree.flatten(shapes)
-    return Traced(closed, analysis, table, tree, leaves, shapes_of)
+    return Traced(closed, analysis, table, tree, leaves, shapes_of, encoded)
 
 
 def find_layers(
@@ -182,7 +200,7 @@ def find_layers(
     Args:
         fn: ``fn(params, *args)``, any JAX function: the apply function of a Flax, Haiku or
             Equinox model, or a loss. Shapes suffice: nothing is computed.
-        params: Parameters; arrays or ``jax.ShapeDtypeStruct``.
+        params: Parameters; arrays or ``jax.ShapeDtypeStruct``, or NF4 (``jk.nf4``).
         *args: The other arguments, likewise.
         layers: Full-match pattern over layer names; ``None`` is all.
         max_dense: A side with more features is kept as a diagonal.

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int, Key, PyTree, UInt32
 
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.factors._objective import takes_key
+from jaxkfac.interception._encoded import decoded_shapes, encoded_paths
 from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._paths import leaves_by_path, with_leaves
 from jaxkfac.interception._rewrite import Handler, Site
@@ -49,8 +50,8 @@ class Adapted:
         """Outputs of the adapted model.
 
         Args:
-            params: The base model. It is frozen: its gradient is zero.
-            adapters: From :func:`init`, or a bank of several.
+            params: The base model, any of its kernels in NF4. It is frozen: its gradient is zero.
+            adapters: From :func:`init`, or a bank of several; ``{}`` is the base model alone.
             inputs: Of the model.
             key: For the model's dropout, if it takes one, and the adapters'; without one the
                 adapters drop nothing.
@@ -60,6 +61,8 @@ class Adapted:
         Raises:
             UnknownLayerError: adapters of layers that the model does not have.
             LostRowsError: adapters by row, at a layer whose rows cannot be told apart by example.
+            UncoveredParameterError: a parameter in NF4 is read by something else than the product
+                of a dense layer, or is a stack that cannot be sliced undecoded.
             ValueError: leaves that do not fit the layer, or an index that does not fit the batch.
         """
         return self.run(params, adapters, inputs, key, adapter)
@@ -189,6 +192,10 @@ def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool =
     the objective inside the jitted function, with ``params`` an argument of it: what a jitted
     function closes over is copied into the program.
 
+    Kernels of the base may be NF4 (:mod:`jaxkfac.lslora.nf4`). A product then decodes its own
+    slice, and keeps the codes for its backward pass: a stack is never there in full precision.
+    Outputs are those of the decoded base, to the rounding of the base's dtype.
+
     Args:
         apply_fn: ``apply_fn(params, inputs) -> outputs``, or with a ``key=`` argument, which
             may be ``None``.
@@ -201,7 +208,8 @@ def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool =
         An :class:`Adapted`: ``adapted(params, adapters, inputs, key=None, adapter=None)``.
 
     Memory:
-        For each adapted product $z$ (``out`` or ``rank`` values a row) and the rank's values.
+        For each adapted product $\hat x$ (``out`` or ``rank`` values a row) and the rank's
+        values; of a base in NF4, one decoded kernel at a time.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -227,8 +235,13 @@ def adapt(forms: Mapping[str, Form]) -> Handler:
 
 
 def _check_saved(params: PyTree, saved: Mapping[str, Any]) -> None:
-    leaves = leaves_by_path(params)
+    leaves = leaves_by_path(decoded_shapes(params))
     for path, x in saved.items():
+        if path in encoded_paths(params):
+            raise ValueError(
+                f"the adapters hold a whole parameter {path!r}, which is quantised in params: "
+                "dequantise it there, so that it can be replaced"
+            )
         if path not in leaves:
             raise UnknownLayerError(
                 f"the adapters hold a whole parameter {path!r}, which the model does not have; "

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac.interception._encoded import decoded_shapes, encoded_paths
 from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._paths import leaves_by_path
 from jaxkfac.interception._table import LayerTable, selector
@@ -37,7 +38,7 @@ def init(
     Args:
         config: The settings.
         apply_fn: As for :func:`attach`.
-        params: The base model; shapes suffice, unless $\sigma$ is measured.
+        params: The base model, any kernels in NF4; shapes suffice, unless $\sigma$ is measured.
         inputs: A batch; shapes suffice, likewise.
         key: For A.
         dtype: Of A and B; that of the layer's parameter by default. Coefficients and $\sigma$
@@ -48,8 +49,8 @@ def init(
 
     Raises:
         UnknownLayerError: the target, or ``modules_to_save``, matches nothing.
-        ValueError: the target matches something that cannot be adapted, or the rank is larger
-            than a layer; each named.
+        ValueError: the target matches something that cannot be adapted, ``modules_to_save``
+            something quantised, or the rank is larger than a layer; each named.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -60,7 +61,7 @@ def init(
         Adapter(a=(3, 2), b=(2, 4), coefficients=(4,), sigma=())
     """
     adapted = Adapted(apply_fn, config)
-    leaves = leaves_by_path(params)
+    leaves = leaves_by_path(decoded_shapes(params))
     layers = targeted(config, adapted.traced(params, inputs, None).table)
     adapters: dict[str, Any] = {}
     for number, layer in enumerate(layers):
@@ -69,6 +70,11 @@ def init(
         adapters[layer.name] = _fresh(config, layer, mine, own)
     if config.modules_to_save is not None:
         whole = selector(config.modules_to_save, list(leaves))
+        if quantised := sorted(whole & encoded_paths(params)):
+            raise ValueError(
+                f"modules_to_save={config.modules_to_save!r} matches {', '.join(quantised)}, which "
+                "are quantised and cannot be trained: dequantise them, or leave them out"
+            )
         adapters |= {path: leaf for path, leaf in leaves.items() if path in whole}
     if isinstance(config.init_sigma, RmsSigma) and config.fourier_placement != "none":
         found = measured_sigmas(adapted, params, adapters, inputs, fresh=True)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxkfac.factors._rows import Rows, in_own_order
 from jaxkfac.factors._use_rows import input_rows, output_rows
+from jaxkfac.interception._encoded import encoded_paths
 from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._paths import leaves_by_path, with_leaves
 from jaxkfac.interception._rewrite import Site
@@ -153,6 +154,12 @@ def _written(
 ) -> PyTree:
     """Kernels and biases with what ``change`` says added; whole parameters replaced."""
     own = only_adapters(adapters)
+    if quantised := sorted(encoded_paths(params)):
+        raise ValueError(
+            f"{', '.join(quantised)} are quantised, and a kernel with the branch added would have "
+            "to be rounded again: merge into jk.nf4.dequantize(params), and quantise the result "
+            "if you must"
+        )
     leaves = leaves_by_path(params) | {p: x for p, x in adapters.items() if p not in own}
     every = adapted.traced(params, inputs, None)
     for name in own:

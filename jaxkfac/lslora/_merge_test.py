@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac.lslora import Config, approximate_merge, as_fourier, attach, init, merge
+from jaxkfac.lslora import Config, approximate_merge, as_fourier, attach, init, merge, nf4
 
 KEY = jax.random.key(0)
 PARAMS = {
@@ -45,6 +45,18 @@ def test_merging_a_nonlinearity_is_refused_with_the_reason():
     config = Config(rank=2)
     with pytest.raises(ValueError, match=r"s, w cannot be merged: phi is not linear.*approximate"):
         merge(attach(fn, config), PARAMS, adapters_of(config), X)
+
+
+def test_a_quantised_base_is_not_merged_into():
+    params = {"layers": {"kernel": jnp.ones((64, 4))}}
+
+    def dense(p, x):
+        return x @ p["layers"]["kernel"]
+
+    config, x = Config(rank=2, fourier_placement="none"), jnp.ones((3, 64))
+    adapters = init(config, dense, params, x, key=KEY)
+    with pytest.raises(ValueError, match=r"layers/kernel are quantised.*dequantize"):
+        merge(attach(dense, config), nf4.quantize(params), adapters, x)
 
 
 def test_the_approximate_merge_is_the_least_squares_fit_and_reports_its_error(x64):

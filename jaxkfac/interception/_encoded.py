@@ -1,0 +1,283 @@
+"""Parameters that are held in another form than an array, and decoded inside a product only.
+
+The traced function sees a parameter of the decoded shape. In its place the rewriter carries an
+`Absent`: the encoded arrays, and the views that the program has taken so far. Nothing is decoded
+before a product of a dense layer reads it, and what that product keeps for its backward pass are
+the encoded arrays.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkfac._errors import UncoveredParameterError
+from jaxkfac.interception import _compat
+from jaxkfac.interception._paths import path_of
+
+PyTree = Any
+Array = Any  # a tracer or a constant
+
+
+class Encoded:
+    """A parameter in a form of its own: a pytree whose arrays all have the stacked axes first.
+
+    So a ``lax.scan``, or an index, takes slices of it without decoding anything.
+
+    Attributes:
+        stack: Shape of the stacked axes.
+        shape: Shape of the parameter, the stacked axes first.
+        dtype: Its dtype.
+    """
+
+    stack: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def decode(self) -> Array:
+        """The parameter."""
+        raise NotImplementedError
+
+
+def is_encoded(x: Any) -> bool:
+    return isinstance(x, Encoded)
+
+
+def decoded_shapes(tree: PyTree) -> PyTree:
+    """The tree with a ``jax.ShapeDtypeStruct`` in place of each encoded parameter."""
+
+    def shape(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_encoded(x) else x
+
+    return jax.tree.map(shape, tree, is_leaf=is_encoded)
+
+
+def encoded_paths(tree: PyTree) -> frozenset[str]:
+    """Paths of the encoded parameters."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_encoded)
+    return frozenset(path_of(path) for path, leaf in leaves if is_encoded(leaf))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Absent:
+    """An encoded parameter seen through views.
+
+    Attributes:
+        encoded: The parameter.
+        operands: For each view, its other operands. Their leading axes are those of ``encoded``.
+        path: The parameter's path.
+        lead: How many stacked axes no view has touched: they lead every array here, and the
+            views are functions of one slice.
+        views: The views.
+        touched_by: The first view that touched a stacked axis, for messages.
+    """
+
+    encoded: Encoded
+    operands: tuple[tuple[Array, ...], ...]
+    path: str = dataclasses.field(metadata={"static": True})
+    lead: int = dataclasses.field(metadata={"static": True})
+    views: tuple[Callable[..., Array], ...] = dataclasses.field(metadata={"static": True})
+    touched_by: str = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, encoded: Encoded, path: str) -> "Absent":
+        return cls(encoded, (), path, len(encoded.stack), (), "")
+
+    def decode(self) -> Array:
+        """The array that the program sees."""
+        x = self.encoded.decode()
+        for view, operands in zip(self.views, self.operands, strict=True):
+            x = _over(view, self.lead)(x, *operands)
+        return x
+
+    def scanned(self) -> "Absent":
+        """What ``lax.scan`` makes of it: one iteration, once the arrays are sliced.
+
+        Raises:
+            UncoveredParameterError: a view before the scan has moved its leading axis.
+        """
+        if self.lead == 0:
+            raise self._unsliced("a scan")
+        return dataclasses.replace(self, lead=self.lead - 1)
+
+    def through(self, eqn: Any, position: int, values: Sequence[Any]) -> list["Absent"]:
+        """What a view makes of it, one for each result."""
+        name = eqn.primitive.name
+        if name in ("slice", "dynamic_slice") and self.encoded.stack:
+            if self.lead == 0:
+                raise self._unsliced(f"`{name}`")
+            if (cut := _cut(eqn, values)) is not None:
+                return [self._each(cut)]
+        if name == "squeeze" and eqn.params["dimensions"] == (0,) and self.lead:
+            return [dataclasses.replace(self._each(lambda a: a[0]), lead=self.lead - 1)]
+        lead = min(self.lead, _untouched(eqn, position))
+        before = tuple(_over(view, self.lead - lead) for view in self.views)
+        shape = self.encoded.stack[:lead]
+        operands = tuple(
+            jnp.broadcast_to(jnp.asarray(v, a.aval.dtype), (*shape, *jnp.shape(v)))
+            for i, (v, a) in enumerate(zip(values, eqn.invars, strict=True))
+            if i != position
+        )
+        touched = self.touched_by or (_described(eqn) if lead < self.lead else "")
+        return [
+            dataclasses.replace(
+                self,
+                operands=(*self.operands, operands),
+                lead=lead,
+                views=(*before, _on_slices(eqn, position, lead, k)),
+                touched_by=touched,
+            )
+            for k in range(len(eqn.outvars))
+        ]
+
+    def _each(self, fn: Callable[[Array], Array]) -> "Absent":
+        """With a function of the leading axis applied to every array."""
+        encoded, operands = jax.tree.map(fn, (self.encoded, self.operands))
+        return dataclasses.replace(self, encoded=encoded, operands=operands)
+
+    def _unsliced(self, what: str) -> UncoveredParameterError:
+        kind = type(self.encoded).__name__
+        why = (
+            f"{self.touched_by} came before and does not commute with slicing: move it behind "
+            f"{what}, or keep this parameter in full precision"
+            if self.touched_by
+            else "it was encoded without a stacked axis: name it when it is encoded (stack=)"
+        )
+        return UncoveredParameterError(
+            f"parameter {self.path!r} is held as {kind}, and {what} takes slices of it: {why}"
+        )
+
+
+def bind(eqn: Any) -> Callable[..., Any]:
+    """A function of all operands of an equation; an absent one is decoded inside it.
+
+    The decoded array is formed where it is read and is no residual: the derivative is the same
+    product of a tangent, and that one is recomputed from the encoded arrays. A checkpoint around
+    the product itself would do as much, but hide it from the policy of the program's own.
+    """
+
+    def run(*operands: Any) -> Any:
+        position = next((i for i, v in enumerate(operands) if isinstance(v, Absent)), None)
+        if position is None:
+            return _compat.bind(eqn)(*operands)
+        others = [v for i, v in enumerate(operands) if i != position]
+
+        def decoded(absent: Absent, *others: Any) -> Any:
+            values = [*others[:position], absent.decode(), *others[position:]]
+            return _compat.bind(eqn)(*values)
+
+        product = jax.custom_jvp(decoded)
+
+        @product.defjvp
+        def _(primals: tuple, tangents: tuple) -> tuple:
+            return decoded(*primals), jax.checkpoint(decoded)(primals[0], *tangents[1:])
+
+        return product(operands[position], *others)
+
+    return run
+
+
+def bind_view(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """The results of a view; of an absent operand, nothing is computed."""
+    absent = [i for i, v in enumerate(values) if isinstance(v, Absent)]
+    if not absent:
+        out = _compat.bind(eqn)(*values)
+        return list(out) if eqn.primitive.multiple_results else [out]
+    if eqn.primitive.name == "optimization_barrier":
+        there = [v for v in values if not isinstance(v, Absent)]
+        held = iter(jax.lax.optimization_barrier(there))
+        return [v if isinstance(v, Absent) else next(held) for v in values]
+    return list(values[absent[0]].through(eqn, absent[0], values))
+
+
+def refuse_absent(pairs: Iterable[tuple[Any, Any]], read_by: Callable[[Any], str]) -> None:
+    """Raise if one of the values is absent.
+
+    Args:
+        pairs: ``(key, value)`` of what is about to be read.
+        read_by: From a key to what reads its value.
+
+    Raises:
+        UncoveredParameterError: naming the parameter and what reads it.
+    """
+    for key, value in pairs:
+        if isinstance(value, Absent):
+            raise UncoveredParameterError(
+                f"parameter {value.path!r} is held as {type(value.encoded).__name__}, which only "
+                f"the product of a dense layer can read, and is also read by {read_by(key)}: keep "
+                "this parameter in full precision"
+            )
+
+
+def _over(fn: Callable[..., Array], axes: int) -> Callable[..., Array]:
+    for _ in range(axes):
+        fn = jax.vmap(fn)
+    return fn
+
+
+def _described(eqn: Any) -> str:
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    return f"`{eqn.primitive.name}` {before} -> {after}"
+
+
+_ELEMENTWISE = frozenset("convert_element_type copy copy_p reduce_precision name neg".split())
+_VARYING = frozenset(("pvary", "pcast"))
+_ARITHMETIC = frozenset(("mul", "div", "add", "sub", "add_any"))
+
+
+def _untouched(eqn: Any, position: int) -> int:
+    """How many leading axes a view leaves alone: it is a function of each slice along them."""
+    name, before = eqn.primitive.name, eqn.invars[position].aval.shape
+    if name in _ELEMENTWISE | _VARYING:
+        return len(before)
+    if name in _ARITHMETIC and eqn.invars[1 - position].aval.shape == ():
+        return len(before)
+    if name == "transpose":
+        return _agreeing(eqn.params["permutation"], range(len(before)))
+    if name == "squeeze":
+        return min(eqn.params["dimensions"], default=len(before))
+    if name == "reshape" and _compat.read_order(eqn) == tuple(range(len(before))):
+        return _agreeing(before, eqn.outvars[0].aval.shape)
+    return 0
+
+
+def _agreeing(a: Iterable[int], b: Iterable[int]) -> int:
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count
+
+
+def _on_slices(eqn: Any, position: int, lead: int, result: int) -> Callable[..., Array]:
+    """A view as a function of one slice along ``lead`` axes."""
+    name, p = eqn.primitive.name, eqn.params
+
+    def view(x: Array, *others: Array) -> Array:
+        if lead and name == "transpose":
+            return x.transpose([d - lead for d in p["permutation"][lead:]])
+        if lead and name == "squeeze":
+            return jax.lax.squeeze(x, [d - lead for d in p["dimensions"]])
+        if lead and name == "reshape":
+            return x.reshape(eqn.outvars[0].aval.shape[lead:])
+        out = _compat.bind(eqn)(*others[:position], x, *others[position:])
+        return out[result] if eqn.primitive.multiple_results else out
+
+    return view
+
+
+def _cut(eqn: Any, values: Sequence[Any]) -> Callable[[Array], Array] | None:
+    """The slice that an equation takes of the leading axis, if of no other."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if before[1:] != after[1:]:
+        return None
+    if eqn.primitive.name == "slice":
+        p = eqn.params
+        stride = p["strides"][0] if p["strides"] else 1
+        start, limit = p["start_indices"][0], p["limit_indices"][0]
+        return lambda a: jax.lax.slice_in_dim(a, start, limit, stride)
+    return lambda a: jax.lax.dynamic_slice_in_dim(a, values[1], after[0])
