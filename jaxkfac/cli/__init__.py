@@ -1,4 +1,4 @@
-"""The commands ``jaxkfac train`` and ``jaxkfac analyze``."""
+"""The commands: train, finetune, analyze, adapter, plan, models, doctor."""
 
 from jaxkfac.cli._main import main
 

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,6 +130,34 @@ def restore_state(
     stored = {path: jax.numpy.asarray(leaf) for path, leaf in checkpoint.leaves.items()}
     restored = with_leaves(tree, stored)
     return restored["params"], restored["optimizer"]
+
+
+def check_output(output: Path, folders: Sequence[Path], *, resume: bool, overwrite: bool) -> None:
+    """Make way for a run in ``output`` whose checkpoints go to ``folders``.
+
+    Raises:
+        ValueError: there is a run, and neither ``resume`` nor ``overwrite`` was asked for; or
+            both were.
+    """
+    if resume and overwrite:
+        raise ValueError("--resume continues and --overwrite starts over: give one of them")
+    for folder in folders:
+        found = find_checkpoint(folder)
+        if found is None or resume:
+            continue
+        if not overwrite:
+            raise ValueError(
+                f"{output} already holds a run ({found}): continue it with --resume, "
+                "replace it with --overwrite, or choose another --output"
+            )
+        remove_checkpoints(folder)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    partial = path.with_suffix(path.suffix + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def remove_checkpoints(folder: Path) -> None:

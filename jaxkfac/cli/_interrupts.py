@@ -1,6 +1,7 @@
 """Ctrl-C at a moment when stopping does harm."""
 
 import contextlib
+import shlex
 import signal
 import sys
 import threading
@@ -32,3 +33,14 @@ def interrupts_deferred(doing: str) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if pressed:
         raise KeyboardInterrupt
+
+
+def resume_command(argv: list[str]) -> str:
+    """The command that continues a run that was started with ``argv``."""
+    kept = [word for word in argv if word not in ("--overwrite", "--resume")]
+    return shlex.join(["jaxkfac", *kept, "--resume"])
+
+
+def say_interrupted(argv: list[str]) -> None:
+    """Say on standard error how to go on after a Ctrl-C."""
+    print(f"\ninterrupted; continue with: {resume_command(argv)}", file=sys.stderr)

@@ -13,12 +13,16 @@ _EXTRA_OF = {
     "orbax": "cli",
     "matplotlib": "cli",
     "safetensors": "pretrained",
+    "tokenizers": "pretrained",
+    "jinja2": "pretrained",
+    "gguf": "pretrained",
 }
 
 _DESCRIPTION = """Curvature and K-FAC for JAX training scripts.
 
 Start with `jaxkfac train --preset digits`, then open runs/digits/report.html;
 `jaxkfac analyze runs/digits` shows spectra and capacity of the factors in its checkpoint.
+`jaxkfac finetune` teaches a pretrained language model with an LS-LoRA adapter.
 """
 
 
@@ -42,7 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _dispatch(words)
     except ModuleNotFoundError as error:
         extra = _EXTRA_OF.get((error.name or "").split(".")[0])
-        if extra is None or "--debug" in words:
+        if "--debug" in words:
+            raise
+        if "pip install" in str(error):
+            return _fail(str(error))
+        if extra is None:
             raise
         return _fail(f'{error.name} is not installed: pip install "jaxkfac[{extra}]"')
 
@@ -52,17 +60,21 @@ def _dispatch(words: list[str]) -> int:
 
     from jaxkfac._errors import JaxkfacError
     from jaxkfac.cli._doctor import DoctorArguments
+    from jaxkfac.cli._models import ModelsArguments
     from jaxkfac.cli._options import AdapterArguments, AnalyzeArguments, TrainArguments
     from jaxkfac.cli._plan import PlanArguments
+    from jaxkfac.cli.finetune._options import FinetuneArguments
 
     def named(arguments: Any, name: str) -> Any:
         return Annotated[arguments, tyro.conf.subcommand(name, prefix_name=False)]
 
     commands = (
         named(TrainArguments, "train")
+        | named(FinetuneArguments, "finetune")
         | named(AnalyzeArguments, "analyze")
         | named(AdapterArguments, "adapter")
         | named(PlanArguments, "plan")
+        | named(ModelsArguments, "models")
         | named(DoctorArguments, "doctor")
     )
     try:
@@ -73,14 +85,8 @@ def _dispatch(words: list[str]) -> int:
             args=words or ["--help"],
             config=(tyro.conf.FlagCreatePairsOff,),
         )
-        if isinstance(arguments, TrainArguments):
-            from jaxkfac.cli._train import run_train, say_interrupted
-
-            try:
-                run_train(arguments)
-            except KeyboardInterrupt:
-                say_interrupted(words)
-                raise
+        if isinstance(arguments, TrainArguments | FinetuneArguments):
+            _run_resumable(arguments, words)
         elif isinstance(arguments, AnalyzeArguments):
             from jaxkfac.cli._analyze import run_analyze
 
@@ -93,6 +99,10 @@ def _dispatch(words: list[str]) -> int:
             from jaxkfac.cli._plan import run_plan
 
             run_plan(arguments)
+        elif isinstance(arguments, ModelsArguments):
+            from jaxkfac.cli._models import run_models
+
+            run_models(arguments)
         else:
             from jaxkfac.cli._doctor import run_doctor
 
@@ -104,6 +114,25 @@ def _dispatch(words: list[str]) -> int:
             raise
         return _fail(str(error))
     return 0
+
+
+def _run_resumable(arguments: Any, words: list[str]) -> None:
+    """A run that checkpoints; after a Ctrl-C it says how to go on."""
+    from jaxkfac.cli._interrupts import say_interrupted
+    from jaxkfac.cli._options import TrainArguments
+
+    try:
+        if isinstance(arguments, TrainArguments):
+            from jaxkfac.cli._train import run_train
+
+            run_train(arguments)
+        else:
+            from jaxkfac.cli.finetune._run import run_finetune
+
+            run_finetune(arguments)
+    except KeyboardInterrupt:
+        say_interrupted(words)
+        raise
 
 
 def _fail(message: str) -> int:

@@ -20,9 +20,12 @@ def test_version_is_the_packages(capsys):
         (["--help"], "jaxkfac train --preset digits"),
         (["train", "--help"], "--gradient-accumulation-steps"),
         (["train", "--help"], "--kfac.damping"),
+        (["finetune", "--help"], "jaxkfac finetune --data chats.jsonl"),
+        (["finetune", "--help"], "--adapter.fourier-placement"),
         (["analyze", "--help"], "jaxkfac analyze runs/digits"),
         (["analyze", "--help"], "--compare"),
         (["doctor", "--help"], "jaxkfac doctor"),
+        (["models", "--help"], "jaxkfac models --cache-dir weights"),
         (["adapter", "--help"], "jaxkfac adapter inspect"),
     ],
 )
@@ -33,11 +36,12 @@ def test_help_describes_what_can_be_asked_for(words, expected, capsys):
     assert expected in capsys.readouterr().out
 
 
-def test_help_loads_neither_plots_nor_checkpoints():
+@pytest.mark.parametrize("command", ["train", "finetune"])
+def test_help_loads_neither_plots_nor_checkpoints(command):
     code = (
-        "import sys\nfrom jaxkfac.cli import main\ntry:\n    main(['train', '--help'])\n"
+        f"import sys\nfrom jaxkfac.cli import main\ntry:\n    main([{command!r}, '--help'])\n"
         "except SystemExit:\n    pass\n"
-        "assert not {'matplotlib', 'orbax', 'rich.progress'} & set(sys.modules)"
+        "assert not {'matplotlib', 'orbax', 'rich.progress', 'tensorboardX'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
@@ -61,6 +65,10 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
         (["train", "--kfac.refresh-every", "0"], "refresh_every"),
         (["train", "--model.num-heads", "5"], "num_heads"),
         (["train", "--resume", "--overwrite"], "give one of them"),
+        (["finetune", "--batch-size", "0"], "batch_size"),
+        (["finetune", "--max-length", "1"], "max_length"),
+        (["finetune", "--seed", "-1"], "seed"),
+        (["finetune", "--model", "nowhere"], "no model at nowhere, which does not exist"),
     ],
 )
 def test_a_wrong_option_is_explained_in_a_line_with_code_2(
@@ -71,6 +79,12 @@ def test_a_wrong_option_is_explained_in_a_line_with_code_2(
     captured = capsys.readouterr()
     assert message in captured.err and "Traceback" not in captured.err
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_what_finetune_needs_is_named_before_anything_is_loaded(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    assert main(["finetune", "--output", str(tmp_path / "out")]) == 2
+    assert 'pip install "jaxkfac[finetune]"' in capsys.readouterr().err
 
 
 def test_debug_shows_where_an_error_comes_from():

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.typing import ArrayLike
-from jaxtyping import Array
 
 import jaxkfac as jk
 from jaxkfac.cli._options import Experiment, Optimizer
+from jaxkfac.cli._schedules import warmup_schedule
 from jaxkfac.data import Digits, load_digits
 from jaxkfac.models import VisionTransformer, VisionTransformerConfig
 
@@ -71,7 +70,7 @@ def build_optimizer(
     if name == "kfac":
         options = experiment.kfac
         tx = jk.kfac(
-            warmup_cosine(options.learning_rate, options.warmup, num_updates),
+            warmup_schedule(options.learning_rate, options.warmup, num_updates),
             like=problem.like,
             damping=options.damping,
             damping_mode=options.damping_mode,
@@ -84,25 +83,9 @@ def build_optimizer(
         )
     else:
         options = experiment.adamw
-        schedule = warmup_cosine(options.learning_rate, options.warmup, num_updates)
+        schedule = warmup_schedule(options.learning_rate, options.warmup, num_updates)
         tx = optax.chain(
             optax.clip_by_global_norm(options.clip_norm),
             optax.adamw(schedule, b2=options.b2, weight_decay=options.weight_decay),
         )
     return jk.multi_steps(tx, every_k_schedule=experiment.gradient_accumulation_steps)
-
-
-def warmup_cosine(peak: float, warmup: float, num_updates: int) -> optax.Schedule:
-    """Up to ``peak`` along a line in the first part, then to zero along a cosine.
-
-    Written out because optax's schedules mix dtypes, which strict promotion refuses.
-    """
-    rising = min(round(warmup * num_updates), num_updates - 1)
-
-    def schedule(step: ArrayLike) -> Array:
-        step = jnp.asarray(step, jnp.float32)
-        up = (step + 1) / max(rising, 1)
-        fallen = jnp.clip((step - rising) / (num_updates - rising), 0.0, 1.0)
-        return peak * jnp.where(step < rising, up, 0.5 * (1 + jnp.cos(jnp.pi * fallen)))
-
-    return schedule

@@ -1,8 +1,6 @@
 """`jaxkfac train`: both optimizers on the same examples, checkpoints, report."""
 
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,13 @@ import jaxkfac as jk
 from jaxkfac.cli._checkpoint import (
     Checkpoint,
     as_config,
+    check_output,
     find_checkpoint,
     flatten_state,
     load_checkpoint,
-    remove_checkpoints,
     restore_state,
     save_checkpoint,
+    write_whole,
 )
 from jaxkfac.cli._loop import TrainState, total_updates, train, updates_per_epoch
 from jaxkfac.cli._options import Experiment, Optimizer, TrainArguments
@@ -46,7 +45,7 @@ def run_train(arguments: TrainArguments) -> None:
     names: tuple[Optimizer, ...] = (
         ("kfac", "adamw") if arguments.optimizer == "both" else (arguments.optimizer,)
     )
-    _check_output(arguments, names)
+    _check(arguments, names)
     finals, spectra = {}, []
     with jk.memory.track("run") as stages:
         with jk.memory.track("data and model"):
@@ -125,27 +124,15 @@ def spectra_of(
     return spectrum_records(bases)
 
 
-def resume_command(argv: list[str]) -> str:
-    """The command that continues a run that was started with ``argv``."""
-    kept = [word for word in argv if word not in ("--overwrite", "--resume")]
-    return shlex.join(["jaxkfac", *kept, "--resume"])
-
-
-def _check_output(arguments: TrainArguments, names: tuple[Optimizer, ...]) -> None:
+def _check(arguments: TrainArguments, names: tuple[Optimizer, ...]) -> None:
     if arguments.checkpoint_every < 1:
         raise ValueError(f"checkpoint_every must be at least 1, not {arguments.checkpoint_every}")
-    if arguments.resume and arguments.overwrite:
-        raise ValueError("--resume continues and --overwrite starts over: give one of them")
-    for folder in (arguments.output / name for name in names):
-        found = find_checkpoint(folder)
-        if found is None or arguments.resume:
-            continue
-        if not arguments.overwrite:
-            raise ValueError(
-                f"{arguments.output} already holds a run ({found}): continue it with --resume, "
-                "replace it with --overwrite, or choose another --output"
-            )
-        remove_checkpoints(folder)
+    check_output(
+        arguments.output,
+        [arguments.output / name for name in names],
+        resume=arguments.resume,
+        overwrite=arguments.overwrite,
+    )
 
 
 def _write_results(
@@ -168,7 +155,7 @@ def _write_results(
         "memory": stages.to_dict(),
     }
     output.mkdir(parents=True, exist_ok=True)
-    _write(output / "metrics.json", json.dumps(metrics, indent=1, allow_nan=False))
+    write_whole(output / "metrics.json", json.dumps(metrics, indent=1, allow_nan=False))
     page = report_page(
         title="A vision transformer on handwritten digits",
         lead=f"{sum(sizes.values()):,} parameters, {len(problem.train.labels)} training and "
@@ -180,7 +167,7 @@ def _write_results(
         versions=metrics["versions"],
         stages=stages,
     )
-    _write(output / "report.html", page)
+    write_whole(output / "report.html", page)
     finals = {name: run.epochs[-1]._asdict() for name, run in runs.items()}
     for name, run in runs.items():
         finals[name] |= {"compile_seconds": run.compile_seconds, "skipped": run.skipped}
@@ -191,15 +178,3 @@ def _write_results(
         "metrics": str(output / "metrics.json"),
         "checkpoints": {name: str(find_checkpoint(output / name)) for name in runs},
     }
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
-def say_interrupted(argv: list[str]) -> None:
-    """Say on standard error how to go on after a Ctrl-C."""
-    print(f"\ninterrupted; continue with: {resume_command(argv)}", file=sys.stderr)

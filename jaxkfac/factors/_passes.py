@@ -132,6 +132,12 @@ def smallest_budget(statistics: Statistics, *, pulls: int = 0) -> int:
     return max((side.nbytes() for side in _sides(statistics, pulls)), default=0)
 
 
+def largest_budget(statistics: Statistics, *, pulls: int = 0) -> int:
+    """The least ``max_factor_bytes`` under which one pass gathers everything."""
+    sides = _sides(statistics, pulls)
+    return sum(side.nbytes(side.layer.stack[0] if side.walker else 1) for side in sides)
+
+
 def _sides(statistics: Statistics, pulls: int) -> Iterator[_Side]:
     traced = statistics.traced
     walkers = {

@@ -9,7 +9,7 @@ import jax
 
 from jaxkfac.curvature import Eigenbases, identity_bases
 from jaxkfac.curvature.host._layout import Entry, Layout
-from jaxkfac.factors._passes import PassPlan, plan_passes, smallest_budget
+from jaxkfac.factors._passes import PassPlan, largest_budget, plan_passes, smallest_budget
 from jaxkfac.planning._shapes import nbytes
 from jaxkfac.planning._variant import Variant
 
@@ -87,6 +87,11 @@ class CurvatureBytes:
     def smallest_budget(self) -> int:
         """The least ``max_factor_bytes``."""
         return smallest_budget(self._statistics, pulls=self._variant.collector.pulls)
+
+    @functools.cached_property
+    def largest_budget(self) -> int:
+        """The least ``max_factor_bytes`` under which there is one pass: more changes nothing."""
+        return largest_budget(self._statistics, pulls=self._variant.collector.pulls)
 
     def first_pass_temporaries(self, budget: int) -> int:
         """Bytes beside arguments and results of the pass that also has the gradient."""

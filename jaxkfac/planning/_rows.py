@@ -73,6 +73,11 @@ class Accounts:
         """The least ``max_factor_bytes``."""
         return 0 if self._of is None else self._of.smallest_budget
 
+    @property
+    def largest_budget(self) -> int:
+        """The least ``max_factor_bytes`` under which there is one pass."""
+        return 0 if self._of is None else self._of.largest_budget
+
     def rows(self, setting: Setting, budget: int, *, compiled: Compiled = "all") -> Rows:
         """Bytes of every row.
 

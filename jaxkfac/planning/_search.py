@@ -198,7 +198,7 @@ class Search:
         least = accounts.smallest_budget
         device = accounts.rows(setting, least, compiled="gradient").device
         room = int(self._device_bytes) - sum(device.values()) + device["factors"]
-        budget = min(max(room, least), accounts.factor_bytes)
+        budget = min(max(room, least), accounts.largest_budget)
         # A pass allocates more than its factors; how much more, only its compilation says.
         for _ in range(_ROUNDS):
             over = sum(accounts.rows(setting, budget).device.values()) - int(self._device_bytes)

@@ -6,6 +6,15 @@ from jaxkfac.report._conditions_figure import conditions_figure
 from jaxkfac.report._coverage import CoverageRow, coverage_rows
 from jaxkfac.report._curves import curves_figure
 from jaxkfac.report._factor_figures import factor_figures
+from jaxkfac.report._finetune_html import finetune_page
+from jaxkfac.report._finetune_records import (
+    ExamRecord,
+    FinetuneRecords,
+    FourierRecord,
+    SampleRecord,
+    mean_loss,
+)
+from jaxkfac.report._finetune_tables import finetune_table
 from jaxkfac.report._html import report_page
 from jaxkfac.report._ranks_figure import ranks_figure
 from jaxkfac.report._records import EpochRecord, RunRecords
@@ -18,7 +27,11 @@ __all__ = [
     "CapacityReport",
     "CoverageRow",
     "EpochRecord",
+    "ExamRecord",
+    "FinetuneRecords",
+    "FourierRecord",
     "RunRecords",
+    "SampleRecord",
     "SpectrumRecord",
     "capacity_table",
     "comparison_table",
@@ -27,7 +40,10 @@ __all__ = [
     "coverage_table",
     "curves_figure",
     "factor_figures",
+    "finetune_page",
+    "finetune_table",
     "interval_words",
+    "mean_loss",
     "model_table",
     "only_in_one",
     "ranks_figure",

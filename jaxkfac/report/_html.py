@@ -59,6 +59,7 @@ def report_page(
     versions: Mapping[str, str],
     capacity: CapacityReport | None = None,
     stages: Stage | None = None,
+    first: Sequence[str] = (),
 ) -> str:
     """The report of a run as one HTML page; a part without records is left out.
 
@@ -72,11 +73,12 @@ def report_page(
         versions: Of the software.
         capacity: Metrics of the factors at the end, with what they are compared with.
         stages: Peaks of memory, from ``jk.memory.track``.
+        first: Parts of another kind of run, as HTML, which come before all others.
 
     Returns:
         The page, self-contained.
     """
-    parts = [f"<h1>{escape(title)}</h1>", f'<p class="lead">{escape(lead)}</p>']
+    parts = [f"<h1>{escape(title)}</h1>", f'<p class="lead">{escape(lead)}</p>', *first]
     if runs:
         parts += [_cards(runs), "<h2>Training</h2>", _curves(runs), _runs(runs)]
     if spectra:

@@ -1,6 +1,7 @@
 """Chat templates: Jinja in a sandbox, as tokenizers of Hugging Face carry them."""
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -22,9 +23,9 @@ def render(
     Raises:
         ValueError: the template is no Jinja, or refuses these messages.
     """
-    jinja2, environment = _environment()
+    jinja2, _ = _environment()
     try:
-        return environment.from_string(template).render(
+        return _compiled(template).render(
             messages=[dict(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
             **tokens,
@@ -33,6 +34,12 @@ def render(
         raise ValueError(f"the chat template refuses these messages: {error}") from error
 
 
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str) -> Any:
+    return _environment()[1].from_string(template)
+
+
+@functools.cache
 def _environment() -> tuple[Any, Any]:
     try:
         import jinja2

@@ -1,0 +1,93 @@
+"""Curvature of the adapter: what is covered, spectra and capacity."""
+
+import re
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import jaxkfac as jk
+from jaxkfac.cli.finetune._options import Finetuning
+from jaxkfac.cli.finetune._problem import Problem, as_batch, objective_of
+from jaxkfac.interception._paths import leaves_by_path
+from jaxkfac.interception._table import selector
+from jaxkfac.report import (
+    CapacityReport,
+    CoverageRow,
+    SpectrumRecord,
+    coverage_rows,
+    spectrum_records,
+)
+
+PyTree = Any
+
+
+class AdapterCurvature(NamedTuple):
+    """Of the factors of one batch at the end of a run.
+
+    Attributes:
+        spectra: Eigenvalues of each factor of each slice.
+        capacity: Metrics of the layers that were asked for.
+    """
+
+    spectra: list[SpectrumRecord]
+    capacity: CapacityReport
+
+
+def adapter_coverage(problem: Problem) -> list[CoverageRow]:
+    """Which of the adapter's parameters factors cover; nothing is computed."""
+    objective = objective_of(problem, problem.params)
+    shapes = jax.eval_shape(lambda: problem.adapters)
+    table = jk.find_layers(objective, shapes, as_batch(problem.train.at(0)))
+    sizes = {path: int(np.prod(x.shape)) for path, x in leaves_by_path(shapes).items()}
+    return coverage_rows(table, sizes)
+
+
+def resolve_pattern(pattern: str, coverage: list[CoverageRow]) -> str:
+    """The pattern, or for ``"auto"`` one of the adapter whose largest factor is smallest.
+
+    Called before training, so that a pattern that matches nothing shows at once.
+
+    Raises:
+        UnknownLayerError: it matches no covered layer; the nearest names are said.
+    """
+    covered = [row for row in coverage if not row.reason]
+    if pattern == "auto":
+        sides: dict[str, int] = {}
+        for row in covered:
+            adapter = row.name.rpartition("/")[0]
+            sides[adapter] = max(sides.get(adapter, 0), row.inputs or 0, row.outputs or 0)
+        return re.escape(min(sides, key=lambda adapter: sides[adapter])) + "/[^/]*"
+    selector(pattern, [row.name for row in covered])
+    return pattern
+
+
+def adapter_curvature(
+    problem: Problem, experiment: Finetuning, adapters: PyTree, pattern: str
+) -> AdapterCurvature:
+    """Factors of the adapter's layers that ``pattern`` names, on the first training batch.
+
+    The Fisher is ``experiment.kfac.fisher``, and sides beyond ``max_dense`` are diagonals.
+    """
+
+    @jax.jit
+    def collect(params: PyTree, adapters: PyTree, batch: Any, key: jax.Array) -> Any:
+        collected = jk.value_grad_and_factors(
+            objective_of(problem, params),
+            fisher=experiment.kfac.fisher,
+            layers=pattern,
+            uncovered="ignore",
+            max_dense=experiment.kfac.max_dense,
+        )
+        exist = batch[0].segments > 0
+        return collected(adapters, batch, key=key, positions=exist).factors
+
+    batch = problem.train.at(0)
+    key = jax.random.key(experiment.seed)
+    factors = collect(problem.params, adapters, as_batch(batch), key)
+    bases = jk.eigendecompose(
+        factors, max_condition=experiment.kfac.max_condition, placement="host", vectors=False
+    )
+    learnt = sum(int(example.learnt.sum()) for example in problem.encoded.examples)
+    metrics = jk.capacity_metrics(bases, num_examples=learnt)
+    return AdapterCurvature(spectrum_records(bases), CapacityReport(metrics))

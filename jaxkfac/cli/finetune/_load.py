@@ -1,0 +1,85 @@
+"""The model and the text of a run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkfac.cli.finetune._options import Finetuning
+from jaxkfac.data.choices import Question, read_questions
+from jaxkfac.data.elements import element_questions, element_records
+from jaxkfac.data.text import Record, read_folder
+from jaxkfac.models import load_decoder
+
+_SYSTEM = "Answer in a word."  # shorter than what SmolLM2's template says by itself
+_EMBEDDED_QUESTIONS = 40
+
+
+class Text(NamedTuple):
+    """What is read before any of it is tokens.
+
+    Attributes:
+        train: To learn.
+        validation: To measure with; may be empty.
+        questions: To be examined with; may be empty.
+        system: What the system says first in questions; may be empty.
+    """
+
+    train: Sequence[Record]
+    validation: Sequence[Record]
+    questions: Sequence[Question]
+    system: str
+
+
+def load_model(experiment: Finetuning) -> Any:
+    """The pretrained decoder: ``.config``, ``.apply_fn``, ``.params``, ``.tokenizer``.
+
+    Raises:
+        ValueError: it has no tokenizer.
+    """
+    dtype = dtype_of(experiment)
+    quantize = ".*_proj/kernel" if experiment.quantize == "all" else experiment.quantize
+    options = {"dtype": dtype, "remat": experiment.remat, "quantize": quantize}
+    if experiment.model == "smollm2":
+        pretrained = _smollm2(options)
+    else:
+        pretrained = load_decoder(experiment.model, **options)
+    if pretrained.tokenizer is None:
+        raise ValueError(f"{experiment.model} has no tokenizer: put its tokenizer.json beside it")
+    return pretrained
+
+
+def _smollm2(options: dict[str, Any]) -> Any:
+    from jaxkfac.models import smollm2
+
+    return smollm2(**options)
+
+
+def dtype_of(experiment: Finetuning) -> Any:
+    """The base model's dtype; a CPU computes bfloat16 by way of float32, several times slower."""
+    if experiment.dtype == "auto":
+        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    return jnp.dtype(experiment.dtype)
+
+
+def load_text(experiment: Finetuning) -> Text:
+    """Records and questions, before the model is loaded: what is wrong with them shows at once."""
+    embedded = experiment.data == "elements"
+    system = experiment.system
+    if system is None:
+        system = _SYSTEM if embedded else ""
+    if embedded:
+        train, validation = element_records(system=system), []
+    else:
+        train, validation = read_folder(Path(experiment.data))
+    chosen = experiment.questions
+    if chosen is None:
+        chosen = str(_EMBEDDED_QUESTIONS) if embedded else "0"
+    if chosen.isdigit():
+        count = int(chosen)
+        questions = element_questions(count, seed=experiment.seed) if count else []
+    else:
+        questions = read_questions(Path(chosen))
+    return Text(train, validation, questions, system)

@@ -1,0 +1,190 @@
+"""What is trained: the adapted model, its tokens, and the optimizer."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxkfac as jk
+from jaxkfac.cli._schedules import warmup_schedule
+from jaxkfac.cli.finetune._load import Text
+from jaxkfac.cli.finetune._options import Finetuning
+from jaxkfac.data.text import Encoded, TokenBatch, TokenBatches, encode_records
+from jaxkfac.lslora import Adapted, Adapters, Config
+from jaxkfac.models import Tokens
+
+PyTree = Any
+
+
+class Problem(NamedTuple):
+    """Everything that training and its evaluations read, before anything has been trained.
+
+    Attributes:
+        pretrained: The base model and its tokenizer.
+        text: Questions, among others.
+        config: Of the adapter.
+        adapted: ``adapted(params, adapters, inputs, key)``.
+        adapters: As they start, float32.
+        train: Batches to learn.
+        validation: To measure with, or ``None``.
+        encoded: The records in tokens, and how many were cut.
+    """
+
+    pretrained: Any
+    text: Text
+    config: Config
+    adapted: Adapted
+    adapters: Adapters
+    train: TokenBatches
+    validation: TokenBatches | None
+    encoded: Encoded
+
+    @property
+    def params(self) -> PyTree:
+        return self.pretrained.params
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.pretrained.tokenizer
+
+    @property
+    def context(self) -> int:
+        """Most tokens that the model reads."""
+        return self.pretrained.config.longest
+
+
+def build_problem(experiment: Finetuning, pretrained: Any, text: Text) -> Problem:
+    """Tokens and fresh adapters.
+
+    Raises:
+        UnknownLayerError: the adapter's target matches no layer.
+        ValueError: ``max_length`` is beyond the model's context, or nothing to learn fits.
+    """
+    context, tokenizer = pretrained.config.longest, pretrained.tokenizer
+    if experiment.data == "elements":  # short, whatever the model is
+        longest = min(experiment.max_length, context)
+    elif experiment.max_length > context:
+        raise ValueError(
+            f"max_length {experiment.max_length} is longer than the model's context, {context} "
+            "tokens: lower --max-length"
+        )
+    else:
+        longest = experiment.max_length
+    options = {"max_length": longest, "loss_on": experiment.loss_on}
+    encoded = encode_records(text.train, tokenizer, **options)
+    train = _batches(experiment, encoded, tokenizer.pad_id, longest)
+    validation = None
+    if text.validation:
+        held = encode_records(text.validation, tokenizer, **options)
+        size = min(experiment.batch_size, len(held.examples))
+        validation = TokenBatches.padded(held.examples, batch_size=size, pad_id=tokenizer.pad_id)
+    config = adapter_config(experiment)
+    example = as_batch(train.at(0))
+    adapters = jk.lslora.init(
+        config,
+        pretrained.apply_fn,
+        pretrained.params,
+        example[0],
+        key=jax.random.key(experiment.seed),
+        dtype=jnp.float32,  # whatever the base is: an update is smaller than bfloat16's step
+    )
+    adapted = jk.lslora.attach(pretrained.apply_fn, config)
+    return Problem(pretrained, text, config, adapted, adapters, train, validation, encoded)
+
+
+def adapter_config(experiment: Finetuning) -> Config:
+    """The adapter's settings."""
+    chosen = experiment.adapter
+    return Config(
+        rank=chosen.rank,
+        alpha=chosen.alpha,
+        target=chosen.target,
+        exclude=chosen.exclude,
+        fourier_placement=chosen.fourier_placement,
+        init_sigma=chosen.init_sigma,
+        reg_weight=chosen.reg_weight,
+        dropout=chosen.dropout,
+    )
+
+
+def as_batch(batch: TokenBatch) -> tuple[Tokens, jax.Array, jax.Array]:
+    """``(inputs, targets, mask)`` as an objective takes them."""
+    ids, positions, segments, targets, mask = map(jnp.asarray, batch)
+    return Tokens(ids, positions, segments), targets, mask
+
+
+def objective_of(problem: Problem, params: PyTree) -> jk.Objective:
+    """Mean negative log-likelihood as a function of the adapters.
+
+    Inside a compiled function ``params`` must be its argument: what it closes over is copied
+    into the program.
+    """
+
+    def apply(adapters: Adapters, inputs: Tokens, key: Any = None) -> jax.Array:
+        return problem.adapted(params, adapters, inputs, key=key)
+
+    return jk.Objective(apply, jk.Categorical())
+
+
+def collector(experiment: Finetuning, objective: jk.Objective) -> Any:
+    """``collect(adapters, batch, key, positions) -> (value, grads, factors)`` for K-FAC."""
+    return jk.value_grad_and_factors(
+        objective,
+        fisher=experiment.kfac.fisher,
+        uncovered="ignore",  # coefficients and sigma: AdamW has them
+        max_dense=experiment.kfac.max_dense,
+    )
+
+
+def total_updates(experiment: Finetuning, problem: Problem) -> int:
+    """Updates in the whole run: ``steps``, or whole epochs."""
+    if experiment.epochs is None:
+        return experiment.steps
+    micro = experiment.epochs * problem.train.per_epoch
+    return max(1, micro // experiment.gradient_accumulation_steps)
+
+
+def build_optimizer(
+    experiment: Finetuning, problem: Problem, num_updates: int
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW, or K-FAC with AdamW for what no factor covers; clipped and accumulated."""
+
+    def rate(peak: float) -> optax.Schedule:
+        return warmup_schedule(peak, experiment.warmup, num_updates, experiment.schedule)
+
+    chosen = experiment.adamw
+    tx: optax.GradientTransformation = optax.adamw(
+        rate(chosen.learning_rate), b1=chosen.b1, b2=chosen.b2, weight_decay=chosen.weight_decay
+    )
+    if experiment.optimizer == "kfac":
+        options = experiment.kfac
+        batch = as_batch(problem.train.at(0))
+        shapes = collector(experiment, objective_of(problem, problem.params)).factor_shapes
+        tx = jk.kfac(
+            rate(options.learning_rate),
+            like=shapes(problem.adapters, batch),
+            damping=options.damping,
+            damping_mode=options.damping_mode,
+            decay=options.decay,
+            refresh_every=options.refresh_every,
+            momentum=options.momentum,
+            norm_constraint=options.norm_constraint,
+            weight_decay=options.weight_decay,
+            max_condition=options.max_condition,
+            others=tx,
+        )
+    if experiment.clip_norm is not None:
+        tx = optax.chain(optax.clip_by_global_norm(experiment.clip_norm), tx)
+    return jk.multi_steps(tx, every_k_schedule=experiment.gradient_accumulation_steps)
+
+
+def _batches(experiment: Finetuning, encoded: Encoded, pad_id: int, longest: int) -> TokenBatches:
+    options: dict[str, Any] = {
+        "batch_size": experiment.batch_size,
+        "pad_id": pad_id,
+        "seed": experiment.seed,
+    }
+    if experiment.batching == "pack":
+        return TokenBatches.packed(encoded.examples, length=longest, **options)
+    return TokenBatches.padded(encoded.examples, num_lengths=experiment.num_lengths, **options)

@@ -1,0 +1,332 @@
+"""Whole runs of a tiny random decoder: what they write, how they stop and go on."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxkfac as jk
+from jaxkfac.cli import main
+from jaxkfac.cli._checkpoint import find_checkpoint, load_checkpoint
+from jaxkfac.cli.finetune import _load, _loop
+from jaxkfac.cli.finetune import _run as run_module
+from jaxkfac.data.text._encode_test import Letters
+from jaxkfac.lslora import nf4
+from jaxkfac.models import Decoder, DecoderConfig, Pretrained
+
+CONFIG = DecoderConfig(
+    vocabulary=128, width=16, hidden=24, depth=2, num_heads=2, num_kv_heads=1, head_size=8,
+    context=128, tied_head=True, eos_ids=(2,),
+)  # fmt: skip
+TINY = [
+    *("--steps", "6", "--batch-size", "4", "--questions", "6", "--adapter.rank", "2"),
+    *("--checkpoint-every", "2", "--diagnose-every", "2", "--samples", "2"),
+    *("--sample-tokens", "3", "--adamw.learning-rate", "0.02"),
+]
+pytestmark = pytest.mark.standard_promotion  # optax.adamw needs it
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """The same program of several runs is compiled by the first of them."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    apply_fn, params = jk.from_nnx(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+    return Pretrained(CONFIG, apply_fn, params, Letters())
+
+
+@pytest.fixture
+def run(decoder, monkeypatch, tmp_path):
+    """``run(*words)`` in a folder of its own; ``run.output`` is the folder."""
+
+    def load_model(experiment):
+        return decoder._replace(params=jk.cast_once(decoder.params, _load.dtype_of(experiment)))
+
+    monkeypatch.setattr(run_module, "load_model", load_model)
+
+    def call(*words, output=tmp_path):
+        return main(["finetune", *TINY, "--output", str(output), *words])
+
+    return call
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Neither page nor curvature, which take longer than such a run; one run has both."""
+    monkeypatch.setattr(run_module, "finetune_page", lambda **_: "")
+    monkeypatch.setattr(run_module, "resolve_pattern", lambda *_: None)
+
+
+def metrics(folder):
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def records(folder):
+    return metrics(folder)["records"]
+
+
+def test_a_run_writes_report_metrics_adapter_events_and_checkpoints(run, tmp_path, capsys):
+    assert run() == 0
+    found = metrics(tmp_path)
+    kept = found["records"]
+    assert len(kept["losses"]) == len(kept["tokens"]) == len(kept["seconds"]) == 6
+    assert kept["losses"][-1] < kept["losses"][0]
+    assert [exam["step"] for exam in kept["exams"]] == [0, 6]
+    assert all(len(exam["correct"]["pmi"]) == 6 for exam in kept["exams"])
+    for low, value, high in (
+        (x[1], x[0], x[2]) for e in kept["exams"] for x in e["accuracy"].values()
+    ):
+        assert 0 <= low <= value <= high <= 1
+    assert [x["step"] for x in kept["fourier"]] == [0, 2, 4, 6]
+    start = kept["fourier"][0]["layers"]["model/layers/self_attn/qkv_proj/kernel"]
+    assert start["coefficients"] == [[0.0, 1.0, 0.0, 0.0]] * 2 and start["deviation"] == [0.0] * 2
+    assert set(found["comparison"]) == {"sum", "per_token", "per_byte", "pmi"}
+    assert [s["step"] for s in kept["samples"]] == [0, 0, 6, 6]
+    assert found["spectra"] and found["capacity"]["layers"]
+    left = {row["name"].split("/")[-1] for row in found["coverage"] if row["reason"]}
+    assert left == {"coefficients", "sigma"}  # read inside a custom derivative
+    page = (tmp_path / "report.html").read_text()
+    for word in ("Nonlinearity of the adapter", "McNemar", "Capacity", "Coverage", "tokens/s"):
+        assert word in page
+    assert find_checkpoint(tmp_path / "checkpoints").name == "6"
+    assert list((tmp_path / "tensorboard").glob("events*"))
+    adapters, config = jk.lslora.load(tmp_path / "adapter")
+    assert config.rank == 2 and len(adapters) == 4
+    shown = capsys.readouterr()
+    assert "accuracy, pmi" in shown.out and "tokens/s" in shown.err
+    assert "records" in shown.err and "learnt" in shown.err
+
+
+def test_the_first_loss_is_that_of_the_base_model(run, plain, decoder, tmp_path):
+    assert run() == 0
+    problem_batch = _first_batch(decoder)
+    logits = decoder.apply_fn(decoder.params, jnp.asarray(problem_batch.ids))
+    logs = np.asarray(jax.nn.log_softmax(logits))
+    picked = np.take_along_axis(logs, problem_batch.targets[..., None], -1)[..., 0]
+    expected = -picked[problem_batch.mask].mean()
+    assert records(tmp_path)["losses"][0] == pytest.approx(expected, rel=1e-5)
+
+
+def _first_batch(decoder):
+    from jaxkfac.cli.finetune._options import Finetuning
+    from jaxkfac.data.text import TokenBatches, encode_records
+
+    experiment = Finetuning(batch_size=4)
+    text = _load.load_text(experiment)
+    encoded = encode_records(text.train, decoder.tokenizer, max_length=128)
+    return TokenBatches.padded(encoded.examples, batch_size=4, pad_id=0, seed=0).at(0)
+
+
+def assert_same_end(one, other):
+    a, b = load_checkpoint(one / "checkpoints"), load_checkpoint(other / "checkpoints")
+    assert a.step == b.step == 6
+    assert a.leaves.keys() == b.leaves.keys()
+    for path in a.leaves:
+        np.testing.assert_array_equal(a.leaves[path], b.leaves[path], err_msg=path)
+    for name in ("losses", "penalties", "tokens", "exams", "fourier", "samples"):
+        assert a.records[name] == b.records[name], name
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        ("--gradient-accumulation-steps", "2", "--adapter.dropout", "0.1"),
+        pytest.param(
+            (
+                *("--optimizer", "kfac", "--batching", "pack", "--max-length", "128"),
+                *("--questions", "0", "--samples", "0"),
+            ),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["adamw", "accumulated-dropout", "kfac-packed"],
+)
+def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
+    words, run, plain, tmp_path, monkeypatch, capsys
+):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(*words, output=whole) == 0
+    original = _loop.tune
+
+    def tune(*args, each_update, **kwargs):
+        def pressed(state):
+            state = each_update(state)
+            if state.step == 3:
+                raise KeyboardInterrupt
+            return state
+
+        return original(*args, each_update=pressed, **kwargs)
+
+    monkeypatch.setattr(run_module, "tune", tune)
+    assert run(*words, output=parts) == 130
+    assert find_checkpoint(parts / "checkpoints").name == "3"
+    assert "continue with: jaxkfac finetune" in capsys.readouterr().err
+    monkeypatch.setattr(run_module, "tune", original)
+    assert run(*words, "--resume", output=parts) == 0
+    assert_same_end(whole, parts)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--adapter.fourier-placement", "none", "--schedule", "linear"),
+        ("--optimizer", "kfac", "--schedule", "constant"),
+        pytest.param(
+            ("--adapter.fourier-placement", "bottleneck", "--clip-norm", "None"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--batching", "pack", "--max-length", "128", "--loss-on", "all"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("--num-lengths", "3", "--style", "plain"), marks=pytest.mark.slow),
+        pytest.param(("--dtype", "bfloat16"), marks=pytest.mark.slow),
+    ],
+    ids=lambda words: words[1],
+)
+def test_the_loss_falls(words, run, plain, tmp_path):
+    assert run(*words, "--steps", "8", "--samples", "0", "--questions", "0") == 0
+    losses = records(tmp_path)["losses"]
+    assert np.mean(losses[-2:]) < np.mean(losses[:2])
+
+
+@pytest.mark.slow
+def test_a_base_in_four_bits_is_trained_on(run, plain, decoder, tmp_path, monkeypatch):
+    params = nf4.quantize(decoder.params, layers=".*_proj/kernel", stack=1, block=8)
+    small = decoder._replace(params=params)
+    monkeypatch.setattr(run_module, "load_model", lambda experiment: small)
+    assert run("--steps", "8", "--samples", "1") == 0
+    losses = records(tmp_path)["losses"]
+    assert np.mean(losses[-2:]) < np.mean(losses[:2])
+
+
+@pytest.mark.slow
+def test_two_micro_batches_are_one_update_of_both(run, plain, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    words = ("--steps", "2", "--samples", "0", "--questions", "0", "--clip-norm", "None")
+    assert run(*words, "--batch-size", "2", "--gradient-accumulation-steps", "2", output=two) == 0
+    assert run(*words, "--batch-size", "4", output=one) == 0
+    # The same order of records: an epoch's batches are pieces of one permutation.
+    np.testing.assert_allclose(records(one)["losses"], records(two)["losses"], rtol=1e-4)
+
+
+CHAT = '{"messages": [{"role": "user", "content": "%s"}, {"role": "assistant", "content": "%s"}]}'
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A local data set with its own questions."""
+    data = tmp_path / "data"
+    data.mkdir()
+    lines = [CHAT % (f"what is {i}", f"it is {i}") for i in range(12)]
+    (data / "train.jsonl").write_text("\n".join([*lines, CHAT % ("long " * 40, "x")]))
+    (data / "validation.jsonl").write_text("\n".join(lines[:5]))
+    return data
+
+
+def test_a_local_folder_is_trained_on_and_what_does_not_fit_is_said(
+    run, plain, folder, tmp_path, capsys
+):
+    words = ("--data", str(folder), "--questions", "0", "--max-length", "60", "--epochs", "2")
+    assert run(*words, "--adamw.learning-rate", "0.05", "--evaluate-every", "2") == 0
+    kept = records(tmp_path)
+    assert len(kept["losses"]) == 2 * (12 // 4)
+    assert [exam["step"] for exam in kept["exams"]] == [0, 2, 4, 6]
+    losses = [exam["loss"] for exam in kept["exams"]]
+    assert losses[-1] < losses[0]
+    assert "1 cut, 1 left out" in capsys.readouterr().err
+    assert metrics(tmp_path)["comparison"] == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--adapter.target", ".*q_prj/kernel"), "matches no layer; the nearest names are"),
+        (("--curvature", ".*q_prj/kernel"), "matches no layer in full; the nearest names are"),
+        (("--data", "nowhere"), "nowhere, which does not exist"),
+        (("--data", "{folder}", "--max-length", "4"), "raise max_length"),
+        (("--data", "{folder}", "--max-length", "4000"), "longer than the model's context, 128"),
+        (
+            ("--data", "{folder}", "--max-length", "60", "--batch-size", "99"),
+            "batch_size must lie in 1 .. ",
+        ),
+        (("--questions", "100000"), "count must lie in 1 .. "),
+        (("--questions", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--steps", "0"), "steps must be at least 1"),
+        (("--warmup", "1"), "warmup"),
+        (("--clip-norm", "0"), "clip_norm"),
+        (("--evaluate-every", "0"), "evaluate_every"),
+        (("--resume", "--overwrite"), "give one of them"),
+        (("--adapter.rank", "0"), "rank=0"),
+    ],
+)
+def test_a_wrong_option_is_explained_in_a_line_with_code_2(words, message, run, folder, capsys):
+    words = [word.replace("{folder}", str(folder)) for word in words]
+    assert run(*words) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err.replace("\n", " ") and "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "train.jsonl:14: not JSON"),
+        (CHAT[:-1], "train.jsonl:14: not JSON"),
+        ('{"answer": 1}', "train.jsonl:14: expected the key"),
+    ],
+)
+def test_a_malformed_line_is_named(line, message, run, folder, capsys):
+    with (folder / "train.jsonl").open("a") as file:
+        file.write("\n" + line)
+    assert run("--data", str(folder)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_answer_key_is_named(run, folder, capsys):
+    question = {"id": "q", "question": {"stem": "s", "choices": [
+        {"text": "a", "label": "A"}, {"text": "b", "label": "B"}]}, "answerKey": "Z"}  # fmt: skip
+    (folder / "test.jsonl").write_text(json.dumps(question))
+    assert run("--data", str(folder), "--questions", str(folder / "test.jsonl")) == 2
+    assert "test.jsonl:1: question 'q': the answer key 'Z'" in capsys.readouterr().err
+
+
+def test_a_question_beyond_the_context_is_named(run, plain, folder, capsys):
+    question = {"id": "q", "question": {"stem": "s" * 200, "choices": [
+        {"text": "a", "label": "A"}, {"text": "b", "label": "B"}]}, "answerKey": "A"}  # fmt: skip
+    (folder / "test.jsonl").write_text(json.dumps(question))
+    assert run("--data", str(folder), "--questions", str(folder / "test.jsonl"),
+               "--max-length", "100") == 2  # fmt: skip
+    assert "question 'q' takes" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_names_its_step(run, plain, capsys):
+    wild = ("--adamw.learning-rate", "1e30", "--warmup", "0", "--questions", "0")
+    assert run(*wild, "--samples", "0") == 2
+    message = capsys.readouterr().err
+    assert "the loss of adamw is nan at step" in message and "--adamw.learning-rate" in message
+
+
+def test_an_existing_run_is_kept_unless_overwriting_is_asked_for(run, plain, tmp_path, capsys):
+    assert run("--samples", "0", "--questions", "0") == 0
+    assert run() == 2
+    assert "--resume" in capsys.readouterr().err
+    assert run("--resume", "--samples", "0", "--questions", "0", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 6
+    assert run("--resume", "--adapter.rank", "3", "--questions", "0") == 2
+    assert "option adapter.rank: 2 in the checkpoint, 3 requested" in capsys.readouterr().err

@@ -1,0 +1,28 @@
+"""Multiple choice by likelihood, in the file format of OpenBookQA."""
+
+from jaxkfac.data.choices._compare import Comparison, Interval, compare, wilson_interval
+from jaxkfac.data.choices._prompts import PromptStyle
+from jaxkfac.data.choices._questions import Question, parse_question, read_questions
+from jaxkfac.data.choices._scores import (
+    VARIANTS,
+    ChoiceScores,
+    Variant,
+    score_choices,
+    target_log_likelihoods,
+)
+
+__all__ = [
+    "VARIANTS",
+    "ChoiceScores",
+    "Comparison",
+    "Interval",
+    "PromptStyle",
+    "Question",
+    "Variant",
+    "compare",
+    "parse_question",
+    "read_questions",
+    "score_choices",
+    "target_log_likelihoods",
+    "wilson_interval",
+]

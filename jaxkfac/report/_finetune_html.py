@@ -1,0 +1,144 @@
+"""The page of a fine-tuning run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkfac.curvature.capacity._table import number
+from jaxkfac.memory import Stage
+from jaxkfac.report._capacity import CapacityReport
+from jaxkfac.report._capacity_html import capacity_html
+from jaxkfac.report._coverage import CoverageRow
+from jaxkfac.report._finetune_figures import (
+    coefficients_figure,
+    finetune_loss_figure,
+    fourier_figure,
+)
+from jaxkfac.report._finetune_records import FinetuneRecords, SampleRecord, mean_loss
+from jaxkfac.report._finetune_tables import exam_rows
+from jaxkfac.report._html import report_page
+from jaxkfac.report._html_parts import figure_html, table_html
+from jaxkfac.report._spectra import SpectrumRecord
+
+_BANDS = "Lines are means over a layer's blocks, bands run from the least to the largest."
+
+
+def finetune_page(
+    *,
+    title: str,
+    lead: str,
+    records: FinetuneRecords,
+    comparison: Mapping[str, Any],
+    spectra: Sequence[SpectrumRecord],
+    capacity: CapacityReport | None,
+    coverage: Sequence[CoverageRow],
+    config: Mapping[str, Any],
+    versions: Mapping[str, str],
+    stages: Stage | None = None,
+) -> str:
+    """The report of a fine-tuning run as one HTML page; a part without records is left out.
+
+    Args:
+        title: Heading of the page.
+        lead: One sentence below it.
+        records: Of the run.
+        comparison: ``{variant: {"gained", "lost", "p_value"}}``, before against after.
+        spectra: Of the adapter's factors at the end.
+        capacity: Of the same factors.
+        coverage: Rows of the adapter's layer table.
+        config: Everything that decided the result.
+        versions: Of the software.
+        stages: Peaks of memory.
+
+    Returns:
+        The page, self-contained.
+    """
+    parts = [_training(records)]
+    if records.exams and records.exams[-1].accuracy:
+        parts.append(_questions(records, comparison))
+    if records.samples:
+        parts += ["<h2>Samples</h2>", _samples(records.samples)]
+    if records.fourier:
+        parts += ["<h2>Nonlinearity of the adapter</h2>", _fourier(records)]
+    if capacity:
+        parts += ["<h2>Capacity of the adapter</h2>", capacity_html(capacity)]
+    return report_page(
+        title=title,
+        lead=lead,
+        runs={},
+        spectra=spectra,
+        coverage=coverage,
+        config=config,
+        versions=versions,
+        stages=stages,
+        first=parts,
+    )
+
+
+def _training(records: FinetuneRecords) -> str:
+    rows = [
+        [
+            str(len(records.losses)),
+            f"{sum(records.tokens):,}",
+            f"{sum(records.learnt):,}",
+            f"{mean_loss(records.losses, last=False):.4f}",
+            f"{mean_loss(records.losses, last=True):.4f}",
+            f"{records.tokens_per_second:,.0f}",
+            f"{sum(records.seconds):.1f} s",
+            f"{records.compile_seconds:.1f} s, {records.programs}",
+            str(records.skipped),
+        ]
+    ]
+    head = ["updates", "tokens", "learnt", "first loss", "last loss", "tokens/s", "training",
+            "compiling, programs", "skipped"]  # fmt: skip
+    figure = figure_html(
+        finetune_loss_figure(records),
+        "Loss of every update",
+        "Faint: each update's own tokens, before it; the line is their running mean. First and "
+        "last loss are means over a tenth of the updates.",
+    )
+    return f"<h2>Training</h2>{figure}{table_html(head, rows, text=0)}"
+
+
+def _questions(records: FinetuneRecords, comparison: Mapping[str, Any]) -> str:
+    count = len(next(iter(records.exams[-1].correct.values())))
+    note = (
+        f"<p>{count} questions; the likeliest choice is the answer: by the sum of its tokens' "
+        "log-likelihoods, that per token, per byte, or less its likelihood without the question "
+        "(pmi). Brackets are Wilson's 95 % intervals; p is McNemar's exact test on the questions "
+        "whose answer changed.</p>"
+    )
+    head = ["likelihood", "before", "after", "gained", "lost", "p"]
+    return f"<h2>Questions</h2>{note}{table_html(head, exam_rows(records, comparison), text=1)}"
+
+
+def _samples(samples: Sequence[SampleRecord]) -> str:
+    steps = sorted({s.step for s in samples})
+    answers = {(s.prompt, s.step): s.answer for s in samples}
+    prompts = dict.fromkeys(s.prompt for s in samples)
+    rows = [[p, *(answers.get((p, step), "") for step in steps)] for p in prompts]
+    head = ["prompt", *(f"after {step} updates" if step else "before" for step in steps)]
+    return table_html(head, rows, text=len(head) + 1)
+
+
+def _fourier(records: FinetuneRecords) -> str:
+    caption = (
+        f"{_BANDS} With all coefficients at their start φ is the tanh, not the identity: what is "
+        "saturated has lost nine tenths of its slope."
+    )
+    drawn = [
+        figure_html(fourier_figure(records.fourier), "Nonlinearity over the updates", caption),
+        figure_html(coefficients_figure(records.fourier), "Coefficients over the updates", _BANDS),
+    ]
+    rows = []
+    for layer, values in records.fourier[-1].layers.items():
+        means = [*np.asarray(values["coefficients"]).mean(0)]
+        means += [
+            np.mean(values[name]) if values.get(name) is not None else None
+            for name in ("sigma", "deviation", "nonlinearity", "saturated")
+        ]
+        rows.append([layer, *(number(None if x is None else float(x)) for x in means)])
+    head = ["layer, mean over blocks", "c0", "c1", "c2", "c3", "σ", "deviation", "nonlinearity",
+            "saturated"]  # fmt: skip
+    return "".join(drawn) + table_html(head, rows, text=1)

@@ -1,0 +1,104 @@
+"""What a fine-tuning run measures, as plain values that survive JSON."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class ExamRecord(NamedTuple):
+    """Held-out text and questions at one update.
+
+    Attributes:
+        step: Updates made.
+        loss: Mean over the learnt tokens of the validation records, nats; ``None`` without any.
+        accuracy: ``{variant: (value, low, high)}`` of the questions, with a 95 % interval; empty
+            without any.
+        correct: ``{variant: whether each question was answered rightly}``.
+    """
+
+    step: int
+    loss: float | None
+    accuracy: dict[str, list[float]]
+    correct: dict[str, list[bool]]
+
+
+class FourierRecord(NamedTuple):
+    """The adapter's nonlinearity at one update.
+
+    Attributes:
+        step: Updates made.
+        layers: ``{layer: {"coefficients": slices of four, "sigma", "deviation", "nonlinearity",
+            "saturated": one for each slice}}``; see ``jaxkfac.lslora.diagnose``.
+    """
+
+    step: int
+    layers: dict[str, dict[str, list[Any]]]
+
+
+class SampleRecord(NamedTuple):
+    """An answer of the model.
+
+    Attributes:
+        step: Updates made.
+        prompt: What was asked.
+        answer: What came, greedily.
+    """
+
+    step: int
+    prompt: str
+    answer: str
+
+
+class FinetuneRecords(NamedTuple):
+    """The history of a run.
+
+    Attributes:
+        losses: One for each update, before it, over its learnt tokens, nats.
+        penalties: The regulariser's part, already times its weight.
+        tokens: Read in each update, without padding.
+        learnt: Of them in the loss.
+        seconds: Of each update, without compilation.
+        exams: Before, between and after.
+        fourier: The nonlinearity over time; empty for plain LoRA.
+        samples: Before and after.
+        compile_seconds: Spent compiling, over all sessions of the run.
+        programs: How many programs were compiled for training, one for each row length.
+        skipped: Micro-batches and updates left out because something was not finite.
+    """
+
+    losses: Sequence[float] = ()
+    penalties: Sequence[float] = ()
+    tokens: Sequence[int] = ()
+    learnt: Sequence[int] = ()
+    seconds: Sequence[float] = ()
+    exams: Sequence[ExamRecord] = ()
+    fourier: Sequence[FourierRecord] = ()
+    samples: Sequence[SampleRecord] = ()
+    compile_seconds: float = 0.0
+    programs: int = 0
+    skipped: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all updates; 0 before the first."""
+        return sum(self.tokens) / sum(self.seconds) if self.seconds else 0.0
+
+    def to_plain(self) -> dict[str, Any]:
+        """Dictionaries and lists only."""
+        parts = {name: [x._asdict() for x in getattr(self, name)] for name in _KINDS}
+        return {**self._asdict(), **parts}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "FinetuneRecords":
+        """The inverse of :meth:`to_plain`."""
+        parts = {name: [kind(**x) for x in plain[name]] for name, kind in _KINDS.items()}
+        return cls(**{**plain, **parts})
+
+
+_KINDS = {"exams": ExamRecord, "fourier": FourierRecord, "samples": SampleRecord}
+
+
+def mean_loss(losses: Sequence[float], *, last: bool, part: float = 0.1) -> float:
+    """The mean over the first or the last tenth of the updates, at least one."""
+    count = max(1, round(part * len(losses)))
+    chosen = losses[-count:] if last else losses[:count]
+    return sum(chosen) / len(chosen)

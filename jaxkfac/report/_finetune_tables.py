@@ -1,0 +1,49 @@
+"""Results of a fine-tuning run for the terminal."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from jaxkfac.report._finetune_records import FinetuneRecords, mean_loss
+
+
+def finetune_table(records: FinetuneRecords, comparison: Mapping[str, Any]) -> Table:
+    """Loss, and accuracy by each measure of likelihood, before and after.
+
+    Args:
+        records: Of the run.
+        comparison: ``{variant: {"gained", "lost", "p_value"}}``.
+    """
+    table = Table(title="Result", title_justify="left", box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in ("before", "after", "gained", "lost", "p"):
+        table.add_column(name, justify="right", no_wrap=True)
+    ends = [f"{mean_loss(records.losses, last=last):.4f}" for last in (False, True)]
+    table.add_row("training loss", *ends)
+    held = [e.loss for e in records.exams if e.loss is not None]
+    if held:
+        table.add_row("validation loss", f"{held[0]:.4f}", f"{held[-1]:.4f}")
+    for name, *cells in exam_rows(records, comparison):
+        table.add_row(f"accuracy, {name}", *cells)
+    return table
+
+
+def exam_rows(records: FinetuneRecords, comparison: Mapping[str, Any]) -> list[list[str]]:
+    """``[variant, before, after, gained, lost, p]`` of each measure of likelihood."""
+    if not records.exams:
+        return []
+    first, last = records.exams[0].accuracy, records.exams[-1].accuracy
+    rows = []
+    for variant in last:
+        cells = [_interval(exam[variant]) for exam in (first, last) if variant in exam]
+        found = comparison.get(variant, {})
+        changes = [str(found[x]) for x in ("gained", "lost") if x in found]
+        p_value = [f"{found['p_value']:.2g}"] if "p_value" in found else []
+        rows.append([variant.replace("_", " "), *cells, *changes, *p_value])
+    return rows
+
+
+def _interval(ends: list[float]) -> str:
+    value, low, high = ends
+    return f"{value:.1%} [{low:.0%}, {high:.0%}]"

@@ -1,0 +1,96 @@
+import json
+
+import pytest
+from rich.console import Console
+
+from jaxkfac.report import _finetune_html
+from jaxkfac.report._finetune_figures import _running_mean
+from jaxkfac.report._finetune_html import finetune_page
+from jaxkfac.report._finetune_records import (
+    ExamRecord,
+    FinetuneRecords,
+    FourierRecord,
+    SampleRecord,
+    mean_loss,
+)
+from jaxkfac.report._finetune_tables import exam_rows, finetune_table
+
+
+def fourier(step, size):
+    values = {"coefficients": [[0.0, 1.0, size, 0.0]] * 2}
+    values |= {name: [size, 2 * size] for name in ("sigma", "deviation", "nonlinearity")}
+    return FourierRecord(step, {"layers/q_proj/kernel": values | {"saturated": [0.1, 0.3]}})
+
+
+RECORDS = FinetuneRecords(
+    losses=[4.0, 3.0, 2.0],
+    penalties=[0.0, 0.1, 0.2],
+    tokens=[10, 20, 30],
+    learnt=[1, 2, 3],
+    seconds=[1.0, 1.0, 2.0],
+    exams=[
+        ExamRecord(0, 3.5, {"per_token": [0.25, 0.1, 0.5]}, {"per_token": [True, False]}),
+        ExamRecord(3, 2.5, {"per_token": [0.5, 0.3, 0.7]}, {"per_token": [True, True]}),
+    ],
+    fourier=[fourier(0, 0.0), fourier(3, 0.4)],
+    samples=[SampleRecord(0, "Fe <is>", "tin"), SampleRecord(3, "Fe <is>", "iron")],
+)
+COMPARISON = {"per_token": {"gained": 1, "lost": 0, "p_value": 1.0}}
+
+
+def page(records, comparison=COMPARISON):
+    return finetune_page(
+        title="A <title>", lead="A <lead>.", records=records, comparison=comparison, spectra=[],
+        capacity=None, coverage=[], config={"steps": 3}, versions={"jax": "1"},
+    )  # fmt: skip
+
+
+def test_records_survive_json():
+    plain = json.loads(json.dumps(RECORDS.to_plain()))
+    assert FinetuneRecords.from_plain(plain) == RECORDS
+
+
+def test_the_page_shows_what_was_measured_and_escapes_it():
+    text = page(RECORDS)
+    assert text.count("<h2>Training</h2>") == text.count("</html>") == 1
+    assert text.index("A &lt;lead&gt;") < text.index("Training") < text.index("Configuration")
+    for words in ("50.0% [30%, 70%]", "after 3 updates", "iron", "Fe &lt;is&gt;", ">0.6</td>"):
+        assert words in text, words
+    assert text.count("data:image/svg+xml") == 3
+    assert "<is>" not in text and "<script" not in text
+
+
+def test_what_was_not_measured_is_left_out(monkeypatch):
+    monkeypatch.setattr(_finetune_html, "finetune_loss_figure", lambda _: b"<svg/>")
+    text = page(RECORDS._replace(exams=(), fourier=(), samples=()), {})
+    for words in ("Questions", "Nonlinearity", "Samples", "Capacity"):
+        assert f"<h2>{words}" not in text
+
+
+def test_the_table_shows_both_ends():
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(finetune_table(RECORDS, COMPARISON))
+    for words in ("4.0000", "2.0000", "3.5000", "2.5000", "per token", "25.0%"):
+        assert words in capture.get()
+
+
+def test_exam_rows_have_no_comparison_where_there_is_none():
+    assert exam_rows(RECORDS, {}) == [["per token", "25.0% [10%, 50%]", "50.0% [30%, 70%]"]]
+    assert exam_rows(RECORDS._replace(exams=()), {}) == []
+
+
+def test_the_ends_of_the_loss_are_means_over_a_tenth():
+    losses = [float(i) for i in range(20)]
+    assert (mean_loss(losses, last=False), mean_loss(losses, last=True)) == (0.5, 18.5)
+    assert mean_loss([3.0], last=True) == 3.0
+
+
+def test_speed_is_of_all_updates():
+    assert RECORDS.tokens_per_second == 15.0
+    assert FinetuneRecords().tokens_per_second == 0.0
+
+
+def test_the_running_mean_begins_at_the_first_loss_and_keeps_a_constant():
+    assert _running_mean([2.0, 2.0, 2.0]) == pytest.approx([2.0] * 3)
+    assert _running_mean([4.0, 0.0])[0] == pytest.approx(4.0)
