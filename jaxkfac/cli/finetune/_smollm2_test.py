@@ -9,7 +9,7 @@ from jaxkfac.cli import main
 
 @pytest.mark.slow
 @pytest.mark.standard_promotion
-def test_smollm2_learns_from_few_updates(tmp_path):
+def test_smollm2_learns_from_few_updates(tmp_path, smollm2_file):
     words = ["--steps", "8", "--questions", "8", "--samples", "1", "--warmup", "0"]
     assert main(["finetune", "--output", str(tmp_path), *words]) == 0
     metrics = json.loads((tmp_path / "metrics.json").read_text())

@@ -392,7 +392,8 @@ class _Accelerator:
 
 
 @pytest.mark.parametrize(
-    ("free", "seconds", "chosen"), [(10**9, 0.0, "device"), (10**9, 0.05, "host"), (100, 0.0, "host")]
+    ("free", "seconds", "chosen"),
+    [(10**9, 0.0, "device"), (10**9, 0.05, "host"), (100, 0.0, "host")],
 )
 def test_auto_takes_the_faster_place_that_has_room(monkeypatch, free, seconds, chosen):
     cpu = jax.devices("cpu")[0]
