@@ -33,6 +33,8 @@ class AdapterOptions:
     """Of the branch's inputs."""
     dialect: Literal["lslora", "peft"] = "lslora"
     """Which `peft_type` the saved adapter states; plain LoRA is always peft."""
+    split: bool = False
+    """Save it as adapters of q, k, v and of gate, up, which Llama's PyTorch model keeps apart."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,7 +75,10 @@ def run_finetune(arguments: FinetuneArguments) -> None:
                 curvature = adapter_curvature(problem, experiment, state.adapters, pattern)
     chosen = experiment.adapter
     dialect = "peft" if chosen.fourier_placement == "none" else chosen.dialect
-    jk.lslora.save(output / "adapter", state.adapters, problem.config, dialect=dialect)
+    saved = (state.adapters, problem.config)
+    if chosen.split:
+        saved = jk.lslora.split(*saved, problem.pretrained.config.parts)
+    jk.lslora.save(output / "adapter", *saved, dialect=dialect)
     summary = _write_results(arguments, problem, state.records, curvature, coverage, stages)
     if arguments.json:
         print(json.dumps(summary))

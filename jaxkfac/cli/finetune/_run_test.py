@@ -185,7 +185,7 @@ def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
 @pytest.mark.parametrize(
     "words",
     [
-        ("--adapter.fourier-placement", "none", "--schedule", "linear"),
+        ("--adapter.fourier-placement", "none", "--schedule", "linear", "--adapter.split"),
         ("--optimizer", "kfac", "--schedule", "constant"),
         pytest.param(
             ("--adapter.fourier-placement", "bottleneck", "--clip-norm", "None"),
@@ -204,6 +204,9 @@ def test_the_loss_falls(words, run, plain, tmp_path):
     assert run(*words, "--steps", "8", "--samples", "0", "--questions", "0") == 0
     losses = records(tmp_path)["losses"]
     assert np.mean(losses[-2:]) < np.mean(losses[:2])
+    # qkv, o, gate_up, down; or q, k, v, o, gate, up, down
+    saved, _ = jk.lslora.load(tmp_path / "adapter")
+    assert len(saved) == (7 if "--adapter.split" in words else 4)
 
 
 @pytest.mark.slow
