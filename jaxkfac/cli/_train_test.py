@@ -16,25 +16,11 @@ TINY = [
     *("--model.num-heads", "2", "--model.patch-size", "4", "--epochs", "3"),
     *("--batch-size", "200", "--gradient-accumulation-steps", "2", "--checkpoint-every", "1"),
 ]
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 def run(output, *words):
     return main(["train", *TINY, "--output", str(output), *words])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """The same program of several runs is compiled by the first of them."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 @pytest.fixture(scope="module")
