@@ -43,7 +43,8 @@ def run(decoder, monkeypatch, tmp_path):
     """``run(*words)`` in a folder of its own; ``run.output`` is the folder."""
 
     def load_model(experiment):
-        return decoder._replace(params=jk.cast_once(decoder.params, _load.dtype_of(experiment)))
+        own = jax.tree.map(jnp.copy, decoder.params)  # casting once deletes what it reads
+        return decoder._replace(params=jk.cast_once(own, _load.dtype_of(experiment)))
 
     monkeypatch.setattr(run_module, "load_model", load_model)
 
