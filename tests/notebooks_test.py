@@ -15,6 +15,7 @@ def _cells(notebook: nbformat.NotebookNode) -> list[tuple[str, str]]:
     return [(c.cell_type, c.source.strip()) for c in notebook.cells if c.source.strip()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)  # a reader has one device
