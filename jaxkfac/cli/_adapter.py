@@ -43,7 +43,10 @@ def run_adapter_inspect(folder: Path, *, name: str = "default", as_json: bool = 
         print(json.dumps({"config": record, "modules": rows}, allow_nan=False))
         return
     console = Console()
-    console.print(_table(rows, f"{record['peft_type']} adapter {name!r}"))
+    table = _table(rows, f"{record['peft_type']} adapter {name!r}")
+    # A line too long for the terminal is wrapped by it; a squeezed column would be lost.
+    needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    Console(width=max(console.width, needed)).print(table)
     settings = ("r", "lora_alpha", "fourier_placement", "init_sigma", "fourier_reg_weight")
     words = [f"{key} {record[key]}" for key in settings if key in record]
     plain = "" if found else "; plain LoRA: there is no nonlinearity"
@@ -65,7 +68,7 @@ def _numbers(diagnosis: Any) -> dict[str, Any]:
 
 def _table(rows: Mapping[str, Mapping[str, Any]], title: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("module", overflow="fold")
+    table.add_column("module", no_wrap=True)
     for head in _HEAD:
         table.add_column(head, justify="right", no_wrap=True)
     for module, row in rows.items():

@@ -31,6 +31,14 @@ def test_every_module_has_a_row_with_its_numbers(tmp_path, capsys):
     }
 
 
+def test_long_names_of_modules_are_whole_where_lines_are_short(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    save(tmp_path, {"model/layers/self_attn/q_proj/kernel": CURVED}, Config(rank=3))
+    run_adapter_inspect(tmp_path)
+    (row,) = [x for x in capsys.readouterr().out.split("\n") if "layers.1.self_attn.q_proj" in x]
+    assert row.split() == "model.layers.1.self_attn.q_proj 3 4 5 0.5 1 -0.25 0 3 0.188 0.25".split()
+
+
 def test_plain_lora_is_said_to_be_plain(tmp_path, capsys):
     plain = {"q_proj/kernel": Adapter(A[0], B[0], None, None)}
     save(tmp_path, plain, Config(rank=3, fourier_placement="none"), dialect="peft")
