@@ -18,7 +18,7 @@ by PEFT's: like for like is "linear", since PEFT has no nonlinearity.
 
 glibc gives blocks above 32 MiB back to the kernel and pays page faults for them at the next
 run, so a program just above it would seem slower than one just below by what has nothing to do
-with either: 15 000 faults and a fifth of the step at d = 576. That is switched off here, for all.
+with either. That is switched off here, for all.
 
 The floor: with n rows, the base step is 4 n d^2 operations a layer (y and the gradient of x).
 An adapter adds 12 n d r (x A and h B, and two gradients of each), 3 r / d of that: 8.3%, 4.7%
@@ -32,9 +32,9 @@ CPU has no loop with several results: it takes 3 writes and 13 reads for that gr
 
 The gradient of A as ``x.T @ dh`` runs at a third of the speed of ``dh.T @ x`` in XLA on the CPU;
 why it is left so stands in lslora/_branch.py. Reading x once for q, k and v, by one product with
-their A side by side, was tried: 0.96 of three products' time at d = 576, 0.97 to 0.99 at 1024 and
-1.00 to 1.01 at 3072, in a model of nothing else. So each layer reads its own x, and the decoder's
-fused projections read it once anyway.
+their A side by side, was tried in a model of nothing else: it gained a few percent at the smaller
+sizes and nothing at the largest. So each layer reads its own x, and the decoder's fused
+projections read it once anyway.
 
 A bank's adapters are chosen as data: the last check counts compilations while adapters are
 swapped, replaced, disabled and mixed by row. The goal is none.

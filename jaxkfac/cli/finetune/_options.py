@@ -149,8 +149,8 @@ class Finetuning:
 class FinetuneArguments:
     """Teach a pretrained decoder with an LS-LoRA adapter, and examine it before and after.
 
-    By default SmolLM2-135M learns facts about the chemical elements, in about four minutes on
-    two cores. The output folder receives report.html (loss, nonlinearity of the adapter over
+    By default SmolLM2-135M learns facts about the chemical elements, in about three minutes
+    on two cores. The output folder receives report.html (loss, nonlinearity of the adapter over
     time, its curvature, accuracy with intervals), metrics.json, the adapter in PEFT's layout,
     TensorBoard's event files and checkpoints. Ctrl-C keeps the last update; --resume goes on as
     if nothing had happened.
