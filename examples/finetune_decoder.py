@@ -2,7 +2,7 @@
 
 Run: python examples/finetune_decoder.py --steps 40
 
-Downloads SmolLM2-135M-Instruct (93 MB) on first use; four minutes on two cores. With --tiny a
+Downloads SmolLM2-135M-Instruct (93 MB) on first use; 2.5 minutes on two cores. With --tiny a
 small random decoder stands in for it, in seconds. `jaxkfac finetune` does the same with
 checkpoints, a report and many options.
 """
