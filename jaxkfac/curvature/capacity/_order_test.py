@@ -1,6 +1,5 @@
 """Counts, quantiles and streamed sums of products, against the products written out."""
 
-import time
 import tracemalloc
 
 import numpy as np
@@ -77,21 +76,20 @@ def peak_of_everything(n):
     rng = np.random.default_rng(2)
     b = block(*(10 ** rng.uniform(-8, 0, n) for _ in range(2)))
     tracemalloc.start()
-    started = time.perf_counter()
     sums_of(b, settings())
     sum_log1p([b], 3.0)
     quantiles([b], [0.05, 0.5, 0.95])
-    seconds, (_, peak) = time.perf_counter() - started, tracemalloc.get_traced_memory()
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return peak, seconds
+    return peak
 
 
 def test_memory_is_that_of_the_factors_not_of_their_product():
-    peak, _ = peak_of_everything(4000)  # the products would be 128 MB
+    peak = peak_of_everything(4000)  # the products would be 128 MB
     assert peak < 8e6
 
 
 @pytest.mark.slow  # 1.6e9 logarithms, three times
 def test_products_of_13_gigabytes_are_never_formed():
-    peak, seconds = peak_of_everything(40_000)
-    assert peak < 16e6 and seconds < 300
+    peak = peak_of_everything(40_000)
+    assert peak < 16e6

@@ -1,4 +1,5 @@
 import gc
+import threading
 
 import jax
 import numpy as np
@@ -100,13 +101,17 @@ def test_an_exception_in_a_thread_reaches_the_caller_and_ends_all_threads(
 
 
 def test_close_tells_an_error_that_nobody_has_seen(factors, monkeypatch):
+    pushed = threading.Event()
+
     def broken(*_, **__):
+        assert pushed.wait(60)  # a push after the error would tell it
         raise ValueError("injected")
 
     monkeypatch.setattr(_decompose, "eigh_on_host", broken)
     running = service()
     running.push(factors[0], 0)
     running.push(factors[1], 1)
+    pushed.set()
     until(lambda: running._monitor.stopped)
     with pytest.raises(ValueError, match="injected"):
         running.close()

@@ -33,7 +33,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(factors, tmp_path, options,
         first.push(factors[stop], stop)
         first.save(tmp_path / "service.npz")
         first.push(factors[0], stop)  # what comes after does not matter
-    with HostCurvature.load(tmp_path / "service.npz", like=LIKE, timeout=20.0) as second:
+    with HostCurvature.load(tmp_path / "service.npz", like=LIKE, timeout=60.0) as second:
         bases = second.bases(stop)
         assert same(bases, expected[stop])
         for step in range(stop + 1, 8):

@@ -31,7 +31,7 @@ def factors():
 
 
 def service(**kwargs):
-    options = {"decay": 0.9, "refresh_every": 4, "lag": 2, "timeout": 20.0}
+    options = {"decay": 0.9, "refresh_every": 4, "lag": 2, "timeout": 60.0}
     return HostCurvature(**{**options, **kwargs})
 
 
@@ -65,7 +65,7 @@ def steps_of(running, factors, first=0):
     return seen
 
 
-def until(condition, seconds=5.0):
+def until(condition, seconds=60.0):
     """Wait for something that happens in a thread; it fails rather than hangs."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -90,7 +90,7 @@ class Gate:
 
         def gated(matrix, *, name):
             self.calls.append(name)
-            assert self.open.wait(20), "the gate was never opened"
+            assert self.open.wait(60), "the gate was never opened"
             return solve(matrix, name=name)
 
         monkeypatch.setattr(_decompose, "eigh_on_host", gated)
@@ -191,9 +191,8 @@ def test_a_step_that_is_no_hand_over_waits_for_nothing(factors, monkeypatch):
         running.push(factors[2], 2)
         timer = threading.Timer(0.2, gate.open.set)
         timer.start()
-        start = time.perf_counter()
         bases = running.bases(2)
-        assert time.perf_counter() - start > 0.1 and bases is not seen[1]
+        assert gate.open.is_set() and bases is not seen[1]
         timer.join()
 
 
@@ -397,17 +396,20 @@ class _Accelerator:
 )
 def test_auto_takes_the_faster_place_that_has_room(monkeypatch, free, seconds, chosen):
     cpu = jax.devices("cpu")[0]
-    solve, used = _decompose._on_device, []
+    on_device, on_host, used, clock = _decompose._on_device, _decompose.eigh_on_host, [], [0.0]
 
-    def timed(matrix, device):
+    def timed_device(matrix, device):
         used.append(len(matrix))
-        time.sleep(seconds)
-        return solve(matrix, cpu)
+        clock[0] += seconds
+        return on_device(matrix, cpu)
 
-    monkeypatch.setattr(_decompose, "_on_device", timed)
-    host = _decompose.eigh_on_host
-    slower = lambda matrix, *, name: (time.sleep(0.02), host(matrix, name=name))[1]
-    monkeypatch.setattr(_decompose, "eigh_on_host", slower)
+    def timed_host(matrix, *, name):
+        clock[0] += 0.02
+        return on_host(matrix, name=name)
+
+    monkeypatch.setattr(_decompose, "_on_device", timed_device)
+    monkeypatch.setattr(_decompose, "eigh_on_host", timed_host)
+    monkeypatch.setattr(_decompose.time, "perf_counter", lambda: clock[0])
     decomposer = _decompose.Decomposer("auto", None)
     matrix = np.diag(np.arange(1, 6, dtype=np.float32))
     arguments = {"name": "x", "device": _Accelerator(free), "previous": None}

@@ -123,7 +123,7 @@ def test_an_injected_failure_ends_in_an_error_and_never_in_a_hang(monkeypatch, s
         service(refresh_every=2, lag=2, in_flight_bytes=100, keep_previous=0) as running,
     ):
         train(running, factors)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 60
     until(lambda: not threads())
 
 
@@ -133,7 +133,7 @@ def test_close_from_another_thread_wakes_a_push_that_waits(monkeypatch):
 
     def blocked(*_):
         begun.set()
-        assert gate.wait(20)
+        assert gate.wait(60)
 
     monkeypatch.setattr(_average, "_advance", blocked)
     running = service(in_flight_bytes=1)
@@ -148,11 +148,11 @@ def test_close_from_another_thread_wakes_a_push_that_waits(monkeypatch):
 
     pusher = threading.Thread(target=push)
     pusher.start()
-    assert begun.wait(5)
+    assert begun.wait(60)
     timer = threading.Timer(0.05, gate.set)
     timer.start()
     running.close()
-    pusher.join(5)
+    pusher.join(60)
     timer.join()
     assert not pusher.is_alive() and "is closed" in str(caught[0])
 
@@ -179,23 +179,21 @@ def test_an_interpreter_ends_without_close(how):
         service = HostCurvature(refresh_every=1, lag=1, timeout=limit)
         service.push(factors, 0)
         service.push(factors, 1)
-        assert begun.wait(30)
+        assert begun.wait(120)
         if how == "forgotten":
             del service
         if how == "error":
             raise KeyError("of the user")
         print("end")
     """
-    start = time.monotonic()
     out = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,  # far from the 1000 s of the one that sleeps
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         check=False,
     )
-    assert time.monotonic() - start < 30
     if how == "error":
         assert out.returncode == 1 and "of the user" in out.stderr
     else:
