@@ -9,11 +9,16 @@ import sys
 
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")  # sharding needs a second device
-# Most of the suite's time is LLVM's: unoptimised kernels halve it, and change nothing that XLA
-# decides (fusion, buffers, order of operations). Slow tests run what users run: see the Makefile.
+# Most of the suite's time is XLA's CPU compiler. Unoptimised kernels from its plain emitter take a
+# third of the time, and change nothing that XLA decides before (fusion, buffers, order of
+# operations). Slow tests run what users run: see the Makefile.
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = " ".join(
+        [
+            os.environ.get("XLA_FLAGS", ""),
+            "--xla_backend_optimization_level=0",
+            "--xla_cpu_use_fusion_emitters=false",
+        ]
     ).strip()
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the thread count changes the last bits
 os.environ.setdefault("MPLBACKEND", "Agg")

@@ -31,6 +31,14 @@ def test_every_module_has_a_row_with_its_numbers(tmp_path, capsys):
     }
 
 
+def test_slices_are_counted(tmp_path, capsys):
+    twelve = Adapter(*(jnp.repeat(x[:1], 12, 0) for x in CURVED))
+    save(tmp_path, {"layers/q_proj/kernel": twelve}, Config(rank=3))
+    run_adapter_inspect(tmp_path, as_json=True)
+    rows = json.loads(capsys.readouterr().out)["modules"]
+    assert list(rows) == [f"layers.{i}.q_proj" for i in range(12)]
+
+
 def test_long_names_of_modules_are_whole_where_lines_are_short(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     save(tmp_path, {"model/layers/self_attn/q_proj/kernel": CURVED}, Config(rank=3))

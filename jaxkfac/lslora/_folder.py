@@ -45,6 +45,8 @@ def read_modules(
 ) -> tuple[dict[str, Any], dict[str, Adapter]]:
     """``(record, {module: Adapter})``: what is in the files, without a model.
 
+    Modules are in order of name, with the numbers in them as numbers.
+
     Raises:
         CheckpointMismatchError: a module lacks one of its tensors.
     """
@@ -52,7 +54,9 @@ def read_modules(
     parts = {p: k for p, k in KEYS.items() if p in ("a", "b") or not is_linear(record)}
     ends = tuple(f".{key}" for key in parts.values())
     names = [key.removeprefix(PREFIX) for key in tensors]
-    modules = sorted({n.removesuffix(e) for n in names for e in ends if n.endswith(e)})
+    modules = sorted(
+        {n.removesuffix(e) for n in names for e in ends if n.endswith(e)}, key=_counted
+    )
     wanted = [f"{PREFIX}{m}.{key}" for m in modules for key in parts.values()]
     if missing := [key for key in wanted if key not in tensors]:
         raise CheckpointMismatchError(f"{folder} lacks {missing}")
@@ -62,3 +66,8 @@ def read_modules(
         own = {"coefficients": None, "sigma": None, **own}
         found[module] = Adapter(**(own | {"a": own["a"].T, "b": own["b"].T}))
     return record, found
+
+
+def _counted(module: str) -> list[tuple[int, str]]:
+    """A key that puts ``layers.2`` before ``layers.10``."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in module.split(".")]

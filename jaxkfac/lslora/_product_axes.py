@@ -120,13 +120,13 @@ class ProductAxes:
         stack = a.ndim - 1 - n - len(self.examples)
         batch = [*range(len(self.shared)), *range(stack, stack + len(self.examples))]
         first = stack + len(self.examples)
+        inputs = tuple(range(first, first + n))
+        if first == 0:
+            a, inputs = _rank_first(a), tuple(range(1, 1 + n))
         out = jax.lax.dot_general(
             x.reshape(self.shape),
             a,
-            (
-                (self.contract, tuple(range(first, first + n))),
-                ((*self.shared, *self.examples), tuple(batch)),
-            ),
+            ((self.contract, inputs), ((*self.shared, *self.examples), tuple(batch))),
             **options,
         )
         # A free stack is a free axis of A: it comes after the rows.
@@ -168,6 +168,19 @@ class ProductAxes:
         if order != sorted(order):
             out = out.transpose(order)
         return out.reshape(self.site.eqn.outvars[0].aval.shape)
+
+
+def _rank_first(a: Array) -> Array:
+    """``(in..., rank)`` as ``(rank, in...)``, so that A's gradient is ``dh.T x``, not ``x.T dh``.
+
+    On the CPU the first is three times as fast. XLA folds a plain transposition into the product
+    and is back at the second; one with a split axis it leaves alone.
+    """
+    *sizes, rank = a.shape
+    if len(sizes) == 1:
+        split = next((f for f in (8, 4, 2, 3, 5, 7) if sizes[0] % f == 0), 1)
+        a = a.reshape(sizes[0] // split, split, rank)
+    return jnp.moveaxis(a, -1, 0).reshape(rank, *sizes)
 
 
 def _lost(site: Site, use: Use, what: str) -> LostRowsError:

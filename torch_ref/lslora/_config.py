@@ -8,6 +8,8 @@ from typing import Any, Literal, TypeVar
 
 Value = TypeVar("Value")
 FOURIER = ("fourier_placement", "init_sigma", "fourier_reg_weight")
+# Of PEFT's settings those that make another model: whatever is set, and not to nothing.
+UNSUPPORTED = ("use_dora", "use_qalora", "lora_bias", "layer_replication", "target_parameters")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,8 @@ class Config:
         A record of type LORA without any key of LS-LoRA is plain LoRA.
 
         Raises:
-            ValueError: another type, or a key that decides what the adapter computes is missing.
+            ValueError: another type, a key that decides what the adapter computes is missing, or
+                one that asks for something else than (LS-)LoRA.
         """
         if record.get("peft_type") not in ("LSLORA", "LORA"):
             raise ValueError(f"expected peft_type LSLORA or LORA, got {record.get('peft_type')!r}")
@@ -117,6 +120,11 @@ class Config:
                 f"adapter_config.json lacks {sorted(missing)}; without them it is another model "
                 "than the one that was saved"
             )
+        others = {key: record[key] for key in UNSUPPORTED if record.get(key)}
+        if record.get("bias", "none") != "none":
+            others["bias"] = record["bias"]
+        if others:
+            raise ValueError(f"adapter_config.json asks for {others}, which is not supported")
         target = record["target_modules"]
         if not isinstance(target, str):
             target = r"(.*\.)?(" + "|".join(re.escape(t) for t in sorted(target)) + ")"

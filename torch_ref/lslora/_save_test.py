@@ -124,6 +124,13 @@ def test_list_of_targets_is_read_as_suffixes(build):
     ]
 
 
+def test_settings_of_another_model_are_refused_by_name():
+    record = CONFIG.to_peft("LORA") | {"use_qalora": False, "layer_replication": None}
+    assert Config.from_peft(record) == CONFIG
+    with pytest.raises(ValueError, match=r"asks for {'use_dora': True, 'bias': 'all'}"):
+        Config.from_peft(record | {"use_dora": True, "bias": "all"})
+
+
 def test_unknown_adapter_is_not_saved(model, tmp_path):
     attach(model, CONFIG)
     with pytest.raises(ValueError, match=r"no adapter 'other'; there are \['default'\]"):
