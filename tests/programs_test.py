@@ -287,6 +287,28 @@ def test_fori_loop_over_data(x64):
     check(model, p, batch, oracle_model=recurrent_unrolled)
 
 
+@pytest.mark.parametrize("scales", ["diagonal", "full_block"])
+def test_a_bias_added_to_a_sum_of_products_belongs_to_neither(x64, scales):
+    """It could be the ones column of either; as it is written, so it is read."""
+
+    def of_the_sum(p, x, tap):
+        z = tap.dense("w", x, x @ p["w"]) + tap.dense("u", jnp.sin(x), jnp.sin(x) @ p["u"])
+        h = jnp.tanh(tap.lone_bias("b", z + p["b"], shape=(5,)))
+        return tap.dense("head", h, h @ p["head"])
+
+    def of_the_first(p, x, tap):
+        z = tap.dense("w", x, x @ p["w"] + p["b"], bias=True)
+        h = jnp.tanh(z + tap.dense("u", jnp.sin(x), jnp.sin(x) @ p["u"]))
+        return tap.dense("head", h, h @ p["head"])
+
+    p = tree(61, w=(4, 5), u=(4, 5), b=(5,), head=(5, 3))
+    batch = (normal(1, 3, 2, 4), labels(2, 3, 2))
+    *_, factors = check(of_the_sum, p, batch, scales=scales)
+    assert factors.layer("b").kind == "bias" and factors.layer("w").bias is None
+    *_, factors = check(of_the_first, p, batch, scales=scales)
+    assert factors.layer("w").bias.path == "b" and factors.layer("u").bias is None
+
+
 def test_debug_print_is_kept(capfd):
     def apply_fn(p, x):
         y = mlp(p, x, PLAIN)

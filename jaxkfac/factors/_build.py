@@ -55,7 +55,8 @@ def value_grad_and_factors(
         sharing: ``"expand"``: every position is a row; ``"reduce"``: every example is one,
             over all positions, uses and iterations. Embeddings use expand under either.
         bias: ``"joint"``: ones appended last to the inputs; ``"separate"``: the bias block
-            is G.
+            is G. Either speaks of a bias added to one product; one added to a sum of products,
+            as ``b`` in ``x @ w + h @ u + b``, is a lone bias.
         scales: For normalisation scales and lone biases: ``"diagonal"``: as the sharing
             says, squares of each position's or each example's gradient.
             ``"exact_diagonal"``: each example's, under either sharing: the diagonal of the
@@ -93,7 +94,8 @@ def value_grad_and_factors(
         The gradient's own, plus the factors or ``max_factor_bytes``, and beside a budget the
         rows of one layer; no activation is kept longer. ``"mc"`` with
         several samples and ``"exact"`` add ``chunk`` times the memory of one backward pass
-        and its output sides. Statistics by example hold ``N (in + out)`` elements a layer.
+        and its output sides. Statistics by example hold ``N (in + out)`` elements a layer, on
+        a mesh with explicit axes on every device.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac as jk

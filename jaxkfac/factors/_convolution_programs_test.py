@@ -224,6 +224,8 @@ def test_a_scan_of_remat_of_jit_gives_the_factors_of_its_blocks(monkeypatch, sha
         ("shard_map", "expand", False),
         ("explicit", "expand", False),
         ("explicit", "expand", True),
+        ("explicit", "reduce", False),
+        ("explicit", "reduce", True),
         ("automatic", "expand", True),
         ("automatic", "reduce", False),
         ("automatic", "reduce", True),

@@ -8,6 +8,7 @@ from jaxtyping import Array, PyTree
 
 from jaxkfac.factors._fisher import LABELS, Fisher, number_of_terms, sum_over_pulls
 from jaxkfac.factors._objective import Batch, Objective
+from jaxkfac.interception import _compat
 from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.interception._paths import leaves_by_path, with_leaves
 from jaxkfac.interception._table import LayerTable
@@ -88,5 +89,6 @@ def per_example_diagonals(
 
     if labels is not None:
         labels = jnp.moveaxis(labels, 1, 0)
-    rows = jax.lax.map(squares, (batch, labels, keys), batch_size=min(CHUNK, number))
+    examples = _compat.whole((batch, labels, keys))  # no loop runs along an axis that is split
+    rows = jax.lax.map(squares, examples, batch_size=min(CHUNK, number))
     return {layer.name: rows[layer.weight.path].sum(0) for layer in layers}

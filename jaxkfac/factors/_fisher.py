@@ -1,5 +1,6 @@
 """Fisher types: which cotangents of the outputs are pulled back, and how they are summed."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -63,7 +64,7 @@ def sum_over_pulls(
             total = _sum(lambda k: at_labels(objective.likelihood.sample(k, outputs)), keys, chunk)
         return jax.tree.map(lambda x: x / jnp.asarray(samples, x.dtype), total)
 
-    columns, rows = outputs.shape[-1], outputs[0, ..., 0].size
+    columns, rows = outputs.shape[-1], math.prod(outputs.shape[1:-1])
     together = fisher == "exact_if_terms_do_not_mix"
 
     def at_column(index: Any) -> Any:
@@ -82,7 +83,7 @@ def number_of_terms(outputs: Any, batch: Batch) -> Any:
     """How many loss terms the mean is over; at least one."""
     dtype = statistics_dtype(outputs.dtype)
     if batch.mask is None:
-        return jnp.asarray(outputs[..., 0].size, dtype)
+        return jnp.asarray(math.prod(outputs.shape[:-1]), dtype)
     return jnp.maximum(batch.mask.sum(dtype=dtype), 1)
 
 

@@ -4,9 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkfac.factors._rows import Array, Rows, in_own_order
 from jaxkfac.interception import _compat
@@ -43,13 +41,13 @@ def moments(site: Site, use: Use, side: Rows, like: Any) -> Any:
 
 
 def _moments(side: Rows) -> Array:
-    return gram(side.x, side.rows, side.batch, out_sharding=_replicated(side.x))
+    return gram(side.x, side.rows, side.batch)
 
 
 def _patch_moments(side: Rows) -> Array:
     """Moments of wide patches by panels: mirrored here, which a run of many rows can bear."""
     size = math.prod(side.x.shape[d] for d in side.feature_axes)
-    if side.batch or size < PANELS_FROM or _replicated(side.x) is not None:
+    if side.batch or size < PANELS_FROM:
         return _moments(side)
     x = side.x.transpose(*side.rows, *side.feature_axes).reshape(-1, size)
     return unpack_panels(gram_panels(x, 1))
@@ -63,7 +61,6 @@ def packs(uses: Sequence[Use], side: str) -> bool:
         and not u.batch_axes
         and not u.free_stack
         and len(u.in_axes if side == "a" else u.out_axes) == 1
-        and _compat.explicit_mesh(u.eqn.outvars[0].aval) is None
         for u in uses
     )
 
@@ -98,11 +95,6 @@ def _summed(site: Site, use: Use, side: Rows, x: Array, dtype: Any = None) -> Ar
     kept = [d for d in range(side.x.ndim) if d not in side.rows]
     total = total.transpose([kept.index(d) for d in (*side.batch, *side.feature_axes)])
     return in_own_order(site, use, side, total, lead=len(side.batch), copies=1)
-
-
-def _replicated(x: Array) -> NamedSharding | None:
-    mesh = _compat.explicit_mesh(jax.typeof(x))
-    return None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
 def sum_to(x: Array, shape: tuple[int, ...]) -> Array:

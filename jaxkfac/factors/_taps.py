@@ -10,6 +10,7 @@ A slot is a dictionary of arrays. What lies under ``"given"`` (an eigenbasis) is
 differentiated: it is handed to whoever computes the statistics.
 """
 
+import functools
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -74,8 +75,7 @@ def tap(emit: Emit) -> Handler:
 def _tapped(fn: Any, emit: Emit, site: Site, use: Use, slot: Slot) -> Any:
     given = slot.get("given")
     slot = {key: value for key, value in slot.items() if key != "given"}
-    # A backward rule may close over nothing but shapes.
-    like = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), slot)
+    like = jax.tree.map(jax.typeof, slot)  # a backward rule may close over nothing but types
 
     @jax.custom_vjp
     def op(operands: Any, rows: Any, active: Any, given: Any, slot: Slot) -> Any:
@@ -88,23 +88,23 @@ def _tapped(fn: Any, emit: Emit, site: Site, use: Use, slot: Slot) -> Any:
         operands, rows, active, given = saved
         pulled = jax.vjp(fn, *operands)[1](cotangent)
 
+        def typed(x: Array, of: Any) -> Array:
+            return _compat.cast_varying(x.astype(of.dtype), cotangent)
+
         def emitted() -> Slot:
-            out = emit(site, use, like, operands, cotangent, rows, given)
-            return jax.tree.map(
-                lambda v, s: _compat.cast_varying(v.astype(s.dtype), cotangent), out, like
-            )
+            statistics = _compat.automatic(functools.partial(emit, site, use, like), like)
+            return jax.tree.map(typed, statistics(operands, cotangent, rows, given), like)
 
         def nothing() -> Slot:
-            return jax.tree.map(
-                lambda s: _compat.cast_varying(jnp.zeros(s.shape, s.dtype), cotangent), like
-            )
+            return jax.tree.map(lambda s: typed(jnp.zeros(s.shape, s.dtype), s), like)
 
-        typed = emitted() if active is None else jax.lax.cond(active, emitted, nothing)
-        return list(pulled), None, None, None, typed
+        out = emitted() if active is None else jax.lax.cond(active, emitted, nothing)
+        return list(pulled), None, None, None, out
 
     op.defvjp(forward, backward)
 
     def run(operands: list[Any], rows: Any, active: Any) -> Any:
+        operands = jax.tree.map(jnp.asarray, operands)  # a constant may be NumPy's
         data = operands[1 - use.operand] if len(operands) > 1 else operands[0]
         varying = jax.tree.map(lambda s: _compat.cast_varying(s, data), slot)
         return op(operands, rows, active, given, varying)

@@ -8,14 +8,14 @@ parameter ends up as a use, a view or a finding: that is the completeness argume
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac.interception._axes import Atoms, AxisTable
-from jaxkfac.interception._compat import body_of, call_kind, is_var, read_order
+from jaxkfac.interception._compat import body_of, call_kind, is_var, read_order, scan_counts
 from jaxkfac.interception._conduct import Axes, conduct, fresh, merge
 from jaxkfac.interception._uses import INSERTIONS, product_axes, uses_of
 from jaxkfac.interception._values import (
@@ -34,6 +34,11 @@ MARK_ROWS = "jaxkfac_mark_rows"
 _KEEPS_PRODUCT = frozenset(
     "convert_element_type reshape transpose copy name squeeze broadcast_in_dim "
     "sharding_constraint reshard reduce_precision".split()
+)
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+_NOT_EXAMPLES = (
+    "with a constant (whose rows are not seen to be the examples: the leading axis of the first "
+    "output; a recurrent state may start from data instead, as in `h + 0 * x[:, :1]`)"
 )
 
 
@@ -85,6 +90,8 @@ class Analysis:
     Args:
         closed: The traced function.
         paths: For each input, the parameter's path, or ``None`` for data.
+        refused: Products of a parameter and a constant that are no layer uses, by ``id`` of
+            their equations.
 
     Attributes:
         plan: The plan of the outermost jaxpr.
@@ -96,7 +103,10 @@ class Analysis:
         walked: For each scan, the axes of data that it walks along (``lax.map``).
     """
 
-    def __init__(self, closed: Any, paths: Sequence[str | None]) -> None:
+    def __init__(
+        self, closed: Any, paths: Sequence[str | None], refused: Set[int] = frozenset()
+    ) -> None:
+        self._refused = refused
         self.table = AxisTable()
         self.findings: dict[Finding, None] = {}
         self.reads: set[str] = set()
@@ -141,7 +151,7 @@ class Analysis:
             self.findings[Finding(value.path, reason, fatal)] = None
         elif isinstance(value, Derived):
             for path, first in value.reasons:
-                text = f"goes through `{first}` and {reason}" if fatal else reason
+                text = f"goes through {first} and {reason}" if fatal else reason
                 self.findings[Finding(path, text, fatal)] = None
 
     # -- the walk ---------------------------------------------------------------------
@@ -205,7 +215,7 @@ class Analysis:
     def _closed(self, value: Value, eqn: Any) -> Value:
         """A value that leaves a structured equation: there it is no longer followed as a view."""
         if isinstance(value, View):
-            return Derived(self._unique(), ((value.path, eqn.primitive.name),))
+            return Derived(self._unique(), ((value.path, f"`{eqn.primitive.name}`"),))
         return value
 
     def _mark(self, eqn: Any, position: int, ins: list[Value], plan: Plan) -> list[Value]:
@@ -223,7 +233,7 @@ class Analysis:
         if not data and not parameters:
             return [Constant(n) for n in out]
         if not data:
-            reasons = _reasons(parameters, name)
+            reasons = _reasons(parameters, f"`{name}`")
             return [
                 Derived(n, reasons) if _differentiable(v) else Constant(n)
                 for n, v in zip(out, eqn.outvars, strict=True)
@@ -272,7 +282,7 @@ class Analysis:
             plan.views[position] = new[0].walker if new else None
             return list(views)
         if not any(isinstance(v, Data) for v in ins):
-            return self._opaque(eqn, ins)
+            return self._product_of_constant(eqn, position, ins, plan, scope)
         if name in INSERTIONS and eqn.outvars[0].aval.shape == ():
             for v in ins:
                 self._report(v, "is also in a parameter-only term", fatal=False)
@@ -285,6 +295,32 @@ class Analysis:
             return self._opaque(eqn, ins, uses)
         plan.uses[position] = uses
         return [self._result(eqn, ins, uses, number)]
+
+    def _product_of_constant(
+        self, eqn: Any, position: int, ins: list[Value], plan: Plan, scope: tuple[int, ...]
+    ) -> list[Value]:
+        """A constant times a parameter: rows of input like any other, if rows of examples.
+
+        Whether they are, the rest of the program says (``_examples``): ``x @ w + zeros @ u``
+        makes the rows of its operands the same.
+        """
+        number = self._equation_number(eqn, ins)
+        if eqn.primitive.name not in _PRODUCTS or any(isinstance(v, Derived) for v in ins):
+            return self._opaque(eqn, ins)
+        if id(eqn) in self._refused:
+            return [Derived(number, _reasons(ins, f"`{eqn.primitive.name}` {_NOT_EXAMPLES}"))]
+        rows: list[Value] = [
+            Data(v.number, fresh(self.table, a.aval.shape, "feature"))
+            if isinstance(v, Constant)
+            else v
+            for v, a in zip(ins, eqn.invars, strict=True)
+        ]
+        uses = uses_of(self.table, eqn, rows, scope)
+        if isinstance(uses, str):
+            return self._opaque(eqn, ins)
+        uses[0].from_constant = True
+        plan.uses[position] = uses
+        return [self._result(eqn, rows, uses, number)]
 
     def _result(self, eqn: Any, ins: list[Value], uses: list[Use], number: int) -> Data:
         table, shape = self.table, eqn.outvars[0].aval.shape
@@ -312,7 +348,7 @@ class Analysis:
     ) -> list[Value]:
         p = eqn.params
         body, consts = body_of(eqn)
-        nc, nk, length = p["num_consts"], p["num_carry"], p["length"]
+        (nc, nk), length = scan_counts(eqn), p["length"]
         self._scans += 1
         self.walked[self._scans] = tuple(
             a for v in ins[nc + nk :] if isinstance(v, Data) for a in v.axes[0]
@@ -367,7 +403,7 @@ class Analysis:
             return Data(self._unique(), after.axes)
         if isinstance(before, View) and body.outvars[k] is body.invars[nc + k]:
             return before
-        reasons = _reasons((before, after), "scan")
+        reasons = _reasons((before, after), "`scan`")
         if not reasons or (isinstance(before, Derived) and dict(reasons) == dict(before.reasons)):
             return before
         return Derived(self._unique(), reasons)
@@ -377,7 +413,7 @@ class Analysis:
         if isinstance(value, Data):
             return Data(number, (self.table.new(length, "derived"), *value.axes))
         if isinstance(value, View):
-            return Derived(number, ((value.path, "scan"),))
+            return Derived(number, ((value.path, "`scan`"),))
         return _with_number(value, number)
 
     def _shard_map(
@@ -408,12 +444,12 @@ class Analysis:
         ]
 
 
-def _reasons(values: Sequence[Value], name: str) -> tuple[tuple[str, str], ...]:
-    """What each parameter went through first: this equation, or an earlier one."""
+def _reasons(values: Sequence[Value], this: str) -> tuple[tuple[str, str], ...]:
+    """What each parameter went through first: this equation, or an earlier one; in words."""
     reasons: dict[str, str] = {}
     for value in values:
         if isinstance(value, View):
-            reasons.setdefault(value.path, value.lost_by or name)
+            reasons.setdefault(value.path, f"`{value.lost_by}`" if value.lost_by else this)
         elif isinstance(value, Derived):
             reasons |= value.reasons
     return tuple(sorted(reasons.items()))

@@ -52,6 +52,8 @@ def test_axes_of_size_one_have_no_atoms():
         lambda x: jax.checkpoint(jnp.sin)(x),
         lambda x: jax.nn.softmax(x @ jnp.swapaxes(x, 1, 2)) @ x,
         lambda x: x.at[:, :2].set(0.0),
+        lambda x: jnp.stack([x, jnp.zeros_like(x)], 2),
+        lambda x: jnp.stack([jnp.zeros_like(x), x], -1),
     ],
 )
 def test_examples_and_positions_are_followed(fn):

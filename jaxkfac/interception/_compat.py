@@ -1,6 +1,7 @@
 """Everything that touches the shape of jaxprs across JAX versions, in one place.
 
-Only ``jax`` and ``jax.extend`` are imported. Tried on jax 0.10.0 and 0.10.2.
+Only ``jax`` and ``jax.extend`` are imported. Tried on jax 0.10.0, 0.10.2
+and 0.11.2.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 import jax
 from jax.extend import core as jex
+from jax.sharding import NamedSharding, PartitionSpec, auto_axes, reshard
 
 Jaxpr = Any
 Eqn = Any
@@ -73,6 +75,15 @@ def bind(eqn: Eqn) -> Callable[..., Any]:
     return run
 
 
+def scan_counts(eqn: Eqn) -> tuple[int, int]:
+    """How many operands of a scan are constants and how many carries; the rest are scanned."""
+    p = eqn.params
+    if "ft_in" in p:  # jax 0.11
+        constants, carry, _ = p["ft_in"].unpack()
+        return len(constants), len(carry)
+    return p["num_consts"], p["num_carry"]
+
+
 def scan_like(eqn: Eqn, body: Callable[..., Any], init: Any, xs: Any) -> Any:
     """``lax.scan`` with the settings of a scan equation."""
     p = eqn.params
@@ -135,8 +146,31 @@ def cast_varying(x: Any, like: Any) -> Any:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def explicit_mesh(aval: Any) -> Any | None:
-    """The mesh of a type that carries an explicit sharding, else ``None``."""
-    sharding = getattr(aval, "sharding", None)
-    mesh = getattr(sharding, "mesh", None)
-    return mesh if mesh is not None and mesh.explicit_axes else None
+def automatic(fn: Callable[..., Any], like: Any) -> Callable[..., Any]:
+    """``fn`` as on a mesh whose axes the compiler partitions, whatever their types are.
+
+    On explicit axes, each operation would have to name the sharding of its result where that
+    is ambiguous. Inside, none does; the results have the specs of the types ``like``.
+    """
+
+    def run(*args: Any) -> Any:
+        mesh = _mesh_of(args)
+        if not mesh.explicit_axes:
+            return fn(*args)
+        shardings = jax.tree.map(lambda t: NamedSharding(mesh, t.sharding.spec), like)
+        return auto_axes(fn, axes=mesh.explicit_axes, out_sharding=shardings)(*args)
+
+    return run
+
+
+def whole(tree: Any) -> Any:
+    """The tree with every array on every device, where types carry shardings."""
+    mesh = _mesh_of(tree)
+    return reshard(tree, NamedSharding(mesh, PartitionSpec())) if mesh.explicit_axes else tree
+
+
+def _mesh_of(tree: Any) -> Any:
+    """The mesh in context, or without one the mesh that the types carry."""
+    mesh = jax.sharding.get_abstract_mesh()
+    held = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree)] if mesh.empty else []
+    return next((m for m in held if not m.empty), mesh)

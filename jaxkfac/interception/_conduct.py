@@ -48,7 +48,7 @@ def conduct(table: AxisTable, eqn: Any, ins: Sequence[Axes | None]) -> list[Axes
     rule = _RULES.get(name)
     if name in REDUCTIONS:
         rule = _reduce
-    if rule is None or (ins[0] is None and name not in ("dot_general", "gather", "concatenate")):
+    if rule is None or (ins[0] is None and name not in _ANY_OPERAND):
         return [fresh(table, shape) for shape in shapes]
     out = rule(table, eqn, ins, params, shapes)
     return out if isinstance(out, list) else [out]
@@ -118,6 +118,12 @@ def _concatenate(table, eqn, ins, params, shapes):
     return (*out[:axis], table.new(shapes[0][axis], "derived"), *out[axis + 1 :])
 
 
+def _stack(table, eqn, ins, params, shapes):
+    axis, shape = params["axis"], shapes[0]
+    out = merge(table, ins, (*shape[:axis], *shape[axis + 1 :]))
+    return (*out[:axis], table.new(shape[axis], "derived"), *out[axis:])
+
+
 def _split(table, eqn, ins, params, shapes):
     axis = params["axis"]
     kinds = {k for a in table.atoms(ins[0][axis]) for k in table.kinds(a)}
@@ -159,6 +165,7 @@ def _scatter(table, eqn, ins, params, shapes):
     return ins[0]
 
 
+_ANY_OPERAND = ("dot_general", "gather", "concatenate", "stack")  # the first may be no data
 _RULES = {
     "scatter": _scatter,
     "scatter_add": _scatter,
@@ -176,6 +183,7 @@ _RULES = {
     "rev": _cut,
     "dynamic_update_slice": _cut,
     "concatenate": _concatenate,
+    "stack": _stack,
     "split": _split,
     "conv_general_dilated": _convolution,
     "reduce_window_sum": _windows,

@@ -1,9 +1,39 @@
-"""Uses whose rows no longer run along the examples: their statistics would be wrong."""
+"""Uses whose rows do not run along the examples: their statistics would be wrong."""
+
+from typing import Any
 
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._rows import own_axes
 from jaxkfac.interception._values import Data, Finding, Use
+
+
+def analyse(closed: Any, paths: list[str | None]) -> Analysis:
+    """The analysis of a traced function, constants times parameters told apart.
+
+    Such a product is a layer use where its rows are the examples (the zeros that a recurrent
+    state starts from). Anywhere else (a table of positions, a penalty) its cotangent is a sum
+    over examples, and what it gives is a value of the parameter alone. Which it is shows only
+    at the end: each is taken for a use first, and the walk repeated without those that are none.
+    """
+    refused: set[int] = set()
+    while True:
+        analysis = Analysis(closed, paths, refused)
+        wrong = {id(use.eqn) for use in analysis.plan.all_uses() if not _is_use(analysis, use)}
+        if not wrong:
+            return analysis
+        refused |= wrong
+
+
+def _is_use(analysis: Analysis, use: Use) -> bool:
+    """Whether the rows are known to be data's, or hold the whole leading axis of the output."""
+    if not use.from_constant:
+        return True
+    table, first = analysis.table, analysis.outputs[0]
+    if not isinstance(first, Data) or not first.axes:
+        return False
+    rows = {a for axis in use.rows for a in table.atoms(axis)}
+    return rows.issuperset(table.atoms(first.axes[0]))
 
 
 def split_lost(analysis: Analysis, *, examples_lead: bool) -> tuple[list[Use], list[Finding]]:

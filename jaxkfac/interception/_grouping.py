@@ -156,7 +156,11 @@ def _blocks(table: AxisTable, uses: Iterable[Use], experts: str | None) -> list[
 def _join_biases(
     table: AxisTable, blocks: list[_Block], biases: list[Use], experts: str | None
 ) -> set[Use]:
-    """Join a bias to a block when each reads the other and neither reads anything else."""
+    """Join a bias to a block when each reads the other and neither reads anything else.
+
+    A bias added to a sum of products has the output gradient of each, but one homogeneous
+    column cannot be in several blocks: it is joined to none.
+    """
     readers = collections.defaultdict(list)
     for use in biases:
         readers[use.view.path, use.view.index].append(use)

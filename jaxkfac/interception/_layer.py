@@ -78,7 +78,10 @@ class Layer:
             ``bias`` (a bias that belongs to no product) have a diagonal, or one dense block;
             ``diagonal`` (a parameter that no rule covers, by a second pass) has a diagonal.
         weight: The parameter as a matrix.
-        bias: The bias added to this layer's product and to nothing else, or ``None``.
+        bias: The bias added to this layer's product and to nothing else, or ``None``. One that
+            is added to a sum of products (``x @ w + h @ u + b``, a recurrent cell) could be the
+            ones column of either, so it belongs to neither and has a block of its own;
+            ``(x @ w + b) + h @ u`` gives it to ``w``.
         in_features: Size of the input factor, without the ones column of a joint bias.
         out_features: Size of the output factor.
         stack: Shape of the stacked axes: scan iterations, experts.

@@ -232,7 +232,7 @@ class Rewriter:
     def _scan(
         self, eqn: Any, inner: Plan, values: list, along: list[Slots], around: Around
     ) -> list[Any]:
-        nc, nk, length = (eqn.params[k] for k in ("num_consts", "num_carry", "length"))
+        (nc, nk), length = _compat.scan_counts(eqn), eqn.params["length"]
         fixed = along[: nc + nk]  # a parameter carried unchanged is a constant
         opening = self.windows.keys() - around.active.keys()  # an inner scan is inside the window
         rows = [{k: s for k, s in d.items() if k not in opening} for d in along[nc + nk :]]

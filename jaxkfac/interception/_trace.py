@@ -21,7 +21,7 @@ from jaxkfac.interception._encoded import (
     is_encoded,
     refuse_absent,
 )
-from jaxkfac.interception._examples import split_lost
+from jaxkfac.interception._examples import analyse, split_lost
 from jaxkfac.interception._grouping import group_uses
 from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._paths import leaves_by_path
@@ -154,7 +154,7 @@ def trace(
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, *args)
     paths = leaves_by_path(params)
     num_args = len(closed.jaxpr.invars) - len(paths)
-    analysis = Analysis(closed, [*paths, *[None] * num_args])
+    analysis = analyse(closed, [*paths, *[None] * num_args])
     uses, lost = split_lost(analysis, examples_lead=examples_lead)
     found, notes = group_uses(
         analysis.table,

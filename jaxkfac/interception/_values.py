@@ -58,7 +58,7 @@ class Derived:
 
     Attributes:
         number: Value number.
-        reasons: ``(parameter path, what it went through first)``.
+        reasons: ``(parameter path, what it went through first)``, in words.
     """
 
     number: int
@@ -108,6 +108,8 @@ class Use:
         rows: Atoms of the data operand's axes that are neither contracted nor shared.
         result: Atoms of the result's axes, for a scale or bias.
         data: The data operand, if there is one.
+        from_constant: Whether that operand is a constant (the zeros that a recurrent state
+            starts from), whose rows the program joins with those of data only later.
         join: For a bias: the product it is added to, if nothing else reads that product.
         layer: Name of the layer this use belongs to, or ``None`` while it is not tapped.
         free_stack: Whether its first free axis is read as a stack of experts.
@@ -127,6 +129,7 @@ class Use:
     rows: Axes = ()
     result: Axes = ()
     data: Data | None = None
+    from_constant: bool = False
     join: "Use | None" = None
     layer: str | None = None
     free_stack: bool = False

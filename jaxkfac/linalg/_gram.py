@@ -21,8 +21,6 @@ def gram(
     x: Float[Array, "..."],
     rows: Sequence[int],
     batch: Sequence[int] = (),
-    *,
-    out_sharding: jax.sharding.Sharding | None = None,
 ) -> Float[Array, "..."]:
     r"""Sum of outer products $\sum_r x_r x_r^\top$ over some axes of an array.
 
@@ -30,7 +28,6 @@ def gram(
         x: Any floating array.
         rows: Axes summed over.
         batch: Axes kept as a stack.
-        out_sharding: Sharding of the result, where types carry shardings.
 
     Returns:
         Shape ``(batch..., features..., features...)``, where the features are the remaining
@@ -44,7 +41,6 @@ def gram(
         numbers,
         precision=jax.lax.Precision.HIGHEST if x.dtype.itemsize >= 4 else None,
         preferred_element_type=statistics_dtype(x.dtype),
-        out_sharding=out_sharding,
     )
 
 

@@ -73,7 +73,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
 def _rematted(eqn: Any, operands: list[Any]) -> list[Any]:
     """A scan equation with its body under a checkpoint."""
-    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    num_consts, num_carry = _compat.scan_counts(eqn)
     consts, rest = operands[:num_consts], operands[num_consts:]
     body = jex.jaxpr_as_fun(jex.ClosedJaxpr(*_compat.body_of(eqn)))
 

@@ -1,0 +1,249 @@
+"""A constant times a parameter: rows of input like any other, where they are the examples.
+
+A recurrent state written out in Python starts from zeros, so at the first step a weight meets
+no data. Its statistics are those of the same loop in a scan, and of the brute force.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxkfac as jk
+from tests._checks import assert_reported_and_raises, check, mean_loss, objective_of
+from tests._oracle import oracle
+from tests._programs import labels, normal, recurrent, recurrent_unrolled, tree
+from tests._taps import PLAIN
+
+N, S, D = 3, 4, 4
+
+STATES = {
+    "zeros": lambda x: jnp.zeros((x.shape[0], D), x.dtype),
+    "iota": lambda x: lax.broadcasted_iota(x.dtype, (x.shape[0], D), 1) / 3,
+    "closed over": lambda x: np.full((x.shape[0], D), 0.7) * np.array([1.0, -1.0, 0.5, 2.0]),
+}
+
+
+def _params():
+    return tree(26, w=(D, D), u=(D, D), b=(D,), head=(D, 3))
+
+
+def _batch(masked=False):
+    mask = (jnp.array([True, False, True]),) if masked else ()
+    return (normal(1, N, S, D, scale=1.0), labels(2, N), *mask)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_a_loop_written_out_has_the_factors_of_the_scan(x64, sharing, masked):
+    for model in (recurrent, recurrent_unrolled):
+        *_, factors = check(
+            model, _params(), _batch(masked), oracle_model=recurrent_unrolled, sharing=sharing
+        )
+        assert float(factors.a_counts["u"]) == (N * S if sharing == "expand" else N)
+
+
+def _with_bias(p, x, tap, state):
+    """The bias belongs to the product of the state alone, as in Flax's cells."""
+    h = state(x)
+    for t in range(x.shape[1]):
+        z = tap.dense("w", x[:, t], x[:, t] @ p["w"])
+        z = z * jax.nn.sigmoid(tap.dense("u", h, h @ p["u"] + p["b"], bias=True))
+        h = jnp.tanh(z)
+    return tap.dense("head", h, h @ p["head"])
+
+
+@pytest.mark.parametrize("bias", ["joint", "separate"])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("state", STATES)
+def test_any_constant_is_a_row_beside_the_ones_of_a_bias(x64, state, sharing, bias):
+    def model(p, x, tap):
+        return _with_bias(p, x, tap, STATES[state])
+
+    *_, factors = check(model, _params(), _batch(), sharing=sharing, bias=bias)
+    assert factors.layer("u").bias.path == "b"
+
+
+@pytest.mark.parametrize("fisher", ["mc", "exact"])
+def test_every_step_has_a_term(x64, fisher):
+    def model(p, x, tap):
+        h, outputs = jnp.zeros((x.shape[0], D), x.dtype), []
+        for t in range(x.shape[1]):
+            z = tap.dense("w", x[:, t], x[:, t] @ p["w"]) + tap.dense("u", h, h @ p["u"])
+            h = jnp.tanh(tap.lone_bias("b", z + p["b"], shape=(D,)))
+            outputs.append(tap.dense("head", h, h @ p["head"]))
+        return jnp.stack(outputs, axis=1)
+
+    drawn = labels(3, 2, N, S) if fisher == "mc" else None
+    batch = (normal(1, N, S, D, scale=1.0), labels(2, N, S))
+    check(model, _params(), batch, fisher=fisher, labels=drawn)
+
+
+def test_a_single_example(x64):
+    batch = jax.tree.map(lambda x: x[:1], _batch())
+    check(recurrent_unrolled, _params(), batch, sharing="reduce")
+
+
+def test_gates_that_read_one_state_share_its_factor(x64):
+    """The state is constant at the first step, and then data: one input all the same."""
+
+    def model(p, x, tap):
+        h = jnp.zeros((x.shape[0], D), x.dtype)
+        for t in range(x.shape[1]):
+            z = tap.dense("w", x[:, t], x[:, t] @ p["w"]) + tap.dense("u", h, h @ p["u"])
+            h = jnp.tanh(z) * jax.nn.sigmoid(tap.dense("v", h, h @ p["v"]) + 1.0)
+        return tap.dense("head", h, h @ p["head"])
+
+    p = tree(26, w=(D, D), u=(D, D), v=(D, D), head=(D, 3))
+    *_, factors = check(model, p, _batch())
+    assert factors.layer("v").shares_input_with == "u"
+
+
+def test_one_product_for_all_gates_is_split_before_it_meets_data(x64):
+    def model(p, x, tap):
+        h = jnp.zeros((x.shape[0], D), x.dtype)
+        for t in range(x.shape[1]):
+            a = tap.dense("w", x[:, t], x[:, t] @ p["w"])
+            b = tap.dense("u", h, h @ p["u"])
+            (az, an), (bz, bn) = jnp.split(a, 2, axis=-1), jnp.split(b, 2, axis=-1)
+            z = jax.nn.sigmoid(az + bz)
+            h = (1 - z) * jnp.tanh(an + bn) + z * h
+        return tap.dense("head", h, h @ p["head"])
+
+    check(model, tree(26, w=(D, 2 * D), u=(D, 2 * D), head=(D, 3)), _batch(), sharing="reduce")
+
+
+def test_a_convolution_of_zeros(x64):
+    def convolve(x, k):
+        return lax.conv_general_dilated(
+            x, k, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )  # fmt: skip
+
+    def model(loop, p, x, tap):
+        def step(h, x):
+            return jnp.tanh(convolve(x, p["k"]) + convolve(h, p["l"])), None
+
+        h = jnp.zeros((N, 5, 2))
+        h, _ = loop(step, h, jnp.swapaxes(x, 0, 1))
+        return h.sum(1)
+
+    def written_out(step, h, xs):
+        for x in xs:
+            h, _ = step(h, x)
+        return h, None
+
+    p, batch = tree(5, k=(3, 2, 2), l=(3, 2, 2)), (normal(1, N, S, 5, 2), labels(2, N, classes=2))
+    one, other = (
+        jax.jit(jk.value_grad_and_factors(objective_of(functools.partial(model, loop))))(p, batch)
+        for loop in (lax.scan, written_out)
+    )
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-13)
+
+
+def test_corrected_eigenvalues_of_the_loop_and_the_scan(x64):
+    p, batch = _params(), _batch()
+    bases = jk.eigendecompose(
+        jax.jit(jk.value_grad_and_factors(objective_of(recurrent)))(p, batch).factors
+    )
+    found = [
+        jax.jit(jk.correct_eigenvalues(objective_of(model), bases))(p, batch).corrections
+        for model in (recurrent, recurrent_unrolled)
+    ]
+    for x, y in zip(jax.tree.leaves(found[0]), jax.tree.leaves(found[1]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-13)
+
+
+# ------------------------------------------------------- rows that are not examples
+
+
+def _one_state_for_all(p, x, tap, depends=False):
+    """The state has no axis of examples: its cotangent is a sum over them."""
+    h = jnp.zeros((D,), x.dtype)
+    for t in range(x.shape[1]):
+        h = h + 0 * x[:, t, :1] if depends and t == 0 else h
+        z = tap.dense("w", x[:, t], x[:, t] @ p["w"]) + tap.dense("u", h, h @ p["u"])
+        h = jnp.tanh(tap.lone_bias("b", z + p["b"], shape=(D,)))
+    return tap.dense("head", h, h @ p["head"])
+
+
+def test_a_state_without_examples_is_reported_and_may_start_from_data(x64):
+    objective = objective_of(_one_state_for_all)
+    reason = r"`dot_general` with a constant .*`h \+ 0 \* x\[:, :1\]`.* meets data in `add`"
+    with pytest.raises(jk.UncoveredParameterError, match=reason):
+        jk.value_grad_and_factors(objective)(_params(), _batch())
+    for sharing in ("expand", "reduce"):
+        check(
+            lambda p, x, tap: _one_state_for_all(p, x, tap, depends=True),
+            _params(), _batch(), sharing=sharing,
+        )  # fmt: skip
+
+
+def test_a_scalar_loss_shows_no_examples_and_its_state_may_start_from_data(x64):
+    def loss(p, batch, depends):
+        x, y = batch
+        h = jnp.zeros((N, D)) + (0 * x[:, 0, :1] if depends else 0)
+        for t in range(S):
+            h = jnp.tanh(x[:, t] @ p["w"] + h @ p["u"] + p["b"])
+        return -jnp.take_along_axis(jax.nn.log_softmax(h @ p["head"]), y[:, None], 1).mean()
+
+    with pytest.raises(jk.UncoveredParameterError, match=r"u: .*`h \+ 0 \* x"):
+        jk.value_grad_and_factors(lambda p, b: loss(p, b, False), loss_terms=N)(_params(), _batch())
+    stats = jk.value_grad_and_factors(lambda p, b: loss(p, b, True), loss_terms=N)
+    *_, factors = stats(_params(), _batch())
+    *_, expected = jk.value_grad_and_factors(objective_of(recurrent))(_params(), _batch())
+    for name in ("w", "u", "head"):
+        np.testing.assert_allclose(factors[name].a, expected[name].a, rtol=1e-10)
+        np.testing.assert_allclose(factors[name].g, expected[name].g, rtol=1e-10)
+
+
+@pytest.mark.parametrize("positions", [S, N])
+def test_a_projected_table_of_positions_is_no_layer(x64, positions):
+    """Its rows are positions, even where there are as many of them as examples."""
+    table = normal(9, positions, 5)
+
+    def model(p, x, tap):
+        return jnp.tanh(x + table @ p["places"]) @ p["head"]
+
+    p = tree(8, places=(5, D), head=(D, 3))
+    batch = (normal(1, N, positions, D), labels(2, N, positions))
+    assert_reported_and_raises(objective_of(model), p, batch, "places", "dot_general.*constant")
+
+
+def test_a_weight_in_a_fixed_basis_is_no_layer(x64):
+    """Its rows are features of the data, even where there are as many of them as examples."""
+    basis = normal(9, N, 2)
+
+    def model(p, x, tap):
+        return jnp.tanh(x @ (basis @ p["w"])) @ p["head"]
+
+    p, batch = tree(8, w=(2, 5), head=(5, 3)), (normal(1, N, N), labels(2, N))
+    assert_reported_and_raises(objective_of(model), p, batch, "w", "dot_general.*constant")
+
+
+def test_a_penalty_on_a_product_is_a_note(x64):
+    probe = normal(9, N, D)
+
+    def loss(p, batch):
+        x, y = batch
+        return (
+            mean_loss(lambda p, x, tap: x @ p["w"], "categorical", p, (x[:, 0], y))
+            + 0.1 * jnp.square(probe @ p["w"]).sum()
+        )
+
+    p = {"w": normal(1, D, 3)}
+    table = jk.find_layers(loss, p, _batch())
+    assert table.uncovered == [] and table.notes[0][0] == "w"
+    *_, factors = jk.value_grad_and_factors(loss, loss_terms=N)(p, _batch())
+    plain = lambda p, x, tap: tap.dense("w", x, x @ p["w"])
+    x, y = _batch()
+    expected = oracle(plain, p, (x[:, 0], y))
+    np.testing.assert_allclose(factors["w"].a, expected["w"].a, rtol=1e-10)
+
+
+def test_the_report_of_an_apply_function_agrees(x64):
+    table = jk.find_layers(lambda p, x: recurrent_unrolled(p, x, PLAIN), _params(), _batch()[0])
+    assert table.uncovered == [] and table["u"].uses == S

@@ -1,0 +1,186 @@
+"""A mesh with explicit axes: types carry shardings, and the statistics are those of one device."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkfac as jk
+from tests._checks import assert_tree_close, objective_of, two_devices
+from tests._programs import (
+    attention,
+    attention_params,
+    labels,
+    mlp,
+    mlp_params,
+    normal,
+    scanned,
+    scanned_params,
+    tree,
+)
+
+N, S = 4, 6
+
+
+@pytest.fixture
+def mesh():
+    with two_devices():
+        yield jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+
+def _looked_up(p, ids, tap):
+    """A gather must say how its result is split; where types carry no sharding, it may not."""
+    split = {"out_sharding": P("x")} if jax.typeof(ids).sharding.mesh.explicit_axes else {}
+    h = jnp.tanh(p["table"].at[ids].get(**split) @ p["w"] + p["b"])
+    return jnp.cumsum(h, axis=1) @ p["head"]
+
+
+def _recurrent(p, x, tap):
+    def step(h, x):
+        return jnp.tanh(x @ p["w"] + h @ p["u"] + p["b"]), None
+
+    xs = jnp.swapaxes(x, 0, 1)
+    h, _ = jax.lax.scan(step, jnp.zeros_like(xs[0] @ p["w"]), xs)
+    return jnp.broadcast_to((h @ p["head"])[:, None], (*x.shape[:2], 3))
+
+
+def _case(name):
+    x, y = normal(1, N, S, 4, scale=1.0), labels(2, N, S)
+    if name == "mlp":
+        return mlp, mlp_params(), (x, y)
+    if name == "attention":
+        return attention, attention_params(), (x, y)
+    if name == "scan":
+        return scanned, scanned_params(), (x, y)
+    if name == "recurrent":
+        return _recurrent, tree(26, w=(4, 4), u=(4, 4), b=(4,), head=(4, 3)), (x, y)
+    p = tree(43, table=(7, 4), w=(4, 5), b=(5,), head=(5, 3))
+    return _looked_up, p, (labels(1, N, S, classes=7), y)
+
+
+OPTIONS = {
+    "": {},
+    "reduce": {"sharing": "reduce"},
+    "exact": {"fisher": "exact", "sharing": "reduce"},
+    "mc": {"fisher": "mc"},
+    "full_block": {"scales": "full_block"},
+}
+NAMES = ("mlp", "attention", "scan", "recurrent", "looked up")
+
+
+def _assert_same(found, expected):
+    assert_tree_close(jax.device_get(found), jax.device_get(expected), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, options) for name in NAMES for options in ("", "reduce")]
+    + [("mlp", options) for options in ("exact", "mc", "full_block")],
+)
+def test_factors_of_a_split_batch_are_those_of_one_device(x64, mesh, name, options):
+    model, p, batch = _case(name)
+    stats = jax.jit(jk.value_grad_and_factors(objective_of(model), **OPTIONS[options]))
+    expected = stats(p, batch, jax.random.key(0))
+    with jax.set_mesh(mesh):
+        found = stats(jax.device_put(p, P()), jax.device_put(batch, P("x")), jax.random.key(0))
+    _assert_same(found, expected)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_positions_may_be_split_too(x64, mesh, sharing):
+    model, p, batch = _case("mlp")
+    here = jnp.arange(S) < jnp.array([6, 3, 1, 4])[:, None]
+    stats = jax.jit(jk.value_grad_and_factors(objective_of(model), sharing=sharing))
+    expected = stats(p, (*batch, here), positions=here)
+    for spec in (P("x"), P(None, "x")):
+        with jax.set_mesh(mesh):
+            split, exist = jax.device_put(((*batch, here), here), spec)
+            found = stats(jax.device_put(p, P()), split, positions=exist)
+        _assert_same(found, expected)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_parameters_may_be_split(x64, mesh, sharing):
+    def model(p, x, tap):
+        h = jnp.tanh(x @ p["w"])
+        names = {"out_sharding": P()} if jax.typeof(x).sharding.mesh.explicit_axes else {}
+        return jnp.einsum("nsi,io->nso", h, p["v"], **names)
+
+    p, batch = tree(4, w=(4, 6), v=(6, 3)), _case("mlp")[2]
+    stats = jax.jit(jk.value_grad_and_factors(objective_of(model), sharing=sharing))
+    expected = stats(p, batch)
+    with jax.set_mesh(mesh):
+        split = {"w": jax.device_put(p["w"], P(None, "x")), "v": jax.device_put(p["v"], P("x"))}
+        found = stats(split, jax.device_put(batch, P()))
+    _assert_same(found, expected)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_the_arrays_may_bring_the_mesh(x64, mesh, sharing):
+    """No ``jax.set_mesh``: the mesh is known from the types of the arguments alone."""
+    model, p, batch = _case("mlp")
+    stats = jax.jit(jk.value_grad_and_factors(objective_of(model), sharing=sharing))
+    expected = stats(p, batch)
+    p = jax.device_put(p, NamedSharding(mesh, P()))
+    _assert_same(stats(p, jax.device_put(batch, NamedSharding(mesh, P("x")))), expected)
+
+
+def test_a_wide_side_is_gathered_in_panels(x64, mesh):
+    def model(p, x, tap):
+        return jnp.tanh(x @ p["w"]) @ p["v"]
+
+    p, batch = tree(3, w=(4, 600), v=(600, 3)), _case("mlp")[2]
+    stats = jax.jit(jk.value_grad_and_factors(objective_of(model)))
+    expected = stats(p, batch)
+    with jax.set_mesh(mesh):
+        found = stats(jax.device_put(p, P()), jax.device_put(batch, P("x")))
+    _assert_same(found, expected)
+
+
+def test_the_second_pass_takes_examples_of_a_split_batch(x64, mesh):
+    def model(p, x, tap):
+        return x @ (p["w"] * jnp.tanh(p["w"])) + p["b"]
+
+    p, batch = tree(3, w=(4, 3), b=(3,)), _case("mlp")[2]
+    stats = jax.jit(jk.value_grad_and_factors(objective_of(model), uncovered="diagonal"))
+    expected = stats(p, batch)
+    with jax.set_mesh(mesh):
+        found = stats(jax.device_put(p, P()), jax.device_put(batch, P("x")))
+    _assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, {}) for name in NAMES]
+    + [("mlp", o) for o in ({"per": "token"}, {"fisher": "mc"}, {"fisher": "exact"})],
+    ids=str,
+)
+def test_corrected_eigenvalues_are_those_of_one_device(x64, mesh, name, options):
+    """EKFAC, in the eigenbases of one device: those of equal eigenvalues are not unique."""
+    model, p, batch = _case(name)
+    objective = objective_of(model)
+    factors = jax.jit(jk.value_grad_and_factors(objective))(p, batch).factors
+    bases = jk.eigendecompose(factors)
+
+    @jax.jit
+    def correct(bases, p, batch):
+        corrector = jk.correct_eigenvalues(objective, bases, **options)
+        return corrector(p, batch, jax.random.key(0)).corrections
+
+    expected = correct(bases, p, batch)
+    with jax.set_mesh(mesh):
+        bases, p = jax.device_put((bases, p), P())
+        found = correct(bases, p, jax.device_put(batch, P("x")))
+    _assert_same(found, expected)
+
+
+def test_the_statistics_of_a_split_batch_are_reduced_not_gathered(x64, mesh):
+    """No device sees all rows under expand: they are multiplied where they lie."""
+    model, p, batch = _case("mlp")
+    stats = jax.jit(jk.value_grad_and_factors(objective_of(model)))
+    with jax.set_mesh(mesh):
+        args = jax.device_put(p, P()), jax.device_put(batch, P("x"))
+        text = stats.lower(*args).compile().as_text()
+    assert "all-reduce" in text
+    assert "all-gather" not in text
