@@ -4,22 +4,23 @@ What must be set before jax is imported goes into the environment here, at impor
 that the caller has set is left alone; the platform is never forced.
 """
 
+import contextlib
+import ctypes
+import gc
+import importlib.metadata
 import os
 import sys
 
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")  # sharding needs a second device
-# Most of the suite's time is XLA's CPU compiler. Unoptimised kernels from its plain emitter take a
-# third of the time, and change nothing that XLA decides before (fusion, buffers, order of
-# operations). Slow tests run what users run: see the Makefile.
+# Most of the suite's time is XLA's CPU compiler. Unoptimised kernels, from its plain emitter while
+# there is one, take a third of the time, and change nothing that XLA decides before (fusion,
+# buffers, order of operations). Slow tests run what users run: see the Makefile.
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = " ".join(
-        [
-            os.environ.get("XLA_FLAGS", ""),
-            "--xla_backend_optimization_level=0",
-            "--xla_cpu_use_fusion_emitters=false",
-        ]
-    ).strip()
+    flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the thread count changes the last bits
 os.environ.setdefault("MPLBACKEND", "Agg")
 
@@ -57,6 +58,27 @@ def x64():
     """Float64 for the length of one test; create every array inside it."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _bounded_memory():
+    """Compiled programs are forgotten after a file that leaves the process with 3 GiB."""
+    from jaxkfac.memory._resident import resident_bytes
+
+    yield
+    if (resident_bytes() or 0) > 3 << 30:
+        jax.clear_caches()
+        gc.collect()
+        with contextlib.suppress(AttributeError, OSError):  # only glibc keeps what is freed
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.fixture
+def few_objects():
+    """Spares what walks over every object alive those that earlier tests have left."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -92,12 +92,11 @@ def duplicate_report(*, min_bytes: int = 1 << 20, **trees: PyTree) -> DuplicateR
     gc.collect()
     by_shape: dict[Any, list[_Candidate]] = defaultdict(list)
     seen: set[frozenset[Place]] = set()
-    for name, array in [*_named(trees), *_unnamed()]:
+    for name, array in [*_named(trees, min_bytes), *_unnamed(min_bytes)]:
         places = places_of(array)
-        if _bytes(array) < min_bytes or not places or places in seen:
-            continue
-        seen.add(places)
-        by_shape[array.shape].append(_Candidate(name, array, np.asarray(_probe(array))))
+        if places and places not in seen:
+            seen.add(places)
+            by_shape[array.shape].append(_Candidate(name, array))
     found = []
     for same_shape in by_shape.values():
         while same_shape:
@@ -111,31 +110,36 @@ def duplicate_report(*, min_bytes: int = 1 << 20, **trees: PyTree) -> DuplicateR
     return DuplicateReport(tuple(found), len(seen), min_bytes)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Candidate:
-    """An array and a few of its entries, which tell most others apart at once."""
+    """An array, and a few of its entries, which tell most others of its shape apart at once."""
 
-    name: str
-    array: jax.Array
-    probe: np.ndarray
+    def __init__(self, name: str, array: jax.Array) -> None:
+        self.name, self.array = name, array
+
+    @functools.cached_property
+    def probe(self) -> np.ndarray:
+        return np.asarray(_probe(self.array))
 
 
-def _named(trees: dict[str, PyTree]) -> list[tuple[str, jax.Array]]:
+def _named(trees: dict[str, PyTree], min_bytes: int) -> list[tuple[str, jax.Array]]:
     return [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for name, tree in trees.items()  # in the caller's order, which a dictionary's leaves lose
         for path, leaf in jax.tree_util.tree_leaves_with_path({name: tree})
-        if is_numeric_array(leaf) and not leaf.is_deleted()
+        if _is_large(leaf, min_bytes)
     ]
 
 
-def _unnamed() -> list[tuple[str, jax.Array]]:
-    live = [x for x in jax.live_arrays() if is_numeric_array(x) and not x.is_deleted()]
+def _unnamed(min_bytes: int) -> list[tuple[str, jax.Array]]:
     return [
         (f"{x.dtype}{list(x.shape)} on {', '.join(map(str, _devices(x)))} (live {i})", x)
-        for i, x in enumerate(live)
-        if x.is_fully_addressable
+        for i, x in enumerate(jax.live_arrays())
+        if _is_large(x, min_bytes) and x.is_fully_addressable
     ]
+
+
+def _is_large(leaf: Any, min_bytes: int) -> bool:
+    return is_numeric_array(leaf) and not leaf.is_deleted() and _bytes(leaf) >= min_bytes
 
 
 def _devices(array: jax.Array) -> list[Any]:

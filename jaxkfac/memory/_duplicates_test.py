@@ -7,6 +7,16 @@ import pytest
 from jaxkfac.memory import cast_once, duplicate_report
 
 
+@pytest.fixture(autouse=True)
+def _arrays_of_this_test(monkeypatch, few_objects):
+    """Arrays that earlier tests have left are not looked at: there may be thousands."""
+    earlier, live_arrays = jax.live_arrays(), jax.live_arrays
+    old = {id(x) for x in earlier}
+    monkeypatch.setattr(jax, "live_arrays", lambda: [x for x in live_arrays() if id(x) not in old])
+    yield
+    del earlier  # kept until here, so that no new array has the id of an old one
+
+
 def names_with(report, name):
     return [d for d in report.duplicates if name in d.names]
 

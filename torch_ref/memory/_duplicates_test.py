@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -33,6 +34,7 @@ def test_small_tensors_are_not_looked_at():
     assert len(find_duplicates(tensors, min_bytes=16)) == 1
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_forgotten_copy_of_a_model_is_found_among_live_tensors():
     torch.manual_seed(0)
     model = nn.Linear(61, 67, bias=False)
