@@ -116,7 +116,8 @@ endif
 	if test "$$backend" = gpu; then \
 	  export XLA_PYTHON_CLIENT_PREALLOCATE=false; \
 	  $(GPU_PYTHON) -m pytest -m gpu -p parity_tests.report --parity-report parity_report_gpu $(PYTEST_ARGS); \
-	  for part in fixes memory host overlap; do $(GPU_PYTHON) -m benchmarks.$$part; done; \
+	  $(GPU_PYTHON) -m benchmarks.fixes --device cuda; \
+	  for part in memory host overlap; do $(GPU_PYTHON) -m benchmarks.$$part; done; \
 	else \
 	  echo "no GPU: jax.default_backend() is '$$backend', so nothing is checked; install the extra gpu and a PyTorch with CUDA"; \
 	fi

@@ -38,11 +38,14 @@ class _Report:
         self._path = path
         self._records: list[dict[str, Any]] = []
         self._skipped: dict[str, int] = {}
+        self._broken = 0  # a shape that differs, an error: nothing to put into a table
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped and "parity_tests" in report.nodeid:
             reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else "skipped"
             self._skipped[reason] = self._skipped.get(reason, 0) + 1
+        if report.failed and "parity_tests" in report.nodeid:
+            self._broken += not any(name == "parity" for name, _ in report.user_properties)
         if report.when == "call":
             self._records += [
                 value | {"passed": report.passed}
@@ -53,6 +56,8 @@ class _Report:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         records = sorted(self._records, key=_place)
         summary = _summary(records, self._skipped)
+        if self._broken:
+            summary.insert(1, f"{self._broken} tests FAILED with nothing to compare.")
         for suffix, write in ((".md", markdown), (".html", page)):
             self._path.with_suffix(suffix).write_text(write(records, summary))
 

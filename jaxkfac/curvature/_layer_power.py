@@ -203,7 +203,7 @@ def _read(
 ) -> Array | None:
     if matrix is None or matrix.path not in leaves:
         return None
-    return matrix.read(leaves[matrix.path]).reshape(shape).astype(dtype)
+    return jnp.asarray(matrix.read(leaves[matrix.path])).reshape(shape).astype(dtype)
 
 
 def _check_vectors(layer: Layer, basis: KroneckerEigenbasis) -> None:

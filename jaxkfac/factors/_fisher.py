@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jaxkfac.factors._objective import Batch, Objective
 from jaxkfac.linalg._gram import statistics_dtype
@@ -57,6 +58,9 @@ def sum_over_pulls(
             return contribution(pull(jnp.ones((), statistics_dtype(outputs.dtype)))[0])
 
         if labels is not None:
+            if not isinstance(labels, Tracer):
+                for targets in labels:
+                    objective.check(outputs, targets, batch.mask)
             total, samples = _sum(at_labels, labels, chunk), len(labels)
         else:
             key = jax.random.fold_in(key, LABELS)
@@ -73,7 +77,9 @@ def sum_over_pulls(
         if not together:
             here = (jnp.arange(rows) == index // columns).reshape(outputs.shape[1:-1])
             kept = kept & here
-        scaled = column / terms.astype(column.dtype)
+        # 16 bits do not hold the number of terms
+        wide = column.astype(statistics_dtype(column.dtype))
+        scaled = (wide / terms.astype(wide.dtype)).astype(column.dtype)
         return contribution(jnp.where(kept[..., None], scaled, jnp.zeros((), scaled.dtype)))
 
     return _sum(at_column, jnp.arange(columns * (1 if together else rows)), chunk)
@@ -95,7 +101,7 @@ def check_labels(fisher: Fisher, key: Any, labels: Any, batch: Batch) -> None:
         return
     if fisher != "mc":
         raise ValueError(f'labels= are for fisher="mc", and this is fisher={fisher!r}')
-    if labels.shape[1:] != batch.targets.shape:
+    if labels.shape[1:] != batch.targets.shape or len(labels) < 1:
         raise ValueError(
             f"labels have shape {labels.shape}, expected (samples, *targets), "
             f"(samples, {', '.join(map(str, batch.targets.shape))})"

@@ -82,7 +82,9 @@ class Categorical:
 
     def terms(self, outputs: Float[Array, "*terms c"], targets: Array) -> Float[Array, "*terms"]:
         logs = jax.nn.log_softmax(_wide(outputs), axis=-1)
-        picked = jnp.take_along_axis(logs, targets[..., None], axis=-1, mode="fill")
+        index = targets.astype(jnp.int32)
+        index = jnp.where(index < 0, outputs.shape[-1], index)  # else it counts from the end
+        picked = jnp.take_along_axis(logs, index[..., None], axis=-1, mode="fill")
         return -picked[..., 0]
 
     def sample(self, key: Key[Array, ""], outputs: Float[Array, "*terms c"]) -> Array:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxkfac.factors._rows import Array, Rows, in_own_order
@@ -79,9 +80,16 @@ def input_moments(site: Site, use: Use, slot: Slot, side: Rows, weights: Array |
     return out
 
 
-def token_counts(site: Site, slot: Slot, operands: Any, weights: Array | None) -> Slot:
+def tokens_of(use: Use, operands: Any) -> Array:
+    """Which rows of the table a lookup reads; those out of range are clipped as it clips them."""
+    tokens, rows = operands[1][..., 0], operands[0].shape[0]
+    clips = use.eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP
+    return jnp.clip(tokens, 0, rows - 1) if clips else jnp.where(tokens < 0, rows, tokens)
+
+
+def token_counts(site: Site, use: Use, slot: Slot, operands: Any, weights: Array | None) -> Slot:
     """The input side of an embedding: how often each row of the table was read."""
-    table, indices = operands[0], operands[1][..., 0]
+    table, indices = operands[0], tokens_of(use, operands)
     dtype = slot["a"].dtype
     ones = jnp.ones(indices.shape, dtype) if weights is None else weights.astype(dtype)
     ones = _compat.cast_varying(ones, indices)

@@ -64,6 +64,14 @@ def takes_key(fn: Callable[..., Any]) -> bool:
         return False
 
 
+def kept_targets(targets: Array, mask: Array | None) -> Array:
+    """``targets`` with 0 at masked terms: a NaN there would come back in the gradient."""
+    if mask is None:
+        return targets
+    mask = jnp.expand_dims(mask, tuple(range(mask.ndim, targets.ndim)))
+    return jnp.where(mask, targets, jnp.zeros((), targets.dtype))
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """Mean negative log-likelihood of a model.
@@ -112,7 +120,7 @@ class Objective:
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """``(mean over the kept terms, their number)``."""
         self.check(outputs, targets, mask)
-        return masked_mean(self.likelihood.terms(outputs, targets), mask)
+        return masked_mean(self.likelihood.terms(outputs, kept_targets(targets, mask)), mask)
 
     def check(self, outputs: Array, targets: Array, mask: Array | None) -> None:
         """Refuse targets or a mask that do not fit the outputs."""

@@ -155,7 +155,7 @@ class Statistics:
         out: Slot = {}
         examples = self.traced.examples
         if "a" in like and use.kind == "embedding":
-            out |= token_counts(site, like, operands, weights)
+            out |= token_counts(site, use, like, operands, weights)
         elif "a" in like:
 
             def sums(side: Rows, there: Array | None) -> Slot:

@@ -1,7 +1,9 @@
 """What a layer is: a parameter read as a (stack of) matrix, and how data meets it."""
 
 import dataclasses
+import itertools
 import math
+import operator
 from typing import Literal
 
 from jaxtyping import Array
@@ -53,7 +55,17 @@ class ParameterMatrix:
     def read(self, leaf: Array) -> Array:
         """The matrix ``(stack..., in, out)`` held by a leaf shaped like the parameter."""
         order = (*self.stack, *self.inputs, *self.outputs)
-        matrix = leaf[self.index].reshape(self.atoms).transpose(order)
+        part = leaf[self.index]
+        if (
+            not {*itertools.accumulate(part.shape, operator.mul)}
+            <= {1, *itertools.accumulate(self.atoms, operator.mul)}
+            or part.size != self.size
+        ):
+            raise ValueError(
+                f"{self.path!r} has shape {part.shape}, which is not the parameter's: its axes "
+                f"are read as {self.atoms}"
+            )
+        matrix = part.reshape(self.atoms).transpose(order)
         return matrix.reshape(*self.stack_shape, self.in_features, self.out_features)
 
     def write(self, leaf: Array, matrix: Array) -> Array:

@@ -132,7 +132,7 @@ def _insertion(table, eqn, ins, position, scope) -> Use:
 
 def _is_its_bias(table: AxisTable, view: View, product: Data) -> bool:
     """Whether the view's own axes lie exactly on the free axes of the product's parameter."""
-    if view.axes is None or view.reversed or product.product is None:
+    if view.axes is None or view.reversed or view.scaled or product.product is None:
         return False
     if [c.walker for c in view.consumed] != [c.walker for c in product.product.view.consumed]:
         return False

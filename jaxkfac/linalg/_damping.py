@@ -4,6 +4,7 @@ import math
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
@@ -29,6 +30,11 @@ def check_damping(damping: Any, mode: str) -> None:
     if isinstance(damping, tuple) and len(parts) != 2:
         raise ValueError(f"a pair is damping=(damping_a, damping_g), got {len(parts)} values")
     for part in parts:
+        if np.shape(part) != ():
+            raise ValueError(
+                f"damping: expected a number, or a pair (damping_a, damping_g) as a tuple, got "
+                f"shape {np.shape(part)}"
+            )
         if not isinstance(part, Tracer) and not float(part) >= 0:
             raise ValueError(f"damping must be zero or positive, got {damping}")
 

@@ -52,6 +52,8 @@ def accumulated_training(
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for micro_batch, weight in zip(group, _weights(group, loss_terms)):
+            if weight == 0:
+                continue  # its mean loss is 0 / 0
             scaled = loss(model, micro_batch) * weight
             scaled.backward()
             total = total + scaled.detach()

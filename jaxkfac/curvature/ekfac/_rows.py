@@ -26,6 +26,7 @@ from jaxkfac.curvature.ekfac._squares import (
     squares_by_token,
     sum_over_chunks,
 )
+from jaxkfac.factors._moments import tokens_of
 from jaxkfac.factors._rows import Rows, by_example, in_own_order
 from jaxkfac.factors._taps import Slot
 from jaxkfac.factors._use_rows import input_rows, output_rows
@@ -174,7 +175,7 @@ def both_sides(
     stack = like["gradients"].shape[:-3] if "gradients" in like else like["squares"].shape[:-2]
     g = _aligned(site, use, output_rows(site, use, cotangent, weights), stack)
     if use.kind == "embedding":
-        return TokenRows(split(operands[1][..., 0]), split(g))
+        return TokenRows(split(tokens_of(use, operands)), split(g))
     x = _aligned(site, use, input_rows(site, use, operands, weights), stack)
     if examples is None:
         return BothSides((x, g), by_example=False)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxkfac.factors._objective import Batch, Objective
+from jaxkfac.factors._objective import Batch, Objective, kept_targets
 from jaxkfac.interception._paths import with_leaves
 
 Leaves = dict[str, Array]
@@ -54,7 +54,7 @@ class Part(NamedTuple):
 def example_terms(objective: Objective, outputs: Array, targets: Array, batch: Batch) -> Array:
     """Every loss term, 0 where the mask drops it."""
     objective.check(outputs, targets, batch.mask)
-    terms = objective.likelihood.terms(outputs, targets)
+    terms = objective.likelihood.terms(outputs, kept_targets(targets, batch.mask))
     if batch.mask is None:
         return terms
     return jnp.where(batch.mask, terms, jnp.zeros((), terms.dtype))

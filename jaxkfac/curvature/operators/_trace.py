@@ -93,7 +93,11 @@ def _leave_one_out(method: str, flat: Flat, key: Array, num_samples: int) -> Est
     }
     like = jnp.zeros(flat.size, flat.dtype)
     sampler = stochtrace.sampler_sphere(like, num=num_samples)
-    size = length(flat.matvec(sampler(key)[0]))
+    vector = sampler(key)[0]
+    product = flat.matvec(vector)
+    size = length(product)
+    # XNysTrace would be plainly wrong, with an error of 0: not a number instead
+    refused = (method == "xnystrace") & (jnp.vdot(vector, product) < 0)
     scale = jnp.where(size == 0, jnp.ones((), flat.dtype), size / _LENGTH)
 
     @jax.custom_batching.sequential_vmap
@@ -104,4 +108,5 @@ def _leave_one_out(method: str, flat: Flat, key: Array, num_samples: int) -> Est
     mean, error = estimate(matvec, key)
     found = unbiased(mean * scale, error * scale, num_samples)
     # XNysTrace divides by the eigenvalues it has found
+    found = jax.tree.map(lambda x: jnp.where(refused, jnp.full_like(x, jnp.nan), x), found)
     return jax.tree.map(lambda x: jnp.where(size == 0, jnp.zeros_like(x), x), found)
