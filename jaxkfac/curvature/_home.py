@@ -3,10 +3,11 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
+
+from jaxkfac.memory._place import put
 
 
 class Home(NamedTuple):
@@ -39,8 +40,8 @@ def home_of_factor(factor: Any) -> Home:
 
 
 def bring_home(result: np.ndarray, home: Home) -> Array:
-    """Put a host result where its factor lives."""
-    return jnp.asarray(result) if home.sharding is None else jax.device_put(result, home.sharding)
+    """Put a host result where its factor lives, in memory of its own."""
+    return put(result, home.sharding)
 
 
 def detached(x: Any) -> Any:

@@ -90,7 +90,11 @@ def _files_of(path: Path) -> tuple[dict[str, Path] | None, list[Path]]:
         raise ValueError(
             f"{path} is no index of shards: expected JSON with a 'weight_map' ({error!r})"
         ) from error
-    outside = {shard for shard in weight_map.values() if Path(shard).name != shard}
+    if not weight_map:
+        raise ValueError(f"{path} names no tensor: its 'weight_map' is empty")
+    outside = [
+        x for x in weight_map.values() if not isinstance(x, str) or Path(x).name != x or not x
+    ]
     if outside:
         raise ValueError(f"{path}: shards are names of files beside the index, got {outside}")
     index = {name: path.with_name(shard) for name, shard in weight_map.items()}

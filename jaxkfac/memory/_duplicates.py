@@ -155,18 +155,23 @@ def _are_equal(first: _Candidate, second: _Candidate) -> bool:
     if dtypes[0] != dtypes[1] and not all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
         return False  # an index and a float may well be equal; neither is a copy of the other
     dtype = min(*dtypes, key=lambda d: d.itemsize)
-    if not np.array_equal(first.probe.astype(dtype), second.probe.astype(dtype)):
+    if not _same(first.probe.astype(dtype), second.probe.astype(dtype)).all():
         return False
     one, other = first.array.sharding, second.array.sharding
     if one.device_set == other.device_set and one.memory_kind == other.memory_kind:
         return bool(_equal(first.array, second.array, dtype))
     one, other = (np.asarray(_alias(x)).astype(dtype) for x in (first.array, second.array))
-    return bool(np.array_equal(one, other))
+    return bool(_same(one, other).all())
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _equal(first: jax.Array, second: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.all(first.astype(dtype) == second.astype(dtype))
+    return jnp.all(_same(first.astype(dtype), second.astype(dtype)))
+
+
+def _same(first: Any, second: Any) -> Any:
+    """Which entries are equal, of JAX or NumPy; a copy of NaN is NaN."""
+    return (first == second) | ((first != first) & (second != second))
 
 
 @jax.jit
@@ -178,7 +183,7 @@ def _probe(array: jax.Array) -> jax.Array:
 
 @jax.jit
 def _is_constant(array: jax.Array) -> jax.Array:
-    return jnp.all(array == array[(0,) * array.ndim])
+    return jnp.all(_same(array, array[(0,) * array.ndim]))
 
 
 def _alias(array: jax.Array) -> jax.Array:

@@ -55,6 +55,14 @@ def test_arrays_that_differ_in_one_entry_are_two():
     assert not names_with(duplicate_report(min_bytes=4, x=x, y=x.at[2].set(9.0)), "x")
 
 
+def test_a_copy_that_holds_a_nan_is_found():
+    x = jnp.arange(61.0).at[7].set(jnp.nan)
+    (found,) = names_with(duplicate_report(min_bytes=4, x=x, y=x.astype(jnp.bfloat16)), "x")
+    assert found.names == ("x", "y")
+    gone = jnp.full(67, jnp.nan)
+    assert not names_with(duplicate_report(min_bytes=4, x=gone, y=gone + 1), "x")
+
+
 def test_a_copy_on_another_device_is_found():
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")

@@ -1,6 +1,7 @@
 """A checkpoint of any layout arrives whole, in its dtype and place, or is refused by name."""
 
 import json
+import re
 import struct
 
 import jax
@@ -182,6 +183,13 @@ def test_an_index_that_does_not_fit_its_shards_is_refused_by_name(tmp_path):
         load_safetensors(index)
     with_map(scalar="../model-1-of-2.safetensors")
     with pytest.raises(ValueError, match="names of files beside the index"):
+        load_safetensors(index)
+    for shard in (3, ["model-1-of-2.safetensors"]):
+        with_map(scalar=shard)
+        with pytest.raises(ValueError, match=f"{index}.* names of files .*{re.escape(str(shard))}"):
+            load_safetensors(index)
+    with_map(**dict.fromkeys(record["weight_map"]))
+    with pytest.raises(ValueError, match="names no tensor"):
         load_safetensors(index)
     for text in ("{", "{}", "[]", '{"weight_map": 3}'):
         index.write_text(text)

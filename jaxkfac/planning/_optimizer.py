@@ -35,10 +35,11 @@ def optimizer_state(tx: optax.GradientTransformation | None, params: PyTree) -> 
     state = jax.eval_shape(tx.init, params)
     kept = (Factors, Eigenbases)
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kept))
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, MultiStepsState))
+    accumulators = (MultiStepsState, optax.MultiStepsState)
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, accumulators))
     return Optimizer(
         nbytes([x for x in leaves if not isinstance(x, kept)]),
         sum(isinstance(x, Factors) for x in leaves),
         any(isinstance(x, Eigenbases) for x in leaves),
-        any(isinstance(x, MultiStepsState) for x in nodes),
+        any(isinstance(x, accumulators) for x in nodes),
     )

@@ -281,11 +281,19 @@ def test_values_alone_take_the_place_of_bases_in_an_analysis(case):
     assert plan.now.device["bases"] == size(eigendecompose(case.out.factors, vectors=False))
 
 
-def test_an_optimizer_that_accumulates_is_not_accumulated_again():
+@pytest.mark.parametrize(
+    "tx",
+    [
+        multi_steps(optax.sgd(1e-2), 2),
+        optax.MultiSteps(optax.sgd(1e-2), 2).gradient_transformation(),
+    ],
+    ids=["jk", "optax"],
+)
+def test_an_optimizer_that_accumulates_is_not_accumulated_again(tx):
     case = mlp()
     plan = plan_memory(
         *(case.objective, case.params, case.batch),
-        optimizer=multi_steps(optax.sgd(1e-2), 2),
+        optimizer=tx,
         device_bytes=PLENTY,
         levers=("accumulation",),
     )

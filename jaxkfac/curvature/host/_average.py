@@ -24,8 +24,8 @@ class Snapshot(NamedTuple):
         sums: As stored: a stack of folded triangles, or of vectors.
         count: ``(stack...)`` or its leading axes.
         dtype: That of the arithmetic, and of the mean.
-        num_left_out: How many non-finite contributions there were since the snapshot before,
-            if there was no finite one; else 0.
+        num_left_out: How many contributions were left out since the snapshot before, if no
+            other one is in the sums since then; else 0.
     """
 
     entry: Entry
@@ -54,8 +54,9 @@ class Running:
         count: As in :class:`Snapshot`.
         dtype: As in :class:`Snapshot`.
         age: How many steps it has seen; decay is caught up with when it is next touched.
-        num_added: Finite contributions since the last snapshot.
-        num_left_out: Non-finite contributions since the last snapshot.
+        num_added: Finite contributions since the last snapshot, or since the sums overflowed.
+        num_left_out: Contributions since the last snapshot that were not finite, or whose sum
+            with the average was not.
     """
 
     sums: np.ndarray
@@ -92,7 +93,9 @@ class Averages:
         self._scratch = np.empty(0)
 
     def add(self, entry: Entry, value: np.ndarray, count: np.ndarray, first: int, age: int) -> None:
-        """Add one contribution.
+        """Add one contribution, or count it as left out if it is not finite.
+
+        Sums that overflow would stay infinite: they begin anew, and the contribution is left out.
 
         Args:
             entry: What it is of.
@@ -105,8 +108,7 @@ class Averages:
         if running is None:
             running = self.running[entry.place] = self._new(entry, value, count, age)
         if not (_is_finite(count) and _is_finite(value)):
-            running.num_left_out += 1
-            self.left_out[entry.name] = self.left_out.get(entry.name, 0) + 1
+            self._leave_out(running, entry)
             return
         running.num_added += 1
         rows = ... if not entry.stack else slice(first, first + len(value))
@@ -121,11 +123,21 @@ class Averages:
         sums = running.sums[rows]
         sums = sums.reshape(-1, *sums.shape[axes:])  # a view: it is contiguous
         slices = value.reshape(-1, *value.shape[axes:])
-        for i in range(len(slices)):
-            new = slices[i, ...]
-            if entry.dense:
-                new = pack(new, self._scratch_like(sums.shape[1:], running.dtype))
-            _advance(sums[i, ...], decay, decays, new.astype(running.dtype, copy=False))
+        overflows: list[str] = []  # told by the processor's flag, so that sums need not be read
+        with np.errstate(over="call", call=lambda kind, _: overflows.append(kind)):
+            for i in range(len(slices)):
+                new = slices[i, ...]
+                if entry.dense:
+                    new = pack(new, self._scratch_like(sums.shape[1:], running.dtype))
+                _advance(sums[i, ...], decay, decays, new.astype(running.dtype, copy=False))
+        rounded = sums.dtype != running.dtype  # which no flag tells of
+        if overflows or (rounded and not _is_finite(sums)):
+            running.sums[...] = running.count[...] = running.num_added = 0
+            self._leave_out(running, entry)
+
+    def _leave_out(self, running: Running, entry: Entry) -> None:
+        running.num_left_out += 1
+        self.left_out[entry.name] = self.left_out.get(entry.name, 0) + 1
 
     def _scratch_like(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         size = math.prod(shape)

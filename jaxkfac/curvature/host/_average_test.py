@@ -1,10 +1,13 @@
+import errno
 import math
+import os
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from jaxkfac.curvature.host import _store
 from jaxkfac.curvature.host._average import Averages
 from jaxkfac.curvature.host._layout import Layout, Place
 from jaxkfac.curvature.host._store import Store
@@ -120,6 +123,48 @@ def test_what_is_not_finite_is_left_out_with_its_count():
     assert averages.snapshot(entry, 3).num_left_out == 1
 
 
+@pytest.mark.parametrize(
+    ("storage", "first", "second"),
+    [
+        ("float32", np.float32(3e38), np.float32(3e38)),
+        ("float32", np.float32(1), np.float64(1e300)),  # too much for the dtype of the average
+        ("bfloat16", np.float32(1), np.float32(3.4e38)),  # finite, and rounded to infinity
+    ],
+)
+@pytest.mark.parametrize("key", ["k", "stacked"])
+def test_a_sum_that_overflows_begins_anew(storage, first, second, key):
+    averages = new(storage=storage)
+    entry = averages.layout.entries[Place("g", key)]
+    ones, count = np.ones(entry.shape), np.ones((), np.float32)
+    averages.add(entry, (first * ones).astype(first.dtype), count, 0, 1)
+    averages.add(entry, (second * ones).astype(second.dtype), count, 0, 1)
+    assert averages.left_out == {entry.name: 1}
+    assert averages.snapshot(entry, 1).num_left_out == 1  # so the basis there is is kept
+    averages.add(entry, ones.astype(np.float32), count, 0, 2)
+    held = averages.snapshot(entry, 2)
+    index = (0,) * len(entry.stack)
+    assert held.num_left_out == 0 and np.array_equal(held.mean(index), ones[index])
+
+
+def test_sums_over_fewer_terms_keep_their_mean():
+    first, second = steps(2)
+    averages, expected = new(), new()
+    add(expected, first, 1)
+    add(expected, second, 2)
+    add(averages, first, 1)
+    places = [p for p in averages.layout.entries if p not in (("g", "k"), ("g", "stacked"))]
+    add(averages, second, 2, places=places)
+    stacked = averages.layout.entries[Place("g", "stacked")]
+    averages.add(stacked, second.g_sums["stacked"][:2], second.terms, 0, 2)
+    whole, some = totals(expected, 2), totals(averages, 2)
+    assert some.terms == whole.terms
+    np.testing.assert_allclose(some["k"].g, first["k"].g, rtol=1e-6)
+    np.testing.assert_allclose(some["stacked"].g[2:], first["stacked"].g[2:], rtol=1e-6)
+    assert np.array_equal(some["stacked"].g[:2], whole["stacked"].g[:2])
+    assert np.array_equal(some["q"].g, whole["q"].g)
+    assert np.array_equal(some["scale"].diagonal, whole["scale"].diagonal)
+
+
 def test_symmetric_sums_take_half_the_bytes_and_bfloat16_a_quarter():
     square = (layer("w", (64, 64)),)
     factors = on_host(random_factors(square, jax.random.key(0)))
@@ -176,10 +221,51 @@ def test_averages_beyond_the_budget_are_mapped_files(tmp_path: Path):
     assert store.in_memory == store.on_disk == 0
 
 
-def test_a_full_disk_says_what_needs_how_much(tmp_path: Path, monkeypatch):
-    import errno
-    import os
+def test_thousands_of_arrays_share_some_files(tmp_path: Path, monkeypatch):
+    mapped, files = _store._mapped, []
 
+    def counted(folder, nbytes, what):
+        files.append(nbytes)
+        return mapped(folder, nbytes, what)
+
+    monkeypatch.setattr(_store, "_mapped", counted)
+    store, arrays = Store(0, tmp_path), []
+    for i in range(1700):
+        arrays.append(store.zeros((250,), np.dtype(np.float32), "x"))
+        arrays[-1][...] = i
+    empty = store.empty((0, 3), np.dtype(np.float32), "nothing")
+    assert len(files) < 250 and sum(files) < 1.2 * 1700 * 250 * 4
+    assert all((array == i).all() for i, array in enumerate(arrays)) and empty.shape == (0, 3)
+    assert store.on_disk == 1700 * 250 * 4
+    arrays.clear()
+    assert store.on_disk == 0
+
+
+def test_an_array_fits_on_a_disk_that_has_no_room_for_a_shared_file(tmp_path: Path, monkeypatch):
+    mapped = _store._mapped
+
+    def nearly_full(folder, nbytes, what):
+        if nbytes > 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return mapped(folder, nbytes, what)
+
+    store = Store(0, tmp_path)
+    large = store.empty((1 << 16,), np.dtype(np.uint8), "large")
+    monkeypatch.setattr(_store, "_mapped", nearly_full)
+    small = store.zeros((1,), np.dtype(np.float32), "small")
+    assert store.on_disk == large.nbytes + small.nbytes
+
+
+def test_too_many_open_files_are_no_full_disk(tmp_path: Path, monkeypatch):
+    def too_many(**_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(_store.tempfile, "TemporaryFile", too_many)
+    with pytest.raises(OSError, match="the average of x needs a file .* raise `ulimit -n`"):
+        Store(0, tmp_path).empty((100,), np.dtype(np.float32), "the average of x")
+
+
+def test_a_full_disk_says_what_needs_how_much(tmp_path: Path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -2,6 +2,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import pytest
 
 from jaxkfac.curvature.host._arrivals import as_step
@@ -36,6 +37,27 @@ def test_bad_arguments_are_named(bad, message):
     with pytest.raises(ValueError, match=message):
         service(**bad)
     assert not threads()
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """As in a user's process, where the runtime type hook is not."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("bad", [{"lag": 1.5}, {"workers": 1.0}, {"refresh_every": "4"}])
+def test_what_counts_is_an_integer(bad):
+    (name, value), *_ = bad.items()
+    with pytest.raises(ValueError, match=f"{name} must be an integer, got {value!r}"):
+        service(**bad)
+    assert not threads()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_other_things_than_factors_are_refused(factors):
+    with service() as running, pytest.raises(TypeError, match="the Factors .*, got dict"):
+        running.push({"a_sums": factors[0].a_sums}, 0)
 
 
 def test_several_workers_need_single_threaded_blas(monkeypatch):

@@ -132,5 +132,6 @@ def failure(name: str, num_left_out: int) -> NonFiniteFactorError:
     """What a refresh fails with where every contribution since the last one was left out."""
     return NonFiniteFactorError(
         f"factor {name}: all {num_left_out} contributions since the last refresh held NaN or "
-        "infinity and were left out of the average; look for a diverged loss or an overflow"
+        "infinity, or made the average overflow, and were left out of it; look for a diverged loss "
+        "or an overflow"
     )

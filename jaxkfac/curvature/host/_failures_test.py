@@ -1,3 +1,4 @@
+import dataclasses
 import gc
 import threading
 
@@ -7,7 +8,7 @@ import pytest
 
 from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.curvature import reconstruct
-from jaxkfac.curvature.host import _decompose
+from jaxkfac.curvature.host import _average, _decompose
 from jaxkfac.curvature.host._service_test import (
     LAYERS,
     Gate,
@@ -57,6 +58,53 @@ def test_a_failing_layer_keeps_its_basis_for_a_while_and_then_raises(factors):
                 running.bases(7)
 
 
+def test_one_bad_layer_leaves_the_average_of_all_readable(factors):
+    with service() as running, service() as healthy, service() as empty:
+        for step in range(3):
+            running.push(with_nan(factors[step], "k") if step == 1 else factors[step], step)
+            healthy.push(factors[step], step)
+        found, expected = running.average(), healthy.average()
+        others = [name for name in expected if name != "k"]
+        assert_close([found[name] for name in others], [expected[name] for name in others], tol=0)
+        decay, (first, _, third) = 0.9 * 0.9, factors[:3]
+        sums = decay * first.g_sums["k"] + third.g_sums["k"]
+        assert_close(found["k"].g, sums / (decay * first.terms + third.terms))
+        empty.push(with_nan(factors[0], "k"), 0)
+        with pytest.raises(ValueError, match="nothing is in that of G of layer 'k'; 1 contrib"):
+            empty.average()
+
+
+def test_an_average_that_overflows_keeps_the_basis_and_then_recovers(factors):
+    large = {**factors[1].g_sums, "k": 3e38 * np.eye(4, dtype=np.float32)}
+    large = dataclasses.replace(factors[1], g_sums=large)
+    with service(refresh_every=1, lag=0, decay=0.99) as running:
+        running.push(large, 0)
+        first = running.bases(0)
+        running.push(large, 1)
+        with pytest.warns(RuntimeWarning, match="G of layer 'k'.*overflow.* basis of .* is kept"):
+            kept = running.bases(1)
+        assert kept["k"].g_values is not None and running.left_out == {"G of layer 'k'": 1}
+        assert np.array_equal(kept["k"].g_raw_values, first["k"].g_raw_values)
+        running.push(factors[2], 2)
+        rebuilt = reconstruct(running.bases(2))
+    assert_close(rebuilt["k"].g, factors[2]["k"].g)
+
+
+def test_a_push_that_times_out_says_how_much_of_it_is_averaged(factors, monkeypatch):
+    gate = threading.Event()
+
+    def blocked(*_):
+        assert gate.wait(60)
+
+    monkeypatch.setattr(_average, "_advance", blocked)
+    running = service(in_flight_bytes=1, timeout=0.1)  # one array at a time
+    with pytest.raises(TimeoutError, match="waited 0.1 s for room") as caught:
+        running.push(factors[0], 0)
+    gate.set()
+    assert caught.value.__notes__[0].startswith("1 of the 8 arrays of this push at step 0 had been")
+    running.close()
+
+
 def test_a_first_decomposition_that_fails_raises_at_once(factors):
     with service() as running:
         running.push(with_nan(factors[0], "stacked"), 0)
@@ -81,8 +129,6 @@ def test_a_failed_float32_decomposition_is_retried_in_float64(factors, monkeypat
 def test_an_exception_in_a_thread_reaches_the_caller_and_ends_all_threads(
     factors, monkeypatch, kind, where
 ):
-    from jaxkfac.curvature.host import _average
-
     def broken(*_, **__):
         raise kind("injected")
 

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, SupportsIndex, get_args
 
 from jaxkfac.curvature._placement import Placement, check_placement
 from jaxkfac.curvature.host._average import Storage
@@ -41,6 +41,9 @@ class Options:
         for name, choices in (("initial", get_args(Initial)), ("storage", get_args(Storage))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+        for name in ("refresh_every", "lag", "stagger", "keep_previous", "workers"):
+            if not isinstance(getattr(self, name), SupportsIndex):
+                raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
         for name in ("refresh_every", "stagger", "workers", "in_flight_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

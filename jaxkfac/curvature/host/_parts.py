@@ -114,8 +114,8 @@ def _needs(layout: Layout, options: Options, itemsize: int) -> tuple[int, dict[s
     bases = sum(size for entry, size in whole.items() if entry.dense)
     return workspace + min(in_flight, sum(whole.values())), {
         "averages": folded,
-        "snapshots": -(-folded // options.stagger),
-        "bases in work": -(-bases // options.stagger),
+        "snapshots": folded,  # the first refresh is of all groups
+        "bases in work": bases,
     }
 
 

@@ -49,7 +49,8 @@ class HostCurvature:
       pushed by then; or it gives identities, with ``initial="identity"``.
 
     A contribution that is not finite is left out of the average with its count
-    (``left_out``). A factor that had no finite contribution since its last refresh, or whose
+    (``left_out``). So is one whose sum with the average is not, and that average begins anew. A
+    factor to which nothing has been added since its last refresh for these reasons, or whose
     decomposition is not finite in its own dtype nor in float64, keeps its previous basis for
     at most ``keep_previous`` refreshes, with a ``RuntimeWarning`` each time; then
     :meth:`bases` raises. An exception in a thread is raised by the next call.
@@ -80,7 +81,8 @@ class HostCurvature:
         in_flight_bytes: Bytes of factors pushed and not yet in the average; :meth:`push` waits
             for room. A larger factor goes alone.
         host_bytes: Host memory for averages, snapshots, bases that wait for their hand-over,
-            workspace and copies in flight; ``None`` is no limit.
+            workspace and copies in flight; ``None`` is no limit. It must hold the first refresh,
+            which is of all layers whatever ``stagger`` is.
         disk: Folder of memory-mapped files for what is beyond ``host_bytes``.
         timeout: Seconds after which any wait gives up.
 
@@ -89,11 +91,13 @@ class HostCurvature:
 
     Memory:
         On the host, with $F$ the bytes of the folded factors (half of the whole ones):
-        $2 F$ for average and snapshot, bases in use (on the CPU) and those in work, a share
-        of ``1 / stagger``, ``workers * 4 n**2`` elements and the bytes in flight. On the
-        device: the bases; at a hand-over one factor's more, unless the caller holds the bases
-        of before (``del bases`` first). ``OPENBLAS_NUM_THREADS`` must be the same in two runs
-        for equal bits.
+        $2 F$ for average and snapshot, bases in use (on the CPU) and those in work,
+        ``workers * 4 n**2`` elements and the bytes in flight. Those in work are a share of
+        ``1 / stagger``, but in the first refresh all: none are in use then, unless there are
+        identities. With ``reuse_tolerance`` on an accelerator a host copy of the old
+        eigenvectors of what is decomposed, a stack at a time. On the device: the bases; at a
+        hand-over one factor's more, unless the caller holds the bases of before (``del bases``
+        first). ``OPENBLAS_NUM_THREADS`` must be the same in two runs for equal bits.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -208,8 +212,16 @@ class HostCurvature:
             ValueError: factors of other layers or shapes; traced or deleted arrays; a step
                 that is smaller than one seen before.
             RuntimeError: the service is closed.
-            TimeoutError: there was no room for longer than ``timeout``.
+            TimeoutError: there was no room for longer than ``timeout``. A note says how many
+                arrays had been sent by then: they are averaged, so that pushing all of them again
+                would count them twice.
+            TypeError: ``factors`` are none.
         """
+        if not isinstance(factors, Factors):
+            raise TypeError(
+                f"push takes the Factors that value_grad_and_factors returned, got "
+                f"{type(factors).__name__}"
+            )
         step = as_step(step)
         with self._lock:
             self._monitor.check("push")
@@ -225,14 +237,21 @@ class HostCurvature:
             for i, arrival in enumerate(found):
                 parts.homes[arrival.entry.place] = home_of_factor(arrival.value)
                 parts.seen.add(arrival.entry.place)
-                self._stream.send(
-                    arrival,
-                    parts.averages,
-                    first=first_iteration,
-                    step=step,
-                    age=parts.schedule.age,
-                    delete=donate and last_use[id(arrival.value)] == i,
-                )
+                try:
+                    self._stream.send(
+                        arrival,
+                        parts.averages,
+                        first=first_iteration,
+                        step=step,
+                        age=parts.schedule.age,
+                        delete=donate and last_use[id(arrival.value)] == i,
+                    )
+                except TimeoutError as error:
+                    error.add_note(
+                        f"{i} of the {len(found)} arrays of this push at step {step} had been sent "
+                        "and are averaged: push the others alone, or the next step"
+                    )
+                    raise
 
     @contextlib.contextmanager
     def room(self, factors: Factors | int) -> Iterator[None]:
@@ -309,9 +328,12 @@ class HostCurvature:
     def average(self) -> Factors:
         """The running average as :class:`Factors` of NumPy arrays, whole matrices.
 
+        Its means are those that a refresh would decompose now. ``terms`` is the largest number of
+        loss terms of a layer; sums over fewer, because contributions were left out or did not
+        hold the layer, are scaled to it.
+
         Raises:
-            ValueError: nothing has been pushed, or layers were pushed for different numbers of
-                loss terms, which one ``terms`` cannot say.
+            ValueError: nothing has been pushed, or nothing finite for a layer, by name.
         """
         with self._lock:
             self.flush()
@@ -321,7 +343,7 @@ class HostCurvature:
 
     @property
     def left_out(self) -> dict[str, int]:
-        """``{factor: number of non-finite contributions left out}``, of what is averaged."""
+        """``{factor: number of contributions left out}``: not finite, or too much for the sum."""
         averages: Averages | None = self._parts.averages
         return {} if averages is None else dict(averages.left_out)
 

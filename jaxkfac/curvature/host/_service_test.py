@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from jaxkfac.curvature import eigendecompose, reconstruct
-from jaxkfac.curvature.host import HostCurvature, _current, _decompose
+from jaxkfac.curvature.host import HostCurvature, _current, _decompose, _parts, _work
+from jaxkfac.curvature.host._layout import Layout
+from jaxkfac.curvature.host._options import Options
 from jaxkfac.factors._average import update_average
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 
@@ -274,6 +276,37 @@ def test_a_basis_that_still_fits_is_kept_and_one_that_does_not_is_replaced(facto
         assert_close(reconstruct(bases[-1]), reconstruct(bases[0]), tol=1e-3)
         steps_of(running, factors[1:8], first=11)
         assert len(gate.calls) > NUM_MATRICES
+
+
+def test_old_eigenvectors_are_transferred_once_for_all_slices(factors, monkeypatch):
+    transferred, detached = [], _work.detached
+
+    def counted(x):
+        transferred.append(x.shape)
+        return detached(x)
+
+    monkeypatch.setattr(_work, "detached", counted)
+    with service(reuse_tolerance=1e-4, refresh_every=1, lag=0) as running:
+        steps_of(running, factors[:1])
+        assert not transferred
+        steps_of(running, factors[1:2], first=1)
+    # A of q with its ones and without, G of q, k and the table, A and G of the stack.
+    assert len(transferred) == 7 and transferred.count((3, 5, 5)) == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"stagger": 2}, {"stagger": 2, "storage": "bfloat16"}])
+def test_the_least_host_bytes_that_are_accepted_suffice(factors, options):
+    options = {"refresh_every": 2, "lag": 1, "in_flight_bytes": 300, **options}
+    fixed, movable = _parts._needs(Layout(LAYERS, "joint"), Options(**options), 4)
+    least = fixed + sum(movable.values())
+    with pytest.raises(ValueError, match="too small"):
+        service(**options, like=LIKE, host_bytes=least - 1)
+    with service(**options, like=LIKE, host_bytes=least) as running, service(**options) as free:
+        for step, each in enumerate(factors[:8]):
+            committed = jax.device_put(each, jax.devices()[0])
+            running.push(committed, step)
+            free.push(each, step)
+            assert same(running.bases(step), free.bases(step))
 
 
 def test_what_is_pushed_may_be_changed_or_dropped_afterwards(factors):

@@ -1,5 +1,7 @@
 """Where host arrays live: in memory while a budget lasts, else in files mapped into memory."""
 
+import contextlib
+import errno
 import mmap
 import os
 import shutil
@@ -10,13 +12,21 @@ from pathlib import Path
 
 import numpy as np
 
+_ALIGNMENT = 64  # bytes
+# A file is open for as long as it is mapped, and a process may have about a thousand open. A file
+# for small arrays has 1/16 of the bytes on disk, and an array of at most 1/8 of that is small: of
+# arrays of one size a hundred have a file each, but thousands no more than 250 files, which hold
+# at most a fifth more than the arrays.
+_SHARE, _SMALL = 16, 8
+
 
 class Store:
     """Allocates arrays within a budget of host bytes.
 
     A file is removed from its folder as soon as it is mapped, so that nothing is left behind
     however the process ends; its blocks are reserved beforehand, because writing to a mapped
-    file on a full disk would kill the process.
+    file on a full disk would kill the process. Small arrays share files, whose blocks are free
+    again when the last array of the file has gone.
 
     Args:
         budget: Bytes of host memory for arrays, ``None`` for no limit.
@@ -28,6 +38,7 @@ class Store:
         self._whole = budget
         self.in_memory = 0
         self.on_disk = 0
+        self._rest = memoryview(b"")  # of the last file that arrays share
         self._lock = threading.RLock()  # a finalizer may run while it is held
 
     def require(self, fixed: int, movable: dict[str, int]) -> None:
@@ -60,7 +71,8 @@ class Store:
         """An array whose contents are not set; zeros where it lies on disk.
 
         Raises:
-            OSError: the disk has no room; ``what``, the bytes and the free space are said.
+            OSError: the disk has no room; ``what``, the bytes and the free space are said. Or
+                too many files are open.
             MemoryError: the budget is used up and there is no disk.
         """
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -75,11 +87,23 @@ class Store:
                 f"{what} needs {nbytes} bytes of host memory, and {self.in_memory} of the "
                 f"{self.budget} for arrays are used; raise host_bytes, or give a folder as disk="
             )
-        array = _mapped(self.disk, nbytes, what).view(dtype).reshape(shape)
         with self._lock:
+            memory = self._in_file(self.disk, nbytes, what)
             self.on_disk += nbytes
+        array = np.frombuffer(memory, np.uint8, nbytes).view(dtype).reshape(shape)
         self._count(array, "on_disk", nbytes)
         return array
+
+    def _in_file(self, folder: Path, nbytes: int, what: str) -> memoryview:
+        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        share = self.on_disk // _SHARE
+        if size * _SMALL <= share and size > len(self._rest):
+            with contextlib.suppress(OSError):  # the disk may still have room for the one array
+                self._rest = _mapped(folder, share, what)
+        if size > len(self._rest):
+            return _mapped(folder, nbytes, what)
+        memory, self._rest = self._rest[:size], self._rest[size:]
+        return memory
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype, what: str) -> np.ndarray:
         """Like :meth:`empty`, set to zero."""
@@ -95,19 +119,25 @@ class Store:
             setattr(self, where, getattr(self, where) - nbytes)
 
 
-def _mapped(folder: Path, nbytes: int, what: str) -> np.ndarray:
+def _mapped(folder: Path, nbytes: int, what: str) -> memoryview:
     try:
         with tempfile.TemporaryFile(prefix="jaxkfac-", dir=folder) as file:
             _reserve(file.fileno(), max(nbytes, 1))
             buffer = mmap.mmap(file.fileno(), max(nbytes, 1))
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise OSError(
+                error.errno,
+                f"{what} needs a file in {folder}, and too many files are open: raise "
+                "`ulimit -n`, or scan the blocks of the model so that there are fewer arrays",
+            ) from error
         free = shutil.disk_usage(folder).free if folder.is_dir() else 0
         raise OSError(
             error.errno,
             f"{what} needs {nbytes} bytes on disk and {folder} has {free} free "
             f"({os.strerror(error.errno or 0)}); free some, or choose another disk=",
         ) from error
-    return np.frombuffer(buffer, np.uint8, nbytes)
+    return memoryview(buffer)
 
 
 def _reserve(file: int, nbytes: int) -> None:

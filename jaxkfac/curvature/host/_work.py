@@ -28,7 +28,7 @@ class Work:
     Args:
         blocks: What to decompose.
         homes: Of the factors.
-        previous: Eigenvectors that may be kept.
+        previous: Eigenvectors that may be kept; on the host from their first use on.
         decomposer: What does it.
         store: Where results are allocated.
         monitor: What is told about progress.
@@ -43,7 +43,7 @@ class Work:
         self,
         blocks: Sequence[Block],
         homes: dict[Place, Home],
-        previous: dict[Place, Array],
+        previous: dict[Place, Array | np.ndarray],
         decomposer: Decomposer,
         store: Store,
         monitor: Monitor,
@@ -96,13 +96,21 @@ class Work:
             return HostSpectrum(mean[..., :-1] if block.without_ones else mean, None)
         if block.without_ones:
             mean = np.ascontiguousarray(mean[:-1, :-1])
-        old = self._previous.get(block.place)
+        old = self._old_vectors(block.place)
         return self._decomposer.decompose(
             mean,
             name=name,
             device=self._homes.get(block.source.place, NOWHERE).device,
-            previous=None if old is None else np.asarray(detached(old))[index],
+            previous=None if old is None else old[index],
         )
+
+    def _old_vectors(self, place: Place) -> np.ndarray | None:
+        """On the host: a stack is transferred once, not for each of its slices."""
+        with self._lock:
+            old = self._previous.get(place)
+            if old is not None and not isinstance(old, np.ndarray):
+                old = self._previous[place] = np.asarray(detached(old))
+            return old
 
     def _keep(self, block: Block, index: tuple[int, ...], spectrum: HostSpectrum) -> None:
         if not index and self._store.budget is None:  # no copy
