@@ -11,7 +11,9 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 BIN := $(VENV)/bin
+NEWEST_PYTHON ?= python3.12
 # Two workers: JAX uses several threads by itself. PYTEST_ARGS="-x -k factors" make test
 PYTEST_ARGS ?=
 WORKERS ?= 2
@@ -19,7 +21,7 @@ PRESET ?= digits
 # A finished run is never written over by itself: RUN_ARGS=--overwrite or RUN_ARGS=--resume
 RUN_ARGS ?=
 
-.PHONY: help run test test-slow test-exhaustive test-oldest lint format docs-check bench parity gpu-check clean
+.PHONY: help run test test-slow test-exhaustive test-oldest test-newest lint format docs-check bench parity gpu-check clean
 
 help:
 	@echo "make run          train --preset $(PRESET): K-FAC beside AdamW, checkpoint and report"
@@ -27,6 +29,7 @@ help:
 	@echo "make test-slow    the tests marked slow"
 	@echo "make test-exhaustive  the oracles over every case: layer kinds, Fisher types, EKFAC, curvlinops"
 	@echo "make test-oldest  the interception tests on the oldest jax allowed"
+	@echo "make test-newest  interception and factors on the newest jax tried (needs $(NEWEST_PYTHON))"
 	@echo "make lint         ruff, pyright, import-linter"
 	@echo "make format       ruff format and the fixes that are safe"
 	@echo "make docs-check   README blocks, docstring examples, notebooks"
@@ -61,6 +64,13 @@ $(OLDEST)/.stamp: pyproject.toml constraints-oldest.txt constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet -c constraints-oldest.txt -e . pytest hypothesis beartype
 	@touch $@
 
+$(NEWEST)/.stamp: PYTHON = $(NEWEST_PYTHON)
+$(NEWEST)/.stamp: pyproject.toml constraints-newest.txt
+	$(call venv,$(NEWEST))
+	@echo "installing the newest versions tried into $(NEWEST)"
+	$(NEWEST)/bin/python -m pip install --quiet -c constraints-newest.txt -e . pytest pytest-xdist hypothesis beartype
+	@touch $@
+
 # ---------------------------------------------------------------- the two commands
 
 run: $(VENV)/.stamp-run
@@ -82,6 +92,10 @@ test-exhaustive: $(VENV)/.stamp-test
 test-oldest: $(OLDEST)/.stamp
 	$(OLDEST)/bin/python -c 'import jax; assert jax.__version__ == "0.10.0", jax.__version__'
 	$(OLDEST)/bin/python -m pytest jaxkfac/interception $(PYTEST_ARGS)
+
+test-newest: $(NEWEST)/.stamp
+	$(NEWEST)/bin/python -c 'import jax; assert jax.__version__ == "0.11.2", jax.__version__'
+	$(NEWEST)/bin/python -m pytest jaxkfac/interception jaxkfac/factors -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .
@@ -123,6 +137,6 @@ endif
 	fi
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist *.egg-info .import_linter_cache
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
