@@ -147,6 +147,8 @@ SUMS = exact(times32=2e-5, why="three steps, each from the parameters of the one
 # Adam divides by the root of a squared gradient, small where the gradient is
 ADAM = exact(times32=1e-3, why="three steps; gradients near zero divided by their own size")
 CPU = ("float64", "float32")
+# one of the micro-batches of the last has no loss term at all
+UNEVEN = ["classifier", "masked tokens", "masked regression"]
 
 CASES = [
     *(
@@ -155,7 +157,7 @@ CASES = [
         for case in cases(
             "accumulation",
             name,
-            ["classifier", "masked tokens"],
+            UNEVEN,
             first_order(name),
             covers=("multi_steps", "MultiStepsState", "has_updated"),
             tolerances={dtype: tolerances[dtype] for dtype in CPU},
@@ -164,7 +166,7 @@ CASES = [
     *cases(
         "accumulation",
         "K-FAC",
-        ["classifier", "masked tokens"],
+        UNEVEN,
         second_order,
         covers=("multi_steps", "kfac", "KfacState", "has_updated"),
         tolerances=divided(100),

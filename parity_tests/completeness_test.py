@@ -8,6 +8,7 @@ import pytest
 import jaxkfac
 from parity_tests.cases import Case, Tolerance, cases, exact, over
 from parity_tests.compare import Pair, ParityError, furthest
+from parity_tests.models import PROBLEMS
 from parity_tests.reasons import NAMES, PACKAGES
 from parity_tests.tables import every_case
 
@@ -49,6 +50,18 @@ def test_name_has_a_case_or_a_reason(name: str):
 
 def test_cases_cover_names_that_exist():
     assert _public().keys() >= COVERED
+
+
+def test_reasons_are_of_names_that_exist():
+    assert _public().keys() >= NAMES.keys()
+
+
+def test_what_a_model_brings_is_claimed_by_cases_of_such_models_alone():
+    brought = {name for problem in PROBLEMS.values() for name in problem.covers}
+    assert brought >= {"Categorical", "Gaussian", "Bernoulli", "mark_rows", "from_nnx"}
+    for case in every_case():
+        if case.problem in PROBLEMS:
+            assert brought & {*case.covers} <= {*PROBLEMS[case.problem].covers}, str(case)
 
 
 def test_no_name_has_both_a_case_and_a_reason():

@@ -8,9 +8,8 @@ from flax import nnx
 from jax import lax
 from torch import nn
 
-import jaxkfac as jk
 from parity_tests.layout import Twin
-from parity_tests.problem import Data, Problem
+from parity_tests.problem import Data, FromNnx, Problem
 
 OUTPUTS = 3
 
@@ -59,7 +58,7 @@ def _images(seed: int) -> Data:
 
 CONV2D = Problem(
     _Images,
-    lambda: jk.from_nnx(_NnxImages())[0],
+    FromNnx(_NnxImages),
     (_conv("first", (4, 2, 3, 2), bias=True), _conv("second", (4, 2, 2, 2), bias=False), HEAD),
     _images,
 )

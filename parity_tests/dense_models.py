@@ -10,9 +10,8 @@ import torch
 from flax import nnx
 from torch import nn
 
-import jaxkfac as jk
 from parity_tests.layout import Twin
-from parity_tests.problem import EXPAND, Data, Problem
+from parity_tests.problem import EXPAND, Data, FromNnx, Problem
 
 INPUTS, HIDDEN, OUTPUTS, ROWS = 5, 6, 4, 24
 
@@ -91,14 +90,20 @@ def _many(seed: int) -> Data:
     return Data(x, x, targets)
 
 
-def _nnx() -> Any:
-    return jk.from_nnx(_NnxPerceptron())[0]
+def _partly_unknown(seed: int) -> Data:
+    """Of some rows nobody knows the targets, and of none in one batch."""
+    data, rng = _numbers(seed), np.random.default_rng([6, seed])
+    known = rng.random(ROWS) < (0.0 if seed == UNKNOWN else 0.7)
+    return data._replace(targets=np.where(known[:, None], data.targets, np.nan), mask=known)
 
 
-CLASSIFIER = Problem(_Perceptron, _nnx, _twins(), _classes)
-REGRESSION = Problem(_Perceptron, _nnx, _twins(), _numbers, "Gaussian")
-BINARY = Problem(_Perceptron, _nnx, _twins(), _answers, "Bernoulli")
-WIDE = Problem(_Perceptron, _nnx, _twins(), _many, options=(("expand", "joint"),))
+UNKNOWN = 4  # within a group of micro-batches, neither first nor last
+NNX = FromNnx(_NnxPerceptron)
+CLASSIFIER = Problem(_Perceptron, NNX, _twins(), _classes)
+REGRESSION = Problem(_Perceptron, NNX, _twins(), _numbers, "Gaussian")
+MASKED_REGRESSION = Problem(_Perceptron, NNX, _twins(), _partly_unknown, "Gaussian", EXPAND[:1])
+BINARY = Problem(_Perceptron, NNX, _twins(), _answers, "Bernoulli")
+WIDE = Problem(_Perceptron, NNX, _twins(), _many, options=(("expand", "joint"),))
 
 
 # ---------------------------------------------------------------- one layer, three times

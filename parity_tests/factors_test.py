@@ -88,12 +88,14 @@ CASES = [
     *(
         case
         for option in EVERY
+        for name, problem in PROBLEMS.items()
+        if option in problem.options
         for case in cases(
             "factors",
             f"{option[0]}, {option[1]} bias",
-            [name for name, p in PROBLEMS.items() if option in p.options],
+            name,
             in_mode(option),
-            covers=(*COLLECT, "Categorical", "Gaussian", "Bernoulli", "mark_rows", "from_nnx"),
+            covers=(*COLLECT, *problem.covers),
             tolerances=exact(),
         )
     ),

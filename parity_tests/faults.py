@@ -11,7 +11,7 @@ import pytest
 import jaxkfac as jk
 from jaxkfac import lslora
 from jaxkfac.curvature import _layer_power
-from jaxkfac.factors import _collect, _moments, _rows, _statistics
+from jaxkfac.factors import _collect, _moments, _objective, _rows, _statistics
 from jaxkfac.interception import ParameterMatrix
 from jaxkfac.lslora import _branch, _fourier
 from jaxkfac.optim import _multi_steps
@@ -173,6 +173,11 @@ def ignored_labels(patch: Patch) -> None:
     _wrap(patch, _collect, "sum_over_pulls", pulls)
 
 
+def targets_read_under_the_mask(patch: Patch) -> None:
+    """Targets without a loss term are computed with before the mask drops their terms."""
+    patch.setattr(_objective, "kept_targets", lambda targets, mask: targets)
+
+
 # ---------------------------------------------------------------- of the adapter
 
 
@@ -266,6 +271,11 @@ FAULTS = [
         "wrong placement",
         other_placement,
         (FORWARD, ("adapter forward", "bottleneck", "scanned")),
+    ),
+    Fault(
+        "targets read under the mask",
+        targets_read_under_the_mask,
+        (("factors", JOINT, "masked regression"),),
     ),
     Fault("ignored labels", ignored_labels, (("sampled labels", "given to both", "regression"),)),
 ]

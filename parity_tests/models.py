@@ -4,6 +4,7 @@ from parity_tests.convolution_models import CONV1D, CONV2D
 from parity_tests.dense_models import (
     BINARY,
     CLASSIFIER,
+    MASKED_REGRESSION,
     PROJECTIONS,
     REGRESSION,
     SCANNED,
@@ -16,6 +17,7 @@ from parity_tests.token_models import MARKED, MASKED, TIED, TOKENS
 PROBLEMS: dict[str, Problem] = {
     "classifier": CLASSIFIER,
     "regression": REGRESSION,
+    "masked regression": MASKED_REGRESSION,
     "binary": BINARY,
     "wide": WIDE,
     "conv1d": CONV1D,

@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from flax import nnx
 from torch import nn
 
+import jaxkfac as jk
 from parity_tests.layout import Twin, nested
 
 Option = tuple[Literal["expand", "reduce"], Literal["joint", "separate"]]
@@ -21,13 +23,23 @@ EVERY: tuple[Option, ...] = (
 EXPAND = EVERY[:2]
 
 
+class FromNnx(NamedTuple):
+    """Builds the apply function of a Flax NNX model."""
+
+    model: Callable[[], nnx.Module]
+
+    def __call__(self) -> Callable[[Any, Any], Any]:
+        return jk.from_nnx(self.model())[0]
+
+
 class Data(NamedTuple):
     """One batch in NumPy.
 
     Attributes:
         inputs: As PyTorch's model takes them; a mapping is given as keywords.
         ours: As jaxkfac's model takes them.
-        targets: Integer classes, or one row for each term.
+        targets: Integer classes, or one row for each term; where the mask leaves a term out,
+            what no likelihood knows: -100 or NaN.
         mask: Which loss terms count, ``None`` for all.
         positions: Which positions exist, ``None`` for all.
     """
@@ -76,6 +88,12 @@ class Problem:
     options: tuple[Option, ...] = EVERY
     marks: bool = False
     zero_under_reduce: tuple[str, ...] = ()
+
+    @property
+    def covers(self) -> tuple[str, ...]:
+        """Public names of jaxkfac that whatever is computed of this model goes through."""
+        marks = ("mark_rows",) if self.marks else ()
+        return (self.likelihood, *marks, *(("from_nnx",) if type(self.apply) is FromNnx else ()))
 
     def sides_to_compare(self, option: Option = EVERY[0]) -> list[tuple[Twin, str]]:
         """Every layer with ``"A"`` and with ``"G"``."""

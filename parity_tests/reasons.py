@@ -47,8 +47,6 @@ NAMES = {
     "Site": _PART,
     "Traced": _PART,
     "trace": "of interception: a part of find_layers; of operators: a random estimate",
-    # factors
-    "PackedSide": "how a symmetric side is stored; every case of factors reads it as a matrix",
     # curvature
     "covered_indices": "which parameters have factors; there is no number",
     "identity_bases": "identity matrices: preconditioning by them changes nothing",

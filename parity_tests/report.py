@@ -38,14 +38,15 @@ class _Report:
         self._path = path
         self._records: list[dict[str, Any]] = []
         self._skipped: dict[str, int] = {}
-        self._broken = 0  # a shape that differs, an error: nothing to put into a table
+        self._broken: list[str] = []  # by an error or a shape: no line of a table
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped and "parity_tests" in report.nodeid:
             reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else "skipped"
             self._skipped[reason] = self._skipped.get(reason, 0) + 1
-        if report.failed and "parity_tests" in report.nodeid:
-            self._broken += not any(name == "parity" for name, _ in report.user_properties)
+        compared = any(name == "parity" for name, _ in report.user_properties)
+        if report.when != "call" or not compared:
+            self._note_failure(report)
         if report.when == "call":
             self._records += [
                 value | {"passed": report.passed}
@@ -53,18 +54,24 @@ class _Report:
                 if name == "parity"
             ]
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._note_failure(report)  # a file without its cases
+
+    def _note_failure(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.failed and "parity_tests" in report.nodeid and report.nodeid not in self._broken:
+            self._broken.append(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
         records = sorted(self._records, key=_place)
-        summary = _summary(records, self._skipped)
-        if self._broken:
-            summary.insert(1, f"{self._broken} tests FAILED with nothing to compare.")
+        summary = _summary(records, self._skipped, self._broken)
         for suffix, write in ((".md", markdown), (".html", page)):
             self._path.with_suffix(suffix).write_text(write(records, summary))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         failed = sum(not record["passed"] for record in self._records)
         terminalreporter.write_line(
-            f"{len(self._records)} parity cases, {failed} beyond their tolerance: "
+            f"{len(self._records)} parity cases, {failed} beyond their tolerance, "
+            f"{len(self._broken)} tests FAILED otherwise: "
             f"{self._path.with_suffix('.md')}, {self._path.with_suffix('.html')}"
         )
 
@@ -73,9 +80,12 @@ def _place(record: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(record[key] for key in ("device", "part", "name", "problem", "dtype"))
 
 
-def _summary(records: Sequence[dict[str, Any]], skipped: dict[str, int]) -> list[str]:
+def _summary(
+    records: Sequence[dict[str, Any]], skipped: dict[str, int], broken: Sequence[str] = ()
+) -> list[str]:
     failed = sum(not record["passed"] for record in records)
     lines = [f"{len(records)} cases compared, {failed} beyond their tolerance."]
+    lines += [f"FAILED, and not by a tolerance: {nodeid}." for nodeid in broken]
     for dtype in ("float64", "float32", "tf32", "bfloat16"):
         digits = sorted(r["digits"] for r in records if r["dtype"] == dtype)
         if digits:

@@ -3,11 +3,12 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from parity_tests.cases import cases, exact
-from parity_tests.report import _summary, markdown, page
+from parity_tests.report import _Report, _summary, markdown, page
 from parity_tests.schedule import group_of
 
 
@@ -36,6 +37,38 @@ def test_summary_counts_cases_failures_and_skips():
     assert SUMMARY[0] == "2 cases compared, 1 beyond their tolerance."
     assert SUMMARY[1].startswith("float64: 2 cases, digits in common from 0.3 to 15.7")
     assert SUMMARY[-1] == "3 tests skipped: needs a GPU."
+
+
+def _test_report(nodeid: str, outcome: Any, *, when: Any = "call", **record: Any):
+    properties = [("parity", _record(**record))] if record else []
+    place = (nodeid, None, nodeid)
+    return pytest.TestReport(nodeid, place, {}, outcome, None, when, user_properties=properties)
+
+
+def test_what_fails_without_a_line_in_a_table_is_named(tmp_path: Path):
+    """By a shape that differs, an error in a case, its set-up or its tear-down, or an import."""
+    report = _Report(tmp_path / "found")
+    file = "parity_tests/x_test.py::"
+    report.pytest_runtest_logreport(_test_report(f"{file}agrees", "passed", error=1e-16))
+    report.pytest_runtest_logreport(_test_report(f"{file}is_far", "failed", error=0.5))
+    report.pytest_runtest_logreport(_test_report(f"{file}raises", "failed"))
+    report.pytest_runtest_logreport(_test_report(f"{file}raises", "failed", when="teardown"))
+    report.pytest_runtest_logreport(_test_report(f"{file}set_up", "failed", when="setup"))
+    for when, outcome in (("call", "passed"), ("teardown", "failed")):
+        report.pytest_runtest_logreport(
+            _test_report(f"{file}torn_down", outcome, when=when, error=1e-16)
+        )
+    report.pytest_runtest_logreport(_test_report("tests/x_test.py::raises", "failed"))
+    report.pytest_collectreport(pytest.CollectReport("parity_tests/y_test.py", "failed", None, []))
+    report.pytest_sessionfinish()
+    lines = (tmp_path / "found.md").read_text().splitlines()
+    assert "- 3 cases compared, 1 beyond their tolerance." in lines
+    named = [line.rpartition(" ")[2] for line in lines if "not by a tolerance" in line]
+    assert named == [
+        *(f"{file}{name}." for name in ("raises", "set_up", "torn_down")),
+        "parity_tests/y_test.py.",
+    ]
+    assert (tmp_path / "found.html").read_text().count("not by a tolerance") == len(named)
 
 
 def test_markdown_has_a_table_for_each_part_and_marks_failures():

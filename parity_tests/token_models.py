@@ -13,6 +13,7 @@ from parity_tests.layout import Twin
 from parity_tests.problem import EXPAND, Data, Problem
 
 WORDS, WIDTH, HEADS, HIDDEN, EXAMPLES, LENGTH = 5, 4, 2, 6, 14, 5
+UNREAD = -100  # the target of a token without loss, as collators write it
 LOW = -1e9  # what absent keys score: their probability underflows to zero on both sides
 
 
@@ -113,7 +114,8 @@ def _padded(seed: int) -> Data:
     place = np.arange(LENGTH)
     exists = place < lengths[:, None]
     inputs = whole.inputs | {"exists": exists}
-    return Data(inputs, inputs, whole.targets, exists & (place >= prompts[:, None]), exists)
+    mask = exists & (place >= prompts[:, None])
+    return Data(inputs, inputs, np.where(mask, whole.targets, UNREAD), mask, exists)
 
 
 KEYS = ("key/kernel",)

@@ -26,7 +26,7 @@ def accumulated_training(
     Each group runs ``(loss / every).backward()`` per micro-batch, then one step. The last group
     may be incomplete: it divides by the micro-batches that it has. With ``loss_terms`` a
     micro-batch weighs its share of the group's terms instead, which is the gradient of the big
-    batch also where micro-batches differ.
+    batch also where micro-batches differ; one without any terms is not run.
 
     Args:
         model: Trained in place.
@@ -53,7 +53,7 @@ def accumulated_training(
         total = 0.0
         for micro_batch, weight in zip(group, _weights(group, loss_terms)):
             if weight == 0:
-                continue  # its mean loss is 0 / 0
+                continue  # its mean is 0 / 0, and NaN times a weight of 0 is NaN
             scaled = loss(model, micro_batch) * weight
             scaled.backward()
             total = total + scaled.detach()

@@ -90,6 +90,25 @@ def test_uneven_micro_batches_weigh_their_loss_terms():
     assert losses == pytest.approx(big, rel=1e-12)
 
 
+def masked_loss(model, batch):
+    x, y, mask = batch
+    return ((model(x) - y).square() * mask).sum() / mask.sum()
+
+
+def test_micro_batch_without_loss_terms_changes_nothing():
+    batches = [(x, y, torch.ones(2, 1)) for x, y in micro_batches([2, 2])]
+    masked = (X[4:6], Y[4:6], torch.zeros(2, 1))  # its loss is 0 / 0
+    found = []
+    for group in (batches, [batches[0], masked, batches[1]]):
+        model, steps = build()
+        options = {"every": len(group), "loss_terms": lambda batch: int(batch[2].sum())}
+        losses = list(accumulated_training(model, steps, masked_loss, group, **options))
+        found.append((losses, model))
+    assert found[1][0] == found[0][0]
+    assert_same_model(found[1][1], found[0][1])
+    assert torch.isfinite(found[0][1][0].weight).all()
+
+
 def test_means_of_uneven_means_are_another_step():
     model, steps = build()
     list(accumulated_training(model, steps, loss, micro_batches([5, 1, 2]), every=3))

@@ -1,9 +1,8 @@
 """Collect factors with hooks, in one backward pass, and leave nothing behind."""
 
 import functools
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -66,11 +65,49 @@ def collect_factors(
         >>> factors[""].a[-1]
         tensor([0.5000, 0.5000, 1.0000])
     """
+    options = {"sharing": sharing, "bias": bias, "mask": mask}
     modules = find_layers(model, layers)
-    found: dict[str, list[LayerFactors]] = defaultdict(list)
+    try:
+        return _one_pass(model, loss, batch, modules, gram_dtype=gram_dtype, keep=keep, **options)
+    finally:
+        release_cache()
+
+
+def stream_factors(
+    model: nn.Module, loss: Loss, batch: Any, *, layers: str | None = None, **options: Any
+) -> Iterator[tuple[str, LayerFactors]]:
+    """The factors of one layer at a time: a pass for each, and one layer's factors alive.
+
+    The numbers of :func:`collect_factors`, as long as ``loss`` gives the same value in every
+    pass: sampled targets need a seed (:func:`fisher_loss`), dropout must be off. The cache is
+    emptied once, after the last pass.
+
+    Yields:
+        ``(module name, factors)``, in the order of the modules.
+    """
+    try:
+        for name, module in find_layers(model, layers).items():
+            yield from _one_pass(model, loss, batch, {name: module}, **options).items()
+    finally:
+        release_cache()
+
+
+def _one_pass(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    modules: Mapping[str, nn.Module],
+    *,
+    sharing: Sharing = "expand",
+    bias: Bias = "joint",
+    mask: torch.Tensor | None = None,
+    gram_dtype: torch.dtype | None = None,
+    keep: torch.dtype | None = None,
+) -> dict[str, LayerFactors]:
     form = functools.partial(
         form_factors, sharing=sharing, bias=bias, mask=mask, gram_dtype=gram_dtype
     )
+    found: dict[str, list[LayerFactors]] = defaultdict(list)
     handles = []
     try:
         for name, module in modules.items():
@@ -82,23 +119,7 @@ def collect_factors(
         for handle in handles:
             handle.remove()
         model.zero_grad(set_to_none=True)
-        release_cache()
     return {name: _add_uses(name, uses, sharing) for name, uses in found.items()}
-
-
-def stream_factors(
-    model: nn.Module, loss: Loss, batch: Any, *, layers: str | None = None, **options: Any
-) -> Iterator[tuple[str, LayerFactors]]:
-    """The factors of one layer at a time: a pass for each, and one layer's factors alive.
-
-    The numbers of :func:`collect_factors`, as long as ``loss`` gives the same value in every
-    pass: sampled targets need a seed (:func:`fisher_loss`), dropout must be off.
-
-    Yields:
-        ``(module name, factors)``, in the order of the modules.
-    """
-    for name in find_layers(model, layers):
-        yield from collect_factors(model, loss, batch, layers=re.escape(name), **options).items()
 
 
 def to_host(factor: torch.Tensor, keep: torch.dtype | None) -> torch.Tensor:

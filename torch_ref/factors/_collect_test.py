@@ -156,6 +156,17 @@ def test_cache_is_emptied_once_after_a_pass(mlp, monkeypatch):
     assert_clean(model)
 
 
+def test_streaming_empties_the_cache_once_after_the_last_layer(tokens, monkeypatch):
+    model, batch = tokens
+    emptied = []
+    monkeypatch.setattr(collect_module, "release_cache", lambda: emptied.append(True))
+    assert [emptied[:] for _ in stream_factors(model, LOSS, batch)] == [[]] * 5
+    assert emptied == [True]
+    next(stream := stream_factors(model, LOSS, batch))
+    stream.close()  # also where it is left early
+    assert emptied == [True, True]
+
+
 def test_no_graph_and_no_activation_outlive_the_pass(mlp):
     model, batch = mlp
     alive = []

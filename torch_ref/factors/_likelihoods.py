@@ -67,20 +67,23 @@ def fisher_loss(
     Returns:
         ``loss(model, batch)`` with ``batch`` either ``(inputs, targets)`` or
         ``(inputs, targets, mask)``, the mask nonzero where a loss term counts. Mappings of
-        inputs are given as keywords; of an output with ``logits`` these are taken.
+        inputs are given as keywords; of an output with ``logits`` these are taken. Targets of
+        masked terms may be anything (-100, NaN); a mask that keeps no term gives 0.
     """
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        inputs, targets, *mask = batch
+        inputs, targets, *masks = batch
         outputs = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
         outputs = getattr(outputs, "logits", outputs)
         if fisher == "sampled":
             generator = torch.Generator(outputs.device).manual_seed(seed)
             targets = likelihood.sample(outputs.detach(), generator)
-        terms = likelihood.terms(outputs, targets)
-        if not mask:
-            return terms.mean()
-        counts = mask[0].to(terms.dtype)
-        return (terms * counts).sum() / counts.sum()
+        if not masks:
+            return likelihood.terms(outputs, targets).mean()
+        kept = masks[0].bool()
+        axes = targets.ndim - kept.ndim  # beyond one entry per term
+        targets = targets.masked_fill(~kept.reshape(*kept.shape, *[1] * axes), 0)
+        terms = likelihood.terms(outputs, targets).masked_fill(~kept, 0)
+        return terms.sum() / kept.sum().clamp(min=1)
 
     return loss

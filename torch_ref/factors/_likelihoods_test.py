@@ -60,6 +60,38 @@ def test_masked_terms_are_in_no_sum_and_no_count():
     )
 
 
+@pytest.mark.parametrize(
+    ("likelihood", "targets", "garbage"),
+    [
+        (Categorical(), torch.tensor([[0, 1, 3], [2, 2, 0]]), -100),
+        (Gaussian(), OUTPUTS.sin(), torch.nan),
+        (Bernoulli(), (OUTPUTS.cos() > 0).double(), torch.nan),
+    ],
+)
+def test_targets_of_masked_terms_may_be_anything(likelihood, targets, garbage):
+    mask = torch.tensor([[True, False, True], [False, False, True]])
+    unread = targets.clone()
+    unread[~mask] = garbage
+    found = []
+    for y in (targets, unread):
+        outputs = OUTPUTS.clone().requires_grad_()
+        loss = fisher_loss(likelihood)(nn.Identity(), (outputs, y, mask))
+        loss.backward()
+        found.append((loss.detach(), outputs.grad))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    assert found[0][1][mask].all() and not found[0][1][~mask].any()
+    torch.testing.assert_close(found[0][0], likelihood.terms(OUTPUTS, targets)[mask].mean())
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+def test_mask_that_keeps_no_term_gives_zero_and_no_gradient(fisher):
+    outputs = OUTPUTS.clone().requires_grad_()
+    loss = fisher_loss(Categorical(), fisher=fisher)
+    value = loss(nn.Identity(), (outputs, torch.full((2, 3), -100), torch.zeros(2, 3)))
+    value.backward()
+    assert value.item() == 0 and not outputs.grad.any()
+
+
 def test_samples_depend_on_the_seed_alone():
     x, y = torch.zeros(50, 3), torch.zeros(50, dtype=torch.long)
 

@@ -7,10 +7,9 @@ def fits_on_device(matrix: torch.Tensor, free_bytes: int) -> bool:
     """Whether three times the matrix is at most half of the free memory, in bytes.
 
     The solver needs about three matrices beside the input; the other half stays for what runs
-    next to it.
+    next to it. A stack counts whole: it is sent, and comes back, in one piece.
     """
-    n = matrix.shape[-1]
-    return 3 * n * n * matrix.element_size() <= free_bytes // 2
+    return 3 * matrix.numel() * matrix.element_size() <= free_bytes // 2
 
 
 def free_bytes(device: torch.device) -> int:

@@ -101,6 +101,9 @@ def test_three_matrices_must_fit_into_half_of_what_is_free():
     matrix = torch.zeros(10, 10)  # 400 bytes
     assert fits_on_device(matrix, 2 * 3 * 400)
     assert not fits_on_device(matrix, 2 * 3 * 400 - 2)
+    stack = matrix.expand(5, 10, 10)
+    assert fits_on_device(stack, 5 * 2 * 3 * 400)
+    assert not fits_on_device(stack, 5 * 2 * 3 * 400 - 2)
 
 
 class Solver:

@@ -52,7 +52,11 @@ def diagnose(model: nn.Module, inputs: torch.Tensor | None = None) -> dict[str, 
 
     Args:
         model: With adapters.
-        inputs: A batch, for the saturated fraction: one forward pass over it.
+        inputs: A batch, for the saturated fraction: one forward pass over it in evaluation
+            mode, so without dropout, and running statistics stay as they are.
+
+    Raises:
+        ValueError: ``inputs`` reach some of the layers not at all, by name.
     """
     found = {}
     for name, params in _active(model).items():
@@ -77,11 +81,16 @@ def _saturated(model: nn.Module, inputs: torch.Tensor) -> dict[str, float]:
             seen.append((phi.squashed(args[0]).abs() > SATURATED).flatten())
 
         hooks.append(params.register_forward_pre_hook(see))
+    training = {module: module.training for module in model.modules()}
     try:
-        model(inputs)
+        model.eval()(inputs)
     finally:
         for hook in hooks:
             hook.remove()
+        for module, mode in training.items():
+            module.training = mode
+    if unreached := [name for name, seen in over.items() if not seen]:
+        raise ValueError(f"the model does not call {unreached}, so no value there saturates")
     return {name: torch.cat(seen).double().mean().item() for name, seen in over.items()}
 
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from torch_ref.lslora import Config, adapted_layers, attach, diagnose, fourier_loss, set_active
@@ -61,6 +62,44 @@ def test_saturated_fraction_counts_the_values_where_tanh_is_flat(model, x):
         middle = z.sort().values[4:6].mean()
         layer.fourier_params["default"].sigma.copy_(-middle / math.atanh(0.95))
     assert diagnose(model, x)["blocks.0.q_proj/default"].saturated == 0.5
+
+
+class InTraining(nn.Module):
+    """Everything that differs in training, before a layer that is adapted."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.up = nn.Linear(4, 6)
+        self.unused = nn.Linear(4, 6)
+
+    def forward(self, x):
+        return self.up(self.drop(self.norm(x)))
+
+
+def test_saturated_fraction_is_of_evaluation_and_leaves_the_model_in_training(x):
+    model = InTraining()
+    attach(model, Config("up", dropout=0.5, init_sigma=0.1))
+    with torch.no_grad():
+        adapted_layers(model)["up"].lora_B["default"].weight.normal_()
+    model.drop.eval()  # as a user may have it
+    modes = {name: module.training for name, module in model.named_modules()}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = [diagnose(model, x) for _ in range(2)]
+    assert found[0] == found[1]
+    assert modes == {name: module.training for name, module in model.named_modules()}
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert diagnose(model.eval(), x) == found[0]
+
+
+def test_adapted_layer_that_is_not_called_is_named_and_the_mode_restored(x):
+    model = InTraining()
+    attach(model, Config("up|unused"))
+    assert len(diagnose(model)) == 2
+    with pytest.raises(ValueError, match=r"does not call \['unused/default'\]"):
+        diagnose(model, x)
+    assert all(module.training for module in model.modules())
 
 
 def test_plain_lora_has_nothing_to_diagnose_or_regularise(model):

@@ -23,11 +23,13 @@ class Duplicate(NamedTuple):
 def find_duplicates(
     tensors: Mapping[str, torch.Tensor], *, min_bytes: int = 1 << 20
 ) -> list[Duplicate]:
-    """Tensors with equal values in different memory, whatever their dtypes and devices.
+    """Tensors with equal values in different memory, on whatever devices.
 
     A float32 copy of a bfloat16 tensor, and the other way round, are duplicates: values are
-    compared in the coarser of both dtypes. Tensors that share memory are one. A tensor whose
-    entries are all equal (a fresh bias, the scale of a normalisation) says nothing.
+    compared in the coarser of both dtypes, and NaN equals NaN. Of other dtypes only the same
+    one is compared: a mask is no copy of the numbers it is equal to. Tensors that share memory
+    are one. A tensor whose entries are all equal (a fresh bias, the scale of a normalisation)
+    says nothing.
 
     Args:
         tensors: By name, of one model or of several holders together. :func:`live_tensors`
@@ -53,7 +55,7 @@ def find_duplicates(
             (name, first), *rest = same_shape
             equal = [(n, t) for n, t in rest if _equal(first, t)]
             same_shape = [(n, t) for n, t in rest if not any(n == m for m, _ in equal)]
-            if equal and not bool((first == first.flatten()[0]).all()):
+            if equal and not _equal(first, first.flatten()[0].expand_as(first)):
                 sizes = sorted(_bytes(t) for _, t in [(name, first), *equal])
                 found.append(Duplicate((name, *(n for n, _ in equal)), sum(sizes[1:])))
     return sorted(found, key=lambda d: -d.wasted_bytes)
@@ -72,8 +74,12 @@ def live_tensors() -> dict[str, torch.Tensor]:
 
 
 def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    dtype = min(first.dtype, second.dtype, key=lambda d: d.itemsize)
-    return torch.equal(first.cpu().to(dtype), second.cpu().to(dtype))
+    dtypes = first.dtype, second.dtype
+    if dtypes[0] != dtypes[1] and not all(d.is_floating_point for d in dtypes):
+        return False
+    dtype = min(dtypes, key=lambda d: d.itemsize)
+    one, other = first.cpu().to(dtype), second.cpu().to(dtype)
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -24,8 +24,29 @@ def test_copies_are_found_across_dtypes_and_shared_memory_is_none():
     assert found.wasted_bytes == 48 + 48  # all but the smallest
 
 
-def test_constants_are_no_copies():
-    assert find_duplicates({"bias": torch.zeros(8), "other": torch.zeros(8)}, min_bytes=1) == []
+@pytest.mark.parametrize("value", [0.0, torch.inf, torch.nan])
+def test_constants_are_no_copies(value):
+    tensors = {"bias": torch.full((8,), value), "other": torch.full((8,), value)}
+    assert find_duplicates(tensors, min_bytes=1) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copy_that_holds_a_nan_and_infinities_is_found(dtype):
+    weight = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf])
+    tensors = {"model": weight, "copy": weight.to(dtype, copy=True)}
+    assert len(find_duplicates(tensors, min_bytes=1)) == 1
+    tensors["copy"][1] = 2.0  # a NaN equals nothing else
+    assert find_duplicates(tensors, min_bytes=1) == []
+
+
+def test_tensors_of_another_meaning_are_no_copies():
+    z = torch.tensor([-1.5, 1.0, 3.7])
+    whole = torch.tensor([1, 0, 256])
+    pairs = [(z > 0, z.relu()), (z.to(torch.int8), z), (whole > 0, whole)]
+    pairs += [(whole.to(torch.int8), whole)]  # where 256 becomes 0
+    for first, second in pairs:
+        assert find_duplicates({"first": first, "second": second}, min_bytes=1) == []
+    assert len(find_duplicates({"ids": whole, "copy": whole.clone()}, min_bytes=1)) == 1
 
 
 def test_small_tensors_are_not_looked_at():
