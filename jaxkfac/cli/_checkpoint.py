@@ -18,6 +18,7 @@ from jaxkfac.interception._paths import leaves_by_path, with_leaves
 
 PyTree = Any
 _SHOWN = 12
+DATA_CRC = "data_crc32"  # beside a config's options: what they cannot say of the data
 
 
 class Checkpoint(NamedTuple):
@@ -25,7 +26,7 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         leaves: ``{path: array}`` of the parameters and the optimizer's state.
-        config: The experiment, as plain values.
+        config: The experiment, as plain values; where they may change, ``DATA_CRC`` of the data.
         optimizer: ``"kfac"`` or ``"adamw"``.
         records: What the run has measured so far, as plain values.
         step: Updates made.
@@ -138,7 +139,11 @@ def check_output(output: Path, folders: Sequence[Path], *, resume: bool, overwri
     Raises:
         ValueError: there is a run, and neither ``resume`` nor ``overwrite`` was asked for; or
             both were.
+        NotADirectoryError: ``output`` is a file, or lies below one.
     """
+    held = next(path for path in (output, *output.parents) if path.exists())
+    if not held.is_dir():
+        raise NotADirectoryError(f"--output {output}: {held} is a file, and no folder can be there")
     if resume and overwrite:
         raise ValueError("--resume continues and --overwrite starts over: give one of them")
     for folder in folders:
@@ -192,6 +197,8 @@ def _option_differences(
         was, want = stored.get(name), wanted.get(name)
         if isinstance(was, dict) and isinstance(want, dict):
             yield from _option_differences(was, want, ignored, f"{prefix}{name}.")
+        elif was != want and name == DATA_CRC:
+            yield f"the data have changed: CRC-32 {was} in the checkpoint, {want} now"
         elif was != want:
             yield f"option {prefix}{name}: {was} in the checkpoint, {want} requested"
 

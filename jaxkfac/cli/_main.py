@@ -109,7 +109,7 @@ def _dispatch(words: list[str]) -> int:
             run_doctor(arguments)
     except KeyboardInterrupt:
         return 130
-    except (JaxkfacError, ValueError, FileNotFoundError) as error:
+    except (JaxkfacError, ValueError, OSError) as error:
         if "--debug" in words:
             raise
         return _fail(str(error))

@@ -81,6 +81,16 @@ def test_a_wrong_option_is_explained_in_a_line_with_code_2(
     assert not list(tmp_path.rglob("*.json"))
 
 
+@pytest.mark.parametrize("command", ["train", "finetune"])
+@pytest.mark.parametrize("below", ["", "/x"])
+def test_an_output_that_cannot_be_a_folder_is_explained_in_a_line(command, below, capsys, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    assert main([command, "--output", f"{file}{below}"]) == 2
+    captured = capsys.readouterr()
+    assert f"{file} is a file" in captured.err and "Traceback" not in captured.err
+
+
 def test_what_finetune_needs_is_named_before_anything_is_loaded(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     assert main(["finetune", "--output", str(tmp_path / "out")]) == 2

@@ -40,7 +40,17 @@ Adapters = Mapping[str, Any]
 
 
 def only_adapters(adapters: Adapters) -> dict[str, Adapter]:
-    """The adapters of a tree, without the parameters that are trained whole."""
+    """The adapters of a tree, without the parameters that are trained whole.
+
+    Raises:
+        TypeError: it is no tree of adapters, but a bank or nothing.
+    """
+    if not isinstance(adapters, Mapping):
+        raise TypeError(
+            "adapters: expected {layer: Adapter}, as jk.lslora.init returns it, got "
+            f"{type(adapters).__name__} (the base model alone: {{}}; one adapter out of a bank: "
+            "bank.get(name, config))"
+        )
     return {name: x for name, x in adapters.items() if isinstance(x, Adapter)}
 
 

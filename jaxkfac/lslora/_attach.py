@@ -136,9 +136,11 @@ class Adapted:
         absent = [n for n in names or () if traced is None or n not in traced.table]
         if traced is None or absent:
             every = self.traced(params, inputs, key).table
+            reasons = [f"{path} {why}" for path, why in every.uncovered if path in absent]
+            near = f"the nearest names are {nearest(absent[0], every)}"
             raise UnknownLayerError(
-                f"adapters of {absent}, and the model has no such layers; the nearest names are "
-                f"{nearest(absent[0], every)}"
+                f"adapters of {absent}, and the model has no such layers; "
+                + ("; ".join(reasons) or near)
             )
         if not traced.holds_tracers:
             self._traces[known] = traced

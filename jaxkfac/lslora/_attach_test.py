@@ -1,6 +1,7 @@
 """The adapted model: what it computes, what it trains, what it refuses."""
 
 import functools
+import inspect
 import operator
 
 import jax
@@ -14,6 +15,7 @@ from jaxkfac._errors import UncoveredParameterError, UnknownLayerError
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
 from jaxkfac.interception import find_layers, from_nnx
 from jaxkfac.lslora import Adapter, Config, attach, init, stack
+from jaxkfac.lslora._adapter import only_adapters
 
 X = jax.random.normal(jax.random.key(1), (3, 5, 4))
 
@@ -295,6 +297,16 @@ def test_modules_to_save_replace_the_base_parameters_and_are_trained():
     np.testing.assert_allclose(grads["params/head/bias"], np.full(3, 3.0))
 
 
+def test_adapters_on_the_host_are_read_outside_jit():
+    params = {"w": jnp.linspace(-1, 1, 12).reshape(4, 3)}
+    config, fn = Config(rank=2, target="w"), lambda p, x: x @ p["w"]
+    adapters = moved(init(config, fn, params, X, key=jax.random.key(0)))
+    adapted = attach(fn, config)
+    np.testing.assert_array_equal(
+        adapted(params, jax.device_get(adapters), X), adapted(params, adapters, X)
+    )
+
+
 def test_what_does_not_fit_is_named():
     apply, params, config, adapters = linen()
     name = "params/layers/q_proj/kernel"
@@ -310,6 +322,13 @@ def test_what_does_not_fit_is_named():
     plain = {name: adapters[name]._replace(coefficients=None, sigma=None)}
     with pytest.raises(ValueError, match="no coefficients, and fourier_placement is 'output'"):
         adapted(params, plain, X)
+    row = {"w": Adapter(jnp.ones((4, 2)), jnp.ones((2, 3)), None, None)}
+    plain_config = Config(rank=2, fourier_placement="none")
+    with pytest.raises(UnknownLayerError, match="no such layers; w has the example axis lost at"):
+        attach(lambda p, x: x @ p["w"], plain_config)({"w": jnp.ones((4, 3))}, row, X[0, 0])
+    for other, name_of in ((None, "NoneType"), (stack({"a": {name: adapters[name]}}), "Bank")):
+        with pytest.raises(TypeError, match=f"expected {{layer: Adapter}}.*got {name_of}"):
+            inspect.unwrap(only_adapters)(other)  # without the type hook, which comes first here
     with pytest.raises(UnknownLayerError, match="whole parameter 'params/haed/bias'"):
         adapted(params, {"params/haed/bias": jnp.zeros(3)}, X)
     bank = stack({"a": {name: adapters[name]}})

@@ -166,6 +166,29 @@ class Bank:
         """Adapters for the engine: one slot's, or all with the slot of each example.
 
         Raises:
+            ValueError: as :meth:`check_index`.
+        """
+        self.check_index(index)
+        index = jnp.asarray(index)
+        off = jnp.take(self.enabled, jnp.maximum(index, 0), mode="fill") <= 0  # NaN beyond the bank
+        index = jnp.where(off, -1, index)
+        if index.ndim:
+            return self.adapters, index
+        on, slot = index >= 0, jnp.maximum(index, 0)
+
+        def quiet(x: Any) -> Any:
+            return None if x is None else jnp.where(on, x, jnp.zeros((), x.dtype))
+
+        found = {}
+        for name, held in self.adapters.items():
+            one = pick_slot(held, slot)
+            found[name] = one._replace(b=quiet(one.b), coefficients=quiet(one.coefficients))
+        return found, None
+
+    def check_index(self, index: Any) -> None:
+        """Refuse what does not choose slots; how far a traced index reaches is not known.
+
+        Raises:
             ValueError: no index, an index that is no integer, or one beyond the bank.
         """
         if index is None:
@@ -182,21 +205,6 @@ class Bank:
             raise ValueError(
                 f"adapter={index.tolist()}: expected indices from -1 to {len(self) - 1}"
             )
-        index = jnp.asarray(index)
-        off = jnp.take(self.enabled, jnp.maximum(index, 0), mode="fill") <= 0  # NaN beyond the bank
-        index = jnp.where(off, -1, index)
-        if index.ndim:
-            return self.adapters, index
-        on, slot = index >= 0, jnp.maximum(index, 0)
-
-        def quiet(x: Any) -> Any:
-            return None if x is None else jnp.where(on, x, jnp.zeros((), x.dtype))
-
-        found = {}
-        for name, held in self.adapters.items():
-            one = pick_slot(held, slot)
-            found[name] = one._replace(b=quiet(one.b), coefficients=quiet(one.coefficients))
-        return found, None
 
     def _check_config(self, config: Config | None) -> None:
         if self.scaled != (config is not None):

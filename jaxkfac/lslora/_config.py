@@ -36,7 +36,7 @@ class Config:
 
     Attributes:
         rank: $r$, the width of the bottleneck.
-        alpha: See above.
+        alpha: See above; not 0, which a bank could not divide by again.
         target: Which layers: a full-match pattern over layer names (paths of kernels), a tuple
             of suffixes of them with or without the last component (``("q_proj", "v_proj")``),
             or ``"all-linear"``, every dense layer.
@@ -56,6 +56,8 @@ class Config:
 
     Raises:
         ValueError: a value out of its range, or a pattern that is no regular expression.
+
+    Numbers of NumPy or JAX become Python's, so that they can be saved.
 
     Example:
         >>> import jaxkfac.lslora
@@ -79,19 +81,23 @@ class Config:
     experts: str | None = None
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
         if self.fourier_placement not in get_args(Placement):
             raise ValueError(
                 f"fourier_placement={self.fourier_placement!r}: expected one of "
                 f"{get_args(Placement)}"
             )
         for rank in (self.rank, *self.rank_pattern.values()):
-            if rank < 1:
-                raise ValueError(f"rank={rank}: expected at least 1")
+            if not isinstance(rank, int) or rank < 1:
+                raise ValueError(f"rank={rank}: expected at least 1, a whole number")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}: expected a probability in [0, 1)")
-        for name in ("alpha", "reg_weight"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)}: expected a finite number")
+        for alpha in (self.alpha, *self.alpha_pattern.values()):
+            if not math.isfinite(alpha) or alpha == 0:
+                raise ValueError(f"alpha={alpha}: expected a finite number other than 0")
+        if not math.isfinite(self.reg_weight):
+            raise ValueError(f"reg_weight={self.reg_weight}: expected a finite number")
         _check_sigma(self.init_sigma)
         if self.target == () or self.target == "":
             raise ValueError("target is empty: name the layers, or say 'all-linear'")
@@ -126,6 +132,15 @@ class Config:
 
 def _first_match(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
     return next((v for p, v in patterns.items() if re.fullmatch(p, layer)), default)
+
+
+def _plain(value: Any) -> Any:
+    """A value without scalars of NumPy or JAX, at any depth."""
+    if isinstance(value, RmsSigma):
+        return RmsSigma(_plain(value.factor))
+    if isinstance(value, Mapping):
+        return {key: _plain(x) for key, x in value.items()}
+    return value.item() if hasattr(value, "item") else value
 
 
 def _check_sigma(sigma: Number | RmsSigma) -> None:

@@ -51,6 +51,9 @@ def diagnose(
     Returns:
         ``{layer: Diagnosis}``.
 
+    Raises:
+        ValueError: the batch is empty.
+
     Example:
         >>> import jax.numpy as jnp, jaxkfac.lslora as lslora
         >>> adapter = lslora.Adapter(

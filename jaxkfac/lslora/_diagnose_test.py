@@ -54,3 +54,5 @@ def test_the_saturated_fraction_is_that_of_the_batch():
     found = diagnose(adapters, attach(fn, config), {"scan": jnp.zeros((2, 4, 4))}, x)
     # First slice: z = 2, 0.2 and 0 over sigma = 0.5; tanh(4) > 0.95. Second: sigma = 4.
     np.testing.assert_allclose(found["scan"].saturated, [1 / 3, 0], rtol=1e-6)
+    with pytest.raises(ValueError, match="got one without examples"):
+        diagnose(adapters, attach(fn, config), {"scan": jnp.zeros((2, 4, 4))}, x[:0])

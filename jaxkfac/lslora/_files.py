@@ -49,7 +49,8 @@ def save(
 
     Raises:
         ValueError: a name that cannot be used, two slices with one module name, values that are
-            not finite, or plain LoRA in the dialect ``"lslora"``.
+            not finite, adapters of another rank or placement than ``config``'s, or plain LoRA in
+            the dialect ``"lslora"``.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -65,6 +66,8 @@ def save(
     check_names([name])
     if dialect not in ("lslora", "peft"):
         raise ValueError(f"dialect={dialect!r}: expected 'lslora' or 'peft'")
+    for layer, adapter in only_adapters(adapters).items():
+        _check_settings(layer, adapter, config)
     modules = {n: _modules(n, x.a.shape[:-2], names) for n, x in only_adapters(adapters).items()}
     whole = {path: whole_name(path) for path in adapters.keys() - modules.keys()}
     tensors = _to_tensors(adapters, modules, whole)
@@ -153,7 +156,27 @@ def load(
         key, transposed = whole_name(path)
         x = tensors[PREFIX + key]
         adapters[path] = jnp.asarray(x.T if transposed else x)
-    return adapters, from_record(record, modules, list(whole))
+    try:
+        return adapters, from_record(record, modules, list(whole))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{adapter_folder(folder, name) / CONFIG}: {error}") from error
+
+
+def _check_settings(layer: str, adapter: Adapter, config: Config) -> None:
+    linear = config.fourier_placement == "none"
+    if adapter.is_linear != linear:
+        have = "no coefficients" if adapter.is_linear else "coefficients"
+        raise ValueError(
+            f"layer {layer!r}: the adapter has {have}, and fourier_placement is "
+            f"{config.fourier_placement!r}; save it with the config that it was made with"
+        )
+    rank, said = adapter.a.shape[-1], config.rank_of(layer)
+    if rank != said:
+        raise ValueError(
+            f"layer {layer!r}: the adapter has rank {rank}, and the config says {said}, which its "
+            "scaling is made from; save it with the config that it was made with (one out of a "
+            "bank: bank.get(name, config))"
+        )
 
 
 def _modules(layer: str, stack: tuple[int, ...], names: ModuleNames) -> list[str]:

@@ -1,5 +1,6 @@
 """Adapters come back from disk as they were, and what does not fit is named."""
 
+import dataclasses
 import json
 
 import jax
@@ -10,7 +11,19 @@ import pytest
 import safetensors.numpy
 
 from jaxkfac._errors import CheckpointMismatchError
-from jaxkfac.lslora import Config, RmsSigma, attach, fourier_loss, init, load, save
+from jaxkfac.lslora import (
+    Config,
+    RmsSigma,
+    as_fourier,
+    attach,
+    fourier_loss,
+    fuse,
+    init,
+    load,
+    save,
+    split,
+    stack,
+)
 from jaxkfac.lslora._names import module_name
 
 KEY = jax.random.key(0)
@@ -37,6 +50,8 @@ CONFIG = Config(
     modules_to_save="head/.*",
     experts="none",
 )
+
+WIDE, PLAIN = {"rank_pattern": {".*": 3}}, {"fourier_placement": "none"}
 
 
 def fn(p, x):
@@ -242,8 +257,40 @@ def test_damaged_files_and_configs_of_something_else_are_refused(tmp_path):
     changed(tmp_path, None, use_dora=True, bias="all")
     with pytest.raises(ValueError, match=r"not supported: {'use_dora': True, 'bias': 'all'}"):
         load(tmp_path)
+    text.write_text(record)
+    own = json.loads(record)["jaxkfac"]
+    del own["init_sigma"], own["experts"]
+    changed(tmp_path, None, jaxkfac=own)
+    with pytest.raises(
+        ValueError, match=r"config.json lacks \['jaxkfac.experts', 'jaxkfac.init_sigma'\]"
+    ):
+        load(tmp_path)
+    for wrong in ({"r": 0}, {"lora_alpha": "much"}):
+        text.write_text(record)
+        changed(tmp_path, None, **wrong)
+        with pytest.raises(ValueError, match=r"adapter_config.json: "):
+            load(tmp_path)
     with pytest.raises(FileNotFoundError, match="no adapter in"):
         load(tmp_path, name="absent")
+
+
+def test_damaged_metadata_is_named_with_its_file(tmp_path):
+    config = Config(rank=2, target=("mlp",))
+    save(tmp_path, adapters_of(config), config)
+    file = tmp_path / "adapter_model.safetensors"
+    stored = safetensors.numpy.load_file(file)
+    shapes = [[2, 6, 2], [2, 2, 4]]
+    for damaged in (
+        "{",
+        "[]",
+        json.dumps({"whole": {}}),
+        json.dumps({"layers": {"mlp": shapes}, "whole": {}}),
+        json.dumps({"layers": {"mlp": [*shapes, ["layers.0.mlp"]]}, "whole": {}}),
+        json.dumps({"layers": {}}),
+    ):
+        safetensors.numpy.save_file(stored, file, metadata={"jaxkfac": damaged})
+        with pytest.raises(ValueError, match=r"adapter_model.safetensors is damaged: metadata"):
+            load(tmp_path)
 
 
 def test_nan_is_neither_written_nor_read(tmp_path):
@@ -263,6 +310,35 @@ def test_nan_is_neither_written_nor_read(tmp_path):
     safetensors.numpy.save_file(stored, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=r"NaN or infinity in .*layers.0.mlp.fourier_params"):
         load(tmp_path, like=adapters)
+
+
+def test_adapters_that_the_config_contradicts_are_not_written(tmp_path):
+    config = Config(rank=2, target=("mlp",))
+    adapters = adapters_of(config)
+    wide, plain = (dataclasses.replace(config, **x) for x in (WIDE, PLAIN))
+    with pytest.raises(ValueError, match=r"layer 'layers/mlp/kernel': .* rank 2, .* says 3"):
+        save(tmp_path, adapters, wide)
+    with pytest.raises(ValueError, match=r"layer 'layers/mlp/kernel': .* has coefficients, .*none"):
+        save(tmp_path, adapters, plain, dialect="peft")
+    with pytest.raises(ValueError, match="has no coefficients, and fourier_placement is 'output'"):
+        save(tmp_path, adapters_of(plain), config)
+    assert not list(tmp_path.iterdir())
+
+
+def test_adapters_out_of_a_bank_split_fused_and_started_warm_are_written(tmp_path):
+    config = Config(rank=2, target=("mlp",))
+    wide, plain = (dataclasses.replace(config, **x) for x in (WIDE, PLAIN))
+    configs = {"a": config, "b": wide, "c": plain}
+    each = {name: adapters_of(c) for name, c in configs.items()}
+    bank = stack(each, configs)
+    for name, own in configs.items():
+        save(tmp_path, bank.get(name, own), own, name=name, dialect="peft")
+        assert load(tmp_path, name=name)[1] == own
+    parts = {"mlp": {"up": 1, "down": 3}}
+    apart = split(each["c"], plain, parts)
+    for saved in (apart, fuse(*apart, parts), as_fourier(each["c"], plain, sigma=2.0)):
+        save(tmp_path, *saved, dialect="peft")
+        assert load(tmp_path)[1] == saved[1]
 
 
 @pytest.mark.parametrize("name", ["lora", "../up", "a/b", "a.b", ""])

@@ -1,6 +1,7 @@
 """An adapter's folder: where its files lie, what their keys are, and how they are read."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,12 @@ KEYS = {
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
-    """``(record, tensors, what was added here)`` of a folder, the record checked."""
+    """``(record, tensors, what was added here)`` of a folder, checked.
+
+    Raises:
+        FileNotFoundError: there is no adapter.
+        ValueError: one of its files is damaged, or of something else; named.
+    """
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"no adapter in {folder}: it has no {CONFIG}")
     try:
@@ -32,7 +38,17 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], An
         raise ValueError(f"{folder / CONFIG} is damaged: {error}") from None
     check_record(record, str(folder / CONFIG))
     tensors, metadata = read_tensors(folder / TENSORS)
-    return record, tensors, json.loads(metadata[OWN]) if OWN in metadata else None
+    if OWN not in metadata:
+        return record, tensors, None
+    try:
+        own = json.loads(metadata[OWN])
+        for layer, (a, b, modules) in own["layers"].items():
+            if min(len(a), len(b)) < 2 or math.prod(a[:-2]) != len(modules):
+                raise ValueError(f"layer {layer!r} has shapes {a}, {b} and modules {modules}")
+        return record, tensors, {"layers": own["layers"], "whole": dict(own["whole"])}
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder / TENSORS} is damaged: metadata {OWN!r}: {reason}") from error
 
 
 def adapter_folder(folder: Path | str, name: str) -> Path:

@@ -40,7 +40,12 @@ def measure(
 
     Returns:
         ``{layer: sums}``; zero where no output depends on a layer.
+
+    Raises:
+        ValueError: the batch is empty.
     """
+    if any(jnp.shape(x)[:1] == (0,) for x in jax.tree.leaves(inputs)):
+        raise ValueError("inputs: expected a batch to measure on, got one without examples")
 
     def handle(forms: Mapping[str, Form]) -> Handler:
         def handler(site: Site, operands: list[Any]) -> Any:

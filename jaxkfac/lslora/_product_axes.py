@@ -93,7 +93,7 @@ class ProductAxes:
         def one(name: str, leaf: Array) -> Array:
             inner = own[name]
             if index is None:
-                return leaf.reshape(*stack, *leaf.shape[leaf.ndim - inner :])
+                return jnp.asarray(leaf).reshape((*stack, *leaf.shape[leaf.ndim - inner :]))
             leaf = leaf.reshape(*stack, *leaf.shape[leaf.ndim - inner - 1 :])
             rows = index.reshape(-1, index.shape[-1])[0]
             rows = rows.reshape([self.shape[d] for d in self.examples])

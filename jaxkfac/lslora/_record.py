@@ -10,6 +10,8 @@ Dialect = Literal["lslora", "peft"]
 
 OWN = "jaxkfac"  # what PEFT has no word for; other readers pass it over
 _FOURIER = ("fourier_placement", "init_sigma", "fourier_reg_weight")
+_OWN_FIELDS = ("target", "exclude", "rank_pattern", "alpha_pattern", "modules_to_save", "experts")
+_OWN_FIELDS += ("init_sigma", "reg_weight")
 _REQUIRED = ("r", "lora_alpha", "target_modules", "lora_dropout")
 # Settings of PEFT's that change what an adapter computes, or what is in its file.
 _UNSUPPORTED = (
@@ -94,7 +96,11 @@ def check_record(record: Any, where: str) -> None:
     if kind not in ("LSLORA", "LORA"):
         raise ValueError(f"{where}: expected peft_type 'LSLORA' or 'LORA', got {kind!r}")
     required = (*_REQUIRED, *([] if is_linear(record) else _FOURIER))
-    if missing := [key for key in required if key not in record]:
+    missing = [key for key in required if key not in record]
+    if (own := record.get(OWN)) is not None:
+        held = own if isinstance(own, dict) else ()
+        missing += [f"{OWN}.{key}" for key in _OWN_FIELDS if key not in held]
+    if missing:
         raise ValueError(
             f"{where} lacks {missing}; without them it is another model than the one saved"
         )

@@ -13,7 +13,7 @@ import jax
 
 from jaxkfac.cli._loop import NonFiniteLossError, skipped_updates
 from jaxkfac.cli.finetune._options import Finetuning
-from jaxkfac.cli.finetune._problem import Problem
+from jaxkfac.cli.finetune._problem import Problem, micro_batches
 from jaxkfac.cli.finetune._step import MicroStep
 from jaxkfac.report import FinetuneRecords
 
@@ -48,18 +48,18 @@ def tune(
         NonFiniteLossError: naming the step whose loss was not finite.
     """
     micro_step = MicroStep(problem, experiment, tx)
-    micro = experiment.gradient_accumulation_steps
     before = state.records.compile_seconds, state.records.programs
     while state.step < total:
         adapters, optimizer = state.adapters, state.optimizer
         tokens = learnt = 0
         loss = penalty = 0.0
         compiled, started = micro_step.compile_seconds, time.perf_counter()
-        for number in range(state.step * micro, (state.step + 1) * micro):
+        numbers = micro_batches(experiment, problem, state.step)
+        for number in numbers:
             batch = problem.train.at(number)
             adapters, optimizer, value, pull = micro_step(adapters, optimizer, batch, number)
             loss += float(value) * batch.num_terms
-            penalty += float(pull) / micro
+            penalty += float(pull) / len(numbers)
             tokens, learnt = tokens + batch.num_tokens, learnt + batch.num_terms
         jax.block_until_ready(adapters)
         seconds = time.perf_counter() - started - (micro_step.compile_seconds - compiled)

@@ -99,7 +99,8 @@ class Finetuning:
     steps: int = 40
     """Parameter updates."""
     epochs: int | None = None
-    """Passes over the records, instead of steps."""
+    """Passes over the records, instead of steps. The last update may be of fewer micro-batches;
+    records that fill no micro-batch of batch_size rows are left out of their pass."""
     batch_size: int = 8
     """Rows of a micro-batch."""
     gradient_accumulation_steps: int = 1

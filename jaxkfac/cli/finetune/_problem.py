@@ -1,9 +1,11 @@
 """What is trained: the adapted model, its tokens, and the optimizer."""
 
+import zlib
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import jaxkfac as jk
@@ -49,6 +51,16 @@ class Problem(NamedTuple):
         return self.pretrained.tokenizer
 
     @property
+    def data_crc(self) -> str:
+        """CRC-32 of every example's ids and marks, those to learn and those to measure with."""
+        held = [] if self.validation is None else [e for row in self.validation.rows for e in row]
+        found = 0
+        for example in [*self.encoded.examples, *held]:
+            for part in (np.int64(len(example.ids)), example.ids, example.learnt):
+                found = zlib.crc32(part.tobytes(), found)
+        return f"{found:08x}"
+
+    @property
     def context(self) -> int:
         """Most tokens that the model reads."""
         return self.pretrained.config.longest
@@ -59,7 +71,8 @@ def build_problem(experiment: Finetuning, pretrained: Any, text: Text) -> Proble
 
     Raises:
         UnknownLayerError: the adapter's target matches no layer.
-        ValueError: ``max_length`` is beyond the model's context, or nothing to learn fits.
+        ValueError: ``max_length`` is beyond the model's context, nothing to learn fits, or the
+            tokenizer has tokens that the model has not.
     """
     context, tokenizer = pretrained.config.longest, pretrained.tokenizer
     if experiment.data == "elements":  # short, whatever the model is
@@ -73,10 +86,12 @@ def build_problem(experiment: Finetuning, pretrained: Any, text: Text) -> Proble
         longest = experiment.max_length
     options = {"max_length": longest, "loss_on": experiment.loss_on}
     encoded = encode_records(text.train, tokenizer, **options)
+    _check_ids(encoded, pretrained.config.vocabulary)
     train = _batches(experiment, encoded, tokenizer.pad_id, longest)
     validation = None
     if text.validation:
         held = encode_records(text.validation, tokenizer, **options)
+        _check_ids(held, pretrained.config.vocabulary)
         size = min(experiment.batch_size, len(held.examples))
         validation = TokenBatches.padded(held.examples, batch_size=size, pad_id=tokenizer.pad_id)
     config = adapter_config(experiment)
@@ -91,6 +106,15 @@ def build_problem(experiment: Finetuning, pretrained: Any, text: Text) -> Proble
     )
     adapted = jk.lslora.attach(pretrained.apply_fn, config)
     return Problem(pretrained, text, config, adapted, adapters, train, validation, encoded)
+
+
+def _check_ids(encoded: Encoded, vocabulary: int) -> None:
+    most = max(int(example.ids.max()) for example in encoded.examples)
+    if most >= vocabulary:
+        raise ValueError(
+            f"the tokenizer gives id {most}, and the model has {vocabulary} tokens: they are not "
+            "of one checkpoint; put the model's own tokenizer beside it"
+        )
 
 
 def adapter_config(experiment: Finetuning) -> Config:
@@ -138,11 +162,20 @@ def collector(experiment: Finetuning, objective: jk.Objective) -> Any:
 
 
 def total_updates(experiment: Finetuning, problem: Problem) -> int:
-    """Updates in the whole run: ``steps``, or whole epochs."""
+    """Updates in the whole run: ``steps``, or whole epochs, the last update of what is left."""
     if experiment.epochs is None:
         return experiment.steps
     micro = experiment.epochs * problem.train.per_epoch
-    return max(1, micro // experiment.gradient_accumulation_steps)
+    return -(-micro // experiment.gradient_accumulation_steps)
+
+
+def micro_batches(experiment: Finetuning, problem: Problem, update: int) -> range:
+    """Numbers of the micro-batches of an update; the last one of whole epochs may have fewer."""
+    size = experiment.gradient_accumulation_steps
+    start, stop = update * size, (update + 1) * size
+    if experiment.epochs is not None:
+        stop = min(stop, experiment.epochs * problem.train.per_epoch)
+    return range(start, stop)
 
 
 def build_optimizer(
@@ -176,7 +209,11 @@ def build_optimizer(
         )
     if experiment.clip_norm is not None:
         tx = optax.chain(optax.clip_by_global_norm(experiment.clip_norm), tx)
-    return jk.multi_steps(tx, every_k_schedule=experiment.gradient_accumulation_steps)
+    size = experiment.gradient_accumulation_steps
+    last = len(micro_batches(experiment, problem, num_updates - 1))
+    if last == size:
+        return jk.multi_steps(tx, every_k_schedule=size)
+    return jk.multi_steps(tx, lambda update: jnp.where(update < num_updates - 1, size, last))
 
 
 def _batches(experiment: Finetuning, encoded: Encoded, pad_id: int, longest: int) -> TokenBatches:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 import jaxkfac as jk
 from jaxkfac.cli._checkpoint import (
+    DATA_CRC,
     Checkpoint,
     as_config,
     check_output,
@@ -104,7 +105,8 @@ def _train(arguments: FinetuneArguments, problem: Problem, folder: Path) -> Tune
     A Ctrl-C writes a checkpoint of the last finished update before it goes on its way.
     """
     experiment = arguments.experiment
-    total, config = total_updates(experiment, problem), as_config(experiment)
+    total, options = total_updates(experiment, problem), as_config(experiment)
+    config = options | {DATA_CRC: problem.data_crc}
     tx = build_optimizer(experiment, problem, total)
     adapters = problem.adapters
     state = TuneState(adapters, tx.init(adapters), 0, FinetuneRecords())
@@ -122,7 +124,7 @@ def _train(arguments: FinetuneArguments, problem: Problem, folder: Path) -> Tune
         checkpoint = Checkpoint(leaves, config, experiment.optimizer, plain, state.step)
         save_checkpoint(folder, checkpoint)
 
-    logger = open_loggers(arguments.log, arguments.output, config=config, step=state.step)
+    logger = open_loggers(arguments.log, arguments.output, config=options, step=state.step)
     watch = _Watch(arguments, problem, logger, total)
     latest = [state]
     try:

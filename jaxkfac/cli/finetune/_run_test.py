@@ -246,6 +246,39 @@ def test_a_local_folder_is_trained_on_and_what_does_not_fit_is_said(
     assert metrics(tmp_path)["comparison"] == {}
 
 
+def test_epochs_end_with_an_update_of_what_is_left(run, plain, folder, tmp_path):
+    """Three micro-batches of four records: an update of two, and one of the third."""
+    words = ("--data", str(folder), "--questions", "0", "--samples", "0", "--max-length", "60")
+    words += ("--gradient-accumulation-steps", "2", "--epochs", "1")
+    assert run(*words) == 0
+    kept = records(tmp_path)
+    assert len(kept["losses"]) == 2
+    lines = (folder / "train.jsonl").read_text().splitlines()[:12]
+    learnt = [len(json.loads(line)["messages"][1]["content"]) + 1 for line in lines]
+    assert sum(kept["learnt"]) == sum(learnt) and kept["learnt"][1] < kept["learnt"][0]
+    moved = load_checkpoint(tmp_path / "checkpoints").leaves
+    steps = [int(x) for path, x in moved.items() if path.endswith("gradient_step")]
+    assert steps == [2]
+
+
+def test_a_resumed_run_says_that_its_data_have_changed(run, plain, folder, capsys):
+    words = ("--data", str(folder), "--questions", "0", "--samples", "0", "--max-length", "60")
+    assert run(*words, "--steps", "2") == 0
+    file = folder / "train.jsonl"
+    file.write_text(file.read_text().replace("it is 3", "it is 4"))
+    assert run(*words, "--steps", "2", "--resume") == 2
+    assert "the data have changed: CRC-32" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("name", ["train", "validation"])
+def test_ids_beyond_the_vocabulary_are_named(name, run, folder, capsys):
+    with (folder / f"{name}.jsonl").open("a") as file:
+        file.write("\n" + CHAT % ("é", "x"))
+    assert run("--data", str(folder), "--max-length", "60") == 2
+    message = "the tokenizer gives id 233, and the model has 128 tokens"
+    assert message in capsys.readouterr().err.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -40,7 +40,8 @@ def write(path: Path, about: dict[str, Any], arrays: Iterable[tuple[str, np.ndar
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise OSError(
-            error.errno, f"the service could not be saved to {path} ({reason}); what was there is"
+            error.errno,
+            f"the service could not be saved to {path} ({reason}); an older file there is as it was",
         ) from error
 
 

@@ -108,6 +108,7 @@ class DecoderConfig:
         if missing := [name for name in required if config.get(name) is None]:
             raise ValueError(f"config.json lacks {missing}")
         heads = config["num_attention_heads"]
+        window = 4096 if kind == "mistral" else None  # where the file does not say; null is none
         return cls(
             vocabulary=config["vocab_size"],
             width=config["hidden_size"],
@@ -119,7 +120,7 @@ class DecoderConfig:
             context=config["max_position_embeddings"],
             norm_epsilon=config.get("rms_norm_eps", 1e-5 if kind == "phi3" else 1e-6),
             tied_head=bool(config.get("tie_word_embeddings", False)),
-            sliding_window=config.get("sliding_window") if kind != "llama" else None,
+            sliding_window=None if kind == "llama" else config.get("sliding_window", window),
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
             rotary=Rotary.from_hugging_face(config),

@@ -42,6 +42,11 @@ def test_a_window_is_read_where_the_model_has_one():
     for kind in ("phi3", "mistral"):
         config = DecoderConfig.from_hugging_face(window | {"model_type": kind})
         assert config.sliding_window == 7
+        none = {"model_type": kind, "sliding_window": None}
+        assert DecoderConfig.from_hugging_face(window | none).sliding_window is None
+    for kind, default in (("phi3", None), ("mistral", 4096)):
+        config = DecoderConfig.from_hugging_face(LLAMA | {"model_type": kind})
+        assert config.sliding_window == default
 
 
 @pytest.mark.parametrize(

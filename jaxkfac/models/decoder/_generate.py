@@ -12,12 +12,13 @@ from jaxtyping import Array, Key, PyTree
 
 from jaxkfac._checks import at_least_one
 from jaxkfac.interception._encoded import is_encoded
+from jaxkfac.lslora import Bank
 from jaxkfac.memory import require
 from jaxkfac.models.decoder._config import DecoderConfig
 from jaxkfac.models.decoder._load import Pretrained
 from jaxkfac.models.decoder._tokens import Cached, Tokens, empty_cache
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | jax.Array | np.ndarray
 
 # Prompts are padded to a multiple of this, so that few lengths are compiled.
 _ROUND = 32
@@ -44,14 +45,16 @@ def generate(
 
     Args:
         pretrained: From :func:`load_decoder`.
-        prompt: A text, token ids (``tokenizer.chat([...])``), or a list of either.
+        prompt: A text, token ids (``tokenizer.chat([...])``; an array of integers will do), or a
+            list of either; the rows of a matrix are prompts of one length.
         max_new_tokens: The most to add.
         temperature: 0 takes the likeliest token; otherwise logits are divided by it and a
             token is drawn.
         key: For drawing.
         adapted: ``jk.lslora.attach(pretrained.apply_fn, config)``: generate with it instead.
         adapters: For ``adapted``.
-        adapter: For ``adapted`` with a bank: an index, or one for each prompt.
+        adapter: For ``adapted`` with a bank: an index, or one for each prompt; -1 is the base
+            model.
 
     Returns:
         For a text the text that was added; for ids the ids that were added, the one that ended
@@ -60,7 +63,8 @@ def generate(
     Raises:
         ValueError: a prompt without tokens, with ids beyond the vocabulary, or longer than the
             context leaves room for; a text without a tokenizer; a temperature without a key;
-            ``adapters``, or quantised parameters, without ``adapted``.
+            ``adapters``, or quantised parameters, without ``adapted``; an ``adapter`` beyond the
+            bank; logits that are not finite, so that no token is the likeliest.
         MemoryBudgetError: no room for the cache.
 
     Memory:
@@ -84,10 +88,12 @@ def generate(
             "the parameters are quantised: give adapted=jk.lslora.attach(apply_fn, config), which "
             "reads them, and adapters= (may be {})"
         )
-    if temperature < 0 or (temperature > 0 and key is None):
+    if not temperature >= 0 or (temperature > 0 and key is None):  # NaN is no temperature
         raise ValueError(f"temperature={temperature}: expected 0, or more with a key")
     if adapted is None and (adapters is not None or adapter is not None):
         raise ValueError("adapters: give adapted=jk.lslora.attach(apply_fn, config) with them")
+    if isinstance(prompt, jax.Array | np.ndarray):
+        prompt = _as_list(prompt)
     single = isinstance(prompt, str) or all(isinstance(x, int | np.integer) for x in prompt)
     prompts: Any = [prompt] if single else list(prompt)
     rows = [_ids(pretrained, x, max_new_tokens) for x in prompts]
@@ -96,8 +102,12 @@ def generate(
     dtype = params["model"]["embed_tokens"]["embedding"].dtype
     places = tokens.ids.shape[1] + max_new_tokens
     _ask_for_room(config, len(rows), places, dtype)
+    if adapter is not None and not isinstance(adapter, jax.Array):
+        adapter = np.asarray(adapter)  # one array, of which the program sees the shape alone
+    if isinstance(adapters, Bank):
+        adapters.check_index(adapter)
     operands = (params,) if adapted is None else (params, adapters, adapter)
-    new = _program(
+    new, finite = _program(
         pretrained.apply_fn if adapted is None else adapted,
         operands,
         tokens,
@@ -106,6 +116,13 @@ def generate(
         jnp.asarray(_ends(pretrained), jnp.int32),
         form=_Form(config, dtype, max_new_tokens, greedy=temperature == 0),
     )
+    if not np.all(finite):
+        wrong = np.flatnonzero(~np.asarray(finite)).tolist()
+        raise ValueError(
+            f"the logits of prompts {wrong} are not finite (NaN or infinite), so no token is the "
+            "likeliest: look for NaN in the parameters"
+            + ("" if adapted is None else " and the adapters")
+        )
     answers = [[int(i) for i in row if i >= 0] for row in np.asarray(new)]
     out = [
         _text(pretrained, ids) if isinstance(asked, str) else ids
@@ -133,8 +150,8 @@ def _program(
     ends: Array,
     *,
     form: _Form,
-) -> Array:
-    """New ids ``(B, steps)``, -1 behind the end of each answer."""
+) -> tuple[Array, Array]:
+    """New ids ``(B, steps)``, -1 behind the end of each answer; whether its logits were finite."""
     params, *adapters = operands
     rows, length = tokens.ids.shape
     assert tokens.positions is not None
@@ -158,22 +175,37 @@ def _program(
         return (step < form.steps) & ~done.all()
 
     def one_more(state: Any) -> Any:
-        step, done, ids, cache, new = state
+        step, done, ids, cache, new, finite = state
         tokens = Tokens(jnp.maximum(ids, 0)[:, None], (last + step)[:, None])
         logits, cache = run(tokens, cache)
+        finite &= done | _is_finite(logits)
         ids = jnp.where(done, -1, choose(logits, step))
         new = jax.lax.dynamic_update_slice(new, ids[:, None], (0, step))
-        return step + 1, done | _is_in(ids, ends), ids, cache, new
+        return step + 1, done | _is_in(ids, ends), ids, cache, new, finite
 
     logits, cache = run(tokens, cache)
     ids = choose(logits, jnp.zeros((), jnp.int32))
     new = jnp.full((rows, form.steps), -1, jnp.int32).at[:, 0].set(ids)
-    start = (jnp.ones((), jnp.int32), _is_in(ids, ends), ids, cache, new)
-    return jax.lax.while_loop(goes_on, one_more, start)[-1]
+    start = (jnp.ones((), jnp.int32), _is_in(ids, ends), ids, cache, new, _is_finite(logits))
+    return jax.lax.while_loop(goes_on, one_more, start)[-2:]
+
+
+def _is_finite(logits_BxV: Array) -> Array:
+    """By the largest, which is NaN where any is; -infinity may forbid a token."""
+    return jnp.isfinite(logits_BxV.max(-1))
 
 
 def _is_in(ids_B: Array, ends: Array) -> Array:
     return (ids_B[:, None] == ends).any(1)
+
+
+def _as_list(prompt: Any) -> list[Any]:
+    if not np.issubdtype(prompt.dtype, np.integer) or prompt.ndim not in (1, 2):
+        raise ValueError(
+            "prompt: expected an array of integers, one prompt or a row for each, got "
+            f"{prompt.dtype}{list(prompt.shape)}"
+        )
+    return np.asarray(prompt).tolist()
 
 
 def _ids(pretrained: Pretrained, prompt: Prompt, max_new_tokens: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,9 @@ def test_greedy_answers_are_the_argmax_of_the_full_forward():
         assert answer == by_argmax(read, prompt, 9, pretrained.params)
     assert len({tuple(answer) for answer in answers}) == 2
     assert generate(pretrained, PROMPTS[0], max_new_tokens=9) == answers[0]
+    for array in (np.asarray(PROMPTS[0]), jnp.asarray(PROMPTS[0]), jnp.asarray(PROMPTS[:1])):
+        found = generate(pretrained, array, max_new_tokens=9)
+        assert found == (answers[0] if array.ndim == 1 else answers[:1])
 
 
 def adapters_of(pretrained, config, seed):
@@ -61,11 +65,17 @@ def adapters_of(pretrained, config, seed):
     return jax.tree.map(noise, found)
 
 
-def test_adapters_answer_through_the_same_program():
+@functools.cache
+def pair():
+    """The adapted model, and two of its adapters."""
     pretrained = model()
     config = jk.lslora.Config(rank=2, alpha=4.0, target=r"model/layers/.*/kernel")
     a, b = (adapters_of(pretrained, config, seed) for seed in (1, 2))
-    adapted = jk.lslora.attach(pretrained.apply_fn, config)
+    return jk.lslora.attach(pretrained.apply_fn, config), a, b
+
+
+def test_adapters_answer_through_the_same_program():
+    pretrained, (adapted, a, b) = model(), pair()
     answers, read = {}, jax.jit(adapted)
     for name, own in (("a", a), ("b", b)):
         options = {"max_new_tokens": 5, "adapted": adapted, "adapters": own}
@@ -79,6 +89,31 @@ def test_adapters_answer_through_the_same_program():
         pretrained, PROMPTS, max_new_tokens=5, adapted=adapted, adapters=bank, adapter=rows
     )
     assert mixed == [answers["b"][0], answers["a"][1]]
+    options = {"max_new_tokens": 5, "adapted": adapted, "adapters": bank}
+    assert generate(pretrained, PROMPTS, **options, adapter=[1, 0]) == mixed
+    base = generate(pretrained, PROMPTS, max_new_tokens=5)
+    assert generate(pretrained, PROMPTS, **options, adapter=[0, -1]) == [answers["a"][0], base[1]]
+    a_nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), a)
+    broken = options | {"adapters": jk.lslora.stack({"a": a_nan, "b": b})}
+    with pytest.raises(ValueError, match=r"logits of prompts \[1\] are not .* and the adapters"):
+        generate(pretrained, PROMPTS, **broken, adapter=rows)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        (5, "adapter=5: expected indices from -1 to 1"),
+        ([0, 2], r"adapter=\[0, 2\]: expected indices"),
+        (jnp.asarray(-2), "adapter=-2: expected indices"),
+        (0.0, r"expected an integer, .* got float64\[\]"),
+        (None, "a bank needs the slot's index"),
+    ],
+)
+def test_an_adapter_that_the_bank_does_not_hold_is_refused(adapter, message):
+    adapted, a, b = pair()
+    options = {"adapted": adapted, "adapters": jk.lslora.stack({"a": a, "b": b})}
+    with pytest.raises(ValueError, match=message):
+        generate(model(), PROMPTS, max_new_tokens=5, **options, adapter=adapter)
 
 
 def test_an_answer_ends_with_an_end_token_and_others_go_on():
@@ -127,7 +162,10 @@ def test_a_text_is_answered_with_a_text():
         ([], {}, "no tokens"),
         ([5, 61], {}, r"expected ids in \[0, 61\), got ids from 5 to 61"),
         ("text", {}, "without a tokenizer"),
+        (jnp.ones(3), {}, r"an array of integers, .* got float32\[3\]"),
+        (np.asarray(5), {}, r"an array of integers, .* got int64\[\]"),
         ([5], {"temperature": 0.5}, "temperature=0.5: expected 0, or more with a key"),
+        ([5], {"temperature": math.nan}, "temperature=nan: expected 0, or more with a key"),
         ([5], {"max_new_tokens": 0}, "max_new_tokens=0"),
         ([5], {"adapters": {}}, "give adapted="),
     ],

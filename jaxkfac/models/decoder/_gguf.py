@@ -82,7 +82,14 @@ def open_gguf(file: Path) -> tuple[DecoderConfig, GgufSource, Tokenizer | None]:
         config = _config(fields, tied="output.weight" not in names)
     except KeyError as error:
         raise ValueError(f"{file} lacks the field {error}; download it again") from error
-    return config, GgufSource(reader.tensors, config), gguf_tokenizer(fields, config.eos_ids)
+    try:
+        tokenizer = gguf_tokenizer(fields, config.eos_ids)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # fields that contradict each other, or that the package refuses
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{file}: its tokenizer cannot be read: {reason}") from error
+    return config, GgufSource(reader.tensors, config), tokenizer
 
 
 def _config(fields: dict[str, Any], *, tied: bool) -> DecoderConfig:

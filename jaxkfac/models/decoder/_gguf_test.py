@@ -122,3 +122,16 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path):
     write(file, fields=[("llama.rope.scaling.type", "yarn")])
     with pytest.raises(ValueError, match="llama.rope.scaling.type: .* got 'yarn'"):
         load_decoder(file)
+
+
+def test_a_damaged_tokenizer_is_named_with_its_file(tmp_path, monkeypatch):
+    file = tmp_path / "model.gguf"
+    for name in ("add_token_merges", "add_token_types"):
+        with monkeypatch.context() as patched:
+            patched.setattr(gguf.GGUFWriter, name, lambda self, values: None)
+            if name == "add_token_types":  # one type too few
+                types = lambda self, values: self.add_array("tokenizer.ggml.token_type", [1])
+                patched.setattr(gguf.GGUFWriter, name, types)
+            write(file)
+        with pytest.raises(ValueError, match=r"model.gguf: its tokenizer cannot be read: "):
+            load_decoder(file)

@@ -129,9 +129,11 @@ def open_folder(folder: Path) -> tuple[DecoderConfig, Source, Tokenizer | None]:
         ends = read_json(generation).get("eos_token_id")  # what answers end with, not only texts
         found |= {} if ends is None else {"eos_token_id": ends}
     if "quantization_config" in found:
+        kind = dict(found["quantization_config"] or {}).get("quant_method")
         raise ValueError(
             f"{folder} is quantised already (quantization_config): take the original checkpoint "
             "and pass quantize="
+            + ("; jk.nf4.from_bitsandbytes reads single kernels" if kind == "bitsandbytes" else "")
         )
     config = DecoderConfig.from_hugging_face(found)
     tokenizer = None

@@ -138,7 +138,11 @@ def test_what_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="safetensors"):
         load_decoder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {}}))
-    with pytest.raises(ValueError, match=r"quantised already .* pass quantize="):
+    with pytest.raises(ValueError, match=r"quantised already .* pass quantize=$"):
+        load_decoder(tmp_path)
+    quantised = CONFIG | {"quantization_config": {"quant_method": "bitsandbytes"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    with pytest.raises(ValueError, match=r"jk.nf4.from_bitsandbytes"):
         load_decoder(tmp_path)
 
 
