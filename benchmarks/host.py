@@ -18,7 +18,8 @@ Time, on the scanned transformer of benchmarks.factors (gradient and factors in 
 Memory, in a fresh process (resident peak above the start, VmHWM): factors of a few large layers
 come in from the host one array at a time, and two refreshes are handed over. Beside it stands the
 bound: 2 x folded factors (average and snapshot) + 2 x bases (in use and in work; half of that
-second share with stagger 2: the first refresh is of all, but then none are in use) + workers x 4 n^2 + bytes in flight.
+second share with stagger 2: the first refresh is of all, but then none are in use) + workers x
+4 n^2 + bytes in flight.
 """
 
 import argparse

@@ -89,6 +89,56 @@ def test_wrong_literals_raise_when_built_in_a_users_process():
         assert all(word in messages[option] for word in (option, "sideways", choice))
 
 
+WRONG_KINDS = """
+import jax, jax.numpy as jnp, jaxkfac as jk
+objective = jk.Objective(lambda p, x: x @ p["w"], jk.Gaussian())
+params, x, y = {"w": jnp.ones((4, 2))}, jnp.ones((3, 5, 4)), jnp.ones((3, 5, 2))
+stats = jk.value_grad_and_factors(objective, fisher="mc")
+key, rows = jax.random.key(0), [[True] * 5] * 3
+_, grads, factors = stats(params, (x, y), key)
+calls = {
+    "mask": lambda: objective(params, (x, y, rows)),
+    "factors' mask": lambda: stats(params, (x, y, rows), key),
+    "positions": lambda: stats(params, (x, y), key, positions=rows),
+    "labels": lambda: stats(params, (x, y), labels=[y.tolist()]),
+    "operator's labels": lambda: jk.operators.fisher(
+        objective, params, (x, y), fisher="mc", labels=[y.tolist()]),
+    "no likelihood": lambda: jk.Objective(objective.apply_fn, None),
+    "likelihood's name": lambda: jk.Objective(objective.apply_fn, "categorical"),
+    "bases": lambda: jk.apply_power(grads, factors),
+    "factors": lambda: jk.eigendecompose(grads),
+}
+for name, call in calls.items():
+    try:
+        call()
+    except TypeError as error:
+        print(name, "|", " ".join(str(error).split()))
+"""
+
+
+def test_arguments_of_another_kind_raise_in_words_in_a_users_process():
+    """Without the type hook of the tests: what was wanted, what came."""
+    done = subprocess.run(
+        [sys.executable, "-c", WRONG_KINDS], capture_output=True, text=True, check=True
+    )
+    messages = dict(line.split(" | ", 1) for line in done.stdout.splitlines())
+    likelihoods = ("jk.Categorical()", "jk.Bernoulli()", "jk.Gaussian()")
+    words = {
+        "mask": ("the mask", "expected an array", "list of 3", "jnp.asarray"),
+        "factors' mask": ("the mask", "expected an array", "list of 3", "jnp.asarray"),
+        "positions": ("positions", "expected an array", "list of 3", "jnp.asarray"),
+        "labels": ("labels", "expected an array", "list of 1", "jnp.asarray"),
+        "operator's labels": ("labels", "expected an array", "list of 1", "jnp.asarray"),
+        "no likelihood": ("likelihood", *likelihoods, "None"),
+        "likelihood's name": ("likelihood", *likelihoods, "'categorical'"),
+        "bases": ("bases", "jk.eigendecompose(factors)", "got Factors"),
+        "factors": ("factors", "jk.value_grad_and_factors", "got dict"),
+    }
+    assert set(messages) == set(words)
+    for name, expected in words.items():
+        assert all(word in messages[name] for word in expected), messages[name]
+
+
 def test_scalar_loss_has_no_labels_to_sample():
     def loss(p, batch):
         return mean_loss(mlp, "categorical", p, batch)

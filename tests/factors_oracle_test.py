@@ -15,6 +15,7 @@ from tests._checks import (
     check,
     objective_of,
 )
+from tests._dense import root_fisher
 from tests._likelihoods import mean_loss
 from tests._oracle import oracle
 from tests._programs import (
@@ -188,6 +189,33 @@ def test_embedding_by_take(x64):
         return tap.dense("w", h, h @ p["w"])
 
     check(model, tree(10, table=(7, 4), w=(4, 3)), (labels(1, 3, 5, classes=7), labels(2, 3, 5)))
+
+
+# of seven rows: the last ones by negative numbers, and beyond both ends
+OUT_OF_RANGE = ((0, 6, 9), (-1, -7, 100), (-8, 3, -30))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int64])
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_tokens_out_of_range_count_for_the_rows_that_are_read(x64, mode, dtype):
+    def model(p, ids):
+        read = p["table"].at[ids].get(mode=mode, fill_value=0 if mode == "fill" else None)
+        return jnp.tanh(read) @ p["w"]
+
+    def row(i):
+        i = i + 7 if i < 0 else i  # negative numbers count from the end, once
+        return min(max(i, 0), 6) if mode == "clip" else i if 0 <= i < 7 else None
+
+    read = [row(i) for ids in OUT_OF_RANGE for i in ids]
+    p, batch = tree(10, table=(7, 4), w=(4, 3)), (jnp.asarray(OUT_OF_RANGE, dtype), labels(2, 3, 3))
+    objective = jk.Objective(model, jk.Categorical())
+    *_, factors = jk.value_grad_and_factors(objective)(p, batch)
+    counts = np.bincount([i for i in read if i is not None], minlength=7)
+    np.testing.assert_allclose(factors["table"].a, counts / 9, rtol=1e-12)
+    corrected = jk.correct_eigenvalues(objective, jk.eigendecompose(factors))(p, batch)
+    root = root_fisher(lambda p, x, tap: model(p, x), p, batch, fisher="empirical")
+    by_row = np.square(root["table"]).sum((0, 2))
+    np.testing.assert_allclose(corrected["table"].raw_values.sum(1), by_row, rtol=1e-10)
 
 
 def test_tied_embedding_and_head_have_one_block_per_orientation(x64):

@@ -30,6 +30,7 @@ from tests._checks import (
     objective_of,
     two_devices,
 )
+from tests._dense import fisher_block, root_fisher
 from tests._likelihoods import mean_loss
 from tests._oracle import oracle
 from tests._programs import (
@@ -307,6 +308,27 @@ def test_a_bias_added_to_a_sum_of_products_belongs_to_neither(x64, scales):
     assert factors.layer("b").kind == "bias" and factors.layer("w").bias is None
     *_, factors = check(of_the_first, p, batch, scales=scales)
     assert factors.layer("w").bias.path == "b" and factors.layer("u").bias is None
+
+
+@pytest.mark.parametrize("constant", [3.0, 0.5, -1.0])
+def test_a_bias_times_a_constant_is_a_block_of_its_own(x64, constant):
+    """The ones column of its product would be c, which A does not know."""
+
+    def model(p, x, tap):
+        return tap.dense("w", x, x @ p["w"]) + constant * p["b"]
+
+    p, batch = tree(62, w=(4, 3), b=(3,)), BATCH()
+    objective = objective_of(model)
+    *_, factors = jk.value_grad_and_factors(objective)(p, batch)
+    assert factors.layer("b").kind == "bias" and factors.layer("w").bias is None
+    root = root_fisher(model, p, batch, fisher="empirical")
+    squares = np.diag(fisher_block(root, "b"))
+    assert_factors_close({"w": factors["w"]}, {"w": oracle(model, p, batch)["w"]}, 1e-10)
+    np.testing.assert_allclose(factors["b"].diagonal, squares, rtol=1e-10)
+    corrected = jk.correct_eigenvalues(objective, jk.eigendecompose(factors))(p, batch)
+    np.testing.assert_allclose(corrected["b"].raw_diagonal, squares, rtol=1e-10)
+    trace = np.trace(fisher_block(root, "w"))
+    np.testing.assert_allclose(corrected["w"].raw_values.sum(), trace, rtol=1e-10)
 
 
 def test_debug_print_is_kept(capfd):

@@ -84,8 +84,9 @@ def apply_power(
     Raises:
         UncoveredParameterError: naming the uncovered paths, with ``missing="raise"``.
         UnknownLayerError: a layer's parameter is not in ``tree``, with ``missing="raise"``.
-        ValueError: negative damping, a cut outside ``[0, 1)``, an unknown option, or bases
-            without vectors.
+        ValueError: negative damping, a cut outside ``[0, 1)``, an unknown option, bases
+            without vectors, or a leaf of another shape than its parameter.
+        TypeError: ``bases`` are none, but factors, say.
 
     Memory:
         Two matrices of the largest layer beyond the result, and for the stacked layers
@@ -105,10 +106,18 @@ def apply_power(
         Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate
         curvature, 2015.
     """
+    if not isinstance(bases, Eigenbases):
+        raise TypeError(
+            "bases: expected Eigenbases, as jk.eigendecompose(factors) gives them, got "
+            f"{type(bases).__name__}"
+        )
     check_damping(damping, damping_mode)
     check_cut(cut)
     check_missing(missing)
-    leaves = leaves_by_path(tree)
+    leaves = {
+        path: jnp.asarray(leaf) if is_differentiable(leaf) else leaf
+        for path, leaf in leaves_by_path(tree).items()
+    }
     if missing == "raise":
         _check_covered(leaves, bases)
     written = _background(leaves, bases, missing)

@@ -1,7 +1,9 @@
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -365,6 +367,39 @@ def test_the_slope_in_the_damping_is_that_of_the_inverse():
     bases = dataclasses.replace(zero, g=identity_bases(factors).g)
     slope = jax.grad(lambda d: natural_gradient(tree, bases, damping=d)["w"].sum())(0.5)
     assert jnp.allclose(slope, -tree["w"].sum() / 1.5**2, rtol=1e-12)
+
+
+INDEXED = tuple(layer("w", (3, 4), name=f"w[{i}]", index=(i,), input=f"w[{i}]") for i in range(2))
+INDEXED_SCALE = tuple(
+    layer("s", (4,), name=f"s[{i}]", kind="scale", inputs=(), index=(i,)) for i in range(2)
+)
+
+
+def test_gradients_may_be_numpy_arrays():
+    tree, _, bases = setup(ALL + INDEXED + INDEXED_SCALE)
+    tree = tree | {"w": jnp.stack([tree["w"]] * 2), "s": jnp.stack([tree["s"]] * 2)}
+    layers = tuple(x for x in bases.layers if x.name not in ("w", "s"))
+    bases = dataclasses.replace(bases, layers=layers)
+    tree.pop("b"), tree.pop("sb")
+    got = natural_gradient({k: np.asarray(x) for k, x in tree.items()}, bases, damping=0.1)
+    assert_trees_close(got, natural_gradient(tree, bases, damping=0.1), 0.0)
+
+
+@pytest.mark.parametrize(
+    "path, shape",
+    [
+        ("w", (4, 3)),
+        ("w", (3, 5)),
+        ("b", (5,)),
+        ("table", (5,)),
+        ("scale", (4, 2)),
+        ("s", (4, 3, 2)),
+    ],
+)
+def test_a_gradient_of_another_shape_than_its_parameter_is_named(path, shape):
+    tree, _, bases = setup(ALL)
+    with pytest.raises(ValueError, match=rf"'{path}' has shape {re.escape(str(shape))}, which is"):
+        natural_gradient(tree | {path: jnp.ones(shape)}, bases, damping=0.1)
 
 
 def test_bad_arguments_are_named():

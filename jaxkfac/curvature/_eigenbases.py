@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool
 
 from jaxkfac._errors import UnknownLayerError, nearest
@@ -187,12 +188,24 @@ class Eigenbases(_Named):
             ValueError: ``new`` is not corrected, or the bases are of other layers or shapes.
         """
         check_same_layers(new, self)
+        _check_same_shapes(new, self)
         if new.corrections is None:
             raise ValueError("only measured eigenvalues are added, and these bases hold none")
         total = new.corrections
         if self.corrections is not None:
             total = self.corrections.decayed(decay, new.corrections)
         return dataclasses.replace(self, corrections=total)
+
+
+def _check_same_shapes(new: Eigenbases, expected: Eigenbases) -> None:
+    """Refuse bases of other shapes. Other eigenvectors of the same shapes cannot be seen."""
+    for table in ("a", "a_without_ones", "g", "diagonals"):
+        shapes, wanted = (jax.tree.map(np.shape, getattr(x, table)) for x in (new, expected))
+        if shapes != wanted:
+            raise ValueError(
+                f"measured eigenvalues add up in the same eigenvectors, and these bases' {table} "
+                f"have the shapes {shapes}, expected {wanted}"
+            )
 
 
 def map_slices(layer: Layer, raw: Array, function: Callable[[Array], Array]) -> Array:

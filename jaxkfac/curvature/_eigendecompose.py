@@ -69,6 +69,7 @@ def eigendecompose(
     Raises:
         ValueError: ``max_condition < 1``, ``floor < 0``, an unknown ``placement``, or
             ``"host"`` inside a trace.
+        TypeError: ``factors`` are none, but a gradient, say.
         NonFiniteFactorError: naming the layer; outside a trace with ``"auto"`` and
             ``"host"``, after a retry on the host in the factor's dtype and in float64.
             Inside a trace and with ``"device"`` nothing raises: the values of that factor
@@ -92,6 +93,11 @@ def eigendecompose(
         Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate
         curvature, 2015.
     """
+    if not isinstance(factors, Factors):
+        raise TypeError(
+            "factors: expected Factors, as jk.value_grad_and_factors(...) gives them beside value "
+            f"and gradient, got {type(factors).__name__}"
+        )
     check_clipping(max_condition, floor)
     check_placement(placement)
     blocks, tables = _split(factors)

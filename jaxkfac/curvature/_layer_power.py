@@ -188,6 +188,7 @@ def scale_diagonal(
     if raw.shape == leaves[path].shape:  # else it is shaped like the slice already
         values, kept = values[index], kept[index]
     part = leaves[path][index]
+    layer.weight.check(part.shape)
     scale = diagonal_power(
         values.reshape(part.shape),
         power=power.exponent,
@@ -203,7 +204,7 @@ def _read(
 ) -> Array | None:
     if matrix is None or matrix.path not in leaves:
         return None
-    return jnp.asarray(matrix.read(leaves[matrix.path])).reshape(shape).astype(dtype)
+    return matrix.read(leaves[matrix.path]).reshape(shape).astype(dtype)
 
 
 def _check_vectors(layer: Layer, basis: KroneckerEigenbasis) -> None:

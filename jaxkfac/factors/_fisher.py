@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jaxkfac.factors._objective import Batch, Objective
+from jaxkfac.factors._objective import Batch, Objective, check_array
 from jaxkfac.linalg._gram import statistics_dtype
 
 Fisher = Literal["empirical", "mc", "exact", "forward", "exact_if_terms_do_not_mix"]
@@ -58,9 +58,7 @@ def sum_over_pulls(
             return contribution(pull(jnp.ones((), statistics_dtype(outputs.dtype)))[0])
 
         if labels is not None:
-            if not isinstance(labels, Tracer):
-                for targets in labels:
-                    objective.check(outputs, targets, batch.mask)
+            check_label_values(objective, outputs, labels, batch.mask)
             total, samples = _sum(at_labels, labels, chunk), len(labels)
         else:
             key = jax.random.fold_in(key, LABELS)
@@ -101,11 +99,22 @@ def check_labels(fisher: Fisher, key: Any, labels: Any, batch: Batch) -> None:
         return
     if fisher != "mc":
         raise ValueError(f'labels= are for fisher="mc", and this is fisher={fisher!r}')
-    if labels.shape[1:] != batch.targets.shape or len(labels) < 1:
+    check_array("labels", labels)
+    if labels.shape[1:] != batch.targets.shape or not len(labels):
         raise ValueError(
             f"labels have shape {labels.shape}, expected (samples, *targets), "
             f"(samples, {', '.join(map(str, batch.targets.shape))})"
         )
+
+
+def check_label_values(objective: Objective, outputs: Any, labels: Any, mask: Any) -> None:
+    """Refuse labels that the likelihood refuses as targets, where their values are known."""
+    if isinstance(labels, Tracer):
+        return
+    with jax.ensure_compile_time_eval():  # inside a trace a slice of what is known is traced
+        each = list(labels)
+    for targets in each:
+        objective.check(outputs, targets, mask)
 
 
 def _sum(fn: Callable[[Any], Any], xs: Any, chunk: int) -> Any:

@@ -82,7 +82,7 @@ class Categorical:
 
     def terms(self, outputs: Float[Array, "*terms c"], targets: Array) -> Float[Array, "*terms"]:
         logs = jax.nn.log_softmax(_wide(outputs), axis=-1)
-        index = targets.astype(jnp.int32)
+        index = targets if targets.dtype.itemsize >= 4 else targets.astype(jnp.int32)
         index = jnp.where(index < 0, outputs.shape[-1], index)  # else it counts from the end
         picked = jnp.take_along_axis(logs, index[..., None], axis=-1, mode="fill")
         return -picked[..., 0]
@@ -101,10 +101,19 @@ class Categorical:
 
 @dataclasses.dataclass(frozen=True)
 class Bernoulli:
-    """Binary cross entropy with logits, summed over the last axis; targets in ``[0, 1]``."""
+    """Binary cross entropy with logits, summed over the last axis; targets in ``[0, 1]``.
+
+    Targets out of range raise where they can be seen; those of masked terms may be anything.
+    """
 
     def check(self, outputs: Array, targets: Array, mask: Array | None = None) -> None:
         _expect("Bernoulli", targets, outputs.shape, jnp.floating, "floating")
+        kept = _kept(targets, mask)
+        if kept is not None and not ((kept >= 0) & (kept <= 1)).all():
+            raise ValueError(
+                f"Bernoulli: targets run from {kept.min()} to {kept.max()}, expected probabilities "
+                "from 0 to 1; a term that has no target is left out by the batch's mask"
+            )
 
     def terms(
         self, outputs: Float[Array, "*terms c"], targets: Num[Array, "*terms c"]

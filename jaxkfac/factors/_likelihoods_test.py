@@ -60,10 +60,25 @@ def test_a_class_out_of_range_raises_unless_it_is_masked(bad):
     assert jnp.isfinite(objective(jnp.ones(()), (y, targets, mask)))
 
 
-def test_a_class_out_of_range_gives_nan_where_values_are_traced():
-    y, targets = outputs(), jnp.full((2, 3), 4)
+@pytest.mark.parametrize("bad", [4, -1, -4, -5])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int64])
+def test_a_class_out_of_range_gives_nan_where_values_are_traced(dtype, bad):
+    """A negative one too: it is not the class that many from the end."""
+    y, targets = outputs(), jnp.full((2, 3), bad, dtype)
     objective = Objective(lambda p, x: x * p, Categorical())
     assert jnp.isnan(jax.jit(objective)(jnp.ones(()), (y, targets)))
+
+
+@pytest.mark.parametrize("bad", [-0.5, 1.5, jnp.nan])
+def test_a_probability_out_of_range_raises_unless_it_is_masked(bad):
+    y, targets = outputs(), jnp.full((2, 3, 4), 0.25).at[1, 2, 0].set(bad)
+    objective = Objective(lambda p, x: x * p, Bernoulli())
+    with pytest.raises(ValueError, match=r"expected probabilities from 0 to 1.*mask"):
+        objective(jnp.ones(()), (y, targets))
+    mask = jnp.ones((2, 3), bool).at[1, 2].set(False)
+    assert jnp.isfinite(objective(jnp.ones(()), (y, targets, mask)))
+    ends = jnp.zeros((2, 3, 4)).at[1].set(1)
+    assert jnp.isfinite(objective(jnp.ones(()), (y, ends)))
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,13 @@ def input_moments(site: Site, use: Use, slot: Slot, side: Rows, weights: Array |
 
 
 def tokens_of(use: Use, operands: Any) -> Array:
-    """Which rows of the table a lookup reads; those out of range are clipped as it clips them."""
+    """Which rows of the table a lookup reads; none, out of range above, where it reads none."""
     tokens, rows = operands[1][..., 0], operands[0].shape[0]
-    clips = use.eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP
-    return jnp.clip(tokens, 0, rows - 1) if clips else jnp.where(tokens < 0, rows, tokens)
+    if tokens.dtype.itemsize < 4:
+        tokens = tokens.astype(jnp.int32)  # which holds the number of rows
+    if use.eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
+        return jnp.clip(tokens, 0, rows - 1)
+    return jnp.where(tokens < 0, rows, tokens)  # else it counts from the end
 
 
 def token_counts(site: Site, use: Use, slot: Slot, operands: Any, weights: Array | None) -> Slot:

@@ -27,6 +27,7 @@ def as_batch(batch: Any) -> Batch:
 
     Raises:
         ValueError: not a pair or triple, an empty array, or a mask that keeps nothing.
+        TypeError: a mask that is no array.
     """
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
         raise ValueError(
@@ -40,6 +41,7 @@ def as_batch(batch: Any) -> Batch:
             if not hasattr(leaf, "shape"):
                 raise ValueError(f"batch: {what} must be arrays, got {_form(leaf)}")
     if out.mask is not None:
+        check_array("batch: the mask", out.mask)
         if out.mask.dtype != jnp.bool_:
             raise ValueError(
                 f"batch: the mask has dtype {out.mask.dtype}, expected bool (write mask > 0)"
@@ -48,6 +50,12 @@ def as_batch(batch: Any) -> Batch:
         if not abstract and not np.asarray(out.mask).any():
             raise ValueError("batch: the mask masks every loss term, so there is no mean")
     return out
+
+
+def check_array(what: str, x: Any) -> None:
+    """Refuse what is no array, as ``jax.numpy`` refuses lists."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"{what}: expected an array, got {_form(x)}; write jnp.asarray(...)")
 
 
 def _form(x: Any) -> str:
@@ -66,7 +74,7 @@ def takes_key(fn: Callable[..., Any]) -> bool:
 
 def kept_targets(targets: Array, mask: Array | None) -> Array:
     """``targets`` with 0 at masked terms: a NaN there would come back in the gradient."""
-    if mask is None:
+    if mask is None or targets.shape[: mask.ndim] != mask.shape:  # not one target for each term
         return targets
     mask = jnp.expand_dims(mask, tuple(range(mask.ndim, targets.ndim)))
     return jnp.where(mask, targets, jnp.zeros((), targets.dtype))
@@ -98,6 +106,12 @@ class Objective:
         if isinstance(self.likelihood, type):
             name = self.likelihood.__name__
             raise TypeError(f"likelihood: expected an instance, write jk.{name}()")
+        if not isinstance(self.likelihood, Likelihood):
+            raise TypeError(
+                "likelihood: expected jk.Categorical(), jk.Bernoulli(), jk.Gaussian(), or an "
+                "object with their methods check, terms, sample and fisher_column, got "
+                f"{self.likelihood!r}"
+            )
 
     def outputs(
         self, params: PyTree, inputs: PyTree, key: Key[Array, ""] | None = None

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxkfac._errors import LostRowsError
-from jaxkfac.factors._objective import Objective, takes_key
+from jaxkfac.factors._objective import Objective, check_array, takes_key
 from jaxkfac.factors._taps import Emit, Slot, tap
 from jaxkfac.interception._rows import RowMask
 from jaxkfac.interception._trace import Traced, trace
@@ -197,6 +197,7 @@ class Leaves:
 def _masks(traced: Traced, positions: Any) -> list[RowMask]:
     if positions is None:
         return []
+    check_array("positions", positions)
     axes, shape = traced.output_axes(), traced.out_shapes[0].shape
     if positions.dtype != jnp.bool_ or axes is None:
         raise ValueError(f"positions: expected a bool array, got {positions.dtype}")

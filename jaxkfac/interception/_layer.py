@@ -53,20 +53,31 @@ class ParameterMatrix:
         return math.prod(self.atoms)
 
     def read(self, leaf: Array) -> Array:
-        """The matrix ``(stack..., in, out)`` held by a leaf shaped like the parameter."""
+        """The matrix ``(stack..., in, out)`` held by a leaf shaped like the parameter.
+
+        Raises:
+            ValueError: the leaf has another shape.
+        """
         order = (*self.stack, *self.inputs, *self.outputs)
         part = leaf[self.index]
-        if (
-            not {*itertools.accumulate(part.shape, operator.mul)}
-            <= {1, *itertools.accumulate(self.atoms, operator.mul)}
-            or part.size != self.size
-        ):
-            raise ValueError(
-                f"{self.path!r} has shape {part.shape}, which is not the parameter's: its axes "
-                f"are read as {self.atoms}"
-            )
+        self.check(part.shape)
         matrix = part.reshape(self.atoms).transpose(order)
         return matrix.reshape(*self.stack_shape, self.in_features, self.out_features)
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Refuse a shape whose axes do not split into ``atoms``.
+
+        Raises:
+            ValueError: naming the parameter and both shapes.
+        """
+        ends = {1, *itertools.accumulate(self.atoms, operator.mul)}
+        splits = ends.issuperset(itertools.accumulate(shape, operator.mul))
+        if not splits or math.prod(shape) != self.size:
+            name = "".join([self.path, *(f"[{i}]" for i in self.index)])
+            raise ValueError(
+                f"{name!r} has shape {shape}, which is not the parameter's: its axes are read as "
+                f"{self.atoms}"
+            )
 
     def write(self, leaf: Array, matrix: Array) -> Array:
         """``leaf`` with the elements this matrix covers replaced; dtype of ``leaf``."""

@@ -120,6 +120,19 @@ def test_negative_damping_is_refused(bad):
         kronecker_power(jnp.ones(1), jnp.ones(1), power=-1.0, damping=bad)
 
 
+@pytest.mark.parametrize("shape", [(1,), (2,), (3, 2)])
+def test_damping_that_is_no_number_is_refused_inside_and_outside_jit(shape):
+    """It would broadcast against the eigenvalues."""
+
+    def power(damping):
+        check_damping(damping, "exact")  # below the runtime type hook of kronecker_power
+        return damping
+
+    for call in (power, jax.jit(power), jax.jit(lambda d: power((d, d)))):
+        with pytest.raises(ValueError, match="expected a number, or a pair .* as a tuple"):
+            call(jnp.ones(shape))
+
+
 def test_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="damping_mode must be one of"):
         check_damping(0.1, "both")  # below the runtime type hook of kronecker_power

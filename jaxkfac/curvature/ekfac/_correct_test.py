@@ -16,7 +16,7 @@ from jaxkfac.curvature._reconstruct import reconstruct
 from jaxkfac.curvature.ekfac._correct import correct_eigenvalues
 from jaxkfac.factors._average import update_average
 from jaxkfac.factors._build import value_grad_and_factors
-from jaxkfac.factors._likelihoods import Categorical, Gaussian
+from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian
 from jaxkfac.factors._objective import Objective
 from jaxkfac.interception._paths import leaves_by_path
 
@@ -561,6 +561,31 @@ def test_streaming_average_weighs_by_decay_and_by_terms():
     assert_close(average["u"].raw_values, expected, "u")
     pooled = update_average(first, second, 0.999999999999999)
     assert_close(pooled["u"].raw_values, whole["u"].raw_values, "u")
+
+
+def masked_mlp(likelihood):
+    batch = (normal(9, N, 3), jnp.full((N, 2), 0.5), jnp.arange(N) % 2 == 0)
+    return Objective(mlp, likelihood), tree(5, **MLP), batch
+
+
+def test_measurements_in_bases_of_other_shapes_are_refused():
+    objective, params, batch = masked_mlp(Gaussian())
+    bases = bases_of(objective, params, batch)
+    corrected = correct_eigenvalues(objective, bases)(params, batch)
+    without = eigendecompose(value_grad_and_factors(objective)(params, batch)[2], vectors=False)
+    with pytest.raises(ValueError, match="in the same eigenvectors.*expected"):
+        update_average(without, corrected, 0.5)
+    with pytest.raises(ValueError, match="in the same eigenvectors.*expected"):
+        without + corrected
+
+
+@pytest.mark.parametrize("likelihood", [Gaussian(), Bernoulli()], ids=repr)
+def test_targets_of_masked_terms_may_be_nan(likelihood):
+    objective, params, (x, y, mask) = masked_mlp(likelihood)
+    wild = jnp.where(mask[:, None], y, jnp.nan)
+    correct = correct_eigenvalues(objective, bases_of(objective, params, (x, y, mask)))
+    found, expected = correct(params, (x, wild, mask)), correct(params, (x, y, mask))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_averages_of_other_things_are_refused():

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,6 +86,33 @@ def test_a_small_operator_is_not_taken_for_one_of_low_rank(method):
 def test_the_trace_of_zero_is_zero(method, n):
     found = trace(matrix_operator(jnp.zeros((n, n))), key=KEY, num_samples=4, method=method)
     assert found.value == 0 and found.standard_error == 0
+
+
+@pytest.mark.parametrize("negative", [100, 50, 30])
+def test_xnystrace_of_an_indefinite_operator_is_not_a_number(x64, negative):
+    # matfree drops the negative part, and calls the error 0
+    signs = jnp.where(jnp.arange(100) < negative, -1.0, 1.0)
+    operator = matrix_operator(with_eigenvalues(signs * jnp.linspace(0.5, 1.5, 100)))
+    found = trace(operator, key=KEY, num_samples=20, method="xnystrace")
+    assert jnp.isnan(found.value) and jnp.isnan(found.standard_error)
+
+
+def test_lanczos_estimates_refuse_an_operator_that_is_not_symmetric(x64):
+    operator = matrix_operator(jax.random.normal(KEY, (30, 30)) + 30 * jnp.eye(30))
+    for estimate in (spectral_density, functools.partial(log_determinant, damping=1.0)):
+        with pytest.raises(ValueError, match="symmetric operator"):
+            estimate(operator, key=KEY)
+        estimate(operator, key=KEY, check_symmetric=False)
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan")])
+def test_a_negative_width_or_damping_is_refused(bad):
+    operator = matrix_operator(jnp.eye(3))
+    for sigma in (bad, 0.0):
+        with pytest.raises(ValueError, match=f"sigma={sigma}: expected a positive number"):
+            spectral_density(operator, key=KEY, sigma=sigma)
+    with pytest.raises(ValueError, match=f"damping={bad}: expected zero or a positive number"):
+        log_determinant(operator, key=KEY, damping=bad)
 
 
 @pytest.mark.parametrize("damping", [1e-2, 1.0])

@@ -15,6 +15,7 @@ from jaxkfac.curvature._coverage import is_differentiable
 from jaxkfac.curvature.operators._chunks import check_chunk, sum_over_chunks
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import Leaves, Part
+from jaxkfac.factors._fisher import check_label_values
 from jaxkfac.factors._objective import Batch, Objective, as_batch
 from jaxkfac.interception._paths import leaves_by_path
 from jaxkfac.linalg._gram import statistics_dtype
@@ -101,12 +102,17 @@ def _product(operator: ExactOperator, leaves: Leaves) -> Leaves:
 
 
 def checked_batch(
-    objective: Objective, params: PyTree, batch: Any, key: Any, chunk: int | None
+    objective: Objective,
+    params: PyTree,
+    batch: Any,
+    key: Any,
+    chunk: int | None,
+    labels: Any = None,
 ) -> Batch:
-    """The batch, once it fits the objective and can be cut.
+    """The batch, once it and any ``labels`` fit the objective and it can be cut.
 
     Raises:
-        ValueError: targets or a mask that do not fit the outputs, or arrays without the
+        ValueError: targets, labels or a mask that do not fit the outputs, or arrays without the
             examples first.
     """
     out = as_batch(batch)
@@ -115,6 +121,8 @@ def checked_batch(
     def check(params: PyTree, inputs: Any) -> None:
         outputs, _ = objective.outputs(params, inputs, key)
         objective.check(outputs, out.targets, out.mask)
+        if labels is not None:
+            check_label_values(objective, outputs, labels, out.mask)
 
     jax.eval_shape(check, params, out.inputs)
     return out

@@ -37,6 +37,16 @@ def test_masked_targets_may_be_anything(x64, kind):
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("likelihood", ["gaussian", "bernoulli"])
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_masked_targets_may_be_nan(x64, kind, likelihood):
+    objective, params, (x, y, mask) = attention_problem(likelihood)
+    wild = jnp.where(mask[..., None], y, jnp.nan)
+    a = OPERATORS[kind](objective, params, (x, y, mask)).to_dense()
+    b = OPERATORS[kind](objective, params, (x, wild, mask)).to_dense()
+    np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("kind", OPERATORS)
 def test_only_is_the_block_of_those_leaves(x64, kind):
     problem = attention_problem()
@@ -173,6 +183,8 @@ def deep(params, x):
         (dict(fisher="mc"), "pass key=, or labels="),
         (dict(labels=jnp.zeros((1, 5))), 'labels= are for fisher="mc"'),
         (dict(fisher="mc", labels=jnp.zeros((1, 4))), r"expected \(samples, \*targets\)"),
+        (dict(fisher="mc", labels=jnp.zeros((0, 5), int)), r"expected \(samples, \*targets\)"),
+        (dict(fisher="mc", labels=jnp.full((2, 5), 3)), "expected classes from 0 to 2"),
         (dict(fisher="mc", key=None, labels=jnp.zeros((1, 5)), samples=0), "samples=0"),
     ],
 )

@@ -17,8 +17,9 @@ from jaxkfac.curvature.operators._products import (
     gauss_newton,
     outer_products,
 )
-from jaxkfac.factors._fisher import LABELS
+from jaxkfac.factors._fisher import LABELS, check_labels
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian
+from jaxkfac.factors._objective import as_batch
 
 FisherType = Literal["exact", "empirical", "mc"]
 
@@ -91,12 +92,10 @@ def fisher(
     """
     objective = checked_objective("fisher", objective)
     one_of("fisher", fisher, get_args(FisherType))
-    if fisher != "mc" and labels is not None:
-        raise ValueError(f'labels= are for fisher="mc", and this is fisher={fisher!r}')
-    if fisher == "mc" and key is None and labels is None:
-        raise ValueError('fisher="mc" samples labels: pass key=, or labels=')
     at_least_one(samples=samples)
-    parts = checked_batch(objective, params, batch, key, chunk)
+    batch = as_batch(batch)
+    check_labels(fisher, key, labels, batch)
+    parts = checked_batch(objective, params, batch, key, chunk, labels)
     natural = isinstance(objective.likelihood, Categorical | Bernoulli | Gaussian)
     rule = gauss_newton if natural else fisher_by_columns
     if fisher != "exact":
@@ -107,13 +106,8 @@ def fisher(
         return operator
     if labels is None:
         by_example = _sample(operator, samples)
-    elif labels.shape[1:] == parts.targets.shape:
-        by_example = jnp.moveaxis(labels, 0, 1)
     else:
-        raise ValueError(
-            f"labels have shape {labels.shape}, expected (samples, *targets), "
-            f"(samples, {', '.join(map(str, parts.targets.shape))})"
-        )
+        by_example = jnp.moveaxis(labels, 0, 1)
     return ExactOperator(params, parts, by_example, key, objective, rule, chunk, paths)
 
 

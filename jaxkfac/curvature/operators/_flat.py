@@ -42,6 +42,11 @@ def wide_dtype(operator: Any) -> Any:
     return statistics_dtype(*(leaf.dtype for leaf in operator.leaves.values()))
 
 
+def coarsest_rounding(operator: Any) -> float:
+    """The rounding unit of the operator's coarsest dtype."""
+    return max(float(jnp.finfo(leaf.dtype).eps) for leaf in operator.leaves.values())
+
+
 def flatten(operator: Any) -> Flat:
     """View an operator as a map of one long vector."""
     structs, dtype = operator.leaves, wide_dtype(operator)

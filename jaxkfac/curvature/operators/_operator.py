@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array
 
 from jaxkfac._errors import nearest
@@ -149,6 +150,22 @@ def _check_same(expected: Mapping[str, Any], given: Mapping[str, Any], what: str
             raise ValueError(
                 f"{what}: {path!r} has shape {given[path].shape}, expected {leaf.shape}"
             )
+
+
+def check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
+    """Refuse what is no scalar and, where its value is known, what is negative or NaN.
+
+    Args:
+        name: Of the argument, for the message.
+        value: Its value.
+        above_zero: Whether zero is refused too.
+    """
+    _scalar(name, value)
+    if isinstance(value, Tracer):
+        return
+    if not (float(value) > 0 or (float(value) == 0 and not above_zero)):
+        wanted = "a positive number" if above_zero else "zero or a positive number"
+        raise ValueError(f"{name}={value}: expected {wanted}")
 
 
 def _scalar(name: str, value: Any) -> Array:

@@ -12,7 +12,10 @@ from jaxkfac.curvature.operators._estimate import Estimate, check_samples, monte
 from jaxkfac.curvature.operators._extras import load
 from jaxkfac.curvature.operators._flat import flatten
 from jaxkfac.curvature.operators._lanczos import rounding, tridiagonalise
-from jaxkfac.curvature.operators._operator import Operator
+from jaxkfac.curvature.operators._operator import Operator, check_number
+from jaxkfac.curvature.operators._symmetry import asymmetry_of
+
+_SYMMETRY = 0x5359  # folded into the caller's key for the two vectors of the check
 
 
 class SpectralDensity(NamedTuple):
@@ -44,6 +47,7 @@ def spectral_density(
     num_points: int = 512,
     grid: Float[Array, " p"] | None = None,
     sigma: Any = None,
+    check_symmetric: bool = True,
 ) -> SpectralDensity:
     r"""Estimate how the eigenvalues are distributed.
 
@@ -62,13 +66,16 @@ def spectral_density(
         grid: Where to evaluate, in the operator's units.
         sigma: $\sigma > 0$; by default a hundredth of the Ritz values' range, and at least
             a thousandth of the largest of them.
+        check_symmetric: Whether to compare $u^\top A v$ with $v^\top A u$ first, two products.
+            Lanczos on an operator that is not symmetric gives plausible nonsense.
 
     Returns:
         A :class:`SpectralDensity`. Times ``operator.size`` it is a density of counts.
 
     Raises:
         ImportError: ``matfree`` is not installed.
-        ValueError: options out of range.
+        ValueError: options out of range, or the operator is not symmetric to a third of the
+            digits of its coarsest dtype (inside ``jit`` that is not seen).
 
     Memory:
         ``num_steps`` vectors in at least float32, up to three times; samples run one by one.
@@ -88,6 +95,10 @@ def spectral_density(
     """
     check_samples(num_samples)
     at_least_one(num_steps=num_steps, num_points=num_points)
+    if sigma is not None:
+        check_number("sigma", sigma, above_zero=True)
+    if check_symmetric:
+        asymmetry_of(operator, jax.random.fold_in(key, _SYMMETRY))
     nodes, weights = _quadrature(operator, key, num_steps=num_steps, num_samples=num_samples)
     low, high = nodes.min(), nodes.max()
     if sigma is None:
@@ -128,13 +139,14 @@ def log_determinant(
     key: Key[Array, ""],
     num_steps: int = 64,
     num_samples: int = 32,
+    check_symmetric: bool = True,
 ) -> Estimate:
     r"""Estimate $\log\det(A + \delta) = \operatorname{tr} \log(A + \delta)$ by quadrature.
 
     Args:
         operator: A positive semi-definite operator. Ritz values within rounding of 0 count
             as 0.
-        damping: $\delta$, in the operator's units; may be traced. 0 is right only for a
+        damping: $\delta \ge 0$, in the operator's units; may be traced. 0 is right only for a
             positive definite operator: with an eigenvalue of 0 the answer is $-\infty$, with
             a negative one it is not a number.
         key: For the vectors.
@@ -142,13 +154,16 @@ def log_determinant(
             *bias* the estimate, which the standard error does not show: raise them until it
             stays. A condition number $\kappa$ of $A + \delta$ wants about $\sqrt\kappa$.
         num_samples: Vectors, at least 2.
+        check_symmetric: Whether to compare $u^\top A v$ with $v^\top A u$ first, two products.
+            Lanczos on an operator that is not symmetric gives plausible nonsense.
 
     Returns:
         An :class:`Estimate`, in natural logarithms.
 
     Raises:
         ImportError: ``matfree`` is not installed.
-        ValueError: options out of range.
+        ValueError: options out of range, or the operator is not symmetric to a third of the
+            digits of its coarsest dtype (inside ``jit`` that is not seen).
 
     Memory:
         ``num_steps`` vectors in at least float32, up to three times; samples run one by one.
@@ -167,6 +182,9 @@ def log_determinant(
     """
     check_samples(num_samples)
     at_least_one(num_steps=num_steps)
+    check_number("damping", damping)
+    if check_symmetric:
+        asymmetry_of(operator, jax.random.fold_in(key, _SYMMETRY))
     return _log_determinant(operator, damping, key, num_steps=num_steps, num_samples=num_samples)
 
 

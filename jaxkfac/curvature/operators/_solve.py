@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac._checks import at_least_one
 from jaxkfac.curvature.operators._extras import load
-from jaxkfac.curvature.operators._operator import Operator
+from jaxkfac.curvature.operators._operator import Operator, check_number
 from jaxkfac.interception._paths import with_leaves
 from jaxkfac.linalg._gram import statistics_dtype
 
@@ -88,6 +88,7 @@ def solve(
     if rtol < 0 or atol < 0 or (rtol == 0 and atol == 0):
         raise ValueError(f"rtol={rtol}, atol={atol}: expected neither negative, one positive")
     at_least_one(max_steps=max_steps)
+    check_number("damping", damping)
     damped = operator.damped(damping)
     given = damped.check(rhs)
     if preconditioner is not None:

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from jaxkfac._checks import at_least_one, one_of
-from jaxkfac.curvature._placement import is_traced
-from jaxkfac.curvature.operators._flat import Flat, flatten, length
+from jaxkfac.curvature.operators._flat import flatten
 from jaxkfac.curvature.operators._lanczos import Tridiagonal, rounding, tridiagonalise
 from jaxkfac.curvature.operators._operator import Operator
+from jaxkfac.curvature.operators._symmetry import asymmetry_of
 
 PyTree = Any
 Which = Literal["magnitude", "largest", "smallest"]
@@ -103,7 +103,7 @@ def spectrum(
     symmetry_key, start_key, restart_key = jax.random.split(key, 3)
     asymmetry = jnp.full((), jnp.nan, flat.dtype)
     if check_symmetric:
-        asymmetry = _check_symmetric(operator, flat, symmetry_key)
+        asymmetry = asymmetry_of(operator, symmetry_key)
     start = jax.random.normal(start_key, (flat.size,), flat.dtype)
     found = _tridiagonalise(operator, start, restart_key, steps=steps)
     order = {
@@ -122,31 +122,3 @@ def spectrum(
 @functools.partial(jax.jit, static_argnames="steps")
 def _tridiagonalise(operator: Operator, start: Array, key: Array, *, steps: int) -> Tridiagonal:
     return tridiagonalise(flatten(operator).matvec, start, steps, key)
-
-
-@jax.jit
-def _products(operator: Operator, vectors: Array) -> Array:
-    return jax.lax.map(flatten(operator).matvec, vectors)
-
-
-def _check_symmetric(operator: Operator, flat: Flat, key: Key[Array, ""]) -> Array:
-    """The relative asymmetry on two random vectors; raises on it where its value is known."""
-    vectors = jax.random.normal(key, (2, flat.size), flat.dtype)
-    (u, v), (au, av) = vectors, _products(operator, vectors)
-    left, right = jnp.vdot(u, av), jnp.vdot(v, au)
-    lengths = length(au) + length(av)
-    asymmetry = jnp.abs(left - right) / jnp.where(lengths == 0, jnp.ones((), flat.dtype), lengths)
-    if is_traced(asymmetry):
-        return asymmetry
-    # Random rounding errors in A v show in u'A v as their length, whatever the dimension. A
-    # softmax that is nearly certain loses digits in p (v - p'v): 8e-4 was seen in float32. An
-    # operator that is not symmetric gives numbers of order one.
-    coarsest = max(float(jnp.finfo(leaf.dtype).eps) for leaf in operator.leaves.values())
-    if not float(asymmetry) <= coarsest ** (1 / 3):
-        raise ValueError(
-            "Lanczos needs a symmetric operator with finite products; for random u and v "
-            f"<u, A v> = {float(left):.6g} and <v, A u> = {float(right):.6g}, with "
-            f"|A u| + |A v| = {float(lengths):.6g}. Pass the symmetric part, or "
-            "check_symmetric=False if this is rounding"
-        )
-    return asymmetry

@@ -10,7 +10,7 @@ from jaxtyping import Array, Key
 from jaxkfac._checks import one_of
 from jaxkfac.curvature.operators._estimate import Estimate, check_samples, monte_carlo, unbiased
 from jaxkfac.curvature.operators._extras import load
-from jaxkfac.curvature.operators._flat import Flat, flatten, length
+from jaxkfac.curvature.operators._flat import Flat, coarsest_rounding, flatten, length
 from jaxkfac.curvature.operators._operator import Operator
 
 TraceMethod = Literal["xtrace", "xnystrace", "hutchinson"]
@@ -41,6 +41,8 @@ def trace(
     Returns:
         An :class:`Estimate`. Where the products of the first two methods would make up the
         whole matrix ($2m \ge$ the dimension) the value is exact and the error 0.
+        Elsewhere ``"xnystrace"``, which would drop a negative part, gives not a number where its
+        products show that the operator is not semi-definite.
 
     Raises:
         ImportError: ``matfree`` is not installed.
@@ -74,7 +76,7 @@ def trace(
 def _estimate(operator: Operator, key: Array, *, method: str, num_samples: int) -> Estimate:
     flat = flatten(operator)
     if method != "hutchinson":
-        return _leave_one_out(method, flat, key, num_samples)
+        return _leave_one_out(method, flat, key, num_samples, coarsest_rounding(operator))
     return monte_carlo(
         lambda matvec, vector: jnp.vdot(vector, matvec(vector)), flat, key, num_samples
     )
@@ -85,7 +87,9 @@ def _estimate(operator: Operator, key: Array, *, method: str, num_samples: int) 
 _LENGTH = 1e-3
 
 
-def _leave_one_out(method: str, flat: Flat, key: Array, num_samples: int) -> Estimate:
+def _leave_one_out(
+    method: str, flat: Flat, key: Array, num_samples: int, coarsest: float
+) -> Estimate:
     stochtrace = load("matfree.stochtrace")
     build = {
         "xtrace": stochtrace.leave_one_out_xtrace,
@@ -93,20 +97,29 @@ def _leave_one_out(method: str, flat: Flat, key: Array, num_samples: int) -> Est
     }
     like = jnp.zeros(flat.size, flat.dtype)
     sampler = stochtrace.sampler_sphere(like, num=num_samples)
-    vector = sampler(key)[0]
-    product = flat.matvec(vector)
-    size = length(product)
-    # XNysTrace would be plainly wrong, with an error of 0: not a number instead
-    refused = (method == "xnystrace") & (jnp.vdot(vector, product) < 0)
+    size = length(flat.matvec(sampler(key)[0]))
     scale = jnp.where(size == 0, jnp.ones((), flat.dtype), size / _LENGTH)
 
-    @jax.custom_batching.sequential_vmap
+    @jax.custom_batching.custom_vmap
     def matvec(vector: Array) -> Array:
         return flat.matvec(vector) / scale
+
+    @matvec.def_vmap
+    def _(_, __, vectors: Array) -> tuple[Array, bool]:
+        products = jax.lax.map(matvec, vectors)
+        if method == "xnystrace":
+            gram = jnp.matmul(vectors, products.T, precision="highest")
+            products = jnp.where(_is_semidefinite(gram, coarsest), products, jnp.nan)
+        return products, True
 
     estimate = stochtrace.estimator_leave_one_out_mean_and_sem(build[method](), sampler)
     mean, error = estimate(matvec, key)
     found = unbiased(mean * scale, error * scale, num_samples)
     # XNysTrace divides by the eigenvalues it has found
-    found = jax.tree.map(lambda x: jnp.where(refused, jnp.full_like(x, jnp.nan), x), found)
     return jax.tree.map(lambda x: jnp.where(size == 0, jnp.zeros_like(x), x), found)
+
+
+def _is_semidefinite(gram: Array, coarsest: float) -> Array:
+    """Whether the vectors' products with each other are those of a semi-definite operator."""
+    values = jnp.linalg.eigvalsh((gram + gram.T) / 2)
+    return values[0] >= -(coarsest**0.5) * jnp.abs(values).max()
