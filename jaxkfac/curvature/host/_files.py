@@ -41,7 +41,7 @@ def write(path: Path, about: dict[str, Any], arrays: Iterable[tuple[str, np.ndar
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise OSError(
             error.errno,
-            f"the service could not be saved to {path} ({reason}); an older file there is as it was",
+            f"the service could not be saved to {path} ({reason}); an older file is as it was",
         ) from error
 
 
