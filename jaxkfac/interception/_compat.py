@@ -1,7 +1,6 @@
 """Everything that touches the shape of jaxprs across JAX versions, in one place.
 
-Only ``jax`` and ``jax.extend`` are imported. Tried on jax 0.10.0, 0.10.2
-and 0.11.2.
+Only ``jax`` and ``jax.extend`` are imported. Tried on jax 0.10.0, 0.10.2 and 0.11.2.
 """
 
 from collections.abc import Callable, Sequence
