@@ -30,11 +30,11 @@ write and a read of h B and of the branch's gradient of x; $\varphi$ on the outp
 read of what it keeps, and a read of that and of the cotangent for its own gradient. XLA on the
 CPU has no loop with several results: it takes 3 writes and 13 reads for that gradient.
 
-The gradient of A as ``x.T @ dh`` runs at a third of the speed of ``dh.T @ x`` in XLA on the CPU;
-why it is left so stands in lslora/_branch.py. Reading x once for q, k and v, by one product with
-their A side by side, was tried in a model of nothing else: it gained a few percent at the smaller
-sizes and nothing at the largest. So each layer reads its own x, and the decoder's fused
-projections read it once anyway.
+The gradient of A is ``dh.T @ x``: as ``x.T @ dh`` XLA on the CPU would run it at a third of the
+speed (lslora/_product_axes.py says how it is kept from that). Reading x once for q, k and v, by
+one product with their A side by side, was tried in a model of nothing else: it gained a few percent
+at the smaller sizes and nothing at the largest. So each layer reads its own x, and the decoder's
+fused projections read it once anyway.
 
 A bank's adapters are chosen as data: the last check counts compilations while adapters are
 swapped, replaced, disabled and mixed by row. The goal is none.
