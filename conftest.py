@@ -14,8 +14,8 @@ import sys
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")  # sharding needs a second device
 # Most of the suite's time is XLA's CPU compiler. Unoptimised kernels, from its plain emitter while
-# there is one, take a third of the time, and change nothing that XLA decides before (fusion,
-# buffers, order of operations). Slow tests run what users run: see the Makefile.
+# there is one, take much less, and change nothing that XLA decides before (fusion, buffers, order
+# of operations). Slow tests run what users run: see the Makefile.
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
     if importlib.metadata.version("jaxlib").startswith("0.10."):

@@ -30,8 +30,8 @@ write and a read of h B and of the branch's gradient of x; $\varphi$ on the outp
 read of what it keeps, and a read of that and of the cotangent for its own gradient. XLA on the
 CPU has no loop with several results: it takes 3 writes and 13 reads for that gradient.
 
-The gradient of A is ``dh.T @ x``: as ``x.T @ dh`` XLA on the CPU would run it at a third of the
-speed (lslora/_product_axes.py says how it is kept from that). Reading x once for q, k and v, by
+The gradient of A is ``dh.T @ x``: as ``x.T @ dh`` XLA on the CPU would run it far slower
+(lslora/_product_axes.py says how it is kept from that). Reading x once for q, k and v, by
 one product with their A side by side, was tried in a model of nothing else: it gained a few percent
 at the smaller sizes and nothing at the largest. So each layer reads its own x, and the decoder's
 fused projections read it once anyway.

@@ -75,12 +75,16 @@ def sum_over_pulls(
         if not together:
             here = (jnp.arange(rows) == index // columns).reshape(outputs.shape[1:-1])
             kept = kept & here
-        # 16 bits do not hold the number of terms
-        wide = column.astype(statistics_dtype(column.dtype))
-        scaled = (wide / terms.astype(wide.dtype)).astype(column.dtype)
+        scaled = over_count(column, terms)
         return contribution(jnp.where(kept[..., None], scaled, jnp.zeros((), scaled.dtype)))
 
     return _sum(at_column, jnp.arange(columns * (1 if together else rows)), chunk)
+
+
+def over_count(x: Any, count: Any) -> Any:
+    """``x / count`` in the dtype of ``x``; 16 bits do not hold a count."""
+    wide = x.astype(statistics_dtype(x.dtype))
+    return (wide / count.astype(wide.dtype)).astype(x.dtype)
 
 
 def number_of_terms(outputs: Any, batch: Batch) -> Any:

@@ -10,7 +10,7 @@ from jaxtyping import Array, DTypeLike, Float
 
 PANELS = 3
 PANELS_FROM = 512  # features; below it the smaller products cost what they save
-_ALIGNMENT = 16  # float32 in a cache line: panels that begin on one are 9% faster at 512 features
+_ALIGNMENT = 16  # float32 in a cache line: panels that begin on one are faster
 
 
 def statistics_dtype(*dtypes: DTypeLike) -> jnp.dtype:
@@ -53,7 +53,7 @@ def panel_shapes(size: int) -> tuple[tuple[int, int], ...]:
 
 def _cuts(size: int) -> list[tuple[int, int]]:
     inner = [round(size * i / PANELS / _ALIGNMENT) * _ALIGNMENT for i in range(1, PANELS)]
-    return list(itertools.pairwise([0, *inner, size]))
+    return list(itertools.pairwise([0, *(min(edge, size) for edge in inner), size]))
 
 
 def gram_panels(x: Float[Array, "..."], axis: int) -> tuple[Float[Array, "rows cols"], ...]:

@@ -173,8 +173,8 @@ class ProductAxes:
 def _rank_first(a: Array) -> Array:
     """``(in..., rank)`` as ``(rank, in...)``, so that A's gradient is ``dh.T x``, not ``x.T dh``.
 
-    On the CPU the first is three times as fast. XLA folds a plain transposition into the product
-    and is back at the second; one with a split axis it leaves alone.
+    On the CPU the first is much faster. XLA folds a plain transposition into the product and is
+    back at the second; one with a split axis it leaves alone.
     """
     *sizes, rank = a.shape
     if len(sizes) == 1:

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxkfac.factors._fisher import over_count
 from jaxkfac.factors._objective import Batch, Objective, kept_targets
 from jaxkfac.interception._paths import with_leaves
-from jaxkfac.linalg._gram import statistics_dtype
 
 Leaves = dict[str, Array]
 
@@ -81,8 +81,7 @@ def fisher_by_columns(part: Part, vector: Leaves) -> Leaves:
     curved = jax.lax.fori_loop(0, outputs.shape[-1], add, jnp.zeros_like(outputs))
     if part.batch.mask is not None:
         curved = jnp.where(part.batch.mask[..., None], curved, jnp.zeros((), curved.dtype))
-    wide = curved.astype(statistics_dtype(curved.dtype))  # 16 bits do not hold the count
-    return pull((wide / part.count.astype(wide.dtype)).astype(curved.dtype))[0]
+    return pull(over_count(curved, part.count))[0]
 
 
 def outer_products(part: Part, vector: Leaves) -> Leaves:
