@@ -32,9 +32,9 @@ def _every_mode(sides: Sides) -> dict[str, Any]:
     return sides.kept("modes", lambda: _modes(sides.ours().grads, sides.our_bases(JOINT)))
 
 
-def _block(basis: ref.LayerBasis, name: str) -> tuple[ref.KFACFisherOperator, torch.Tensor]:
+def _block(basis: ref.LayerBasis, name: str) -> tuple[ref.KroneckerOperator, torch.Tensor]:
     """A layer's A x G as an operator, and as a matrix column by column."""
-    operator = ref.KFACFisherOperator({name: basis})
+    operator = ref.KroneckerOperator({name: basis})
     eye = torch.eye(operator.shape[0], dtype=basis.g.values.dtype)
     return operator, torch.stack([operator @ column for column in eye], dim=1)
 
@@ -91,7 +91,7 @@ def split(mode: str) -> Callable[[Sides], Iterable[Pair]]:
                 one = _group(basis, i) if pi.ndim else basis
                 weight = gradient[i] if pi.ndim else gradient
                 damping = root * float(pi.reshape(-1)[i]), root / float(pi.reshape(-1)[i])
-                got = ref.apply_fisher_power(
+                got = ref.apply_power(
                     {name: LayerGradient(weight)}, {name: one}, -0.5, damping=damping
                 )
                 parts.append(got[name].weight)

@@ -25,7 +25,7 @@ def extremes(option: Option, power: float) -> Callable[[Sides], Iterable[Pair]]:
         ours = jk.operators.kronecker(
             sides.our_bases(option), sides.params, power=power, damping=PAIR
         )
-        theirs = ref.KFACFisherOperator(sides.bases(option), power=power, damping=PAIR)
+        theirs = ref.KroneckerOperator(sides.bases(option), power=power, damping=PAIR)
         yield Pair("operator", "size", ours.size, theirs.shape[0])
         # as many steps as there are dimensions: both ends are then exact to rounding
         expected = ref.lanczos(theirs, theirs.shape[0], dtype=sides.tensor_dtype)
@@ -48,7 +48,7 @@ def extremes(option: Option, power: float) -> Callable[[Sides], Iterable[Pair]]:
 def largest(sides: Sides) -> Iterable[Pair]:
     """Far fewer steps than dimensions, from different starting vectors."""
     ours = jk.operators.kronecker(sides.our_bases(), sides.params)
-    theirs = ref.KFACFisherOperator(sides.bases())
+    theirs = ref.KroneckerOperator(sides.bases())
     found = jk.spectrum(ours, 1, key=jax.random.key(1), num_steps=STEPS)
     yield Pair("operator", "largest", found.eigenvalues[0], ref.lanczos(theirs, STEPS, seed=2)[-1])
 

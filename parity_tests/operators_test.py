@@ -109,7 +109,7 @@ def second_derivative(sides: Sides) -> Iterable[Pair]:
 
 def solved(sides: Sides) -> Iterable[Pair]:
     """A damped system by conjugate gradients, against PyTorch's dense solver."""
-    theirs = ref.KFACFisherOperator(sides.bases())
+    theirs = ref.KroneckerOperator(sides.bases())
     eye = torch.eye(theirs.shape[0], dtype=sides.tensor_dtype)
     matrix = torch.stack([theirs @ column for column in eye], dim=1)
     gradient = theirs.flatten(sides.gradients()).cpu()

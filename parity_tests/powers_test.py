@@ -51,7 +51,7 @@ def power(option: Option, exponent: float) -> Callable[[Sides], Iterable[Pair]]:
     """A damping for each factor."""
 
     def pairs(sides: Sides) -> Iterable[Pair]:
-        applied = ref.apply_fisher_power(
+        applied = ref.apply_power(
             sides.gradients(option[1]), sides.bases(option), exponent, damping=PAIR
         )
         return tree_pairs(_all(sides, option)[str(exponent)], sides.tree(applied))

@@ -1,7 +1,7 @@
 """Factors to spectra, and what is done with them."""
 
 from torch_ref.curvature._apply import (
-    apply_fisher_power,
+    apply_power,
     fisher_vector_product,
     natural_gradient,
 )
@@ -13,16 +13,16 @@ from torch_ref.curvature._ekfac import (
     measure_eigenvalues,
 )
 from torch_ref.curvature._lanczos import lanczos
-from torch_ref.curvature._operator import KFACFisherOperator
+from torch_ref.curvature._operator import KroneckerOperator
 
 __all__ = [
-    "KFACFisherOperator",
+    "KroneckerOperator",
     "LayerBasis",
     "LayerCapacity",
     "MeasuredValues",
     "ModelCapacity",
-    "apply_fisher_power",
     "apply_measured_power",
+    "apply_power",
     "capacity_metrics",
     "decompose_factors",
     "fisher_vector_product",

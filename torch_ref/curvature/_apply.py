@@ -8,7 +8,7 @@ from torch_ref.curvature._bases import LayerBasis
 from torch_ref.factors import LayerGradient
 
 
-def apply_fisher_power(
+def apply_power(
     gradients: Mapping[str, LayerGradient],
     bases: Mapping[str, LayerBasis],
     power: float,
@@ -65,14 +65,14 @@ def natural_gradient(
     damping: tuple[float, float] = (0.0, 0.0),
 ) -> dict[str, LayerGradient]:
     r"""$(G + \delta_G)^{-1} \, \nabla W \, (A + \delta_A)^{-1}$ from clipped eigenvalues."""
-    return apply_fisher_power(gradients, bases, -1.0, damping=damping)
+    return apply_power(gradients, bases, -1.0, damping=damping)
 
 
 def fisher_vector_product(
     vectors: Mapping[str, LayerGradient], bases: Mapping[str, LayerBasis]
 ) -> dict[str, LayerGradient]:
     r"""$G \, V \, A$ from raw eigenvalues."""
-    return apply_fisher_power(vectors, bases, 1.0)
+    return apply_power(vectors, bases, 1.0)
 
 
 def _on_demand(factor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from torch_ref.curvature import (
-    KFACFisherOperator,
-    apply_fisher_power,
+    KroneckerOperator,
+    apply_power,
     decompose_factors,
     fisher_vector_product,
     lanczos,
@@ -63,7 +63,7 @@ def matrix_power(matrix: torch.Tensor, power: float, damping: float) -> torch.Te
 def test_power_multiplies_from_both_sides_with_a_damping_for_each(problem, power):
     _, factors, gradients = problem
     bases = decompose_factors(factors, max_condition=1e300)
-    applied = apply_fisher_power(gradients, bases, power, damping=DAMPING)
+    applied = apply_power(gradients, bases, power, damping=DAMPING)
     for name, f in factors.items():
         a, g = matrix_power(f.a, power, DAMPING[0]), matrix_power(f.g, power, DAMPING[1])
         expected = g @ gradients[name].weight @ a
@@ -104,8 +104,8 @@ def test_natural_gradient_takes_clipped_values(problem):
 def test_power_minus_one_inverts_power_one(problem):
     _, factors, gradients = problem
     bases = decompose_factors(factors, max_condition=1e300)
-    there = apply_fisher_power(gradients, bases, 1.0, damping=DAMPING)
-    back = apply_fisher_power(there, bases, -1.0, damping=DAMPING)
+    there = apply_power(gradients, bases, 1.0, damping=DAMPING)
+    back = apply_power(there, bases, -1.0, damping=DAMPING)
     for name in gradients:
         torch.testing.assert_close(back[name].weight, gradients[name].weight)
 
@@ -152,7 +152,7 @@ def test_factor_that_is_not_finite_is_named(problem):
 # ------------------------------------------------------------------ operator, Lanczos
 
 
-def dense_operator(operator: KFACFisherOperator) -> torch.Tensor:
+def dense_operator(operator: KroneckerOperator) -> torch.Tensor:
     eye = torch.eye(operator.shape[0], dtype=torch.float64)
     return torch.stack([operator @ column for column in eye], dim=1)
 
@@ -160,7 +160,7 @@ def dense_operator(operator: KFACFisherOperator) -> torch.Tensor:
 @pytest.mark.parametrize("power", [1.0, -0.5])
 def test_operator_is_symmetric_and_block_diagonal(problem, power):
     _, factors, gradients = problem
-    operator = KFACFisherOperator(decompose_factors(factors), power=power, damping=DAMPING)
+    operator = KroneckerOperator(decompose_factors(factors), power=power, damping=DAMPING)
     matrix = dense_operator(operator)
     torch.testing.assert_close(matrix, matrix.T, rtol=1e-12, atol=1e-12)
     assert torch.linalg.eigvalsh(matrix)[0] > 0
@@ -174,20 +174,20 @@ def test_operator_is_symmetric_and_block_diagonal(problem, power):
 def test_operator_multiplies_as_the_fisher_vector_product(problem):
     _, factors, gradients = problem
     bases = decompose_factors(factors)
-    operator = KFACFisherOperator(bases)
+    operator = KroneckerOperator(bases)
     product = operator.unflatten(operator @ operator.flatten(gradients))
     for name, expected in fisher_vector_product(gradients, bases).items():
         torch.testing.assert_close(product[name].weight, expected.weight, rtol=1e-12, atol=0)
 
 
 def test_operator_refuses_a_vector_of_another_length(problem):
-    operator = KFACFisherOperator(decompose_factors(problem[1]))
+    operator = KroneckerOperator(decompose_factors(problem[1]))
     with pytest.raises(ValueError, match=r"\(3,\)"):
         operator @ torch.ones(3)
 
 
 def test_lanczos_finds_the_extreme_eigenvalues(problem):
-    operator = KFACFisherOperator(decompose_factors(problem[1]), damping=DAMPING)
+    operator = KroneckerOperator(decompose_factors(problem[1]), damping=DAMPING)
     exact = torch.linalg.eigvalsh(dense_operator(operator))
     some = lanczos(operator, 25)
     assert some[-1].item() == pytest.approx(exact[-1].item(), rel=1e-6)
@@ -204,7 +204,7 @@ def test_lanczos_stops_where_the_krylov_space_ends():
 
 def test_factors_come_to_the_vectors_device_and_stay_where_they_are(problem):
     bases = decompose_factors(problem[1])
-    operator = KFACFisherOperator(bases)
+    operator = KroneckerOperator(bases)
     product = operator @ torch.ones(operator.shape[0], device="meta")
     assert product.device.type == "meta" and product.shape == operator.shape[:1]
     assert {s.values.device.type for b in bases.values() for s in (b.a, b.g)} == {"cpu"}
@@ -214,7 +214,7 @@ def test_factors_come_to_the_vectors_device_and_stay_where_they_are(problem):
 def test_factors_come_to_the_vector_and_stay_on_the_cpu(problem):
     _, factors, gradients = problem
     bases = decompose_factors(factors, device="cuda")
-    operator = KFACFisherOperator(bases)
+    operator = KroneckerOperator(bases)
     vector = operator.flatten(gradients)
     product = operator @ vector.cuda()
     assert product.is_cuda and not bases["up"].a.vectors.is_cuda

@@ -6,7 +6,7 @@ import torch
 
 
 class Operator(Protocol):
-    """Anything square that multiplies vectors, such as :class:`KFACFisherOperator`."""
+    """Anything square that multiplies vectors, such as :class:`KroneckerOperator`."""
 
     @property
     def shape(self) -> tuple[int, int]: ...

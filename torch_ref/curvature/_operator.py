@@ -5,12 +5,12 @@ from collections.abc import Mapping
 
 import torch
 
-from torch_ref.curvature._apply import apply_fisher_power
+from torch_ref.curvature._apply import apply_power
 from torch_ref.curvature._bases import LayerBasis
 from torch_ref.factors import LayerGradient
 
 
-class KFACFisherOperator:
+class KroneckerOperator:
     r"""A power of the block-diagonal $A \otimes G$ as an operator on flat vectors, for Lanczos.
 
     A vector holds the layers in the order of ``bases``; of each layer the weight, row after row
@@ -57,9 +57,7 @@ class KFACFisherOperator:
         return {name: LayerGradient(**layer) for name, layer in found.items()}
 
     def __matmul__(self, vector: torch.Tensor) -> torch.Tensor:
-        applied = apply_fisher_power(
-            self.unflatten(vector), self.bases, self.power, damping=self.damping
-        )
+        applied = apply_power(self.unflatten(vector), self.bases, self.power, damping=self.damping)
         return self.flatten(applied)
 
     def _parts(self) -> list[tuple[str, str, tuple[int, ...]]]:

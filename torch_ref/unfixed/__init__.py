@@ -1,38 +1,38 @@
-"""Each documented fault as it was, for measuring; only the benchmark of the fixes imports it.
+"""Each documented fault and its documented remedy as they were, for measuring.
 
-The numbers are those of the fixed versions: what differs is bytes and time.
+Only benchmarks import it. An option set one way gives a document's program before its change, the
+other way after it: the numbers are the same, and those of this package. Each docstring names the
+claims that the function is for, ``document/claim``. Bytes and operations are counted by
+:class:`torch_ref.memory.track_storages`.
 """
 
-from torch_ref.unfixed._accumulation import full_batch_step
-from torch_ref.unfixed._factors import (
-    collect_on_device,
-    collect_retaining_graph,
-    to_host_converted_first,
-)
-from torch_ref.unfixed._linalg import stabilize_on_device
-from torch_ref.unfixed._lslora import (
-    TransferringLSLoRALinear,
+from torch_ref.unfixed._clipping import clip_and_rebuild
+from torch_ref.unfixed._few_shot import train
+from torch_ref.unfixed._flan_t5_xl import cast_again, load, move_again
+from torch_ref.unfixed._kfac_7b import collect, host_eigenvalues
+from torch_ref.unfixed._lessons import (
+    copy_model,
     diagnose_with_graph,
-    fourier_loss_from_host,
+    full_batch_step,
+    save_clones,
 )
-from torch_ref.unfixed._memory import (
-    ReentrantlyRecomputed,
-    cast_and_move_always,
-    load_then_convert,
-    save_without_cleanup,
-)
+from torch_ref.unfixed._phi3_lora import diagnose, nonlinearity, recompute, regulariser, save
 
 __all__ = [
-    "ReentrantlyRecomputed",
-    "TransferringLSLoRALinear",
-    "cast_and_move_always",
-    "collect_on_device",
-    "collect_retaining_graph",
+    "cast_again",
+    "clip_and_rebuild",
+    "collect",
+    "copy_model",
+    "diagnose",
     "diagnose_with_graph",
-    "fourier_loss_from_host",
     "full_batch_step",
-    "load_then_convert",
-    "save_without_cleanup",
-    "stabilize_on_device",
-    "to_host_converted_first",
+    "host_eigenvalues",
+    "load",
+    "move_again",
+    "nonlinearity",
+    "recompute",
+    "regulariser",
+    "save",
+    "save_clones",
+    "train",
 ]

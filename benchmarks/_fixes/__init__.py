@@ -1,1 +1,0 @@
-"""The cases of ``benchmarks.fixes``: what they claim, their programs, how they are measured."""
