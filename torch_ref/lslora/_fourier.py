@@ -23,7 +23,7 @@ class FourierParams(nn.Module):
         self.weight = nn.Parameter(first.clone())
         self.sigma = nn.Parameter(torch.tensor(float(init_sigma), device=device))
         # Once and on the device, where the regulariser finds it; not part of a checkpoint.
-        self.register_buffer("identity", first, persistent=False)
+        self.register_buffer("first", first, persistent=False)
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
         x = self.squashed(z)
@@ -37,4 +37,4 @@ class FourierParams(nn.Module):
 
     def distance(self) -> torch.Tensor:
         """Mean squared distance of the coefficients from ``[0, 1, 0, 0]``, on the device."""
-        return (self.weight - self.identity).square().mean()
+        return (self.weight - self.first).square().mean()

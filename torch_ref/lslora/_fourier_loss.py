@@ -62,7 +62,7 @@ def diagnose(model: nn.Module, inputs: torch.Tensor | None = None) -> dict[str, 
     for name, params in _active(model).items():
         a = params.weight
         numbers = torch.stack(
-            [*a, params.sigma, (a - params.identity).abs().mean(), a[2].abs() + a[3].abs()]
+            [*a, params.sigma, (a - params.first).abs().mean(), a[2].abs() + a[3].abs()]
         ).tolist()  # one synchronisation per layer
         found[name] = Diagnosis(tuple(numbers[:4]), *numbers[4:])
     if inputs is None:

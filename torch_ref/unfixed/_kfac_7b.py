@@ -33,7 +33,9 @@ def collect(
         model: With trainable layers of :func:`torch_ref.factors.find_layers`, each used once.
         loss: ``loss(model, batch)``, a mean over loss terms.
         batch: Handed to ``loss``.
-        retain_graph: Of the backward pass. It ends with this call, since the loss does.
+        retain_graph: Of the backward pass. It holds what autograd saved and no hook has: with
+            tanh or ReLU nothing but the loss's own, with GELU each of its inputs. All goes with
+            the loss when this call ends.
         to_host: Move each factor to the CPU as it is formed and make it float32 there. Otherwise
             factors stay on the model's device in its dtype.
         cleanup: At the end, failed or not, drop the parameters' gradients, whatever inputs and

@@ -61,7 +61,7 @@ def diagnose_with_graph(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
         for name, params in layer.fourier_params.items():
             a = params.weight
             found[f"{layer_name}/{name}"] = {
-                "deviation": (a - params.identity).abs().mean(),
+                "deviation": (a - params.first).abs().mean(),
                 "nonlinearity": a[2].abs() + a[3].abs(),
             }
     return found

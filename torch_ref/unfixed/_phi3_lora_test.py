@@ -129,16 +129,20 @@ def test_diagnostics_are_those_of_the_fix_and_hold_nothing(no_grad):
 
 
 def test_recomputation_without_a_word_on_reentrancy_warns_and_does_not_raise():
-    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    block = nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     x = X.clone().requires_grad_()
     (expected,) = torch.autograd.grad(Recomputed(block)(x).square().sum(), x)
-    with pytest.warns(UserWarning, match="use_reentrant parameter should be passed explicitly"):
-        y = unfixed.recompute(block, x)
-    y.square().sum().backward()
-    torch.testing.assert_close(x.grad, expected)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        unfixed.recompute(block, x, use_reentrant=False)
+    products = []
+    for said in ({}, {"use_reentrant": True}, {"use_reentrant": False}):
+        x.grad = None
+        with warnings.catch_warnings(record=True) as caught, track_storages() as made:
+            warnings.simplefilter("always")
+            unfixed.recompute(block, x, **said).square().sum().backward()
+        torch.testing.assert_close(x.grad, expected)
+        messages = [str(warning.message) for warning in caught]
+        assert any("use_reentrant parameter" in message for message in messages) == (not said)
+        products.append(made.calls["addmm"])
+    assert products == [2, 2, 1]  # unsaid is reentrant; the other way leaves out the last output
 
 
 def test_reentrant_recomputation_needs_an_input_with_a_gradient():
