@@ -114,13 +114,20 @@ def test_cleanup_drops_gradients_also_when_the_pass_fails(fails):
 
 
 def test_cache_is_emptied_at_every_eighth_layer_and_by_cleanup_once_more(monkeypatch):
-    emptied = []
+    form, formed, emptied = _kfac_7b._form, [], []
+
+    def spy(name, *args):
+        formed.append(name)
+        return form(name, *args)
+
+    monkeypatch.setattr(_kfac_7b, "_form", spy)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-    model = build(blocks=9)  # layers 0 and 8 of 10
-    for options in (BEFORE, AFTER):
-        unfixed.collect(model, LOSS, (X, Y), **options)
-    assert len(emptied) == 2 + (2 + 1)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(len(formed)))
+    unfixed.collect(build(blocks=9), LOSS, (X, Y), **BEFORE)
+    assert emptied == [1, 9]
+    formed.clear()
+    unfixed.collect(build(blocks=9), LOSS, (X, Y), **AFTER)
+    assert emptied == [1, 9, 1, 9, 10]
 
 
 # ------------------------------------------------------------------ eigenvalues
