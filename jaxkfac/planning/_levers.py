@@ -13,7 +13,7 @@ LEVERS: tuple[Lever, ...] = get_args(Lever)
 TITLES: dict[Lever, str] = {
     "accumulation": "accum.",
     "host": "host",
-    "accumulator": "bf16 acc.",
+    "accumulator": "bf16-acc.",
     "remat": "remat",
     "bf16": "bf16",
     "budget": "budget",
