@@ -36,7 +36,8 @@ class Accumulators:
       compensated summation keeps twice the bytes.
     - A dense factor is symmetric: one triangle in twice the width takes the bytes of the whole
       in ``kept``. With bfloat16 that is float32, which loses nothing where it would cost most:
-      eigenvalues below the rounding error of the largest, which damping then divides by.
+      rounding moves small eigenvalues by what it moves large ones, and the inverse is made of
+      the small ones.
 
     Counts are kept as they are.
 

@@ -166,7 +166,8 @@ def plan_memory(
             ``"accumulation"`` cuts them further. An ``optimizer`` that accumulates by itself
             has a row of its own accumulators, on the device wherever it keeps them.
         accumulator_dtype: Of :func:`jaxkfac.multi_steps`, with every accumulation.
-        accumulator_memory_kind: Likewise; with ``"pinned_host"`` the row is on the host.
+        accumulator_memory_kind: Likewise; with ``"pinned_host"`` the row is on the host. An
+            update takes it through the device, where the activations were.
         levers: Which may be pulled. Each of ``"bf16"``, ``"remat"``, ``"adapters"`` and each
             number of micro-batches is a compilation.
         **options: Of :func:`jaxkfac.value_grad_and_factors`: ``fisher``, ``max_dense``, ...
