@@ -26,11 +26,17 @@ class PlanArguments:
     host_bytes: float | None = None
     """Main memory for curvature; no limit by default."""
     batch: int = 1
-    """Examples per step."""
+    """Examples per step, or per micro-batch with --gradient-accumulation-steps."""
     tokens: int = 2048
     """Of an example; of its source and of its target for t5-xl."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the parameters."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches a step, each of --batch examples."""
+    accumulator_dtype: Literal["bfloat16", "float32"] | None = None
+    """Of the accumulated gradients and factors; by default as wide as they are added."""
+    accumulator_memory_kind: Literal["device", "pinned_host"] = "device"
+    """Memory that holds them between micro-batches."""
     optimizer: Literal["none", "sgd", "adam", "kfac"] = "adam"
     """Whose state is counted; sgd has momentum, kfac averages and decomposes on the device."""
     curvature: Literal["precondition", "analyze", "none"] = "precondition"
@@ -80,6 +86,9 @@ def run_plan(arguments: PlanArguments) -> None:
             vectors=arguments.curvature == "precondition",
             max_factor_bytes=None if budget is None else int(budget),
             adapter_rank=arguments.adapter_rank,
+            accumulation_steps=arguments.gradient_accumulation_steps,
+            accumulator_dtype=arguments.accumulator_dtype,
+            accumulator_memory_kind=arguments.accumulator_memory_kind,
             levers=arguments.levers,
             max_dense=arguments.max_dense,
         )

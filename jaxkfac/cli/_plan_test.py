@@ -40,6 +40,26 @@ def test_json_holds_bytes_and_the_optimizers_share(capsys):
     assert found["kfac"]["factors"] == 2 * found["none"]["factors"]
 
 
+def test_a_micro_batch_is_planned_with_its_accumulators(capsys):
+    found = {}
+    for dtype, kind in ((None, "device"), ("bfloat16", "device"), (None, "pinned_host")):
+        run_plan(
+            PlanArguments(
+                **{"device_bytes": 1e9, "levers": (), "json": True, "curvature": "none", **TINY},
+                gradient_accumulation_steps=16,
+                accumulator_dtype=dtype,
+                accumulator_memory_kind=kind,
+            )
+        )
+        found[dtype, kind] = json.loads(capsys.readouterr().out)["now"]
+    wide = found[None, "device"]
+    parameters = wide["device"]["parameters"]
+    assert wide["steps"] == 16 and wide["device"]["accumulation"] == parameters + 4
+    assert found["bfloat16", "device"]["device"]["accumulation"] == parameters // 2 + 4
+    assert found[None, "pinned_host"]["device"]["accumulation"] == 0
+    assert found[None, "pinned_host"]["host"]["accumulation"] == parameters + 4
+
+
 def test_a_plan_that_fits_nowhere_is_printed_before_it_is_an_error(capsys):
     with pytest.raises(MemoryBudgetError, match="nothing fits 0.977 KiB"):
         run_plan(PlanArguments(device_bytes=1e3, levers=("host",), curvature="analyze", **TINY))

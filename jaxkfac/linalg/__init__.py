@@ -28,6 +28,7 @@ from jaxkfac.linalg._kronecker import (
     out_of_eigenbasis,
     scale_in_eigenbasis,
 )
+from jaxkfac.linalg._triangle import fold_triangle, unfold_triangle
 
 __all__ = [
     "ClippedEigh",
@@ -46,6 +47,7 @@ __all__ = [
     "eigh_clipped",
     "eigh_in_turn",
     "eigh_on_host",
+    "fold_triangle",
     "from_spectrum",
     "in_sequence",
     "into_eigenbasis",
@@ -55,4 +57,5 @@ __all__ = [
     "out_of_eigenbasis",
     "power_or_zero",
     "scale_in_eigenbasis",
+    "unfold_triangle",
 ]

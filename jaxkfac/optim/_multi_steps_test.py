@@ -271,3 +271,47 @@ def test_bad_arguments_are_named(params):
     other = random_factors((layer("w", (3, 2)),), jax.random.key(0))
     with pytest.raises(ValueError, match="factors lack the layer 'left/kernel'"):
         tx.update(grads, state, params, factors=other)
+
+
+def by_optax(tx, every_k=2):
+    """Optax's own accumulation, in double."""
+    multi = optax.MultiSteps(tx, every_k, accumulator_dtype=float)
+    return optax.GradientTransformationExtraArgs(multi.init, multi.update)
+
+
+@pytest.mark.parametrize(
+    ("inner", "name"),
+    [
+        (lambda: multi_steps(optax.sgd(0.1), 2), "jk.multi_steps"),
+        (lambda: optax.chain(multi_steps(optax.sgd(0.1), 2), optax.scale(2.0)), "jk.multi_steps"),
+        (lambda: by_optax(optax.sgd(0.1)), "optax.MultiSteps"),
+        (lambda: optax.chain(optax.clip(1.0), by_optax(optax.sgd(0.1))), "optax.MultiSteps"),
+        (lambda: by_optax(multi_steps(optax.sgd(0.1), 2)), "optax.MultiSteps"),
+    ],
+    ids=["itself", "itself in a chain", "optax", "optax in a chain", "optax around itself"],
+)
+def test_accumulation_inside_accumulation_is_refused(inner, name):
+    with pytest.raises(ValueError, match=f"already: {name} is inside it. Use one jk.multi_steps"):
+        multi_steps(inner(), 3).init({"w": jnp.zeros(2)})
+
+
+def test_optax_multi_steps_around_kfac_takes_the_last_factors_for_all_and_says_nothing(params):
+    rows = 32
+    x, y, _ = net_batch(jax.random.key(0), K * rows)
+    big = (x, y, jnp.ones(K * rows, bool))
+    grads, factors = net_statistics(params, big)
+    tx = kfac(0.1, like=jax.eval_shape(lambda: factors))
+    expected, _ = jitted(tx)(grads, tx.init(params), params, factors)
+
+    def error(wrapped):
+        state, updates = wrapped.init(params), None
+        for i in range(K):
+            batch = tuple(v[i * rows : (i + 1) * rows] for v in big)
+            grads, factors = net_statistics(params, batch)
+            with jax.numpy_dtype_promotion("standard"):  # optax multiplies arrays by booleans
+                updates, state = jitted(wrapped)(grads, state, params, factors)
+        wrong = optax.tree.norm(optax.tree.sub(updates, expected))
+        return float(wrong / optax.tree.norm(expected))
+
+    assert error(multi_steps(tx, K)) < 1e-10
+    assert error(by_optax(tx, K)) == pytest.approx(18.9, rel=0.1)  # the docstrings' number

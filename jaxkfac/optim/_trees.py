@@ -56,7 +56,7 @@ def scaled(factor: ArrayLike, leaf: Array) -> Array:
     return jnp.asarray(factor, leaf.dtype) * leaf
 
 
-def accumulator_dtype(*trees: PyTree) -> Any:
+def sum_dtype(*trees: PyTree) -> Any:
     """float64 if any leaf is, else float32: sums never run in half precision."""
     dtypes = {jnp.dtype(x.dtype) for x in jax.tree.leaves(trees) if is_differentiable(x)}
     return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in dtypes else jnp.float32)
@@ -64,7 +64,7 @@ def accumulator_dtype(*trees: PyTree) -> Any:
 
 def inner_product(left: PyTree, right: PyTree, counted: PyTree) -> Float[Array, ""]:
     """The sum of products over the leaves that ``counted`` (a tree of bools) marks."""
-    dtype = accumulator_dtype(left, right)
+    dtype = sum_dtype(left, right)
     products = jax.tree.map(
         lambda use, x, y: (x.astype(dtype) * y.astype(dtype)).sum() if use else None,
         counted,

@@ -3,15 +3,17 @@
 import dataclasses
 from typing import Literal, get_args
 
-Lever = Literal["accumulation", "host", "remat", "bf16", "budget", "adapters", "nf4"]
+Lever = Literal["accumulation", "host", "accumulator", "remat", "bf16", "budget", "adapters", "nf4"]
 # The order is that of the search: of two sets of one size, the one whose dearest is cheaper.
-# Accumulation costs no arithmetic, the host its own time, remat a third of a gradient, bfloat16
-# digits, a budget whole passes; adapters train another model, NF4 another one still.
+# Accumulation costs no arithmetic, the host its own time, sums in bfloat16 a few roundings, remat
+# a third of a gradient, bfloat16 digits, a budget whole passes; adapters train another model, NF4
+# another one still.
 LEVERS: tuple[Lever, ...] = get_args(Lever)
 
 TITLES: dict[Lever, str] = {
     "accumulation": "accum.",
     "host": "host",
+    "accumulator": "bf16-acc.",
     "remat": "remat",
     "bf16": "bf16",
     "budget": "budget",
@@ -20,8 +22,10 @@ TITLES: dict[Lever, str] = {
 }
 
 
-def needed(lever: Lever) -> Lever:
+def needed(lever: Lever, accumulation_steps: int) -> Lever:
     """What a lever cannot do without; itself if there is no such thing."""
+    if lever == "accumulator" and accumulation_steps == 1:
+        return "accumulation"
     return "adapters" if lever == "nf4" else lever
 
 
@@ -35,7 +39,7 @@ class Setting:
 
     Attributes:
         levers: Those that are pulled.
-        steps: Micro-batches a step; 1 unless ``"accumulation"`` is pulled.
+        steps: Parts of the batch; 1 unless ``"accumulation"`` is pulled.
     """
 
     levers: frozenset[Lever] = frozenset()

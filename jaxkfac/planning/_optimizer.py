@@ -8,7 +8,6 @@ from jaxtyping import PyTree
 
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.factors import Factors
-from jaxkfac.optim._multi_steps import MultiStepsState
 from jaxkfac.planning._shapes import nbytes
 
 
@@ -16,30 +15,36 @@ class Optimizer(NamedTuple):
     """What an optimizer holds.
 
     Attributes:
-        nbytes: Without factors and bases.
+        nbytes: Without factors, bases and accumulators.
         averages: How many sets of factors it holds.
         bases: Whether it holds eigenbases, and so decomposes inside its update.
-        accumulates: Whether it accumulates micro-batches.
+        accumulators: Bytes of what it accumulates over micro-batches, 0 if it does not.
     """
 
     nbytes: int
     averages: int
     bases: bool
-    accumulates: bool
+    accumulators: int
 
 
 def optimizer_state(tx: optax.GradientTransformation | None, params: PyTree) -> Optimizer:
     """What ``tx.init`` would allocate."""
     if tx is None:
-        return Optimizer(0, 0, False, False)
+        return Optimizer(0, 0, False, 0)
     state = jax.eval_shape(tx.init, params)
+    multi = optax.MultiStepsState  # jk.multi_steps holds one, too
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, multi))
+    accumulators = nbytes([x.acc_grads for x in nodes if isinstance(x, multi)])
+    state = jax.tree.map(
+        lambda x: x._replace(acc_grads=None) if isinstance(x, multi) else x,
+        state,
+        is_leaf=lambda x: isinstance(x, multi),
+    )
     kept = (Factors, Eigenbases)
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kept))
-    accumulators = (MultiStepsState, optax.MultiStepsState)
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, accumulators))
     return Optimizer(
         nbytes([x for x in leaves if not isinstance(x, kept)]),
         sum(isinstance(x, Factors) for x in leaves),
         any(isinstance(x, Eigenbases) for x in leaves),
-        any(isinstance(x, accumulators) for x in nodes),
+        accumulators,
     )

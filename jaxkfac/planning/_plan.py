@@ -7,13 +7,16 @@ from typing import Any
 
 import jax
 import optax
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxkfac import lslora
 from jaxkfac._checks import at_least_one, one_of
 from jaxkfac.memory import MemoryBudgetError, bytes_text
+from jaxkfac.optim._accumulators import MemoryKind, check_memory_kind, checked_dtype
 from jaxkfac.planning._levers import LEVERS, Lever, UnavailableError, needed
-from jaxkfac.planning._rows import Curvature
+from jaxkfac.planning._optimizer import optimizer_state
+from jaxkfac.planning._rows import Accumulation, Curvature
 from jaxkfac.planning._search import Need, Search
 from jaxkfac.planning._shapes import shapes_of
 from jaxkfac.planning._table import need_words, plan_text
@@ -26,7 +29,8 @@ class MemoryPlan:
 
     Attributes:
         now: What the training needs as it stands.
-        alone: ``{lever: need}`` with this lever alone; ``"nf4"`` with the adapters it needs.
+        alone: ``{lever: need}`` with this lever alone; ``"nf4"`` with the adapters it needs,
+            ``"accumulator"`` with the accumulation.
         unavailable: ``{lever: reason}``.
         smallest: The smallest set of levers that fits; ``None`` if none does.
         best: Of the sets that were tried, the one with the fewest bytes on the device.
@@ -115,6 +119,9 @@ def plan_memory(
     max_factor_bytes: int | None = None,
     in_flight_bytes: int = 1 << 30,
     adapter_rank: int = 8,
+    accumulation_steps: int = 1,
+    accumulator_dtype: DTypeLike | None = None,
+    accumulator_memory_kind: MemoryKind = "device",
     levers: Sequence[str] = LEVERS,
     **options: Any,
 ) -> MemoryPlan:
@@ -131,9 +138,10 @@ def plan_memory(
     The levers, from the cheapest to the dearest, each also a column of the table:
 
     - ``"accumulation"``: :func:`jaxkfac.multi_steps` over equal parts of the batch, the fewest
-      that fit; buffers of sums in float32.
+      that fit.
     - ``"host"``: :class:`jaxkfac.HostCurvature` averages and decomposes; on the device remain
       a step's factors, those in flight, and the bases.
+    - ``"accumulator"``: with accumulation, ``accumulator_dtype`` is bfloat16.
     - ``"remat"``: ``jax.checkpoint`` around the body of every scan that has none.
     - ``"bf16"``: parameters, gradients, optimizer state and floating inputs in bfloat16.
     - ``"budget"``: ``max_factor_bytes``, what is left over if none is given; the factors of
@@ -154,6 +162,12 @@ def plan_memory(
         max_factor_bytes: Of the lever ``"budget"``.
         in_flight_bytes: Of ``HostCurvature``.
         adapter_rank: Of the adapters.
+        accumulation_steps: Micro-batches a step, of which ``batch`` is one; the lever
+            ``"accumulation"`` cuts them further. An ``optimizer`` that accumulates by itself
+            has a row of its own accumulators, on the device wherever it keeps them.
+        accumulator_dtype: Of :func:`jaxkfac.multi_steps`, with every accumulation.
+        accumulator_memory_kind: Likewise; with ``"pinned_host"`` the row is on the host. An
+            update takes it through the device, where the activations were.
         levers: Which may be pulled. Each of ``"bf16"``, ``"remat"``, ``"adapters"`` and each
             number of micro-batches is a compilation.
         **options: Of :func:`jaxkfac.value_grad_and_factors`: ``fisher``, ``max_dense``, ...
@@ -162,7 +176,8 @@ def plan_memory(
         The plan; ``plan.chosen()`` is the smallest set of levers that fits.
 
     Raises:
-        ValueError: a size that is not positive, or an unknown lever.
+        ValueError: a size that is not positive, an unknown lever, dtype or memory, or
+            ``accumulation_steps`` beside an optimizer that accumulates.
         UncoveredParameterError: a parameter is in no layer: see ``uncovered``.
 
     Example:
@@ -182,7 +197,15 @@ def plan_memory(
     for name in levers:
         one_of("levers", name, LEVERS)
     pulled: list[Lever] = [lever for lever in LEVERS if lever in levers]
-    at_least_one(adapter_rank=adapter_rank, in_flight_bytes=in_flight_bytes)
+    at_least_one(
+        adapter_rank=adapter_rank,
+        in_flight_bytes=in_flight_bytes,
+        accumulation_steps=accumulation_steps,
+    )
+    check_memory_kind(accumulator_memory_kind)
+    accumulation = Accumulation(
+        accumulation_steps, checked_dtype(accumulator_dtype), accumulator_memory_kind
+    )
     if max_factor_bytes is not None:
         at_least_one(max_factor_bytes=max_factor_bytes)
     params, batch = shapes_of(params), shapes_of(batch)
@@ -196,13 +219,18 @@ def plan_memory(
         host_bytes=host_bytes,
         max_factor_bytes=max_factor_bytes,
         levers=pulled,
+        accumulation=accumulation,
     )
+    if accumulation_steps > 1 and optimizer_state(optimizer, params).accumulators:
+        raise ValueError(
+            f"accumulation_steps={accumulation_steps}: the optimizer accumulates by itself"
+        )
     now = search.need(())
     alone: dict[Lever, Need] = {}
     unavailable: dict[Lever, str] = {}
     for lever in pulled:
         try:
-            alone[lever] = search.need(tuple({needed(lever), lever}))
+            alone[lever] = search.need(tuple({needed(lever, accumulation_steps), lever}))
         except UnavailableError as reason:
             unavailable[lever] = str(reason)
     smallest = search.smallest()

@@ -16,7 +16,7 @@ from jaxkfac.curvature import eigendecompose
 from jaxkfac.curvature.host import HostCurvature
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
 from jaxkfac.memory import MemoryBudgetError
-from jaxkfac.optim import kfac, multi_steps
+from jaxkfac.optim import MultiStepsState, kfac, multi_steps
 from jaxkfac.planning import DecoderLayout, plan_memory, shaped
 from jaxkfac.planning._levers import LEVERS, TITLES
 from jaxkfac.planning._rows import NF4_BYTES
@@ -137,6 +137,38 @@ def test_accumulation_has_the_buffers_of_multi_steps_and_a_micro_batchs_activati
     small = micro_batch(case.batch, need.steps)
     measured = jax.jit(case.collector).lower(case.params, small).compile().memory_analysis()
     assert need.device["activations"] == pytest.approx(measured.temp_size_in_bytes, rel=WITHIN)
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_accumulators_are_those_of_multi_steps_in_their_dtype_and_memory(dtype, memory):
+    case = mlp()
+    options = {"accumulator_dtype": dtype, "accumulator_memory_kind": memory}
+    levers = ("host", "accumulator")
+    plan = plan_memory(
+        *case.objects3, device_bytes=PLENTY, levers=levers, accumulation_steps=16, **options
+    )
+    for like, need in ((case.like, plan.now), (None, plan.alone["host"])):
+        tx = multi_steps(optax.identity(), 16, like=like, **options)
+        held = size(tx.init(case.filled[0]).accumulation.acc_grads)
+        on_device, on_host = (held, 0) if memory == "device" else (0, held)
+        assert need.device["accumulation"] == on_device and need.steps == 16
+        assert need.host.get("accumulation", 0) == on_host
+    assert plan.accumulation_steps == 16
+    if dtype is None:
+        tx = multi_steps(optax.identity(), 16, like=case.like, accumulator_dtype=jnp.bfloat16)
+        held = size(tx.init(case.filled[0]).accumulation.acc_grads)
+        found = plan.alone["accumulator"]
+        assert (found.device | found.host)["accumulation"] == held
+    else:
+        assert "already" in plan.unavailable["accumulator"]
+
+
+def test_the_lever_of_accumulators_brings_accumulation_with_it(case):
+    need = case.plan.alone["accumulator"]
+    assert need.levers == ("accumulation", "accumulator") and need.steps == 2
+    wide = case.plan.alone["accumulation"].device["accumulation"]
+    assert need.device["accumulation"] == pytest.approx(wide / 2, rel=0.1)
 
 
 def test_host_rows_are_what_the_service_needs_and_holds(case):
@@ -295,9 +327,14 @@ def test_an_optimizer_that_accumulates_is_not_accumulated_again(tx):
         *(case.objective, case.params, case.batch),
         optimizer=tx,
         device_bytes=PLENTY,
-        levers=("accumulation",),
+        levers=("accumulation", "accumulator"),
     )
     assert "one micro-batch" in plan.unavailable["accumulation"]
+    assert "one micro-batch" in plan.unavailable["accumulator"]
+    accumulators = plan.now.device["accumulation"]
+    assert accumulators == size(case.filled[0]) + 4 * isinstance(tx.init({}), MultiStepsState)
+    with pytest.raises(ValueError, match="accumulation_steps=2: the optimizer accumulates"):
+        plan_memory(*case.objects3, optimizer=tx, device_bytes=PLENTY, accumulation_steps=2)
 
 
 def test_a_scalar_loss_is_planned_and_has_no_adapters():

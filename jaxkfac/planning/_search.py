@@ -8,7 +8,7 @@ from typing import Any
 import optax
 
 from jaxkfac.planning._levers import LEVERS, Lever, Setting, UnavailableError, needed
-from jaxkfac.planning._rows import Accounts, Curvature
+from jaxkfac.planning._rows import Accounts, Accumulation, Curvature
 from jaxkfac.planning._shapes import divisors, num_examples
 from jaxkfac.planning._variant import Variants
 
@@ -63,6 +63,7 @@ class Search:
         host_bytes: Likewise, ``None`` for no limit.
         max_factor_bytes: The budget of ``"budget"``; ``None`` takes what is left over.
         levers: Which may be pulled.
+        accumulation: Of the training as it stands.
     """
 
     def __init__(
@@ -76,11 +77,12 @@ class Search:
         host_bytes: float | int | None,
         max_factor_bytes: int | None,
         levers: Sequence[Lever],
+        accumulation: Accumulation,
     ) -> None:
         self._variants, self._batch, self._tx = variants, batch, tx
         self._curvature, self._budget = curvature, max_factor_bytes
         self._device_bytes, self._host_bytes = device_bytes, host_bytes
-        self._levers = levers
+        self._levers, self._accumulation = levers, accumulation
         self._accounts: dict[int, Accounts] = {}
         self._needs: dict[Setting, Need] = {}
 
@@ -146,7 +148,8 @@ class Search:
         for size in range(len(self._levers) + 1):
             found: Iterator[tuple[Lever, ...]] = itertools.combinations(self._levers, size)
             for levers in sorted(found, key=lambda x: [LEVERS.index(y) for y in reversed(x)]):
-                if all(needed(lever) in levers for lever in levers):
+                steps = self._accumulation.steps
+                if all(needed(lever, steps) in levers for lever in levers):
                     yield levers
 
     def _steps(self) -> list[int]:
@@ -169,7 +172,9 @@ class Search:
     def _accounts_of(self, setting: Setting) -> Accounts:
         variant = self._variants(setting)
         if id(variant) not in self._accounts:
-            self._accounts[id(variant)] = Accounts(variant, self._tx, self._curvature)
+            self._accounts[id(variant)] = Accounts(
+                variant, self._tx, self._curvature, self._accumulation
+            )
         return self._accounts[id(variant)]
 
     def _least(self, accounts: Accounts, setting: Setting) -> int:
@@ -186,7 +191,7 @@ class Search:
             rows = accounts.rows(setting, budget or 0)
             self._needs[setting] = Need(
                 setting.ordered,
-                setting.steps,
+                setting.steps * self._accumulation.steps,
                 *rows,
                 {lever: accounts.cost(lever, setting, budget) for lever in setting.ordered},
                 budget,

@@ -12,7 +12,7 @@ from jaxkfac.factors import Categorical, Gaussian, Objective
 from jaxkfac.memory import MemoryBudgetError
 from jaxkfac.planning import LEVERS, _variant, plan_memory
 from jaxkfac.planning._levers import Setting, UnavailableError
-from jaxkfac.planning._rows import Curvature
+from jaxkfac.planning._rows import Accumulation, Curvature
 from jaxkfac.planning._search import Search
 from jaxkfac.planning._variant import Variants
 
@@ -65,6 +65,7 @@ def search(variants, device_bytes, host_bytes=None, levers=LEVERS):
         host_bytes=host_bytes,
         max_factor_bytes=None,
         levers=levers,
+        accumulation=Accumulation(),
     )
 
 
