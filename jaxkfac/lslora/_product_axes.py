@@ -11,7 +11,7 @@ from jaxkfac._errors import LostRowsError
 from jaxkfac.interception._axes import Atoms
 from jaxkfac.interception._rewrite import Site
 from jaxkfac.interception._values import Use
-from jaxkfac.lslora._adapter import Adapter
+from jaxkfac.lslora._adapter import OWN_AXES, Adapter
 
 Array = Any  # a tracer or a constant
 
@@ -88,10 +88,9 @@ class ProductAxes:
         stack = [self.shape[d] for d in self.shared]
         if self.use.free_stack:
             stack = [self.site.eqn.invars[self.use.operand].aval.shape[self._free[0]]]
-        own = {"a": 2, "b": 2, "coefficients": 1, "sigma": 0}
 
         def one(name: str, leaf: Array) -> Array:
-            inner = own[name]
+            inner = OWN_AXES[name]
             if index is None:
                 return jnp.asarray(leaf).reshape((*stack, *leaf.shape[leaf.ndim - inner :]))
             leaf = leaf.reshape(*stack, *leaf.shape[leaf.ndim - inner - 1 :])
