@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from jaxkfac.interception import _compat
 from jaxkfac.interception._axes import Atoms
@@ -14,9 +15,7 @@ from jaxkfac.linalg._gram import statistics_dtype
 from jaxkfac.lslora._activation import activation, width
 from jaxkfac.lslora._config import Placement
 from jaxkfac.lslora._nonlinearity import Nonlinearity
-from jaxkfac.lslora._product_axes import ProductAxes
-
-Array = Any  # a tracer or a constant
+from jaxkfac.lslora._product_axes import Operand, ProductAxes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Branch(NamedTuple):
         return self.u if self.width is None else _scaled(self.u, self.width)
 
 
-def adapted_product(site: Site, operands: list[Any], options: BranchOptions) -> Array:
+def adapted_product(site: Site, operands: list[Operand], options: BranchOptions) -> Array:
     """The product with the branch added, in the product's dtype."""
     base = site.bind(*operands)
     return add(base, branch(site, operands, options).added)
@@ -81,7 +80,7 @@ def add(base: Array, added: Array) -> Array:
     return (base.astype(wide) + added.astype(wide)).astype(base.dtype)
 
 
-def branch(site: Site, operands: list[Any], options: BranchOptions) -> Branch:
+def branch(site: Site, operands: list[Operand], options: BranchOptions) -> Branch:
     """The branch of a site's only use.
 
     Raises:
@@ -122,12 +121,12 @@ def branch(site: Site, operands: list[Any], options: BranchOptions) -> Branch:
     return Branch(inside, u, axes.as_product(phi(u)), wide)
 
 
-def _scaled(h: Array, scale: Any) -> Array:
+def _scaled(h: Array, scale: Array | float) -> Array:
     """The product in float32 at the least, so that it is rounded once."""
     return h.astype(statistics_dtype(h.dtype)) * scale
 
 
-def _dropped(x: Array, key: Array, options: BranchOptions, use: Use) -> Array:
+def _dropped(x: Operand, key: Array, options: BranchOptions, use: Use) -> Array:
     """Inverted dropout; experts of one product draw from the first one's key."""
     key = jax.random.wrap_key_data(key.reshape(-1, key.shape[-1])[0], impl=options.key_impl)
     keep = 1 - options.dropout

@@ -133,7 +133,7 @@ def nonlinearity_of(record: Mapping[str, Any]) -> Nonlinearity | None:
 
 def _name(record: Mapping[str, Any]) -> str:
     own = record.get(OWN)
-    return own.get("nonlinearity", FOURIER.name) if isinstance(own, dict) else FOURIER.name
+    return str(own.get("nonlinearity", FOURIER.name)) if isinstance(own, dict) else FOURIER.name
 
 
 def from_record(
