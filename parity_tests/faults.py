@@ -13,7 +13,8 @@ from jaxkfac import lslora
 from jaxkfac.curvature import _layer_power
 from jaxkfac.factors import _collect, _moments, _objective, _rows, _statistics
 from jaxkfac.interception import ParameterMatrix
-from jaxkfac.lslora import _branch, _fourier
+from jaxkfac.lslora import _activation, _branch
+from jaxkfac.lslora._fourier import Fourier
 from jaxkfac.optim import _multi_steps
 
 Patch = pytest.MonkeyPatch
@@ -188,26 +189,24 @@ def unscaled_branch(patch: Patch) -> None:
 
 def unbounded(patch: Patch) -> None:
     """The nonlinearity reads z over sigma without its tanh."""
-    _wrap(patch, _fourier, "_bounded", lambda original, u: jnp.arctanh(original(u)))
+    patch.setattr(Fourier, "argument", lambda phi, u: u)
 
 
 def swapped_scalars(patch: Patch) -> None:
     """The gradients of the sine's and the cosine's coefficient change places."""
-    swapped = jax.custom_vjp(lambda u, coefficients: _fourier._forward(u, coefficients)[0])
 
-    def backward(saved: Any, cotangent: Any) -> Any:
-        du, d_coefficients = _fourier._backward(saved, cotangent)
-        return du, d_coefficients[..., jnp.array([0, 1, 3, 2])]
+    def swapped(original: Any, phi: Any, x: Any, c: Any, cotangent: Any) -> Any:
+        du, (d0, d1, by_sine, by_cosine) = original(phi, x, c, cotangent)
+        return du, (d0, d1, by_cosine, by_sine)
 
-    swapped.defvjp(_fourier._forward, backward)
-    patch.setattr(_fourier, "_curve", swapped)
+    _wrap(patch, Fourier, "derivative", swapped)
 
 
 def signed_sigma(patch: Patch) -> None:
     """Sigma counts with its sign."""
 
     def width(original: Any, sigma: Any, z: Any, may_be_linear: bool = False) -> Any:
-        return original(sigma, z, may_be_linear) * jnp.sign(_fourier._over(sigma, z))
+        return original(sigma, z, may_be_linear) * jnp.sign(_activation._over(sigma, z))
 
     _wrap(patch, _branch, "width", width)
 
@@ -215,9 +214,9 @@ def signed_sigma(patch: Patch) -> None:
 def other_placement(patch: Patch) -> None:
     """The nonlinearity is on the other side of B."""
 
-    def branch(original: Any, site: Any, operands: Any, form: Any) -> Any:
-        other = {"output": "bottleneck", "bottleneck": "output"}[form.placement]
-        return original(site, operands, dataclasses.replace(form, placement=other))
+    def branch(original: Any, site: Any, operands: Any, options: Any) -> Any:
+        other = {"output": "bottleneck", "bottleneck": "output"}[options.placement]
+        return original(site, operands, dataclasses.replace(options, placement=other))
 
     _wrap(patch, _branch, "branch", branch)
 

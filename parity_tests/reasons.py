@@ -62,6 +62,13 @@ NAMES = {
     "approximate_merge": f"least squares of a branch on a batch: {_NO_TWIN_BESIDE}",
     "fuse": "moves columns of B between layers; the test beside it compares outputs",
     "split": "as fuse",
+    "Nonlinearity": "what a nonlinearity says; the cases run the Fourier one",
+    "SavedModules": "what read_modules returns",
+    "find_nonlinearity": "a look-up by name",
+    "module_name": "a name; there is no number",
+    "read_modules": "the files' own arrays; adapters_files_test reads them by load",
+    "register": "an entry in a table",
+    "regulariser": "fourier_loss is its case; _nonlinearity_test has another nonlinearity",
     # linalg
     "Spectrum": _PIECE,
     "above_cut": _PIECE,

@@ -10,15 +10,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxkfac.lslora import diagnose
-from jaxkfac.lslora._folder import read_modules
+from jaxkfac.lslora import Diagnosis, Nonlinearity, diagnose, read_modules
 
-_LEGEND = (
-    "c0 to c3: φ = c0 + c1 x + c2 sin πx + c3 cos πx with x = tanh(z / σ); deviation: mean "
-    "|c - [0, 1, 0, 0]|; nonlin.: |c2| + |c3|, and 0 still leaves a tanh. What is saturated "
-    "depends on data: jaxkfac.lslora.diagnose(adapters, adapted, params, inputs)"
-)
-_HEAD = ("rank", "in", "out", "c0", "c1", "c2", "c3", "σ", "deviation", "nonlin.")
+_NUMBERS = {"sigma": "σ", "deviation": "deviation", "nonlinearity": "nonlin."}
 
 
 def run_adapter_inspect(folder: Path, *, name: str = "default", as_json: bool = False) -> None:
@@ -33,8 +27,8 @@ def run_adapter_inspect(folder: Path, *, name: str = "default", as_json: bool = 
         FileNotFoundError: there is no such adapter.
         ValueError: the files are damaged, or of something else than LoRA or LS-LoRA.
     """
-    record, modules = read_modules(folder, name)
-    found = jax.device_get(diagnose(modules))
+    record, modules, phi = read_modules(folder, name)
+    found = {} if phi is None else jax.device_get(diagnose(modules, nonlinearity=phi.name))
     rows = {}
     for module, adapter in modules.items():
         shape = {"rank": adapter.a.shape[-1], "in": adapter.a.shape[0], "out": adapter.b.shape[1]}
@@ -43,39 +37,46 @@ def run_adapter_inspect(folder: Path, *, name: str = "default", as_json: bool = 
         print(json.dumps({"config": record, "modules": rows}, allow_nan=False))
         return
     console = Console()
-    table = _table(rows, f"{record['peft_type']} adapter {name!r}")
+    table = _table(rows, phi, f"{record['peft_type']} adapter {name!r}")
     # A line too long for the terminal is wrapped by it; a squeezed column would be lost.
     needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
     Console(width=max(console.width, needed)).print(table)
-    settings = ("r", "lora_alpha", "fourier_placement", "init_sigma", "fourier_reg_weight")
+    settings = ("r", "lora_alpha", *(() if phi is None else phi.settings))
     words = [f"{key} {record[key]}" for key in settings if key in record]
-    plain = "" if found else "; plain LoRA: there is no nonlinearity"
+    plain = "" if phi else "; plain LoRA: there is no nonlinearity"
     console.print(", ".join(words) + plain, highlight=False)
-    if found:
-        console.print(_LEGEND, style="dim")
+    if phi is not None:
+        console.print(_legend(phi), style="dim")
 
 
-def _numbers(diagnosis: Any) -> dict[str, Any]:
+def _legend(phi: Nonlinearity) -> str:
+    initial = ", ".join(f"{c:g}" for c in phi.initial)
+    return (
+        f"c0 to c{len(phi.initial) - 1}: {phi.formula}; deviation: mean |c - [{initial}]|; "
+        f"nonlin.: {phi.strength_formula}. What is saturated depends on data: "
+        "jaxkfac.lslora.diagnose(adapters, adapted, params, inputs)"
+    )
+
+
+def _numbers(diagnosis: Diagnosis | None) -> dict[str, Any]:
     if diagnosis is None:
         return {}
     return {
         "coefficients": np.asarray(diagnosis.coefficients).tolist(),
-        "sigma": float(diagnosis.sigma),
-        "deviation": float(diagnosis.deviation),
-        "nonlinearity": float(diagnosis.nonlinearity),
+        **{name: float(getattr(diagnosis, name)) for name in _NUMBERS},
     }
 
 
-def _table(rows: Mapping[str, Mapping[str, Any]], title: str) -> Table:
+def _table(rows: Mapping[str, Mapping[str, Any]], phi: Nonlinearity | None, title: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("module", no_wrap=True)
-    for head in _HEAD:
+    heads = ["rank", "in", "out"]
+    if phi is not None:
+        heads += [*(f"c{i}" for i in range(len(phi.initial))), *_NUMBERS.values()]
+    for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for module, row in rows.items():
         sizes = [str(row[key]) for key in ("rank", "in", "out")]
-        numbers = [*row.get("coefficients", ()), *(row[k] for k in _HEAD_KEYS if k in row)]
+        numbers = [*row.get("coefficients", ()), *(row[k] for k in _NUMBERS if k in row)]
         table.add_row(module, *sizes, *(f"{x:.3g}" for x in numbers))
     return table
-
-
-_HEAD_KEYS = ("sigma", "deviation", "nonlinearity")

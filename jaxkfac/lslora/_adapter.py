@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 from jaxtyping import Array, Float
 
-# phi with these coefficients is tanh. NumPy, so that no use of it builds a device constant.
-IDENTITY = np.array([0.0, 1.0, 0.0, 0.0], np.float32)
+# How many axes of its own each leaf of an adapter has, after the stack.
+OWN_AXES = {"a": 2, "b": 2, "coefficients": 1, "sigma": 0}
 
 
 class Adapter(NamedTuple):
@@ -19,14 +18,15 @@ class Adapter(NamedTuple):
     Attributes:
         a: $A$, what maps the layer's inputs to the bottleneck.
         b: $B$, what maps the bottleneck to the layer's outputs.
-        coefficients: $c_0 \ldots c_3$ of each slice, float32; ``None`` for plain LoRA.
+        coefficients: Of the nonlinearity, for each slice, float32: $c_0 \ldots c_3$ of the Fourier
+            one; ``None`` for plain LoRA.
         sigma: $\sigma$ of each slice, float32; ``None`` for plain LoRA. Infinite in a bank,
             where the slot holds plain LoRA.
     """
 
     a: Float[Array, "*stack in r"]
     b: Float[Array, "*stack r out"]
-    coefficients: Float[Array, "*stack 4"] | None
+    coefficients: Float[Array, "*stack k"] | None
     sigma: Float[Array, "*stack"] | None
 
     @property

@@ -18,8 +18,9 @@ from jaxkfac.interception._rewrite import Handler, Site
 from jaxkfac.interception._trace import Traced, trace
 from jaxkfac.lslora._adapter import Adapter, Adapters, only_adapters
 from jaxkfac.lslora._bank import Bank
-from jaxkfac.lslora._branch import Form, adapted_product
+from jaxkfac.lslora._branch import BranchOptions, adapted_product
 from jaxkfac.lslora._config import Config
+from jaxkfac.lslora._registry import find_nonlinearity
 
 # Folded into the caller's key, so that the model's own dropout draws other numbers.
 DROPOUT = 0x15_10_4A
@@ -75,13 +76,15 @@ class Adapted:
         key: Any = None,
         adapter: Any = None,
         *,
-        handler: Callable[[Mapping[str, Form]], Handler] | None = None,
+        handler: Callable[[Mapping[str, BranchOptions]], Handler] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Any:
         """The same with another handler, whose slots hold ``extra`` beside the adapters."""
         bank, rows, saved = isinstance(adapters, Bank), None, {}
         scaled = isinstance(adapters, Bank) and adapters.scaled
         if isinstance(adapters, Bank):
+            if self.config.phi is not None:
+                adapters.check_nonlinearity(self.config.nonlinearity)
             own, rows = adapters.chosen(adapter)
         elif adapter is not None:
             raise ValueError("adapter=: these adapters are not a bank; see jk.lslora.stack")
@@ -96,18 +99,18 @@ class Adapted:
                 f"adapter= has {rows.shape[0]} indices, and the outputs have "
                 f"{traced.num_examples} examples on their first axis"
             )
-        forms, slots = {}, {}
+        options, slots = {}, {}
         for number, (name, leaves) in enumerate(sorted(own.items())):
             layer = traced.table[name]
-            slots[name] = {"adapter": _checked(leaves, layer, banked=rows is not None)}
-            forms[name] = self._form(traced, layer, leaves, key, scaled=scaled, bank=bank)
+            slots[name] = {"adapter": _checked(leaves, layer, self.config, banked=rows is not None)}
+            options[name] = self._options(traced, layer, leaves, key, scaled=scaled, bank=bank)
             if rows is not None:
                 slots[name]["index"] = jnp.broadcast_to(rows, (*layer.stack, *rows.shape))
             if key is not None and self.config.dropout:
                 slots[name]["key"] = _keys(key, number, layer)
             if extra is not None:
                 slots[name]["extra"] = extra[name]
-        chosen = (handler or adapt)(forms)
+        chosen = (handler or adapt)(options)
         return traced.emit(chosen, params, slots, inputs, key)
 
     def traced(
@@ -150,11 +153,11 @@ class Adapted:
         kwargs = {"key": key} if takes_key(self._apply) else {}
         return self._apply(params, inputs, **kwargs)
 
-    def _form(
+    def _options(
         self, traced: Traced, layer: Layer, adapter: Adapter, key: Any, *, scaled: bool, bank: bool
-    ) -> Form:
+    ) -> BranchOptions:
         config = self.config
-        if (config.fourier_placement == "none") != adapter.is_linear:
+        if (config.phi is None) != adapter.is_linear:
             have = "no coefficients" if adapter.is_linear else "coefficients"
             raise ValueError(
                 f"layer {layer.name!r}: the adapter has {have}, and fourier_placement is "
@@ -166,7 +169,8 @@ class Adapted:
                 f"layer {layer.name!r}: the adapter has rank {rank}, and the config says "
                 f"{config.rank_of(layer.name)}, which its scaling is made from"
             )
-        return Form(
+        return BranchOptions(
+            phi=config.phi,
             placement=config.fourier_placement,
             scaling=1.0 if scaled else config.scaling(layer.name),
             may_be_linear=bank and not adapter.is_linear,
@@ -227,11 +231,11 @@ def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool =
     return Adapted(apply_fn, config, forward_mode=forward_mode)
 
 
-def adapt(forms: Mapping[str, Form]) -> Handler:
+def adapt(options: Mapping[str, BranchOptions]) -> Handler:
     """The handler that adds the branch."""
 
     def handler(site: Site, operands: list[Any]) -> Any:
-        return adapted_product(site, operands, forms[str(site.uses[0].layer)])
+        return adapted_product(site, operands, options[str(site.uses[0].layer)])
 
     return handler
 
@@ -262,7 +266,7 @@ def _keys(key: Key[Array, ""], number: int, layer: Layer) -> UInt32[Array, "..."
     return jax.random.key_data(jax.random.split(mine, layer.stack) if layer.stack else mine)
 
 
-def _checked(adapter: Adapter, layer: Layer, *, banked: bool) -> Adapter:
+def _checked(adapter: Adapter, layer: Layer, config: Config, *, banked: bool) -> Adapter:
     """The adapter, if its leaves fit the layer."""
     rank, ndim = adapter.a.shape[-1], len(layer.stack)
     slots = adapter.a.shape[ndim : ndim + 1] if banked else ()
@@ -270,7 +274,7 @@ def _checked(adapter: Adapter, layer: Layer, *, banked: bool) -> Adapter:
     expected = {
         "a": (*lead, layer.in_features, rank),
         "b": (*lead, rank, layer.out_features),
-        "coefficients": (*lead, 4),
+        "coefficients": (*lead, len(find_nonlinearity(config.nonlinearity).initial)),
         "sigma": lead,
     }
     for part, leaf in adapter._asdict().items():

@@ -28,7 +28,7 @@ def moved(tree, seed=0):
     return jax.tree.unflatten(structure, moved)
 
 
-class Block(nn.Module):
+class ProjectionBlock(nn.Module):
     dtype: jnp.dtype = jnp.float32
 
     @nn.compact
@@ -38,13 +38,16 @@ class Block(nn.Module):
         return x + out, None
 
 
-class Net(nn.Module):
+class ProjectionNet(nn.Module):
     dtype: jnp.dtype = jnp.float32
 
     @nn.compact
     def __call__(self, x):
         layers = nn.scan(
-            nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+            nn.remat(ProjectionBlock),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=2,
         )
         return nn.Dense(3, name="head", dtype=self.dtype)(
             layers(self.dtype, name="layers")(x.astype(self.dtype), None)[0].mean(1)
@@ -54,7 +57,7 @@ class Net(nn.Module):
 @functools.cache
 def linen(dtype=jnp.float32):
     """A scanned, rematted model, a config for it, and adapters that do something."""
-    model = Net(dtype)
+    model = ProjectionNet(dtype)
     params = model.init(jax.random.key(0), X)
     config = Config(rank=2, alpha=3, target=r".*(q|o)_proj/kernel", dropout=0.25)
     adapters = init(config, model.apply, params, X, key=jax.random.key(2))

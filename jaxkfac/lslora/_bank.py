@@ -11,6 +11,8 @@ from jaxtyping import Array
 
 from jaxkfac.lslora._adapter import Adapter, Adapters, only_adapters
 from jaxkfac.lslora._config import Config
+from jaxkfac.lslora._fourier import FOURIER
+from jaxkfac.lslora._registry import find_nonlinearity
 from jaxkfac.lslora._slots import (
     check_layers,
     check_names,
@@ -33,6 +35,7 @@ class Bank:
         adapters: Leaves ``(*stack, slots, ...)``; what lies beyond an adapter's own rank is zero.
         enabled: One number per slot; the base model answers for a slot that is not positive.
         scaled: Whether ``b`` includes each adapter's own scaling.
+        nonlinearity: Name of the one that its adapters have, those of plain LoRA left out.
     """
 
     def __init__(
@@ -41,21 +44,24 @@ class Bank:
         enabled: Any,
         scaled: bool,
         names: tuple[str | None, ...] | None = None,
+        nonlinearity: str = FOURIER.name,
     ) -> None:
         self.adapters, self.enabled, self.scaled = adapters, enabled, scaled
+        self.nonlinearity = nonlinearity
         self._names = names
 
-    def tree_flatten_with_keys(self) -> tuple[Any, bool]:
+    def tree_flatten_with_keys(self) -> tuple[Any, tuple[bool, str]]:
         """Arrays; names are left behind."""
         key = jax.tree_util.GetAttrKey
         children = ((key("adapters"), self.adapters), (key("enabled"), self.enabled))
-        return children, self.scaled
+        return children, (self.scaled, self.nonlinearity)
 
     @classmethod
-    def tree_unflatten(cls, scaled: bool, children: Sequence[Any]) -> "Bank":
+    def tree_unflatten(cls, static: tuple[bool, str], children: Sequence[Any]) -> "Bank":
         """A bank without names."""
         adapters, enabled = children
-        return cls(adapters, enabled, scaled)
+        scaled, nonlinearity = static
+        return cls(adapters, enabled, scaled, nonlinearity=nonlinearity)
 
     def __len__(self) -> int:
         return self.enabled.shape[0]
@@ -80,7 +86,7 @@ class Bank:
         check_names([n for n in names if n is not None])
         if len(names) != len(self):
             raise ValueError(f"names: expected {len(self)}, one for each slot, got {len(names)}")
-        return Bank(self.adapters, self.enabled, self.scaled, names)
+        return self._with(names=names)
 
     def index(self, name: str) -> int:
         """The slot of a name, for ``adapter=``."""
@@ -103,7 +109,7 @@ class Bank:
             if config is not None:
                 rank, scaling = config.rank_of(layer), scaling_of(config, layer)
                 part = part._replace(a=part.a[..., :rank], b=part.b[..., :rank, :] / scaling)
-                if config.fourier_placement == "none":
+                if config.phi is None:
                     part = part._replace(coefficients=None, sigma=None)
             found[layer] = part
         return found
@@ -117,7 +123,8 @@ class Bank:
             config: Its settings, exactly if the bank was made with settings.
 
         Raises:
-            ValueError: no free slot, other layers, or a rank larger than the bank's.
+            ValueError: no free slot, other layers, another nonlinearity, or a rank larger than the
+                bank's.
         """
         names = list(self.names)
         if name not in names and None not in names:
@@ -127,20 +134,21 @@ class Bank:
         slot = names.index(name) if name in names else names.index(None)
         check_layers(name, adapters, self.adapters)
         new = {}
-        for layer, given in only_adapters(adapters).items():
+        for layer, added in only_adapters(adapters).items():
             held = self.adapters[layer]
             rank = held.a.shape[-1]
-            if given.a.shape[-1] > rank:
+            if added.a.shape[-1] > rank:
                 raise ValueError(
-                    f"adapter {name!r} has rank {given.a.shape[-1]} at {layer!r}, and the bank was "
+                    f"adapter {name!r} has rank {added.a.shape[-1]} at {layer!r}, and the bank was "
                     f"made for ranks up to {rank}"
                 )
-            if held.is_linear and not given.is_linear:
+            if held.is_linear and not added.is_linear:
                 raise ValueError(f"adapter {name!r} has a nonlinearity; this bank is plain LoRA")
-            part = padded(given, rank, scaling_of(config, layer), linear=held.is_linear)
+            phi = None if held.is_linear else find_nonlinearity(self.nonlinearity)
+            part = padded(added, rank, scaling_of(config, layer), phi, f"adapter {name!r}")
             new[layer] = with_slot(held, slot, part)
         names[slot] = name
-        return Bank(new, self.enabled.at[slot].set(1), self.scaled, tuple(names))
+        return self._with(new, self.enabled.at[slot].set(1), tuple(names))
 
     def delete(self, name: str) -> "Bank":
         """The bank with an adapter's slot cleared and free."""
@@ -150,17 +158,15 @@ class Bank:
             layer: with_slot(held, slot, jax.tree.map(jnp.zeros_like, pick_slot(held, slot)))
             for layer, held in self.adapters.items()
         }
-        return Bank(cleared, self.enabled.at[slot].set(0), self.scaled, tuple(names))
+        return self._with(cleared, self.enabled.at[slot].set(0), tuple(names))
 
     def enable(self, name: str) -> "Bank":
         """The bank with an adapter in use."""
-        enabled = self.enabled.at[self.index(name)].set(1)
-        return Bank(self.adapters, enabled, self.scaled, self.names)
+        return self._with(enabled=self.enabled.at[self.index(name)].set(1))
 
     def disable(self, name: str) -> "Bank":
         """The bank with the base model in an adapter's place; its leaves are kept."""
-        enabled = self.enabled.at[self.index(name)].set(0)
-        return Bank(self.adapters, enabled, self.scaled, self.names)
+        return self._with(enabled=self.enabled.at[self.index(name)].set(0))
 
     def chosen(self, index: Any) -> tuple[dict[str, Adapter], Array | None]:
         """Adapters for the engine: one slot's, or all with the slot of each example.
@@ -206,7 +212,36 @@ class Bank:
                 f"adapter={index.tolist()}: expected indices from -1 to {len(self) - 1}"
             )
 
+    def check_nonlinearity(self, name: str) -> None:
+        """Refuse the name of another nonlinearity than the bank's.
+
+        Raises:
+            ValueError: naming both.
+        """
+        if name != self.nonlinearity:
+            raise ValueError(
+                f"nonlinearity={name!r}, and the bank was stacked for {self.nonlinearity!r}; "
+                "stack(adapters, configs) takes it from the configs"
+            )
+
+    def _with(
+        self,
+        adapters: dict[str, Adapter] | None = None,
+        enabled: Any = None,
+        names: tuple[str | None, ...] | None = None,
+    ) -> "Bank":
+        """The bank with these in place of its own."""
+        return Bank(
+            self.adapters if adapters is None else adapters,
+            self.enabled if enabled is None else enabled,
+            self.scaled,
+            self.names if names is None else names,
+            self.nonlinearity,
+        )
+
     def _check_config(self, config: Config | None) -> None:
         if self.scaled != (config is not None):
             said = "with settings: give this adapter's" if self.scaled else "without settings"
             raise ValueError(f"config: the bank was stacked {said}")
+        if config is not None and config.phi is not None:
+            self.check_nonlinearity(config.nonlinearity)

@@ -5,24 +5,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from jaxkfac.interception import _compat
 from jaxkfac.interception._axes import Atoms
 from jaxkfac.interception._rewrite import Site
 from jaxkfac.interception._values import Use
 from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.lslora._activation import activation, width
 from jaxkfac.lslora._config import Placement
-from jaxkfac.lslora._fourier import curve, width
-from jaxkfac.lslora._product_axes import ProductAxes
-
-Array = Any  # a tracer or a constant
+from jaxkfac.lslora._nonlinearity import Nonlinearity
+from jaxkfac.lslora._product_axes import Operand, ProductAxes
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class BranchOptions:
     """What is fixed of a branch.
 
     Attributes:
+        phi: The nonlinearity, or ``None``.
         placement: Where the nonlinearity is.
         scaling: What the product of the two low-rank factors is multiplied by.
         may_be_linear: Whether an infinite sigma stands for the identity.
@@ -33,6 +34,7 @@ class Form:
         examples: Atoms of the example axis.
     """
 
+    phi: Nonlinearity | None
     placement: Placement
     scaling: float
     may_be_linear: bool = False
@@ -64,10 +66,10 @@ class Branch(NamedTuple):
         return self.u if self.width is None else _scaled(self.u, self.width)
 
 
-def adapted_product(site: Site, operands: list[Any], form: Form) -> Array:
+def adapted_product(site: Site, operands: list[Operand], options: BranchOptions) -> Array:
     """The product with the branch added, in the product's dtype."""
     base = site.bind(*operands)
-    return add(base, branch(site, operands, form).added)
+    return add(base, branch(site, operands, options).added)
 
 
 def add(base: Array, added: Array) -> Array:
@@ -78,7 +80,7 @@ def add(base: Array, added: Array) -> Array:
     return (base.astype(wide) + added.astype(wide)).astype(base.dtype)
 
 
-def branch(site: Site, operands: list[Any], form: Form) -> Branch:
+def branch(site: Site, operands: list[Operand], options: BranchOptions) -> Branch:
     """The branch of a site's only use.
 
     Raises:
@@ -88,44 +90,45 @@ def branch(site: Site, operands: list[Any], form: Form) -> Branch:
     x = operands[1 - use.operand]
     slot = jax.tree.map(lambda leaf: _compat.cast_varying(leaf, x), slot)
     if "key" in slot:
-        x = _dropped(x, slot["key"], form, use)
-    axes = ProductAxes.of(site, use, x, slot.get("index"), form.examples)
+        x = _dropped(x, slot["key"], options, use)
+    axes = ProductAxes.of(site, use, x, slot.get("index"), options.examples)
     adapter = axes.pick(slot["adapter"], slot.get("index"))
     p = site.eqn.params
-    options = {
+    product = {
         "precision": p["precision"],
         "preferred_element_type": p["preferred_element_type"],
     }
-    inside = axes.down(x, adapter.a.astype(x.dtype), options)
+    inside = axes.down(x, adapter.a.astype(x.dtype), product)
 
     def up(h: Array) -> Array:
-        return axes.up(h.astype(x.dtype), adapter.b.astype(x.dtype), options)
+        return axes.up(h.astype(x.dtype), adapter.b.astype(x.dtype), product)
 
-    c, sigma = adapter.coefficients, adapter.sigma
-    if c is None or sigma is None:
-        z = up(_scaled(inside, form.scaling))
+    curve, c, sigma = options.phi, adapter.coefficients, adapter.sigma
+    if curve is None or c is None or sigma is None:
+        z = up(_scaled(inside, options.scaling))
         return Branch(inside, z, axes.as_product(z), None)
-    wide = width(sigma, inside, form.may_be_linear)
+    wide = width(sigma, inside, options.may_be_linear)
 
     def phi(u: Array) -> Array:
-        return curve(u, c, sigma if form.may_be_linear else None, forward_mode=form.forward_mode)
+        infinite = sigma if options.may_be_linear else None
+        return activation(curve, u, c, infinite, forward_mode=options.forward_mode)
 
     # Every scalar multiplies the rank's values, never the outputs': no pass over those is its own.
-    if form.placement == "bottleneck":
+    if options.placement == "bottleneck":
         u = _scaled(inside, 1 / wide)
-        return Branch(inside, u, axes.as_product(up(_scaled(phi(u), form.scaling))), wide)
-    u = up(_scaled(inside, form.scaling / wide))
+        return Branch(inside, u, axes.as_product(up(_scaled(phi(u), options.scaling))), wide)
+    u = up(_scaled(inside, options.scaling / wide))
     return Branch(inside, u, axes.as_product(phi(u)), wide)
 
 
-def _scaled(h: Array, scale: Any) -> Array:
+def _scaled(h: Array, scale: Array | float) -> Array:
     """The product in float32 at the least, so that it is rounded once."""
     return h.astype(statistics_dtype(h.dtype)) * scale
 
 
-def _dropped(x: Array, key: Array, form: Form, use: Use) -> Array:
+def _dropped(x: Operand, key: Array, options: BranchOptions, use: Use) -> Array:
     """Inverted dropout; experts of one product draw from the first one's key."""
-    key = jax.random.wrap_key_data(key.reshape(-1, key.shape[-1])[0], impl=form.key_impl)
-    keep = 1 - form.dropout
-    mask = jax.random.bernoulli(jax.random.fold_in(key, form.uses[id(use)]), keep, x.shape)
+    key = jax.random.wrap_key_data(key.reshape(-1, key.shape[-1])[0], impl=options.key_impl)
+    keep = 1 - options.dropout
+    mask = jax.random.bernoulli(jax.random.fold_in(key, options.uses[id(use)]), keep, x.shape)
     return jnp.where(mask, x / jnp.asarray(keep, x.dtype), jnp.zeros((), x.dtype))

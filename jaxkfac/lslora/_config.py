@@ -6,6 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
+from jaxkfac.lslora._fourier import FOURIER
+from jaxkfac.lslora._nonlinearity import Nonlinearity
+from jaxkfac.lslora._registry import find_nonlinearity
+
 Placement = Literal["output", "bottleneck", "none"]
 Number = float | int  # the runtime type hook does not take an int for a float
 ALL_LINEAR = "all-linear"
@@ -53,9 +57,12 @@ class Config:
         modules_to_save: Full-match pattern of parameters that are trained whole and saved
             beside the adapter, or ``None``.
         experts: See ``find_layers``: parameters that are read as a stack of experts.
+        nonlinearity: Name of $\varphi$: ``"fourier"`` as above, or one that was registered, see
+            :class:`Nonlinearity`. ``fourier_placement`` and ``init_sigma`` are its own then.
 
     Raises:
-        ValueError: a value out of its range, or a pattern that is no regular expression.
+        ValueError: a value out of its range, a nonlinearity that is not known, or a pattern that is
+            no regular expression.
 
     Numbers of NumPy or JAX become Python's, so that they can be saved.
 
@@ -79,6 +86,7 @@ class Config:
     alpha_pattern: Mapping[str, Number] = dataclasses.field(default_factory=dict)
     modules_to_save: str | None = None
     experts: str | None = None
+    nonlinearity: str = FOURIER.name
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -88,6 +96,7 @@ class Config:
                 f"fourier_placement={self.fourier_placement!r}: expected one of "
                 f"{get_args(Placement)}"
             )
+        find_nonlinearity(self.nonlinearity)
         for rank in (self.rank, *self.rank_pattern.values()):
             if not isinstance(rank, int) or rank < 1:
                 raise ValueError(f"rank={rank}: expected at least 1, a whole number")
@@ -104,6 +113,11 @@ class Config:
         patterns = (*self.rank_pattern, *self.alpha_pattern)
         for pattern in (self.target, self.exclude, self.modules_to_save, self.experts, *patterns):
             _check_pattern(pattern)
+
+    @property
+    def phi(self) -> Nonlinearity | None:
+        r"""$\varphi$; ``None`` for plain LoRA."""
+        return None if self.fourier_placement == "none" else find_nonlinearity(self.nonlinearity)
 
     def rank_of(self, layer: str) -> int:
         """The rank at a layer, by name."""

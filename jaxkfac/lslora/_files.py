@@ -11,10 +11,18 @@ import numpy as np
 from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.lslora._adapter import Adapter, Adapters, only_adapters
 from jaxkfac.lslora._config import Config
-from jaxkfac.lslora._folder import CONFIG, KEYS, PREFIX, TENSORS, adapter_folder, read_folder
+from jaxkfac.lslora._folder import (
+    CONFIG,
+    PREFIX,
+    TENSORS,
+    adapter_folder,
+    read_folder,
+    tensor_keys,
+)
 from jaxkfac.lslora._foreign import stacks_in
 from jaxkfac.lslora._names import ModuleNames, module_name, whole_name
-from jaxkfac.lslora._record import OWN, Dialect, from_record, is_linear, to_record
+from jaxkfac.lslora._nonlinearity import Nonlinearity
+from jaxkfac.lslora._record import OWN, Dialect, from_record, nonlinearity_of, to_record
 from jaxkfac.lslora._safetensors import write_file, write_tensors
 from jaxkfac.lslora._slots import check_names
 
@@ -32,6 +40,7 @@ def save(
 
     Every slice of a stack is a module of its own: ``<module>.lora_A.weight`` (r, in),
     ``.lora_B.weight`` (out, r), ``.fourier_params.weight`` (4,), ``.fourier_params.sigma`` ().
+    Another nonlinearity than the Fourier one has its own name there.
     Keys carry no adapter name. ``"default"`` is at the folder's root, others in
     ``folder/name``. Each file appears whole or not at all.
 
@@ -70,7 +79,7 @@ def save(
         _check_settings(layer, adapter, config)
     modules = {n: _modules(n, x.a.shape[:-2], names) for n, x in only_adapters(adapters).items()}
     whole = {path: whole_name(path) for path in adapters.keys() - modules.keys()}
-    tensors = _to_tensors(adapters, modules, whole)
+    tensors = _to_tensors(adapters, modules, whole, tensor_keys(config.phi))
     saved = sorted({key.rpartition(".")[0] for key, _ in whole.values()})
     record = to_record(config, modules, saved, dialect)
     layers = {
@@ -115,8 +124,8 @@ def load(
     Raises:
         CheckpointMismatchError: keys that are missing, not expected or of another shape, all
             named.
-        ValueError: the file is damaged, of another ``peft_type``, or not finite; or ``like`` is
-            needed.
+        ValueError: the file is damaged, not finite, or of another ``peft_type``; its nonlinearity
+            is not known; or ``like`` is needed.
         FileNotFoundError: there is no such adapter.
     """
     check_names([name])
@@ -137,17 +146,16 @@ def load(
             f"{folder} was not written here and does not say which modules one layer scans over: "
             'pass like=jk.lslora.init(...), or scanned="layers", say'
         )
-    expected = _expected(shapes, modules, whole, linear=is_linear(record))
+    phi = nonlinearity_of(record)
+    keys = tensor_keys(phi)
+    expected = _expected(shapes, modules, whole, phi)
     if problem := _differences(expected, {k: tuple(x.shape) for k, x in tensors.items()}):
         raise CheckpointMismatchError(f"{folder} does not fit the model: {problem}")
     _check_finite(tensors)
     adapters: dict[str, Any] = {}
     for layer, (a, _) in shapes.items():
-        leaves = {}
-        for part, key in KEYS.items():
-            if is_linear(record) and part in ("coefficients", "sigma"):
-                leaves[part] = None
-                continue
+        leaves: dict[str, Any] = {"coefficients": None, "sigma": None}
+        for part, key in keys.items():
             each = [tensors[f"{PREFIX}{m}.{key}"] for m in modules[layer]]
             each = [x.T for x in each] if part in ("a", "b") else each
             leaves[part] = jnp.asarray(np.stack(each).reshape((*a[:-2], *each[0].shape)))
@@ -163,13 +171,14 @@ def load(
 
 
 def _check_settings(layer: str, adapter: Adapter, config: Config) -> None:
-    linear = config.fourier_placement == "none"
-    if adapter.is_linear != linear:
+    if adapter.is_linear != (config.phi is None):
         have = "no coefficients" if adapter.is_linear else "coefficients"
         raise ValueError(
             f"layer {layer!r}: the adapter has {have}, and fourier_placement is "
             f"{config.fourier_placement!r}; save it with the config that it was made with"
         )
+    if adapter.coefficients is not None and config.phi is not None:
+        config.phi.check(adapter.coefficients.shape, f"layer {layer!r}")
     rank, said = adapter.a.shape[-1], config.rank_of(layer)
     if rank != said:
         raise ValueError(
@@ -184,7 +193,10 @@ def _modules(layer: str, stack: tuple[int, ...], names: ModuleNames) -> list[str
 
 
 def _to_tensors(
-    adapters: Adapters, modules: dict[str, list[str]], whole: dict[str, tuple[str, bool]]
+    adapters: Adapters,
+    modules: dict[str, list[str]],
+    whole: dict[str, tuple[str, bool]],
+    keys: dict[str, str],
 ) -> dict[str, np.ndarray]:
     """Every tensor by its key, in PyTorch's orientation, on the host."""
     tensors: dict[str, np.ndarray] = {}
@@ -200,7 +212,7 @@ def _to_tensors(
             for part, leaf in adapter._asdict().items():
                 if leaf is not None:
                     x = np.asarray(leaf[index])
-                    put(f"{PREFIX}{module}.{KEYS[part]}", x.T if part in ("a", "b") else x)
+                    put(f"{PREFIX}{module}.{keys[part]}", x.T if part in ("a", "b") else x)
     for path, (key, transposed) in whole.items():
         x = np.asarray(adapters[path])
         if transposed and x.ndim != 2:
@@ -220,14 +232,18 @@ def _check_finite(tensors: dict[str, np.ndarray]) -> None:
 
 
 def _expected(
-    shapes: dict[str, Any], modules: dict[str, list[str]], whole: dict[str, Any], *, linear: bool
+    shapes: dict[str, Any],
+    modules: dict[str, list[str]],
+    whole: dict[str, Any],
+    phi: Nonlinearity | None,
 ) -> dict[str, tuple[int, ...]]:
     found = {}
     for layer, (a, b) in shapes.items():
-        own = {"a": (a[-1], a[-2]), "b": (b[-1], b[-2]), "coefficients": (4,), "sigma": ()}
-        parts = ("a", "b") if linear else tuple(KEYS)
+        own: dict[str, tuple[int, ...]] = {"a": (a[-1], a[-2]), "b": (b[-1], b[-2]), "sigma": ()}
+        own["coefficients"] = () if phi is None else (len(phi.initial),)
+        keys = tensor_keys(phi)
         for module in modules[layer]:
-            found |= {f"{PREFIX}{module}.{KEYS[part]}": own[part] for part in parts}
+            found |= {f"{PREFIX}{module}.{key}": own[part] for part, key in keys.items()}
     for path, shape in whole.items():
         key, transposed = whole_name(path)
         found[PREFIX + key] = tuple(shape)[::-1] if transposed else tuple(shape)

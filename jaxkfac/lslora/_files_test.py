@@ -20,11 +20,11 @@ from jaxkfac.lslora import (
     fuse,
     init,
     load,
+    module_name,
     save,
     split,
     stack,
 )
-from jaxkfac.lslora._names import module_name
 
 KEY = jax.random.key(0)
 PARAMS = {

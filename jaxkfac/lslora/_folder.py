@@ -3,24 +3,38 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.lslora._adapter import Adapter
-from jaxkfac.lslora._record import OWN, check_record, is_linear
+from jaxkfac.lslora._nonlinearity import Nonlinearity
+from jaxkfac.lslora._record import OWN, check_record, nonlinearity_of
 from jaxkfac.lslora._safetensors import read_tensors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-KEYS = {
-    "a": "lora_A.weight",
-    "b": "lora_B.weight",
-    "coefficients": "fourier_params.weight",
-    "sigma": "fourier_params.sigma",
-}
+
+
+class SavedModules(NamedTuple):
+    """What is in an adapter's files, without a model.
+
+    Attributes:
+        record: Of ``adapter_config.json``.
+        modules: ``{module: Adapter}``, in order of name, with the numbers in them as numbers.
+        nonlinearity: Of the adapters, or ``None`` for plain LoRA.
+    """
+
+    record: dict[str, Any]
+    modules: dict[str, Adapter]
+    nonlinearity: Nonlinearity | None
+
+
+def tensor_keys(phi: Nonlinearity | None) -> dict[str, str]:
+    """How the key of each leaf of an adapter ends, behind its module's name."""
+    return {"a": "lora_A.weight", "b": "lora_B.weight"} | ({} if phi is None else phi.tensors)
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
@@ -56,18 +70,21 @@ def adapter_folder(folder: Path | str, name: str) -> Path:
     return Path(folder) if name == "default" else Path(folder) / name
 
 
-def read_modules(
-    folder: Path | str, name: str = "default"
-) -> tuple[dict[str, Any], dict[str, Adapter]]:
-    """``(record, {module: Adapter})``: what is in the files, without a model.
+def read_modules(folder: Path | str, name: str = "default") -> SavedModules:
+    """What the files of an adapter hold; :func:`load` fits it to a model.
 
-    Modules are in order of name, with the numbers in them as numbers.
+    Args:
+        folder: That :func:`save` was given, or PEFT's ``save_pretrained``.
+        name: Of the adapter.
 
     Raises:
         CheckpointMismatchError: a module lacks one of its tensors.
+        FileNotFoundError: there is no such adapter.
+        ValueError: the files are damaged, or of something else than LoRA or LS-LoRA.
     """
     record, tensors, _ = read_folder(adapter_folder(folder, name))
-    parts = {p: k for p, k in KEYS.items() if p in ("a", "b") or not is_linear(record)}
+    phi = nonlinearity_of(record)
+    parts = tensor_keys(phi)
     ends = tuple(f".{key}" for key in parts.values())
     names = [key.removeprefix(PREFIX) for key in tensors]
     modules = sorted(
@@ -81,7 +98,7 @@ def read_modules(
         own = {part: jnp.asarray(tensors[f"{PREFIX}{module}.{key}"]) for part, key in parts.items()}
         own = {"coefficients": None, "sigma": None, **own}
         found[module] = Adapter(**(own | {"a": own["a"].T, "b": own["b"].T}))
-    return record, found
+    return SavedModules(record, found, phi)
 
 
 def _counted(module: str) -> list[tuple[int, str]]:

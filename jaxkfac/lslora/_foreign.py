@@ -5,8 +5,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxkfac._errors import CheckpointMismatchError
-from jaxkfac.lslora._folder import KEYS, PREFIX
+from jaxkfac.lslora._folder import PREFIX, tensor_keys
 from jaxkfac.lslora._names import layer_name
+
+_PRODUCTS = tensor_keys(None)
 
 Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -23,7 +25,7 @@ def stacks_in(
     Raises:
         CheckpointMismatchError: slices that are missing, or ``b`` of a module, by name.
     """
-    suffix = "." + KEYS["a"]
+    suffix = "." + _PRODUCTS["a"]
     found: dict[str, dict[int | None, str]] = {}
     for key in tensors:
         if key.endswith(suffix):
@@ -46,7 +48,7 @@ def stacks_in(
 
 
 def _tensor(tensors: Mapping[str, np.ndarray], module: str, part: str) -> np.ndarray:
-    key = f"{PREFIX}{module}.{KEYS[part]}"
+    key = f"{PREFIX}{module}.{_PRODUCTS[part]}"
     if key not in tensors:
         raise CheckpointMismatchError(f"the file lacks {key!r}")
     return tensors[key]

@@ -1,20 +1,15 @@
-r"""The learnable nonlinearity $\varphi$, with a derivative that keeps one array.
-
-Written with library functions, $\varphi$ keeps tanh, sine and cosine for its backward pass.
-Here that starts from $\hat x$, which also gives the slope of tanh, and $\sigma$ stays outside:
-where $z$ is a product, as in an adapter, $1 / (|\sigma| + \epsilon)$ multiplies the smaller of its
-operands, and neither $\sigma$ nor its gradient costs a pass over $z$.
-"""
+r"""The learnable Fourier nonlinearity, the one that the adapter is named after."""
 
 import math
+from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.lslora._activation import activation, over_width
+from jaxkfac.lslora._nonlinearity import Nonlinearity
 
-EPSILON = 1e-6  # keeps z / (|sigma| + EPSILON) finite
+SATURATED = 0.95  # |x| above which the slope of tanh, 1 - x^2, is below a tenth
 
 # sin(pi x / 2) = x R(x^2) and cos(pi x / 2) = (1 - x^2) T(x^2) on [-1, 1], constant term first:
 # Chebyshev interpolants of degree 4 in x^2, which leave 6.6e-9 and 0.9e-9 before rounding.
@@ -22,6 +17,43 @@ _R = (1.5707963200386006, -0.6459637595835207, 0.07968991832894333)
 _R += (-0.004674143838021253, 0.00015167170360622396)
 _T = (0.9999999991226082, -0.2337005062545816, 0.019968606206726632)
 _T += (-0.0008935355013407152, 2.360068951361764e-05)
+
+
+class Fourier(Nonlinearity):
+    r"""$\varphi = c_0 + c_1 \hat x + c_2 \sin \pi\hat x + c_3 \cos \pi\hat x$, $\hat x = \tanh u$.
+
+    $\hat x$ also gives the slope of tanh, so it is all that the backward pass needs.
+    """
+
+    name = "fourier"
+    initial = (0.0, 1.0, 0.0, 0.0)
+    formula = "φ = c0 + c1 x + c2 sin πx + c3 cos πx with x = tanh(z / σ)"
+    strength_formula = "|c2| + |c3|, and 0 still leaves a tanh"
+
+    def argument(self, u: Float[Array, "..."]) -> Float[Array, "..."]:
+        return jnp.tanh(u)
+
+    def apply(self, x: Float[Array, "..."], c: Sequence[Float[Array, "..."]]) -> Array:
+        sine, cosine = sin_cos_pi(x)
+        return c[0] + c[1] * x + c[2] * sine + c[3] * cosine
+
+    def derivative(
+        self, x: Float[Array, "..."], c: Sequence[Float[Array, "..."]], cotangent: Array
+    ) -> tuple[Array, Sequence[Array]]:
+        sine, cosine = sin_cos_pi(x)
+        # Without these products XLA may keep the sine and cosine of the forward pass.
+        by_sine, by_cosine = cotangent * sine, cotangent * cosine
+        du = (c[1] * cotangent + math.pi * (c[2] * by_cosine - c[3] * by_sine)) * (1 - x * x)
+        return du, (cotangent, cotangent * x, by_sine, by_cosine)
+
+    def strength(self, coefficients: Float[Array, "*lead k"]) -> Float[Array, "*lead"]:
+        return jnp.abs(coefficients[..., 2]) + jnp.abs(coefficients[..., 3])
+
+    def saturated(self, x: Float[Array, "..."]) -> Bool[Array, "..."]:
+        return jnp.abs(x) > SATURATED
+
+
+FOURIER = Fourier()
 
 
 def fourier(
@@ -49,7 +81,7 @@ def fourier(
 
     Memory:
         The backward pass keeps ``z``, for the gradient of ``sigma``, and $\hat x$, both in the
-        dtype of the result. An adapter keeps one of the two: see :func:`curve`.
+        dtype of the result. An adapter keeps one of the two.
 
     Example:
         >>> import jax.numpy as jnp
@@ -58,59 +90,9 @@ def fourier(
         >>> [f"{value:.3f}" for value in fourier(z, coefficients, jnp.array(1.0))]
         ['0.500', '1.262']
     """
-    u = z.astype(statistics_dtype(z.dtype)) / width(sigma, z, may_be_linear)
-    return curve(u, coefficients, sigma if may_be_linear else None, forward_mode=forward_mode)
-
-
-def curve(
-    u: Float[Array, "..."],
-    coefficients: Float[Array, "*lead 4"],
-    sigma: Float[Array, "*lead"] | None = None,
-    *,
-    forward_mode: bool = False,
-) -> Float[Array, "..."]:
-    r"""$\varphi$ of $u = z / (|\sigma| + 10^{-6})$, in float32 at the least.
-
-    Args:
-        u: Any float dtype; its leading axes are those of the coefficients.
-        coefficients: See :func:`fourier`.
-        sigma: Given only where an infinite one stands for the identity.
-        forward_mode: See :func:`fourier`.
-
-    Memory:
-        The backward pass keeps one array of the size and dtype of ``u``.
-    """
-    out = _value(_bounded(u), coefficients) if forward_mode else _curve(u, coefficients)
-    if sigma is None:
-        return out
-    return jnp.where(jnp.isinf(_over(sigma, out)), u.astype(out.dtype), out)
-
-
-def width(
-    sigma: Float[Array, "*lead"], z: Float[Array, "..."], may_be_linear: bool = False
-) -> Float[Array, "..."]:
-    r"""$|\sigma| + 10^{-6}$, or 1 for an infinite $\sigma$ that stands for the identity.
-
-    In float32 at the least, ready to broadcast over ``z``.
-    """
-    sigma = _over(sigma, z)
-    found = jnp.abs(sigma) + EPSILON
-    return jnp.where(jnp.isinf(sigma), 1, found) if may_be_linear else found
-
-
-def squashed(z: Float[Array, "..."], sigma: Float[Array, "*lead"]) -> Float[Array, "..."]:
-    r"""$\hat x$, in float32 at the least."""
-    return _bounded(z.astype(statistics_dtype(z.dtype)) / width(sigma, z))
-
-
-def _bounded(u: Array) -> Array:
-    return jnp.tanh(u.astype(statistics_dtype(u.dtype)))
-
-
-def _over(x: Array, z: Array) -> Array:
-    """A value for each entry of the leading axes of ``z``, ready to broadcast."""
-    wide = statistics_dtype(z.dtype)
-    return x.astype(wide).reshape(*x.shape, *[1] * (z.ndim - x.ndim))
+    u = over_width(sigma, z, may_be_linear)
+    infinite = sigma if may_be_linear else None
+    return activation(FOURIER, u, coefficients, infinite, forward_mode=forward_mode)
 
 
 def sin_cos_pi(x: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
@@ -131,39 +113,3 @@ def _horner(coefficients: tuple[float, ...], u: Array) -> Array:
     for c in reversed(coefficients[:-1]):
         total = total * u + c
     return total
-
-
-def _value(x: Array, coefficients: Array) -> Array:
-    sine, cosine = sin_cos_pi(x)
-    c = [_over(coefficients[..., k], x) for k in range(4)]
-    return c[0] + c[1] * x + c[2] * sine + c[3] * cosine
-
-
-@jax.custom_vjp
-def _curve(u: Array, coefficients: Array) -> Array:
-    return _value(_bounded(u), coefficients)
-
-
-def _forward(u: Array, coefficients: Array):
-    x = _bounded(u)
-    kept = x if x.dtype == u.dtype else u  # half the bytes, and then tanh once more
-    return _value(x, coefficients), (kept, coefficients)
-
-
-def _backward(saved: tuple[Array, Array], cotangent: Array):
-    kept, coefficients = saved
-    # Without the barrier the forward pass's sine and cosine are common subexpressions, which a
-    # program that is no scan keeps; without the products with the cotangent XLA may compute them
-    # again at once, and keep them all the same.
-    kept = jax.lax.optimization_barrier(kept)
-    x = kept if kept.dtype == cotangent.dtype else _bounded(kept)
-    sine, cosine = sin_cos_pi(x)
-    by_sine, by_cosine = cotangent * sine, cotangent * cosine
-    c = [_over(coefficients[..., k], x) for k in range(4)]
-    du = (c[1] * cotangent + math.pi * (c[2] * by_cosine - c[3] * by_sine)) * (1 - x * x)
-    rows = tuple(range(coefficients.ndim - 1, x.ndim))
-    sums = [part.sum(rows) for part in (cotangent, cotangent * x, by_sine, by_cosine)]
-    return du.astype(kept.dtype), jnp.stack(sums, -1).astype(coefficients.dtype)
-
-
-_curve.defvjp(_forward, _backward)

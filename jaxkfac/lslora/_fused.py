@@ -117,10 +117,11 @@ def _joined(
     alike = len(set(scales.values())) == 1 and all(_shares(first, x) for x in found.values())
     if alike and found.keys() == widths.keys():
         return first._replace(b=jnp.concatenate([found[part].b for part in widths], -1)), scaling
-    if curved := [part for part, x in found.items() if not x.is_linear]:
+    if nonlinear := [part for part, x in found.items() if not x.is_linear]:
         raise ValueError(
-            f"layer {name!r}: {curved} have nonlinearities of their own, and a fused layer has one "
-            "set of coefficients: keep the projections apart, or adapt them fused from the start"
+            f"layer {name!r}: {nonlinear} have nonlinearities of their own, and a fused layer has "
+            "one set of coefficients: keep the projections apart, or adapt them fused from the "
+            "start"
         )
     present = [part for part in widths if part in found]
     a = jnp.concatenate([found[part].a for part in present], -1)

@@ -14,7 +14,7 @@ from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._paths import leaves_by_path
 from jaxkfac.interception._table import LayerTable, selector
 from jaxkfac.linalg._gram import statistics_dtype
-from jaxkfac.lslora._adapter import IDENTITY, Adapter, Adapters
+from jaxkfac.lslora._adapter import Adapter, Adapters
 from jaxkfac.lslora._attach import Adapted
 from jaxkfac.lslora._config import ALL_LINEAR, Config, RmsSigma
 from jaxkfac.lslora._sigma import measured_sigmas
@@ -76,7 +76,7 @@ def init(
                 "are quantised and cannot be trained: dequantise them, or leave them out"
             )
         adapters |= {path: leaf for path, leaf in leaves.items() if path in whole}
-    if isinstance(config.init_sigma, RmsSigma) and config.fourier_placement != "none":
+    if isinstance(config.init_sigma, RmsSigma) and config.phi is not None:
         found = measured_sigmas(adapted, params, adapters, inputs, fresh=True)
         for name, rms in found.items():
             adapters[name] = adapters[name]._replace(sigma=config.init_sigma.factor * rms)
@@ -127,12 +127,12 @@ def _fresh(config: Config, layer: Layer, key: Any, dtype: Any) -> Adapter:
     wide = statistics_dtype(dtype)
     a = jax.random.uniform(key, shape, wide, -bound, bound).astype(dtype)
     b = jnp.zeros((*layer.stack, rank, layer.out_features), dtype)
-    if config.fourier_placement == "none":
+    if (phi := config.phi) is None:
         return Adapter(a, b, None, None)
     sigma = 1.0 if isinstance(config.init_sigma, RmsSigma) else config.init_sigma
     return Adapter(
         a,
         b,
-        jnp.broadcast_to(jnp.asarray(IDENTITY, wide), (*layer.stack, 4)),
+        jnp.broadcast_to(jnp.asarray(phi.first(wide)), (*layer.stack, len(phi.initial))),
         jnp.full(layer.stack, sigma, wide),
     )

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from jaxkfac.interception._rewrite import Handler, Site
 from jaxkfac.lslora._adapter import Adapters, only_adapters
 from jaxkfac.lslora._attach import Adapted
-from jaxkfac.lslora._branch import Branch, Form, add, branch
+from jaxkfac.lslora._branch import Branch, BranchOptions, add, branch
 
 # From a site, its operands and its branch to sums over rows, with the site's stacked axes first.
 Statistic = Callable[[Site, list[Any], Branch], PyTree]
@@ -47,10 +47,10 @@ def measure(
     if any(jnp.shape(x)[:1] == (0,) for x in jax.tree.leaves(inputs)):
         raise ValueError("inputs: expected a batch to measure on, got one without examples")
 
-    def handle(forms: Mapping[str, Form]) -> Handler:
+    def handle(options: Mapping[str, BranchOptions]) -> Handler:
         def handler(site: Site, operands: list[Any]) -> Any:
             base = site.bind(*operands)
-            result = branch(site, operands, forms[str(site.uses[0].layer)])
+            result = branch(site, operands, options[str(site.uses[0].layer)])
             slot = site.slots[0]["extra"]
             sums = jax.tree.map(
                 lambda x, s: x.astype(s.dtype).reshape(s.shape),

@@ -59,10 +59,10 @@ def merge(adapted: Adapted, params: PyTree, adapters: Adapters, inputs: Any) -> 
         >>> bool((merged["kernel"] == params["kernel"]).all())
         True
     """
-    curved = [name for name, x in only_adapters(adapters).items() if not x.is_linear]
-    if curved:
+    nonlinear = [name for name, x in only_adapters(adapters).items() if not x.is_linear]
+    if nonlinear:
         raise ValueError(
-            f"{', '.join(curved)} cannot be merged: phi is not linear, so there is no kernel W' "
+            f"{', '.join(nonlinear)} cannot be merged: phi is not linear, so there is no kernel W' "
             "with x W' = x W + phi(x A B) for every x. Keep the adapter attached, or see "
             "jk.lslora.approximate_merge, which fits a kernel by least squares and reports its "
             "error"
@@ -133,8 +133,8 @@ def approximate_merge(
 
     def fitted(layer: Layer) -> tuple[Any, Any]:
         xx, xv, vv = (np.asarray(sums[layer.name][k], np.float64) for k in ("xx", "xv", "vv"))
-        cut = xx.shape[-1] * np.finfo(sums[layer.name]["xx"].dtype).eps
-        solved = np.linalg.pinv(xx, rcond=cut, hermitian=True) @ xv
+        rcond = xx.shape[-1] * np.finfo(sums[layer.name]["xx"].dtype).eps
+        solved = np.linalg.pinv(xx, rcond=rcond, hermitian=True) @ xv
         left = vv - 2 * (solved * xv).sum((-2, -1)) + (solved * (xx @ solved)).sum((-2, -1))
         some = np.where(vv > 0, vv, 1)
         errors[layer.name] = np.asarray(np.sqrt(np.maximum(left, 0) / some))

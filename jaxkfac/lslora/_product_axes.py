@@ -6,14 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
 
 from jaxkfac._errors import LostRowsError
 from jaxkfac.interception._axes import Atoms
 from jaxkfac.interception._rewrite import Site
 from jaxkfac.interception._values import Use
-from jaxkfac.lslora._adapter import Adapter
+from jaxkfac.lslora._adapter import OWN_AXES, Adapter
 
-Array = Any  # a tracer or a constant
+Operand = Array | np.ndarray  # a tracer, or a constant of the program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,9 @@ class ProductAxes:
     others: tuple[int, ...]
 
     @classmethod
-    def of(cls, site: Site, use: Use, x: Array, index: Any, examples: Atoms) -> "ProductAxes":
+    def of(
+        cls, site: Site, use: Use, x: Operand, index: Operand | None, examples: Atoms
+    ) -> "ProductAxes":
         contract, shared = site.eqn.params["dimension_numbers"]
         contract, shared = contract[1 - use.operand], shared[1 - use.operand]
         rows = [d for d in range(x.ndim) if d not in {*contract, *shared}]
@@ -83,15 +87,14 @@ class ProductAxes:
         """Number of stacked and example axes."""
         return len(self.shared) + self.use.free_stack + len(self.examples)
 
-    def pick(self, adapter: Adapter, index: Array | None) -> Adapter:
+    def pick(self, adapter: Adapter, index: Operand | None) -> Adapter:
         """Each example's adapter out of a bank: one gather; the adapter itself without one."""
         stack = [self.shape[d] for d in self.shared]
         if self.use.free_stack:
             stack = [self.site.eqn.invars[self.use.operand].aval.shape[self._free[0]]]
-        own = {"a": 2, "b": 2, "coefficients": 1, "sigma": 0}
 
-        def one(name: str, leaf: Array) -> Array:
-            inner = own[name]
+        def one(name: str, leaf: Operand) -> Array:
+            inner = OWN_AXES[name]
             if index is None:
                 return jnp.asarray(leaf).reshape((*stack, *leaf.shape[leaf.ndim - inner :]))
             leaf = leaf.reshape(*stack, *leaf.shape[leaf.ndim - inner - 1 :])
@@ -113,7 +116,7 @@ class ProductAxes:
         ndim = self.site.eqn.invars[self.use.operand].aval.ndim
         return [d for d in range(ndim) if d not in mine]
 
-    def down(self, x: Array, a: Array, options: dict[str, Any]) -> Array:
+    def down(self, x: Operand, a: Array, options: dict[str, Any]) -> Array:
         """``x A`` as ``(stack..., examples..., other rows..., rank)``."""
         a = self._unflattened(a, a.ndim - 2, self.use.in_axes)
         n = len(self.contract)

@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxkfac.lslora._config import Config, RmsSigma
+from jaxkfac.lslora._fourier import FOURIER
+from jaxkfac.lslora._nonlinearity import Nonlinearity
+from jaxkfac.lslora._registry import find_nonlinearity
 
 Dialect = Literal["lslora", "peft"]
 
 OWN = "jaxkfac"  # what PEFT has no word for; other readers pass it over
-_FOURIER = ("fourier_placement", "init_sigma", "fourier_reg_weight")
 _OWN_FIELDS = ("target", "exclude", "rank_pattern", "alpha_pattern", "modules_to_save", "experts")
 _OWN_FIELDS += ("init_sigma", "reg_weight")
 _REQUIRED = ("r", "lora_alpha", "target_modules", "lora_dropout")
@@ -44,8 +46,8 @@ def to_record(
         whole: Modules that are saved whole.
         dialect: ``"lslora"`` or ``"peft"``.
     """
-    linear = config.fourier_placement == "none"
-    if linear and dialect == "lslora":
+    phi = config.phi
+    if phi is None and dialect == "lslora":
         raise ValueError(
             "dialect='lslora' has no word for plain LoRA (fourier_placement='none'); save it "
             "with dialect='peft', as stock PEFT does"
@@ -78,11 +80,13 @@ def to_record(
             "reg_weight": config.reg_weight,
         },
     }
-    if not linear:
-        record["fourier_placement"] = config.fourier_placement
+    if config.nonlinearity != FOURIER.name:  # of which files say nothing
+        record[OWN]["nonlinearity"] = config.nonlinearity
+    if phi is not None:
         # A reader that cannot measure starts another layer at 1.
-        record["init_sigma"] = 1.0 if isinstance(sigma, RmsSigma) else sigma
-        record["fourier_reg_weight"] = config.reg_weight
+        first = 1.0 if isinstance(sigma, RmsSigma) else sigma
+        values = (config.fourier_placement, first, config.reg_weight)
+        record |= zip(phi.settings, values, strict=True)
     return record
 
 
@@ -90,12 +94,17 @@ def check_record(record: Any, where: str) -> None:
     """Refuse a record that is not a LoRA or LS-LoRA adapter's, or that does not say all.
 
     Raises:
-        ValueError: naming the file, and every setting that is missing or not supported.
+        ValueError: naming the file, and every setting that is missing or not supported, or a
+            nonlinearity that is not known.
     """
     kind = record.get("peft_type") if isinstance(record, dict) else None
     if kind not in ("LSLORA", "LORA"):
         raise ValueError(f"{where}: expected peft_type 'LSLORA' or 'LORA', got {kind!r}")
-    required = (*_REQUIRED, *([] if is_linear(record) else _FOURIER))
+    try:
+        phi = nonlinearity_of(record)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    required = (*_REQUIRED, *([] if phi is None else phi.settings))
     missing = [key for key in required if key not in record]
     if (own := record.get(OWN)) is not None:
         held = own if isinstance(own, dict) else ()
@@ -111,9 +120,20 @@ def check_record(record: Any, where: str) -> None:
         raise ValueError(f"{where}: these settings are not supported: {wrong}")
 
 
-def is_linear(record: Mapping[str, Any]) -> bool:
-    """Whether a record is one of plain LoRA."""
-    return record["peft_type"] == "LORA" and not any(key in record for key in _FOURIER)
+def nonlinearity_of(record: Mapping[str, Any]) -> Nonlinearity | None:
+    """The nonlinearity of a record; ``None`` if it is one of plain LoRA.
+
+    Raises:
+        ValueError: it is not known; with the names that are.
+    """
+    phi = find_nonlinearity(_name(record))
+    linear = record["peft_type"] == "LORA" and not any(key in record for key in phi.settings)
+    return None if linear else phi
+
+
+def _name(record: Mapping[str, Any]) -> str:
+    own = record.get(OWN)
+    return str(own.get("nonlinearity", FOURIER.name)) if isinstance(own, dict) else FOURIER.name
 
 
 def from_record(
@@ -124,20 +144,24 @@ def from_record(
     Raises:
         ValueError: PEFT gives slices of one layer different ranks or scalings.
     """
-    linear, own = is_linear(record), record.get(OWN)
+    phi, own = nonlinearity_of(record), record.get(OWN)
     common = {
         "rank": record["r"],
         "alpha": record["lora_alpha"],
         "rslora": bool(record.get("use_rslora", False)),
         "dropout": record["lora_dropout"],
+        "nonlinearity": _name(record),
     }
+    placement, init_sigma, reg_weight = "none", Config.init_sigma, Config.reg_weight
+    if phi is not None:
+        placement, init_sigma, reg_weight = (record[key] for key in phi.settings)
     if own is not None:
         sigma, target = own["init_sigma"], own["target"]
         return Config(
             **common,
             target=target if isinstance(target, str) else tuple(target),
             exclude=own["exclude"],
-            fourier_placement="none" if linear else record["fourier_placement"],
+            fourier_placement=placement,
             init_sigma=RmsSigma(*sigma) if isinstance(sigma, list) else sigma,
             reg_weight=own["reg_weight"],
             rank_pattern=own["rank_pattern"],
@@ -145,20 +169,13 @@ def from_record(
             modules_to_save=own["modules_to_save"],
             experts=own["experts"],
         )
-    fourier = (
-        {}
-        if linear
-        else {
-            "init_sigma": record["init_sigma"],
-            "reg_weight": record["fourier_reg_weight"],
-        }
-    )
     return Config(
         **common,
-        **fourier,
+        fourier_placement=placement,
+        init_sigma=init_sigma,
+        reg_weight=reg_weight,
         target="|".join(map(re.escape, modules)),
         modules_to_save="|".join(map(re.escape, whole)) or None,
-        fourier_placement="none" if linear else record["fourier_placement"],
         rank_pattern=_by_layer(record, "rank_pattern", modules),
         alpha_pattern=_by_layer(record, "alpha_pattern", modules),
     )

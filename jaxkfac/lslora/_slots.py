@@ -6,8 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkfac.linalg._gram import statistics_dtype
-from jaxkfac.lslora._adapter import IDENTITY, Adapter, Adapters, only_adapters
+from jaxkfac.lslora._adapter import OWN_AXES, Adapter, Adapters, only_adapters
 from jaxkfac.lslora._config import Config
+from jaxkfac.lslora._nonlinearity import Nonlinearity
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -37,10 +38,6 @@ def scaling_of(config: Config | None, layer: str) -> float:
     return 1.0 if config is None else config.scaling(layer)
 
 
-# How many axes of its own each leaf has, after the stack.
-OWN_AXES = {"a": 2, "b": 2, "coefficients": 1, "sigma": 0}
-
-
 def each_leaf(fn: Callable[..., Any], *adapters: Adapter) -> Adapter:
     """``fn(axis of the slots counted from the end, leaf of each adapter)`` for every leaf."""
     new = {}
@@ -62,18 +59,22 @@ def with_slot(held: Adapter, slot: int, part: Adapter) -> Adapter:
     return each_leaf(write, held, part)
 
 
-def padded(adapter: Adapter, rank: int, scaling: float, *, linear: bool) -> Adapter:
-    """An adapter at a larger rank, its scaling in ``b``, in a bank of plain LoRA or not."""
+def padded(
+    adapter: Adapter, rank: int, scaling: float, phi: Nonlinearity | None, where: str
+) -> Adapter:
+    """An adapter at a larger rank, its scaling in ``b``; ``phi`` is the bank's, if it has one."""
     extra = rank - adapter.a.shape[-1]
     lead = [(0, 0)] * (adapter.a.ndim - 2)
     out = adapter._replace(
         a=jnp.pad(adapter.a, [*lead, (0, 0), (0, extra)]),
         b=jnp.pad(adapter.b, [*lead, (0, extra), (0, 0)]) * scaling,
     )
-    if linear or not adapter.is_linear:
+    if adapter.coefficients is not None and phi is not None:
+        phi.check(adapter.coefficients.shape, where)
+    if phi is None or not adapter.is_linear:
         return out
     stack, wide = adapter.a.shape[:-2], statistics_dtype(adapter.a.dtype)
     return out._replace(
-        coefficients=jnp.broadcast_to(jnp.asarray(IDENTITY, wide), (*stack, 4)),
+        coefficients=jnp.broadcast_to(jnp.asarray(phi.first(wide)), (*stack, len(phi.initial))),
         sigma=jnp.full(stack, jnp.inf, wide),
     )

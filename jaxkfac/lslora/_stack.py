@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jaxkfac.lslora._adapter import Adapter, Adapters, only_adapters
 from jaxkfac.lslora._bank import Bank
 from jaxkfac.lslora._config import Config
+from jaxkfac.lslora._fourier import FOURIER
+from jaxkfac.lslora._registry import find_nonlinearity
 from jaxkfac.lslora._slots import check_layers, check_names, each_leaf, padded, scaling_of
 
 
@@ -25,7 +27,8 @@ def stack(
     Args:
         adapters: ``{name: adapters}``, all with the same layers.
         configs: The settings of each, or of all. Needed where their scalings differ: every
-            adapter's own scaling goes into its ``b``.
+            adapter's own scaling goes into its ``b``. Needed also for another nonlinearity than
+            the Fourier one.
         slots: How many adapters the bank can hold; as many as are given by default.
 
     Returns:
@@ -34,7 +37,7 @@ def stack(
 
     Raises:
         ValueError: names that cannot be used, different layers, too few slots, placements
-            that differ.
+            or nonlinearities that differ.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -58,9 +61,14 @@ def stack(
     every = configs if isinstance(configs, Mapping) else dict.fromkeys(adapters, configs)
     if missing := adapters.keys() - every.keys():
         raise ValueError(f"configs: none for {sorted(missing)}")
-    placements = {c.fourier_placement for c in every.values() if c is not None} - {"none"}
+    nonlinear = [c for c in every.values() if c is not None and c.phi is not None]
+    placements = {c.fourier_placement for c in nonlinear}
     if len(placements) > 1:
         raise ValueError(f"one bank holds one fourier_placement, got {sorted(placements)}")
+    kinds = {c.nonlinearity for c in nonlinear} or {FOURIER.name}
+    if len(kinds) > 1:
+        raise ValueError(f"one bank holds one nonlinearity, got {sorted(kinds)}")
+    (nonlinearity,) = kinds
     first = next(iter(adapters.values()))
     held: dict[str, Adapter] = {}
     for name, each in adapters.items():
@@ -69,12 +77,13 @@ def stack(
         own = {name: only_adapters(each)[layer] for name, each in adapters.items()}
         rank = max(x.a.shape[-1] for x in own.values())
         linear = all(x.is_linear for x in own.values())
+        phi = None if linear else find_nonlinearity(nonlinearity)
         parts = [
-            padded(x, rank, scaling_of(every[name], layer), linear=linear)
+            padded(x, rank, scaling_of(every[name], layer), phi, f"adapter {name!r}")
             for name, x in own.items()
         ]
         parts += [jax.tree.map(jnp.zeros_like, parts[0])] * (slots - len(parts))
         held[layer] = each_leaf(lambda axis, *xs: jnp.stack(xs, axis), *parts)
     enabled = jnp.arange(slots) < len(adapters)
     names = (*adapters, *[None] * (slots - len(adapters)))
-    return Bank(held, enabled.astype(jnp.float32), configs is not None, names)
+    return Bank(held, enabled.astype(jnp.float32), configs is not None, names, nonlinearity)

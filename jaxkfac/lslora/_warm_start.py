@@ -7,9 +7,10 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.lslora._activation import EPSILON
 from jaxkfac.lslora._adapter import Adapters, only_adapters
 from jaxkfac.lslora._config import Config
-from jaxkfac.lslora._fourier import EPSILON
+from jaxkfac.lslora._fourier import FOURIER
 
 
 def as_fourier(
@@ -48,15 +49,21 @@ def as_fourier(
     """
     if not 0 < sigma < math.inf:
         raise ValueError(f"sigma={sigma}: expected a positive number")
-    curved = [name for name, x in only_adapters(adapters).items() if not x.is_linear]
-    if curved:
-        raise ValueError(f"{', '.join(curved)} have a nonlinearity already")
+    nonlinear = [name for name, x in only_adapters(adapters).items() if not x.is_linear]
+    if nonlinear:
+        raise ValueError(f"{', '.join(nonlinear)} have a nonlinearity already")
     out = dict(adapters)
     for name, adapter in only_adapters(adapters).items():
         stack, wide = adapter.a.shape[:-2], statistics_dtype(adapter.a.dtype)
-        first = jnp.asarray([0.0, sigma + EPSILON, 0.0, 0.0], wide)
+        first = jnp.asarray([c * (sigma + EPSILON) for c in FOURIER.initial], wide)
         out[name] = adapter._replace(
-            coefficients=jnp.broadcast_to(first, (*stack, 4)), sigma=jnp.full(stack, sigma, wide)
+            coefficients=jnp.broadcast_to(first, (*stack, *first.shape)),
+            sigma=jnp.full(stack, sigma, wide),
         )
-    new = dataclasses.replace(config, fourier_placement=fourier_placement, init_sigma=sigma)
+    new = dataclasses.replace(
+        config,
+        nonlinearity=FOURIER.name,
+        fourier_placement=fourier_placement,
+        init_sigma=sigma,
+    )
     return out, new

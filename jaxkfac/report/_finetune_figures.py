@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkfac.lslora import find_nonlinearity
 from jaxkfac.report._families import joined
 from jaxkfac.report._finetune_records import FinetuneRecords, FourierRecord
 from jaxkfac.report._style import INK, RC, RULE, svg_bytes
@@ -64,14 +65,15 @@ def fourier_figure(records: Sequence[FourierRecord]) -> bytes:
 
 
 def coefficients_figure(records: Sequence[FourierRecord]) -> bytes:
-    """The four coefficients of each layer over the updates, less where they started."""
+    """The coefficients of each layer over the updates, less where they started."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context(RC):
         figure = Figure(figsize=(9.2, 2.6), layout="constrained")
-        axes = figure.subplots(1, 4, sharex=True, sharey=True)
-        for number, (axis, start) in enumerate(zip(axes, (0.0, 1.0, 0.0, 0.0))):
+        initial = find_nonlinearity("fourier").initial
+        axes = figure.subplots(1, len(initial), sharex=True, sharey=True)
+        for number, (axis, start) in enumerate(zip(axes, initial)):
             for color, layer in zip(_cycled(len(records[0].layers)), records[0].layers):
                 series = [
                     np.asarray(r.layers[layer]["coefficients"])[:, number] - start for r in records

@@ -74,8 +74,9 @@ class Examiner:
         layers = {}
         for name, diagnosis in jax.device_get(found).items():
             values = diagnosis._asdict()
-            coefficients = np.asarray(values.pop("coefficients")).reshape(-1, 4)
-            layers[name] = {"coefficients": coefficients.tolist()} | {
+            coefficients = np.asarray(values.pop("coefficients"))
+            slices = coefficients.reshape(-1, coefficients.shape[-1])
+            layers[name] = {"coefficients": slices.tolist()} | {
                 key: np.asarray(x).reshape(-1).tolist() for key, x in values.items()
             }
         return FourierRecord(step, layers)

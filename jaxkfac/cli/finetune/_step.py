@@ -77,7 +77,7 @@ def _micro_step(
     def penalty_of(adapters: PyTree) -> jax.Array:
         if not weight:
             return jnp.zeros((), jnp.float32)
-        return weight * jk.lslora.fourier_loss(adapters)
+        return weight * jk.lslora.regulariser(adapters, problem.config.nonlinearity)
 
     def micro_step(
         params: PyTree, adapters: PyTree, state: PyTree, batch: Any, number: jax.Array

@@ -200,23 +200,26 @@ def test_outputs_and_gradients_are_those_on_the_decoded_base(name):
     close(*plain, tolerance)
 
 
-class Block(nn.Module):
+class AttentionBlock(nn.Module):
     @nn.compact
     def __call__(self, x, _):
         h = nn.DenseGeneral((2, 4), name="q_proj")(x)
         return x + nn.DenseGeneral(4, axis=(-2, -1), name="o_proj")(jnp.tanh(h)), None
 
 
-class Net(nn.Module):
+class AttentionNet(nn.Module):
     @nn.compact
     def __call__(self, x):
         layers = nn.scan(
-            nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+            nn.remat(AttentionBlock),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=2,
         )
         return nn.Dense(4, name="head")(layers(name="layers")(x, None)[0])
 
 
-class Nnx(nnx.Module):
+class FeedForward(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(4, 8, rngs=rngs)
         self.down = nnx.Linear(8, 4, rngs=rngs)
@@ -228,10 +231,10 @@ class Nnx(nnx.Module):
 @pytest.mark.parametrize("framework", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_a_flax_model_with_every_kernel_quantised(framework):
     if framework == "linen":
-        fn = Net().apply
-        params = Net().init(jax.random.key(0), X)
+        fn = AttentionNet().apply
+        params = AttentionNet().init(jax.random.key(0), X)
     else:
-        fn, params = from_nnx(Nnx(nnx.Rngs(0)))
+        fn, params = from_nnx(FeedForward(nnx.Rngs(0)))
     params4 = nf4.quantize(params, table=find_layers(fn, params, X), block=4)
     leaves = jax.tree.leaves(params4, is_leaf=lambda x: isinstance(x, nf4.NF4))
     assert sum(isinstance(x, nf4.NF4) for x in leaves) == (3 if framework == "linen" else 2)

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxkfac as jk
-from jaxkfac.lslora._names import module_name
+from jaxkfac.lslora import module_name
 from jaxkfac.models import Cached, Decoder, DecoderConfig, Rotary, Tokens, empty_cache
 
 CONFIG = DecoderConfig(
