@@ -72,7 +72,7 @@ def stabilize(
     Returns:
         A matrix like the one that came in: its shape, its dtype, its device. One in half
         precision is decomposed and put together in float32 and rounded once, at the end. That
-        rounding moves an eigenvalue by about $2^{-9}$ (bfloat16) of the largest: a $\kappa$
+        rounding moves an eigenvalue by about $2^{-8}$ (bfloat16) of the largest: a $\kappa$
         beyond some hundreds does not survive it.
 
     Raises:
