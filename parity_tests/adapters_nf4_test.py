@@ -208,6 +208,7 @@ CASES = [
         covers=(
             "NF4",
             "Nested",
+            "nf4",
             "dequantize",
             "from_bitsandbytes",
             "quantize",
