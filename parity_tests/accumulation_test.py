@@ -41,7 +41,7 @@ def group_size(groups_so_far: Any) -> Any:
     return jnp.where(jnp.asarray(groups_so_far) < NUMBER // EVERY, EVERY, NUMBER % EVERY)
 
 
-def _micro_steps(sides: Sides, tx: Any, statistics: Any) -> Iterator[tuple[Any, Any]]:
+def micro_steps(sides: Sides, tx: Any, statistics: Any) -> Iterator[tuple[Any, Any]]:
     """``(parameters, state)`` after every micro-step."""
 
     @jax.jit
@@ -58,10 +58,10 @@ def _micro_steps(sides: Sides, tx: Any, statistics: Any) -> Iterator[tuple[Any, 
         yield params, state
 
 
-def step_by_step(sides: Sides, micro_steps: Iterable[Any], expected: list[Any]) -> Iterable[Pair]:
+def step_by_step(sides: Sides, found: Iterable[Any], expected: list[Any]) -> Iterable[Pair]:
     """Parameters stand still within a group and are the reference's after it."""
     before, groups = sides.params, 0
-    for number, (params, state) in enumerate(micro_steps, start=1):
+    for number, (params, state) in enumerate(found, start=1):
         ended = number % EVERY == 0 or number == NUMBER
         yield Pair(f"micro-step {number}", "has updated", jk.has_updated(state), ended)
         if ended:
@@ -82,7 +82,7 @@ def first_order(name: str) -> Callable[[Sides], Iterable[Pair]]:
             return gradient(params, batch), {"terms": terms}
 
         with jax.numpy_dtype_promotion("standard"):  # optax.adam mixes floats and its count
-            steps = list(_micro_steps(sides, jk.multi_steps(ours(), group_size), statistics))
+            steps = list(micro_steps(sides, jk.multi_steps(ours(), group_size), statistics))
         return step_by_step(
             sides, steps, reference_training.first_order(sides, theirs, weigh=True, **GROUPS)
         )
@@ -99,7 +99,7 @@ def second_order(sides: Sides) -> Iterable[Pair]:
         _, grads, found = stats(params, batch, positions=positions)
         return grads, {"factors": found}
 
-    steps = _micro_steps(sides, jk.multi_steps(tx, group_size), statistics)
+    steps = micro_steps(sides, jk.multi_steps(tx, group_size), statistics)
     hyper = reference_training.Hyper(RATE, MOMENTUM, DECAY, PAIR)
     return step_by_step(sides, steps, reference_training.natural(sides, hyper, **GROUPS))
 
@@ -124,7 +124,7 @@ def equally_weighted(sides: Sides) -> Iterable[Pair]:
             return jax.grad(sides.objective)(params, batch), {"terms": jnp.ones_like(terms)}
 
         tx = jk.multi_steps(OPTIMIZERS["SGD"][0](), group_size)
-        ours = [params for params, _ in _micro_steps(sides, tx, statistics)]
+        ours = [params for params, _ in micro_steps(sides, tx, statistics)]
     ends = [EVERY - 1, 2 * EVERY - 1, NUMBER - 1]
     for end, step in zip(ends, expected, strict=True):
         yield from tree_pairs(found[end], step)

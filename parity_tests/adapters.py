@@ -117,10 +117,19 @@ def wide_dtype(sides: Sides) -> str:
     return "float32" if sides.dtype == "bfloat16" else sides.dtype
 
 
-def linked(sides: Sides, setting: Setting, numbers: Any = None) -> Linked:
-    """The same numbers on both sides; a new model each time, since it is trained in place."""
+def linked(
+    sides: Sides, setting: Setting, numbers: Any = None, *, base: nn.Module | None = None
+) -> Linked:
+    """The same numbers on both sides; a new model each time, since it is trained in place.
+
+    Args:
+        sides: The problem.
+        setting: The adapter.
+        numbers: Of the adapters; by default the setting's own.
+        base: PyTorch's model, by default that of the problem; it is copied.
+    """
     numbers = setting.numbers(sides.problem) if numbers is None else numbers
-    model = copy.deepcopy(sides.model)
+    model = copy.deepcopy(sides.model if base is None else base)
     attach_numbers(sides, model, setting, numbers)
     adapters = {}
     for twin in sides.problem.twins:
@@ -146,8 +155,9 @@ def attach_numbers(
     with torch.no_grad():
         for module, layer in reference.adapted_layers(model).items():
             for part, leaf in torch_leaves(layer, name).items():
-                if part in ("coefficients", "sigma"):  # made in float32
-                    leaf.data = leaf.data.to(TORCH_DTYPE[wide_dtype(sides)])
+                # coefficients and sigma are made in float32, and all of a base in four bits
+                dtype = wide_dtype(sides) if part in ("coefficients", "sigma") else sides.dtype
+                leaf.data = leaf.data.to(TORCH_DTYPE[dtype])
                 number = numbers[module][part]
                 leaf.copy_(torch.as_tensor(number.T if part in ("a", "b") else number))
             if name in layer.fourier_params:

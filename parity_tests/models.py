@@ -12,6 +12,7 @@ from parity_tests.dense_models import (
     WIDE,
 )
 from parity_tests.problem import Problem
+from parity_tests.recomputed_models import KEPT, RECOMPUTED
 from parity_tests.token_models import MARKED, MASKED, TIED, TOKENS
 
 PROBLEMS: dict[str, Problem] = {
@@ -29,4 +30,6 @@ PROBLEMS: dict[str, Problem] = {
     "scanned": SCANNED,
     "tied": TIED,
     "projections": PROJECTIONS,
+    "blocks": KEPT,
+    "recomputed blocks": RECOMPUTED,
 }

@@ -28,16 +28,29 @@ def torch_device(device: str) -> torch.device:
     return torch.device("cuda" if device == "gpu" else "cpu")
 
 
+def tf32_switches() -> tuple[tuple[Any, str, Any, Any], ...]:
+    """PyTorch's ``(owner, attribute, value without TF32, value with it)``.
+
+    The two interfaces do not mix: where a product is in TF32 by ``fp32_precision`` alone, or
+    convolutions are not, PyTorch 2.13 raises when ``allow_tf32`` is read.
+    """
+    products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    if not hasattr(products, "fp32_precision"):  # PyTorch before 2.9
+        return tuple((owner, "allow_tf32", False, True) for owner in (products, cudnn))
+    owners = products, cudnn.conv, cudnn.rnn
+    return tuple((owner, "fp32_precision", "ieee", "tf32") for owner in owners)
+
+
 @contextlib.contextmanager
 def precision(dtype: str, device: str, *, tf32: bool) -> Iterator[None]:
     """Float64 where asked for, the device, and TF32 on or off on both sides."""
     torch_device(device)
-    backends: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = [backend.allow_tf32 for backend in backends]
+    switches = tf32_switches()
+    before = [getattr(owner, attribute) for owner, attribute, _, _ in switches]
     products = "tensorfloat32" if tf32 else "highest"
     try:
-        for backend in backends:
-            backend.allow_tf32 = tf32
+        for owner, attribute, off, on in switches:
+            setattr(owner, attribute, on if tf32 else off)
         with (
             jax.enable_x64(dtype == "float64"),
             jax.default_device(jax.devices(device)[0]),
@@ -45,5 +58,5 @@ def precision(dtype: str, device: str, *, tf32: bool) -> Iterator[None]:
         ):
             yield
     finally:
-        for backend, was in zip(backends, before, strict=True):
-            backend.allow_tf32 = was
+        for (owner, attribute, _, _), was in zip(switches, before, strict=True):
+            setattr(owner, attribute, was)

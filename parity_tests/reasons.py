@@ -4,7 +4,6 @@
 PACKAGES = {
     "jaxkfac.cli": "parses, calls and prints; what it prints comes from names that have cases",
     "jaxkfac.data": "data, of which both sides get the same numbers through NumPy",
-    "jaxkfac.lslora.nf4": "NF4, whose oracle is bitsandbytes itself, in tests/nf4_test.py",
     "jaxkfac.memory": "loads, places and measures arrays whose numbers stay as they are",
     "jaxkfac.models": "models; the paired ones are written here on both sides",
     "jaxkfac.planning": "predicts bytes, of which torch_ref has no table",

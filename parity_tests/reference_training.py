@@ -1,6 +1,7 @@
 """Training with torch_ref over groups of micro-batches: parameters after every step."""
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,13 +33,26 @@ def parameters_of(sides: Sides, model: torch.nn.Module) -> dict[str, Any]:
     return sides.problem.parameters(weights)
 
 
-def first_order(sides: Sides, optimizer: Any, *, every: int, number: int, weigh: bool) -> list[Any]:
-    """Parameters after every step of ``accumulated_training``."""
+def first_order(
+    sides: Sides,
+    optimizer: Any,
+    *,
+    every: int,
+    number: int,
+    weigh: bool,
+    between: Callable[[], None] = lambda: None,
+) -> list[Any]:
+    """Parameters after every step of ``accumulated_training``; ``between`` two micro-batches."""
     model = copy.deepcopy(sides.model)
+
+    def loss(model: torch.nn.Module, seed: int) -> torch.Tensor:
+        between()
+        return sides.loss(model, sides.batch(seed))
+
     steps = accumulated_training(
         model,
         optimizer(model.parameters()),
-        lambda model, seed: sides.loss(model, sides.batch(seed)),
+        loss,
         range(number),
         every=every,
         loss_terms=(lambda seed: sides.data(seed).loss_terms) if weigh else None,

@@ -1,14 +1,11 @@
 """Accumulated training takes the steps of the big batch."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
 
 from torch_ref import memory
-from torch_ref.accumulation import accumulated_training, configure_allocator
+from torch_ref.accumulation import accumulated_training
 
 X = torch.linspace(-1, 1, 20 * 3, dtype=torch.float64).reshape(20, 3).sin()
 Y = X.sum(1, keepdim=True).cos()
@@ -162,24 +159,3 @@ def test_periods_below_one_are_refused(options):
     model, steps = build()
     with pytest.raises(ValueError, match="expected every >= 1"):
         list(accumulated_training(model, steps, loss, [], **options))
-
-
-def test_allocator_is_configured_before_torch_is_imported():
-    probe = (
-        "import os, sys\n"
-        "os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'garbage_collection_threshold:0.8'\n"
-        "from torch_ref.accumulation import accumulated_training, configure_allocator\n"
-        "assert 'torch' not in sys.modules\n"
-        "print(configure_allocator(max_split_size_mb=128))\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert run.stdout.strip() == (
-        "garbage_collection_threshold:0.8,expandable_segments:True,max_split_size_mb:128"
-    )
-
-
-def test_allocator_settings_after_torch_are_refused():
-    with pytest.raises(RuntimeError, match="torch is imported already"):
-        configure_allocator()

@@ -59,9 +59,27 @@ def stabilize(
     *,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    r"""The matrix with the clipped eigenvalues of :func:`decompose`, put together on the CPU.
+    r"""The matrix with the clipped eigenvalues of :func:`decompose`.
 
     $$ Q \operatorname{diag}(\max(\lambda, \lambda_{\max} / \kappa, \delta)) Q^\top $$
+
+    Args:
+        matrix: As in :func:`decompose`, on any device.
+        max_condition: $\kappa \ge 1$.
+        damping: $\delta \ge 0$, the smallest eigenvalue allowed.
+        device: Where to decompose; see :func:`decompose`.
+
+    Returns:
+        A matrix like the one that came in: its shape, its dtype, its device. One in half
+        precision is decomposed and put together in float32 and rounded once, at the end. That
+        rounding moves an eigenvalue by about $2^{-8}$ (bfloat16) of the largest: a $\kappa$
+        beyond some hundreds does not survive it.
+
+    Raises:
+        ValueError: as :func:`decompose`.
+
+    Memory:
+        It is put together on the CPU, so that the device holds the result and no product.
 
     Example:
         >>> import torch
@@ -70,6 +88,7 @@ def stabilize(
                 [0.0000, 0.5000]])
     """
     spectrum = decompose(matrix, max_condition=max_condition, damping=damping, device=device)
-    if spectrum.vectors is None:
-        return spectrum.values
-    return rebuild(spectrum.values, spectrum.vectors)
+    clipped = spectrum.values
+    if spectrum.vectors is not None:
+        clipped = rebuild(spectrum.values, spectrum.vectors)
+    return clipped.to(matrix.device, matrix.dtype)

@@ -76,8 +76,21 @@ def test_zero_to_a_negative_power_is_zero():
     assert not spectrum.power(-0.5).any()
 
 
-def test_half_precision_is_decomposed_in_float32():
-    assert stabilize(torch.eye(2, dtype=torch.bfloat16), 10.0, 0.0).dtype == torch.float32
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_result_has_the_dtype_that_came_in(dtype, diagonal):
+    matrix = factor().diagonal() if diagonal else factor()
+    assert stabilize(matrix.to(dtype), 10.0, 0.0).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once_at_the_end(dtype):
+    matrix = factor(rank=3).to(dtype)
+    spectrum = decompose(matrix, max_condition=10.0, damping=0.0)
+    assert spectrum.values.dtype == spectrum.vectors.dtype == torch.float32
+    found = stabilize(matrix, 10.0, 0.0)
+    assert torch.equal(found, stabilize(matrix.float(), 10.0, 0.0).to(dtype))
+    assert not torch.equal(found, matrix)
 
 
 @pytest.mark.parametrize(
@@ -156,3 +169,11 @@ def test_what_fits_is_decomposed_on_the_gpu(monkeypatch):
     found = stabilize(factor(), 1e6, 0.0, device="cuda")
     assert devices == ["cuda"] and found.device.type == "cpu"
     torch.testing.assert_close(found, factor(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_result_is_where_the_matrix_came_from(device):
+    found = stabilize(factor().cuda(), 1e6, 0.0, device=device)
+    assert found.device.type == "cuda"
+    torch.testing.assert_close(found.cpu(), factor(), rtol=1e-10, atol=1e-10)

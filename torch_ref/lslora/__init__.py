@@ -15,6 +15,7 @@ from torch_ref.lslora._config import Config
 from torch_ref.lslora._fourier import FourierParams
 from torch_ref.lslora._fourier_loss import Diagnosis, diagnose, fourier_loss
 from torch_ref.lslora._layer import LSLoRALinear
+from torch_ref.lslora._nf4 import quantize
 from torch_ref.lslora._save import load, save
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "diagnose",
     "fourier_loss",
     "load",
+    "quantize",
     "save",
     "set_active",
 ]

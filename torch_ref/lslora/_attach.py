@@ -6,6 +6,7 @@ from torch import nn
 
 from torch_ref.lslora._config import Config
 from torch_ref.lslora._layer import LSLoRALinear
+from torch_ref.lslora._nf4 import form_of
 
 
 def attach(model: nn.Module, config: Config, *, name: str = "default") -> list[str]:
@@ -13,7 +14,8 @@ def attach(model: nn.Module, config: Config, *, name: str = "default") -> list[s
 
     Args:
         model: Changed in place: matching layers are wrapped in :class:`LSLoRALinear`, all other
-            parameters of the model frozen.
+            parameters of the model frozen. Layers may be in four bits: :func:`quantize`, or
+            ``Linear4bit`` of bitsandbytes on its device.
         config: The adapter's settings.
         name: The adapter's name: an identifier, neither taken nor ``"lora"``, which would be
             found inside PEFT's own keys.
@@ -22,7 +24,8 @@ def attach(model: nn.Module, config: Config, *, name: str = "default") -> list[s
         The names of the adapted layers.
 
     Raises:
-        ValueError: the name cannot be used, or the target matches no linear layer.
+        ValueError: the name cannot be used, the target matches no linear layer, or a weight
+            cannot be read (in eight bits, for example).
     """
     if not name.isidentifier() or name in ("lora", "base_layer"):
         raise ValueError(f"adapter name {name!r}: expected an identifier, and not 'lora'")
@@ -32,6 +35,9 @@ def attach(model: nn.Module, config: Config, *, name: str = "default") -> list[s
     found = [n for n in linear if re.fullmatch(config.target, n)]
     if not found:
         raise ValueError(f"target {config.target!r} matches none of the linear layers {linear}")
+    for layer_name in found:
+        layer = model.get_submodule(layer_name)
+        form_of(getattr(layer, "base_layer", layer), layer_name)
     if not adapted_layers(model):
         model.requires_grad_(False)
     for layer_name in found:

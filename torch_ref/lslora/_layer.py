@@ -7,6 +7,7 @@ from torch import nn
 
 from torch_ref.lslora._config import Config
 from torch_ref.lslora._fourier import FourierParams
+from torch_ref.lslora._nf4 import base_output, form_of
 
 
 class LSLoRALinear(nn.Module):
@@ -15,14 +16,15 @@ class LSLoRALinear(nn.Module):
     Placement ``"output"``: $y = W x + \varphi(s B A x)$; ``"bottleneck"``:
     $y = W x + s B \varphi(A x)$; ``"none"``: $y = W x + s B A x$.
 
-    Adapters are made on the device and in the dtype of the base weight, coefficients and
-    $\sigma$ in float32, and stay there: ``forward`` moves nothing.
+    Adapters are made on the device and in the dtype of the base weight (of one in four bits,
+    the dtype that it decodes to), coefficients and $\sigma$ in float32, and stay there:
+    ``forward`` moves nothing.
 
     Parameters are named as PEFT names them: ``lora_A.{adapter}.weight`` (r, in),
     ``lora_B.{adapter}.weight`` (out, r), ``fourier_params.{adapter}.weight`` (4,) and ``.sigma``.
 
     Args:
-        base: Its parameters are frozen.
+        base: Its parameters are frozen. A ``Linear4bit`` of bitsandbytes stays packed.
         name: In the model, for settings of single layers.
     """
 
@@ -40,16 +42,16 @@ class LSLoRALinear(nn.Module):
 
     def add_adapter(self, name: str, config: Config) -> None:
         """Make an adapter; with B = 0 and the first coefficients it changes nothing yet."""
-        weight = self.base_layer.weight
-        place = {"device": weight.device, "dtype": weight.dtype}
-        (out_features, in_features), rank = weight.shape, config.rank_of(self.name)
+        device = self.base_layer.weight.device
+        (out_features, in_features), dtype = form_of(self.base_layer, self.name)
+        place, rank = {"device": device, "dtype": dtype}, config.rank_of(self.name)
         self.lora_A[name] = nn.Linear(in_features, rank, bias=False, **place)
         self.lora_B[name] = nn.Linear(rank, out_features, bias=False, **place)
         nn.init.kaiming_uniform_(self.lora_A[name].weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B[name].weight)
         self.lora_dropout[name] = nn.Dropout(config.dropout)
         if config.fourier_placement != "none":
-            self.fourier_params[name] = FourierParams(config.init_sigma, device=weight.device)
+            self.fourier_params[name] = FourierParams(config.init_sigma, device=device)
         self.lora_dropout[name].train(self.training)
         self.configs[name] = config
 
@@ -73,7 +75,7 @@ class LSLoRALinear(nn.Module):
                     part[name].requires_grad_(name in self.active)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.base_layer(x)
+        y = base_output(self.base_layer, x)
         result = y
         for name in self.active:
             result = result + self._branch(name, x)
