@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jaxkfac.cli._options import AdapterArguments
 from jaxkfac.lslora import diagnose
 from jaxkfac.lslora._folder import read_modules
 
@@ -19,6 +20,11 @@ _LEGEND = (
     "depends on data: jaxkfac.lslora.diagnose(adapters, adapted, params, inputs)"
 )
 _HEAD = ("rank", "in", "out", "c0", "c1", "c2", "c3", "σ", "deviation", "nonlin.")
+
+
+def run_adapter(arguments: AdapterArguments) -> None:
+    """Do what was asked for, which is to inspect."""
+    run_adapter_inspect(arguments.folder, name=arguments.name, as_json=arguments.json)
 
 
 def run_adapter_inspect(folder: Path, *, name: str = "default", as_json: bool = False) -> None:
