@@ -49,7 +49,7 @@ def remedy(arguments: Arguments, shapes: RunShapes, room: int) -> str:
     """What the plan says: the options by which the run fits ``room`` bytes, or why none do."""
     now = shapes.need(arguments)
     stands = f"The plan counts {bytes_text(now.total)} for it ({now.largest})"
-    there = f"{bytes_text(room)} can be had without it"
+    there = f"{bytes_text(room)} can be counted on without it"
     if now.total <= room:
         return (
             f"{stands}, and {there}: it should fit, so that something else holds memory, or the "
