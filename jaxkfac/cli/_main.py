@@ -127,12 +127,13 @@ def _dispatch(words: list[str]) -> int:
 def _parse(words: list[str]) -> Any:
     import tyro
 
-    known = [
+    known: list[Any] = [
         Annotated[command.arguments, tyro.conf.subcommand(command.name, prefix_name=False)]
         for command in commands()
     ]
+    union: Any = functools.reduce(operator.or_, known)
     return tyro.cli(
-        functools.reduce(operator.or_, known),
+        union,
         prog="jaxkfac",
         description=_DESCRIPTION,
         args=words or ["--help"],

@@ -192,11 +192,15 @@ def test_finetune_in_too_little_memory_names_what_fits(tmp_path):
 
 
 @linux
-def test_train_in_too_little_memory_says_what_stands_in_the_way(tmp_path):
+def test_train_in_too_little_memory_is_planned_with_smaller_micro_batches(tmp_path):
     shown = in_a_child(
         *("train", "--optimizer", "adamw", "--batch-size", "1000", "--model.hidden", "131072"),
         *("--model.depth", "1", "--gradient-accumulation-steps", "1"),
         *("--output", str(tmp_path)),
     )
     assert re.search(r"while training with adamw: out of memory: \d\d.* GiB were asked for", shown)
-    assert "evaluation on the whole training set" in shown
+    assert "The plan counts " in shown and "can be counted on" in shown
+    # With them it fits, or still does not, by what this machine's compiler makes of it.
+    words = re.search(r"--batch-size (\d+) --gradient-accumulation-steps (\d+)", shown)
+    size, steps = map(int, words.groups())
+    assert size * steps == 1000 and size < 500

@@ -99,5 +99,8 @@ def _optimizer(experiment: Finetuning, problem: Problem) -> optax.GradientTransf
         )
 
     state = jax.eval_shape(init, problem.params, problem.adapters)
-    zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), state)
-    return optax.GradientTransformation(lambda _: zeros(), lambda *_: None)  # never updates
+
+    def zeros(params: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
+
+    return optax.GradientTransformation(zeros, optax.identity().update)  # never updates
