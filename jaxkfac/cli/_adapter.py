@@ -10,9 +10,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jaxkfac.cli._options import AdapterArguments
 from jaxkfac.lslora import Diagnosis, Nonlinearity, diagnose, read_modules
 
 _NUMBERS = {"sigma": "σ", "deviation": "deviation", "nonlinearity": "nonlin."}
+
+
+def run_adapter(arguments: AdapterArguments) -> None:
+    """Do what was asked for, which is to inspect."""
+    run_adapter_inspect(arguments.folder, name=arguments.name, as_json=arguments.json)
 
 
 def run_adapter_inspect(folder: Path, *, name: str = "default", as_json: bool = False) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from jaxkfac.cli._capacity import capacity_report
 from jaxkfac.cli._checkpoint import Checkpoint, load_checkpoint
 from jaxkfac.cli._options import AnalyzeArguments
+from jaxkfac.cli._phases import phase
 from jaxkfac.cli._restored import restore
 from jaxkfac.report import (
     CapacityReport,
@@ -37,10 +38,13 @@ def run_analyze(arguments: AnalyzeArguments) -> None:
     """Decompose, print the tables or JSON, and write the page and figures asked for."""
     if arguments.batches is not None and arguments.batches < 2:
         raise ValueError(f"batches must be at least 2, not {arguments.batches}")
-    checkpoint = load_checkpoint(arguments.checkpoint)
-    restored = restore(checkpoint)
-    spectra = spectrum_records(restored.decompose(restored.factors, arguments.max_condition))
-    capacity = capacity_report(arguments, restored)
+    with phase("loading the checkpoint"):
+        checkpoint = load_checkpoint(arguments.checkpoint)
+        restored = restore(checkpoint)
+    with phase("decomposing the factors"):
+        spectra = spectrum_records(restored.decompose(restored.factors, arguments.max_condition))
+    with phase("measuring capacity"):
+        capacity = capacity_report(arguments, restored)
     if arguments.report:
         _write_page(arguments.report, checkpoint, spectra, capacity)
     if arguments.figures:

@@ -14,7 +14,8 @@ class DoctorArguments:
     """Show devices, allocator, precision, attention, memory, threads and versions.
 
     Each line says how it is and what to change; `!` marks what will go wrong as it is. Only
-    the settings are read, and nothing is changed.
+    the settings are read, and nothing is changed. docs/troubleshooting.md says what to do when
+    memory runs out.
 
     For example, before a training whose bits are to be compared:
     `OPENBLAS_NUM_THREADS=1 jaxkfac doctor`
@@ -28,12 +29,13 @@ class DoctorArguments:
 
 def run_doctor(arguments: DoctorArguments) -> None:
     """Print the findings."""
+    from jaxkfac.memory._exhausted import PAGE
     from jaxkfac.report import versions
 
     findings = _findings()
     if arguments.json:
         plain = [finding._asdict() for finding in findings]
-        print(json.dumps({"findings": plain, "versions": versions()}))
+        print(json.dumps({"findings": plain, "versions": versions(), "page": PAGE}))
         return
     from rich.console import Console
     from rich.markup import escape
@@ -53,6 +55,7 @@ def run_doctor(arguments: DoctorArguments) -> None:
     console.print(f"versions: {found}", highlight=False)
     problems = sum(finding.problem for finding in findings)
     console.print(f"{problems} problems" if problems else "no problems", style="bold")
+    console.print(f"out of memory, or too slow: {PAGE}", highlight=False)
 
 
 def _findings() -> "list[Finding]":

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 from jaxkfac.cli._doctor import DoctorArguments, run_doctor
 
@@ -13,6 +14,7 @@ def test_json_holds_findings_and_versions(capsys, monkeypatch):
     assert record["findings"][0]["topic"] == "backends"
     assert {"topic", "value", "advice", "problem"} == record["findings"][0].keys()
     assert record["versions"]["jax"]
+    assert (Path(__file__).parents[2] / record["page"]).is_file()
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
 
 
@@ -22,5 +24,6 @@ def test_table_marks_problems(capsys, monkeypatch):
     run_doctor(DoctorArguments())
     shown = capsys.readouterr().out
     assert "Doctor" in shown and "versions: python" in shown
+    assert "docs/troubleshooting.md" in shown
     if "default cpu" in shown:
         assert "1 problems" in shown and "jaxkfac[gpu]" in shown

@@ -7,16 +7,20 @@ import sys
 import threading
 from collections.abc import Iterator
 
+from jaxkfac.cli._phases import phase
+
 
 @contextlib.contextmanager
 def interrupts_deferred(doing: str) -> Iterator[None]:
     """Hold a first Ctrl-C back until the block is left; a second one acts at once.
 
     Args:
-        doing: What is waited for, said on standard error when the first one arrives.
+        doing: What is waited for, said on standard error when the first one arrives; also the
+            phase of the run, for an error that is explained.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        with phase(doing):
+            yield
         return
     pressed = []
 
@@ -28,7 +32,8 @@ def interrupts_deferred(doing: str) -> Iterator[None]:
 
     before = signal.signal(signal.SIGINT, hold)
     try:
-        yield
+        with phase(doing):
+            yield
     finally:
         signal.signal(signal.SIGINT, before)
     if pressed:

@@ -1,9 +1,12 @@
 """Commands: parse, call, and turn errors into one line that says what to do."""
 
+import functools
+import importlib
+import operator
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from jaxkfac import __version__
 
@@ -23,6 +26,8 @@ _DESCRIPTION = """Curvature and K-FAC for JAX training scripts.
 Start with `jaxkfac train --preset digits`, then open runs/digits/report.html;
 `jaxkfac analyze runs/digits` shows spectra and capacity of the factors in its checkpoint.
 `jaxkfac finetune` teaches a pretrained language model with an LS-LoRA adapter.
+
+Exit codes: 0, 2 for an error that is explained, 3 where memory ran out, 130 after Ctrl-C.
 """
 
 
@@ -33,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words after the program's name; by default those of this process.
 
     Returns:
-        The exit code: 0, 2 for an error that was explained, 130 after Ctrl-C.
+        The exit code: 0, 2 for an error that was explained, 3 where memory ran out, 130 after
+        Ctrl-C.
     """
     # Read when JAX first calls LAPACK. With more threads the last bits of a decomposition
     # depend on the machine, and small ones were up to 20 times slower on two busy cores.
@@ -55,84 +61,90 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f'{error.name} is not installed: pip install "jaxkfac[{extra}]"')
 
 
-def _dispatch(words: list[str]) -> int:
-    import tyro
+class Command(NamedTuple):
+    """A command.
 
-    from jaxkfac._errors import JaxkfacError
+    Attributes:
+        name: As it is called.
+        arguments: What it accepts.
+        run: ``"module:function"`` that takes them; imported when the command is called.
+    """
+
+    name: str
+    arguments: type
+    run: str
+
+
+def commands() -> list[Command]:
+    """All commands, in the order of the help."""
     from jaxkfac.cli._doctor import DoctorArguments
     from jaxkfac.cli._models import ModelsArguments
     from jaxkfac.cli._options import AdapterArguments, AnalyzeArguments, TrainArguments
     from jaxkfac.cli._plan import PlanArguments
     from jaxkfac.cli.finetune._options import FinetuneArguments
 
-    def named(arguments: Any, name: str) -> Any:
-        return Annotated[arguments, tyro.conf.subcommand(name, prefix_name=False)]
+    return [
+        Command("train", TrainArguments, "jaxkfac.cli._train:run_train"),
+        Command("finetune", FinetuneArguments, "jaxkfac.cli.finetune._run:run_finetune"),
+        Command("analyze", AnalyzeArguments, "jaxkfac.cli._analyze:run_analyze"),
+        Command("adapter", AdapterArguments, "jaxkfac.cli._adapter:run_adapter"),
+        Command("plan", PlanArguments, "jaxkfac.cli._plan:run_plan"),
+        Command("models", ModelsArguments, "jaxkfac.cli._models:run_models"),
+        Command("doctor", DoctorArguments, "jaxkfac.cli._doctor:run_doctor"),
+    ]
 
-    commands = (
-        named(TrainArguments, "train")
-        | named(FinetuneArguments, "finetune")
-        | named(AnalyzeArguments, "analyze")
-        | named(AdapterArguments, "adapter")
-        | named(PlanArguments, "plan")
-        | named(ModelsArguments, "models")
-        | named(DoctorArguments, "doctor")
-    )
+
+def _dispatch(words: list[str]) -> int:
+    from jaxkfac._errors import JaxkfacError
+    from jaxkfac.cli._plan import PlanArguments
+    from jaxkfac.memory import MemoryBudgetError, is_out_of_memory
+
+    arguments: Any = None
     try:
-        arguments = tyro.cli(
-            commands,
-            prog="jaxkfac",
-            description=_DESCRIPTION,
-            args=words or ["--help"],
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
-        if isinstance(arguments, TrainArguments | FinetuneArguments):
-            _run_resumable(arguments, words)
-        elif isinstance(arguments, AnalyzeArguments):
-            from jaxkfac.cli._analyze import run_analyze
-
-            run_analyze(arguments)
-        elif isinstance(arguments, AdapterArguments):
-            from jaxkfac.cli._adapter import run_adapter_inspect
-
-            run_adapter_inspect(arguments.folder, name=arguments.name, as_json=arguments.json)
-        elif isinstance(arguments, PlanArguments):
-            from jaxkfac.cli._plan import run_plan
-
-            run_plan(arguments)
-        elif isinstance(arguments, ModelsArguments):
-            from jaxkfac.cli._models import run_models
-
-            run_models(arguments)
-        else:
-            from jaxkfac.cli._doctor import run_doctor
-
-            run_doctor(arguments)
+        arguments = _parse(words)
+        _run(arguments)
     except KeyboardInterrupt:
+        if hasattr(arguments, "resume"):
+            from jaxkfac.cli._interrupts import say_interrupted
+
+            say_interrupted(words)
         return 130
-    except (JaxkfacError, ValueError, OSError) as error:
+    except Exception as error:
         if "--debug" in words:
             raise
-        return _fail(str(error))
+        # That nothing fits is what a plan has found, not what has happened to it.
+        found = isinstance(error, MemoryBudgetError) and isinstance(arguments, PlanArguments)
+        if is_out_of_memory(error) and not found:
+            from jaxkfac.cli._out_of_memory import answer
+
+            return answer(error, arguments)
+        if isinstance(error, JaxkfacError | ValueError | OSError):
+            return _fail(str(error))
+        raise
     return 0
 
 
-def _run_resumable(arguments: Any, words: list[str]) -> None:
-    """A run that checkpoints; after a Ctrl-C it says how to go on."""
-    from jaxkfac.cli._interrupts import say_interrupted
-    from jaxkfac.cli._options import TrainArguments
+def _parse(words: list[str]) -> Any:
+    import tyro
 
-    try:
-        if isinstance(arguments, TrainArguments):
-            from jaxkfac.cli._train import run_train
+    known: list[Any] = [
+        Annotated[command.arguments, tyro.conf.subcommand(command.name, prefix_name=False)]
+        for command in commands()
+    ]
+    union: Any = functools.reduce(operator.or_, known)
+    return tyro.cli(
+        union,
+        prog="jaxkfac",
+        description=_DESCRIPTION,
+        args=words or ["--help"],
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
 
-            run_train(arguments)
-        else:
-            from jaxkfac.cli.finetune._run import run_finetune
 
-            run_finetune(arguments)
-    except KeyboardInterrupt:
-        say_interrupted(words)
-        raise
+def _run(arguments: Any) -> None:
+    (command,) = [known for known in commands() if type(arguments) is known.arguments]
+    module, function = command.run.split(":")
+    getattr(importlib.import_module(module), function)(arguments)
 
 
 def _fail(message: str) -> int:

@@ -22,7 +22,7 @@ class Problem(NamedTuple):
     """What is trained, before anything has been trained.
 
     Attributes:
-        train: Images and labels to learn from, on the device.
+        train: Images and labels to learn from.
         test: Images and labels held out.
         apply_fn: ``apply_fn(params, images) -> logits``.
         params: Initial parameters.
@@ -42,12 +42,29 @@ class Problem(NamedTuple):
 
 def digits_problem(experiment: Experiment) -> Problem:
     """The vision transformer on the handwritten digits."""
-    train, test = (
-        jax.tree.map(jnp.asarray, load_digits(split, seed=experiment.seed))
-        for split in ("train", "test")
-    )
+    train, test = (jax.tree.map(jnp.asarray, data) for data in _digits(experiment))
+    return _problem(experiment, train, test, _model(experiment))
+
+
+def digits_shapes(experiment: Experiment) -> Problem:
+    """The same with ``jax.ShapeDtypeStruct`` for parameters; data stays on the host."""
+    return _problem(experiment, *_digits(experiment), nnx.eval_shape(lambda: _model(experiment)))
+
+
+def _digits(experiment: Experiment) -> tuple[Digits, Digits]:
+    seed = experiment.seed
+    return load_digits("train", seed=seed), load_digits("test", seed=seed)
+
+
+def _model(experiment: Experiment) -> VisionTransformer:
     config = VisionTransformerConfig(**dataclasses.asdict(experiment.model))
-    apply_fn, params = jk.from_nnx(VisionTransformer(config, rngs=nnx.Rngs(experiment.seed)))
+    return VisionTransformer(config, rngs=nnx.Rngs(experiment.seed))
+
+
+def _problem(
+    experiment: Experiment, train: Digits, test: Digits, model: VisionTransformer
+) -> Problem:
+    apply_fn, params = jk.from_nnx(model)
     objective = jk.Objective(apply_fn, jk.Categorical())
     statistics = jk.value_grad_and_factors(objective, fisher=experiment.fisher)
     size = experiment.batch_size

@@ -22,6 +22,7 @@ from jaxkfac.cli._checkpoint import (
 )
 from jaxkfac.cli._loop import TrainState, total_updates, train, updates_per_epoch
 from jaxkfac.cli._options import Experiment, Optimizer, TrainArguments
+from jaxkfac.cli._phases import phase
 from jaxkfac.cli._problem import Problem, build_optimizer, digits_problem, find_layers
 from jaxkfac.cli._progress import progress
 from jaxkfac.interception._paths import leaves_by_path
@@ -48,16 +49,17 @@ def run_train(arguments: TrainArguments) -> None:
     _check(arguments, names)
     finals, spectra = {}, []
     with jk.memory.track("run") as stages:
-        with jk.memory.track("data and model"):
+        with jk.memory.track("data and model"), phase("loading data and model"):
             problem = digits_problem(experiment)
         for name in names:
-            with jk.memory.track(f"train with {name}"):
+            with jk.memory.track(f"train with {name}"), phase(f"training with {name}"):
                 finals[name] = train_one(name, problem, arguments)
         if "kfac" in finals:
-            with jk.memory.track("decompose the factors"):
+            with jk.memory.track("decompose the factors"), phase("decomposing the factors"):
                 spectra = spectra_of(finals["kfac"].optimizer, experiment)
     runs = {name: state.records for name, state in finals.items()}
-    summary = _write_results(output, experiment, problem, runs, spectra, stages)
+    with phase("writing the report"):
+        summary = _write_results(output, experiment, problem, runs, spectra, stages)
     if arguments.json:
         print(json.dumps(summary))
         return

@@ -259,5 +259,9 @@ def identity_bases(like: Factors, *, max_condition: float = 1e6, floor: float = 
 
 
 def _identity(layer: Layer, size: int, dtype: Any, *, dense: bool) -> Spectrum:
-    vectors = jnp.broadcast_to(jnp.eye(size, dtype=dtype), (*layer.stack, size, size))
-    return Spectrum(jnp.ones((*layer.stack, size), dtype), vectors if dense else None)
+    values = jnp.ones((*layer.stack, size), dtype)
+    if not dense:  # a vocabulary's square is gigabytes
+        return Spectrum(values, None)
+    return Spectrum(
+        values, jnp.broadcast_to(jnp.eye(size, dtype=dtype), (*layer.stack, size, size))
+    )

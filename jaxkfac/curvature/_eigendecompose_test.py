@@ -9,6 +9,7 @@ from jaxkfac._errors import NonFiniteFactorError, UnknownLayerError
 from jaxkfac.curvature import _eigendecompose as module
 from jaxkfac.curvature import eigendecompose, identity_bases, reconstruct
 from jaxkfac.curvature._placement import check_placement, matrices_that_fit
+from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
 from jaxkfac.factors._average import zeros_like
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 from jaxkfac.linalg import Spectrum
@@ -221,3 +222,17 @@ def test_bad_arguments_are_named(factors):
         jax.jit(lambda f: eigendecompose(f, placement="host"))(factors)
     with pytest.raises(UnknownLayerError, match="no layer 'stackd'.*'stacked'"):
         eigendecompose(factors)["stackd"]
+
+
+def test_the_square_of_a_diagonal_side_is_never_formed():
+    vocabulary = 2**22  # its square would be 64 TiB
+    objective = Objective(lambda p, x: p["embedding"][x] @ p["head"], Categorical())
+    shape = jax.ShapeDtypeStruct
+    params = {
+        "embedding": shape((vocabulary, 4), jnp.float32),
+        "head": shape((4, 3), jnp.float32),
+    }
+    ids = shape((5,), jnp.int32)
+    like = value_grad_and_factors(objective).factor_shapes(params, (ids, ids))
+    bases = identity_bases(like)
+    assert bases["embedding"].a_values.shape == (vocabulary,)

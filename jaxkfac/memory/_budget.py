@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxkfac._errors import JaxkfacError
+from jaxkfac.memory._resident import address_space_bytes
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -32,8 +33,8 @@ def free_bytes(device: Any) -> int | None:
 def free_host_bytes() -> int | None:
     """Bytes of main memory that this process can still take without swapping.
 
-    The kernel's estimate, or what a container's limit leaves if that is less. Files in the page
-    cache count as free, because they give way.
+    The kernel's estimate, or what a container's limit or the process's own (``ulimit -v``)
+    leaves if that is less. Files in the page cache count as free, because they give way.
 
     Returns:
         Bytes; ``None`` where the system does not say (it is Linux that does).
@@ -43,11 +44,10 @@ def free_host_bytes() -> int | None:
     except OSError:
         return None
     found = [int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")]
-    available = found[0] if found else None
-    limited = _container_bytes()
-    if available is None or limited is None:
-        return available
-    return min(available, limited)
+    if not found:
+        return None
+    limits = [x for x in (_container_bytes(), _process_bytes()) if x is not None]
+    return min([found[0], *limits])
 
 
 def require(
@@ -132,3 +132,14 @@ def _container_bytes() -> int | None:
         cache = sum(int(x.split()[1]) for x in stat if x.startswith("inactive_file "))
         return max(int(most) - used + cache, 0)
     return None
+
+
+def _process_bytes() -> int | None:
+    """What the process's limit on its address space leaves, if it has one."""
+    used = address_space_bytes()
+    if used is None:  # not Linux: there the module below may be missing
+        return None
+    import resource
+
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if most == resource.RLIM_INFINITY else max(most - used, 0)

@@ -87,3 +87,15 @@ def test_a_gpu_counts_what_it_holds():
     assert before is not None and before - free_bytes(device) >= x.nbytes
     with pytest.raises(MemoryBudgetError, match="needs"):
         require(before + 1, device=device, what="everything")
+
+
+def test_a_limit_on_the_process_itself_counts(monkeypatch):
+    used = budget.address_space_bytes()
+    if used is None:
+        pytest.skip("this is about Linux")
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (used + GIB // 64, 0))
+    assert free_host_bytes() <= GIB // 32
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (used // 2, 0))
+    assert free_host_bytes() == 0

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +55,7 @@ def inspect_environment(environ: Mapping[str, str] | None = None) -> list[Findin
     return [
         _backends(environ),
         *_devices(),
+        *([_others()] if on_gpu else []),
         *(_allocator(environ) if on_gpu else _no_allocator(environ)),
         _precision(environ, on_gpu),
         _attention(on_gpu),
@@ -92,6 +94,26 @@ def _devices() -> Iterator[Finding]:
         capability = getattr(device, "compute_capability", None)
         name = device.device_kind + (f" (sm {capability})" if capability else "")
         yield Finding(f"device {_short(device)}", f"{name}; {memory}; memory kinds {kinds}")
+
+
+def _others() -> Finding:
+    """Programs that compute on an NVIDIA GPU beside this one, as the driver counts them."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
+    topic, asked = "other processes", "nvidia-smi lists them"
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return Finding(topic, "unknown", f"{asked}, where it is installed")
+    rows = [row.split(",", 1) for row in done.stdout.splitlines() if "," in row]
+    others = [f"{pid.strip()} ({used.strip()})" for pid, used in rows if int(pid) != os.getpid()]
+    if not others:
+        return Finding(topic, "none seen", f"{asked}; a container may hide those of others")
+    return Finding(
+        topic,
+        ", ".join(others),
+        "hold memory that this process cannot have: end your own ones, or share by "
+        f"{_PREALLOCATE}=false and {_FRACTION}",
+    )
 
 
 def _allocator(environ: Mapping[str, str]) -> Iterator[Finding]:

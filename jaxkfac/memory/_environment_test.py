@@ -1,5 +1,6 @@
 """Settings that would go wrong are problems, and say what to change."""
 
+import os
 import types
 
 import jax
@@ -75,6 +76,28 @@ def test_a_missing_cpu_backend_is_a_problem(monkeypatch):
     monkeypatch.setattr(environment.jax, "devices", no_cpu)
     finding = by_topic({"JAX_PLATFORMS": "cuda"})["backends"]
     assert finding.problem and "JAX_PLATFORMS=cuda,cpu" in finding.advice
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ("", "none seen"),
+        (f"{os.getpid()}, 512 MiB\n", "none seen"),
+        (f"{os.getpid()}, 512 MiB\n7, 9000 MiB\n", "7 (9000 MiB)"),
+        (None, "unknown"),
+    ],
+)
+def test_other_processes_on_the_gpu_are_those_of_the_driver_but_this_one(
+    monkeypatch, rows, expected
+):
+    def run(query, **_):
+        if rows is None:
+            raise FileNotFoundError(query[0])
+        return types.SimpleNamespace(stdout=rows)
+
+    monkeypatch.setattr(environment.subprocess, "run", run)
+    assert by_topic({})["other processes"].value == expected
 
 
 @pytest.mark.gpu

@@ -15,6 +15,11 @@ def resident_bytes() -> int | None:
     return _field("VmRSS")
 
 
+def address_space_bytes() -> int | None:
+    """Bytes of addresses that the process has mapped; ``None`` but on Linux."""
+    return _field("VmSize")
+
+
 def resident_mark() -> int | None:
     """The most they ever were, or were since :func:`lower_mark`."""
     return _field("VmHWM")

@@ -11,7 +11,8 @@ from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.data.choices import Question, read_questions
 from jaxkfac.data.elements import element_questions, element_records
 from jaxkfac.data.text import Record, read_folder
-from jaxkfac.models import load_decoder
+from jaxkfac.models import decoder_shapes, load_decoder
+from jaxkfac.models.pretrained import KNOWN, cached_file
 
 _SYSTEM = "Answer in a word."  # shorter than what SmolLM2's template says by itself
 _EMBEDDED_QUESTIONS = 40
@@ -39,9 +40,7 @@ def load_model(experiment: Finetuning) -> Any:
     Raises:
         ValueError: it has no tokenizer.
     """
-    dtype = dtype_of(experiment)
-    quantize = ".*_proj/kernel" if experiment.quantize == "all" else experiment.quantize
-    options = {"dtype": dtype, "remat": experiment.remat, "quantize": quantize}
+    options = _options(experiment)
     if experiment.model == "smollm2":
         pretrained = _smollm2(options)
     else:
@@ -49,6 +48,24 @@ def load_model(experiment: Finetuning) -> Any:
     if pretrained.tokenizer is None:
         raise ValueError(f"{experiment.model} has no tokenizer: put its tokenizer.json beside it")
     return pretrained
+
+
+def model_shapes(experiment: Finetuning) -> Any:
+    """The same with shapes for parameters; nothing is downloaded, and no weights are read.
+
+    Raises:
+        FileNotFoundError: the model is not here.
+    """
+    path: str | Path = experiment.model
+    if path == "smollm2":
+        (known,) = KNOWN
+        path = cached_file(known)
+    return decoder_shapes(path, **_options(experiment))
+
+
+def _options(experiment: Finetuning) -> dict[str, Any]:
+    quantize = ".*_proj/kernel" if experiment.quantize == "all" else experiment.quantize
+    return {"dtype": dtype_of(experiment), "remat": experiment.remat, "quantize": quantize}
 
 
 def _smollm2(options: dict[str, Any]) -> Any:

@@ -21,6 +21,7 @@ from jaxkfac.cli._checkpoint import (
     save_checkpoint,
     write_whole,
 )
+from jaxkfac.cli._phases import phase
 from jaxkfac.cli._progress import progress
 from jaxkfac.cli.finetune._curvature import (
     AdapterCurvature,
@@ -60,27 +61,29 @@ def run_finetune(arguments: FinetuneArguments) -> None:
     check_output(output, [folder], resume=arguments.resume, overwrite=arguments.overwrite)
     console = Console(stderr=True)
     with jk.memory.track("run") as stages:
-        text = load_text(experiment)
-        with jk.memory.track("load the model"):
+        with phase("reading the data"):
+            text = load_text(experiment)
+        with jk.memory.track("load the model"), phase("loading the model"):
             problem = build_problem(experiment, load_model(experiment), text)
         console.print(f"data: {problem.encoded}", highlight=False)
         coverage = adapter_coverage(problem)
         pattern = arguments.curvature
         if pattern is not None:
             pattern = resolve_pattern(pattern, coverage)
-        with jk.memory.track("train"):
+        with jk.memory.track("train"), phase("training"):
             state = _train(arguments, problem, folder)
         curvature = None
         if pattern is not None:
-            with jk.memory.track("curvature of the adapter"):
+            with jk.memory.track("curvature of the adapter"), phase("measuring curvature"):
                 curvature = adapter_curvature(problem, experiment, state.adapters, pattern)
     chosen = experiment.adapter
     dialect = "peft" if chosen.fourier_placement == "none" else chosen.dialect
     saved = (state.adapters, problem.config)
     if chosen.split:
         saved = jk.lslora.split(*saved, problem.pretrained.config.parts)
-    jk.lslora.save(output / "adapter", *saved, dialect=dialect)
-    summary = _write_results(arguments, problem, state.records, curvature, coverage, stages)
+    with phase("writing adapter and report"):
+        jk.lslora.save(output / "adapter", *saved, dialect=dialect)
+        summary = _write_results(arguments, problem, state.records, curvature, coverage, stages)
     if arguments.json:
         print(json.dumps(summary))
         return
@@ -129,12 +132,14 @@ def _train(arguments: FinetuneArguments, problem: Problem, folder: Path) -> Tune
     latest = [state]
     try:
         if state.step == 0:
-            state = watch(state)
+            with phase("examining"):
+                state = watch(state)
         with progress("finetune", total, start=state.step) as advance:
 
             def each_update(state: TuneState) -> TuneState:
                 advance(state.step, _words(state.records))
-                latest[0] = state = watch(state)
+                with phase("examining"):
+                    latest[0] = state = watch(state)
                 if state.step % arguments.checkpoint_every == 0 or state.step == total:
                     save(state)
                 return state

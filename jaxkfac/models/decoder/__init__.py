@@ -3,7 +3,7 @@
 from jaxkfac.models.decoder._config import DecoderConfig
 from jaxkfac.models.decoder._decoder import Decoder
 from jaxkfac.models.decoder._generate import generate
-from jaxkfac.models.decoder._load import Pretrained, load_decoder
+from jaxkfac.models.decoder._load import Pretrained, decoder_shapes, load_decoder
 from jaxkfac.models.decoder._rotary import Rotary
 from jaxkfac.models.decoder._tokenizer import Tokenizer
 from jaxkfac.models.decoder._tokens import Cache, Cached, Tokens, empty_cache
@@ -17,6 +17,7 @@ __all__ = [
     "Rotary",
     "Tokenizer",
     "Tokens",
+    "decoder_shapes",
     "empty_cache",
     "generate",
     "load_decoder",

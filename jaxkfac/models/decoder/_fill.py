@@ -45,7 +45,7 @@ def fill(
         In main memory one stored tensor and the stacked leaf that it goes into, which on the
         CPU becomes the parameter as it is. With ``quantize`` one slice of a matching kernel.
     """
-    chosen = _quantized(leaves, quantize)
+    chosen = quantized(leaves, quantize)
     places = {path: _place(path, leaf.shape, sharding) for path, leaf in leaves.items()}
     default = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)
     targets = [
@@ -61,12 +61,16 @@ def fill(
         else:
             value = _whole(source, leaf, dtype)
             value = jax.block_until_ready(jax.device_put(value, places[path]))
-        *rooms, name = path.split("/")
-        room = params
-        for key in rooms:
-            room = room.setdefault(key, {})
-        room[name] = value
+        put(params, path, value)
     return params
+
+
+def put(tree: dict[str, Any], path: str, value: Any) -> None:
+    """Set the leaf at a path of a nested dictionary."""
+    *rooms, name = path.split("/")
+    for key in rooms:
+        tree = tree.setdefault(key, {})
+    tree[name] = value
 
 
 def _whole(source: Source, leaf: Leaf, dtype: np.dtype) -> np.ndarray:
@@ -108,7 +112,8 @@ def _place(path: str, shape: Shape, sharding: Where | None) -> Any:
     return None if where is None else as_sharding(where)
 
 
-def _quantized(leaves: Mapping[str, Leaf], pattern: str | None) -> set[str]:
+def quantized(leaves: Mapping[str, Leaf], pattern: str | None) -> set[str]:
+    """Paths of the stacked kernels that a pattern names."""
     if pattern is None:
         return set()
     kernels = [path for path, leaf in leaves.items() if leaf.stacked and path.endswith("/kernel")]

@@ -1,8 +1,10 @@
 """A decoder from a folder in Hugging Face's layout, or from a GGUF file."""
 
+import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -15,7 +17,7 @@ from jaxkfac.memory._load import Where
 from jaxkfac.models.decoder._attention import AttentionBy
 from jaxkfac.models.decoder._config import DecoderConfig
 from jaxkfac.models.decoder._decoder import Decoder
-from jaxkfac.models.decoder._fill import Source, fill
+from jaxkfac.models.decoder._fill import Source, fill, put, quantized
 from jaxkfac.models.decoder._json_file import read_json
 from jaxkfac.models.decoder._layout import check_tensors, layout
 from jaxkfac.models.decoder._safetensors import SafetensorsSource
@@ -87,12 +89,7 @@ def load_decoder(
         FileNotFoundError: no model at nowhere, which does not exist
     """
     path = Path(path)
-    if path.suffix == ".gguf" and path.is_file():
-        from jaxkfac.models.decoder._gguf import open_gguf
-
-        config, source, tokenizer = open_gguf(path)
-    else:
-        config, source, tokenizer = open_folder(path)
+    config, source, tokenizer = open_checkpoint(path)
     fused = "model.layers.0.self_attn.qkv_proj.weight" in source.shapes
     leaves = layout(config, fused=fused)
     check_tensors(source.shapes, leaves, str(path))
@@ -107,12 +104,45 @@ def load_decoder(
     return Pretrained(config, decoder_function(config, remat, attention), params, tokenizer)
 
 
+def decoder_shapes(
+    path: str | Path,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    remat: bool = True,
+    quantize: str | None = None,
+) -> Pretrained:
+    """What :func:`load_decoder` gives, with ``jax.ShapeDtypeStruct`` in place of arrays.
+
+    For planning: config and tokenizer are read, and no weights.
+    """
+    config, _, tokenizer = open_checkpoint(Path(path))
+    apply_fn = decoder_function(config, remat, "xla")
+    leaves = layout(config, fused=True)
+    params: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        put(params, name, jax.ShapeDtypeStruct(leaf.shape, checked_dtype(dtype)))
+    if chosen := quantized(leaves, quantize):
+        from jaxkfac.lslora import nf4
+
+        params = nf4.quantize(params, "|".join(map(re.escape, chosen)), stack=1)
+    return Pretrained(config, apply_fn, params, tokenizer)
+
+
 def decoder_function(config: DecoderConfig, remat: bool, attention: AttentionBy) -> NnxApply:
     """``apply_fn`` of a decoder whose parameters are given with each call."""
     shapes = nnx.eval_shape(
         lambda: Decoder(config, remat=remat, attention=attention, rngs=nnx.Rngs(0))
     )
     return from_nnx(shapes)[0]
+
+
+def open_checkpoint(path: Path) -> tuple[DecoderConfig, Source, Tokenizer | None]:
+    """Config, weights and tokenizer of a folder or a GGUF file."""
+    if path.suffix == ".gguf" and path.is_file():
+        from jaxkfac.models.decoder._gguf import open_gguf
+
+        return open_gguf(path)
+    return open_folder(path)
 
 
 def open_folder(folder: Path) -> tuple[DecoderConfig, Source, Tokenizer | None]:

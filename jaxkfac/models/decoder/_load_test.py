@@ -11,7 +11,7 @@ import safetensors.numpy
 
 import jaxkfac as jk
 from jaxkfac.lslora import nf4
-from jaxkfac.models import DecoderConfig, load_decoder
+from jaxkfac.models import DecoderConfig, decoder_shapes, load_decoder
 from jaxkfac.models.decoder._layout import layout
 
 CONFIG = {
@@ -192,3 +192,17 @@ def test_kernels_are_quantised_while_they_are_read(tmp_path):
     write(tmp_path, CONFIG)
     with pytest.raises(ValueError, match=r"'model/layers/self_attn/qkv_proj/kernel'"):
         load_decoder(tmp_path, quantize=pattern)
+
+
+@pytest.mark.parametrize("quantize", [None, ".*/(o_proj|down_proj)/kernel"])
+def test_shapes_are_those_of_what_would_be_loaded(tmp_path, quantize):
+    write(tmp_path, CONFIG | {"hidden_size": 64, "intermediate_size": 128})
+    loaded = load_decoder(tmp_path, quantize=quantize, remat=False)
+    (tmp_path / "model.safetensors").write_bytes(
+        (tmp_path / "model.safetensors").read_bytes()[:-1] + b"?"
+    )  # no weight is read
+    shapes = decoder_shapes(tmp_path, quantize=quantize, remat=False)
+    expected = jax.eval_shape(lambda: loaded.params)
+    with_paths = jax.tree_util.tree_leaves_with_path
+    assert with_paths(shapes.params) == with_paths(expected)
+    assert shapes.config == loaded.config

@@ -1,0 +1,64 @@
+"""What a run of `jaxkfac train` needs, from shapes."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkfac.cli._loop import make_evaluation, total_updates
+from jaxkfac.cli._options import Optimizer, TrainArguments
+from jaxkfac.cli._problem import Problem, build_optimizer, digits_shapes
+from jaxkfac.cli._remedies import Need, RunShapes
+from jaxkfac.planning import plan_memory
+
+
+def train_shapes(arguments: TrainArguments) -> RunShapes:
+    """Bytes of the larger of the runs with each optimizer; nothing is allocated."""
+
+    @functools.cache
+    def need(arguments: TrainArguments) -> Need:
+        chosen = arguments.optimizer
+        names: tuple[Optimizer, ...] = ("kfac", "adamw") if chosen == "both" else (chosen,)
+        problem = digits_shapes(arguments.experiment)
+        needs = [_need(arguments, name, problem) for name in names]
+        return max(needs, key=lambda need: need.total)
+
+    return RunShapes(need, [_adamw])
+
+
+def _adamw(arguments: TrainArguments) -> TrainArguments | None:
+    if arguments.optimizer == "adamw":
+        return None
+    return dataclasses.replace(arguments, optimizer="adamw")
+
+
+def _need(arguments: TrainArguments, name: Optimizer, problem: Problem) -> Need:
+    experiment = arguments.experiment
+    train, size = problem.train, experiment.batch_size
+    plan = plan_memory(
+        problem.objective,
+        problem.params,
+        (train.images[:size], train.labels[:size]),
+        optimizer=build_optimizer(name, experiment, problem, total_updates(experiment, problem)),
+        device_bytes=1,
+        curvature=name == "kfac",
+        levers=(),
+        fisher=experiment.fisher,
+    )
+    rows = dict(plan.now.device)
+    # Nothing is donated: the state that a Ctrl-C would save lives until the update is complete.
+    rows["state before the update"] = rows["parameters"] + rows["optimizer"]
+    evaluation = _evaluation_bytes(problem)
+    if evaluation > rows["activations"]:  # never at the same time
+        del rows["activations"]
+        rows["evaluation on the whole training set"] = evaluation
+    return Need(rows)
+
+
+def _evaluation_bytes(problem: Problem) -> int:
+    data = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), problem.train)
+    compiled: Any = make_evaluation(problem)
+    analysis = compiled.lower(problem.params, data).compile().memory_analysis()
+    return int(analysis.temp_size_in_bytes)
