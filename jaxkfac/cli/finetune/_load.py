@@ -37,11 +37,17 @@ def load_model(experiment: Finetuning) -> Any:
     """The pretrained decoder: ``.config``, ``.apply_fn``, ``.params``, ``.tokenizer``.
 
     Raises:
-        ValueError: it has no tokenizer.
+        ValueError: it has no tokenizer, or the attention that was asked for cannot run here.
     """
     dtype = dtype_of(experiment)
+    _check_attention(experiment, dtype)
     quantize = ".*_proj/kernel" if experiment.quantize == "all" else experiment.quantize
-    options = {"dtype": dtype, "remat": experiment.remat, "quantize": quantize}
+    options = {
+        "dtype": dtype,
+        "remat": experiment.remat,
+        "quantize": quantize,
+        "attention": experiment.attention,
+    }
     if experiment.model == "smollm2":
         pretrained = _smollm2(options)
     else:
@@ -62,6 +68,21 @@ def dtype_of(experiment: Finetuning) -> Any:
     if experiment.dtype == "auto":
         return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     return jnp.dtype(experiment.dtype)
+
+
+def _check_attention(experiment: Finetuning, dtype: Any) -> None:
+    if experiment.attention != "cudnn":
+        return
+    if jax.default_backend() != "gpu":
+        raise ValueError(
+            "--attention cudnn needs an NVIDIA GPU, and JAX's default backend is "
+            f"{jax.default_backend()}: take --attention xla"
+        )
+    if jnp.dtype(dtype).itemsize != 2:
+        raise ValueError(
+            f"--attention cudnn computes in half precision, and --dtype is {jnp.dtype(dtype)}: "
+            "take --dtype bfloat16, or --attention xla"
+        )
 
 
 def load_text(experiment: Finetuning) -> Text:

@@ -117,6 +117,8 @@ class Finetuning:
     """Of the base model: bfloat16 on accelerators, float32 on a CPU, which emulates the other."""
     quantize: str | None = None
     """Full-match pattern of kernels that are kept as NF4, or "all"."""
+    attention: Literal["xla", "cudnn"] = "xla"
+    """xla runs anywhere; cudnn is flash attention, on NVIDIA GPUs, with --dtype bfloat16."""
     remat: bool = True
     """Recompute each block's activations in the backward pass."""
     optimizer: Optimizer = "adamw"
@@ -169,6 +171,9 @@ class FinetuneArguments:
     """Replace the run in the output folder."""
     checkpoint_every: int = 20
     """Updates between two checkpoints."""
+    log_every: int = 10
+    """Updates between two readings of losses from the device; an evaluation and a checkpoint
+    read them, too."""
     evaluate_every: int | None = None
     """Updates between two evaluations; by default only before and after."""
     diagnose_every: int = 5
