@@ -38,12 +38,12 @@ def progress(name: str, total: int, *, start: int = 0) -> Iterator[Shown]:
     )
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(name, total=total, completed=start, text="compiling")
+        news = ""
 
         def advance(step: int, text: str | None) -> None:
-            if text is None:
-                bar.update(task, completed=step)
-            else:
-                bar.update(task, completed=step, text=text)
+            nonlocal news
+            news = news if text is None else text
+            bar.update(task, completed=step, text=news)
 
         yield Shown(advance, lambda text: bar.console.print(f"{name}: {text}", highlight=False))
 

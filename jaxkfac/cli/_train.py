@@ -72,7 +72,8 @@ def run_train(arguments: TrainArguments) -> None:
 def train_one(name: Optimizer, problem: Problem, arguments: TrainArguments) -> TrainState:
     """One optimizer from its checkpoint, or from the start, to the end.
 
-    A Ctrl-C writes a checkpoint of the last finished epoch before it goes on its way.
+    A Ctrl-C waits for the epoch that is under way, and writes a checkpoint of it before it
+    goes on. A second one leaves no state behind: then the last checkpoint counts.
 
     Raises:
         HeldTwiceError: parameters or optimizer state are in memory twice.

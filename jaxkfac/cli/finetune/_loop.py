@@ -108,11 +108,11 @@ class Tuning:
         compiled, given = self._micro_step.compile_seconds, []
         row = sum(len(update.given) for update in self._unread)
         for number in micro_batches(self._experiment, self._problem, step):
-            now = self._ahead if self._ahead is not None else prepare(self._problem, number)
+            micro = self._ahead if self._ahead is not None else prepare(self._problem, number)
             adapters, optimizer, self._history, loss = self._micro_step(
-                adapters, optimizer, self._history, now, row + len(given)
+                adapters, optimizer, self._history, micro, row + len(given)
             )
-            given.append(now._replace(batch=None))
+            given.append(micro._replace(batch=None))
             self._ahead = None if number == self._last else prepare(self._problem, number + 1)
         self._clock += self._micro_step.compile_seconds - compiled
         look = self._look(step + 1, adapters)

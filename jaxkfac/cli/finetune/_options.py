@@ -155,8 +155,9 @@ class FinetuneArguments:
     By default SmolLM2-135M learns facts about the chemical elements, in about three minutes
     on two cores. The output folder receives report.html (loss, nonlinearity of the adapter over
     time, its curvature, accuracy with intervals), metrics.json, the adapter in PEFT's layout,
-    TensorBoard's event files and checkpoints. Ctrl-C keeps the last update; --resume goes on as
-    if nothing had happened.
+    TensorBoard's event files and checkpoints. Ctrl-C ends the update under way and keeps it;
+    --resume goes on as if nothing had happened. A second Ctrl-C stops at once, and the last
+    checkpoint counts.
 
     For example, your own records with K-FAC:
     `jaxkfac finetune --data chats.jsonl --epochs 2 --optimizer kfac --output runs/chats`

@@ -450,11 +450,14 @@ def test_a_question_beyond_the_context_is_named(run, plain, folder, capsys):
     assert "question 'q' takes" in capsys.readouterr().err
 
 
-def test_a_loss_that_is_not_finite_names_its_step(run, plain, capsys):
+def test_a_loss_that_is_not_finite_names_its_step_when_its_interval_ends(
+    run, plain, tmp_path, capsys
+):
     wild = ("--adamw.learning-rate", "1e30", "--warmup", "0", "--questions", "0")
-    assert run(*wild, "--samples", "0") == 2
+    assert run(*wild, "--samples", "0", "--checkpoint-every", "4") == 2
     message = capsys.readouterr().err
-    assert "the loss of adamw is nan at step" in message and "--adamw.learning-rate" in message
+    assert "the loss of adamw is nan at step 1;" in message and "--adamw.learning-rate" in message
+    assert find_checkpoint(tmp_path / "checkpoints") is None
 
 
 def test_an_existing_run_is_kept_unless_overwriting_is_asked_for(run, plain, tmp_path, capsys):
