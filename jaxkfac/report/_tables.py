@@ -15,15 +15,7 @@ def runs_table(runs: Mapping[str, RunRecords]) -> Table:
     """The last epoch of each run."""
     table = Table(title="Result", title_justify="left", box=None, pad_edge=False)
     table.add_column("optimizer", no_wrap=True)
-    for name in (
-        "updates",
-        "examples",
-        "train loss",
-        "test acc.",
-        "samples/s",
-        "train s",
-        "compile s",
-    ):
+    for name in ("updates", "examples", "train loss", "test acc.", "train s", "compile s"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, run in runs.items():
         last = run.epochs[-1]
@@ -33,7 +25,6 @@ def runs_table(runs: Mapping[str, RunRecords]) -> Table:
             str(last.examples),
             f"{last.train_loss:.4f}",
             f"{last.test_accuracy:.2%}",
-            f"{run.samples_per_second:,.1f}",
             f"{last.seconds:.1f}",
             f"{run.compile_seconds:.1f}",
         )

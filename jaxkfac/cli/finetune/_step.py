@@ -94,8 +94,9 @@ class MicroStep:
         return self.program(*arguments)(*arguments)
 
     def program(self, *arguments: Any) -> Any:
-        """The compiled program of these arguments."""
-        shape = arguments[4][1].shape
+        """The compiled program of these arguments: of parameters, then those of a call."""
+        _, targets, _ = arguments[4]
+        shape = targets.shape
         if shape not in self._compiled:
             jax.block_until_ready(arguments)  # what is under way is no part of the compilation
             started = time.perf_counter()
