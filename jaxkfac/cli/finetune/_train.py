@@ -59,9 +59,8 @@ def train(
     )
     logger = open_loggers(arguments.log, arguments.output, config=options, step=state.step)
     watch = Watch(arguments, Examiner(problem, experiment), logger, total)
-    run = Tuning(
-        experiment, problem, tx, state, total=total, unread=arguments.log_every, look=watch.look
-    )
+    unread = min(arguments.log_every, total)
+    run = Tuning(experiment, problem, tx, state, total=total, unread=unread, look=watch.look)
     first, noted = state.step, state.step
     del state  # its arrays are donated
 
@@ -78,6 +77,8 @@ def train(
 
     try:
         run.state = watch.examine(run.state)
+        if first == total:
+            return run.state
         with progress("finetune", total, start=first) as shown:
             said = False
             for step in range(first + 1, total + 1):
