@@ -5,11 +5,13 @@ import dataclasses
 import json
 import logging
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac._errors import CheckpointMismatchError
@@ -100,13 +102,29 @@ def find_checkpoint(path: Path) -> Path | None:
 def flatten_state(params: PyTree, optimizer_state: PyTree) -> dict[str, np.ndarray]:
     """``{path: array}`` of everything that a run carries from one update to the next."""
     tree = {"params": params, "optimizer": optimizer_state}
+    # On a CPU device_get would leave a view of its memory in each array, which keeps it from
+    # being donated.
     return {path: np.asarray(leaf) for path, leaf in leaves_by_path(tree).items()}
+
+
+def is_whole(*trees: PyTree) -> bool:
+    """Whether all arrays are there: those donated to a program that was broken off are not."""
+    return not any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(trees))
+
+
+def say_nothing_saved(folder: Path) -> None:
+    """Say on standard error which checkpoint counts after a state was lost."""
+    found = find_checkpoint(folder)
+    last = "there is none" if found is None else f"it is from update {found.name}"
+    print(f"stopped inside an update: the last checkpoint counts; {last}", file=sys.stderr)
 
 
 def restore_state(
     checkpoint: Checkpoint, params: PyTree, optimizer_state: PyTree, config: dict[str, Any]
 ) -> tuple[PyTree, PyTree]:
-    """The stored values in the shape of ``params`` and ``optimizer_state``.
+    """The stored values in the structure of ``params`` and ``optimizer_state``.
+
+    Both may be of ``jax.ShapeDtypeStruct``: nothing is read of them but shapes and dtypes.
 
     Raises:
         CheckpointMismatchError: the checkpoint is of another model or configuration; every
@@ -128,8 +146,9 @@ def restore_state(
             + "\n  ".join(shown)
             + "\nresume with the options it was written with, or choose another --output"
         )
-    stored = {path: jax.numpy.asarray(leaf) for path, leaf in checkpoint.leaves.items()}
-    restored = with_leaves(tree, stored)
+    stored = {path: jnp.asarray(leaf) for path, leaf in checkpoint.leaves.items()}
+    empty = {path: jnp.zeros(x.shape, x.dtype) for path, x in expected.items() if not x.size}
+    restored = with_leaves(tree, stored | empty)
     return restored["params"], restored["optimizer"]
 
 

@@ -14,30 +14,40 @@ from jaxkfac.cli._phases import phase
 def interrupts_deferred(doing: str) -> Iterator[None]:
     """Hold a first Ctrl-C back until the block is left; a second one acts at once.
 
+    Inside another such block the outer one holds it back, to its own end.
+
     Args:
         doing: What is waited for, said on standard error when the first one arrives; also the
             phase of the run, for an error that is explained.
     """
-    if threading.current_thread() is not threading.main_thread():
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or isinstance(signal.getsignal(signal.SIGINT), _Hold):
         with phase(doing):
             yield
         return
-    pressed = []
-
-    def hold(*_: object) -> None:
-        if pressed:
-            raise KeyboardInterrupt
-        pressed.append(True)
-        print(f"\n{doing}, then stopping; Ctrl-C again stops now", file=sys.stderr, flush=True)
-
+    hold = _Hold(doing)
     before = signal.signal(signal.SIGINT, hold)
     try:
         with phase(doing):
             yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if pressed:
+    if hold.pressed:
         raise KeyboardInterrupt
+
+
+class _Hold:
+    """A handler that remembers the first Ctrl-C."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing, self.pressed = doing, False
+
+    def __call__(self, *_: object) -> None:
+        if self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
+        words = f"\n{self._doing}, then stopping; Ctrl-C again stops now"
+        print(words, file=sys.stderr, flush=True)
 
 
 def resume_command(argv: list[str]) -> str:

@@ -28,6 +28,21 @@ def test_the_block_ends_before_the_interrupt_arrives(capsys):
     assert "saving, then stopping" in capsys.readouterr().err
 
 
+def test_an_inner_block_leaves_the_interrupt_to_the_outer_one(capsys):
+    seen = []
+
+    def train():
+        with interrupts_deferred("training"):
+            with interrupts_deferred("compiling"):
+                press()
+            seen.append("the rest")
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert seen
+    assert capsys.readouterr().err.count("then stopping") == 1
+
+
 def test_a_second_press_acts_at_once():
     assert not press_while_deferred(2)
 

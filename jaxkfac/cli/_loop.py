@@ -1,7 +1,8 @@
 """The training loop: one compiled scan per epoch, measured between epochs.
 
 An epoch is a pure function of the state, the rows and their numbers, so a run that was
-stopped and resumed gives the same bits as one that was not.
+stopped and resumed gives the same bits as one that was not. It is read from the device once,
+together with its evaluation.
 """
 
 import math
@@ -30,7 +31,7 @@ class NonFiniteLossError(JaxkfacError, FloatingPointError):
 
 
 class TrainState(NamedTuple):
-    """What one epoch hands to the next; ``records`` only grows."""
+    """What one epoch hands to the next, which takes its arrays' memory; ``records`` only grows."""
 
     params: PyTree
     optimizer: PyTree
@@ -125,10 +126,18 @@ def make_evaluation(problem: Problem) -> Callable[[PyTree, Digits], tuple[Array,
     return evaluate
 
 
-def skipped_updates(optimizer_state: PyTree) -> int:
+def skipped_updates(optimizer_state: PyTree) -> Int[Array, ""]:
     """Micro-batches and updates that were left out because something was not finite."""
     leaves = jax.tree_util.tree_leaves_with_path(optimizer_state)
-    return sum(int(leaf) for path, leaf in leaves if getattr(path[-1], "name", "") == "skipped")
+    counts = [leaf for path, leaf in leaves if getattr(path[-1], "name", "") == "skipped"]
+    return sum(counts, start=jnp.zeros((), jnp.int32))
+
+
+def compile_epoch(epoch: Callable[..., Any], *arguments: Any) -> Any:
+    """The program of an epoch; parameters and optimizer state are donated to it."""
+    # A trace that is broken off can take the process down when it ends.
+    with interrupts_deferred("compiling"):
+        return jax.jit(epoch, donate_argnums=(0, 1)).lower(*arguments).compile()
 
 
 def train(
@@ -140,10 +149,10 @@ def train(
     *,
     each_epoch: Callable[[TrainState], None],
 ) -> TrainState:
-    """Run from ``state`` to the end of the experiment.
+    """Run from ``state``, whose arrays are donated, to the end of the experiment.
 
-    ``each_epoch`` sees the state after every epoch. Buffers are not donated: when a Ctrl-C
-    arrives in the middle of an epoch, the state that was handed over last is still there.
+    ``each_epoch`` sees the state after every epoch, which is whole until it returns. A Ctrl-C
+    waits until then, because an epoch that is broken off leaves no state.
 
     Raises:
         NonFiniteLossError: naming the first step whose loss was not finite, if the loss
@@ -152,48 +161,60 @@ def train(
     total = total_updates(experiment, problem)
     epoch = make_epoch(experiment, problem, tx, factors=name == "kfac")
     evaluate, compiled = make_evaluation(problem), {}
-    records = state.records
+
+    def rows_from(step: int) -> tuple[Array, Array]:
+        rows, numbers = epoch_rows(experiment, problem, step, total)
+        return jnp.asarray(rows), jnp.asarray(numbers)
+
+    ahead = rows_from(state.step)
     while state.step < total:
-        rows, numbers = epoch_rows(experiment, problem, state.step, total)
-        arguments = (state.params, state.optimizer, jnp.asarray(rows), jnp.asarray(numbers))
-        if rows.shape not in compiled:
+        with interrupts_deferred("finishing the epoch"):
+            records, updates = state.records, len(ahead[0])
+            arguments = (state.params, state.optimizer, *ahead, problem.train)
+            if updates not in compiled:
+                started = time.perf_counter()
+                compiled[updates] = compile_epoch(epoch, *arguments)
+                spent = records.compile_seconds + time.perf_counter() - started
+                records = records._replace(compile_seconds=spent)
             started = time.perf_counter()
-            # A trace that is broken off can take the process down when it ends.
-            with interrupts_deferred("compiling"):
-                compiled[rows.shape] = jax.jit(epoch).lower(*arguments, problem.train).compile()
-            spent = records.compile_seconds + time.perf_counter() - started
-            records = records._replace(compile_seconds=spent)
-        started = time.perf_counter()
-        params, optimizer, losses = compiled[rows.shape](*arguments, problem.train)
-        losses = np.asarray(losses)
-        seconds = time.perf_counter() - started
-        step = state.step + len(rows)
-        train_loss, train_accuracy = (float(x) for x in evaluate(params, problem.train))
-        test_loss, test_accuracy = (float(x) for x in evaluate(params, problem.test))
-        if not (math.isfinite(train_loss) and math.isfinite(losses[-1])):
-            raise NonFiniteLossError(_explain(name, state.step, losses, optimizer, experiment))
-        before = records.epochs[-1].seconds if records.epochs else 0.0
-        measured = EpochRecord(
-            step=step,
-            examples=step * experiment.examples_per_update,
-            seconds=before + seconds,
-            train_loss=train_loss,
-            train_accuracy=train_accuracy,
-            test_loss=test_loss,
-            test_accuracy=test_accuracy,
-        )
-        records = records._replace(
-            losses=[*records.losses, *(float(x) for x in losses)],
-            epochs=[*records.epochs, measured],
-            skipped=skipped_updates(optimizer),
-        )
-        state = TrainState(params, optimizer, step, records)
-        each_epoch(state)
+            params, optimizer, losses = compiled[updates](*arguments)
+            step = state.step + updates
+            if step < total:
+                ahead = rows_from(step)  # while this epoch runs
+            jax.block_until_ready(losses)
+            seconds = time.perf_counter() - started
+            evaluated = [evaluate(params, data) for data in (problem.train, problem.test)]
+            losses, evaluated, skipped = jax.device_get(
+                (losses, evaluated, skipped_updates(optimizer))
+            )
+            (train_loss, train_accuracy), (test_loss, test_accuracy) = (
+                map(float, x) for x in evaluated
+            )
+            if not (math.isfinite(train_loss) and math.isfinite(losses[-1])):
+                message = _explain(name, state.step, losses, int(skipped), experiment)
+                raise NonFiniteLossError(message)
+            before = records.epochs[-1].seconds if records.epochs else 0.0
+            measured = EpochRecord(
+                step=step,
+                examples=step * experiment.examples_per_update,
+                seconds=before + seconds,
+                train_loss=train_loss,
+                train_accuracy=train_accuracy,
+                test_loss=test_loss,
+                test_accuracy=test_accuracy,
+            )
+            records = records._replace(
+                losses=[*records.losses, *(float(x) for x in losses)],
+                epochs=[*records.epochs, measured],
+                skipped=int(skipped),
+            )
+            state = TrainState(params, optimizer, step, records)
+            each_epoch(state)
     return state
 
 
 def _explain(
-    name: str, first: int, losses: np.ndarray, optimizer: PyTree, experiment: Experiment
+    name: str, first: int, losses: np.ndarray, skipped: int, experiment: Experiment
 ) -> str:
     bad = np.flatnonzero(~np.isfinite(losses))
     step = first + int(bad[0]) if len(bad) else first + len(losses)
@@ -201,7 +222,7 @@ def _explain(
     rate = getattr(experiment, name).learning_rate
     return (
         f"the loss of {name} is {value} at step {step} and did not recover; "
-        f"{skipped_updates(optimizer)} non-finite micro-batches or updates were skipped. "
+        f"{skipped} non-finite micro-batches or updates were skipped. "
         f"The last checkpoint is from before. Try --{name}.learning-rate {rate / 3:.2g}"
         + (f" or --kfac.damping {experiment.kfac.damping * 10:.2g}" if name == "kfac" else "")
     )

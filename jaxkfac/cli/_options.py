@@ -113,7 +113,8 @@ class TrainArguments:
 
     Both optimizers see the same examples in the same order. The output folder receives
     report.html (curves, spectra, coverage), metrics.json and a checkpoint of each run.
-    Ctrl-C keeps the last finished epoch; --resume continues as if nothing had happened.
+    Ctrl-C ends the epoch under way and keeps it; --resume continues as if nothing had happened.
+    A second Ctrl-C stops at once, and the last checkpoint counts.
 
     For example, K-FAC alone with more damping:
     `jaxkfac train --optimizer kfac --kfac.damping 3e-3 --output runs/damped`

@@ -25,7 +25,9 @@ class Problem(NamedTuple):
         train: Images and labels to learn from.
         test: Images and labels held out.
         apply_fn: ``apply_fn(params, images) -> logits``.
-        params: Initial parameters.
+        initial: ``initial() -> params``, the same values each time. Training takes their memory
+            over, so every run makes its own.
+        shapes: Of the parameters.
         objective: Mean cross entropy of ``(images, labels)``.
         statistics: ``statistics(params, batch, key) -> (value, grads, factors)``.
         like: The factors' shapes.
@@ -34,7 +36,8 @@ class Problem(NamedTuple):
     train: Digits
     test: Digits
     apply_fn: Callable[..., Any]
-    params: PyTree
+    initial: Callable[[], PyTree]
+    shapes: PyTree
     objective: Any
     statistics: Any
     like: Any
@@ -42,42 +45,37 @@ class Problem(NamedTuple):
 
 def digits_problem(experiment: Experiment) -> Problem:
     """The vision transformer on the handwritten digits."""
-    train, test = (jax.tree.map(jnp.asarray, data) for data in _digits(experiment))
-    return _problem(experiment, train, test, _model(experiment))
+    problem = digits_on_host(experiment)
+    train, test = jax.tree.map(jnp.asarray, (problem.train, problem.test))
+    return problem._replace(train=train, test=test)
 
 
-def digits_shapes(experiment: Experiment) -> Problem:
-    """The same with ``jax.ShapeDtypeStruct`` for parameters; data stays on the host."""
-    return _problem(experiment, *_digits(experiment), nnx.eval_shape(lambda: _model(experiment)))
-
-
-def _digits(experiment: Experiment) -> tuple[Digits, Digits]:
-    seed = experiment.seed
-    return load_digits("train", seed=seed), load_digits("test", seed=seed)
-
-
-def _model(experiment: Experiment) -> VisionTransformer:
+def digits_on_host(experiment: Experiment) -> Problem:
+    """The same with its data on the host: nothing is on the device."""
+    train, test = (load_digits(split, seed=experiment.seed) for split in ("train", "test"))
     config = VisionTransformerConfig(**dataclasses.asdict(experiment.model))
-    return VisionTransformer(config, rngs=nnx.Rngs(experiment.seed))
 
+    def model() -> VisionTransformer:
+        return VisionTransformer(config, rngs=nnx.Rngs(experiment.seed))
 
-def _problem(
-    experiment: Experiment, train: Digits, test: Digits, model: VisionTransformer
-) -> Problem:
-    apply_fn, params = jk.from_nnx(model)
+    apply_fn, shapes = jk.from_nnx(nnx.eval_shape(model))
     objective = jk.Objective(apply_fn, jk.Categorical())
     statistics = jk.value_grad_and_factors(objective, fisher=experiment.fisher)
     size = experiment.batch_size
     if size > len(train.labels):
         raise ValueError(f"batch_size must be at most {len(train.labels)} (examples), not {size}")
-    like = statistics.factor_shapes(params, (train.images[:size], train.labels[:size]))
-    return Problem(train, test, apply_fn, params, objective, statistics, like)
+    like = statistics.factor_shapes(shapes, (train.images[:size], train.labels[:size]))
+
+    def initial() -> PyTree:
+        return jk.from_nnx(model())[1]
+
+    return Problem(train, test, apply_fn, initial, shapes, objective, statistics, like)
 
 
 def find_layers(problem: Problem) -> Any:
     """The layer table of the problem's objective."""
     batch = (problem.train.images[:2], problem.train.labels[:2])
-    return jk.find_layers(problem.objective, problem.params, batch)
+    return jk.find_layers(problem.objective, problem.shapes, batch)
 
 
 def build_optimizer(

@@ -3,19 +3,30 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-Advance = Callable[[int, str], None]
+
+class Shown(NamedTuple):
+    """What a run says while it goes on.
+
+    Attributes:
+        advance: ``advance(step, text)`` shows how far it has come; without news text is ``None``.
+        say: ``say(text)`` writes a line that stays.
+    """
+
+    advance: Callable[[int, str | None], None]
+    say: Callable[[str], None]
 
 
 @contextlib.contextmanager
-def progress(name: str, total: int, *, start: int = 0) -> Iterator[Advance]:
-    """``advance(step, text)`` shows how far a run of ``total`` steps has come."""
+def progress(name: str, total: int, *, start: int = 0) -> Iterator[Shown]:
+    """Show a run of ``total`` steps that has come to ``start``."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines(name, total, start)
+        yield Shown(_lines(name, total, start), lambda text: _say(f"{name}: {text}"))
         return
     columns = (
         TextColumn("[bold]{task.description}"),
@@ -27,17 +38,51 @@ def progress(name: str, total: int, *, start: int = 0) -> Iterator[Advance]:
     )
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(name, total=total, completed=start, text="compiling")
-        yield lambda step, text: bar.update(task, completed=step, text=text)
+        news = ""
+
+        def advance(step: int, text: str | None) -> None:
+            nonlocal news
+            news = news if text is None else text
+            bar.update(task, completed=step, text=news)
+
+        yield Shown(advance, lambda text: bar.console.print(f"{name}: {text}", highlight=False))
 
 
-def _lines(name: str, total: int, start: int) -> Advance:
+def time_left(seconds: float, updates: int) -> str:
+    """A measured speed in words.
+
+    Args:
+        seconds: Of an update.
+        updates: That are left.
+
+    Example:
+        >>> time_left(0.42, 1710)
+        'about 12 min left (0.42 s an update, 1710 updates)'
+    """
+    left = seconds * updates
+    if left < 90:
+        words = f"{max(left, 1):.0f} s"
+    elif left < 90 * 60:
+        words = f"{left / 60:.0f} min"
+    else:
+        words = f"{left / 3600:.1f} h"
+    speed = f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.2g}"
+    noun = "update" if updates == 1 else "updates"
+    return f"about {words} left ({speed} s an update, {updates} {noun})"
+
+
+def _lines(name: str, total: int, start: int) -> Callable[[int, str | None], None]:
     """About ten lines in all, so that a log stays readable."""
     shown = [start]
 
-    def advance(step: int, text: str) -> None:
-        if step == total or step - shown[0] >= total / 10:
+    def advance(step: int, text: str | None) -> None:
+        if text is not None and (step == total or step - shown[0] >= total / 10):
             shown[0] = step
-            print(f"{name} {step}/{total}  {text}", file=sys.stderr, flush=True)
+            _say(f"{name} {step}/{total}  {text}")
 
-    print(f"{name} {start}/{total}  compiling", file=sys.stderr, flush=True)
+    _say(f"{name} {start}/{total}  compiling")
     return advance
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -52,8 +52,8 @@ def restore(checkpoint: Checkpoint) -> Restored:
     experiment = experiment_from(checkpoint.config)
     problem = digits_problem(experiment)
     tx = build_optimizer("kfac", experiment, problem, total_updates(experiment, problem))
-    template = jax.eval_shape(tx.init, problem.params)
-    params, state = restore_state(checkpoint, problem.params, template, checkpoint.config)
+    template = jax.eval_shape(tx.init, problem.shapes)
+    params, state = restore_state(checkpoint, problem.shapes, template, checkpoint.config)
     return Restored(experiment, problem, params, factor_average(state))
 
 

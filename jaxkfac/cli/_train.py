@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 
 import jaxkfac as jk
@@ -15,16 +14,20 @@ from jaxkfac.cli._checkpoint import (
     check_output,
     find_checkpoint,
     flatten_state,
+    is_whole,
     load_checkpoint,
     restore_state,
     save_checkpoint,
+    say_nothing_saved,
     write_whole,
 )
+from jaxkfac.cli._held_once import check_held_once
+from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._loop import TrainState, total_updates, train, updates_per_epoch
 from jaxkfac.cli._options import Experiment, Optimizer, TrainArguments
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._problem import Problem, build_optimizer, digits_problem, find_layers
-from jaxkfac.cli._progress import progress
+from jaxkfac.cli._progress import progress, time_left
 from jaxkfac.interception._paths import leaves_by_path
 from jaxkfac.optim import KfacState
 from jaxkfac.report import (
@@ -71,18 +74,20 @@ def run_train(arguments: TrainArguments) -> None:
 def train_one(name: Optimizer, problem: Problem, arguments: TrainArguments) -> TrainState:
     """One optimizer from its checkpoint, or from the start, to the end.
 
-    A Ctrl-C writes a checkpoint of the last finished epoch before it goes on its way.
+    A Ctrl-C waits for the epoch that is under way, and writes a checkpoint of it before it
+    goes on. A second one leaves no state behind: then the last checkpoint counts.
+
+    Raises:
+        HeldTwiceError: parameters or optimizer state are in memory twice.
     """
     experiment, folder = arguments.experiment, arguments.output / name
     total, config = total_updates(experiment, problem), as_config(experiment)
-    tx = build_optimizer(name, experiment, problem, total)
-    state = TrainState(problem.params, tx.init(problem.params), 0, RunRecords([], []))
-    if arguments.resume and find_checkpoint(folder):
-        stored = load_checkpoint(folder)
-        params, optimizer = restore_state(stored, state.params, state.optimizer, config)
-        state = TrainState(params, optimizer, stored.step, RunRecords.from_plain(stored.records))
+    tx, earlier = build_optimizer(name, experiment, problem, total), jax.live_arrays()
+    state = _start(problem, tx, folder if arguments.resume else None, config)
     if state.step == total:
         return state
+    check_held_once(earlier, params=state.params, optimizer=state.optimizer)
+    del earlier
     every = arguments.checkpoint_every * updates_per_epoch(experiment, problem)
 
     def save(state: TrainState) -> None:
@@ -90,21 +95,38 @@ def train_one(name: Optimizer, problem: Problem, arguments: TrainArguments) -> T
         records = state.records.to_plain()
         save_checkpoint(folder, Checkpoint(leaves, config, name, records, state.step))
 
-    latest = [state]
-    with progress(name, total, start=state.step) as advance:
+    first, latest = state.step, [state]
+    with progress(name, total, start=state.step) as shown:
 
         def each_epoch(state: TrainState) -> None:
-            latest[0] = state
+            before, latest[0] = latest[0], state
             last = state.records.epochs[-1]
-            advance(state.step, f"loss {last.train_loss:.4f}  test {last.test_accuracy:.2%}")
+            shown.advance(state.step, f"loss {last.train_loss:.4f}  test {last.test_accuracy:.2%}")
+            if before.step == first and state.step < total:
+                spent = last.seconds - sum(x.seconds for x in before.records.epochs[-1:])
+                shown.say(time_left(spent / (state.step - first), total - state.step))
             if state.step % every == 0 or state.step == total:
                 save(state)
 
         try:
             return train(name, experiment, problem, tx, state, each_epoch=each_epoch)
         except KeyboardInterrupt:
-            save(latest[0])
+            if is_whole(latest[0].params, latest[0].optimizer):
+                save(latest[0])
+            else:
+                say_nothing_saved(folder)
             raise
+
+
+def _start(problem: Problem, tx: Any, folder: Path | None, config: dict[str, Any]) -> TrainState:
+    """From the checkpoint in ``folder``, if there is one, or from the beginning."""
+    if folder is not None and find_checkpoint(folder):
+        stored = load_checkpoint(folder)
+        template = jax.eval_shape(tx.init, problem.shapes)
+        params, optimizer = restore_state(stored, problem.shapes, template, config)
+        return TrainState(params, optimizer, stored.step, RunRecords.from_plain(stored.records))
+    params = problem.initial()
+    return TrainState(params, tx.init(params), 0, RunRecords([], []))
 
 
 def factor_average(optimizer_state: PyTree) -> Any:
@@ -145,7 +167,7 @@ def _write_results(
     spectra: list[SpectrumRecord],
     stages: jk.memory.Stage,
 ) -> dict[str, Any]:
-    sizes = {path: int(np.size(leaf)) for path, leaf in leaves_by_path(problem.params).items()}
+    sizes = {path: int(leaf.size) for path, leaf in leaves_by_path(problem.shapes).items()}
     coverage = coverage_rows(find_layers(problem), sizes)
     config = as_config(experiment)
     metrics = {
@@ -154,6 +176,8 @@ def _write_results(
         "runs": {name: run.to_plain() for name, run in runs.items()},
         "spectra": [record._asdict() for record in spectra],
         "coverage": [row._asdict() for row in coverage],
+        "samples_per_second": {name: run.samples_per_second for name, run in runs.items()},
+        "host_memory": host_memory(stages),
         "memory": stages.to_dict(),
     }
     output.mkdir(parents=True, exist_ok=True)
@@ -168,6 +192,7 @@ def _write_results(
         config=config,
         versions=metrics["versions"],
         stages=stages,
+        host_memory=metrics["host_memory"],
     )
     write_whole(output / "report.html", page)
     finals = {name: run.epochs[-1]._asdict() for name, run in runs.items()}

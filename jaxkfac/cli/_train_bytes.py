@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkfac.cli._loop import make_evaluation, total_updates
 from jaxkfac.cli._options import Optimizer, TrainArguments
-from jaxkfac.cli._problem import Problem, build_optimizer, digits_shapes
+from jaxkfac.cli._problem import Problem, build_optimizer, digits_on_host
 from jaxkfac.cli._remedies import Need, RunShapes
 from jaxkfac.planning import plan_memory
 
@@ -21,7 +21,7 @@ def train_shapes(arguments: TrainArguments) -> RunShapes:
     def need(arguments: TrainArguments) -> Need:
         chosen = arguments.optimizer
         names: tuple[Optimizer, ...] = ("kfac", "adamw") if chosen == "both" else (chosen,)
-        problem = digits_shapes(arguments.experiment)
+        problem = digits_on_host(arguments.experiment)
         needs = [_need(arguments, name, problem) for name in names]
         return max(needs, key=lambda need: need.total)
 
@@ -39,7 +39,7 @@ def _need(arguments: TrainArguments, name: Optimizer, problem: Problem) -> Need:
     train, size = problem.train, experiment.batch_size
     plan = plan_memory(
         problem.objective,
-        problem.params,
+        problem.shapes,
         (train.images[:size], train.labels[:size]),
         optimizer=build_optimizer(name, experiment, problem, total_updates(experiment, problem)),
         device_bytes=1,
@@ -48,8 +48,6 @@ def _need(arguments: TrainArguments, name: Optimizer, problem: Problem) -> Need:
         fisher=experiment.fisher,
     )
     rows = dict(plan.now.device)
-    # Nothing is donated: the state that a Ctrl-C would save lives until the update is complete.
-    rows["state before the update"] = rows["parameters"] + rows["optimizer"]
     evaluation = _evaluation_bytes(problem)
     if evaluation > rows["activations"]:  # never at the same time
         del rows["activations"]
@@ -60,5 +58,5 @@ def _need(arguments: TrainArguments, name: Optimizer, problem: Problem) -> Need:
 def _evaluation_bytes(problem: Problem) -> int:
     data = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), problem.train)
     compiled: Any = make_evaluation(problem)
-    analysis = compiled.lower(problem.params, data).compile().memory_analysis()
+    analysis = compiled.lower(problem.shapes, data).compile().memory_analysis()
     return int(analysis.temp_size_in_bytes)

@@ -1,12 +1,15 @@
 """Whole runs of a tiny model: what they write, how they stop and go on."""
 
 import json
+import os
+import signal
 
 import jax
 import numpy as np
 import pytest
 
 from jaxkfac._errors import CheckpointMismatchError
+from jaxkfac.cli import _loop as loop_module
 from jaxkfac.cli import _train as train_module
 from jaxkfac.cli import main
 from jaxkfac.cli._checkpoint import find_checkpoint, load_checkpoint
@@ -42,20 +45,19 @@ def no_page(monkeypatch):
 
 @pytest.fixture
 def interrupted_after(monkeypatch):
-    """Press Ctrl-C when a run reports that many updates."""
+    """Press Ctrl-C, once, while the epoch that ends with that many updates is under way."""
 
-    def install(step):
-        whole = train_module.train
+    def install(step, times=1):
+        whole, left = loop_module.epoch_rows, [True] * times
 
-        def train(*args, each_epoch, **kwargs):
-            def pressed(state):
-                each_epoch(state)
-                if state.step == step:
-                    raise KeyboardInterrupt
+        def epoch_rows(experiment, problem, first, limit):
+            # Rows of the next epoch, which are made while this one runs.
+            while first == step and left:
+                left.pop()
+                os.kill(os.getpid(), signal.SIGINT)
+            return whole(experiment, problem, first, limit)
 
-            return whole(*args, each_epoch=pressed, **kwargs)
-
-        monkeypatch.setattr(train_module, "train", train)
+        monkeypatch.setattr(loop_module, "epoch_rows", epoch_rows)
 
     return install
 
@@ -81,6 +83,43 @@ def test_a_run_writes_report_metrics_and_checkpoints(finished):
     assert sum(row["share"] for row in metrics["coverage"]) == pytest.approx(1.0)
     assert {s["side"] for s in metrics["spectra"]} == {"A", "G", "diagonal"}
     assert "K-FAC" in (finished / "report.html").read_text()
+
+
+def test_speed_memory_and_the_time_left_are_shown(finished, tmp_path, no_page, capsys):
+    metrics = json.loads((finished / "metrics.json").read_text())
+    for name, run_ in metrics["runs"].items():
+        last = run_["epochs"][-1]
+        speed = metrics["samples_per_second"][name]
+        assert speed == pytest.approx(last["examples"] / last["seconds"])
+        assert f">{speed:,.1f}<" in (finished / "report.html").read_text()
+    assert 0 < metrics["host_memory"]["resident"] <= metrics["host_memory"]["peak"]
+    assert "Main memory: resident" in (finished / "report.html").read_text()
+    assert run(tmp_path, "--optimizer", "kfac") == 0
+    assert capsys.readouterr().err.count(" s an update, 6 updates)") == 1
+
+
+def test_an_epoch_is_read_once_and_its_state_is_donated(tmp_path, no_page, monkeypatch, reads):
+    programs, counts = [], []
+    compile_epoch, whole = loop_module.compile_epoch, train_module.train
+
+    def compiled(*arguments):
+        program = compile_epoch(*arguments)
+        state = sum(x.nbytes for x in jax.tree.leaves(arguments[1:3]))
+        programs.append((program.memory_analysis().alias_size_in_bytes, state))
+        return program
+
+    def train(*args, each_epoch, **kwargs):
+        def counted(state):
+            counts.append(len(reads))
+            each_epoch(state)
+
+        return whole(*args, each_epoch=counted, **kwargs)
+
+    monkeypatch.setattr(loop_module, "compile_epoch", compiled)
+    monkeypatch.setattr(train_module, "train", train)
+    assert run(tmp_path, "--optimizer", "kfac", "--checkpoint-every", "50") == 0
+    assert np.diff(counts).tolist() == [1, 1]
+    assert programs and all(aliased >= state for aliased, state in programs)
 
 
 def test_both_optimizers_start_from_the_same_loss(finished):
@@ -171,12 +210,22 @@ def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
     name, finished, tmp_path, interrupted_after, no_page, capsys
 ):
     interrupted_after(6)
-    assert run(tmp_path, "--optimizer", name) == 130
+    assert run(tmp_path, "--optimizer", name, "--checkpoint-every", "50") == 130
     assert find_checkpoint(tmp_path / name).name == "6"
     message = capsys.readouterr().err
+    assert "finishing the epoch, then stopping" in message
     assert "continue with: jaxkfac train" in message and "--resume" in message
     assert run(tmp_path, "--optimizer", name, "--resume") == 0
     assert_same_end(finished, tmp_path, name)
+
+
+def test_an_epoch_that_a_second_ctrl_c_breaks_off_leaves_the_checkpoint_before(
+    tmp_path, interrupted_after, no_page, capsys
+):
+    interrupted_after(6, times=2)
+    assert run(tmp_path, "--optimizer", "kfac") == 130
+    assert "the last checkpoint counts; it is from update 3" in capsys.readouterr().err
+    assert find_checkpoint(tmp_path / "kfac").name == "3"
 
 
 def test_an_existing_run_is_kept_unless_overwriting_is_asked_for(finished, capsys):
@@ -191,7 +240,8 @@ def test_resuming_a_finished_run_only_writes_its_results_again(finished, no_page
     before = json.loads((finished / "metrics.json").read_text())
     assert run(finished, "--resume", "--json") == 0
     after = json.loads((finished / "metrics.json").read_text())
-    assert before.pop("memory").keys() == after.pop("memory").keys()  # peaks are each process's own
+    for name in ("memory", "host_memory"):  # peaks are each process's own
+        assert before.pop(name).keys() == after.pop(name).keys()
     assert after == before
     summary = json.loads(capsys.readouterr().out)
     assert summary["final"]["kfac"]["step"] == 9

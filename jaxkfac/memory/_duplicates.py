@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -62,7 +63,9 @@ class DuplicateReport:
         return "\n".join([f"{head}; {bytes_text(self.wasted_bytes)} could go:", *rows])
 
 
-def duplicate_report(*, min_bytes: int = 1 << 20, **trees: PyTree) -> DuplicateReport:
+def duplicate_report(
+    *, min_bytes: int = 1 << 20, ignore: Sequence[jax.Array] = (), **trees: PyTree
+) -> DuplicateReport:
     """Live arrays with equal values in different memory, whatever their dtypes and devices.
 
     A float32 array and its bfloat16 copy are duplicates: values are compared in the narrower
@@ -71,6 +74,8 @@ def duplicate_report(*, min_bytes: int = 1 << 20, **trees: PyTree) -> DuplicateR
 
     Args:
         min_bytes: Smaller arrays are not looked at, in bytes over all devices.
+        ignore: Arrays that are not looked at unless a tree has them, such as the
+            ``jax.live_arrays()`` of before.
         **trees: Trees whose arrays get names, ``params=params``; others are named by what and
             where they are.
 
@@ -92,7 +97,7 @@ def duplicate_report(*, min_bytes: int = 1 << 20, **trees: PyTree) -> DuplicateR
     gc.collect()
     by_shape: dict[Any, list[_Candidate]] = defaultdict(list)
     seen: set[frozenset[Place]] = set()
-    for name, array in [*_named(trees, min_bytes), *_unnamed(min_bytes)]:
+    for name, array in [*_named(trees, min_bytes), *_unnamed(min_bytes, ignore)]:
         places = places_of(array)
         if places and places not in seen:
             seen.add(places)
@@ -130,11 +135,12 @@ def _named(trees: dict[str, PyTree], min_bytes: int) -> list[tuple[str, jax.Arra
     ]
 
 
-def _unnamed(min_bytes: int) -> list[tuple[str, jax.Array]]:
+def _unnamed(min_bytes: int, ignore: Sequence[jax.Array]) -> list[tuple[str, jax.Array]]:
+    ignored = {id(x) for x in ignore}
     return [
         (f"{x.dtype}{list(x.shape)} on {', '.join(map(str, _devices(x)))} (live {i})", x)
         for i, x in enumerate(jax.live_arrays())
-        if _is_large(x, min_bytes) and x.is_fully_addressable
+        if id(x) not in ignored and _is_large(x, min_bytes) and x.is_fully_addressable
     ]
 
 

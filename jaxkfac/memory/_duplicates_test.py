@@ -85,5 +85,14 @@ def test_a_forgotten_copy_is_found_among_live_arrays_and_is_gone_after_a_cast_of
     assert not names_with(report, "params/w")
 
 
+def test_arrays_of_before_are_ignored_unless_a_tree_has_them():
+    before = jnp.arange(73.0) / 7
+    copy = before + 0
+    options = {"min_bytes": 292, "ignore": [before]}
+    assert not names_with(duplicate_report(**options, copy=copy), "copy")
+    (found,) = names_with(duplicate_report(**options, copy=copy, params=before), "copy")
+    assert found.names == ("copy", "params")
+
+
 def test_a_report_without_duplicates_says_so():
     assert str(duplicate_report(min_bytes=1 << 50)).startswith("none of 0 arrays of at least")

@@ -36,6 +36,7 @@ def finetune_page(
     config: Mapping[str, Any],
     versions: Mapping[str, str],
     stages: Stage | None = None,
+    host_memory: Mapping[str, int | None] | None = None,
 ) -> str:
     """The report of a fine-tuning run as one HTML page; a part without records is left out.
 
@@ -50,6 +51,7 @@ def finetune_page(
         config: Everything that decided the result.
         versions: Of the software.
         stages: Peaks of memory.
+        host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
 
     Returns:
         The page, self-contained.
@@ -72,6 +74,7 @@ def finetune_page(
         config=config,
         versions=versions,
         stages=stages,
+        host_memory=host_memory,
         first=parts,
     )
 
@@ -84,14 +87,15 @@ def _training(records: FinetuneRecords) -> str:
             f"{sum(records.learnt):,}",
             f"{mean_loss(records.losses, last=False):.4f}",
             f"{mean_loss(records.losses, last=True):.4f}",
+            f"{records.samples_per_second:,.1f}",
             f"{records.tokens_per_second:,.0f}",
             f"{sum(records.seconds):.1f} s",
             f"{records.compile_seconds:.1f} s, {records.programs}",
             str(records.skipped),
         ]
     ]
-    head = ["updates", "tokens", "learnt", "first loss", "last loss", "tokens/s", "training",
-            "compiling, programs", "skipped"]  # fmt: skip
+    head = ["updates", "tokens", "learnt", "first loss", "last loss", "samples/s",
+            "tokens/s", "training", "compiling, programs", "skipped"]  # fmt: skip
     figure = figure_html(
         finetune_loss_figure(records),
         "Loss of every update",

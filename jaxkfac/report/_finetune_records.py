@@ -56,6 +56,7 @@ class FinetuneRecords(NamedTuple):
         penalties: The regulariser's part, already times its weight.
         tokens: Read in each update, without padding.
         learnt: Of them in the loss.
+        examples: Read in each update.
         seconds: Of each update, without compilation.
         exams: Before, between and after.
         fourier: The nonlinearity over time; empty for plain LoRA.
@@ -69,6 +70,7 @@ class FinetuneRecords(NamedTuple):
     penalties: Sequence[float] = ()
     tokens: Sequence[int] = ()
     learnt: Sequence[int] = ()
+    examples: Sequence[int] = ()
     seconds: Sequence[float] = ()
     exams: Sequence[ExamRecord] = ()
     fourier: Sequence[FourierRecord] = ()
@@ -81,6 +83,11 @@ class FinetuneRecords(NamedTuple):
     def tokens_per_second(self) -> float:
         """Over all updates; 0 before the first."""
         return sum(self.tokens) / sum(self.seconds) if self.seconds else 0.0
+
+    @property
+    def samples_per_second(self) -> float:
+        """Over all updates; 0 before the first."""
+        return sum(self.examples) / sum(self.seconds) if self.seconds else 0.0
 
     def to_plain(self) -> dict[str, Any]:
         """Dictionaries and lists only."""

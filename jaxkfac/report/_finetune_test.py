@@ -3,6 +3,7 @@ import json
 import pytest
 from rich.console import Console
 
+from jaxkfac.memory import Stage
 from jaxkfac.report import _finetune_html
 from jaxkfac.report._finetune_figures import _running_mean
 from jaxkfac.report._finetune_html import finetune_page
@@ -27,6 +28,7 @@ RECORDS = FinetuneRecords(
     penalties=[0.0, 0.1, 0.2],
     tokens=[10, 20, 30],
     learnt=[1, 2, 3],
+    examples=[2, 2, 6],
     seconds=[1.0, 1.0, 2.0],
     exams=[
         ExamRecord(0, 3.5, {"per_token": [0.25, 0.1, 0.5]}, {"per_token": [True, False]}),
@@ -41,7 +43,8 @@ COMPARISON = {"per_token": {"gained": 1, "lost": 0, "p_value": 1.0}}
 def page(records, comparison=COMPARISON):
     return finetune_page(
         title="A <title>", lead="A <lead>.", records=records, comparison=comparison, spectra=[],
-        capacity=None, coverage=[], config={"steps": 3}, versions={"jax": "1"},
+        capacity=None, coverage=[], config={"steps": 3}, versions={"jax": "1"}, stages=Stage("run"),
+        host_memory={"resident": 3 << 20, "peak": None},
     )  # fmt: skip
 
 
@@ -54,7 +57,8 @@ def test_the_page_shows_what_was_measured_and_escapes_it():
     text = page(RECORDS)
     assert text.count("<h2>Training</h2>") == text.count("</html>") == 1
     assert text.index("A &lt;lead&gt;") < text.index("Training") < text.index("Configuration")
-    for words in ("50.0% [30%, 70%]", "after 3 updates", "iron", "Fe &lt;is&gt;", ">0.6</td>"):
+    for words in ("50.0% [30%, 70%]", "after 3 updates", "iron", "Fe &lt;is&gt;", ">0.6</td>",
+                  ">2.5</td>", "Main memory: resident 3 MiB.</p>"):  # fmt: skip
         assert words in text, words
     assert text.count("data:image/svg+xml") == 3
     assert "<is>" not in text and "<script" not in text
@@ -88,7 +92,8 @@ def test_the_ends_of_the_loss_are_means_over_a_tenth():
 
 def test_speed_is_of_all_updates():
     assert RECORDS.tokens_per_second == 15.0
-    assert FinetuneRecords().tokens_per_second == 0.0
+    assert RECORDS.samples_per_second == 2.5
+    assert FinetuneRecords().tokens_per_second == FinetuneRecords().samples_per_second == 0.0
 
 
 def test_the_running_mean_begins_at_the_first_loss_and_keeps_a_constant():

@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from jaxkfac.curvature.capacity._table import number
-from jaxkfac.memory import Stage
+from jaxkfac.memory import Stage, bytes_text
 from jaxkfac.report._capacity import CapacityReport
 from jaxkfac.report._capacity_html import capacity_html
 from jaxkfac.report._coverage import CoverageRow, stack_text
@@ -59,6 +59,7 @@ def report_page(
     versions: Mapping[str, str],
     capacity: CapacityReport | None = None,
     stages: Stage | None = None,
+    host_memory: Mapping[str, int | None] | None = None,
     first: Sequence[str] = (),
 ) -> str:
     """The report of a run as one HTML page; a part without records is left out.
@@ -73,6 +74,7 @@ def report_page(
         versions: Of the software.
         capacity: Metrics of the factors at the end, with what they are compared with.
         stages: Peaks of memory, from ``jk.memory.track``.
+        host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
         first: Parts of another kind of run, as HTML, which come before all others.
 
     Returns:
@@ -88,7 +90,7 @@ def report_page(
     if coverage:
         parts += ["<h2>Coverage</h2>", _coverage(coverage)]
     if stages:
-        parts += ["<h2>Memory</h2>", _stages(stages)]
+        parts += ["<h2>Memory</h2>", _host_memory(host_memory or {}), _stages(stages)]
     parts += ["<h2>Configuration</h2>", _pairs(_flat(config)), _pairs(versions.items())]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     return (
@@ -145,6 +147,11 @@ def _spectra(spectra: Sequence[SpectrumRecord]) -> str:
     return f"{''.join(drawn)}<details><summary>All numbers</summary>{note}{numbers}</details>"
 
 
+def _host_memory(found: Mapping[str, int | None]) -> str:
+    known = [f"{name} {bytes_text(n)}" for name, n in found.items() if n is not None]
+    return f"<p>Main memory: {', '.join(known)}.</p>" if known else ""
+
+
 def _stages(stages: Stage) -> str:
     head, *rows = stages.table()
     return table_html(head, rows, text=1)
@@ -163,13 +170,14 @@ def _runs(runs: Mapping[str, RunRecords]) -> str:
                 f"{last.test_loss:.4f}",
                 f"{last.train_accuracy:.2%}",
                 f"{last.test_accuracy:.2%}",
+                f"{run.samples_per_second:,.1f}",
                 f"{last.seconds:.1f} s",
                 f"{run.compile_seconds:.1f} s",
                 str(run.skipped),
             ]
         )
     head = ["optimizer", "updates", "examples", "train loss", "test loss", "train acc.",
-            "test acc.", "training", "compiling", "skipped"]  # fmt: skip
+            "test acc.", "samples/s", "training", "compiling", "skipped"]  # fmt: skip
     return table_html(head, rows, text=1)
 
 

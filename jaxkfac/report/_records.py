@@ -40,6 +40,11 @@ class RunRecords(NamedTuple):
     compile_seconds: float = 0.0
     skipped: int = 0
 
+    @property
+    def samples_per_second(self) -> float:
+        """Training examples, without compilation and evaluation; 0 before the first epoch."""
+        return self.epochs[-1].examples / self.epochs[-1].seconds if self.epochs else 0.0
+
     def to_plain(self) -> dict[str, Any]:
         """Dictionaries and lists only."""
         return {**self._asdict(), "epochs": [epoch._asdict() for epoch in self.epochs]}

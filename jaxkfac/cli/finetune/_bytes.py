@@ -76,8 +76,6 @@ def _need(experiment: Finetuning, problem: Problem) -> Need:
     base = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     rows["batch"] -= base
     rows["base model"] = base
-    # Nothing is donated: the state that a Ctrl-C would save lives until the update is complete.
-    rows["state before the update"] = rows["parameters"] + rows["optimizer"]
     return Need(rows)
 
 

@@ -37,9 +37,8 @@ class AdapterCurvature(NamedTuple):
 def adapter_coverage(problem: Problem) -> list[CoverageRow]:
     """Which of the adapter's parameters factors cover; nothing is computed."""
     objective = objective_of(problem, problem.params)
-    shapes = jax.eval_shape(lambda: problem.adapters)
-    table = jk.find_layers(objective, shapes, as_batch(problem.train.at(0)))
-    sizes = {path: int(np.prod(x.shape)) for path, x in leaves_by_path(shapes).items()}
+    table = jk.find_layers(objective, problem.adapters, as_batch(problem.train.at(0)))
+    sizes = {path: int(np.prod(x.shape)) for path, x in leaves_by_path(problem.adapters).items()}
     return coverage_rows(table, sizes)
 
 

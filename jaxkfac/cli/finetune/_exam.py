@@ -66,20 +66,11 @@ class Examiner:
                 correct[variant] = scores.correct(variant).tolist()
         return ExamRecord(step, loss, accuracy, correct)
 
-    def fourier(self, step: int, adapters: Any) -> FourierRecord | None:
-        """Numbers of every slice's nonlinearity, or ``None`` for plain LoRA."""
+    def nonlinearity(self, adapters: Any) -> Any:
+        """Numbers of every slice's nonlinearity, on the device, or ``None`` for plain LoRA."""
         if self._probe is None:
             return None
-        found = self._nonlinearity(self.problem.params, adapters, self._probe)
-        layers = {}
-        for name, diagnosis in jax.device_get(found).items():
-            values = diagnosis._asdict()
-            coefficients = np.asarray(values.pop("coefficients"))
-            slices = coefficients.reshape(-1, coefficients.shape[-1])
-            layers[name] = {"coefficients": slices.tolist()} | {
-                key: np.asarray(x).reshape(-1).tolist() for key, x in values.items()
-            }
-        return FourierRecord(step, layers)
+        return self._nonlinearity(self.problem.params, adapters, self._probe)
 
     def samples(self, step: int, adapters: Any, *, count: int, tokens: int) -> list[SampleRecord]:
         """Greedy answers to the first prompts: of the questions, or else of the records."""
@@ -99,6 +90,19 @@ class Examiner:
             SampleRecord(step, words, decode(ids).strip())
             for (words, _), ids in zip(prompts, answers, strict=True)
         ]
+
+
+def fourier_record(step: int, found: Any) -> FourierRecord:
+    """The record of what :meth:`Examiner.nonlinearity` has found, once it is on the host."""
+    layers = {}
+    for name, diagnosis in found.items():
+        values = diagnosis._asdict()
+        coefficients = np.asarray(values.pop("coefficients"))
+        slices = coefficients.reshape(-1, coefficients.shape[-1])
+        layers[name] = {"coefficients": slices.tolist()} | {
+            key: np.asarray(x).reshape(-1).tolist() for key, x in values.items()
+        }
+    return FourierRecord(step, layers)
 
 
 def compare_exams(first: ExamRecord, last: ExamRecord) -> dict[str, Any]:

@@ -38,9 +38,10 @@ def load_model(experiment: Finetuning) -> Any:
     """The pretrained decoder: ``.config``, ``.apply_fn``, ``.params``, ``.tokenizer``.
 
     Raises:
-        ValueError: it has no tokenizer.
+        ValueError: it has no tokenizer, or the attention that was asked for cannot run here.
     """
     options = _options(experiment)
+    _check_attention(experiment, options["dtype"])
     if experiment.model == "smollm2":
         pretrained = _smollm2(options)
     else:
@@ -65,7 +66,12 @@ def model_shapes(experiment: Finetuning) -> Any:
 
 def _options(experiment: Finetuning) -> dict[str, Any]:
     quantize = ".*_proj/kernel" if experiment.quantize == "all" else experiment.quantize
-    return {"dtype": dtype_of(experiment), "remat": experiment.remat, "quantize": quantize}
+    return {
+        "dtype": dtype_of(experiment),
+        "remat": experiment.remat,
+        "quantize": quantize,
+        "attention": experiment.attention,
+    }
 
 
 def _smollm2(options: dict[str, Any]) -> Any:
@@ -79,6 +85,21 @@ def dtype_of(experiment: Finetuning) -> Any:
     if experiment.dtype == "auto":
         return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     return jnp.dtype(experiment.dtype)
+
+
+def _check_attention(experiment: Finetuning, dtype: Any) -> None:
+    if experiment.attention != "cudnn":
+        return
+    if jax.default_backend() != "gpu":
+        raise ValueError(
+            "--attention cudnn needs an NVIDIA GPU, and JAX's default backend is "
+            f"{jax.default_backend()}: take --attention xla"
+        )
+    if jnp.dtype(dtype).itemsize != 2:
+        raise ValueError(
+            f"--attention cudnn computes in half precision, and --dtype is {jnp.dtype(dtype)}: "
+            "take --dtype bfloat16, or --attention xla"
+        )
 
 
 def load_text(experiment: Finetuning) -> Text:

@@ -26,7 +26,8 @@ def asked(monkeypatch, **changes):
 def test_a_folder_is_loaded_as_asked(monkeypatch):
     path, options = asked(monkeypatch, dtype="bfloat16", remat=False, quantize=".*o_proj/kernel")
     assert path == "folder"
-    assert options == {"dtype": jnp.bfloat16, "remat": False, "quantize": ".*o_proj/kernel"}
+    expected = {"dtype": jnp.bfloat16, "remat": False, "quantize": ".*o_proj/kernel"}
+    assert options == expected | {"attention": "xla"}
 
 
 def test_all_quantizes_every_projection_and_nothing_by_default(monkeypatch):
@@ -39,6 +40,15 @@ def test_float32_on_a_cpu_and_bfloat16_on_accelerators_unless_asked(monkeypatch)
         monkeypatch.setattr(_load.jax, "default_backend", lambda backend=backend: backend)
         assert dtype_of(Finetuning()) == expected
         assert dtype_of(Finetuning(dtype="float32")) == jnp.float32
+
+
+def test_flash_attention_is_passed_on_where_it_can_run_and_refused_elsewhere(monkeypatch):
+    with pytest.raises(ValueError, match="NVIDIA GPU.*default backend is cpu: take --attention"):
+        asked(monkeypatch, attention="cudnn")
+    monkeypatch.setattr(_load.jax, "default_backend", lambda: "gpu")
+    assert asked(monkeypatch, attention="cudnn")[1]["attention"] == "cudnn"
+    with pytest.raises(ValueError, match="--dtype is float32: take --dtype bfloat16"):
+        asked(monkeypatch, attention="cudnn", dtype="float32")
 
 
 def test_a_model_without_a_tokenizer_is_refused(monkeypatch):

@@ -117,6 +117,8 @@ class Finetuning:
     """Of the base model: bfloat16 on accelerators, float32 on a CPU, which emulates the other."""
     quantize: str | None = None
     """Full-match pattern of kernels that are kept as NF4, or "all"."""
+    attention: Literal["xla", "cudnn"] = "xla"
+    """xla runs anywhere; cudnn is flash attention, on NVIDIA GPUs, with --dtype bfloat16."""
     remat: bool = True
     """Recompute each block's activations in the backward pass."""
     optimizer: Optimizer = "adamw"
@@ -153,8 +155,9 @@ class FinetuneArguments:
     By default SmolLM2-135M learns facts about the chemical elements, in about three minutes
     on two cores. The output folder receives report.html (loss, nonlinearity of the adapter over
     time, its curvature, accuracy with intervals), metrics.json, the adapter in PEFT's layout,
-    TensorBoard's event files and checkpoints. Ctrl-C keeps the last update; --resume goes on as
-    if nothing had happened.
+    TensorBoard's event files and checkpoints. Ctrl-C ends the update under way and keeps it;
+    --resume goes on as if nothing had happened. A second Ctrl-C stops at once, and the last
+    checkpoint counts.
 
     For example, your own records with K-FAC:
     `jaxkfac finetune --data chats.jsonl --epochs 2 --optimizer kfac --output runs/chats`
@@ -169,6 +172,9 @@ class FinetuneArguments:
     """Replace the run in the output folder."""
     checkpoint_every: int = 20
     """Updates between two checkpoints."""
+    log_every: int = 10
+    """Updates between two readings of losses from the device; an evaluation and a checkpoint
+    read them, too."""
     evaluate_every: int | None = None
     """Updates between two evaluations; by default only before and after."""
     diagnose_every: int = 5

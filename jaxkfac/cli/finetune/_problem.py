@@ -1,6 +1,7 @@
 """What is trained: the adapted model, its tokens, and the optimizer."""
 
 import zlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,9 @@ class Problem(NamedTuple):
         text: Questions, among others.
         config: Of the adapter.
         adapted: ``adapted(params, adapters, inputs, key)``.
-        adapters: As they start, float32.
+        initial: ``initial() -> adapters``, float32, the same values each time. Training takes
+            their memory over.
+        adapters: Their shapes.
         train: Batches to learn.
         validation: To measure with, or ``None``.
         encoded: The records in tokens, and how many were cut.
@@ -37,6 +40,7 @@ class Problem(NamedTuple):
     text: Text
     config: Config
     adapted: Adapted
+    initial: Callable[[], Adapters]
     adapters: Adapters
     train: TokenBatches
     validation: TokenBatches | None
@@ -95,17 +99,20 @@ def build_problem(experiment: Finetuning, pretrained: Any, text: Text) -> Proble
         size = min(experiment.batch_size, len(held.examples))
         validation = TokenBatches.padded(held.examples, batch_size=size, pad_id=tokenizer.pad_id)
     config = adapter_config(experiment)
-    example = as_batch(train.at(0))
-    adapters = jk.lslora.init(
-        config,
-        pretrained.apply_fn,
-        pretrained.params,
-        example[0],
-        key=jax.random.key(experiment.seed),
-        dtype=jnp.float32,  # whatever the base is: an update is smaller than bfloat16's step
-    )
-    adapted = jk.lslora.attach(pretrained.apply_fn, config)
-    return Problem(pretrained, text, config, adapted, adapters, train, validation, encoded)
+    inputs, _, _ = as_batch(train.at(0))
+
+    def initial() -> Adapters:
+        return jk.lslora.init(
+            config,
+            pretrained.apply_fn,
+            pretrained.params,
+            inputs,
+            key=jax.random.key(experiment.seed),
+            dtype=jnp.float32,  # whatever the base is: an update is smaller than bfloat16's step
+        )
+
+    adapted, shapes = jk.lslora.attach(pretrained.apply_fn, config), jax.eval_shape(initial)
+    return Problem(pretrained, text, config, adapted, initial, shapes, train, validation, encoded)
 
 
 def _check_ids(encoded: Encoded, vocabulary: int) -> None:

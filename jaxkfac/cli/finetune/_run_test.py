@@ -1,6 +1,9 @@
 """Whole runs of a tiny random decoder: what they write, how they stop and go on."""
 
+import functools
 import json
+import os
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +12,16 @@ import pytest
 from flax import nnx
 
 import jaxkfac as jk
-from jaxkfac.cli import main
+from jaxkfac.cli import _held_once, main
 from jaxkfac.cli._checkpoint import find_checkpoint, load_checkpoint
 from jaxkfac.cli.finetune import _load, _loop
 from jaxkfac.cli.finetune import _run as run_module
+from jaxkfac.cli.finetune._exam import Examiner
+from jaxkfac.cli.finetune._step import MicroStep
+from jaxkfac.cli.finetune._watch import Watch
 from jaxkfac.data.text._encode_test import Letters
 from jaxkfac.lslora import nf4
+from jaxkfac.memory import duplicate_report
 from jaxkfac.models import Decoder, DecoderConfig, Pretrained
 
 CONFIG = DecoderConfig(
@@ -74,6 +81,11 @@ def test_a_run_writes_report_metrics_adapter_events_and_checkpoints(run, tmp_pat
     found = metrics(tmp_path)
     kept = found["records"]
     assert len(kept["losses"]) == len(kept["tokens"]) == len(kept["seconds"]) == 6
+    assert kept["examples"] == [4] * 6
+    speed = found["samples_per_second"]
+    assert speed == pytest.approx(24 / sum(kept["seconds"]))
+    assert 0 < found["host_memory"]["resident"] <= found["host_memory"]["peak"]
+    assert found["config"]["attention"] == "xla"
     assert kept["losses"][-1] < kept["losses"][0]
     assert [exam["step"] for exam in kept["exams"]] == [0, 6]
     assert all(len(exam["correct"]["pmi"]) == 6 for exam in kept["exams"])
@@ -92,6 +104,7 @@ def test_a_run_writes_report_metrics_adapter_events_and_checkpoints(run, tmp_pat
     page = (tmp_path / "report.html").read_text()
     for word in ("Nonlinearity of the adapter", "McNemar", "Capacity", "Coverage", "tokens/s"):
         assert word in page
+    assert f">{speed:,.1f}<" in page and "Main memory: resident" in page
     assert find_checkpoint(tmp_path / "checkpoints").name == "6"
     assert list((tmp_path / "tensorboard").glob("events*"))
     adapters, config = jk.lslora.load(tmp_path / "adapter")
@@ -99,6 +112,7 @@ def test_a_run_writes_report_metrics_adapter_events_and_checkpoints(run, tmp_pat
     shown = capsys.readouterr()
     assert "accuracy, pmi" in shown.out and "tokens/s" in shown.err
     assert "records" in shown.err and "learnt" in shown.err
+    assert shown.err.count(" s an update, 2 updates)") == 1  # four of six have been measured
 
 
 def test_the_first_loss_is_that_of_the_base_model(run, plain, decoder, tmp_path):
@@ -151,22 +165,118 @@ def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
 ):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run(*words, output=whole) == 0
-    original = _loop.tune
-
-    def tune(*args, each_update, **kwargs):
-        def pressed(state):
-            state = each_update(state)
-            if state.step == 3:
-                raise KeyboardInterrupt
-            return state
-
-        return original(*args, each_update=pressed, **kwargs)
-
-    monkeypatch.setattr(run_module, "tune", tune)
-    assert run(*words, output=parts) == 130
+    with monkeypatch.context() as patch:
+        press_in(patch, update=3)
+        assert run(*words, "--log-every", "3", output=parts) == 130
     assert find_checkpoint(parts / "checkpoints").name == "3"
-    assert "continue with: jaxkfac finetune" in capsys.readouterr().err
-    monkeypatch.setattr(run_module, "tune", original)
+    said = capsys.readouterr().err
+    assert "finishing the update, then stopping" in said
+    assert "continue with: jaxkfac finetune" in said
+    assert run(*words, "--resume", "--log-every", "1", output=parts) == 0
+    assert_same_end(whole, parts)
+
+
+def test_a_logging_interval_is_read_once_and_the_next_batch_is_there_before(
+    run, plain, tmp_path, monkeypatch, reads
+):
+    words = ("--steps", "13", "--log-every", "4", "--checkpoint-every", "50", "--samples", "0")
+    words += ("--questions", "0", "--gradient-accumulation-steps", "2")
+    before, prepared, ahead = {}, [], {}
+    original, prepare = Watch.look, _loop.prepare
+
+    def look(self, step, adapters):
+        before[step], ahead[step] = len(reads), prepared[-1]
+        return original(self, step, adapters)
+
+    def noted(problem, number):
+        prepared.append(number)
+        return prepare(problem, number)
+
+    monkeypatch.setattr(Watch, "look", look)
+    monkeypatch.setattr(_loop, "prepare", noted)
+    assert run(*words) == 0
+    found = [before[step + 1] - before[step] for step in range(1, 13)]
+    assert found == [1 if step % 4 == 0 else 0 for step in range(1, 13)]
+    assert prepared == list(range(26))
+    assert ahead == {step: min(2 * step, 25) for step in range(1, 14)}
+    assert len(records(tmp_path)["losses"]) == 13
+    assert [x["step"] for x in records(tmp_path)["fourier"]] == [0, 2, 4, 6, 8, 10, 12, 13]
+
+
+def test_the_state_is_donated_to_the_step(run, plain, monkeypatch):
+    found = []
+    original = MicroStep.program
+
+    def program(self, params, adapters, optimizer, *rest):
+        compiled = original(self, params, adapters, optimizer, *rest)
+        state = sum(x.nbytes for x in jax.tree.leaves((adapters, optimizer)))
+        found.append((compiled.memory_analysis().alias_size_in_bytes, state))
+        return compiled
+
+    monkeypatch.setattr(MicroStep, "program", program)
+    assert run("--steps", "2", "--samples", "0", "--questions", "0") == 0
+    assert len(found) == 2 and all(aliased >= state for aliased, state in found)
+
+
+def test_a_second_copy_of_the_model_is_an_error(run, plain, monkeypatch, capsys):
+    few = functools.partial(duplicate_report, min_bytes=4096)
+    monkeypatch.setattr(_held_once, "duplicate_report", few)
+    words = ("--steps", "1", "--samples", "0", "--questions", "0")
+    assert run(*words) == 0
+    kept = []
+    whole = run_module.load_model
+
+    def load_model(experiment):
+        found = whole(experiment)
+        kept.append(jax.tree.map(jnp.copy, found.params))
+        return found
+
+    monkeypatch.setattr(run_module, "load_model", load_model)
+    assert run(*words, "--overwrite") == 2
+    message = capsys.readouterr().err
+    assert "params/model/embed_tokens/embedding = float32[128, 16] on" in message
+    assert "8 KiB too much" in message
+
+
+def press_in(monkeypatch, *, update, times=1):
+    """Ctrl-C while an update is under way, when its arrays have been donated already."""
+    original = Watch.look
+
+    def look(self, step, adapters):
+        if step == update:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+        return original(self, step, adapters)
+
+    monkeypatch.setattr(Watch, "look", look)
+
+
+def test_an_update_that_a_second_ctrl_c_breaks_off_leaves_the_checkpoint_before(
+    run, plain, tmp_path, monkeypatch, capsys
+):
+    press_in(monkeypatch, update=4, times=2)
+    assert run("--questions", "0", "--samples", "0") == 130
+    assert "the last checkpoint counts; it is from update 2" in capsys.readouterr().err
+    assert len(load_checkpoint(tmp_path / "checkpoints").records["losses"]) == 2
+
+
+def test_an_examination_that_ctrl_c_breaks_off_is_held_after_resuming(
+    run, plain, tmp_path, monkeypatch
+):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    words = ("--evaluate-every", "3")
+    assert run(*words, output=whole) == 0
+    original = Examiner.exam
+
+    def exam(self, step, adapters):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, step, adapters)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Examiner, "exam", exam)
+        assert run(*words, output=parts) == 130
+    assert find_checkpoint(parts / "checkpoints").name == "3"
     assert run(*words, "--resume", output=parts) == 0
     assert_same_end(whole, parts)
 
@@ -340,11 +450,14 @@ def test_a_question_beyond_the_context_is_named(run, plain, folder, capsys):
     assert "question 'q' takes" in capsys.readouterr().err
 
 
-def test_a_loss_that_is_not_finite_names_its_step(run, plain, capsys):
+def test_a_loss_that_is_not_finite_names_its_step_when_its_interval_ends(
+    run, plain, tmp_path, capsys
+):
     wild = ("--adamw.learning-rate", "1e30", "--warmup", "0", "--questions", "0")
-    assert run(*wild, "--samples", "0") == 2
+    assert run(*wild, "--samples", "0", "--checkpoint-every", "4") == 2
     message = capsys.readouterr().err
-    assert "the loss of adamw is nan at step" in message and "--adamw.learning-rate" in message
+    assert "the loss of adamw is nan at step 1;" in message and "--adamw.learning-rate" in message
+    assert find_checkpoint(tmp_path / "checkpoints") is None
 
 
 def test_an_existing_run_is_kept_unless_overwriting_is_asked_for(run, plain, tmp_path, capsys):

@@ -9,12 +9,37 @@ import optax
 
 import jaxkfac as jk
 from jaxkfac.cli._interrupts import interrupts_deferred
+from jaxkfac.cli._loop import skipped_updates
 from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.cli.finetune._problem import Problem, as_batch, collector, objective_of
-from jaxkfac.data.text import TokenBatch
 
 PyTree = Any
 _LABELS, _DROPOUT = 0, 1  # folded into the run's key: K-FAC's labels and dropout differ
+
+
+class Prepared(NamedTuple):
+    """A micro-batch on the device, and what of it the host counts.
+
+    Attributes:
+        number: Of the micro-batch in the run.
+        batch: ``(inputs, targets, mask)``.
+        tokens: That are read, without padding.
+        learnt: Of them in the loss.
+        examples: In all rows.
+    """
+
+    number: int
+    batch: Any
+    tokens: int
+    learnt: int
+    examples: int
+
+
+def prepare(problem: Problem, number: int) -> Prepared:
+    """Build a micro-batch and send it; does not wait until it has arrived."""
+    batch = problem.train.at(number)
+    counts = batch.num_tokens, batch.num_terms, batch.num_examples
+    return Prepared(number, as_batch(batch), *counts)
 
 
 class MicroResult(NamedTuple):
@@ -23,18 +48,26 @@ class MicroResult(NamedTuple):
     Attributes:
         adapters: Changed by the last micro-batch of an update only.
         optimizer: State.
-        loss: Mean over the learnt tokens, before.
-        penalty: The regulariser times its weight, before.
+        history: With this micro-batch's row: loss (mean over the learnt tokens, before), the
+            regulariser times its weight, before, and what the optimizer has skipped so far.
+        loss: The same once more: what can be waited for when the rest has been donated.
     """
 
     adapters: PyTree
     optimizer: PyTree
+    history: jax.Array
     loss: jax.Array
-    penalty: jax.Array
+
+
+def empty_history(rows: int) -> jax.Array:
+    """Room for the numbers of ``rows`` micro-batches."""
+    return jnp.zeros((rows, 3))
 
 
 class MicroStep:
-    """``step(adapters, optimizer, batch, number)``, compiled for each shape of a batch.
+    """``step(adapters, optimizer, history, given, row)``, compiled for each shape of a batch.
+
+    The first three are donated: what comes back lies in their memory.
 
     Attributes:
         compile_seconds: Spent so far.
@@ -49,24 +82,30 @@ class MicroStep:
     ) -> None:
         self.compile_seconds, self.programs = 0.0, 0
         self._params = problem.params
-        self._run = jax.jit(_micro_step(problem, experiment, tx))
+        self._run = jax.jit(_micro_step(problem, experiment, tx), donate_argnums=(1, 2, 3))
         self._compiled: dict[tuple[int, ...], Any] = {}
 
     def __call__(
-        self, adapters: PyTree, optimizer: PyTree, batch: TokenBatch, number: int
+        self, adapters: PyTree, optimizer: PyTree, history: jax.Array, given: Prepared, row: int
     ) -> MicroResult:
-        """Take micro-batch ``number`` of the run into account."""
-        at = jnp.asarray(number, jnp.int32)
-        arguments = (self._params, adapters, optimizer, as_batch(batch), at)
-        shape = batch.ids.shape
+        """Take a micro-batch into account, and write its numbers to ``history[row]``."""
+        at = (jnp.asarray(x, jnp.int32) for x in (given.number, row))
+        arguments = (self._params, adapters, optimizer, history, given.batch, *at)
+        return self.program(*arguments)(*arguments)
+
+    def program(self, *arguments: Any) -> Any:
+        """The compiled program of these arguments: of parameters, then those of a call."""
+        _, targets, _ = arguments[4]
+        shape = targets.shape
         if shape not in self._compiled:
+            jax.block_until_ready(arguments)  # what is under way is no part of the compilation
             started = time.perf_counter()
             # A trace that is broken off can take the process down when it ends.
             with interrupts_deferred("compiling"):
                 self._compiled[shape] = self._run.lower(*arguments).compile()
             self.compile_seconds += time.perf_counter() - started
             self.programs += 1
-        return self._compiled[shape](*arguments)
+        return self._compiled[shape]
 
 
 def _micro_step(
@@ -80,7 +119,13 @@ def _micro_step(
         return weight * jk.lslora.regulariser(adapters, problem.config.nonlinearity)
 
     def micro_step(
-        params: PyTree, adapters: PyTree, state: PyTree, batch: Any, number: jax.Array
+        params: PyTree,
+        adapters: PyTree,
+        state: PyTree,
+        history: jax.Array,
+        batch: Any,
+        number: jax.Array,
+        row: jax.Array,
     ) -> MicroResult:
         objective = objective_of(problem, params)
         inputs, _, mask = batch
@@ -99,6 +144,8 @@ def _micro_step(
         penalty, pull = jax.value_and_grad(penalty_of)(adapters)
         grads = jax.tree.map(jnp.add, grads, pull)
         updates, state = tx.update(grads, state, adapters, **extra)
-        return MicroResult(optax.apply_updates(adapters, updates), state, loss, penalty)
+        numbers = (loss, penalty, skipped_updates(state))
+        history = history.at[row].set(jnp.stack([x.astype(history.dtype) for x in numbers]))
+        return MicroResult(optax.apply_updates(adapters, updates), state, history, loss)
 
     return micro_step

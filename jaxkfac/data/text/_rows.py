@@ -32,6 +32,11 @@ class TokenBatch(NamedTuple):
         return int((self.segments > 0).sum())
 
     @property
+    def num_examples(self) -> int:
+        """Examples in all rows."""
+        return int(self.segments.max(1).sum())
+
+    @property
     def num_terms(self) -> int:
         """Targets that are learnt."""
         return int(self.mask.sum())

@@ -25,7 +25,7 @@ def test_each_target_is_the_next_token_of_its_own_example():
     assert batch.mask.tolist() == [[False, True, True, False], [True, False, False, False]]
     assert batch.positions.tolist() == [[0, 1, 0, 0], [0, 0, 0, 0]]
     assert batch.segments.tolist() == [[1, 1, 2, 0], [1, 0, 0, 0]]
-    assert (batch.num_tokens, batch.num_terms) == (4, 3)
+    assert (batch.num_tokens, batch.num_terms, batch.num_examples) == (4, 3, 3)
 
 
 def test_a_row_that_is_too_short_is_refused():

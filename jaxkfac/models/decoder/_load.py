@@ -110,13 +110,14 @@ def decoder_shapes(
     dtype: DTypeLike = jnp.bfloat16,
     remat: bool = True,
     quantize: str | None = None,
+    attention: AttentionBy = "xla",
 ) -> Pretrained:
     """What :func:`load_decoder` gives, with ``jax.ShapeDtypeStruct`` in place of arrays.
 
     For planning: config and tokenizer are read, and no weights.
     """
     config, _, tokenizer = open_checkpoint(Path(path))
-    apply_fn = decoder_function(config, remat, "xla")
+    apply_fn = decoder_function(config, remat, attention)
     leaves = layout(config, fused=True)
     params: dict[str, Any] = {}
     for name, leaf in leaves.items():
