@@ -11,15 +11,15 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxkfac.curvature._eigenbases import Eigenbases
-from jaxkfac.curvature._home import bring_home, home_of_factor
 from jaxkfac.curvature._placement import (
     Placement,
     check_placement,
-    home_of,
+    device_of,
     is_on_host,
     is_traced,
     matrices_that_fit,
 )
+from jaxkfac.curvature._sharding import put_result, result_sharding
 from jaxkfac.factors._factors import DiagonalFactor, Factors
 from jaxkfac.linalg import Spectrum, check_clipping, eigh_checked, eigh_in_turn, eigh_on_host
 
@@ -167,8 +167,8 @@ def _decompose(
     for (n, dtype, _), members in groups.items():
         first = members[0].matrix
         checked = placement == "auto" and not is_traced(first)
-        limit = matrices_that_fit(n, dtype, home_of(first)) if checked else None
-        cheaper = not vectors and checked and home_of(first).platform == "cpu"
+        limit = matrices_that_fit(n, dtype, device_of(first)) if checked else None
+        cheaper = not vectors and checked and device_of(first).platform == "cpu"
         if checked and (limit == 0 or is_on_host(first) or cheaper):
             results += [(block, _on_host(block, vectors)) for block in members]
             continue
@@ -190,7 +190,7 @@ def _of_one_size(
     if limit is not None:
         return batched(matrices)
     if not is_traced(matrices[0]):
-        return (in_turn if home_of(matrices[0]).platform == "cpu" else batched)(matrices)
+        return (in_turn if device_of(matrices[0]).platform == "cpu" else batched)(matrices)
     return jax.lax.platform_dependent(matrices, cpu=in_turn, default=batched)
 
 
@@ -214,6 +214,6 @@ def _batched(matrices: list[Array], *, limit: int | None, vectors: bool) -> list
 
 def _on_host(block: _Block, vectors: bool) -> Spectrum:
     values, columns = eigh_on_host(block.matrix, name=block.name, vectors=vectors)
-    home = home_of_factor(block.matrix)
-    at_home = None if columns is None else bring_home(columns, home)
-    return Spectrum(bring_home(values, home), at_home)
+    where = result_sharding(block.matrix)
+    placed = None if columns is None else put_result(columns, where)
+    return Spectrum(put_result(values, where), placed)

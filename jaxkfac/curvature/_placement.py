@@ -36,11 +36,11 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, Tracer)
 
 
-def home_of(x: Any) -> Any:
+def device_of(x: Any) -> Any:
     """The device of ``x`` for questions about memory: the first of several."""
     return next(iter(x.devices()))
 
 
 def is_on_host(x: Any) -> bool:
     """Whether ``x`` belongs to an accelerator but lies in host memory."""
-    return "host" in (x.sharding.memory_kind or "") and home_of(x).platform != "cpu"
+    return "host" in (x.sharding.memory_kind or "") and device_of(x).platform != "cpu"

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxkfac._text import aligned
 from jaxkfac.memory._budget import bytes_text
 from jaxkfac.memory._resident import lower_mark, resident_bytes, resident_mark
 
@@ -82,12 +83,7 @@ class Stage:
         return rows
 
     def __str__(self) -> str:
-        rows = self.table()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(x.rjust(w) if i else x.ljust(w) for i, (x, w) in enumerate(zip(row, widths)))
-            for row in rows
-        )
+        return "\n".join(aligned(self.table()))
 
 
 @contextlib.contextmanager

@@ -179,7 +179,7 @@ def test_host_rows_are_what_the_service_needs_and_holds(case):
     with HostCurvature(**service, host_bytes=need.host_total) as host:
         host.push(case.out.factors, 0)
         host.flush()
-        assert need.host["averages"] == pytest.approx(host._parts.store.in_memory, rel=1e-3)
+        assert need.host["averages"] == pytest.approx(host._state.store.in_memory, rel=1e-3)
     assert need.device["workspace"] == 0 and need.device["bases"] == case.plan.now.device["bases"]
     # This step's factors, and all of the last one's: they are less than what may be in flight.
     assert need.device["factors"] == pytest.approx(2 * size(case.out.factors), rel=0.02)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkfac.curvature.capacity._table import shortened
+from jaxkfac._text import shortened
 from jaxkfac.report._families import Family, families
 from jaxkfac.report._spectra import SpectrumRecord
 from jaxkfac.report._style import MUTED, RC, SIDES, svg_bytes

@@ -15,7 +15,7 @@ from jaxkfac.interception._layer import Layer
 _ONE = np.ones(1)
 
 
-class Block(NamedTuple):
+class CapacityBlock(NamedTuple):
     r"""All products $\alpha_i \gamma_j$ of two lists of eigenvalues, never formed.
 
     Where eigenvalues are no products (a diagonal, or values measured one by one), the first
@@ -47,13 +47,13 @@ class Slice(NamedTuple):
         g: G as a block, or ``None`` for a diagonal.
     """
 
-    weight: Block
-    bias: Block | None = None
+    weight: CapacityBlock
+    bias: CapacityBlock | None = None
     a: np.ndarray | None = None
-    g: Block | None = None
+    g: CapacityBlock | None = None
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[CapacityBlock]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
 
@@ -71,7 +71,7 @@ class LayerBlocks(NamedTuple):
     name: str
     slices: tuple[Slice, ...]
     stacked: bool
-    counted: tuple[Block, ...]
+    counted: tuple[CapacityBlock, ...]
 
 
 def layer_blocks(bases: Eigenbases) -> list[LayerBlocks]:
@@ -114,7 +114,7 @@ def _slices(bases: Eigenbases, layer: Layer) -> list[Slice]:
     return [Slice(*parts) for parts in zip(weights, biases, a_rows, g_blocks, strict=True)]
 
 
-def _weights(basis: KroneckerEigenbasis, layer: Layer) -> list[Block]:
+def _weights(basis: KroneckerEigenbasis, layer: Layer) -> list[CapacityBlock]:
     if basis.raw_values is not None and basis.values is not None:  # measured one by one
         raw, clipped = (x.reshape(*x.shape[:-2], -1) for x in (basis.raw_values, basis.values))
         return _listed(raw, clipped, layer)
@@ -126,17 +126,17 @@ def _weights(basis: KroneckerEigenbasis, layer: Layer) -> list[Block]:
     return [_block(raw_a[i], raw_g[i], (clipped_a[i], clipped_g[i])) for i in indices]
 
 
-def _listed(raw: Any, clipped: Any, layer: Layer) -> list[Block]:
+def _listed(raw: Any, clipped: Any, layer: Layer) -> list[CapacityBlock]:
     """The blocks of eigenvalues ``(stack..., n)`` that are no products."""
     raw, clipped = _on_host(raw, layer), _on_host(clipped, layer)
     return [_block(_ONE, raw[i], (_ONE, clipped[i])) for i in np.ndindex(raw.shape[:-1])]
 
 
-def _block(a: np.ndarray, g: np.ndarray, clipped: tuple[np.ndarray, np.ndarray]) -> Block:
+def _block(a: np.ndarray, g: np.ndarray, clipped: tuple[np.ndarray, np.ndarray]) -> CapacityBlock:
     # Rounding leaves small negative eigenvalues of a positive semi-definite matrix: they are 0.
     rows, columns = sorted((np.sort(np.maximum(x, 0)) for x in (a, g)), key=len)
     low, high = (math.prod(max(float(end(x)), 0.0) for x in clipped) for end in (np.min, np.max))
-    return Block(rows, columns, (low, high))
+    return CapacityBlock(rows, columns, (low, high))
 
 
 def diagonal_rows(layer: Layer, diagonal: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jaxkfac.curvature.capacity._interval import check_same_settings
 from jaxkfac.curvature.capacity._metrics import CapacityMetrics
 from jaxkfac.curvature.capacity._record import CapacityRecord, Scalar
-from jaxkfac.curvature.capacity._table import aligned, number
+from jaxkfac.curvature.capacity._table import number, ruled
 
 _SHOWN = {
     "trace": "trace",
@@ -55,7 +55,7 @@ class CapacityComparison:
     def __str__(self) -> str:
         rows = [[name, *_ratios(changes)] for name, changes in self.layers.items()]
         rows.append(["whole model", *_ratios(self.model)])
-        lines = aligned(["after / before", *_SHOWN], rows)
+        lines = ruled(["after / before", *_SHOWN], rows)
         lines.insert(-1, "-" * len(lines[1]))
         for title, names in (("before", self.only_before), ("after", self.only_after)):
             lines += [f"only {title}: {name}" for name in names]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxkfac.curvature.capacity._metrics import CapacityMetrics
 from jaxkfac.curvature.capacity._record import CapacityRecord, Scalar
-from jaxkfac.curvature.capacity._table import aligned, number
+from jaxkfac.curvature.capacity._table import number, ruled
 
 
 class Interval(NamedTuple):
@@ -43,7 +43,7 @@ class CapacityInterval:
     def __str__(self) -> str:
         rows = [[name, *map(number, x or (None,) * 3)] for name, x in self.model.items()]
         title = f"whole model: {self.confidence:.0%} intervals over {self.num_batches} batches"
-        return "\n".join([title, *aligned(["metric", "mean", "low", "high"], rows)])
+        return "\n".join([title, *ruled(["metric", "mean", "low", "high"], rows)])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: each interval as ``{"mean", "low", "high"}``."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature._eigenbases import Eigenbases
-from jaxkfac.curvature.capacity._blocks import Block, LayerBlocks, Slice, layer_blocks
+from jaxkfac.curvature.capacity._blocks import CapacityBlock, LayerBlocks, Slice, layer_blocks
 from jaxkfac.curvature.capacity._order import count_above
 from jaxkfac.curvature.capacity._record import SCALES, CapacityRecord, record_of
 from jaxkfac.curvature.capacity._sums import Settings, Sums, combined, sums_of
@@ -193,7 +193,7 @@ def _above_per_factor(part: Slice, threshold: float) -> tuple[int, int] | None:
     return int((part.a > threshold).sum()), count_above(part.g, threshold)
 
 
-def _sums(blocks: Sequence[Block], settings: Settings, known: dict[int, Sums]) -> Sums:
+def _sums(blocks: Sequence[CapacityBlock], settings: Settings, known: dict[int, Sums]) -> Sums:
     """The sums of ``blocks`` together; those of each are measured once and kept."""
     for block in blocks:
         if id(block) not in known:

@@ -6,12 +6,12 @@ from fractions import Fraction
 
 import numpy as np
 
-from jaxkfac.curvature.capacity._blocks import Block
+from jaxkfac.curvature.capacity._blocks import CapacityBlock
 
 _FEW = 2**14  # candidates that are cheaper to write out than to narrow down
 
 
-def count_above(block: Block, threshold: float) -> int:
+def count_above(block: CapacityBlock, threshold: float) -> int:
     r"""How many $\alpha_i \gamma_j$ exceed ``threshold``, in O(m + n) memory.
 
     Rounding is monotone, so in each row the products that exceed it, as float64 rounds
@@ -21,7 +21,7 @@ def count_above(block: Block, threshold: float) -> int:
     return block.size - int(rows.at_most(threshold, rows.first, rows.last).sum())
 
 
-def quantiles(blocks: Sequence[Block], fractions: Sequence[float]) -> dict[float, float]:
+def quantiles(blocks: Sequence[CapacityBlock], fractions: Sequence[float]) -> dict[float, float]:
     """For each fraction q the smallest eigenvalue that at least q of all do not exceed.
 
     This is ``numpy.quantile(..., method="inverted_cdf")``: always one of the eigenvalues.
@@ -36,7 +36,7 @@ def quantiles(blocks: Sequence[Block], fractions: Sequence[float]) -> dict[float
 class _Rows:
     """The rows of several outer products, each ascending, as indices into one flat list."""
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    def __init__(self, blocks: Sequence[CapacityBlock]) -> None:
         lengths = [len(block.columns) for block in blocks]
         counts = [len(block.rows) for block in blocks]
         starts = np.cumsum([0, *lengths[:-1]])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxkfac.curvature.capacity import _order as module
-from jaxkfac.curvature.capacity._blocks import Block
+from jaxkfac.curvature.capacity._blocks import CapacityBlock
 from jaxkfac.curvature.capacity._order import count_above, quantiles
 from jaxkfac.curvature.capacity._sums import Settings, sum_log1p, sums_of
 
@@ -21,7 +21,7 @@ blocks = st.lists(st.tuples(values, values), min_size=1, max_size=4)
 
 def block(a, g):
     rows, columns = sorted((np.sort(np.asarray(x, float)) for x in (a, g)), key=len)
-    return Block(rows, columns, (0.0, 0.0))
+    return CapacityBlock(rows, columns, (0.0, 0.0))
 
 
 def written_out(block):

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkfac.curvature.capacity._blocks import Block
+from jaxkfac.curvature.capacity._blocks import CapacityBlock
 from jaxkfac.curvature.capacity._order import quantiles
 from jaxkfac.curvature.capacity._sums import Settings, Sums, sum_log1p
 
@@ -155,7 +155,7 @@ class CapacityRecord:
 
 def record_of(
     sums: Sums,
-    blocks: Sequence[Block],
+    blocks: Sequence[CapacityBlock],
     settings: Settings,
     *,
     above: tuple[int, int] | None = None,
@@ -201,7 +201,7 @@ def _ratio(largest: float, smallest: float) -> float | None:
 
 
 def _local_effective_dimension(
-    sums: Sums, blocks: Sequence[Block], num_examples: float
+    sums: Sums, blocks: Sequence[CapacityBlock], num_examples: float
 ) -> float | None:
     kappa = num_examples / (2 * math.pi * math.log(num_examples)) if num_examples > 1 else 0.0
     if kappa <= 1 or sums.trace == 0:

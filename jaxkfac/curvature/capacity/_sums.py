@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkfac.curvature.capacity._blocks import Block
+from jaxkfac.curvature.capacity._blocks import CapacityBlock
 from jaxkfac.curvature.capacity._order import count_above
 
 _ELEMENTS = 2**16  # products alive at once: they fit in a core's cache
@@ -58,7 +58,7 @@ class Sums(NamedTuple):
     log_damped: float
 
 
-def sums_of(block: Block, settings: Settings) -> Sums:
+def sums_of(block: CapacityBlock, settings: Settings) -> Sums:
     """All sums of a block, in O(m + n) memory."""
     a, g = (x[x > 0] for x in (block.rows, block.columns))
     n, delta = settings.num_examples, settings.damping
@@ -113,7 +113,7 @@ def combined(parts: Sequence[Sums]) -> Sums:
     )
 
 
-def sum_log1p(blocks: Sequence[Block], scale: float) -> float:
+def sum_log1p(blocks: Sequence[CapacityBlock], scale: float) -> float:
     r"""$\sum \ln(1 + s \lambda)$ over all blocks, in O(m + n) memory."""
     return math.fsum(
         _streamed(block.rows, block.columns, lambda x: np.log1p(scale * x)) for block in blocks

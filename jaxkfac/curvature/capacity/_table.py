@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxkfac._text import WIDTH, aligned
 from jaxkfac.curvature.capacity._record import CapacityRecord, Scalar
 
-WIDTH = 120
 _COLUMNS = {
     "dim": "dimension",
     "trace": "trace",
@@ -33,7 +33,7 @@ def capacity_text(metrics: Any) -> str:
     rows[-1][0] = "whole model"
     over = metrics.over_layers
     largest = ", ".join(map(number, (over.largest_condition, over.largest_condition_clipped)))
-    lines = aligned(["layer", *_COLUMNS], rows)
+    lines = ruled(["layer", *_COLUMNS], rows)
     lines.insert(-1, "-" * len(lines[1]))
     lines += [
         f"over layers: mean participation ratio {number(over.mean_participation_ratio)}, mean "
@@ -59,25 +59,10 @@ def number(value: Scalar) -> str:
     return f"{value:.3g}"
 
 
-def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: the first column to the left, cut at its front if it is too long."""
-    cells = [head, *rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    room = WIDTH - sum(widths[1:]) - 2 * (len(head) - 1)
-    widths[0] = min(widths[0], max(room, 12))
-    lines = [
-        "  ".join(
-            [shortened(row[0], widths[0]).ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        )
-        for row in cells
-    ]
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]
-
-
-def shortened(name: str, width: int) -> str:
-    """The end of a name that is too long: it says which layer, the front which block."""
-    return name if len(name) <= width else "…" + name[1 - width :]
+def ruled(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table with a rule below its head."""
+    head_line, *lines = aligned([head, *rows], width=WIDTH)
+    return [head_line, "-" * len(head_line), *lines]
 
 
 def _cells(record: CapacityRecord) -> list[str]:

@@ -2,18 +2,17 @@
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac.curvature.host._layout import Entry, Layout, Place
-from jaxkfac.curvature.host._store import Store
+from jaxkfac.curvature.host._store import Storage, Store
+from jaxkfac.factors import Factors
 from jaxkfac.linalg._packed import pack, packed_shape, unpack
 
 _PIECE = 1 << 18
-
-Storage = Literal["float32", "bfloat16"]
 
 
 class Snapshot(NamedTuple):
@@ -38,6 +37,11 @@ class Snapshot(NamedTuple):
         """The sum of one stacked slice, unfolded."""
         stored = self.sums[(*index, ...)].astype(self.dtype, copy=False)
         return unpack(stored, self.entry.size) if self.entry.dense else stored
+
+    def whole(self) -> np.ndarray:
+        """The sums of all slices, unfolded."""
+        slices = [np.asarray(self.total(index)) for index in np.ndindex(self.entry.stack)]
+        return np.stack(slices).reshape(*self.entry.stack, *slices[0].shape)
 
     def mean(self, index: tuple[int, ...]) -> np.ndarray:
         """The mean of one stacked slice; an empty count gives 0, as in :class:`Factors`."""
@@ -90,7 +94,15 @@ class Averages:
         self.layout, self._decay, self._storage, self._store = layout, decay, storage, store
         self.running: dict[Place, Running] = {}
         self.left_out: dict[str, int] = {}
-        self._scratch = np.empty(0)
+        self._folded = np.empty(0, np.uint8)
+
+    def hold(self, place: Place, running: Running) -> None:
+        """Go on with an average; the room to fold into is that of the largest slice."""
+        self.running[place] = running
+        if (entry := self.layout.entries[place]).dense:
+            nbytes = running.dtype.itemsize * math.prod(packed_shape(entry.size))
+            if nbytes > self._folded.size:
+                self._folded = np.empty(nbytes, np.uint8)
 
     def add(self, entry: Entry, value: np.ndarray, count: np.ndarray, first: int, age: int) -> None:
         """Add one contribution, or count it as left out if it is not finite.
@@ -104,9 +116,9 @@ class Averages:
             first: See ``value``.
             age: Which step it belongs to, counting steps that were pushed.
         """
-        running = self.running.get(entry.place)
-        if running is None:
-            running = self.running[entry.place] = self._new(entry, value, count, age)
+        if entry.place not in self.running:
+            self.hold(entry.place, self._new(entry, value, count, age))
+        running = self.running[entry.place]
         if not (_is_finite(count) and _is_finite(value)):
             self._leave_out(running, entry)
             return
@@ -123,12 +135,15 @@ class Averages:
         sums = running.sums[rows]
         sums = sums.reshape(-1, *sums.shape[axes:])  # a view: it is contiguous
         slices = value.reshape(-1, *value.shape[axes:])
+        if entry.dense:
+            folded = self._folded[: running.dtype.itemsize * math.prod(sums.shape[1:])]
+            folded = folded.view(running.dtype).reshape(sums.shape[1:])
         overflows: list[str] = []  # told by the processor's flag, so that sums need not be read
         with np.errstate(over="call", call=lambda kind, _: overflows.append(kind)):
             for i in range(len(slices)):
                 new = slices[i, ...]
                 if entry.dense:
-                    new = pack(new, self._scratch_like(sums.shape[1:], running.dtype))
+                    new = pack(new, folded)
                 _advance(sums[i, ...], decay, decays, new.astype(running.dtype, copy=False))
         rounded = sums.dtype != running.dtype  # which no flag tells of
         if overflows or (rounded and not _is_finite(sums)):
@@ -138,12 +153,6 @@ class Averages:
     def _leave_out(self, running: Running, entry: Entry) -> None:
         running.num_left_out += 1
         self.left_out[entry.name] = self.left_out.get(entry.name, 0) + 1
-
-    def _scratch_like(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        size = math.prod(shape)
-        if self._scratch.size < size or self._scratch.dtype != dtype:
-            self._scratch = np.empty(size, dtype)
-        return self._scratch[:size].reshape(shape)
 
     def _new(self, entry: Entry, value: np.ndarray, count: np.ndarray, age: int) -> Running:
         dtype = np.dtype(np.float64 if value.dtype == np.float64 else np.float32)
@@ -178,11 +187,47 @@ class Averages:
         self._catch_up(running, age)
         return Snapshot(entry, running.sums, running.count, running.dtype, 0)
 
+    def factors(self, age: int) -> Factors:
+        """The average at ``age`` as factors of NumPy arrays.
+
+        Sums over fewer loss terms than others, because contributions were left out or not
+        pushed, are scaled to the number of the others: the mean stays that of what was averaged.
+
+        Raises:
+            ValueError: an array has never been pushed, or all that was pushed of it left out.
+        """
+        tables: dict[str, dict[str, np.ndarray]] = {"a": {}, "g": {}, "diagonals": {}}
+        a_counts: dict[str, np.ndarray] = {}
+        counts: dict[Place, np.ndarray] = {}
+        for place, entry in self.layout.entries.items():
+            if place not in self.running:
+                raise ValueError(f"average: {entry.name} has never been pushed")
+            held = self.view(entry, age)
+            left_out = self.left_out.get(entry.name, 0)
+            if left_out and not held.count.any():
+                raise ValueError(
+                    f"average: nothing is in that of {entry.name}; {left_out} contributions were "
+                    "left out, because they were not finite or made it overflow"
+                )
+            tables[place.table][place.key] = held.whole()
+            if place.table == "a":
+                a_counts[place.key] = np.broadcast_to(held.count, entry.stack).copy()
+            else:
+                counts[place] = held.count
+        terms = max(count.max() for count in counts.values())
+        for place, count in counts.items():
+            _scale(tables[place.table][place.key], count, terms)
+        layers, bias = self.layout.layers, self.layout.bias
+        return Factors(tables["a"], a_counts, tables["g"], tables["diagonals"], terms, layers, bias)
+
 
 def _is_finite(array: np.ndarray) -> bool:
     """Whether every element is finite, a piece at a time: a mask of them all would be large."""
     flat = array.reshape(-1)
-    return all(np.isfinite(flat[i : i + _PIECE]).all() for i in range(0, len(flat), _PIECE))
+    for start in range(0, len(flat), _PIECE):
+        if not np.isfinite(flat[start : start + _PIECE]).all():
+            return False
+    return True
 
 
 def _advance(sums: np.ndarray, decay: np.ndarray, decays: int, new: np.ndarray | None) -> None:
@@ -194,3 +239,10 @@ def _advance(sums: np.ndarray, decay: np.ndarray, decays: int, new: np.ndarray |
         np.add(work, new, out=work)
     if work is not sums:
         sums[...] = work
+
+
+def _scale(sums: np.ndarray, count: np.ndarray, terms: np.generic) -> None:
+    """Make ``sums`` over ``count`` loss terms those over ``terms``, of the same mean, in place."""
+    for index in np.ndindex(count.shape):
+        if 0 < count[index] < terms:
+            sums[index] *= (terms / count[index]).astype(sums.dtype)

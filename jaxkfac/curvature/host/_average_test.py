@@ -11,7 +11,6 @@ from jaxkfac.curvature.host import _store
 from jaxkfac.curvature.host._average import Averages
 from jaxkfac.curvature.host._layout import Layout, Place
 from jaxkfac.curvature.host._store import Store
-from jaxkfac.curvature.host._totals import totals
 from jaxkfac.factors._average import update_average
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 
@@ -67,7 +66,7 @@ def test_it_is_update_average_bit_by_bit(double):
             add(averages, factors, age)
             expected = factors if expected is None else update_average(expected, factors, 0.9)
         assert expected.terms.dtype == (np.float64 if double else np.float32)
-        assert_same(totals(averages, 4), expected)
+        assert_same(averages.factors(4), expected)
 
 
 def test_parts_of_a_step_are_the_step():
@@ -79,7 +78,7 @@ def test_parts_of_a_step_are_the_step():
         add(parts, factors, age, places=stacked, rows=slice(1, 3))
         add(parts, factors, age, places=flat)
         add(parts, factors, age, places=stacked, rows=slice(0, 1))
-    assert_same(totals(parts, 3), totals(whole, 3))
+    assert_same(parts.factors(3), whole.factors(3))
 
 
 def test_micro_batches_are_added_by_count():
@@ -88,7 +87,7 @@ def test_micro_batches_are_added_by_count():
     for age, factors in ((1, first), (2, second), (2, third)):
         add(averages, factors, age)
     expected = update_average(first, second + third, 0.9)
-    for x, y in zip(jax.tree.leaves(totals(averages, 2)), jax.tree.leaves(expected), strict=True):
+    for x, y in zip(jax.tree.leaves(averages.factors(2)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-5)
 
 
@@ -156,7 +155,7 @@ def test_sums_over_fewer_terms_keep_their_mean():
     add(averages, second, 2, places=places)
     stacked = averages.layout.entries[Place("g", "stacked")]
     averages.add(stacked, second.g_sums["stacked"][:2], second.terms, 0, 2)
-    whole, some = totals(expected, 2), totals(averages, 2)
+    whole, some = expected.factors(2), averages.factors(2)
     assert some.terms == whole.terms
     np.testing.assert_allclose(some["k"].g, first["k"].g, rtol=1e-6)
     np.testing.assert_allclose(some["stacked"].g[2:], first["stacked"].g[2:], rtol=1e-6)
@@ -215,7 +214,7 @@ def test_averages_beyond_the_budget_are_mapped_files(tmp_path: Path):
         add(averages, factors, age)
         add(in_memory, factors, age)
     assert store.in_memory == 840 and store.on_disk == 4 * 30 * 31 // 2
-    assert_same(totals(averages, 2), totals(in_memory, 2))
+    assert_same(averages.factors(2), in_memory.factors(2))
     assert not list(tmp_path.iterdir())  # nothing to clean up, however the process ends
     del averages
     assert store.in_memory == store.on_disk == 0

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from jaxkfac.curvature.host._arrivals import as_step
+from jaxkfac.curvature.host._copies import as_step
 from jaxkfac.curvature.host._service_test import LAYERS, LIKE, same, service, threads
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jaxkfac._errors import nearest
 from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.interception._layer import Layer
+from jaxkfac.interception import Layer
 
 
 class Place(NamedTuple):
@@ -35,7 +36,7 @@ class Entry:
     size: int
     dense: bool
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...] | None:
         """Shape of the array, ``None`` for a diagonal: that of its parameter."""
         if self.place.table == "diagonals":
@@ -50,7 +51,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class EigenBlock:
     """One spectrum of the eigenbases.
 
     Attributes:
@@ -112,7 +113,7 @@ class Layout:
         yield Entry(g, f"G {name}", layer.stack, layer.out_features, layer.g_dense)
 
     @functools.cached_property
-    def blocks(self) -> dict[Place, Block]:
+    def blocks(self) -> dict[Place, EigenBlock]:
         """Every spectrum, each once."""
         found = {}
         for layer in self.layers:
@@ -123,14 +124,18 @@ class Layout:
                     and not self.without_arrays.wants_ones(layer)
                 )
                 own = Place("a_without_ones", place.key) if bare else place
-                found.setdefault(own, Block(own, self.entries[place], bare))
+                found.setdefault(own, EigenBlock(own, self.entries[place], bare))
         return found
 
-    def merged(self, factors: Factors) -> "Layout":
+    def merged(self, factors: Factors, *, complete: bool) -> "Layout":
         """This layout with the layers of ``factors`` that it lacks at its end.
 
+        Args:
+            factors: Of some of its layers, or of others.
+            complete: Whether others are refused.
+
         Raises:
-            ValueError: the two disagree about a layer, or about biases.
+            ValueError: the two disagree about a layer, or about biases; or a layer is refused.
         """
         if factors.layers == self.layers and factors.bias == self.bias:
             return self
@@ -141,14 +146,21 @@ class Layout:
             if known.get(layer.name, layer) != layer:
                 raise ValueError(f"factors hold {layer}, expected {known[layer.name]}")
         new = tuple(layer for layer in factors.layers if layer.name not in known)
-        return Layout((*self.layers, *new), self.bias) if new else self
+        if not new:
+            return self
+        if complete:
+            raise ValueError(
+                f"factors have the layer {new[0].name!r}, which was not expected; the nearest are "
+                f"{nearest(new[0].name, list(known))}"
+            )
+        return Layout((*self.layers, *new), self.bias)
 
-    def groups(self, count: int) -> list[list[Block]]:
+    def groups(self, count: int) -> list[list[EigenBlock]]:
         """Blocks in groups of about equal work; all blocks of one entry are in one group."""
-        by_entry: dict[Place, list[Block]] = {}
+        by_entry: dict[Place, list[EigenBlock]] = {}
         for block in self.blocks.values():
             by_entry.setdefault(block.source.place, []).append(block)
-        groups: list[list[Block]] = [[] for _ in range(count)]
+        groups: list[list[EigenBlock]] = [[] for _ in range(count)]
         loads = [0] * count
         for blocks in sorted(by_entry.values(), key=_work, reverse=True):
             least = loads.index(min(loads))
@@ -157,5 +169,5 @@ class Layout:
         return groups
 
 
-def _work(blocks: list[Block]) -> int:
+def _work(blocks: list[EigenBlock]) -> int:
     return sum(math.prod(b.source.stack) * b.size ** (3 if b.source.dense else 1) for b in blocks)

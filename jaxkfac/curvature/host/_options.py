@@ -1,12 +1,17 @@
-"""What a service is built with, checked when it is built."""
+"""What a service is built with, checked when it is built, and the bytes that follow from it."""
 
 import dataclasses
 import os
 from pathlib import Path
-from typing import Literal, SupportsIndex, get_args
+from typing import Literal, NamedTuple, SupportsIndex, get_args
+
+import jax
+import numpy as np
 
 from jaxkfac.curvature._placement import Placement, check_placement
-from jaxkfac.curvature.host._average import Storage
+from jaxkfac.curvature.host._layout import Layout
+from jaxkfac.curvature.host._store import Storage
+from jaxkfac.factors import Factors
 from jaxkfac.factors._average import check_decay
 from jaxkfac.linalg import check_clipping
 
@@ -14,8 +19,8 @@ Initial = Literal["wait", "identity"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """The arguments of :class:`HostCurvature`, which explains them."""
+class HostOptions:
+    """The arguments of :class:`HostCurvature`, which explains them, and their defaults."""
 
     decay: float = 0.95
     refresh_every: int = 50
@@ -78,3 +83,69 @@ class Options:
     def every(self) -> int:
         """Steps between two refreshes, of one group of blocks each."""
         return self.refresh_every // self.stagger
+
+
+class HostBytes(NamedTuple):
+    """Host memory of a service in bytes, by what it is for.
+
+    Attributes:
+        averages: The running averages; with the next two, what may lie on disk.
+        snapshots: Their copies; the first refresh is of all groups.
+        bases_in_work: Until their hand-over.
+        workspace: A worker holds the mean and what LAPACK takes; one matrix is being folded.
+        in_flight: Pushed and not yet averaged; an array larger than what may be goes alone.
+    """
+
+    averages: int
+    snapshots: int
+    bases_in_work: int
+    workspace: int
+    in_flight: int
+
+    @property
+    def fixed(self) -> int:
+        """What is in memory whatever happens."""
+        return self.workspace + self.in_flight
+
+    @property
+    def movable(self) -> dict[str, int]:
+        """What may lie on disk, in words."""
+        own = {"averages": self.averages, "snapshots": self.snapshots}
+        return {**own, "bases in work": self.bases_in_work}
+
+
+def service_bytes(like: Factors, options: HostOptions) -> HostBytes:
+    """The least host memory with which a service works, from shapes alone.
+
+    Args:
+        like: Factors of one step, or ``stats.factor_shapes(params, batch)``.
+        options: Of the service; ``workers``, ``in_flight_bytes`` and ``storage`` count.
+
+    Returns:
+        Bytes by what they are for; ``HostCurvature(like=like, host_bytes=...)`` accepts their
+        sum and refuses less.
+    """
+    return layout_bytes(Layout(like.layers, like.bias), options, double=is_double(like))
+
+
+def layout_bytes(layout: Layout, options: HostOptions, *, double: bool) -> HostBytes:
+    """As :func:`service_bytes`, of factors in float64 or in float32."""
+    entries, itemsize = layout.entries.values(), 8 if double else 4
+    # The diagonal of a matrix counts twice: room for both of its triangles.
+    whole = {entry: itemsize * (1 + entry.dense) * entry.elements for entry in entries}
+    folded = sum(entry.elements for entry in entries)
+    folded *= 2 if options.storage == "bfloat16" else itemsize
+    largest = max((entry.size for entry in entries if entry.dense), default=0)
+    in_flight = max(options.in_flight_bytes, *whole.values(), 0)
+    return HostBytes(
+        averages=folded,
+        snapshots=folded,
+        bases_in_work=sum(size for entry, size in whole.items() if entry.dense),
+        workspace=(4 * options.workers + 1) * itemsize * largest**2,
+        in_flight=min(in_flight, sum(whole.values())),
+    )
+
+
+def is_double(factors: Factors) -> bool:
+    """Whether any array is float64."""
+    return any(x.dtype == np.float64 for x in jax.tree.leaves(factors))

@@ -1,135 +1,252 @@
-"""When factors are snapshot and when bases are handed over: step numbers only."""
+"""A refresh: snapshots become spectra on the workers, and these the bases in use."""
 
-import dataclasses
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array
+
+from jaxkfac._errors import NonFiniteFactorError
+from jaxkfac.curvature._eigenbases import Eigenbases
+from jaxkfac.curvature._sharding import UNCOMMITTED, ResultSharding, detached, put_result
+from jaxkfac.curvature.host._average import Averages, Snapshot
+from jaxkfac.curvature.host._decompose import Decomposer, failure
+from jaxkfac.curvature.host._layout import EigenBlock, Layout, Place
+from jaxkfac.curvature.host._store import Store
+from jaxkfac.curvature.host._threads import Monitor, Workers
+from jaxkfac.linalg import HostSpectrum, Spectrum
+
+_TABLES = ("a", "a_without_ones", "g")
 
 
-class Refresh(NamedTuple):
-    """One refresh.
+class Decompositions:
+    """The blocks of one refresh.
+
+    A stacked factor is decomposed one slice at a time, so that a worker needs room for the
+    matrix, the copy that LAPACK overwrites and its scratch: four matrices. A snapshot is
+    freed as soon as its last slice is done. The results do not depend on which worker does
+    what, or when.
+
+    Args:
+        blocks: What to decompose.
+        shardings: Where the results go.
+        previous: Eigenvectors that may be kept; on the host from their first use on.
+        decomposer: What does it.
+        store: Where results are allocated.
+        monitor: What is told about progress.
 
     Attributes:
-        step: It sees every push of this step and of those before it.
-        group: Which group of blocks is decomposed; ``None`` is all.
-        age: How many steps had been pushed by then.
+        results: ``{place: spectrum}``, and the mean of diagonal ones as values.
+        failures: ``{place: error}``.
+        done: Whether nothing is left to do.
     """
 
-    step: int
-    group: int | None
-    age: int
+    def __init__(
+        self,
+        blocks: Sequence[EigenBlock],
+        shardings: dict[Place, ResultSharding],
+        previous: dict[Place, Array | np.ndarray],
+        decomposer: Decomposer,
+        store: Store,
+        monitor: Monitor,
+    ) -> None:
+        self._blocks, self._shardings, self._previous = blocks, shardings, previous
+        self._decomposer, self._store, self._monitor = decomposer, store, monitor
+        self.results: dict[Place, HostSpectrum] = {}
+        self.failures: dict[Place, NonFiniteFactorError] = {}
+        self.done = False
+        self._lock = threading.Lock()
+        self._partial: dict[Place, HostSpectrum] = {}
+        self._failed: dict[Place, dict[tuple[int, ...], NonFiniteFactorError]] = {}
+        self._left: dict[Place, int] = {}
+        self._snapshots: dict[Place, Snapshot] = {}
+
+    def begin(self, averages: Averages, age: int, workers: Workers) -> None:
+        """Take the snapshots and queue the slices; runs between pushes, in their thread."""
+        for block in self._blocks:
+            entry = block.source
+            if entry.place not in self._snapshots:
+                self._snapshots[entry.place] = averages.snapshot(entry, age)
+        jobs: list[tuple[EigenBlock, tuple[int, ...]]] = []
+        for block in sorted(self._blocks, key=lambda b: b.size, reverse=True):
+            indices = list(np.ndindex(block.source.stack))
+            self._left[block.place] = len(indices)
+            jobs += [(block, index) for index in indices]
+        if not jobs:
+            with self._monitor.changing():
+                self.done = True
+        for block, index in jobs:
+            workers.put(lambda block=block, index=index: self._do(block, index))
+
+    def _do(self, block: EigenBlock, index: tuple[int, ...]) -> None:
+        try:
+            spectrum = self._spectrum(block, index)
+        except NonFiniteFactorError as error:
+            with self._lock:
+                self._failed.setdefault(block.place, {})[index] = error
+        else:
+            self._keep(block, index, spectrum)
+        self._count(block)
+
+    def _spectrum(self, block: EigenBlock, index: tuple[int, ...]) -> HostSpectrum:
+        snapshot = self._snapshots[block.source.place]
+        name = block.name + (f" at stack index {index}" if index else "")
+        if snapshot.num_left_out:
+            raise failure(block.name, snapshot.num_left_out)
+        mean = snapshot.mean(index)
+        if not block.source.dense:
+            return HostSpectrum(mean[..., :-1] if block.without_ones else mean, None)
+        if block.without_ones:
+            mean = np.ascontiguousarray(mean[:-1, :-1])
+        old = self._old_vectors(block.place)
+        return self._decomposer.decompose(
+            mean,
+            name=name,
+            device=self._shardings.get(block.source.place, UNCOMMITTED).device,
+            previous=None if old is None else old[index],
+        )
+
+    def _old_vectors(self, place: Place) -> np.ndarray | None:
+        """On the host: a stack is transferred once, not for each of its slices."""
+        with self._lock:
+            old = self._previous.get(place)
+            if old is not None and not isinstance(old, np.ndarray):
+                old = self._previous[place] = np.asarray(detached(old))
+            return old
+
+    def _keep(self, block: EigenBlock, index: tuple[int, ...], spectrum: HostSpectrum) -> None:
+        if not index and self._store.budget is None:  # no copy
+            self._partial[block.place] = spectrum
+            return
+        with self._lock:
+            whole = self._partial.get(block.place)
+            if whole is None:
+                whole = self._partial[block.place] = self._allocate(block, spectrum)
+        whole.values[index] = spectrum.values
+        if whole.vectors is not None:
+            whole.vectors[index] = spectrum.vectors
+
+    def _allocate(self, block: EigenBlock, like: HostSpectrum) -> HostSpectrum:
+        stack, what = block.source.stack, f"the basis of {block.name}"
+        values, vectors = (
+            None if x is None else self._store.empty((*stack, *x.shape), x.dtype, what)
+            for x in like
+        )
+        assert values is not None
+        return HostSpectrum(values, vectors)
+
+    def _count(self, block: EigenBlock) -> None:
+        with self._lock:
+            self._left[block.place] -= 1
+            if self._left[block.place]:
+                return
+            del self._left[block.place]
+            whole = self._partial.pop(block.place, None)
+            if block.place in self._failed:
+                errors = self._failed.pop(block.place)
+                self.failures[block.place] = errors[min(errors)]
+            elif whole is not None:
+                self.results[block.place] = whole
+            source = block.source.place
+            if not any(b.source.place == source and b.place in self._left for b in self._blocks):
+                del self._snapshots[source]
+            self._previous.pop(block.place, None)
+            done = not self._left
+        if done:
+            with self._monitor.changing():
+                self.done = True
 
 
-class Action(NamedTuple):
-    """What to do now. The schedule moves on when the next action is asked for."""
+class ActiveBases:
+    """The spectra in use.
 
-    kind: Literal["snapshot", "hand over"]
-    refresh: Refresh
-
-
-@dataclasses.dataclass
-class Schedule:
-    """The steps of a service.
-
-    The first step pushed is a refresh of everything. After it, the first step pushed at least
-    ``every`` steps after the last refresh is one, of the groups in turn. A refresh is *open*
-    while its step may still be pushed to; it is snapshot when the step grows. Its bases are
-    handed over when bases are asked for at ``step + lag`` or later. One refresh is in work at
-    a time, so that one which nobody asked for is handed over before the next snapshot.
+    Args:
+        max_condition: For reading the bases.
+        floor: For reading the bases.
+        keep_previous: How many refreshes in a row a spectrum may be kept because its
+            decomposition failed.
 
     Attributes:
-        every: Steps between two refreshes, at least.
-        lag: Steps from a refresh to its hand-over.
-        groups: How many groups take turns.
-        clock: Greatest step pushed or asked for.
-        pushed: Greatest step pushed.
-        age: How many different steps have been pushed.
-        number: How many refreshes have begun.
-        last: Step of the last refresh.
-        open: A refresh to whose step pushes may still come.
-        pending: A refresh that has been snapshot and not handed over.
+        tables: ``{place: spectrum, or the mean of a diagonal}``.
+        kept: ``{block name: refreshes in a row that it was kept for}``.
     """
 
-    every: int
-    lag: int
-    groups: int
-    clock: int | None = None
-    pushed: int | None = None
-    age: int = 0
-    number: int = 0
-    last: int | None = None
-    open: Refresh | None = None
-    pending: Refresh | None = None
+    def __init__(self, max_condition: float, floor: float, keep_previous: int) -> None:
+        self._max_condition, self._floor = max_condition, floor
+        self._keep_previous = keep_previous
+        self.tables: dict[Place, Any] = {}
+        self.kept: dict[str, int] = {}
+        self._bases: Eigenbases | None = None
 
-    def push(self, step: int) -> Iterator[Action]:
-        """What has to be done before factors of ``step`` are taken in. Consume all of it.
+    def bases(self, layout: Layout) -> Eigenbases:
+        """The bases; the same object until the next hand-over."""
+        if self._bases is None:
+            tables: dict[str, dict[str, Any]] = {t: {} for t in (*_TABLES, "diagonals")}
+            for place in layout.blocks:
+                tables[place.table][place.key] = self.tables[place]
+            self._bases = Eigenbases(
+                a=tables["a"],
+                a_without_ones=tables["a_without_ones"],
+                g=tables["g"],
+                diagonals=tables["diagonals"],
+                layers=layout.layers,
+                bias=layout.bias,
+                max_condition=self._max_condition,
+                floor=self._floor,
+            )
+        return self._bases
+
+    def take(self, bases: Eigenbases) -> None:
+        """Use ``bases`` as they are."""
+        self._bases = bases
+        for table in _TABLES:
+            for key, spectrum in getattr(bases, table).items():
+                self.tables[Place(table, key)] = spectrum
+        for key, diagonal in bases.diagonals.items():
+            self.tables[Place("diagonals", key)] = diagonal
+
+    def hand_over(
+        self,
+        results: dict[Place, HostSpectrum],
+        failures: dict[Place, NonFiniteFactorError],
+        shardings: dict[Place, ResultSharding],
+        layout: Layout,
+    ) -> None:
+        """Replace spectra one by one, dropping each old one before its successor arrives.
+
+        Both dictionaries are emptied. What the caller still holds of the old bases lives on.
 
         Raises:
-            ValueError: the step goes backwards, or its bases were taken with ``lag=0``.
+            NonFiniteFactorError: a decomposition failed, and there is nothing to keep or it
+                has been kept for too long.
         """
-        self._check(step, "push")
-        if self.lag == 0 and self.last == step and self.open is None:
-            raise ValueError(
-                f"push at step {step}: with lag=0 its factors have been decomposed already; push "
-                "all of a step before asking for its bases, or use lag >= 1"
-            )
-        if self.open is not None and step > self.open.step:
-            yield from self._snapshot()
-        if self.pushed is None or step > self.pushed:
-            self.age += 1
-        self.clock = self.pushed = step
-        if self.last is None or step >= self.last + self.every:
-            group = (self.number - 1) % self.groups if self.number and self.groups > 1 else None
-            self.open = Refresh(step, group, self.age)
-            self.last, self.number = step, self.number + 1
+        for place, error in list(failures.items()):
+            self._keep(place, error, layout.blocks[place].name)
+            del failures[place]
+        self._bases = None
+        for place in list(results):
+            block = layout.blocks[place]
+            where = shardings.get(block.source.place, UNCOMMITTED)
+            self.tables.pop(place, None)
+            values, vectors = results[place]
+            if place.table == "diagonals":
+                self.tables[place] = put_result(values, where)
+            else:
+                columns = None if vectors is None else put_result(vectors, where)
+                self.tables[place] = Spectrum(put_result(values, where), columns)
+            del results[place], values, vectors
+            self.kept.pop(block.name, None)
 
-    def ask(self, step: int, *, have_bases: bool) -> Iterator[Action]:
-        """What has to be done before bases of ``step`` are given out. Consume all of it.
-
-        Raises:
-            ValueError: the step goes backwards, or there are no bases and nothing to make
-                them from.
-        """
-        self._check(step, "bases")
-        if not have_bases and self.open is None and self.pending is None:
-            raise ValueError(
-                f"bases at step {step}: no factors have been pushed; push first, or pass "
-                "initial='identity', like=stats.factor_shapes(params, batch)"
-            )
-        at_once = self.lag == 0 or not have_bases
-        if self.open is not None and (step > self.open.step or at_once):
-            yield from self._snapshot()
-        if self.pending is not None and (step >= self.pending.step + self.lag or not have_bases):
-            yield from self._hand_over()
-        self.clock = step
-
-    def _check(self, step: int, what: str) -> None:
-        if self.clock is not None and step < self.clock:
-            raise ValueError(f"{what} at step {step}, but step {self.clock} has been seen before")
-
-    def _snapshot(self) -> Iterator[Action]:
-        if self.pending is not None:
-            yield from self._hand_over()
-        assert self.open is not None
-        yield Action("snapshot", self.open)
-        self.pending, self.open = self.open, None
-
-    def _hand_over(self) -> Iterator[Action]:
-        assert self.pending is not None
-        yield Action("hand over", self.pending)
-        self.pending = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return dataclasses.asdict(self) | {
-            name: None if refresh is None else list(refresh)
-            for name, refresh in (("open", self.open), ("pending", self.pending))
-        }
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Schedule":
-        """The schedule that :meth:`to_dict` described."""
-        refreshes = {
-            name: None if values[name] is None else Refresh(*values[name])
-            for name in ("open", "pending")
-        }
-        return cls(**{**values, **refreshes})
+    def _keep(self, place: Place, error: NonFiniteFactorError, name: str) -> None:
+        count = self.kept.get(name, 0) + 1
+        if place not in self.tables or count > self._keep_previous:
+            raise error
+        self.kept[name] = count
+        warnings.warn(
+            f"{error}. The previous basis of {name} is kept, refresh {count} of at most "
+            f"{self._keep_previous}",
+            RuntimeWarning,
+            stacklevel=5,  # whoever called the service
+        )

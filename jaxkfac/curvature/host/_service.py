@@ -12,25 +12,21 @@ import jax
 
 from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.curvature._eigenbases import Eigenbases, identity_bases
-from jaxkfac.curvature._home import home_of_factor
 from jaxkfac.curvature._placement import Placement
-from jaxkfac.curvature.host._arrivals import arrivals, as_step
-from jaxkfac.curvature.host._average import Averages, Storage
-from jaxkfac.curvature.host._current import Current
+from jaxkfac.curvature._sharding import result_sharding
+from jaxkfac.curvature.host._average import Averages
+from jaxkfac.curvature.host._copies import Copy, arrays_of, as_step, start_copy
 from jaxkfac.curvature.host._decompose import Decomposer
 from jaxkfac.curvature.host._files import Saved
 from jaxkfac.curvature.host._layout import Layout
-from jaxkfac.curvature.host._monitor import Monitor
-from jaxkfac.curvature.host._options import Initial, Options
-from jaxkfac.curvature.host._parts import Parts, is_double
-from jaxkfac.curvature.host._refresh import Action, Schedule
-from jaxkfac.curvature.host._saved import MACHINE, restore_parts, save_parts
-from jaxkfac.curvature.host._store import Store
-from jaxkfac.curvature.host._stream import Stream
-from jaxkfac.curvature.host._threads import Lane
-from jaxkfac.curvature.host._totals import totals
+from jaxkfac.curvature.host._options import HostOptions, Initial, is_double
+from jaxkfac.curvature.host._refresh import ActiveBases
+from jaxkfac.curvature.host._schedule import Action, Schedule
+from jaxkfac.curvature.host._state import MACHINE, State, restore_state, save_state
+from jaxkfac.curvature.host._store import Storage, Store
+from jaxkfac.curvature.host._threads import Monitor, Workers
+from jaxkfac.factors import Factors
 from jaxkfac.factors._average import check_same_layers
-from jaxkfac.factors._factors import Factors
 
 
 class HostCurvature:
@@ -116,25 +112,25 @@ class HostCurvature:
     def __init__(
         self,
         *,
-        decay: float = 0.95,
-        refresh_every: int = 50,
-        lag: int = 5,
-        max_condition: float = 1e6,
-        floor: float = 0.0,
-        placement: Placement = "host",
-        initial: Initial = "wait",
+        decay: float = HostOptions.decay,
+        refresh_every: int = HostOptions.refresh_every,
+        lag: int = HostOptions.lag,
+        max_condition: float = HostOptions.max_condition,
+        floor: float = HostOptions.floor,
+        placement: Placement = HostOptions.placement,
+        initial: Initial = HostOptions.initial,
         like: Factors | None = None,
-        stagger: int = 1,
-        keep_previous: int = 3,
-        reuse_tolerance: float | None = None,
-        storage: Storage = "float32",
-        workers: int = 1,
-        in_flight_bytes: int = 1 << 30,
-        host_bytes: int | None = None,
-        disk: str | Path | None = None,
-        timeout: float = 600.0,
+        stagger: int = HostOptions.stagger,
+        keep_previous: int = HostOptions.keep_previous,
+        reuse_tolerance: float | None = HostOptions.reuse_tolerance,
+        storage: Storage = HostOptions.storage,
+        workers: int = HostOptions.workers,
+        in_flight_bytes: int = HostOptions.in_flight_bytes,
+        host_bytes: int | None = HostOptions.host_bytes,
+        disk: str | Path | None = HostOptions.disk,
+        timeout: float = HostOptions.timeout,
     ) -> None:
-        options = Options(
+        options = HostOptions(
             decay=decay,
             refresh_every=refresh_every,
             lag=lag,
@@ -160,25 +156,26 @@ class HostCurvature:
         self._start(options, Schedule(options.every, options.lag, options.stagger), like)
         if like is not None and initial == "identity":
             clipping = {"max_condition": max_condition, "floor": floor}
-            self._parts.current.take(identity_bases(like, **clipping))
+            self._state.active.take(identity_bases(like, **clipping))
 
-    def _start(self, options: Options, schedule: Schedule, like: Factors | None) -> None:
+    def _start(self, options: HostOptions, schedule: Schedule, like: Factors | None) -> None:
         monitor = Monitor(options.timeout)
-        self._parts = Parts(
+        self._state = State(
             options,
             monitor,
             schedule,
             Store(options.host_bytes, options.disk),
-            Current(options.max_condition, options.floor, options.keep_previous),
+            ActiveBases(options.max_condition, options.floor, options.keep_previous),
             Decomposer(options.placement, options.reuse_tolerance),
         )
         if like is not None:
-            self._parts.use_layout(Layout(like.layers, like.bias), double=is_double(like))
-            self._parts.complete = True
+            self._state.use_layout(Layout(like.layers, like.bias), double=is_double(like))
+            self._state.complete = True
         self._lock = threading.RLock()  # one call at a time, from whichever thread
         self._monitor = monitor
-        self._stream = Stream(options.in_flight_bytes, monitor)
-        self._workers = Lane("jaxkfac-eigh", options.workers, monitor)
+        limit = options.in_flight_bytes
+        self._averaging = Workers("jaxkfac-average", 1, monitor, limit)  # in order, so one
+        self._workers = Workers("jaxkfac-eigh", options.workers, monitor)
         # The threads hold none of this object, so that it can be collected while they run.
         weakref.finalize(self, monitor.close)
 
@@ -225,33 +222,43 @@ class HostCurvature:
         step = as_step(step)
         with self._lock:
             self._monitor.check("push")
-            parts = self._parts
-            layout = parts.layout_with(factors)
-            found = arrivals(factors, layout, first_iteration)
-            if layout is not parts.layout:
-                parts.use_layout(layout, double=is_double(factors))
-            assert parts.averages is not None
-            for action in parts.schedule.push(step):
+            state = self._state
+            layout = (
+                Layout(factors.layers, factors.bias)
+                if state.layout is None
+                else state.layout.merged(factors, complete=state.complete)
+            )
+            arrays = arrays_of(factors, layout, first_iteration)
+            if layout is not state.layout:
+                state.use_layout(layout, double=is_double(factors))
+            averages, averaging = state.averages, self._averaging
+            assert averages is not None
+            for action in state.schedule.push(step):
                 self._do(action)
-            last_use = {id(arrival.value): i for i, arrival in enumerate(found)}
-            for i, arrival in enumerate(found):
-                parts.homes[arrival.entry.place] = home_of_factor(arrival.value)
-                parts.seen.add(arrival.entry.place)
+            # An array that stands for two of them goes with the last one.
+            last_use = {id(sums): i for i, (_, sums, _) in enumerate(arrays)} if donate else {}
+            for i, (entry, sums, count) in enumerate(arrays):
+                state.shardings[entry.place] = result_sharding(sums)
+                state.seen.add(entry.place)
+                last = donate and last_use[id(sums)] == i
+                donated = sums if last and isinstance(sums, jax.Array) else None
                 try:
-                    self._stream.send(
-                        arrival,
-                        parts.averages,
-                        first=first_iteration,
-                        step=step,
-                        age=parts.schedule.age,
-                        delete=donate and last_use[id(arrival.value)] == i,
-                    )
+                    averaging.take(sums.nbytes, entry.name)
                 except TimeoutError as error:
                     error.add_note(
-                        f"{i} of the {len(found)} arrays of this push at step {step} had been sent "
-                        "and are averaged: push the others alone, or the next step"
+                        f"{i} of the {len(arrays)} arrays of this push at step {step} had been "
+                        "sent and are averaged: push the others alone, or the next step"
                     )
                     raise
+                try:
+                    copies = start_copy(sums), start_copy(count)
+                except BaseException:
+                    averaging.give_back(sums.nbytes)
+                    raise
+                age = state.schedule.age
+                job = Copy(entry, *copies, averages, first_iteration, step, age, donated)
+                averaging.put(job, sums.nbytes)
+                del copies, job
 
     @contextlib.contextmanager
     def room(self, factors: Factors | int) -> Iterator[None]:
@@ -269,14 +276,17 @@ class HostCurvature:
             tables = (factors.a_sums, factors.g_sums, factors.diagonals)
             leaves = jax.tree.leaves(tables)
             factors = sum(x.size * x.dtype.itemsize for x in leaves)
-        with self._stream.in_flight.room(factors):
+        with self._averaging.room(factors):
             yield
 
     def flush(self) -> None:
         """Wait until everything pushed is in the average, and its arrays are let go of."""
         with self._lock:
             self._monitor.check("flush")
-            self._stream.flush()
+            averaging = self._averaging
+            self._monitor.wait_for(
+                lambda: not averaging.unfinished, "pushed factors to reach the average"
+            )
 
     # ------------------------------------------------------------ out
 
@@ -300,27 +310,29 @@ class HostCurvature:
         step = as_step(step)
         with self._lock:
             self._monitor.check("bases")
-            parts = self._parts
-            for action in parts.schedule.ask(step, have_bases=bool(parts.current.tables)):
+            state = self._state
+            for action in state.schedule.ask(step, have_bases=bool(state.active.tables)):
                 self._do(action)
-            assert parts.layout is not None
-            return parts.current.bases(parts.layout)
+            assert state.layout is not None
+            return state.active.bases(state.layout)
 
     def _do(self, action: Action) -> None:
-        parts, refresh = self._parts, action.refresh
+        state, refresh = self._state, action.refresh
         if action.kind == "snapshot":
-            averages, workers, work = parts.averages, self._workers, parts.new_work(refresh.group)
+            averages, workers, work = state.averages, self._workers, state.new_work(refresh.group)
             assert averages is not None
-            self._stream.put(lambda: work.begin(averages, refresh.age, workers))
-            parts.work = work
+            self._averaging.put(lambda: work.begin(averages, refresh.age, workers))
+            state.work = work
             return
         self._finish_work()
-        assert parts.work is not None and parts.layout is not None
-        parts.current.hand_over(parts.work.results, parts.work.failures, parts.homes, parts.layout)
-        parts.work = None
+        assert state.work is not None and state.layout is not None
+        state.active.hand_over(
+            state.work.results, state.work.failures, state.shardings, state.layout
+        )
+        state.work = None
 
     def _finish_work(self) -> None:
-        work, pending = self._parts.work, self._parts.schedule.pending
+        work, pending = self._state.work, self._state.schedule.pending
         if work is not None and pending is not None:
             what = f"the decomposition of the refresh at step {pending.step}"
             self._monitor.wait_for(lambda: work.done, what)
@@ -337,25 +349,25 @@ class HostCurvature:
         """
         with self._lock:
             self.flush()
-            if self._parts.averages is None or not self._parts.averages.running:
+            if self._state.averages is None or not self._state.averages.running:
                 raise ValueError("average: no factors have been pushed")
-            return totals(self._parts.averages, self._parts.schedule.age)
+            return self._state.averages.factors(self._state.schedule.age)
 
     @property
     def left_out(self) -> dict[str, int]:
         """``{factor: number of contributions left out}``: not finite, or too much for the sum."""
-        averages: Averages | None = self._parts.averages
+        averages: Averages | None = self._state.averages
         return {} if averages is None else dict(averages.left_out)
 
     @property
     def kept(self) -> dict[str, int]:
         """``{factor: refreshes in a row for which its previous basis has been kept}``."""
-        return dict(self._parts.current.kept)
+        return dict(self._state.active.kept)
 
     @property
     def placements(self) -> dict[str, str]:
         """``{"size/dtype": "device" or "host"}``, what ``placement="auto"`` has chosen."""
-        return dict(self._parts.decomposer.chosen)
+        return dict(self._state.decomposer.chosen)
 
     # ------------------------------------------------------------ saving, ending
 
@@ -371,7 +383,7 @@ class HostCurvature:
         with self._lock:
             self.flush()
             self._finish_work()
-            save_parts(self._parts, Path(path))
+            save_state(self._state, Path(path))
 
     @classmethod
     def load(
@@ -396,11 +408,11 @@ class HostCurvature:
         if machine.get("disk") is not None:
             machine["disk"] = Path(machine["disk"])
         with Saved(Path(path)) as saved:
-            options = Options(**saved.about["options"], **machine)
+            options = HostOptions(**saved.about["options"], **machine)
             service = cls.__new__(cls)
             service._start(options, Schedule.from_dict(saved.about["schedule"]), None)
             try:
-                restore_parts(service._parts, saved)
+                restore_state(service._state, saved)
                 service._check_model(like, path)
             except BaseException:
                 service.close()
@@ -408,9 +420,9 @@ class HostCurvature:
         return service
 
     def _check_model(self, like: Factors | None, path: str | Path) -> None:
-        if like is not None and self._parts.layout is not None:
+        if like is not None and self._state.layout is not None:
             try:
-                check_same_layers(like, self._parts.layout.without_arrays)
+                check_same_layers(like, self._state.layout.without_arrays)
             except ValueError as error:
                 raise CheckpointMismatchError(f"{path} is of another model: {error}") from error
 
@@ -423,7 +435,7 @@ class HostCurvature:
         """
         self._monitor.close()
         deadline = time.monotonic() + self._monitor.timeout
-        running = [*self._stream.lane.join(deadline), *self._workers.join(deadline)]
+        running = [*self._averaging.join(deadline), *self._workers.join(deadline)]
         if running:
             raise TimeoutError(
                 f"close waited {self._monitor.timeout:g} s and {', '.join(running)} still runs"

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from jaxkfac.curvature import eigendecompose, reconstruct
-from jaxkfac.curvature.host import HostCurvature, _current, _decompose, _parts, _work
-from jaxkfac.curvature.host._layout import Layout
-from jaxkfac.curvature.host._options import Options
+from jaxkfac.curvature.host import HostCurvature, HostOptions, _decompose, _refresh, service_bytes
 from jaxkfac.factors._average import update_average
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 
@@ -243,13 +241,13 @@ def test_each_old_basis_is_let_go_before_its_successor_arrives(factors, monkeypa
         del bases
         running.push(factors[1], 1)
         running.push(factors[2], 2)
-        bring, alive = _current.bring_home, []
+        bring, alive = _refresh.put_result, []
 
         def counted(result, home):
             alive.append(sum(reference() is not None for reference in old))
             return bring(result, home)
 
-        monkeypatch.setattr(_current, "bring_home", counted)
+        monkeypatch.setattr(_refresh, "put_result", counted)
         running.bases(2)
     if kept is None:  # two arrays for each spectrum
         assert alive[0] == len(old) - 1 and alive[-1] == 0
@@ -279,13 +277,13 @@ def test_a_basis_that_still_fits_is_kept_and_one_that_does_not_is_replaced(facto
 
 
 def test_old_eigenvectors_are_transferred_once_for_all_slices(factors, monkeypatch):
-    transferred, detached = [], _work.detached
+    transferred, detached = [], _refresh.detached
 
     def counted(x):
         transferred.append(x.shape)
         return detached(x)
 
-    monkeypatch.setattr(_work, "detached", counted)
+    monkeypatch.setattr(_refresh, "detached", counted)
     with service(reuse_tolerance=1e-4, refresh_every=1, lag=0) as running:
         steps_of(running, factors[:1])
         assert not transferred
@@ -297,8 +295,7 @@ def test_old_eigenvectors_are_transferred_once_for_all_slices(factors, monkeypat
 @pytest.mark.parametrize("options", [{}, {"stagger": 2}, {"stagger": 2, "storage": "bfloat16"}])
 def test_the_least_host_bytes_that_are_accepted_suffice(factors, options):
     options = {"refresh_every": 2, "lag": 1, "in_flight_bytes": 300, **options}
-    fixed, movable = _parts._needs(Layout(LAYERS, "joint"), Options(**options), 4)
-    least = fixed + sum(movable.values())
+    least = sum(service_bytes(LIKE, HostOptions(**options)))
     with pytest.raises(ValueError, match="too small"):
         service(**options, like=LIKE, host_bytes=least - 1)
     with service(**options, like=LIKE, host_bytes=least) as running, service(**options) as free:
@@ -370,7 +367,7 @@ def test_bytes_in_flight_stay_within_the_limit(factors, monkeypatch):
             running.push(each, step)
             alone.push(each, step)
         assert same(running.average(), alone.average())
-        flights = running._stream.in_flight, alone._stream.in_flight
+        flights = running._averaging, alone._averaging
         assert flights[0].taken == flights[1].taken == 0
         assert 0 < flights[0].most <= largest
         assert flights[1].most == largest  # the largest went alone
@@ -378,7 +375,7 @@ def test_bytes_in_flight_stay_within_the_limit(factors, monkeypatch):
 
 def test_room_is_taken_before_dispatch_and_given_back(factors):
     with service(in_flight_bytes=10_000, timeout=0.2) as running:
-        flight = running._stream.in_flight
+        flight = running._averaging
         with running.room(LIKE):
             taken = flight.taken
             assert taken > 0

@@ -9,8 +9,11 @@ import tempfile
 import threading
 import weakref
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+
+Storage = Literal["float32", "bfloat16"]  # of averages
 
 _ALIGNMENT = 64  # bytes
 # A file is open for as long as it is mapped, and a process may have about a thousand open. A file

@@ -79,14 +79,14 @@ def test_thousands_of_pushes_with_jitter_and_non_finite_factors(monkeypatch):
             handed.add(id(running.bases(step)))
         running.flush()
         assert running.left_out == {"G of layer 'a'": 14}
-        held = running._parts.averages.running
+        held = running._state.averages.running
         assert np.array_equal(
-            running._parts.averages.view(running._parts.layout.entries["g", "c"], 700).total((1,)),
+            running._state.averages.view(running._state.layout.entries["g", "c"], 700).total((1,)),
             expected.g_sums["c"][1],
         )
         assert np.array_equal(held["g", "a"].count, terms_a)
         assert np.array_equal(held["a", "a"].count, expected.a_counts["a"])
-        assert running._stream.in_flight.most <= 300
+        assert running._averaging.most <= 300
     assert len(handed) > 10 and not threads()
 
 

@@ -1,22 +1,115 @@
-"""Queues of jobs and the threads that do them."""
+"""Threads and what they wait for: one condition for a service, and queues of jobs."""
 
 import atexit
+import contextlib
 import functools
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
-
-from jaxkfac.curvature.host._monitor import Monitor
+from collections.abc import Callable, Iterator
 
 Job = Callable[[], None]
 
 
-class Lane:
-    """A first-in, first-out queue of jobs; with one thread, they are done in order.
+class Monitor:
+    """What the threads of a service tell one another: progress, the first error, the end.
 
-    An exception in a job, of whatever kind, stops every lane of the monitor and reaches the
+    Every wait ends by success, a failure elsewhere, close, or time.
+
+    Args:
+        timeout: Seconds after which a wait gives up.
+
+    Attributes:
+        stopped: Whether work is over, by failure or by close.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.stopped = False
+        self._condition = threading.Condition()
+        self._error: BaseException | None = None
+        self._untold = False
+        self._on_stop: list[Callable[[], None]] = []
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change shared state, then wake whoever waits for it."""
+        with self._condition:
+            yield
+            self._condition.notify_all()
+
+    def on_stop(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once work is over."""
+        self._on_stop.append(call)
+
+    def fail(self, error: BaseException) -> None:
+        """Stop all work because of ``error``; the first one is kept for the caller."""
+        with self.changing():
+            if self.stopped:
+                return
+            self._error, self._untold, self.stopped = error, True, True
+        self._stop()
+
+    def close(self) -> None:
+        """Stop all work."""
+        with self.changing():
+            self.stopped = True
+        self._stop()
+
+    def _stop(self) -> None:
+        for call in self._on_stop:
+            call()
+
+    def check(self, doing: str) -> None:
+        """Raise what another thread failed with, or that the service is closed."""
+        if self._error is not None:
+            self._untold = False
+            raise self._error
+        if self.stopped:
+            raise RuntimeError(f"{doing}: this HostCurvature is closed; make a new one")
+
+    def untold(self) -> BaseException | None:
+        """The error that no caller has seen yet, given out once."""
+        error, self._untold = (self._error if self._untold else None), False
+        return error
+
+    def wait_for(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait until ``ready()``.
+
+        Raises:
+            TimeoutError: it took longer than the time limit.
+            RuntimeError: the service was closed meanwhile.
+            BaseException: whatever another thread failed with.
+        """
+        deadline = time.monotonic() + self.timeout
+        with self._condition:
+            while True:
+                self.check(f"waiting for {what}")
+                if ready():
+                    return
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(
+                        f"waited {self.timeout:g} s for {what}; if that is only slow, pass a "
+                        "larger timeout= to HostCurvature"
+                    )
+                self._condition.wait(left)
+
+
+class _Ahead(threading.local):
+    """Bytes that a thread has taken before it queues the jobs that hold them."""
+
+    left = 0
+
+
+class Workers:
+    """A first-in, first-out queue of jobs and its threads; with one thread they run in order.
+
+    Jobs may hold bytes, taken before a job is queued and given back when it has been done and
+    let go of. What is larger than the limit goes alone.
+
+    An exception in a job, of whatever kind, stops all workers of the monitor and reaches the
     caller at the next call.
 
     The threads are daemons, and an interpreter that ends stops them first: it waits for the jobs
@@ -27,15 +120,22 @@ class Lane:
     Args:
         name: Of the threads.
         threads: How many.
-        monitor: Shared by all lanes of a service.
+        monitor: Shared by all workers of a service.
+        limit: Bytes that jobs may hold together.
+
+    Attributes:
+        taken: Bytes that are taken.
+        most: The most that were ever taken.
+        unfinished: How many jobs are queued or being done.
     """
 
-    def __init__(self, name: str, threads: int, monitor: Monitor) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+    def __init__(self, name: str, threads: int, monitor: Monitor, limit: int = 0) -> None:
+        self.taken = self.most = self.unfinished = 0
+        self._limit, self._monitor, self._ahead = limit, monitor, _Ahead()
+        # Simple: its ``put`` is safe in a finalizer, which may interrupt another ``put``.
+        self._jobs: queue.SimpleQueue[tuple[Job, int] | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(
-                target=_work, args=(self._jobs, monitor), name=f"{name}-{i}", daemon=True
-            )
+            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
             for i in range(threads)
         ]
         monitor.on_stop(self._wake)
@@ -43,12 +143,51 @@ class Lane:
             _stop_at_exit(thread, monitor)
             thread.start()
 
-    def put(self, job: Job) -> None:
-        """Queue a job."""
-        self._jobs.put(job)
+    def take(self, nbytes: int, what: str) -> None:
+        """Wait until ``nbytes`` fit beside what is taken, and take them.
 
-    def _wake(self) -> None:
-        self._jobs.put(None)
+        What this thread has taken ahead with :meth:`room` is used up first.
+        """
+        ahead = min(self._ahead.left, nbytes)
+        self._ahead.left -= ahead
+        if not (wanted := nbytes - ahead):
+            return
+
+        def fits() -> bool:
+            return self.taken == 0 or self.taken + wanted <= self._limit
+
+        message = f"room for {what}: {wanted} bytes beside those in flight, limit {self._limit}"
+        with self._monitor.changing():
+            self._monitor.wait_for(fits, message)
+            self.taken += wanted
+            self.most = max(self.most, self.taken)
+
+    def give_back(self, nbytes: int) -> None:
+        """Give back bytes that no job holds."""
+        with self._monitor.changing():
+            self.taken -= nbytes
+
+    @contextlib.contextmanager
+    def room(self, nbytes: int) -> Iterator[None]:
+        """Take ``nbytes`` for what this thread takes in the block; the rest is given back."""
+        before, self._ahead.left = self._ahead.left, 0
+        try:
+            self.take(nbytes, "factors about to be dispatched")
+        finally:
+            self._ahead.left = before
+        self._ahead.left += nbytes
+        try:
+            yield
+        finally:
+            rest = max(self._ahead.left - before, 0)
+            self._ahead.left -= rest
+            self.give_back(rest)
+
+    def put(self, job: Job, nbytes: int = 0) -> None:
+        """Queue a job that holds ``nbytes`` of those taken."""
+        with self._monitor.changing():
+            self.unfinished += 1
+        self._jobs.put((job, nbytes))
 
     def join(self, deadline: float) -> list[str]:
         """Wait until ``deadline`` (``time.monotonic``); the names of threads that still run."""
@@ -56,6 +195,26 @@ class Lane:
             if thread is not threading.current_thread():
                 thread.join(max(deadline - time.monotonic(), 0))
         return [thread.name for thread in self._threads if thread.is_alive()]
+
+    def _wake(self) -> None:
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (queued := self._jobs.get()) and not self._monitor.stopped:
+            job, nbytes = queued
+            try:
+                job()
+            except BaseException as error:
+                self._monitor.fail(error)
+            del job, queued  # they hold arrays, and whoever waits may count on the memory
+            with self._monitor.changing():
+                self.taken -= nbytes
+                self.unfinished -= 1
+        try:
+            while True:
+                self._jobs.get_nowait()  # jobs that will not be done hold arrays too
+        except queue.Empty:
+            self._wake()  # the next thread ends as well
 
 
 def _stop_at_exit(thread: threading.Thread, monitor: Monitor) -> None:
@@ -70,20 +229,3 @@ def _end(monitor: Monitor, reference: "weakref.ref[threading.Thread]") -> None:
     thread = reference()
     if thread is not None:
         thread.join(monitor.timeout)
-
-
-def _work(jobs: "queue.SimpleQueue[Job | None]", monitor: Monitor) -> None:
-    while True:
-        job = jobs.get()
-        if job is None or monitor.stopped:
-            break
-        try:
-            job()
-        except BaseException as error:
-            monitor.fail(error)
-        del job  # it holds arrays, and the next get may wait for long
-    try:
-        while True:
-            jobs.get_nowait()  # jobs that will not be done hold arrays too
-    except queue.Empty:
-        jobs.put(None)  # the next thread of the lane ends as well

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxkfac.curvature._home import bring_home, detached, home_of_factor
+from jaxkfac.curvature._sharding import detached, put_result, result_sharding
 from jaxkfac.memory._aligned import aligned_empty
 
 RESULT = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -24,26 +24,26 @@ def factor(how):
 
 
 @pytest.mark.parametrize("how", ["uncommitted", "committed", "sharded"])
-def test_results_come_home_to_where_the_factor_lives(how):
+def test_results_go_back_to_where_the_factor_lives(how):
     x = factor(how)
-    found = bring_home(RESULT, home_of_factor(x))
+    found = put_result(RESULT, result_sharding(x))
     assert found.committed == x.committed and found.devices() == x.devices()
     assert found.is_fully_replicated and np.array_equal(found, RESULT)
 
 
 @pytest.mark.parametrize("committed", [False, True])
-def test_what_came_home_has_memory_of_its_own(committed):
+def test_a_result_has_memory_of_its_own(committed):
     """XLA on the CPU would take the aligned array as it is."""
     result, x = aligned_empty((2, 3), np.dtype(np.float32)), jnp.ones((4, 4))
     result[...] = RESULT
-    home = home_of_factor(jax.device_put(x, jax.devices()[0]) if committed else x)
-    found = bring_home(result, home)
+    where = result_sharding(jax.device_put(x, jax.devices()[0]) if committed else x)
+    found = put_result(result, where)
     result[...] = np.nan
     assert found.committed == committed and np.array_equal(found, RESULT)
 
 
 def test_results_of_host_arrays_are_uncommitted():
-    assert not bring_home(RESULT, home_of_factor(RESULT)).committed
+    assert not put_result(RESULT, result_sharding(RESULT)).committed
 
 
 @pytest.mark.parametrize("how", ["uncommitted", "committed", "sharded"])

@@ -1,62 +1,46 @@
-"""Factors taken apart: one arrival for each array, checked before anything is queued."""
+"""A push: each of its arrays is checked, copied to the host, and becomes part of its average."""
 
+import dataclasses
 import operator
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
 from jaxkfac._errors import nearest
-from jaxkfac.curvature._home import detached
+from jaxkfac.curvature._sharding import detached
+from jaxkfac.curvature.host._average import Averages
 from jaxkfac.curvature.host._layout import Entry, Layout, Place
-from jaxkfac.factors._factors import Factors
+from jaxkfac.factors import Factors
 
 
-class Arrival(NamedTuple):
-    """One array of pushed factors.
+def arrays_of(factors: Factors, layout: Layout, first: int) -> list[tuple[Entry, Any, Any]]:
+    """``(entry, sums, count)`` of all arrays of factors, which may be a part of those of a step.
 
-    Attributes:
-        entry: What it is of.
-        value: The array: of JAX, or of NumPy.
-        count: Its count.
-    """
-
-    entry: Entry
-    value: Any
-    count: Any
-
-    @property
-    def nbytes(self) -> int:
-        return self.value.size * self.value.dtype.itemsize
-
-
-def arrivals(factors: Factors, layout: Layout, first: int) -> list[Arrival]:
-    """The arrays of factors that may hold some of the layers and some of the iterations.
+    Args:
+        factors: Of some of the layers, and of stacked ones some of the iterations.
+        layout: What is averaged.
+        first: The first of the iterations.
 
     Raises:
         ValueError: naming the array that is unknown, traced, deleted or of another shape.
     """
     found = []
-    for place, value in _places(factors):
-        entry = layout.entries.get(place)
-        if entry is None:
-            known = nearest(place.key, [p.key for p in layout.entries if p.table == place.table])
-            raise ValueError(
-                f"push: {place.table} of {place.key!r} belongs to no layer; the nearest are {known}"
-            )
-        _check(entry, value, first)
-        count = factors.a_counts[place.key] if place.table == "a" else factors.terms
-        found.append(Arrival(entry, value, count))
-    return found
-
-
-def _places(factors: Factors) -> Iterator[tuple[Place, Any]]:
     tables = {"a": factors.a_sums, "g": factors.g_sums, "diagonals": factors.diagonals}
     for table, arrays in tables.items():
         for key, value in arrays.items():
-            yield Place(table, key), value
+            entry = layout.entries.get(Place(table, key))
+            if entry is None:
+                known = nearest(
+                    key, [place.key for place in layout.entries if place.table == table]
+                )
+                raise ValueError(
+                    f"push: {table} of {key!r} belongs to no layer; the nearest are {known}"
+                )
+            _check(entry, value, first)
+            found.append((entry, value, factors.a_counts[key] if table == "a" else factors.terms))
+    return found
 
 
 def _check(entry: Entry, value: Any, first: int) -> None:
@@ -89,7 +73,7 @@ def _check(entry: Entry, value: Any, first: int) -> None:
         raise ValueError(f"push: {entry.name} has shape {shape}, expected {expected}")
 
 
-def on_its_way(x: Any) -> Any:
+def start_copy(x: Any) -> Any:
     """Start the copy of ``x`` to the host, without waiting for it.
 
     A NumPy array that can be written to is copied at once: a later write would show.
@@ -99,6 +83,45 @@ def on_its_way(x: Any) -> Any:
         x.copy_to_host_async()
         return x
     return np.array(x) if not isinstance(x, np.ndarray) or x.flags.writeable else x
+
+
+@dataclasses.dataclass
+class Copy:
+    """A copy that has been started: the job that makes it part of the average.
+
+    Attributes:
+        entry: What it is of.
+        sums: What :func:`start_copy` gave.
+        count: Likewise.
+        averages: What it becomes part of.
+        first: The first iteration that it holds.
+        step: That of the push, for errors.
+        age: How many steps had been pushed by then.
+        donated: The array to delete afterwards, if any.
+    """
+
+    entry: Entry
+    sums: Any
+    count: Any
+    averages: Averages
+    first: int
+    step: int
+    age: int
+    donated: jax.Array | None
+
+    def __call__(self) -> None:
+        """Wait for the copy, add it, and delete what was donated."""
+        try:
+            sums, count = np.asarray(self.sums), np.asarray(self.count)
+            self.averages.add(self.entry, sums, count, self.first, self.age)
+            if self.donated is not None:
+                self.donated.delete()
+        except BaseException as error:
+            error.add_note(
+                f"while HostCurvature averaged {self.entry.name} of step {self.step}; "
+                "a pushed array must not be donated or deleted before flush()"
+            )
+            raise
 
 
 def as_step(step: Any) -> int:

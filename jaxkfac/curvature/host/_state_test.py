@@ -180,7 +180,7 @@ def test_a_service_beyond_host_memory_is_the_same(factors, tmp_path):
     with service(**tight) as running, service() as roomy:
         seen, expected = steps_of(running, factors[:6]), steps_of(roomy, factors[:6])
         assert all(map(same, seen, expected))
-        store = running._parts.store
+        store = running._state.store
         assert store.on_disk > 0 and store.in_memory <= store.budget < 1700
         running.save(tmp_path / "s")
         roomy_after = roomy.bases(6)

@@ -1,4 +1,4 @@
-"""Where results go back to: the device of the factor they were computed from."""
+"""The sharding of results: that of the factor they were computed from, replicated."""
 
 from typing import Any, NamedTuple
 
@@ -10,8 +10,8 @@ from jaxtyping import Array
 from jaxkfac.memory._place import put
 
 
-class Home(NamedTuple):
-    """Of a factor, without holding it.
+class ResultSharding(NamedTuple):
+    """Where results of one factor go, without holding the factor.
 
     Attributes:
         device: The (first) device, ``None`` for a NumPy array.
@@ -22,26 +22,27 @@ class Home(NamedTuple):
     sharding: Sharding | None
 
 
-NOWHERE = Home(None, None)
+UNCOMMITTED = ResultSharding(None, None)
 
 
-def home_of_factor(factor: Any) -> Home:
+def result_sharding(factor: Any) -> ResultSharding:
     """Results of a sharded factor are replicated, those of an uncommitted one uncommitted."""
     if not isinstance(factor, jax.Array):
-        return NOWHERE
+        return UNCOMMITTED
     device = next(iter(factor.devices()))
     sharding = factor.sharding
     if not factor.committed:
-        return Home(device, None)
+        return ResultSharding(device, None)
     if isinstance(sharding, NamedSharding):
         kind = sharding.memory_kind
-        return Home(device, NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=kind))
-    return Home(device, None if len(sharding.device_set) > 1 else sharding)
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=kind)
+        return ResultSharding(device, sharding)
+    return ResultSharding(device, None if len(sharding.device_set) > 1 else sharding)
 
 
-def bring_home(result: np.ndarray, home: Home) -> Array:
+def put_result(result: np.ndarray, like: ResultSharding) -> Array:
     """Put a host result where its factor lives, in memory of its own."""
-    return put(result, home.sharding)
+    return put(result, like.sharding)
 
 
 def detached(x: Any) -> Any:

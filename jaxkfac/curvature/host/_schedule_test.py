@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from jaxkfac.curvature.host._refresh import Schedule
+from jaxkfac.curvature.host._schedule import Schedule
 
 
 def run(schedule, calls):

@@ -1,0 +1,212 @@
+"""What a service remembers, written to a file and read again."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkfac._errors import NonFiniteFactorError
+from jaxkfac.curvature._sharding import ResultSharding, detached
+from jaxkfac.curvature.host._average import Averages, Running
+from jaxkfac.curvature.host._decompose import Decomposer
+from jaxkfac.curvature.host._files import Saved, write
+from jaxkfac.curvature.host._layout import Layout, Place
+from jaxkfac.curvature.host._options import HostOptions, layout_bytes
+from jaxkfac.curvature.host._refresh import ActiveBases, Decompositions
+from jaxkfac.curvature.host._schedule import Schedule
+from jaxkfac.curvature.host._store import Store
+from jaxkfac.curvature.host._threads import Monitor
+from jaxkfac.interception import Layer, ParameterMatrix
+from jaxkfac.linalg import HostSpectrum, Spectrum
+
+# Of the machine rather than of the result; they are given anew when a service is loaded.
+MACHINE = ("workers", "in_flight_bytes", "host_bytes", "disk", "timeout")
+
+_Arrays = list[tuple[str, Any]]
+
+
+@dataclasses.dataclass
+class State:
+    """Everything a service remembers.
+
+    Until the first refresh a push may bring new layers, because each pass of a collection under
+    a byte budget knows only its own; then, or with ``like``, the layout is ``complete``.
+    """
+
+    options: HostOptions
+    monitor: Monitor
+    schedule: Schedule
+    store: Store
+    active: ActiveBases
+    decomposer: Decomposer
+    layout: Layout | None = None
+    averages: Averages | None = None
+    complete: bool = False
+    work: Decompositions | None = None
+    seen: set[Place] = dataclasses.field(default_factory=set)
+    shardings: dict[Place, ResultSharding] = dataclasses.field(default_factory=dict)
+
+    def use_layout(self, layout: Layout, *, double: bool) -> None:
+        """Make room for the averages of ``layout``, if the budget has it.
+
+        Args:
+            layout: The entries.
+            double: Whether any is float64.
+
+        Raises:
+            ValueError: it has not.
+        """
+        needed = layout_bytes(layout, self.options, double=double)
+        self.store.require(needed.fixed, needed.movable)
+        self.layout = layout
+        if self.averages is None:
+            decay, storage = self.options.decay, self.options.storage
+            self.averages = Averages(layout, decay, storage, self.store)
+        self.averages.layout = layout
+
+    def new_work(self, group: int | None) -> Decompositions:
+        """What a refresh of ``group`` decomposes.
+
+        Raises:
+            ValueError: a factor of it has never been pushed.
+        """
+        assert self.layout is not None
+        stagger = self.options.stagger
+        blocks = (
+            list(self.layout.blocks.values())
+            if group is None
+            else self.layout.groups(stagger)[group]
+        )
+        absent = next((b.source for b in blocks if b.source.place not in self.seen), None)
+        if absent is not None:
+            raise ValueError(
+                f"a refresh needs {absent.name}, which has never been pushed: pushes of one step "
+                "may each hold a part of the layers, and together must hold all of them"
+            )
+        self.complete = True
+        previous = {}
+        if self.options.reuse_tolerance is not None:
+            for block in blocks:
+                if block.source.dense and block.place in self.active.tables:
+                    previous[block.place] = self.active.tables[block.place].vectors
+        return Decompositions(
+            blocks, self.shardings, previous, self.decomposer, self.store, self.monitor
+        )
+
+
+def save_state(state: State, path: Path) -> None:
+    """Write everything; nothing may be in flight or in work."""
+    arrays: _Arrays = []
+    about = {
+        "options": {k: v for k, v in dataclasses.asdict(state.options).items() if k not in MACHINE},
+        "schedule": state.schedule.to_dict(),
+        "chosen": state.decomposer.chosen,
+        "kept": state.active.kept,
+        "layers": None,
+    }
+    if state.layout is not None and state.averages is not None:
+        about["layers"] = [dataclasses.asdict(layer) for layer in state.layout.layers]
+        about["bias"], about["complete"] = state.layout.bias, state.complete
+        about["left_out"] = state.averages.left_out
+        about["averages"] = list(_describe_averages(state.averages, arrays))
+    about["bases"] = list(_describe_spectra("bases", state.active.tables, arrays))
+    if state.work is not None:
+        about["results"] = list(_describe_spectra("results", state.work.results, arrays))
+        about["failures"] = [[list(p), str(e)] for p, e in state.work.failures.items()]
+    # One by one: bases of an accelerator are on the host only while they are written.
+    write(path, about, ((name, np.asarray(detached(array))) for name, array in arrays))
+
+
+def restore_state(state: State, saved: Saved) -> None:
+    """Take up what :func:`save_state` wrote; the options and the schedule are there already."""
+    about = saved.about
+    state.decomposer.chosen.update(about["chosen"])
+    state.active.kept.update(about["kept"])
+    if about["layers"] is not None:
+        layers = tuple(_layer(values) for values in about["layers"])
+        double = any(values["dtype"] == "float64" for values in about["averages"])
+        state.use_layout(Layout(layers, about["bias"]), double=double)
+        state.complete = about["complete"]
+        assert state.averages is not None
+        state.averages.left_out.update(about["left_out"])
+        for values in about["averages"]:
+            _restore_average(state, values, saved)
+    for place, values, vectors in _read_spectra("bases", about["bases"], saved):
+        on_device = _on_device(values)
+        if place.table != "diagonals":
+            columns = None if vectors is None else _on_device(vectors)
+            on_device = Spectrum(on_device, columns)
+        state.active.tables[place] = on_device
+    if "results" in about:
+        state.work = Decompositions([], {}, {}, state.decomposer, state.store, state.monitor)
+        for place, values, vectors in _read_spectra("results", about["results"], saved):
+            state.work.results[place] = HostSpectrum(values, vectors)
+        for place, message in about["failures"]:
+            state.work.failures[Place(*place)] = NonFiniteFactorError(message)
+        state.work.done = True
+
+
+def _restore_average(state: State, values: dict[str, Any], saved: Saved) -> None:
+    assert state.averages is not None and state.layout is not None
+    place = Place(*values["place"])
+    name = state.layout.entries[place].name
+    read = saved.read(values["sums"])
+    sums = state.store.empty(read.shape, read.dtype, f"the average of {name}")
+    sums[...] = read
+    count, dtype = saved.read(values["count"]), np.dtype(values["dtype"])
+    state.averages.hold(place, Running(sums, count, dtype, **values["counters"]))
+    state.seen.add(place)
+
+
+def _describe_averages(averages: Averages, arrays: _Arrays) -> Iterator[dict[str, Any]]:
+    for i, (place, running) in enumerate(averages.running.items()):
+        names = {"sums": f"averages/{i}/sums", "count": f"averages/{i}/count"}
+        arrays += [(names["sums"], running.sums), (names["count"], running.count)]
+        counters = ("age", "num_added", "num_left_out")
+        yield {
+            "place": list(place),
+            "dtype": running.dtype.name,
+            "counters": {name: getattr(running, name) for name in counters},
+            **names,
+        }
+
+
+def _describe_spectra(kind: str, spectra: dict[Place, Any], arrays: _Arrays) -> Iterator[Any]:
+    for i, (place, spectrum) in enumerate(spectra.items()):
+        values, vectors = spectrum if isinstance(spectrum, tuple) else (spectrum, None)
+        arrays.append((f"{kind}/{i}/values", values))
+        if vectors is not None:
+            arrays.append((f"{kind}/{i}/vectors", vectors))
+        yield [list(place), vectors is not None]
+
+
+def _read_spectra(
+    kind: str, described: list[Any], saved: Saved
+) -> Iterator[tuple[Place, np.ndarray, np.ndarray | None]]:
+    for i, (place, has_vectors) in enumerate(described):
+        vectors = saved.read(f"{kind}/{i}/vectors") if has_vectors else None
+        yield Place(*place), saved.read(f"{kind}/{i}/values"), vectors
+
+
+def _on_device(host: np.ndarray) -> Any:
+    array = jnp.asarray(host)
+    if array.dtype != host.dtype:
+        raise ValueError(
+            f"the service was saved with {host.dtype} factors; enable x64 before loading it"
+        )
+    return array
+
+
+def _layer(values: dict[str, Any]) -> Layer:
+    matrices = {
+        name: None if values[name] is None else ParameterMatrix(**_tuples(values[name]))
+        for name in ("weight", "bias")
+    }
+    return Layer(**{**_tuples(values), **matrices})
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
