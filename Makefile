@@ -35,7 +35,7 @@ help:
 	@echo "make docs-check   README blocks, docstring examples, notebooks"
 	@echo "make bench        time and bytes of (gradient + factors) / gradient"
 	@echo "make parity       jaxkfac against torch_ref, number by number: parity_report.md, .html"
-	@echo "make gpu-check    the tests marked gpu, parity on CUDA among them; fixes, peaks, host overlap"
+	@echo "make gpu-check    the tests marked gpu, parity on CUDA among them; documents, peaks, host overlap"
 	@echo "make clean        remove both environments and every cache"
 
 # ---------------------------------------------------------------- environments
@@ -130,7 +130,7 @@ endif
 	if test "$$backend" = gpu; then \
 	  export XLA_PYTHON_CLIENT_PREALLOCATE=false; \
 	  $(GPU_PYTHON) -m pytest -m gpu -p parity_tests.report --parity-report parity_report_gpu $(PYTEST_ARGS); \
-	  $(GPU_PYTHON) -m benchmarks.fixes --device cuda; \
+	  $(GPU_PYTHON) -m benchmarks.documents --device cuda --write; \
 	  for part in memory host overlap; do $(GPU_PYTHON) -m benchmarks.$$part; done; \
 	else \
 	  echo "no GPU: jax.default_backend() is '$$backend', so nothing is checked; install the extra gpu and a PyTorch with CUDA"; \

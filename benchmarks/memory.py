@@ -66,7 +66,7 @@ def planned() -> dict[str, int]:
     objective, init, batch = problem()
     params = jax.eval_shape(init, jax.random.key(1))
     plan = jk.plan_memory(
-        objective, params, batch, optimizer=optax.adam(1e-3), device_bytes=1e12, levers=()
+        objective, params, batch, optimizer=optax.adam(1e-3), device_bytes=1e12, options=()
     )
     return {row: plan.now.device[row] for row in ROWS}
 

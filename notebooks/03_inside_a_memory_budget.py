@@ -156,7 +156,7 @@ assert losses[-1] < 0.7 * losses[0]
 # ## Plan before you run
 #
 # `jk.plan_memory` needs shapes alone: no weights, no device. It says what each row of memory takes
-# as things stand, what each lever would change, and the smallest set of levers that fits.
+# as things stand, what each option would change, and the smallest set of options that fits.
 
 # %%
 shapes = jax.eval_shape(lambda: params)
@@ -166,16 +166,17 @@ plan = jk.plan_memory(
     batch,
     optimizer=optax.adam(1e-3),
     device_bytes=3e6,
-    levers=("accumulation", "host", "bf16", "budget"),
+    options=("accumulation", "host", "bf16", "budget"),
 )
 print(plan)
 
 # %% [markdown]
 # ## The documented case: a 7B decoder
 #
-# The report that this library comes from kept about 30 GB of factors on a GPU, made 5 GB copies of
-# them in float32 before moving them, and ran out in a decomposition of 43 GB. Those numbers follow
-# from shapes, so no GPU is needed to see them coming. For the layers of a Llama-7B:
+# The report that this library comes from counts 30 GB of factors on a GPU, 5 GB of a graph that
+# was retained, 15 GB of float32 copies made before factors were moved, and an allocation of 43 GB
+# that failed in a decomposition. What of it can be true follows from shapes (three matrices are
+# 43 GB for 59,861 rows; the largest factor here has 11,008). For the layers of a Llama-7B:
 
 # %%
 width, hidden, blocks = 4096, 11008, 32
@@ -188,10 +189,11 @@ print(f"one factor of the hidden side: {square(hidden) / gib:.2f} GiB")
 print(f"its decomposition, matrix and scratch: {3 * square(hidden) / gib:.2f} GiB")
 
 # %% [markdown]
-# So the 30 GB are probably all factors in bfloat16, at once. What is done about it here:
+# So the 30 GB are probably all factors in bfloat16, at once; every figure of that report and of
+# four others is answered in `benchmarks/results/documents.md`. What is done about it here:
 #
 # - `max_factor_bytes=2e9`: at most two gigabytes of factors on the device, whatever the model;
 # - `HostCurvature`: averages folded to half (symmetric matrices), on the host, or beyond a stated
 #   number of bytes in memory-mapped files; one matrix at a time in work;
 # - `jaxkfac plan --preset llama-7b --device-bytes 80e9 --batch 4 --tokens 2048` prints the whole
-#   table for this model, and the smallest set of levers that fits.
+#   table for this model, and the smallest set of options that fits.

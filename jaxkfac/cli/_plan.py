@@ -4,7 +4,7 @@ import dataclasses
 import json
 from typing import Any, Literal
 
-from jaxkfac.planning import LEVERS, Lever
+from jaxkfac.planning import OPTION_NAMES, OptionName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,7 +12,7 @@ class PlanArguments:
     """Plan the memory of a training from shapes: nothing is allocated, no device is asked.
 
     Rows for parameters, gradients, optimizer, activations, factors, bases and workspace; a
-    column for the training as it stands and one for each lever; the smallest set of levers that
+    column for the training as it stands and one for each option; the smallest set of options that
     fits, and its number of accumulation steps. Exit code 2 says that nothing fits.
 
     For example, full training of a 7B decoder with Adam, and curvature, on 80 GB:
@@ -47,8 +47,8 @@ class PlanArguments:
     """Budget of factors on the device; by default what is left over."""
     adapter_rank: int = 8
     """Of the adapters."""
-    levers: tuple[Lever, ...] = LEVERS
-    """Which may be pulled."""
+    options: tuple[OptionName, ...] = OPTION_NAMES
+    """Which may be used."""
     json: bool = False
     """Print bytes and words as JSON instead of the table."""
     debug: bool = False
@@ -89,7 +89,7 @@ def run_plan(arguments: PlanArguments) -> None:
             accumulation_steps=arguments.gradient_accumulation_steps,
             accumulator_dtype=arguments.accumulator_dtype,
             accumulator_memory_kind=arguments.accumulator_memory_kind,
-            levers=arguments.levers,
+            options=arguments.options,
             max_dense=arguments.max_dense,
         )
     print(json.dumps(plan.to_dict(), allow_nan=False) if arguments.json else plan)

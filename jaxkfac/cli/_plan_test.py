@@ -6,7 +6,7 @@ import pytest
 
 from jaxkfac.cli._plan import PlanArguments, run_plan
 from jaxkfac.memory import MemoryBudgetError
-from jaxkfac.planning import PRESETS, DecoderLayout, _variant
+from jaxkfac.planning import PRESETS, DecoderLayout, _program
 
 TINY = {"preset": "tiny", "tokens": 8, "batch": 2}
 
@@ -15,11 +15,11 @@ TINY = {"preset": "tiny", "tokens": 8, "batch": 2}
 def _a_small_layout_without_compilations(monkeypatch):
     """Activations are measured in the planner's own tests."""
     monkeypatch.setitem(PRESETS, "tiny", DecoderLayout(2, 8, 2, 12, 11, fused=True))
-    monkeypatch.setattr(_variant, "_compiled_temporaries", lambda step, *args: 4096)
+    monkeypatch.setattr(_program, "_compiled_temporaries", lambda step, *args: 4096)
 
 
 def test_the_table_is_printed_and_what_fits_is_said(capsys):
-    run_plan(PlanArguments(device_bytes=1e9, levers=("remat", "host"), **TINY))
+    run_plan(PlanArguments(device_bytes=1e9, options=("remat", "host"), **TINY))
     shown = capsys.readouterr().out
     assert shown.split("\n")[0].split() == ["on", "the", "device", "now", "host", "remat"]
     assert "it fits as it is" in shown and "~: an estimate" in shown
@@ -28,10 +28,12 @@ def test_the_table_is_printed_and_what_fits_is_said(capsys):
 def test_json_holds_bytes_and_the_optimizers_share(capsys):
     found = {}
     for optimizer in ("none", "sgd", "adam", "kfac"):
-        run_plan(PlanArguments(device_bytes=1e9, levers=(), json=True, optimizer=optimizer, **TINY))
+        run_plan(
+            PlanArguments(device_bytes=1e9, options=(), json=True, optimizer=optimizer, **TINY)
+        )
         record = json.loads(capsys.readouterr().out)
         found[optimizer] = record["now"]["device"]
-        assert record["smallest"]["levers"] == [] and record["device_bytes"] == 1e9
+        assert record["smallest"]["options"] == [] and record["device_bytes"] == 1e9
     parameters = found["none"]["parameters"]
     state = {name: rows["optimizer"] for name, rows in found.items()}
     assert state["none"] == 0 and state["sgd"] == parameters
@@ -45,7 +47,7 @@ def test_a_micro_batch_is_planned_with_its_accumulators(capsys):
     for dtype, kind in ((None, "device"), ("bfloat16", "device"), (None, "pinned_host")):
         run_plan(
             PlanArguments(
-                **{"device_bytes": 1e9, "levers": (), "json": True, "curvature": "none", **TINY},
+                **{"device_bytes": 1e9, "options": (), "json": True, "curvature": "none", **TINY},
                 gradient_accumulation_steps=16,
                 accumulator_dtype=dtype,
                 accumulator_memory_kind=kind,
@@ -62,7 +64,7 @@ def test_a_micro_batch_is_planned_with_its_accumulators(capsys):
 
 def test_a_plan_that_fits_nowhere_is_printed_before_it_is_an_error(capsys):
     with pytest.raises(MemoryBudgetError, match="nothing fits 0.977 KiB"):
-        run_plan(PlanArguments(device_bytes=1e3, levers=("host",), curvature="analyze", **TINY))
+        run_plan(PlanArguments(device_bytes=1e3, options=("host",), curvature="analyze", **TINY))
     assert "nothing fits" in capsys.readouterr().out
 
 

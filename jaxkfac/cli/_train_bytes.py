@@ -44,7 +44,7 @@ def _need(arguments: TrainArguments, name: Optimizer, problem: Problem) -> Need:
         optimizer=build_optimizer(name, experiment, problem, total_updates(experiment, problem)),
         device_bytes=1,
         curvature=name == "kfac",
-        levers=(),
+        options=(),
         fisher=experiment.fisher,
     )
     rows = dict(plan.now.device)

@@ -14,7 +14,7 @@ from jaxkfac.curvature._eigenbases import (
     identity_bases,
 )
 from jaxkfac.curvature._eigendecompose import eigendecompose
-from jaxkfac.curvature._placement import Placement
+from jaxkfac.curvature._placement import WORKSPACE_MATRICES, Placement
 from jaxkfac.curvature._reconstruct import reconstruct
 from jaxkfac.curvature.capacity import (
     CapacityComparison,
@@ -32,6 +32,7 @@ from jaxkfac.curvature.ekfac import EigenvalueCorrector, correct_eigenvalues
 from jaxkfac.curvature.host import HostCurvature
 
 __all__ = [
+    "WORKSPACE_MATRICES",
     "CapacityComparison",
     "CapacityInterval",
     "CapacityMetrics",

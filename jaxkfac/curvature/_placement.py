@@ -10,7 +10,7 @@ from jaxkfac.memory._budget import free_bytes
 Placement = Literal["auto", "device", "host"]
 
 # syevd, on LAPACK and on cuSOLVER: the matrix it overwrites and about 2 n^2 of scratch.
-_WORKSPACE_MATRICES = 3
+WORKSPACE_MATRICES = 3
 
 
 def check_placement(placement: str) -> None:
@@ -28,7 +28,7 @@ def matrices_that_fit(n: int, dtype: Any, device: Any) -> int | None:
     free = free_bytes(device)
     if free is None:
         return None
-    return int(free / 2 // (_WORKSPACE_MATRICES * n**2 * np.dtype(dtype).itemsize))
+    return int(free / 2 // (WORKSPACE_MATRICES * n**2 * np.dtype(dtype).itemsize))
 
 
 def is_traced(x: Any) -> bool:

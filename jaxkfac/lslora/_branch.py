@@ -9,6 +9,7 @@ from jaxtyping import Array
 
 from jaxkfac.interception import _compat
 from jaxkfac.interception._axes import Atoms
+from jaxkfac.interception._encoded import Absent
 from jaxkfac.interception._rewrite import Site
 from jaxkfac.interception._values import Use
 from jaxkfac.linalg._gram import statistics_dtype
@@ -66,7 +67,7 @@ class Branch(NamedTuple):
         return self.u if self.width is None else _scaled(self.u, self.width)
 
 
-def adapted_product(site: Site, operands: list[Operand], options: BranchOptions) -> Array:
+def adapted_product(site: Site, operands: list[Operand | Absent], options: BranchOptions) -> Array:
     """The product with the branch added, in the product's dtype."""
     base = site.bind(*operands)
     return add(base, branch(site, operands, options).added)
@@ -80,7 +81,7 @@ def add(base: Array, added: Array) -> Array:
     return (base.astype(wide) + added.astype(wide)).astype(base.dtype)
 
 
-def branch(site: Site, operands: list[Operand], options: BranchOptions) -> Branch:
+def branch(site: Site, operands: list[Operand | Absent], options: BranchOptions) -> Branch:
     """The branch of a site's only use.
 
     Raises:
@@ -88,6 +89,7 @@ def branch(site: Site, operands: list[Operand], options: BranchOptions) -> Branc
     """
     use, slot = site.uses[0], site.slots[0]
     x = operands[1 - use.operand]
+    assert not isinstance(x, Absent)  # it is the parameter that may be encoded
     slot = jax.tree.map(lambda leaf: _compat.cast_varying(leaf, x), slot)
     if "key" in slot:
         x = _dropped(x, slot["key"], options, use)

@@ -1,25 +1,20 @@
 """Plan the memory of a training from shapes, and find what to change so that it fits."""
 
-from jaxkfac.planning._levers import LEVERS, Lever
-from jaxkfac.planning._plan import MemoryPlan, plan_memory
-from jaxkfac.planning._presets import (
-    PRESETS,
-    DecoderLayout,
-    EncoderDecoderLayout,
-    Preset,
-    preset,
-    shaped,
-)
-from jaxkfac.planning._search import Need
+from jaxkfac.planning._layouts import DecoderLayout, EncoderDecoderLayout
+from jaxkfac.planning._memory_plan import MemoryPlan
+from jaxkfac.planning._options import OPTION_NAMES, OptionName
+from jaxkfac.planning._plan import plan_memory
+from jaxkfac.planning._presets import PRESETS, Preset, preset, shaped
+from jaxkfac.planning._search import MemoryEstimate
 
 __all__ = [
-    "LEVERS",
+    "OPTION_NAMES",
     "PRESETS",
     "DecoderLayout",
     "EncoderDecoderLayout",
-    "Lever",
+    "MemoryEstimate",
     "MemoryPlan",
-    "Need",
+    "OptionName",
     "Preset",
     "plan_memory",
     "preset",

@@ -7,35 +7,31 @@ from typing import Any
 
 import jax
 
-from jaxkfac.curvature import Eigenbases, identity_bases
-from jaxkfac.curvature.host._layout import Entry, Layout
+from jaxkfac.curvature import WORKSPACE_MATRICES, Eigenbases, identity_bases
+from jaxkfac.curvature.host import HostBytes, HostOptions, service_bytes
 from jaxkfac.factors._passes import PassPlan, largest_budget, plan_passes, smallest_budget
+from jaxkfac.linalg import Spectrum
+from jaxkfac.planning._program import TrainingProgram
 from jaxkfac.planning._shapes import nbytes
-from jaxkfac.planning._variant import Variant
-
-# syevd, on LAPACK and on cuSOLVER: the matrix that it overwrites and about 2 n^2 of scratch.
-_WORKSPACE_MATRICES = 3
-# HostCurvature's own bound: a worker holds the mean as well, and one matrix is being folded.
-_HOST_MATRICES = 5
 
 
 class CurvatureBytes:
     """Bytes of the curvature of one program.
 
     Args:
-        variant: The program.
+        program: The program.
         in_flight_bytes: Of ``HostCurvature``.
     """
 
-    def __init__(self, variant: Variant, in_flight_bytes: int) -> None:
-        self._variant, self._in_flight_bytes = variant, in_flight_bytes
+    def __init__(self, program: TrainingProgram, in_flight_bytes: int) -> None:
+        self._program, self._in_flight_bytes = program, in_flight_bytes
         self._compiled: dict[Any, int] = {}
         self._plans: dict[int, PassPlan] = {}
 
     @functools.cached_property
     def factors(self) -> int:
         """All factors of one step, with their counts."""
-        return nbytes(self._variant.factors)
+        return nbytes(self._program.factors)
 
     @property
     def bases(self) -> int:
@@ -45,8 +41,7 @@ class CurvatureBytes:
     @property
     def values(self) -> int:
         """Eigenvalues alone."""
-        tables = (self._bases.a, self._bases.a_without_ones, self._bases.g)
-        values = [spectrum.values for table in tables for spectrum in table.values()]
+        values = [spectrum.values for spectrum in self._spectra]
         return nbytes([values, self._bases.diagonals])
 
     def workspace(self, *, together: bool = False, from_host: bool = False) -> int:
@@ -57,79 +52,67 @@ class CurvatureBytes:
             from_host: The matrix itself is not among the factors on the device.
         """
         count: dict[int, int] = collections.Counter()
-        for block in self._layout.blocks.values():
-            if block.source.dense:
-                count[block.size] += math.prod(block.source.stack)
+        for spectrum in self._spectra:
+            if spectrum.vectors is not None:
+                count[spectrum.vectors.shape[-1]] += math.prod(spectrum.vectors.shape[:-2])
         matrices = [n**2 * (number if together else 1) for n, number in count.items()]
-        return (_WORKSPACE_MATRICES + from_host) * self._itemsize * max(matrices, default=0)
+        itemsize = max(
+            (x.dtype.itemsize for x in jax.tree.leaves(self._program.factors)), default=4
+        )
+        return (WORKSPACE_MATRICES + from_host) * itemsize * max(matrices, default=0)
 
     @property
     def in_flight(self) -> int:
-        """Pushed and not yet averaged; an array larger than what may be goes alone."""
-        most = max(self._in_flight_bytes, *self._whole.values(), 0)
-        return min(most, sum(self._whole.values()))
+        """Pushed and not yet averaged."""
+        return self._service.in_flight
 
     @property
     def on_host(self) -> dict[str, int]:
         """The rows of ``HostCurvature``: what it refuses a smaller ``host_bytes`` for."""
-        entries = self._layout.entries.values()
-        folded = self._itemsize * sum(entry.elements for entry in entries)
-        largest = max((entry.size for entry in entries if entry.dense), default=0)
-        return {
-            "averages": folded,
-            "snapshots": folded,
-            "bases in work": sum(n for entry, n in self._whole.items() if entry.dense),
-            "workspace": _HOST_MATRICES * self._itemsize * largest**2,
-            "in flight": self.in_flight,
-        }
+        return {row.replace("_", " "): size for row, size in self._service._asdict().items()}
+
+    @functools.cached_property
+    def _service(self) -> HostBytes:
+        options = HostOptions(in_flight_bytes=self._in_flight_bytes)
+        return service_bytes(self._program.factors, options)
 
     @functools.cached_property
     def smallest_budget(self) -> int:
         """The least ``max_factor_bytes``."""
-        return smallest_budget(self._statistics, pulls=self._variant.collector.pulls)
+        return smallest_budget(self._statistics, pulls=self._program.collector.pulls)
 
     @functools.cached_property
     def largest_budget(self) -> int:
         """The least ``max_factor_bytes`` under which there is one pass: more changes nothing."""
-        return largest_budget(self._statistics, pulls=self._variant.collector.pulls)
+        return largest_budget(self._statistics, pulls=self._program.collector.pulls)
 
     def first_pass_temporaries(self, budget: int) -> int:
         """Bytes beside arguments and results of the pass that also has the gradient."""
         first = self.passes(budget).passes[0]
         known = (tuple(first.parts.items()), first.start)
         if known not in self._compiled:
-            self._compiled[known] = self._variant.pass_temporaries(first)
+            self._compiled[known] = self._program.pass_temporaries(first)
         return self._compiled[known]
 
     def passes(self, budget: int) -> PassPlan:
         """The passes under a budget."""
         if budget not in self._plans:
-            pulls = self._variant.collector.pulls
+            pulls = self._program.collector.pulls
             self._plans[budget] = plan_passes(self._statistics, budget, pulls=pulls)
         return self._plans[budget]
 
     @functools.cached_property
     def _statistics(self) -> Any:
-        variant, collector = self._variant, self._variant.collector
+        program, collector = self._program, self._program.collector
         key = jax.eval_shape(lambda: jax.random.key(0))  # of the labels, and the model's if any
-        batch = collector.checked(variant.batch, key, None, None)
-        return collector.statistics(collector.traced(variant.trained, batch, key))
+        batch = collector.checked(program.batch, key, None, None)
+        return collector.statistics(collector.traced(program.trained, batch, key))
 
     @functools.cached_property
     def _bases(self) -> Eigenbases:
-        return jax.eval_shape(identity_bases, self._variant.factors)
-
-    @functools.cached_property
-    def _layout(self) -> Layout:
-        return Layout(self._variant.factors.layers, self._variant.factors.bias)
-
-    @functools.cached_property
-    def _whole(self) -> dict[Entry, int]:
-        """Bytes of every array; the diagonal counts twice, as in ``HostCurvature``."""
-        entries = self._layout.entries.values()
-        return {e: self._itemsize * (2 if e.dense else 1) * e.elements for e in entries}
+        return jax.eval_shape(identity_bases, self._program.factors)
 
     @property
-    def _itemsize(self) -> int:
-        leaves = jax.tree.leaves(self._variant.factors)
-        return max((x.dtype.itemsize for x in leaves), default=4)
+    def _spectra(self) -> list[Spectrum]:
+        tables = (self._bases.a, self._bases.a_without_ones, self._bases.g)
+        return [spectrum for table in tables for spectrum in table.values()]

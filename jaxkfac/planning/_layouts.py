@@ -3,7 +3,8 @@
 Shapes in names: B examples, T positions, S positions attended to, D stream, H heads, K head.
 """
 
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,52 @@ from jaxtyping import Array
 
 from jaxkfac.linalg._gram import statistics_dtype
 
-if TYPE_CHECKING:
-    from jaxkfac.planning._presets import DecoderLayout, EncoderDecoderLayout
-
 Shapes = dict[str, Any]
 
 
-def decoder_shapes(layout: "DecoderLayout", dtype: Any) -> Shapes:
+@dataclasses.dataclass(frozen=True)
+class DecoderLayout:
+    """A decoder of pre-normalised blocks with rotary attention and a gated MLP.
+
+    Attributes:
+        depth: Blocks.
+        width: Of the stream.
+        heads: Of attention.
+        hidden: Of the MLP.
+        vocabulary: Tokens; the head is a matrix of its own.
+        fused: Whether q, k, v are one kernel, and gate and up another.
+    """
+
+    depth: int
+    width: int
+    heads: int
+    hidden: int
+    vocabulary: int
+    fused: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderDecoderLayout:
+    """An encoder and a decoder with cross attention, in T5's version 1.1.
+
+    The two tables of relative positions (2048 numbers in T5-XL) are left out.
+
+    Attributes:
+        depth: Blocks of the encoder, and of the decoder.
+        width: Of the stream.
+        heads: Of attention.
+        hidden: Of the gated MLP.
+        vocabulary: Tokens; one embedding, and a head of its own.
+    """
+
+    depth: int
+    width: int
+    heads: int
+    hidden: int
+    vocabulary: int
+
+
+def decoder_shapes(layout: DecoderLayout, dtype: Any) -> Shapes:
     """Parameters of :func:`decode`."""
     width, hidden, stack = layout.width, layout.hidden, (layout.depth,)
     kernels = {"o": (width, width), "down": (hidden, width)}
@@ -31,7 +71,7 @@ def decoder_shapes(layout: "DecoderLayout", dtype: Any) -> Shapes:
     return _ends(layout, dtype) | {"blocks": block | norms}
 
 
-def encoder_decoder_shapes(layout: "EncoderDecoderLayout", dtype: Any) -> Shapes:
+def encoder_decoder_shapes(layout: EncoderDecoderLayout, dtype: Any) -> Shapes:
     """Parameters of :func:`encode_and_decode`."""
     width, hidden, stack = layout.width, layout.hidden, (layout.depth,)
     mlp = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
@@ -110,7 +150,7 @@ def _kernel(*sizes: int, dtype: Any) -> Shapes:
     return {"kernel": _shape(*sizes, dtype=dtype)}
 
 
-def _ends(layout: "DecoderLayout | EncoderDecoderLayout", dtype: Any) -> Shapes:
+def _ends(layout: DecoderLayout | EncoderDecoderLayout, dtype: Any) -> Shapes:
     return {
         "embedding": _shape(layout.vocabulary, layout.width, dtype=dtype),
         "norm": _shape(layout.width, dtype=dtype),

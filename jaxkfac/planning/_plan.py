@@ -1,8 +1,7 @@
 """What a training needs, and what to change so that it fits."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,98 +11,15 @@ from jaxtyping import PyTree
 
 from jaxkfac import lslora
 from jaxkfac._checks import at_least_one, one_of
-from jaxkfac.memory import MemoryBudgetError, bytes_text
+from jaxkfac.curvature.host import HostOptions
 from jaxkfac.optim._accumulators import MemoryKind, check_memory_kind, checked_dtype
-from jaxkfac.planning._levers import LEVERS, Lever, UnavailableError, needed
+from jaxkfac.planning._memory_plan import MemoryPlan
 from jaxkfac.planning._optimizer import optimizer_state
-from jaxkfac.planning._rows import Accumulation, Curvature
-from jaxkfac.planning._search import Need, Search
-from jaxkfac.planning._shapes import shapes_of
-from jaxkfac.planning._table import need_words, plan_text
-from jaxkfac.planning._variant import Variants
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class MemoryPlan:
-    """Bytes by row, as it stands and with each lever; ``print(plan)`` is the table.
-
-    Attributes:
-        now: What the training needs as it stands.
-        alone: ``{lever: need}`` with this lever alone; ``"nf4"`` with the adapters it needs,
-            ``"accumulator"`` with the accumulation.
-        unavailable: ``{lever: reason}``.
-        smallest: The smallest set of levers that fits; ``None`` if none does.
-        best: Of the sets that were tried, the one with the fewest bytes on the device.
-        device_bytes: What there is.
-        host_bytes: Likewise in main memory; ``None`` is no limit.
-        compiled_for: Platform of the compiler that the activations come from.
-    """
-
-    now: Need
-    alone: Mapping[Lever, Need]
-    unavailable: Mapping[Lever, str]
-    smallest: Need | None
-    best: Need
-    device_bytes: float | int
-    host_bytes: float | int | None
-    compiled_for: str
-
-    @property
-    def accumulation_steps(self) -> int:
-        """The number of micro-batches a step that the smallest set has.
-
-        Raises:
-            MemoryBudgetError: nothing fits.
-        """
-        return self.chosen().steps
-
-    def fits(self, need: Need | None = None) -> bool:
-        """Whether a need is met; by default that of the training as it stands."""
-        need = self.now if need is None else need
-        host = self.host_bytes is None or need.host_total <= self.host_bytes
-        return host and need.device_total <= self.device_bytes
-
-    def chosen(self) -> Need:
-        """The smallest set of levers that fits.
-
-        Raises:
-            MemoryBudgetError: nothing fits, with the best set and its largest row.
-        """
-        if self.smallest is None:
-            raise MemoryBudgetError(self.why_not())
-        return self.smallest
-
-    def why_not(self) -> str:
-        """What stands in the way of the best set."""
-        best, host = self.best, ""
-        row = best.largest
-        if self.host_bytes is not None and best.host_total > self.host_bytes:
-            host = (
-                f" and {bytes_text(best.host_total)} of {bytes_text(self.host_bytes)} on the host"
-            )
-        return (
-            f"nothing fits {bytes_text(self.device_bytes)}: the best set, {need_words(best)}, "
-            f"needs {bytes_text(best.device_total)}{host}; its largest row is {row!r} "
-            f"with {bytes_text(best.device[row])}: use a larger device, shard it, or shrink the "
-            "model or the batch"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and words, for JSON."""
-        plain = {
-            "now": _plain(self.now),
-            "alone": {lever: _plain(need) for lever, need in self.alone.items()},
-            "unavailable": dict(self.unavailable),
-            "smallest": None if self.smallest is None else _plain(self.smallest),
-            "best": _plain(self.best),
-            "device_bytes": self.device_bytes,
-            "host_bytes": self.host_bytes,
-            "compiled_for": self.compiled_for,
-        }
-        return plain
-
-    def __str__(self) -> str:
-        return plan_text(self)
+from jaxkfac.planning._options import OPTION_NAMES
+from jaxkfac.planning._program_bytes import Curvature, MicroBatches
+from jaxkfac.planning._search import MemoryEstimate, Search
+from jaxkfac.planning._setting import TrainingPrograms
+from jaxkfac.planning._shapes import UnavailableError, shapes_of
 
 
 def plan_memory(
@@ -117,13 +33,13 @@ def plan_memory(
     curvature: bool = True,
     vectors: bool = True,
     max_factor_bytes: int | None = None,
-    in_flight_bytes: int = 1 << 30,
+    in_flight_bytes: int = HostOptions.in_flight_bytes,
     adapter_rank: int = 8,
     accumulation_steps: int = 1,
     accumulator_dtype: DTypeLike | None = None,
     accumulator_memory_kind: MemoryKind = "device",
-    levers: Sequence[str] = LEVERS,
-    **options: Any,
+    options: Sequence[str] = OPTION_NAMES,
+    **collection: Any,
 ) -> MemoryPlan:
     r"""Plan the memory of a training from shapes alone: nothing is allocated or run.
 
@@ -135,7 +51,7 @@ def plan_memory(
     decomposes inside its update (:func:`jaxkfac.kfac`), for all matrices of one size, and new
     bases beside the old.
 
-    The levers, from the cheapest to the dearest, each also a column of the table:
+    The options, from the cheapest to the dearest, each also a column of the table:
 
     - ``"accumulation"``: :func:`jaxkfac.multi_steps` over equal parts of the batch, the fewest
       that fit.
@@ -159,24 +75,24 @@ def plan_memory(
         curvature: Whether factors are gathered.
         vectors: Whether eigenvectors come back to the device, to precondition with; ``False``
             is an analysis, with eigenvalues only.
-        max_factor_bytes: Of the lever ``"budget"``.
+        max_factor_bytes: Of the option ``"budget"``.
         in_flight_bytes: Of ``HostCurvature``.
         adapter_rank: Of the adapters.
-        accumulation_steps: Micro-batches a step, of which ``batch`` is one; the lever
+        accumulation_steps: Micro-batches a step, of which ``batch`` is one; the option
             ``"accumulation"`` cuts them further. An ``optimizer`` that accumulates by itself
             has a row of its own accumulators, on the device wherever it keeps them.
         accumulator_dtype: Of :func:`jaxkfac.multi_steps`, with every accumulation.
         accumulator_memory_kind: Likewise; with ``"pinned_host"`` the row is on the host. An
             update takes it through the device, where the activations were.
-        levers: Which may be pulled. Each of ``"bf16"``, ``"remat"``, ``"adapters"`` and each
+        options: Which may be used. Each of ``"bf16"``, ``"remat"``, ``"adapters"`` and each
             number of micro-batches is a compilation.
-        **options: Of :func:`jaxkfac.value_grad_and_factors`: ``fisher``, ``max_dense``, ...
+        **collection: Of :func:`jaxkfac.value_grad_and_factors`: ``fisher``, ``max_dense``, ...
 
     Returns:
-        The plan; ``plan.chosen()`` is the smallest set of levers that fits.
+        The plan; ``plan.chosen()`` is the smallest set of options that fits.
 
     Raises:
-        ValueError: a size that is not positive, an unknown lever, dtype or memory, or
+        ValueError: a size that is not positive, an unknown option, dtype or memory, or
             ``accumulation_steps`` beside an optimizer that accumulates.
         UncoveredParameterError: a parameter is in no layer: see ``uncovered``.
 
@@ -187,52 +103,50 @@ def plan_memory(
         >>> objective = jk.Objective(lambda p, x: x @ p["kernel"], jk.Gaussian())
         >>> plan = plan_memory(
         ...     objective, {"kernel": shape(100, 50)}, (shape(8, 100), shape(8, 50)),
-        ...     optimizer=optax.adam(1e-3), device_bytes=300e3, levers=("accumulation", "host"))
+        ...     optimizer=optax.adam(1e-3), device_bytes=300e3, options=("accumulation", "host"))
         >>> plan.now.device["optimizer"], plan.now.device["factors"], plan.fits()
         (40004, 50008, False)
-        >>> plan.smallest.levers
+        >>> plan.smallest.options
         ('host',)
     """
     _check_sizes(device_bytes=device_bytes, host_bytes=host_bytes)
-    for name in levers:
-        one_of("levers", name, LEVERS)
-    pulled: list[Lever] = [lever for lever in LEVERS if lever in levers]
+    for name in options:
+        one_of("options", name, OPTION_NAMES)
+    asked = [name for name in OPTION_NAMES if name in options]
     at_least_one(
         adapter_rank=adapter_rank,
         in_flight_bytes=in_flight_bytes,
         accumulation_steps=accumulation_steps,
     )
     check_memory_kind(accumulator_memory_kind)
-    accumulation = Accumulation(
-        accumulation_steps, checked_dtype(accumulator_dtype), accumulator_memory_kind
-    )
+    dtype = checked_dtype(accumulator_dtype)
     if max_factor_bytes is not None:
         at_least_one(max_factor_bytes=max_factor_bytes)
     params, batch = shapes_of(params), shapes_of(batch)
     config = lslora.Config(rank=adapter_rank)
     search = Search(
-        Variants(objective, params, batch, config, options),
+        TrainingPrograms(objective, params, batch, config, collection),
         batch,
         optimizer,
         Curvature(vectors, in_flight_bytes) if curvature else None,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         max_factor_bytes=max_factor_bytes,
-        levers=pulled,
-        accumulation=accumulation,
+        options=asked,
+        micro_batches=MicroBatches(accumulation_steps, dtype, accumulator_memory_kind),
     )
     if accumulation_steps > 1 and optimizer_state(optimizer, params).accumulators:
         raise ValueError(
             f"accumulation_steps={accumulation_steps}: the optimizer accumulates by itself"
         )
-    now = search.need(())
-    alone: dict[Lever, Need] = {}
-    unavailable: dict[Lever, str] = {}
-    for lever in pulled:
+    now = search.estimate(())
+    alone: dict[str, MemoryEstimate] = {}
+    unavailable: dict[str, str] = {}
+    for name in asked:
         try:
-            alone[lever] = search.need(tuple({needed(lever, accumulation_steps), lever}))
+            alone[name] = search.estimate([x for x in (search.needed(name), name) if x])
         except UnavailableError as reason:
-            unavailable[lever] = str(reason)
+            unavailable[name] = str(reason)
     smallest = search.smallest()
     return MemoryPlan(
         now=now,
@@ -250,10 +164,3 @@ def _check_sizes(**sizes: float | int | None) -> None:
     for name, size in sizes.items():
         if size is not None and not (math.isfinite(size) and size > 0):
             raise ValueError(f"{name}={size}: expected a positive number of bytes, as 80e9")
-
-
-def _plain(need: Need) -> dict[str, Any]:
-    plain = {field.name: getattr(need, field.name) for field in dataclasses.fields(need)}
-    found = {name: dict(x) if isinstance(x, Mapping) else x for name, x in plain.items()}
-    totals = {"device_total": need.device_total, "host_total": need.host_total}
-    return {**found, "levers": list(need.levers), **totals}

@@ -18,8 +18,7 @@ from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
 from jaxkfac.memory import MemoryBudgetError
 from jaxkfac.optim import MultiStepsState, kfac, multi_steps
 from jaxkfac.planning import DecoderLayout, plan_memory, shaped
-from jaxkfac.planning._levers import LEVERS, TITLES
-from jaxkfac.planning._rows import NF4_BYTES
+from jaxkfac.planning._options import NF4_BYTES, OPTION_NAMES, OPTIONS
 from jaxkfac.planning._shapes import micro_batch
 
 EXAMPLES, STEPS, RANK = 32, 4, 4
@@ -100,7 +99,7 @@ def decoder():
     return Case(*shaped(layout, examples=EXAMPLES, tokens=16))
 
 
-COMPILED = pytest.param(decoder, marks=pytest.mark.exhaustive)  # every lever, a minute
+COMPILED = pytest.param(decoder, marks=pytest.mark.exhaustive)  # every option, a minute
 
 
 @pytest.fixture(scope="module", params=[mlp, COMPILED], ids=["mlp", "decoder"])
@@ -130,13 +129,13 @@ def test_activations_are_what_the_compiled_step_allocates(case):
 
 
 def test_accumulation_has_the_buffers_of_multi_steps_and_a_micro_batchs_activations(case):
-    need = case.plan.alone["accumulation"]
-    assert need.steps == 2 and need.device["batch"] * 2 == case.plan.now.device["batch"]
+    estimate = case.plan.alone["accumulation"]
+    assert estimate.steps == 2 and estimate.device["batch"] * 2 == case.plan.now.device["batch"]
     state = multi_steps(optax.identity(), STEPS, like=case.like).init(case.filled[0])
-    assert need.device["accumulation"] == pytest.approx(size(state.accumulation), rel=1e-3)
-    small = micro_batch(case.batch, need.steps)
+    assert estimate.device["accumulation"] == pytest.approx(size(state.accumulation), rel=1e-3)
+    small = micro_batch(case.batch, estimate.steps)
     measured = jax.jit(case.collector).lower(case.params, small).compile().memory_analysis()
-    assert need.device["activations"] == pytest.approx(measured.temp_size_in_bytes, rel=WITHIN)
+    assert estimate.device["activations"] == pytest.approx(measured.temp_size_in_bytes, rel=WITHIN)
 
 
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
@@ -144,50 +143,53 @@ def test_accumulation_has_the_buffers_of_multi_steps_and_a_micro_batchs_activati
 def test_accumulators_are_those_of_multi_steps_in_their_dtype_and_memory(dtype, memory):
     case = mlp()
     options = {"accumulator_dtype": dtype, "accumulator_memory_kind": memory}
-    levers = ("host", "accumulator")
+    chosen = ("host", "accumulator")
     plan = plan_memory(
-        *case.objects3, device_bytes=PLENTY, levers=levers, accumulation_steps=16, **options
+        *case.objects3, device_bytes=PLENTY, options=chosen, accumulation_steps=16, **options
     )
-    for like, need in ((case.like, plan.now), (None, plan.alone["host"])):
+    for like, found in ((case.like, plan.now), (None, plan.alone["host"])):
         tx = multi_steps(optax.identity(), 16, like=like, **options)
         held = size(tx.init(case.filled[0]).accumulation.acc_grads)
         on_device, on_host = (held, 0) if memory == "device" else (0, held)
-        assert need.device["accumulation"] == on_device and need.steps == 16
-        assert need.host.get("accumulation", 0) == on_host
+        assert found.device["accumulation"] == on_device and found.steps == 16
+        assert found.host.get("accumulation", 0) == on_host
     assert plan.accumulation_steps == 16
     if dtype is None:
         tx = multi_steps(optax.identity(), 16, like=case.like, accumulator_dtype=jnp.bfloat16)
         held = size(tx.init(case.filled[0]).accumulation.acc_grads)
-        found = plan.alone["accumulator"]
-        assert (found.device | found.host)["accumulation"] == held
+        half = plan.alone["accumulator"]
+        assert (half.device | half.host)["accumulation"] == held
     else:
         assert "already" in plan.unavailable["accumulator"]
 
 
-def test_the_lever_of_accumulators_brings_accumulation_with_it(case):
-    need = case.plan.alone["accumulator"]
-    assert need.levers == ("accumulation", "accumulator") and need.steps == 2
+def test_the_option_of_accumulators_brings_accumulation_with_it(case):
+    found = case.plan.alone["accumulator"]
+    assert found.options == ("accumulation", "accumulator") and found.steps == 2
     wide = case.plan.alone["accumulation"].device["accumulation"]
-    assert need.device["accumulation"] == pytest.approx(wide / 2, rel=0.1)
+    assert found.device["accumulation"] == pytest.approx(wide / 2, rel=0.1)
 
 
 def test_host_rows_are_what_the_service_needs_and_holds(case):
-    need = case.plan.alone["host"]
+    estimate = case.plan.alone["host"]
     service = {"like": case.like, "refresh_every": 1, "lag": 1}
     with pytest.raises(ValueError, match="host_bytes"):
-        HostCurvature(**service, host_bytes=need.host_total - 1)
-    with HostCurvature(**service, host_bytes=need.host_total) as host:
+        HostCurvature(**service, host_bytes=estimate.host_total - 1)
+    with HostCurvature(**service, host_bytes=estimate.host_total) as host:
         host.push(case.out.factors, 0)
         host.flush()
-        assert need.host["averages"] == pytest.approx(host._state.store.in_memory, rel=1e-3)
-    assert need.device["workspace"] == 0 and need.device["bases"] == case.plan.now.device["bases"]
+        assert estimate.host["averages"] == pytest.approx(host._state.store.in_memory, rel=1e-3)
+    assert (
+        estimate.device["workspace"] == 0
+        and estimate.device["bases"] == case.plan.now.device["bases"]
+    )
     # This step's factors, and all of the last one's: they are less than what may be in flight.
-    assert need.device["factors"] == pytest.approx(2 * size(case.out.factors), rel=0.02)
+    assert estimate.device["factors"] == pytest.approx(2 * size(case.out.factors), rel=0.02)
 
 
 def test_a_budget_holds_and_says_how_many_passes_it_takes(case):
     smallest = plan_memory(
-        *(case.objective, case.params, case.batch), device_bytes=1.0, levers=("budget",)
+        *(case.objective, case.params, case.batch), device_bytes=1.0, options=("budget",)
     ).alone["budget"]
     budget = smallest.factor_budget
     with pytest.raises(MemoryBudgetError):
@@ -202,7 +204,7 @@ def test_a_pass_under_a_budget_stays_within_its_rows():
     case = decoder()
     shapes = (case.objective, case.params, case.batch)
     budget = 40_000
-    plan = plan_memory(*shapes, device_bytes=PLENTY, levers=("budget",), max_factor_bytes=budget)
+    plan = plan_memory(*shapes, device_bytes=PLENTY, options=("budget",), max_factor_bytes=budget)
     device = plan.alone["budget"].device
     assert device["factors"] == budget
     planned = sum(device[row] for row in ("activations", "gradients", "factors"))
@@ -213,18 +215,20 @@ def test_a_pass_under_a_budget_stays_within_its_rows():
 
 
 def test_adapters_alone_leave_the_base_without_gradient_and_state(case):
-    need, config = case.plan.alone["adapters"], lslora.Config(rank=RANK)
+    estimate, config = case.plan.alone["adapters"], lslora.Config(rank=RANK)
     params, batch = case.filled
     adapters = lslora.init(config, case.objective.apply_fn, params, batch[0], key=jax.random.key(0))
-    assert need.device["gradients"] == size(adapters)
-    assert need.device["parameters"] == size(adapters) + size(params)
-    assert need.device["optimizer"] == size(optax.adam(1e-3).init(adapters))
+    assert estimate.device["gradients"] == size(adapters)
+    assert estimate.device["parameters"] == size(adapters) + size(params)
+    assert estimate.device["optimizer"] == size(optax.adam(1e-3).init(adapters))
     adapted = lslora.attach(case.objective.apply_fn, config)
     own = Objective(lambda a, x: adapted(params, a, x), Categorical())
     like = value_grad_and_factors(own, uncovered="ignore").factor_shapes(adapters, batch)
-    assert need.device["factors"] == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(like))
+    assert estimate.device["factors"] == sum(
+        x.size * x.dtype.itemsize for x in jax.tree.leaves(like)
+    )
     quantised = case.plan.alone["nf4"]
-    assert quantised.levers == ("adapters", "nf4")
+    assert quantised.options == ("adapters", "nf4")
     dense = sum(
         x.weight.size
         for x in case.collector.traced(
@@ -232,7 +236,7 @@ def test_adapters_alone_leave_the_base_without_gradient_and_state(case):
         ).table.layers
         if x.kind == "dense"
     )
-    saved = need.device["parameters"] - quantised.device["parameters"]
+    saved = estimate.device["parameters"] - quantised.device["parameters"]
     assert saved == pytest.approx(dense * (4 - NF4_BYTES), rel=1e-3)
 
 
@@ -256,7 +260,7 @@ def test_remat_has_the_activations_of_the_program_with_checkpoints():
     def planned(apply_fn):
         objective = dataclasses.replace(case.objective, apply_fn=apply_fn)
         shapes = (case.params, case.batch)
-        return plan_memory(objective, *shapes, device_bytes=PLENTY, levers=("remat",))
+        return plan_memory(objective, *shapes, device_bytes=PLENTY, options=("remat",))
 
     plan, already = planned(case.objective.apply_fn), planned(rematted)
     before, after = plan.now.device["activations"], plan.alone["remat"].device["activations"]
@@ -267,7 +271,7 @@ def test_remat_has_the_activations_of_the_program_with_checkpoints():
 
 def test_half_precision_takes_fewer_bytes_although_the_cpu_computes_bfloat16_in_float32():
     objective, params, batch = decoder().objects3
-    plan = plan_memory(objective, params, batch, device_bytes=PLENTY, levers=("bf16",))
+    plan = plan_memory(objective, params, batch, device_bytes=PLENTY, options=("bf16",))
     now, half = plan.now.device["activations"], plan.alone["bf16"].device["activations"]
     assert 0.45 * now < half < 0.85 * now  # softmax and cross entropy stay in float32
 
@@ -278,7 +282,7 @@ def test_kfac_has_its_average_and_bases_in_their_own_rows(case):
         *(case.objective, case.params, case.batch),
         optimizer=tx,
         device_bytes=PLENTY,
-        levers=("budget",),
+        options=("budget",),
     )
     state, device = tx.init(case.filled[0]), plan.now.device
     assert device["factors"] == size(state.average) + size(case.out.factors)
@@ -293,7 +297,7 @@ def test_without_curvature_there_are_no_rows_of_it():
         *(case.objective, case.params, case.batch),
         device_bytes=PLENTY,
         curvature=False,
-        levers=("host", "budget"),
+        options=("host", "budget"),
     )
     assert set(plan.now.device) == {
         "parameters",
@@ -308,7 +312,7 @@ def test_without_curvature_there_are_no_rows_of_it():
 
 def test_values_alone_take_the_place_of_bases_in_an_analysis(case):
     plan = plan_memory(
-        *(case.objective, case.params, case.batch), device_bytes=PLENTY, vectors=False, levers=()
+        *(case.objective, case.params, case.batch), device_bytes=PLENTY, vectors=False, options=()
     )
     assert plan.now.device["bases"] == size(eigendecompose(case.out.factors, vectors=False))
 
@@ -327,7 +331,7 @@ def test_an_optimizer_that_accumulates_is_not_accumulated_again(tx):
         *(case.objective, case.params, case.batch),
         optimizer=tx,
         device_bytes=PLENTY,
-        levers=("accumulation", "accumulator"),
+        options=("accumulation", "accumulator"),
     )
     assert "one micro-batch" in plan.unavailable["accumulation"]
     assert "one micro-batch" in plan.unavailable["accumulator"]
@@ -344,7 +348,7 @@ def test_a_scalar_loss_is_planned_and_has_no_adapters():
         case.params,
         case.batch,
         device_bytes=PLENTY,
-        levers=("adapters", "remat"),
+        options=("adapters", "remat"),
     )
     leaves = jax.tree.leaves(case.like)
     assert plan.now.device["factors"] == sum(x.size * x.dtype.itemsize for x in leaves)
@@ -363,22 +367,22 @@ def test_a_program_that_does_not_run_in_bfloat16_says_why():
         case.params,
         case.batch,
         device_bytes=PLENTY,
-        levers=("bf16",),
+        options=("bf16",),
         uncovered="ignore",
     )
     assert "TypePromotionError" in plan.unavailable["bf16"]
 
 
-def test_the_table_and_the_record_hold_every_row_and_lever(case):
+def test_the_table_and_the_record_hold_every_row_and_option(case):
     text, record = str(case.plan), json.loads(json.dumps(case.plan.to_dict(), allow_nan=False))
     assert max(map(len, text.splitlines())) <= 120
     head, *rows = text.splitlines()
-    assert head.split()[3:] == ["now", *(TITLES[lever] for lever in case.plan.alone)]
+    assert head.split()[3:] == ["now", *(OPTIONS[name].title for name in case.plan.alone)]
     for row in case.plan.now.device:
         assert any(line.strip().startswith(row) for line in rows)
     assert "it fits as it is" in text
     assert record["now"]["device_total"] == case.plan.now.device_total
-    assert set(record["alone"]) | set(record["unavailable"]) == set(LEVERS)
+    assert set(record["alone"]) | set(record["unavailable"]) == set(OPTION_NAMES)
 
 
 @pytest.mark.parametrize("device_bytes", [0, -1.0, float("nan"), float("inf")])
@@ -387,9 +391,9 @@ def test_a_device_without_bytes_is_refused(device_bytes):
         plan_memory(lambda p, b: p, 1.0, 1.0, device_bytes=device_bytes)
 
 
-def test_an_unknown_lever_and_an_uncovered_parameter_are_named():
-    with pytest.raises(ValueError, match="levers='fp8': expected one of 'accumulation'"):
-        plan_memory(lambda p, b: p, 1.0, 1.0, device_bytes=1.0, levers=("fp8",))
+def test_an_unknown_option_and_an_uncovered_parameter_are_named():
+    with pytest.raises(ValueError, match="options='fp8': expected one of 'accumulation'"):
+        plan_memory(lambda p, b: p, 1.0, 1.0, device_bytes=1.0, options=("fp8",))
     with pytest.raises(UncoveredParameterError):
         plan_memory(
             Objective(lambda p, x: x @ (p["w"] * p["w"]), Categorical()),

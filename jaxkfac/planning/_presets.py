@@ -1,6 +1,5 @@
 """Known layouts by configuration only."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -9,54 +8,13 @@ import jax.numpy as jnp
 from jaxkfac._errors import nearest
 from jaxkfac.factors import Categorical, Objective
 from jaxkfac.planning._layouts import (
+    DecoderLayout,
+    EncoderDecoderLayout,
     decode,
     decoder_shapes,
     encode_and_decode,
     encoder_decoder_shapes,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class DecoderLayout:
-    """A decoder of pre-normalised blocks with rotary attention and a gated MLP.
-
-    Attributes:
-        depth: Blocks.
-        width: Of the stream.
-        heads: Of attention.
-        hidden: Of the MLP.
-        vocabulary: Tokens; the head is a matrix of its own.
-        fused: Whether q, k, v are one kernel, and gate and up another.
-    """
-
-    depth: int
-    width: int
-    heads: int
-    hidden: int
-    vocabulary: int
-    fused: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class EncoderDecoderLayout:
-    """An encoder and a decoder with cross attention, in T5's version 1.1.
-
-    The two tables of relative positions (2048 numbers in T5-XL) are left out.
-
-    Attributes:
-        depth: Blocks of the encoder, and of the decoder.
-        width: Of the stream.
-        heads: Of attention.
-        hidden: Of the gated MLP.
-        vocabulary: Tokens; one embedding, and a head of its own.
-    """
-
-    depth: int
-    width: int
-    heads: int
-    hidden: int
-    vocabulary: int
-
 
 Layout = DecoderLayout | EncoderDecoderLayout
 

@@ -10,11 +10,11 @@ import pytest
 from jaxkfac import lslora
 from jaxkfac.factors import Categorical, Gaussian, Objective
 from jaxkfac.memory import MemoryBudgetError
-from jaxkfac.planning import LEVERS, _variant, plan_memory
-from jaxkfac.planning._levers import Setting, UnavailableError
-from jaxkfac.planning._rows import Accumulation, Curvature
+from jaxkfac.planning import OPTION_NAMES, _program, plan_memory
+from jaxkfac.planning._program_bytes import Curvature, MicroBatches
 from jaxkfac.planning._search import Search
-from jaxkfac.planning._variant import Variants
+from jaxkfac.planning._setting import Setting, TrainingPrograms
+from jaxkfac.planning._shapes import UnavailableError
 
 PLENTY = 1e15
 
@@ -45,95 +45,98 @@ def _activations_by_rule():
         return jax.tree.leaves(batch)[-1].shape[0] * 4000
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_variant, "_compiled_temporaries", allocated)
+        patch.setattr(_program, "_compiled_temporaries", allocated)
         yield
 
 
 @pytest.fixture(scope="module")
-def variants():
+def programs():
     """The programs, shared by all searches."""
-    return Variants(*problem(), lslora.Config(rank=2), {})
+    return TrainingPrograms(*problem(), lslora.Config(rank=2), {})
 
 
-def search(variants, device_bytes, host_bytes=None, levers=LEVERS):
+def search(programs, device_bytes, host_bytes=None, options=OPTION_NAMES):
     return Search(
-        variants,
+        programs,
         problem()[2],
         optax.adam(1e-3),
         Curvature(vectors=False, in_flight_bytes=1),
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         max_factor_bytes=None,
-        levers=levers,
-        accumulation=Accumulation(),
+        options=options,
+        micro_batches=MicroBatches(),
     )
 
 
 SOME = ("accumulation", "host", "budget", "adapters", "nf4")
 
 
-def every_need(found):
-    """``{levers: need}`` of all sets that can be pulled."""
-    needs = {}
+def every_estimate(found):
+    """``{options: estimate}`` of all sets that can be used."""
+    estimates = {}
     for size in range(len(SOME) + 1):
-        for levers in itertools.combinations(SOME, size):
-            if "nf4" in levers and "adapters" not in levers:
+        for options in itertools.combinations(SOME, size):
+            if "nf4" in options and "adapters" not in options:
                 continue
             try:
-                needs[levers] = found.need(levers)
+                estimates[options] = found.estimate(options)
             except UnavailableError:
                 continue
-    return needs
+    return estimates
 
 
-def test_no_smaller_or_cheaper_set_fits(variants):
-    totals = sorted(n.device_total for n in every_need(search(variants, 1.0, levers=SOME)).values())
+def test_no_smaller_or_cheaper_set_fits(programs):
+    totals = sorted(
+        n.device_total for n in every_estimate(search(programs, 1.0, options=SOME)).values()
+    )
     seen = set()
     for device_bytes in [totals[0] - 1, *totals[:: len(totals) // 3], totals[-1]]:
-        one = search(variants, device_bytes, levers=SOME)
-        fitting = [x for x, need in every_need(one).items() if one.fits(need)]
+        one = search(programs, device_bytes, options=SOME)
+        fitting = [x for x, estimate in every_estimate(one).items() if one.fits(estimate)]
 
-        def order(levers):
-            return len(levers), sorted(map(LEVERS.index, levers), reverse=True)
+        def order(options):
+            return len(options), sorted(map(OPTION_NAMES.index, options), reverse=True)
 
         smallest = one.smallest()
         if not fitting:
             assert smallest is None and device_bytes < totals[0]
             continue
         assert smallest is not None
-        assert set(smallest.levers) == set(min(fitting, key=order))
-        seen.add(len(smallest.levers))
+        assert set(smallest.options) == set(min(fitting, key=order))
+        seen.add(len(smallest.options))
     assert len(seen) >= 3
 
 
-def test_accumulation_takes_the_fewest_micro_batches_that_fit(variants):
+def test_accumulation_takes_the_fewest_micro_batches_that_fit(programs):
     steps = {}
     for exponent in range(1, 4):
-        one = search(variants, 1.0, levers=("accumulation",))
-        steps[2**exponent] = one._need(_accumulating(2**exponent)).device_total
+        one = search(programs, 1.0, options=("accumulation",))
+        steps[2**exponent] = one._estimate(_accumulating(2**exponent)).device_total
     assert list(steps.values()) == sorted(steps.values(), reverse=True)
     for wanted in (2, 4, 8):
-        need = search(variants, steps[wanted], levers=("accumulation",)).need(("accumulation",))
-        assert need.steps == wanted
+        one = search(programs, steps[wanted], options=("accumulation",))
+        estimate = one.estimate(("accumulation",))
+        assert estimate.steps == wanted
 
 
 def _accumulating(steps):
     return Setting(frozenset({"accumulation"}), steps)
 
 
-def test_a_budget_takes_what_is_left_over(variants):
-    whole = search(variants, PLENTY).need(("budget",))
+def test_a_budget_takes_what_is_left_over(programs):
+    whole = search(programs, PLENTY).estimate(("budget",))
     assert "1 passes" in whole.costs["budget"]
-    least = search(variants, 1.0).need(("budget",))
+    least = search(programs, 1.0).estimate(("budget",))
     middle = (least.device_total + whole.device_total) // 2
-    need = search(variants, middle).need(("budget",))
-    assert need.device_total == middle and least.factor_budget < need.factor_budget
-    assert search(variants, middle - 1).need(("budget",)).device_total == middle - 1
+    estimate = search(programs, middle).estimate(("budget",))
+    assert estimate.device_total == middle and least.factor_budget < estimate.factor_budget
+    assert search(programs, middle - 1).estimate(("budget",)).device_total == middle - 1
 
 
-def test_host_memory_counts_where_it_is_limited(variants):
-    host = search(variants, PLENTY).need(("host",))
-    enough, short = (search(variants, PLENTY, host.host_total - less) for less in (0, 1))
+def test_host_memory_counts_where_it_is_limited(programs):
+    host = search(programs, PLENTY).estimate(("host",))
+    enough, short = (search(programs, PLENTY, host.host_total - less) for less in (0, 1))
     assert enough.fits(host) and not short.fits(host)
 
 
@@ -148,23 +151,23 @@ def planned(device_bytes, **changes):
 
 
 def test_each_constructed_case_has_its_known_answer():
-    levers = ("host", "bf16", "adapters")
+    options = ("host", "bf16", "adapters")
     # Parameters, gradients and Adam's two averages: 16 MB, or 8 in bfloat16; factors are not.
-    state = {"curvature": False, "levers": levers}
-    assert planned(17e6, **state).smallest.levers == ()
-    assert planned(15e6, **state).smallest.levers == ("bf16",)
-    assert planned(7e6, **state).smallest.levers == ("adapters",)
-    assert planned(3e6, **state).smallest.levers == ("bf16", "adapters")
+    state = {"curvature": False, "options": options}
+    assert planned(17e6, **state).smallest.options == ()
+    assert planned(15e6, **state).smallest.options == ("bf16",)
+    assert planned(7e6, **state).smallest.options == ("adapters",)
+    assert planned(3e6, **state).smallest.options == ("bf16", "adapters")
     # Two factors of 4 MB, eigenvalues, and 12 MB of workspace that the host takes over.
-    analysis = {"vectors": False, "in_flight_bytes": 1, "levers": levers}
-    assert planned(37e6, **analysis).smallest.levers == ()
-    assert planned(31e6, **analysis).smallest.levers == ("host",)
+    analysis = {"vectors": False, "in_flight_bytes": 1, "options": options}
+    assert planned(37e6, **analysis).smallest.options == ()
+    assert planned(31e6, **analysis).smallest.options == ("host",)
 
 
 def test_where_nothing_fits_the_best_set_and_its_largest_row_are_said():
-    plan = planned(1e6, curvature=False, levers=("bf16", "adapters"))
+    plan = planned(1e6, curvature=False, options=("bf16", "adapters"))
     assert plan.smallest is None and not plan.fits()
-    assert plan.best.levers == ("bf16", "adapters") and plan.best.largest == "parameters"
+    assert plan.best.options == ("bf16", "adapters") and plan.best.largest == "parameters"
     message = r"nothing fits 977 KiB: the best set, bf16 \+ adapters, needs .* 'parameters' with"
     with pytest.raises(MemoryBudgetError, match=message):
         plan.chosen()
@@ -173,15 +176,15 @@ def test_where_nothing_fits_the_best_set_and_its_largest_row_are_said():
     assert "nothing fits 977 KiB" in str(plan)
 
 
-def test_levers_that_a_training_lacks_say_why():
-    plan = planned(1e9, levers=("remat", "accumulation"))
+def test_options_that_a_training_lacks_say_why():
+    plan = planned(1e9, options=("remat", "accumulation"))
     assert plan.unavailable == {"remat": "there is no scan whose body is not rematted already"}
     single = plan_memory(
         lambda p, b: ((b @ p) ** 2).mean(),
         shape(3, 2),
         shape(1, 3),
         device_bytes=1e9,
-        levers=("accumulation", "nf4"),
+        options=("accumulation", "nf4"),
     )
     assert single.unavailable["accumulation"] == "the batch is one example"
     assert "jk.Objective" in single.unavailable["nf4"]

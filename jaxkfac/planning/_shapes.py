@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxkfac.planning._levers import UnavailableError
+
+class UnavailableError(Exception):
+    """An option that this program, batch or optimizer does not have, and why."""
 
 
 def shapes_of(tree: PyTree) -> PyTree:

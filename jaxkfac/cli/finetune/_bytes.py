@@ -67,7 +67,7 @@ def _need(experiment: Finetuning, problem: Problem) -> Need:
         optimizer=_optimizer(experiment, problem),
         device_bytes=1,
         curvature=experiment.optimizer == "kfac",
-        levers=(),
+        options=(),
         fisher=kfac.fisher,
         uncovered="ignore",
         max_dense=kfac.max_dense,

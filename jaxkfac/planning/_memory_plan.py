@@ -1,0 +1,170 @@
+"""A plan: bytes by row, as it stands and with each option, and the table of them."""
+
+import dataclasses
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxkfac._text import WIDTH, aligned
+from jaxkfac.memory import MemoryBudgetError, bytes_text
+from jaxkfac.planning._options import OPTIONS
+from jaxkfac.planning._program_bytes import ESTIMATED
+from jaxkfac.planning._search import MemoryEstimate
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MemoryPlan:
+    """Bytes by row, as it stands and with each option; ``print(plan)`` is the table.
+
+    Attributes:
+        now: What the training needs as it stands.
+        alone: ``{option: estimate}`` with this option alone; ``"nf4"`` with the adapters it needs,
+            ``"accumulator"`` with the accumulation.
+        unavailable: ``{option: reason}``.
+        smallest: The smallest set of options that fits; ``None`` if none does.
+        best: Of the sets that were tried, the one with the fewest bytes on the device.
+        device_bytes: What there is.
+        host_bytes: Likewise in main memory; ``None`` is no limit.
+        compiled_for: Platform of the compiler that the activations come from.
+    """
+
+    now: MemoryEstimate
+    alone: Mapping[str, MemoryEstimate]
+    unavailable: Mapping[str, str]
+    smallest: MemoryEstimate | None
+    best: MemoryEstimate
+    device_bytes: float | int
+    host_bytes: float | int | None
+    compiled_for: str
+
+    @property
+    def accumulation_steps(self) -> int:
+        """The number of micro-batches a step that the smallest set has.
+
+        Raises:
+            MemoryBudgetError: nothing fits.
+        """
+        return self.chosen().steps
+
+    def fits(self, estimate: MemoryEstimate | None = None) -> bool:
+        """Whether there are that many bytes; by default for the training as it stands."""
+        estimate = self.now if estimate is None else estimate
+        host = self.host_bytes is None or estimate.host_total <= self.host_bytes
+        return host and estimate.device_total <= self.device_bytes
+
+    def chosen(self) -> MemoryEstimate:
+        """The smallest set of options that fits.
+
+        Raises:
+            MemoryBudgetError: nothing fits, with the best set and its largest row.
+        """
+        if self.smallest is None:
+            raise MemoryBudgetError(self.why_not())
+        return self.smallest
+
+    def why_not(self) -> str:
+        """What stands in the way of the best set."""
+        best, host = self.best, ""
+        row = best.largest
+        if self.host_bytes is not None and best.host_total > self.host_bytes:
+            host = (
+                f" and {bytes_text(best.host_total)} of {bytes_text(self.host_bytes)} on the host"
+            )
+        return (
+            f"nothing fits {bytes_text(self.device_bytes)}: the best set, {_words(best)}, "
+            f"needs {bytes_text(best.device_total)}{host}; its largest row is {row!r} "
+            f"with {bytes_text(best.device[row])}: use a larger device, shard it, or shrink the "
+            "model or the batch"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and words, for JSON."""
+        plain = {
+            "now": _plain(self.now),
+            "alone": {option: _plain(estimate) for option, estimate in self.alone.items()},
+            "unavailable": dict(self.unavailable),
+            "smallest": None if self.smallest is None else _plain(self.smallest),
+            "best": _plain(self.best),
+            "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
+            "compiled_for": self.compiled_for,
+        }
+        return plain
+
+    def __str__(self) -> str:
+        return _text(self)
+
+
+def _plain(estimate: MemoryEstimate) -> dict[str, Any]:
+    plain = {field.name: getattr(estimate, field.name) for field in dataclasses.fields(estimate)}
+    found = {name: dict(x) if isinstance(x, Mapping) else x for name, x in plain.items()}
+    totals = {"device_total": estimate.device_total, "host_total": estimate.host_total}
+    return {**found, "options": list(estimate.options), **totals}
+
+
+def _text(plan: MemoryPlan) -> str:
+    """The table that ``print(plan)`` shows."""
+    estimates = {
+        "now": plan.now,
+        **{OPTIONS[x].title: estimate for x, estimate in plan.alone.items()},
+    }
+    if plan.smallest is not None and plan.smallest.options not in ((), *((x,) for x in plan.alone)):
+        estimates["chosen"] = plan.smallest
+    columns = list(estimates.values())
+    lines = [
+        ["on the device", *estimates],
+        *_rows([estimate.device for estimate in columns], mark=ESTIMATED),
+        ["total", *(bytes_text(estimate.device_total) for estimate in columns)],
+        [
+            f"fits {bytes_text(plan.device_bytes)}",
+            *("yes" if plan.fits(estimate) else "no" for estimate in columns),
+        ],
+    ]
+    if any(estimate.host for estimate in columns):
+        lines += [
+            ["on the host"],
+            *_rows([estimate.host for estimate in columns], mark=("workspace",)),
+            ["total", *(bytes_text(estimate.host_total) for estimate in columns)],
+        ]
+    return "\n".join([*aligned(lines), "", *_remarks(plan), *_verdict(plan)])
+
+
+def _rows(tables: Sequence[Mapping[str, int]], mark: Sequence[str]) -> list[list[str]]:
+    names = dict.fromkeys(name for table in tables for name in table)
+    return [
+        [
+            f"  {name}" + " ~" * (name in mark),
+            *(bytes_text(table[name]) if table.get(name) else "–" for table in tables),
+        ]
+        for name in names
+    ]
+
+
+def _remarks(plan: MemoryPlan) -> list[str]:
+    lines = [f"{OPTIONS[x].title}: {estimate.costs[x]}" for x, estimate in plan.alone.items()]
+    lines += [f"{OPTIONS[x].title}: not available: {why}" for x, why in plan.unavailable.items()]
+    lines.append(
+        "~: an estimate: activations are the temporaries of the program as compiled for "
+        f"{plan.compiled_for}, workspace is what syevd takes"
+    )
+    return [line for text in lines for line in _wrapped(text)]
+
+
+def _verdict(plan: MemoryPlan) -> list[str]:
+    if plan.smallest is None:
+        return _wrapped(plan.why_not())
+    if not plan.smallest.options:
+        return ["it fits as it is"]
+    names = " + ".join(OPTIONS[x].title for x in plan.smallest.options)
+    lines = [f"the smallest set that fits: {names}"]
+    lines += [f"  {OPTIONS[x].title}: {cost}" for x, cost in plan.smallest.costs.items()]
+    return [line for text in lines for line in _wrapped(text)]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="    ", replace_whitespace=False)
+
+
+def _words(estimate: MemoryEstimate) -> str:
+    """The options of an estimate, in words."""
+    return " + ".join(OPTIONS[name].title for name in estimate.options) or "no option"

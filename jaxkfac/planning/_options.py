@@ -1,0 +1,308 @@
+"""What can be changed so that a training fits: one class for each option.
+
+A new one is a class with what it changes, registered in ``OPTIONS``.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxkfac import lslora
+from jaxkfac._errors import JaxkfacError
+from jaxkfac.factors import Objective
+from jaxkfac.factors._objective import takes_key
+from jaxkfac.memory import bytes_text
+from jaxkfac.planning._program import TrainingProgram, first_line, shape_of_key
+from jaxkfac.planning._program_bytes import MemoryRows, MicroBatches, ProgramBytes
+from jaxkfac.planning._remat import remat_scans, scans_to_remat
+from jaxkfac.planning._shapes import (
+    UnavailableError,
+    in_half,
+    micro_batch,
+    nbytes,
+    nelements,
+)
+
+# 4 bits an element; per 64 elements an absmax of 8 bits, per 256 of those a float32.
+NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What an option sees of the setting that it is a part of.
+
+    Attributes:
+        options: Names of all options of the setting.
+        steps: Parts of the batch; 1 without accumulation.
+        budget: ``max_factor_bytes``, where factors are gathered under one.
+        compiled: Whether activations are those of a compiled program; they are 0 otherwise.
+    """
+
+    options: frozenset[str]
+    steps: int
+    budget: int | None
+    compiled: bool = True
+
+
+class Option:
+    """One change. A method that is not overridden changes nothing.
+
+    Attributes:
+        name: As it is asked for.
+        title: Of its column.
+        needs: The option that it cannot do without; ``""`` is none.
+        changes_program: Whether :meth:`program` is overridden.
+        takes_factors: Whether factors leave the device, and are added up on the host.
+        accumulator_dtype: Of sums over micro-batches, if it changes that.
+    """
+
+    name = title = needs = ""
+    changes_program = False
+    takes_factors = False
+    accumulator_dtype: Any = None
+
+    def needed(self, micro_batches: MicroBatches) -> str:
+        """The option that it cannot do without in this training."""
+        return self.needs
+
+    def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
+        """The program with this option.
+
+        Raises:
+            UnavailableError: it does not have it.
+        """
+        return program
+
+    def check(self, of: ProgramBytes, choice: Choice) -> None:
+        """Raise an ``UnavailableError`` where the optimizer or the curvature rules it out."""
+
+    def temporaries(self, of: ProgramBytes, choice: Choice) -> int | None:
+        """Temporaries of the program that runs, if it is not the one with all factors."""
+
+    def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
+        """Change the rows, which those of the options before it have changed."""
+
+    def cost(self, of: ProgramBytes, choice: Choice) -> str:
+        """What it costs, in words."""
+        raise NotImplementedError
+
+
+class Accumulation(Option):
+    """Micro-batches, whose gradients and statistics are added up."""
+
+    name, title, changes_program = "accumulation", "accum.", True
+
+    def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
+        return dataclasses.replace(program, batch=micro_batch(program.batch, steps))
+
+    def check(self, of: ProgramBytes, choice: Choice) -> None:
+        _require_plain_optimizer(of)
+
+    def cost(self, of: ProgramBytes, choice: Choice) -> str:
+        steps = choice.steps * of.micro_batches.steps
+        return f"{steps} micro-batches a step; the same arithmetic"
+
+
+class HalfAccumulators(Option):
+    """Sums over micro-batches in bfloat16."""
+
+    name, title, needs = "accumulator", "bf16-acc.", "accumulation"
+    accumulator_dtype = jnp.dtype(jnp.bfloat16)
+
+    def needed(self, micro_batches: MicroBatches) -> str:
+        return self.needs if micro_batches.steps == 1 else ""
+
+    def check(self, of: ProgramBytes, choice: Choice) -> None:
+        _require_plain_optimizer(of)
+        if of.micro_batches.accumulator_dtype == self.accumulator_dtype:
+            raise UnavailableError("the accumulators are in bfloat16 already")
+
+    def cost(self, of: ProgramBytes, choice: Choice) -> str:
+        return "means of gradients kept in 8 bits of mantissa: 0.4 % over 16 micro-batches"
+
+
+def _require_plain_optimizer(of: ProgramBytes) -> None:
+    if of.optimizer.accumulators:
+        raise UnavailableError("the optimizer accumulates: give one micro-batch as batch")
+
+
+class Host(Option):
+    """Averages and decompositions on the host."""
+
+    name, title, takes_factors = "host", "host", True
+
+    def check(self, of: ProgramBytes, choice: Choice) -> None:
+        of.require_factors()
+
+    def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
+        held = of.require_factors()
+        # This step's, and those of the last one that are still leaving.
+        rows.device["factors"] = held.factors + held.in_flight
+        rows.device["bases"] = held.bases if of.wants_vectors else 0
+        rows.device["workspace"] = 0
+        rows.host.update(held.on_host)
+
+    def cost(self, of: ProgramBytes, choice: Choice) -> str:
+        held = bytes_text(sum(of.require_factors().on_host.values()))
+        return f"{held} of main memory; bases are those of some steps before"
+
+
+class Remat(Option):
+    """Activations of scanned blocks computed again."""
+
+    name, title, changes_program = "remat", "remat", True
+
+    def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
+        objective = program.objective
+        wrapped = isinstance(objective, Objective)
+        fn, data = (objective.apply_fn, program.batch[0]) if wrapped else (objective, program.batch)
+        keyed = {"key": shape_of_key()} if takes_key(fn) else {}
+        try:
+            found = scans_to_remat(lambda p, d, kw: fn(p, d, **kw), program.trained, data, keyed)
+        except (JaxkfacError, ValueError, TypeError) as error:
+            raise UnavailableError(first_line(error)) from None
+        if not found:
+            raise UnavailableError("there is no scan whose body is not rematted already")
+        again = remat_scans(fn)
+        objective = dataclasses.replace(objective, apply_fn=again) if wrapped else again
+        return dataclasses.replace(program, objective=objective)
+
+    def cost(self, of: ProgramBytes, choice: Choice) -> str:
+        return "one more forward pass: about 4/3 gradients"
+
+
+class HalfPrecision(Option):
+    """Everything floating in bfloat16."""
+
+    name, title, changes_program = "bf16", "bf16", True
+
+    def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
+        trained = in_half(program.trained)
+        if nbytes(trained) == nbytes(program.trained):
+            raise UnavailableError("no parameter has more than 16 bits")
+        return dataclasses.replace(program, trained=trained, batch=in_half(program.batch))
+
+    def cost(self, of: ProgramBytes, choice: Choice) -> str:
+        return "8 bits of mantissa in parameters, gradients and optimizer"
+
+
+class Budget(Option):
+    """Factors gathered in several passes."""
+
+    name, title, takes_factors = "budget", "budget", True
+
+    def check(self, of: ProgramBytes, choice: Choice) -> None:
+        of.require_factors()
+        if Host.name not in choice.options and of.optimizer.averages:
+            raise UnavailableError(
+                "the optimizer keeps the average of all factors on the device: with host only"
+            )
+
+    def temporaries(self, of: ProgramBytes, choice: Choice) -> int | None:
+        return of.require_factors().first_pass_temporaries(choice.budget or 0)
+
+    def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
+        held = of.require_factors()
+        rows.device["factors"] = min(choice.budget or 0, held.factors)
+        if Host.name in choice.options:
+            return
+        rows.host["factors"] = held.factors
+        if not of.optimizer.bases:
+            rows.device["workspace"] = held.workspace(from_host=True)
+
+    def cost(self, of: ProgramBytes, choice: Choice) -> str:
+        assert choice.budget is not None
+        plan = of.require_factors().passes(choice.budget)
+        return (
+            f"max_factor_bytes={choice.budget}: {len(plan.passes)} passes, "
+            f"about {plan.gradients:.3g} gradients a step"
+        )
+
+
+class Adapters(Option):
+    """Adapters trained, the rest frozen."""
+
+    name, title, changes_program = "adapters", "adapters", True
+
+    def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
+        if not isinstance(program.objective, Objective):
+            raise UnavailableError("adapters need a jk.Objective: a scalar loss has no outputs")
+        apply_fn, inputs = program.objective.apply_fn, program.batch[0]
+        adapted = lslora.attach(apply_fn, program.config)
+        fresh = functools.partial(lslora.init, program.config, apply_fn)
+        try:
+            adapters = jax.eval_shape(
+                lambda params, inputs, key: fresh(params, inputs, key=key),
+                program.trained,
+                inputs,
+                shape_of_key(),
+            )
+            layers = adapted.traced(program.trained, inputs, None).table
+        except (JaxkfacError, ValueError, TypeError) as error:
+            raise UnavailableError(first_line(error)) from None
+
+        def run(adapters: Any, base_and_inputs: Any, key: Any = None) -> Any:
+            base, inputs = base_and_inputs
+            return adapted(base, adapters, inputs, key)
+
+        # Patterns name the base's layers. Coefficients lie in a derivative of their own.
+        own = {k: v for k, v in program.collection.items() if k not in ("layers", "experts")}
+        return dataclasses.replace(
+            program,
+            objective=dataclasses.replace(program.objective, apply_fn=run),
+            trained=adapters,
+            batch=((program.trained, inputs), *program.batch[1:]),
+            frozen=program.trained,
+            adapted=tuple(layers[name] for name in adapters if name in layers),
+            collection={"uncovered": "ignore", **own},
+        )
+
+    def cost(self, of: ProgramBytes, choice: Choice) -> str:
+        count, size = len(of.program.adapted), nelements(of.program.trained)
+        return f"another model: {size:,} parameters beside {count} frozen kernels"
+
+
+class Nf4(Option):
+    """The frozen kernels in 4 bits."""
+
+    name, title, needs = "nf4", "NF4", "adapters"
+
+    def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
+        largest = 0
+        for layer in of.program.adapted:
+            size, itemsize = layer.weight.size, of.itemsize(layer.weight.path)
+            rows.device["parameters"] += math.ceil(size * NF4_BYTES) - size * itemsize
+            largest = max(largest, layer.in_features * layer.out_features * itemsize)
+        # One kernel is dequantised at a time.
+        rows.device["activations"] += choice.compiled * largest
+
+    def cost(self, of: ProgramBytes, choice: Choice) -> str:
+        return f"{8 * NF4_BYTES:.3g} bits a weight; each kernel is dequantised where read"
+
+
+# The order is that of the search, from the cheapest to the dearest: of two sets of one size, the
+# one whose dearest is cheaper. Accumulation costs no arithmetic, the host its own time, sums in
+# bfloat16 a few roundings, remat a third of a gradient, bfloat16 digits, a budget whole passes;
+# adapters train another model, NF4 another one still.
+OPTIONS: dict[str, Option] = {
+    option.name: option
+    for option in (
+        *(Accumulation(), Host(), HalfAccumulators(), Remat(), HalfPrecision()),
+        *(Budget(), Adapters(), Nf4()),
+    )
+}
+OPTION_NAMES = tuple(OPTIONS)
+
+if TYPE_CHECKING:
+    OptionName = str
+else:
+    OptionName = Literal[OPTION_NAMES]  # what the command line offers and checks
+
+
+def ordered(names: frozenset[str]) -> list[Option]:
+    """The options of these names, cheapest first."""
+    return [option for name, option in OPTIONS.items() if name in names]

@@ -1,0 +1,138 @@
+"""A set of options: the program that it leads to, its rows, and what it costs."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxtyping import PyTree
+
+from jaxkfac import lslora
+from jaxkfac.factors import Objective
+from jaxkfac.planning._options import Choice, Option, ordered
+from jaxkfac.planning._program import TrainingProgram, check_traces
+from jaxkfac.planning._program_bytes import Compiled, MemoryRows, ProgramBytes
+from jaxkfac.planning._shapes import UnavailableError
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A set of options; hashable.
+
+    Attributes:
+        options: Their names.
+        steps: Parts of the batch; 1 unless ``"accumulation"`` is among them.
+    """
+
+    options: frozenset[str] = frozenset()
+    steps: int = 1
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.options
+
+    @property
+    def ordered(self) -> list[Option]:
+        """The options, cheapest first."""
+        return ordered(self.options)
+
+    @property
+    def of_program(self) -> "Setting":
+        """The options that change the program; where factors and weights are kept does not."""
+        names = frozenset(option.name for option in self.ordered if option.changes_program)
+        return Setting(names, self.steps)
+
+    def program(self, plain: TrainingProgram) -> TrainingProgram:
+        """The program with these options.
+
+        Raises:
+            UnavailableError: it does not have one of them.
+        """
+        program = plain
+        for option in self.ordered:
+            program = option.program(program, self.steps)
+        if program is not plain:
+            check_traces(program)
+        return program
+
+    def rows(
+        self, of: ProgramBytes, budget: int | None, *, compiled: Compiled = "all"
+    ) -> MemoryRows:
+        """Bytes of every row.
+
+        Args:
+            of: The bytes of the program that this setting leads to.
+            budget: Bytes of factors on the device, where the setting has one.
+            compiled: Of which program the activations are: ``"all"``, what is run;
+                ``"gradient"``, a lower bound of it that does not depend on the budget;
+                ``"none"``, zero without a compilation.
+
+        Raises:
+            UnavailableError: an option needs factors, or another optimizer.
+        """
+        choice = Choice(self.options, self.steps, budget, compiled != "none")
+        for option in self.ordered:
+            option.check(of, choice)
+        own = (o.temporaries(of, choice) for o in self.ordered) if compiled == "all" else ()
+        kept = next((found for found in own if found is not None), None)
+        rows = of.rows(
+            of.temporaries(compiled) if kept is None else kept, self._accumulator_bytes(of)
+        )
+        for option in self.ordered:
+            option.change(rows, of, choice)
+        return rows
+
+    def _accumulator_bytes(self, of: ProgramBytes) -> int:
+        # Where factors leave the device, the micro-batches of a step are added up on the host.
+        gathered = not any(option.takes_factors for option in self.ordered)
+        dtypes = [o.accumulator_dtype for o in self.ordered if o.accumulator_dtype is not None]
+        return of.accumulator_bytes(
+            self.steps, gathered=gathered, dtype=dtypes[0] if dtypes else None
+        )
+
+    def costs(self, of: ProgramBytes, budget: int | None) -> dict[str, str]:
+        """What each option costs, in words."""
+        choice = Choice(self.options, self.steps, budget)
+        return {option.name: option.cost(of, choice) for option in self.ordered}
+
+
+class TrainingPrograms:
+    """The programs of all settings, each built once.
+
+    Args:
+        objective: As given.
+        params: Shapes.
+        batch: Shapes.
+        config: Of the adapters.
+        collection: For ``value_grad_and_factors``.
+    """
+
+    def __init__(
+        self,
+        objective: Callable[..., Any],
+        params: PyTree,
+        batch: Any,
+        config: lslora.Config,
+        collection: Mapping[str, Any],
+    ) -> None:
+        collection = dict(collection)
+        if not isinstance(objective, Objective):
+            collection.setdefault("loss_terms", 1)  # shapes do not depend on it
+        aux = bool(getattr(objective, "has_aux", collection.get("has_aux", False)))
+        self._plain = TrainingProgram(objective, params, batch, None, (), collection, config, aux)
+        self._known: dict[Setting, TrainingProgram | UnavailableError] = {}
+
+    def __call__(self, setting: Setting) -> TrainingProgram:
+        """The program of a setting.
+
+        Raises:
+            UnavailableError: the program does not have one of the options.
+        """
+        own = setting.of_program
+        if own not in self._known:
+            try:
+                self._known[own] = own.program(self._plain)
+            except UnavailableError as reason:
+                self._known[own] = reason
+        found = self._known[own]
+        if isinstance(found, UnavailableError):
+            raise found
+        return found
