@@ -11,13 +11,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxkfac.cli._checkpoint import is_whole
 from jaxkfac.cli._loop import NonFiniteLossError
 from jaxkfac.cli.finetune._exam import fourier_record
 from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.cli.finetune._problem import Problem, micro_batches
-from jaxkfac.cli.finetune._step import MicroStep, Prepared, empty_history, prepare
+from jaxkfac.cli.finetune._step import MicroStep, Prepared, empty_history, prepare, write
 from jaxkfac.report import FinetuneRecords
 
 PyTree = Any
@@ -37,12 +38,12 @@ class _Unread(NamedTuple):
 
     Attributes:
         given: Its micro-batches' counts.
-        loss: Of its last micro-batch: it is there when the update has ended.
+        numbers: Of its last micro-batch: they are there when the update has ended.
         look: What was asked about the adapters after it, or ``None``.
     """
 
     given: list[Prepared]
-    loss: jax.Array
+    numbers: jax.Array
     look: Any
 
 
@@ -109,15 +110,14 @@ class Tuning:
         row = sum(len(update.given) for update in self._unread)
         for number in micro_batches(self._experiment, self._problem, step):
             micro = self._ahead if self._ahead is not None else prepare(self._problem, number)
-            adapters, optimizer, self._history, loss = self._micro_step(
-                adapters, optimizer, self._history, micro, row + len(given)
-            )
+            adapters, optimizer, numbers = self._micro_step(adapters, optimizer, micro)
+            self._history = write(self._history, numbers, jnp.asarray(row + len(given)))
             given.append(micro._replace(batch=None))
             self._ahead = None if number == self._last else prepare(self._problem, number + 1)
         self._clock += self._micro_step.compile_seconds - compiled
         look = self._look(step + 1, adapters)
         self.state = self.state._replace(adapters=adapters, optimizer=optimizer, step=step + 1)
-        self._unread.append(_Unread(given, loss, look))
+        self._unread.append(_Unread(given, numbers, look))
         self._wait(ahead=1)
 
     def read(self) -> None:
@@ -167,7 +167,7 @@ class Tuning:
         """Until all but the newest ``ahead`` updates have ended; waiting reads nothing."""
         read = self.state.step - self._first - len(self._unread)
         for update in self._unread[len(self.seconds) - read : len(self._unread) - ahead]:
-            jax.block_until_ready(update.loss)
+            jax.block_until_ready(update.numbers)
             now = time.perf_counter()
             self.seconds.append(now - self._clock)
             self._clock = now

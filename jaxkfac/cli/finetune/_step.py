@@ -1,5 +1,6 @@
 """One micro-batch as one compiled program."""
 
+import functools
 import time
 from typing import Any, NamedTuple
 
@@ -48,15 +49,13 @@ class MicroResult(NamedTuple):
     Attributes:
         adapters: Changed by the last micro-batch of an update only.
         optimizer: State.
-        history: With this micro-batch's row: loss (mean over the learnt tokens, before), the
-            regulariser times its weight, before, and what the optimizer has skipped so far.
-        loss: The same once more: what can be waited for when the rest has been donated.
+        numbers: Loss (mean over the learnt tokens, before), the regulariser times its weight,
+            before, and what the optimizer has skipped so far.
     """
 
     adapters: PyTree
     optimizer: PyTree
-    history: jax.Array
-    loss: jax.Array
+    numbers: jax.Array
 
 
 def empty_history(rows: int) -> jax.Array:
@@ -64,10 +63,16 @@ def empty_history(rows: int) -> jax.Array:
     return jnp.zeros((rows, 3))
 
 
-class MicroStep:
-    """``step(adapters, optimizer, history, given, row)``, compiled for each shape of a batch.
+@functools.partial(jax.jit, donate_argnums=0)
+def write(history: jax.Array, numbers: jax.Array, row: jax.Array) -> jax.Array:
+    """One more row; not in the step, whose bits the size of the history would change."""
+    return history.at[row].set(numbers.astype(history.dtype))
 
-    The first three are donated: what comes back lies in their memory.
+
+class MicroStep:
+    """``step(adapters, optimizer, given)``, compiled for each shape of a batch.
+
+    The first two are donated: what comes back lies in their memory.
 
     Attributes:
         compile_seconds: Spent so far.
@@ -82,20 +87,18 @@ class MicroStep:
     ) -> None:
         self.compile_seconds, self.programs = 0.0, 0
         self._params = problem.params
-        self._run = jax.jit(_micro_step(problem, experiment, tx), donate_argnums=(1, 2, 3))
+        self._run = jax.jit(_micro_step(problem, experiment, tx), donate_argnums=(1, 2))
         self._compiled: dict[tuple[int, ...], Any] = {}
 
-    def __call__(
-        self, adapters: PyTree, optimizer: PyTree, history: jax.Array, given: Prepared, row: int
-    ) -> MicroResult:
-        """Take a micro-batch into account, and write its numbers to ``history[row]``."""
-        at = (jnp.asarray(x, jnp.int32) for x in (given.number, row))
-        arguments = (self._params, adapters, optimizer, history, given.batch, *at)
+    def __call__(self, adapters: PyTree, optimizer: PyTree, given: Prepared) -> MicroResult:
+        """Take a micro-batch into account."""
+        number = jnp.asarray(given.number, jnp.int32)
+        arguments = (self._params, adapters, optimizer, given.batch, number)
         return self.program(*arguments)(*arguments)
 
     def program(self, *arguments: Any) -> Any:
         """The compiled program of these arguments: of parameters, then those of a call."""
-        _, targets, _ = arguments[4]
+        _, targets, _ = arguments[3]
         shape = targets.shape
         if shape not in self._compiled:
             jax.block_until_ready(arguments)  # what is under way is no part of the compilation
@@ -122,10 +125,8 @@ def _micro_step(
         params: PyTree,
         adapters: PyTree,
         state: PyTree,
-        history: jax.Array,
         batch: Any,
         number: jax.Array,
-        row: jax.Array,
     ) -> MicroResult:
         objective = objective_of(problem, params)
         inputs, _, mask = batch
@@ -144,8 +145,8 @@ def _micro_step(
         penalty, pull = jax.value_and_grad(penalty_of)(adapters)
         grads = jax.tree.map(jnp.add, grads, pull)
         updates, state = tx.update(grads, state, adapters, **extra)
-        numbers = (loss, penalty, skipped_updates(state))
-        history = history.at[row].set(jnp.stack([x.astype(history.dtype) for x in numbers]))
-        return MicroResult(optax.apply_updates(adapters, updates), state, history, loss)
+        found = (loss, penalty, skipped_updates(state))
+        numbers = jnp.stack([x.astype(loss.dtype) for x in found])
+        return MicroResult(optax.apply_updates(adapters, updates), state, numbers)
 
     return micro_step
