@@ -125,8 +125,7 @@ class FactorCollector:
         statistics = self.statistics(traced, parts)
         at = self._program.linearise(
             traced,
-            statistics.emit,
-            statistics.slots(),
+            statistics,
             split,
             batch,
             key,

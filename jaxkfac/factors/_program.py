@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from jaxkfac._errors import LostRowsError
 from jaxkfac.factors._objective import Objective, check_array, takes_key
-from jaxkfac.factors._taps import Emit, Slot, tap
+from jaxkfac.factors._taps import Gathered, Slot, tap
 from jaxkfac.interception._rows import RowMask
 from jaxkfac.interception._trace import Traced, trace
 from jaxkfac.interception._windows import Window
@@ -98,8 +98,7 @@ class Program:
     def linearise(
         self,
         traced: Traced,
-        emit: Emit,
-        slots: Mapping[str, Slot],
+        gathered: Gathered,
         params: "Leaves",
         batch: Any,
         key: Any,
@@ -112,8 +111,7 @@ class Program:
 
         Args:
             traced: From ``traced``.
-            emit: What the taps emit.
-            slots: ``{layer: slot}``; their cotangents are the statistics.
+            gathered: What the taps emit into which slots.
             params: The parameters.
             batch: A ``Batch``, or whatever the scalar loss takes.
             key: The model's own.
@@ -124,7 +122,7 @@ class Program:
         Raises:
             LostRowsError: ``positions`` cannot be followed to a layer.
         """
-        objective = self.objective
+        objective, slots = self.objective, gathered.slots()
         given = {name: slot["given"] for name, slot in slots.items() if "given" in slot}
         wanted = {
             name: {k: v for k, v in slot.items() if k != "given"} for name, slot in slots.items()
@@ -135,7 +133,14 @@ class Program:
         def run(free: list[Any], slots: dict[str, Slot]) -> Any:
             held = {n: {**s, "given": given[n]} if n in given else s for n, s in slots.items()}
             return traced.emit(
-                tap(emit), params.join(free), held, data, key, masks=masks, windows=windows
+                tap(gathered),
+                params.join(free),
+                held,
+                data,
+                key,
+                entries=gathered.entries,
+                masks=masks,
+                windows=windows,
             )
 
         if not isinstance(objective, Objective):

@@ -23,12 +23,28 @@ from jaxkfac.factors._taps import Slot
 from jaxkfac.factors._use_rows import output_rows, over_input_rows, summed_input_rows
 from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._rewrite import Site
+from jaxkfac.interception._slots import Entries, SlotEntry
 from jaxkfac.interception._trace import Traced
 from jaxkfac.interception._values import Use
 from jaxkfac.linalg._gram import PANELS_FROM, panel_shapes, statistics_dtype, unpack_panels
 
 Sharing = Literal["expand", "reduce"]
 Scales = Literal["diagonal", "exact_diagonal", "full_block"]
+
+ENTRIES = {
+    "a": SlotEntry(2),  # second moment of input rows
+    "a_sum": SlotEntry(1),  # their sum
+    "a_count": SlotEntry(0),
+    "a_rows": SlotEntry(1),  # their sum by example
+    "a_numbers": SlotEntry(0),
+    # What a constant times the parameter leaves alone: the cotangent of the product.
+    "g": SlotEntry(0),
+    "g_rows": SlotEntry(0),
+    "diagonal": SlotEntry(2),  # squared gradients of the parameter
+    "count": SlotEntry(0),
+    "gradient": SlotEntry(1, by_example=True),
+    "counts": SlotEntry(0, by_example=True),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +110,11 @@ class Statistics:
 
     # -- slots ------------------------------------------------------------------------
 
+    @property
+    def entries(self) -> Entries:
+        """How the entries of slots follow their parameter."""
+        return ENTRIES
+
     def slots(self) -> dict[str, Slot]:
         """Zeros for every layer; their cotangents are the statistics, their values unread."""
         return {layer.name: self.slot(layer) for layer in self.layers}
@@ -149,7 +170,7 @@ class Statistics:
         weights: Array | None,
         given: Any,
     ) -> Slot:
-        """See ``_taps.Emit``."""
+        """See ``_taps.Gathered``."""
         if use.kind in ("scale", "bias"):
             return self._emit_elements(site, use, like, operands, cotangent, weights)
         out: Slot = {}

@@ -11,6 +11,7 @@ differentiated: it is handed to whoever computes the statistics.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -19,16 +20,26 @@ import jax.numpy as jnp
 from jaxkfac.factors._rows import Array
 from jaxkfac.interception import _compat
 from jaxkfac.interception._rewrite import Handler, Site
+from jaxkfac.interception._slots import Entries
 from jaxkfac.interception._values import Use
 
 Slot = dict[str, Any]
 
 
 @runtime_checkable
-class Emit(Protocol):
-    """What computes the statistics of one use in its backward pass."""
+class Gathered(Protocol):
+    """What is gathered of a program: the slots of its layers, and what is emitted into them."""
 
-    def __call__(
+    @property
+    def entries(self) -> Entries:
+        """How the entries of the slots follow their parameter."""
+        ...
+
+    def slots(self) -> dict[str, Slot]:
+        """``{layer: zeros}``: their cotangents are the statistics."""
+        ...
+
+    def emit(
         self,
         site: Site,
         use: Use,
@@ -38,7 +49,7 @@ class Emit(Protocol):
         weights: Array | None,
         given: Any,
     ) -> Slot:
-        """The statistics.
+        """The statistics of one use, in its backward pass.
 
         Args:
             site: The equation; it holds no tracers.
@@ -53,8 +64,9 @@ class Emit(Protocol):
         ...
 
 
-def tap(emit: Emit) -> Handler:
-    """The handler that emits the statistics that ``emit`` computes."""
+def tap(gathered: Gathered) -> Handler:
+    """The handler that emits statistics."""
+    emit = gathered.emit
 
     def handler(site: Site, operands: list[Any]) -> Any:
         bare = site.without_values()
@@ -72,7 +84,7 @@ def tap(emit: Emit) -> Handler:
     return handler
 
 
-def _tapped(fn: Any, emit: Emit, site: Site, use: Use, slot: Slot) -> Any:
+def _tapped(fn: Any, emit: Callable[..., Slot], site: Site, use: Use, slot: Slot) -> Any:
     given = slot.get("given")
     slot = {key: value for key, value in slot.items() if key != "given"}
     like = jax.tree.map(jax.typeof, slot)  # a backward rule may close over nothing but types

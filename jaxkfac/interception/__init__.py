@@ -4,6 +4,7 @@ from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.interception._nnx import NnxApply, from_nnx
 from jaxkfac.interception._rewrite import Handler, Site
 from jaxkfac.interception._rows import mark_rows
+from jaxkfac.interception._slots import SlotEntry
 from jaxkfac.interception._table import LayerTable
 from jaxkfac.interception._trace import Traced, find_layers, trace
 
@@ -14,6 +15,7 @@ __all__ = [
     "NnxApply",
     "ParameterMatrix",
     "Site",
+    "SlotEntry",
     "Traced",
     "find_layers",
     "from_nnx",

@@ -68,8 +68,7 @@ class EigenvalueCorrector:
         squared = SquaredGradients(traced, bases, self._per)
         at = self._program.linearise(
             traced,
-            squared.emit,
-            squared.slots(),
+            squared,
             Leaves(params, differentiate=False),
             batch,
             key,

@@ -9,14 +9,27 @@ from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature.ekfac._rows import both_sides
 from jaxkfac.curvature.ekfac._squares import Array, Basis, rotate_gradients
 from jaxkfac.factors._example_sums import gradient_rows
-from jaxkfac.factors._statistics import Statistics
+from jaxkfac.factors._statistics import ENTRIES, Statistics
 from jaxkfac.factors._taps import Slot
 from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._rewrite import Site
+from jaxkfac.interception._slots import Entries, SlotEntry
 from jaxkfac.interception._trace import Traced
 from jaxkfac.interception._values import Use
 
 Per = Literal["example", "token"]
+
+_ENTRIES = {
+    "squares": SlotEntry(0),  # of gradients that were multiplied before they were squared
+    "bias_squares": SlotEntry(0),
+    "gradients": SlotEntry(1),
+    "bias_gradients": SlotEntry(0),
+    "given": {
+        "a_vectors": SlotEntry(0),
+        "g_vectors": SlotEntry(0),
+        "constant": SlotEntry(1),  # the constant itself, for whoever mixes kernel and joint bias
+    },
+}
 
 
 class Squares(NamedTuple):
@@ -56,6 +69,11 @@ class SquaredGradients:
             if layer.is_elementwise
         }
         self._slots = {name: self._slot(layer, bases) for name, layer in self._layers.items()}
+
+    @property
+    def entries(self) -> Entries:
+        """How the entries of slots follow their parameter."""
+        return ENTRIES | _ENTRIES
 
     def slots(self) -> dict[str, Slot]:
         """Zeros, whose cotangents are the statistics, and the eigenvectors for the taps."""
@@ -108,7 +126,7 @@ class SquaredGradients:
         weights: Array | None,
         given: Any,
     ) -> Slot:
-        """See ``_taps.Emit``."""
+        """See ``_taps.Gathered``."""
         assert use.layer is not None
         layer = self._layers[use.layer]
         if layer.name in self._elements:
