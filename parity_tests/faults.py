@@ -11,7 +11,8 @@ import pytest
 import jaxkfac as jk
 from jaxkfac import lslora
 from jaxkfac.curvature import _layer_power
-from jaxkfac.factors import _collect, _moments, _objective, _rows, _statistics
+from jaxkfac.factors import _moments, _objective, _rows, _statistics
+from jaxkfac.factors._fisher import MonteCarlo
 from jaxkfac.interception import ParameterMatrix
 from jaxkfac.lslora import _branch, _fourier
 from jaxkfac.optim import _multi_steps
@@ -166,11 +167,11 @@ def undecayed_counts(patch: Patch) -> None:
 def ignored_labels(patch: Patch) -> None:
     """The sampled Fisher takes the given targets."""
 
-    def pulls(original: Any, *args: Any, labels: Any, **options: Any) -> Any:
-        batch = args[3]
-        return original(*args, labels=jnp.broadcast_to(batch.targets, labels.shape), **options)
+    def expectation(original: Any, self: Any, objective: Any, outputs: Any, batch: Any, of: Any):
+        labels = jnp.broadcast_to(batch.targets, self.labels.shape)
+        return original(dataclasses.replace(self, labels=labels), objective, outputs, batch, of)
 
-    _wrap(patch, _collect, "sum_over_pulls", pulls)
+    _wrap(patch, MonteCarlo, "expectation", expectation)
 
 
 def targets_read_under_the_mask(patch: Patch) -> None:

@@ -4,6 +4,7 @@ from jaxkfac.factors._average import update_average
 from jaxkfac.factors._budgeted import BudgetedCollector
 from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
+from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._factors import DiagonalFactor, Factors, KroneckerFactor
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from jaxkfac.factors._objective import Objective
@@ -13,6 +14,7 @@ __all__ = [
     "BudgetedCollector",
     "Categorical",
     "DiagonalFactor",
+    "Estimator",
     "FactorCollector",
     "Factors",
     "Gaussian",

@@ -112,8 +112,8 @@ class CurvatureBytes:
     def _statistics(self) -> Any:
         variant, collector = self._variant, self._variant.collector
         key = jax.eval_shape(lambda: jax.random.key(0))  # of the labels, and the model's if any
-        batch = collector.checked(variant.batch, key, None, None)
-        return collector.statistics(collector.traced(variant.trained, batch, key))
+        call = collector.checked(variant.batch, key)
+        return collector.statistics(collector.traced(variant.trained, call))
 
     @functools.cached_property
     def _bases(self) -> Eigenbases:
