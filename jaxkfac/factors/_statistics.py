@@ -17,34 +17,19 @@ from jaxkfac.factors._example_sums import (
     outer_products,
 )
 from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.factors._moments import input_moments, moments, packs, sum_to, token_counts
-from jaxkfac.factors._rows import Array, Rows, masked
 from jaxkfac.factors._taps import Slot
-from jaxkfac.factors._use_rows import output_rows, over_input_rows, summed_input_rows
+from jaxkfac.interception._kind import kind_named
 from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._rewrite import Site
-from jaxkfac.interception._slots import Entries, SlotEntry
+from jaxkfac.interception._slots import Entries
 from jaxkfac.interception._trace import Traced
 from jaxkfac.interception._values import Use
+from jaxkfac.kinds._moments import moments, packs, sum_to
+from jaxkfac.kinds._rows import Array, masked
 from jaxkfac.linalg._gram import PANELS_FROM, panel_shapes, statistics_dtype, unpack_panels
 
 Sharing = Literal["expand", "reduce"]
 Scales = Literal["diagonal", "exact_diagonal", "full_block"]
-
-ENTRIES = {
-    "a": SlotEntry(2),  # second moment of input rows
-    "a_sum": SlotEntry(1),  # their sum
-    "a_count": SlotEntry(0),
-    "a_rows": SlotEntry(1),  # their sum by example
-    "a_numbers": SlotEntry(0),
-    # What a constant times the parameter leaves alone: the cotangent of the product.
-    "g": SlotEntry(0),
-    "g_rows": SlotEntry(0),
-    "diagonal": SlotEntry(2),  # squared gradients of the parameter
-    "count": SlotEntry(0),
-    "gradient": SlotEntry(1, by_example=True),
-    "counts": SlotEntry(0, by_example=True),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +88,7 @@ class Statistics:
 
     def by_example(self, layer: Layer) -> bool:
         """Whether a layer is read by example."""
-        if layer.kind == "embedding":
+        if kind_named(layer.kind).by_position:
             return False
         whole = layer.is_elementwise and self.scales != "diagonal"
         return whole or self.sharing == "reduce"
@@ -113,7 +98,8 @@ class Statistics:
     @property
     def entries(self) -> Entries:
         """How the entries of slots follow their parameter."""
-        return ENTRIES
+        kinds = {layer.kind for layer in self.layers}
+        return {k: v for name in kinds for k, v in kind_named(name).entries.items()}
 
     def slots(self) -> dict[str, Slot]:
         """Zeros for every layer; their cotangents are the statistics, their values unread."""
@@ -171,27 +157,23 @@ class Statistics:
         given: Any,
     ) -> Slot:
         """See ``_taps.Gathered``."""
-        if use.kind in ("scale", "bias"):
+        kind = use.kind
+        if kind.elementwise:
             return self._emit_elements(site, use, like, operands, cotangent, weights)
         out: Slot = {}
         examples = self.traced.examples
-        if "a" in like and use.kind == "embedding":
-            out |= token_counts(site, use, like, operands, weights)
-        elif "a" in like:
-
-            def sums(side: Rows, there: Array | None) -> Slot:
-                return input_moments(site, use, like, side, there)
-
-            out |= over_input_rows(site, use, operands, weights, sums)
+        if "a" in like:
+            out |= kind.input_moments(site, use, like, operands, weights)
         elif "a_rows" in like:
-            side = summed_input_rows(site, use, operands, weights)
+            side = kind.summed_input_rows(site, use, operands, weights)
             out["a_rows"] = example_sums(site, use, side, examples, like["a_rows"])
-            each, numbers = output_rows(site, use, cotangent, None), like["a_numbers"]
+            each, numbers = kind.output_rows(site, use, cotangent, None), like["a_numbers"]
             out["a_numbers"] = example_counts(site, use, each, weights, examples, numbers)
         if "g" in like:
-            out["g"] = moments(site, use, output_rows(site, use, cotangent, weights), like["g"])
+            side = kind.output_rows(site, use, cotangent, weights)
+            out["g"] = moments(site, use, side, like["g"])
         elif "g_rows" in like:
-            side = output_rows(site, use, cotangent, weights)
+            side = kind.output_rows(site, use, cotangent, weights)
             out["g_rows"] = example_sums(site, use, side, examples, like["g_rows"])
         return out
 
@@ -200,9 +182,8 @@ class Statistics:
     ) -> Slot:
         dtype = next(iter(like.values())).dtype
         ones = masked(jnp.ones(cotangent.shape, dtype), weights)
-        gradient = ones if self.forward else masked(cotangent, weights).astype(dtype)
-        if use.kind == "scale":
-            gradient = masked(gradient * operands[1 - use.operand].astype(dtype), weights)
+        cotangent = ones if self.forward else masked(cotangent, weights).astype(dtype)
+        gradient = masked(use.kind.gradient(use, operands, cotangent), weights)
         if "diagonal" in like:
             parts = {"diagonal": jnp.square(gradient), "count": ones}
             return {key: sum_to(parts[key], part.shape) for key, part in like.items()}

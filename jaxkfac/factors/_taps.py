@@ -17,11 +17,11 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.factors._rows import Array
 from jaxkfac.interception import _compat
 from jaxkfac.interception._rewrite import Handler, Site
 from jaxkfac.interception._slots import Entries
 from jaxkfac.interception._values import Use
+from jaxkfac.kinds._rows import Array
 
 Slot = dict[str, Any]
 
@@ -70,7 +70,7 @@ def tap(gathered: Gathered) -> Handler:
 
     def handler(site: Site, operands: list[Any]) -> Any:
         bare = site.without_values()
-        if site.uses[0].kind == "bias":
+        if site.uses[0].kind.inserts:
             operands = list(operands)
             for k, use in enumerate(site.uses):
                 parameter = operands[use.operand]

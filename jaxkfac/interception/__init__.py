@@ -1,5 +1,6 @@
 """Find the layers of any JAX function; re-emit it with handlers in their place."""
 
+from jaxkfac.interception._kind import Kind, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.interception._nnx import NnxApply, from_nnx
 from jaxkfac.interception._rewrite import Handler, Site
@@ -10,6 +11,7 @@ from jaxkfac.interception._trace import Traced, find_layers, trace
 
 __all__ = [
     "Handler",
+    "Kind",
     "Layer",
     "LayerTable",
     "NnxApply",
@@ -19,6 +21,8 @@ __all__ = [
     "Traced",
     "find_layers",
     "from_nnx",
+    "kind_named",
     "mark_rows",
+    "register_kind",
     "trace",
 ]

@@ -143,8 +143,8 @@ class Rewriter:
         ]
 
     def _use(self, eqn: Any, uses: list[Use], values: list, along: list, around: Around) -> Any:
-        others = [(u, values[u.operand]) for u in uses if u.kind != "dense"]
-        refuse_absent(others, lambda use: f"`{eqn.primitive.name}` ({use.kind})")
+        others = [(u, values[u.operand]) for u in uses if not u.kind.reads_encoded]
+        refuse_absent(others, lambda use: f"`{eqn.primitive.name}` ({use.kind.name})")
         uses = [u for u in uses if u.layer in self.walkers]
         if not uses:
             return bind(eqn)(*values)

@@ -62,8 +62,8 @@ class EigenvalueCorrector:
         batch, bases = as_batch(batch), self._bases
         estimator = self._estimator.bound(key, labels, batch)
         traced = self._program.traced(params, batch, key)
-        extra = [layer for layer in bases.layers if layer.kind == "diagonal"]
-        _check_layers(traced.table, [layer for layer in bases.layers if layer.kind != "diagonal"])
+        extra = [layer for layer in bases.layers if not layer.is_covered]
+        _check_layers(traced.table, [layer for layer in bases.layers if layer.is_covered])
         squared = SquaredGradients(traced, bases, self._per)
         at = self._program.linearise(
             traced,
@@ -166,7 +166,7 @@ def correct_eigenvalues(
     one_of("per", per, get_args(Per))
     at_least_one(samples=samples, chunk=chunk)
     _check_vectors(bases)
-    names = [layer.name for layer in bases.layers if layer.kind != "diagonal"]
+    names = [layer.name for layer in bases.layers if layer.is_covered]
     finding = {"layers": "|".join(map(re.escape, names)), "experts": experts}
     program = Program(objective, finding, cover=False)
     return EigenvalueCorrector(program, bases, estimator, per)

@@ -6,16 +6,15 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 
 from jaxkfac.curvature._eigenbases import Eigenbases
-from jaxkfac.curvature.ekfac._rows import both_sides
-from jaxkfac.curvature.ekfac._squares import Array, Basis, rotate_gradients
 from jaxkfac.factors._example_sums import gradient_rows
-from jaxkfac.factors._statistics import ENTRIES, Statistics
+from jaxkfac.factors._statistics import Statistics
 from jaxkfac.factors._taps import Slot
 from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._rewrite import Site
 from jaxkfac.interception._slots import Entries, SlotEntry
 from jaxkfac.interception._trace import Traced
 from jaxkfac.interception._values import Use
+from jaxkfac.kinds._squares import Array, Basis, rotate_gradients
 
 Per = Literal["example", "token"]
 
@@ -73,7 +72,8 @@ class SquaredGradients:
     @property
     def entries(self) -> Entries:
         """How the entries of slots follow their parameter."""
-        return ENTRIES | _ENTRIES
+        own = (elements.entries for elements in self._elements.values())
+        return {k: v for entries in (_ENTRIES, *own) for k, v in entries.items()}
 
     def slots(self) -> dict[str, Slot]:
         """Zeros, whose cotangents are the statistics, and the eigenvectors for the taps."""
@@ -133,7 +133,7 @@ class SquaredGradients:
             elements = self._elements[layer.name]
             return elements.emit(site, use, like, operands, cotangent, weights, given)
         examples = self._traced.examples if self._per == "example" else None
-        sides = both_sides(site, use, operands, cotangent, weights, examples, like)
+        sides = use.kind.both_sides(site, use, operands, cotangent, weights, examples, like)
         if "gradients" in like:
             return sides.gradients(like)
         ones, constant = self._has_ones(layer), given.get("constant")
