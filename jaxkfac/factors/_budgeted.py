@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Key, PyTree
 from jaxkfac.factors._collect import Call, FactorCollector, ValueGradAndFactors
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.factors._passes import Pass, PassPlan, plan_passes
-from jaxkfac.factors._statistics import Part
+from jaxkfac.factors._statistics import PassPart
 from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._windows import Window
 
@@ -23,7 +23,7 @@ _SUMS = ("a_sums", "a_counts", "g_sums", "diagonals")
 class _Key(NamedTuple):
     """Which compiled program a pass runs."""
 
-    parts: tuple[tuple[str, Part], ...]
+    parts: tuple[tuple[str, PassPart], ...]
     gradient: bool
 
 
@@ -108,7 +108,7 @@ class BudgetedCollector:
         call = self._collector.checked(batch, key, positions, labels)
         traced = self._collector.traced(params, call)
         return plan_passes(
-            self._collector.statistics(traced), self._budget, pulls=self._collector.pulls
+            self._collector.statistics(traced), self._budget, vjps=self._collector.vjps
         )
 
     def lower(self, params: PyTree, batch: Any, key: Any = None) -> list[tuple[Pass, Any]]:

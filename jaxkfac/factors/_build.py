@@ -47,11 +47,11 @@ def value_grad_and_factors(
         objective: An ``Objective``, or any scalar loss ``fn(params, batch)`` that is a mean
             over rows (then ``fisher="empirical"`` only, with ``loss_terms``).
         fisher: ``"empirical"``: the given targets, the gradient's own backward pass.
-            ``"mc"``: labels sampled from the model, unbiased; ``samples`` further pulls of
-            the same linearisation. ``"exact"``: the expectation over labels; one pull for
+            ``"mc"``: labels sampled from the model, unbiased; ``samples`` further VJPs of
+            the same linearisation. ``"exact"``: the expectation over labels; one VJP for
             each loss term of an example and each output column, right where outputs mix
             tokens. ``"forward"``: G is the identity. ``"exact_if_terms_do_not_mix"``: one
-            pull for each column, shared by all terms: equal to ``"exact"`` under expand where
+            VJP for each column, shared by all terms: equal to ``"exact"`` under expand where
             no layer mixes the terms of an example, and biased elsewhere. Or an ``Estimator`` of
             your own, with its own samples and chunk.
         sharing: ``"expand"``: every position is a row; ``"reduce"``: every example is one,
@@ -74,7 +74,7 @@ def value_grad_and_factors(
             itself.
         loss_terms: Number of rows a scalar loss is the mean of.
         samples: How many labels ``"mc"`` samples for each term.
-        chunk: How many pulls of ``"mc"`` and ``"exact"`` run at once.
+        chunk: How many vector-Jacobian products of ``"mc"`` and ``"exact"`` run at once.
         max_factor_bytes: Most bytes of factors on the device at once. Collection runs as many
             backward passes as that takes, each over some layers and some iterations of a scan;
             every layer is computed, and no parameter is copied. The callable compiles its

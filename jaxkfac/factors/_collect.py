@@ -13,7 +13,7 @@ from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.factors._objective import Objective, as_batch
 from jaxkfac.factors._program import Leaves, Program
-from jaxkfac.factors._statistics import Part, Scales, Sharing, Statistics
+from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
 from jaxkfac.interception._trace import Traced
 from jaxkfac.interception._windows import Window
 
@@ -89,8 +89,8 @@ class FactorCollector:
         return self.gather(params, self.checked(batch, key, positions, labels))
 
     @property
-    def pulls(self) -> int:
-        """How many pulls' output sides are alive beside their sum."""
+    def vjps(self) -> int:
+        """How many vector-Jacobian products' output sides are alive beside their sum."""
         return self._estimator.concurrent
 
     def checked(
@@ -106,7 +106,7 @@ class FactorCollector:
             )
         return Call(batch, key, None, self._estimator)
 
-    def statistics(self, traced: Traced, parts: Mapping[str, Part] | None = None) -> Statistics:
+    def statistics(self, traced: Traced, parts: Mapping[str, PassPart] | None = None) -> Statistics:
         """The statistics of a traced program, or some parts of them."""
         forward = self._estimator.unit_outputs
         return Statistics(traced, self._bias, self._sharing, self._scales, forward, parts)
@@ -120,7 +120,7 @@ class FactorCollector:
         params: PyTree,
         call: Call,
         *,
-        parts: Mapping[str, Part] | None = None,
+        parts: Mapping[str, PassPart] | None = None,
         windows: Mapping[str, Window] | None = None,
         gradient: bool = True,
     ) -> ValueGradAndFactors:

@@ -58,13 +58,13 @@ def per_example_diagonals(
         def outputs_of(wanted: dict[str, Array]) -> Array:
             return objective.outputs(with_leaves(params, wanted), one.inputs, key)[0]
 
-        outputs, pull = jax.vjp(outputs_of, wanted)
+        outputs, vjp = jax.vjp(outputs_of, wanted)
         terms = number_of_terms(outputs, one)
 
         def contribution(cotangent: Array) -> dict[str, Array]:
             return {
                 path: jnp.square(x.astype(statistics_dtype(x.dtype)) * terms)
-                for path, x in pull(cotangent)[0].items()
+                for path, x in vjp(cotangent)[0].items()
             }
 
         return its.expectation(objective, outputs, one, contribution)

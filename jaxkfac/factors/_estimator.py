@@ -24,7 +24,7 @@ class Estimator(abc.ABC):
     """One Fisher type. A pytree: key and labels are its leaves.
 
     A new type is a frozen dataclass that says in ``expectation`` which cotangents of the outputs
-    it pulls back. Pass an instance as ``fisher=``, or add the class to ``FISHER_TYPES``.
+    it propagates back. Pass an instance as ``fisher=``, or add the class to ``FISHER_TYPES``.
 
     Attributes:
         samples: How many labels are sampled for each term, where labels are.
@@ -100,7 +100,7 @@ class Estimator(abc.ABC):
             outputs: From the statistics that a backward pass emits to the output sides.
         """
         return self.expectation(
-            objective, at.outputs, batch, lambda cotangent: outputs(at.pull(cotangent))
+            objective, at.outputs, batch, lambda cotangent: outputs(at.vjp(cotangent))
         )
 
     @property

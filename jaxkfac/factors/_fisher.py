@@ -1,4 +1,6 @@
-"""The Fisher types: which cotangents of the outputs are pulled back, and how they are summed."""
+"""The Fisher types: which cotangents of the outputs are propagated back, and how they are
+summed.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -47,8 +49,8 @@ class MonteCarlo(Estimator):
         self, objective: Objective, outputs: Any, batch: Batch, contribution: Callable[[Any], Any]
     ) -> Any:
         def at_labels(targets: Any) -> Any:
-            pull = jax.vjp(lambda y: objective.loss(y, targets, batch.mask)[0], outputs)[1]
-            return contribution(pull(jnp.ones((), statistics_dtype(outputs.dtype)))[0])
+            vjp = jax.vjp(lambda y: objective.loss(y, targets, batch.mask)[0], outputs)[1]
+            return contribution(vjp(jnp.ones((), statistics_dtype(outputs.dtype)))[0])
 
         samples, labels = self.samples, self.labels
         if labels is not None:
@@ -70,7 +72,7 @@ class Exact(Estimator):
     r"""The expectation over labels.
 
     For each loss term $r$ and each column $c$ of the square root of that term's Fisher, the
-    column at $r$ and zero at every other term is pulled back.
+    column at $r$ and zero at every other term is propagated back.
     """
 
     name = "exact"
@@ -89,7 +91,7 @@ class Exact(Estimator):
 
 
 class ExactIfTermsDoNotMix(Estimator):
-    """One pull for each column, shared by all terms of an example.
+    """One vector-Jacobian product for each column, shared by all terms of an example.
 
     This drops the products of different terms' columns, and is right only where no output row
     reads two of them.

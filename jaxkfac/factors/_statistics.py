@@ -33,7 +33,7 @@ Scales = Literal["diagonal", "exact_diagonal", "full_block"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class PassPart:
     """What one pass gathers of a layer.
 
     Attributes:
@@ -70,7 +70,7 @@ class Statistics:
     sharing: Sharing = "expand"
     scales: Scales = "diagonal"
     forward: bool = False
-    parts: Mapping[str, Part] | None = None
+    parts: Mapping[str, PassPart] | None = None
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -83,8 +83,8 @@ class Statistics:
             if self.parts is None or layer.name in self.parts
         )
 
-    def _part(self, layer: Layer) -> Part:
-        return Part() if self.parts is None else self.parts[layer.name]
+    def _part(self, layer: Layer) -> PassPart:
+        return PassPart() if self.parts is None else self.parts[layer.name]
 
     def by_example(self, layer: Layer) -> bool:
         """Whether a layer is read by example."""
@@ -154,7 +154,7 @@ class Statistics:
         operands: list[Any],
         cotangent: Array,
         weights: Array | None,
-        given: Any,
+        constants: Any,
     ) -> Slot:
         """See ``_taps.Gathered``."""
         kind = use.kind
@@ -211,7 +211,7 @@ class Statistics:
         return sums, counts
 
     def outputs(self, emitted: Mapping[str, Slot]) -> dict[str, Any]:
-        """Sums of the output sides and diagonals; they add up over pulls of cotangents."""
+        """Sums of the output sides and diagonals; they add up over vector-Jacobian products."""
         return {
             layer.name: self.output(layer, emitted[layer.name])
             for layer in self.layers

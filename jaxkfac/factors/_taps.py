@@ -6,8 +6,8 @@ returns the original cotangents and, as the cotangent of the slot, the statistic
 of a variable add up over its readers, stack along a scanned axis, and are summed over
 devices, so the statistics do, without a line of code for it.
 
-A slot is a dictionary of arrays. What lies under ``"given"`` (an eigenbasis) is not
-differentiated: it is handed to whoever computes the statistics.
+A slot is a dictionary of arrays. What lies under ``"constants"`` (an eigenbasis) is
+not differentiated: it is handed to whoever computes the statistics.
 """
 
 import functools
@@ -47,7 +47,7 @@ class Gathered(Protocol):
         operands: list[Any],
         cotangent: Array,
         weights: Array | None,
-        given: Any,
+        constants: Any,
     ) -> Slot:
         """The statistics of one use, in its backward pass.
 
@@ -59,7 +59,7 @@ class Gathered(Protocol):
             cotangent: Cotangent of the result; of an insertion, of the parameter as it was
                 broadcast.
             weights: Which rows exist, with the axes of ``use.rows``.
-            given: What the slot held under ``"given"``.
+            constants: What the slot held under ``"constants"``.
         """
         ...
 
@@ -85,33 +85,33 @@ def tap(gathered: Gathered) -> Handler:
 
 
 def _tapped(fn: Any, emit: Callable[..., Slot], site: Site, use: Use, slot: Slot) -> Any:
-    given = slot.get("given")
-    slot = {key: value for key, value in slot.items() if key != "given"}
+    constants = slot.get("constants")
+    slot = {key: value for key, value in slot.items() if key != "constants"}
     like = jax.tree.map(jax.typeof, slot)  # a backward rule may close over nothing but types
 
     @jax.custom_vjp
-    def op(operands: Any, rows: Any, active: Any, given: Any, slot: Slot) -> Any:
+    def op(operands: Any, rows: Any, active: Any, constants: Any, slot: Slot) -> Any:
         return fn(*operands)
 
-    def forward(operands: Any, rows: Any, active: Any, given: Any, slot: Slot) -> Any:
-        return fn(*operands), (operands, rows, active, given)
+    def forward(operands: Any, rows: Any, active: Any, constants: Any, slot: Slot) -> Any:
+        return fn(*operands), (operands, rows, active, constants)
 
     def backward(saved: Any, cotangent: Any) -> Any:
-        operands, rows, active, given = saved
-        pulled = jax.vjp(fn, *operands)[1](cotangent)
+        operands, rows, active, constants = saved
+        cotangents = jax.vjp(fn, *operands)[1](cotangent)
 
         def typed(x: Array, of: Any) -> Array:
             return _compat.cast_varying(x.astype(of.dtype), cotangent)
 
         def emitted() -> Slot:
             statistics = _compat.automatic(functools.partial(emit, site, use, like), like)
-            return jax.tree.map(typed, statistics(operands, cotangent, rows, given), like)
+            return jax.tree.map(typed, statistics(operands, cotangent, rows, constants), like)
 
         def nothing() -> Slot:
             return jax.tree.map(lambda s: typed(jnp.zeros(s.shape, s.dtype), s), like)
 
         out = emitted() if active is None else jax.lax.cond(active, emitted, nothing)
-        return list(pulled), None, None, None, out
+        return list(cotangents), None, None, None, out
 
     op.defvjp(forward, backward)
 
@@ -119,7 +119,7 @@ def _tapped(fn: Any, emit: Callable[..., Slot], site: Site, use: Use, slot: Slot
         operands = jax.tree.map(jnp.asarray, operands)  # a constant may be NumPy's
         data = operands[1 - use.operand] if len(operands) > 1 else operands[0]
         varying = jax.tree.map(lambda s: _compat.cast_varying(s, data), slot)
-        return op(operands, rows, active, given, varying)
+        return op(operands, rows, active, constants, varying)
 
     return run
 

@@ -1,7 +1,7 @@
 """Abstract interpretation of a traced function: where parameters meet data.
 
 One walk over the jaxpr, down through jit, checkpoint, scan and shard_map, follows three
-things at once: parameters through views (``_views``), axes through data (``_conduct``),
+things at once: parameters through views (``_views``), axes through data (``_propagate``),
 and value numbers, by which uses that read the same input are recognised. Whatever reads a
 parameter ends up as a use, a view or a finding: that is the completeness argument.
 """
@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import body_of, call_kind, is_var, read_order, scan_counts
-from jaxkfac.interception._conduct import Axes, conduct, fresh
 from jaxkfac.interception._kind import kind_reading
+from jaxkfac.interception._propagate import Axes, fresh, propagate
 from jaxkfac.interception._uses import uses_of
 from jaxkfac.interception._values import (
     Constant,
@@ -245,7 +245,7 @@ class Analysis:
             shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars]
             results = [fresh(self.table, s) for s in shapes]
         else:
-            results = conduct(self.table, eqn, axes)
+            results = propagate(self.table, eqn, axes)
         datas = [Data(n, a) for n, a in zip(out, results, strict=True)]
         first_data = ins[0] if ins else None
         if isinstance(first_data, Data) and first_data.product is not None:
@@ -327,7 +327,7 @@ class Analysis:
 
     def _result(self, eqn: Any, ins: list[Value], uses: list[Use], number: int) -> Data:
         axes_in = [v.axes if isinstance(v, Data) else None for v in ins]
-        axes = conduct(self.table, eqn, axes_in)[0]
+        axes = propagate(self.table, eqn, axes_in)[0]
         for use in uses:
             use.kind.place(use, axes)
         product = uses[0].kind.product_axes(uses[0], len(axes))

@@ -14,7 +14,7 @@ from jaxkfac.interception._values import Finding, Use, View
 
 
 @dataclasses.dataclass(eq=False)
-class _Block:
+class _UseGroup:
     """The uses that read one parameter the same way."""
 
     kind: Kind
@@ -142,18 +142,18 @@ def _matrix(table: AxisTable, use: Use, experts: str | None) -> ParameterMatrix:
     )
 
 
-def _blocks(table: AxisTable, uses: Iterable[Use], experts: str | None) -> list[_Block]:
-    found: dict[Any, _Block] = {}
+def _blocks(table: AxisTable, uses: Iterable[Use], experts: str | None) -> list[_UseGroup]:
+    found: dict[Any, _UseGroup] = {}
     for use in uses:
         weight = _matrix(table, use, experts)
         key = (weight.path, "diagonal") if use.kind.elementwise else (weight, use.kind)
-        block = found.setdefault(key, _Block(use.kind, weight, []))
+        block = found.setdefault(key, _UseGroup(use.kind, weight, []))
         block.uses.append(use)
     return list(found.values())
 
 
 def _join_biases(
-    table: AxisTable, blocks: list[_Block], biases: list[Use], experts: str | None
+    table: AxisTable, blocks: list[_UseGroup], biases: list[Use], experts: str | None
 ) -> set[Use]:
     """Join a bias to a block when each reads the other and neither reads anything else.
 
@@ -182,7 +182,7 @@ def _join_biases(
 
 
 def _bias_matrix(
-    table: AxisTable, block: _Block, add: Use, experts: str | None
+    table: AxisTable, block: _UseGroup, add: Use, experts: str | None
 ) -> ParameterMatrix | None:
     """The bias as a row of the block's matrix; ``None`` if its elements lie in another order."""
     product = add.join
@@ -223,7 +223,7 @@ def _bias_matrix(
     return matrix if (matrix.stack_shape, matrix.out_features) == same else None
 
 
-def _name(blocks: list[_Block]) -> list[Finding]:
+def _name(blocks: list[_UseGroup]) -> list[Finding]:
     """Name every block; where a parameter has several, the dense one keeps the path."""
     notes, by_path = [], collections.defaultdict(list)
     for block in blocks:
@@ -244,13 +244,13 @@ def _name(blocks: list[_Block]) -> list[Finding]:
     return notes
 
 
-def _owners(table: AxisTable, blocks: list[_Block]) -> dict[int, _Block]:
+def _owners(table: AxisTable, blocks: list[_UseGroup]) -> dict[int, _UseGroup]:
     """For each block, the first block that reads the same inputs in the same way."""
-    first: dict[Any, _Block] = {}
+    first: dict[Any, _UseGroup] = {}
     return {id(b): first.setdefault(_input_key(table, b), b) for b in blocks}
 
 
-def _input_key(table: AxisTable, block: _Block) -> Any:
+def _input_key(table: AxisTable, block: _UseGroup) -> Any:
     if block.kind.elementwise or any(u.view.scaled for u in block.uses):
         return id(block)
     return (

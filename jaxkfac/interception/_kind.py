@@ -157,19 +157,24 @@ _KINDS: dict[str, Kind] = {}
 
 
 def register_kind(kind: Kind) -> Kind:
-    """Make a kind of layer known.
+    """Make a kind of layer known; the same class again (a cell run twice) takes its own place.
 
     Raises:
         ValueError: another kind has its name, or reads one of its primitives.
     """
     for other in _KINDS.values():
         if other.name == kind.name:
-            raise ValueError(f"a kind of layer called {kind.name!r} is known already")
-        if both := other.primitives & kind.primitives:
+            if _path(other) != _path(kind):
+                raise ValueError(f"{kind.name!r} is the name of another kind of layer")
+        elif both := other.primitives & kind.primitives:
             names = ", ".join(f"`{name}`" for name in sorted(both))
             raise ValueError(f"{names} is read by the kind {other.name!r}, not by {kind.name!r}")
     _KINDS[kind.name] = kind
     return kind
+
+
+def _path(kind: Kind) -> tuple[str, str]:
+    return type(kind).__module__, type(kind).__qualname__
 
 
 def kind_named(name: str) -> Kind:

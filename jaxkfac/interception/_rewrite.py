@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec
 from jaxkfac.interception import _compat
 from jaxkfac.interception._analysis import Plan
 from jaxkfac.interception._axes import AxisTable
-from jaxkfac.interception._conduct import Axes
 from jaxkfac.interception._encoded import Absent, bind, bind_view, refuse_absent
-from jaxkfac.interception._rows import RowMask, row_weights
+from jaxkfac.interception._propagate import Axes
+from jaxkfac.interception._row_masks import RowMask, row_weights
 from jaxkfac.interception._slots import Entries, Slots, move_elements, scale_slot
 from jaxkfac.interception._values import Use
 from jaxkfac.interception._windows import Window, row_of

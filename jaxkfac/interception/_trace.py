@@ -13,7 +13,6 @@ from jaxtyping import PyTree
 
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import Atoms
-from jaxkfac.interception._conduct import Axes
 from jaxkfac.interception._encoded import (
     Absent,
     decoded_shapes,
@@ -25,8 +24,9 @@ from jaxkfac.interception._examples import analyse, split_lost
 from jaxkfac.interception._grouping import group_uses
 from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._paths import leaves_by_path
+from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._rewrite import Around, Handler, Rewriter
-from jaxkfac.interception._rows import RowMask
+from jaxkfac.interception._row_masks import RowMask
 from jaxkfac.interception._slots import Entries, check_entries
 from jaxkfac.interception._table import LayerTable
 from jaxkfac.interception._values import Data, Use

@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from jaxkfac.interception._axes import Atoms
-from jaxkfac.interception._conduct import Axes
 from jaxkfac.interception._kind import Kind
+from jaxkfac.interception._propagate import Axes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,12 +86,12 @@ class CurvatureBytes:
     @functools.cached_property
     def smallest_budget(self) -> int:
         """The least ``max_factor_bytes``."""
-        return smallest_budget(self._statistics, pulls=self._variant.collector.pulls)
+        return smallest_budget(self._statistics, vjps=self._variant.collector.vjps)
 
     @functools.cached_property
     def largest_budget(self) -> int:
         """The least ``max_factor_bytes`` under which there is one pass: more changes nothing."""
-        return largest_budget(self._statistics, pulls=self._variant.collector.pulls)
+        return largest_budget(self._statistics, vjps=self._variant.collector.vjps)
 
     def first_pass_temporaries(self, budget: int) -> int:
         """Bytes beside arguments and results of the pass that also has the gradient."""
@@ -104,8 +104,8 @@ class CurvatureBytes:
     def passes(self, budget: int) -> PassPlan:
         """The passes under a budget."""
         if budget not in self._plans:
-            pulls = self._variant.collector.pulls
-            self._plans[budget] = plan_passes(self._statistics, budget, pulls=pulls)
+            vjps = self._variant.collector.vjps
+            self._plans[budget] = plan_passes(self._statistics, budget, vjps=vjps)
         return self._plans[budget]
 
     @functools.cached_property

@@ -120,7 +120,7 @@ def correct_eigenvalues(
             Full blocks of scales and parameters that no rule covers are measured by example.
         experts: As it was given for the factors.
         samples: How many labels ``"mc"`` samples for each term.
-        chunk: How many pulls of ``"mc"`` and ``"exact"`` run at once.
+        chunk: How many vector-Jacobian products of ``"mc"`` and ``"exact"`` run at once.
 
     Returns:
         An ``EigenvalueCorrector``: call it with ``(params, batch, key=None,

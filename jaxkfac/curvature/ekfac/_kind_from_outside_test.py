@@ -8,7 +8,7 @@ import pytest
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.curvature import correct_eigenvalues, eigendecompose
 from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
-from jaxkfac.interception import _kind, find_layers, register_kind
+from jaxkfac.interception import _kind, find_layers, kind_named, register_kind
 from jaxkfac.interception._values import Use
 from jaxkfac.kinds import Dense, Elementwise
 
@@ -100,8 +100,14 @@ def test_its_dense_block_is_measured_in_its_eigenvectors(numerator):
 
 
 def test_no_two_kinds_share_a_name_or_a_primitive(numerator):
-    with pytest.raises(ValueError, match="called 'numerator' is known already"):
-        register_kind(Numerator())
+    again = register_kind(Numerator())  # the same class: a cell of a notebook, run again
+    assert kind_named("numerator") is again
+
+    class Same(Dense):
+        name = "numerator"
+
+    with pytest.raises(ValueError, match="'numerator' is the name of another kind"):
+        register_kind(Same())
 
     class Other(Dense):
         name = "other"

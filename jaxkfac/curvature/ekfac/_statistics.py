@@ -23,7 +23,7 @@ _ENTRIES = {
     "bias_squares": SlotEntry(0),
     "gradients": SlotEntry(1),
     "bias_gradients": SlotEntry(0),
-    "given": {
+    "constants": {
         "a_vectors": SlotEntry(0),
         "g_vectors": SlotEntry(0),
         "constant": SlotEntry(1),  # the constant itself, for whoever mixes kernel and joint bias
@@ -94,10 +94,10 @@ class SquaredGradients:
         slot["squares"] = jnp.zeros((*stack, a.values.shape[-1], n_out), dtype)
         if self._has_own_bias(layer):
             slot["bias_squares"] = jnp.zeros((*stack, n_out), dtype)
-        given = {"a_vectors": a.vectors, "g_vectors": g.vectors}
+        constants = {"a_vectors": a.vectors, "g_vectors": g.vectors}
         if any(use.view.scaled for use in self._traced.uses_of(layer)):
-            given["constant"] = jnp.ones(stack, dtype)
-        slot["given"] = {key: value for key, value in given.items() if value is not None}
+            constants["constant"] = jnp.ones(stack, dtype)
+        slot["constants"] = {key: value for key, value in constants.items() if value is not None}
         return slot
 
     def _sums_first(self, layer: Layer) -> bool:
@@ -124,26 +124,28 @@ class SquaredGradients:
         operands: list[Any],
         cotangent: Array,
         weights: Array | None,
-        given: Any,
+        constants: Any,
     ) -> Slot:
         """See ``_taps.Gathered``."""
         assert use.layer is not None
         layer = self._layers[use.layer]
         if layer.name in self._elements:
             elements = self._elements[layer.name]
-            return elements.emit(site, use, like, operands, cotangent, weights, given)
+            return elements.emit(site, use, like, operands, cotangent, weights, constants)
         examples = self._traced.examples if self._per == "example" else None
         sides = use.kind.both_sides(site, use, operands, cotangent, weights, examples, like)
         if "gradients" in like:
             return sides.gradients(like)
-        ones, constant = self._has_ones(layer), given.get("constant")
-        basis = Basis(given.get("a_vectors"), given.get("g_vectors"), ones, constant)
+        ones, constant = self._has_ones(layer), constants.get("constant")
+        basis = Basis(constants.get("a_vectors"), constants.get("g_vectors"), ones, constant)
         return sides.squares(like, basis)
 
     # -- after it ---------------------------------------------------------------------
 
     def outputs(self, emitted: Mapping[str, Slot], bases: Eigenbases) -> Squares:
-        """Sums of squares of one backward pass; they add up over pulls of cotangents."""
+        """Sums of squares of one backward pass; they add up over vector-Jacobian
+        products.
+        """
         values, bias_values = {}, {}
         for name, layer in self._layers.items():
             slot = emitted[name]

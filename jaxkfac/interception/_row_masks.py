@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Shaped
 from jaxkfac._errors import LostRowsError
 from jaxkfac.interception._analysis import MARK_ROWS
 from jaxkfac.interception._axes import Atoms, AxisTable
-from jaxkfac.interception._conduct import Axes
+from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._values import Use
 
 
