@@ -14,8 +14,7 @@ from jaxkfac.factors._collect import Call, FactorCollector, ValueGradAndFactors
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.factors._passes import Pass, PassPlan, plan_passes
 from jaxkfac.factors._statistics import PassPart
-from jaxkfac.interception._layer import Layer
-from jaxkfac.interception._windows import Window
+from jaxkfac.interception import Layer, Window
 
 _SUMS = ("a_sums", "a_counts", "g_sums", "diagonals")
 

@@ -14,8 +14,7 @@ from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.factors._objective import Objective, as_batch
 from jaxkfac.factors._program import Leaves, Program
 from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
-from jaxkfac.interception._trace import Traced
-from jaxkfac.interception._windows import Window
+from jaxkfac.interception import Traced, Window
 
 Uncovered = Literal["raise", "diagonal", "ignore"]
 

@@ -9,11 +9,15 @@ from jaxtyping import Array, PyTree
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._fisher import number_of_terms
 from jaxkfac.factors._objective import Batch, Objective
-from jaxkfac.interception import _compat
-from jaxkfac.interception._layer import Layer, ParameterMatrix
-from jaxkfac.interception._paths import leaves_by_path, with_leaves
-from jaxkfac.interception._table import LayerTable
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.interception import (
+    Layer,
+    LayerTable,
+    ParameterMatrix,
+    leaves_by_path,
+    whole,
+    with_leaves,
+)
+from jaxkfac.linalg import statistics_dtype
 
 CHUNK = 8  # examples whose gradients are alive at once
 
@@ -70,6 +74,6 @@ def per_example_diagonals(
         return its.expectation(objective, outputs, one, contribution)
 
     # No loop runs along an axis that is split.
-    examples = _compat.whole((batch, estimator.by_example(number)))
+    examples = whole((batch, estimator.by_example(number)))
     rows = jax.lax.map(squares, examples, batch_size=min(CHUNK, number))
     return {layer.name: rows[layer.weight.path].sum(0) for layer in layers}

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxkfac._checks import one_of
 from jaxkfac.factors._estimator import LABELS, Estimator, check_label_values
 from jaxkfac.factors._objective import Batch, Objective
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.linalg import statistics_dtype
 
 Fisher = Literal["empirical", "mc", "exact", "forward", "exact_if_terms_do_not_mix"]
 

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac.factors._statistics import PassPart, Statistics
-from jaxkfac.interception._layer import Layer
-from jaxkfac.interception._windows import walked_by
-from jaxkfac.memory._budget import MemoryBudgetError, bytes_text
+from jaxkfac.interception import Layer, walked_by
+from jaxkfac.memory import MemoryBudgetError, bytes_text
 
 FURTHER = 0.75  # a rematted pass without parameter gradients: 3 of 4 products of a layer
 

@@ -10,10 +10,8 @@ from jaxtyping import PyTree
 from jaxkfac._errors import LostRowsError
 from jaxkfac.factors._objective import Objective, check_array, takes_key
 from jaxkfac.factors._taps import Gathered, Slot, tap
-from jaxkfac.interception._row_masks import RowMask
-from jaxkfac.interception._trace import Traced, trace
-from jaxkfac.interception._windows import Window
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.interception import RowMask, Traced, Window, trace
+from jaxkfac.linalg import statistics_dtype
 
 
 class Linearised(NamedTuple):

@@ -18,15 +18,9 @@ from jaxkfac.factors._example_sums import (
 )
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.factors._taps import Slot
-from jaxkfac.interception._kind import kind_named
-from jaxkfac.interception._layer import Layer
-from jaxkfac.interception._rewrite import Site
-from jaxkfac.interception._slots import Entries
-from jaxkfac.interception._trace import Traced
-from jaxkfac.interception._values import Use
-from jaxkfac.kinds._moments import moments, packs, sum_to
-from jaxkfac.kinds._rows import Array, masked
-from jaxkfac.linalg._gram import PANELS_FROM, panel_shapes, statistics_dtype, unpack_panels
+from jaxkfac.interception import Entries, Layer, Site, Traced, Use, kind_named
+from jaxkfac.kinds import Array, masked, moments, packs, sum_to
+from jaxkfac.linalg import PANELS_FROM, panel_shapes, statistics_dtype, unpack_panels
 
 Sharing = Literal["expand", "reduce"]
 Scales = Literal["diagonal", "exact_diagonal", "full_block"]

@@ -17,11 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.interception import _compat
-from jaxkfac.interception._rewrite import Handler, Site
-from jaxkfac.interception._slots import Entries
-from jaxkfac.interception._values import Use
-from jaxkfac.kinds._rows import Array
+from jaxkfac.interception import Entries, Handler, Site, Use, automatic, cast_varying
+from jaxkfac.kinds import Array
 
 Slot = dict[str, Any]
 
@@ -101,10 +98,10 @@ def _tapped(fn: Any, emit: Callable[..., Slot], site: Site, use: Use, slot: Slot
         cotangents = jax.vjp(fn, *operands)[1](cotangent)
 
         def typed(x: Array, of: Any) -> Array:
-            return _compat.cast_varying(x.astype(of.dtype), cotangent)
+            return cast_varying(x.astype(of.dtype), cotangent)
 
         def emitted() -> Slot:
-            statistics = _compat.automatic(functools.partial(emit, site, use, like), like)
+            statistics = automatic(functools.partial(emit, site, use, like), like)
             return jax.tree.map(typed, statistics(operands, cotangent, rows, constants), like)
 
         def nothing() -> Slot:
@@ -118,7 +115,7 @@ def _tapped(fn: Any, emit: Callable[..., Slot], site: Site, use: Use, slot: Slot
     def run(operands: list[Any], rows: Any, active: Any) -> Any:
         operands = jax.tree.map(jnp.asarray, operands)  # a constant may be NumPy's
         data = operands[1 - use.operand] if len(operands) > 1 else operands[0]
-        varying = jax.tree.map(lambda s: _compat.cast_varying(s, data), slot)
+        varying = jax.tree.map(lambda s: cast_varying(s, data), slot)
         return op(operands, rows, active, constants, varying)
 
     return run

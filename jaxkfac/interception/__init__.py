@@ -41,29 +41,55 @@ Example:
     True
 """
 
-from jaxkfac.interception._kind import Kind, kind_named, register_kind
+from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._compat import automatic, cast_varying, is_var, whole
+from jaxkfac.interception._kind import Axes, Kind, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.interception._nnx import NnxApply, from_nnx
+from jaxkfac.interception._paths import leaves_by_path, with_leaves
 from jaxkfac.interception._rewrite import Handler, Site
-from jaxkfac.interception._row_masks import mark_rows
-from jaxkfac.interception._slots import SlotEntry
+from jaxkfac.interception._row_masks import RowMask, mark_rows
+from jaxkfac.interception._slots import Entries, SlotEntry
 from jaxkfac.interception._table import LayerTable
 from jaxkfac.interception._trace import Traced, find_layers, trace
+from jaxkfac.interception._uses import matrix_problem, order_problem
+from jaxkfac.interception._values import Data, Use, View
+from jaxkfac.interception._views import reversal
+from jaxkfac.interception._windows import Window, walked_by
 
 __all__ = [
+    "Atoms",
+    "Axes",
+    "AxisTable",
+    "Data",
+    "Entries",
     "Handler",
     "Kind",
     "Layer",
     "LayerTable",
     "NnxApply",
     "ParameterMatrix",
+    "RowMask",
     "Site",
     "SlotEntry",
     "Traced",
+    "Use",
+    "View",
+    "Window",
+    "automatic",
+    "cast_varying",
     "find_layers",
     "from_nnx",
+    "is_var",
     "kind_named",
+    "leaves_by_path",
     "mark_rows",
+    "matrix_problem",
+    "order_problem",
     "register_kind",
+    "reversal",
     "trace",
+    "walked_by",
+    "whole",
+    "with_leaves",
 ]

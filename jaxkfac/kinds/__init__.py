@@ -6,7 +6,10 @@ from jaxkfac.kinds._convolution import Convolution
 from jaxkfac.kinds._dense import Dense
 from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._embedding import Embedding
+from jaxkfac.kinds._moments import moments, packs, sum_to
+from jaxkfac.kinds._rows import Rows, by_example, in_own_order, masked
 from jaxkfac.kinds._scale import Scale
+from jaxkfac.kinds._squares import Array, Basis, rotate_gradients
 from jaxkfac.kinds._two_sided import TwoSided
 from jaxkfac.kinds._uncovered import Uncovered
 
@@ -14,12 +17,22 @@ for _kind in (Dense(), Convolution(), Embedding(), Scale(), Bias(), Uncovered())
     register_kind(_kind)
 
 __all__ = [
+    "Array",
+    "Basis",
     "Bias",
     "Convolution",
     "Dense",
     "Elementwise",
     "Embedding",
+    "Rows",
     "Scale",
     "TwoSided",
     "Uncovered",
+    "by_example",
+    "in_own_order",
+    "masked",
+    "moments",
+    "packs",
+    "rotate_gradients",
+    "sum_to",
 ]

@@ -4,8 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkfac.interception._axes import Atoms, AxisTable
-from jaxkfac.interception._values import Data, Use, View
+from jaxkfac.interception import Atoms, AxisTable, Data, Use, View
 from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._rows import Array
 

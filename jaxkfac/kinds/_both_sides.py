@@ -13,9 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.interception._axes import Atoms
-from jaxkfac.interception._rewrite import Site
-from jaxkfac.interception._values import Use
+from jaxkfac.interception import Atoms, Site, Use
 from jaxkfac.kinds._rows import Rows, by_example, in_own_order
 from jaxkfac.kinds._squares import (
     CHUNK_BYTES,

@@ -6,12 +6,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkfac.interception._axes import Atoms, AxisTable
-from jaxkfac.interception._kind import Axes
-from jaxkfac.interception._rewrite import Site
-from jaxkfac.interception._uses import matrix_problem, order_problem
-from jaxkfac.interception._values import Use
-from jaxkfac.interception._views import reversal
+from jaxkfac.interception import (
+    Atoms,
+    Axes,
+    AxisTable,
+    Site,
+    Use,
+    matrix_problem,
+    order_problem,
+    reversal,
+)
 from jaxkfac.kinds import _moments
 from jaxkfac.kinds._both_sides import BothSides, aligned, split_examples
 from jaxkfac.kinds._patches import over_patches, patches_of, summed_patches

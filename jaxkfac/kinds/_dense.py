@@ -3,10 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxkfac.interception._axes import Atoms, AxisTable
-from jaxkfac.interception._rewrite import Site
-from jaxkfac.interception._uses import matrix_problem, order_problem
-from jaxkfac.interception._values import Use
+from jaxkfac.interception import Atoms, AxisTable, Site, Use, matrix_problem, order_problem
 from jaxkfac.kinds._rows import Array, Rows
 from jaxkfac.kinds._two_sided import TwoSided
 

@@ -2,9 +2,7 @@
 
 from typing import ClassVar
 
-from jaxkfac.interception._kind import Axes, Kind
-from jaxkfac.interception._slots import SlotEntry
-from jaxkfac.interception._values import Use
+from jaxkfac.interception import Axes, Kind, SlotEntry, Use
 
 
 class Elementwise(Kind):

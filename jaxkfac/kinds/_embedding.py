@@ -7,12 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.interception import _compat
-from jaxkfac.interception._axes import Atoms, AxisTable
-from jaxkfac.interception._compat import is_var
-from jaxkfac.interception._rewrite import Site
-from jaxkfac.interception._uses import matrix_problem, order_problem
-from jaxkfac.interception._values import Use
+from jaxkfac.interception import (
+    Atoms,
+    AxisTable,
+    Site,
+    Use,
+    cast_varying,
+    is_var,
+    matrix_problem,
+    order_problem,
+)
 from jaxkfac.kinds._both_sides import TokenRows, aligned, split_examples
 from jaxkfac.kinds._rows import Array, Rows
 from jaxkfac.kinds._two_sided import TwoSided
@@ -64,8 +68,8 @@ class Embedding(TwoSided):
         table, indices = operands[0], tokens_of(use, operands)
         dtype = like["a"].dtype
         ones = jnp.ones(indices.shape, dtype) if weights is None else weights.astype(dtype)
-        ones = _compat.cast_varying(ones, indices)
-        zeros = _compat.cast_varying(jnp.zeros(table.shape[0], dtype), indices)
+        ones = cast_varying(ones, indices)
+        zeros = cast_varying(jnp.zeros(table.shape[0], dtype), indices)
         return {"a": zeros.at[indices].add(ones, mode="drop"), "a_count": ones.sum()}
 
     def both_sides(

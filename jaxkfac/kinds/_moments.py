@@ -6,16 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkfac.interception._rewrite import Site
-from jaxkfac.interception._values import Use
+from jaxkfac.interception import Site, Use
 from jaxkfac.kinds._rows import Array, Rows, in_own_order
-from jaxkfac.linalg._gram import (
-    PANELS_FROM,
-    gram,
-    gram_panels,
-    statistics_dtype,
-    unpack_panels,
-)
+from jaxkfac.linalg import PANELS_FROM, gram, gram_panels, statistics_dtype, unpack_panels
 
 Slot = dict[str, Any]
 

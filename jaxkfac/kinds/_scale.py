@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkfac.interception._axes import AxisTable
-from jaxkfac.interception._values import Use
+from jaxkfac.interception import AxisTable, Use
 from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._rows import Array
 

@@ -4,11 +4,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from jaxkfac.interception._axes import Atoms
-from jaxkfac.interception._kind import Axes, Kind
-from jaxkfac.interception._rewrite import Site
-from jaxkfac.interception._slots import SlotEntry
-from jaxkfac.interception._values import Use
+from jaxkfac.interception import Atoms, Axes, Kind, Site, SlotEntry, Use
 from jaxkfac.kinds._both_sides import BothSides, TokenRows, aligned, split_examples
 from jaxkfac.kinds._moments import input_moments, sum_of_outer_products
 from jaxkfac.kinds._rows import Array, Rows

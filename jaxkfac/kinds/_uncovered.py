@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from jaxkfac.interception._axes import AxisTable
-from jaxkfac.interception._values import Use
+from jaxkfac.interception import AxisTable, Use
 from jaxkfac.kinds._elementwise import Elementwise
 
 

@@ -13,13 +13,17 @@ from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature._corrections import Corrections
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients
-from jaxkfac.factors._diagonal_pass import per_example_diagonals
-from jaxkfac.factors._estimator import Estimator
-from jaxkfac.factors._fisher import FISHER_TYPES, estimator_of
-from jaxkfac.factors._objective import Objective, as_batch
-from jaxkfac.factors._program import Leaves, Program
-from jaxkfac.interception._layer import Layer
-from jaxkfac.interception._table import LayerTable
+from jaxkfac.factors import (
+    FISHER_TYPES,
+    Estimator,
+    Leaves,
+    Objective,
+    Program,
+    as_batch,
+    estimator_of,
+    per_example_diagonals,
+)
+from jaxkfac.interception import Layer, LayerTable
 
 MeasuredFisher = Literal["empirical", "mc", "exact"]
 

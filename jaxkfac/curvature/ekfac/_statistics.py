@@ -6,15 +6,9 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 
 from jaxkfac.curvature._eigenbases import Eigenbases
-from jaxkfac.factors._example_sums import gradient_rows
-from jaxkfac.factors._statistics import Statistics
-from jaxkfac.factors._taps import Slot
-from jaxkfac.interception._layer import Layer
-from jaxkfac.interception._rewrite import Site
-from jaxkfac.interception._slots import Entries, SlotEntry
-from jaxkfac.interception._trace import Traced
-from jaxkfac.interception._values import Use
-from jaxkfac.kinds._squares import Array, Basis, rotate_gradients
+from jaxkfac.factors import Slot, Statistics, gradient_rows
+from jaxkfac.interception import Entries, Layer, Site, SlotEntry, Traced, Use
+from jaxkfac.kinds import Array, Basis, rotate_gradients
 
 Per = Literal["example", "token"]
 
