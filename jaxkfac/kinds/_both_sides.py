@@ -7,7 +7,7 @@ stands for them.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -138,6 +138,11 @@ class TokenRows:
         rows = self.g.astype(table.dtype)
         zeros = jnp.zeros(table.shape, table.dtype)
         return {"gradients": zeros.at[examples, self.tokens].add(rows, mode="drop")}
+
+
+def stack_of_slot(like: Mapping[str, Any]) -> tuple[int, ...]:
+    """Shape of the stacked axes of a layer, from its slot."""
+    return like["gradients"].shape[:-3] if "gradients" in like else like["squares"].shape[:-2]
 
 
 def one_by_one_on_cpu(fn: Callable[[Any, int], Any], arrays: Any, at_once: int) -> Any:

@@ -17,7 +17,7 @@ from jaxkfac.interception import (
     matrix_problem,
     order_problem,
 )
-from jaxkfac.kinds._both_sides import TokenRows, aligned, split_examples
+from jaxkfac.kinds._both_sides import TokenRows, aligned, split_examples, stack_of_slot
 from jaxkfac.kinds._rows import Array, Rows
 from jaxkfac.kinds._two_sided import TwoSided
 
@@ -85,8 +85,7 @@ class Embedding(TwoSided):
         split = functools.partial(
             split_examples, site, use, num_rows=len(use.rows), examples=examples
         )
-        stack = like["gradients"].shape[:-3] if "gradients" in like else like["squares"].shape[:-2]
-        g = aligned(site, use, self.output_rows(site, use, cotangent, weights), stack)
+        g = aligned(site, use, self.output_rows(site, use, cotangent, weights), stack_of_slot(like))
         return TokenRows(split(tokens_of(use, operands)), split(g))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from jaxkfac.interception import Atoms, Axes, Kind, Site, SlotEntry, Use
-from jaxkfac.kinds._both_sides import BothSides, TokenRows, aligned, split_examples
+from jaxkfac.kinds._both_sides import BothSides, TokenRows, aligned, split_examples, stack_of_slot
 from jaxkfac.kinds._moments import input_moments, sum_of_outer_products
 from jaxkfac.kinds._rows import Array, Rows
 
@@ -90,7 +90,7 @@ class TwoSided(Kind):
         split = functools.partial(
             split_examples, site, use, num_rows=len(use.rows), examples=examples
         )
-        stack = like["gradients"].shape[:-3] if "gradients" in like else like["squares"].shape[:-2]
+        stack = stack_of_slot(like)
         g = aligned(site, use, self.output_rows(site, use, cotangent, weights), stack)
         x = aligned(site, use, self.input_rows(site, use, operands, weights), stack)
         if examples is None:

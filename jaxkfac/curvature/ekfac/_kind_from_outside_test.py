@@ -105,6 +105,7 @@ def test_no_two_kinds_share_a_name_or_a_primitive(numerator):
 
     class Same(Dense):
         name = "numerator"
+        primitives = frozenset()
 
     with pytest.raises(ValueError, match="'numerator' is the name of another kind"):
         register_kind(Same())
