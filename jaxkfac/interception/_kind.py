@@ -7,7 +7,7 @@ is all that the rest of the library knows of it. The kinds themselves are in ``j
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from jaxkfac.interception._axes import Atoms, AxisTable
 
@@ -154,27 +154,30 @@ class Kind(abc.ABC):
 
 
 _KINDS: dict[str, Kind] = {}
+AnyKind = TypeVar("AnyKind", bound=Kind)
 
 
-def register_kind(kind: Kind) -> Kind:
-    """Make a kind of layer known; the same class again (a cell run twice) takes its own place.
+def register_kind(cls: type[AnyKind]) -> type[AnyKind]:
+    """Make a kind of layer known; a decorator of its class.
+
+    The same class again (a cell of a notebook that is run twice) takes its own place.
 
     Raises:
         ValueError: another kind has its name, or reads one of its primitives.
     """
     for other in _KINDS.values():
-        if other.name == kind.name:
-            if _path(other) != _path(kind):
-                raise ValueError(f"{kind.name!r} is the name of another kind of layer")
-        elif both := other.primitives & kind.primitives:
+        if other.name == cls.name:
+            if _path(type(other)) != _path(cls):
+                raise ValueError(f"{cls.name!r} is the name of another kind of layer")
+        elif both := other.primitives & cls.primitives:
             names = ", ".join(f"`{name}`" for name in sorted(both))
-            raise ValueError(f"{names} is read by the kind {other.name!r}, not by {kind.name!r}")
-    _KINDS[kind.name] = kind
-    return kind
+            raise ValueError(f"{names} is read by the kind {other.name!r}, not by {cls.name!r}")
+    _KINDS[cls.name] = cls()
+    return cls
 
 
-def _path(kind: Kind) -> tuple[str, str]:
-    return type(kind).__module__, type(kind).__qualname__
+def _path(cls: type[Kind]) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
 
 
 def kind_named(name: str) -> Kind:

@@ -1,6 +1,5 @@
 """The kinds of layers, one class each: how a use is found, its rows, its squares, its slots."""
 
-from jaxkfac.interception import register_kind
 from jaxkfac.kinds._bias import Bias
 from jaxkfac.kinds._convolution import Convolution
 from jaxkfac.kinds._dense import Dense
@@ -12,9 +11,6 @@ from jaxkfac.kinds._scale import Scale
 from jaxkfac.kinds._squares import Array, Basis, rotate_gradients
 from jaxkfac.kinds._two_sided import TwoSided
 from jaxkfac.kinds._uncovered import Uncovered
-
-for _kind in (Dense(), Convolution(), Embedding(), Scale(), Bias(), Uncovered()):
-    register_kind(_kind)
 
 __all__ = [
     "Array",

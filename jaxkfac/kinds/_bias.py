@@ -4,11 +4,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkfac.interception import Atoms, AxisTable, Data, Use, View
+from jaxkfac.interception import Atoms, AxisTable, Data, Use, View, register_kind
 from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._rows import Array
 
 
+@register_kind
 class Bias(Elementwise):
     """One that is added to a product which nothing else reads may be joined to it.
 
@@ -21,7 +22,12 @@ class Bias(Elementwise):
     inserts = True
 
     def find(
-        self, table: AxisTable, eqn: Any, ins: Any, positions: Any, scope: Any
+        self,
+        table: AxisTable,
+        eqn: Any,
+        ins: Sequence[Any],
+        positions: Sequence[int],
+        scope: tuple[int, ...],
     ) -> list[Use] | str:
         if eqn.primitive.name == "select_n" and 0 in positions:
             return "is the predicate of `select_n`"
@@ -30,7 +36,9 @@ class Bias(Elementwise):
     def gradient(self, use: Use, operands: Sequence[Any], cotangent: Array) -> Array:
         return cotangent
 
-    def _insertion(self, table: AxisTable, eqn: Any, ins: Any, position: int, scope: Any) -> Use:
+    def _insertion(
+        self, table: AxisTable, eqn: Any, ins: Sequence[Any], position: int, scope: tuple[int, ...]
+    ) -> Use:
         use = Use(self, eqn, position, ins[position], scope)
         others = [v for v in ins if isinstance(v, Data)]
         if eqn.primitive.name in ("add", "add_any") and len(others) == 1:

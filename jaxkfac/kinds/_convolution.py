@@ -14,6 +14,7 @@ from jaxkfac.interception import (
     Use,
     matrix_problem,
     order_problem,
+    register_kind,
     reversal,
 )
 from jaxkfac.kinds import _moments
@@ -23,6 +24,7 @@ from jaxkfac.kinds._rows import Array, Rows
 from jaxkfac.kinds._two_sided import TwoSided
 
 
+@register_kind
 class Convolution(TwoSided):
     """Channels and kernel points are inputs, feature groups a stack.
 
@@ -36,7 +38,12 @@ class Convolution(TwoSided):
     product = True
 
     def find(
-        self, table: AxisTable, eqn: Any, ins: Any, positions: Any, scope: Any
+        self,
+        table: AxisTable,
+        eqn: Any,
+        ins: Sequence[Any],
+        positions: Sequence[int],
+        scope: tuple[int, ...],
     ) -> list[Use] | str:
         (position,) = positions
         view, p = ins[position], eqn.params

@@ -3,11 +3,20 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxkfac.interception import Atoms, AxisTable, Site, Use, matrix_problem, order_problem
+from jaxkfac.interception import (
+    Atoms,
+    AxisTable,
+    Site,
+    Use,
+    matrix_problem,
+    order_problem,
+    register_kind,
+)
 from jaxkfac.kinds._rows import Array, Rows
 from jaxkfac.kinds._two_sided import TwoSided
 
 
+@register_kind
 class Dense(TwoSided):
     """Contracted axes are inputs, the parameter's free axes outputs, shared axes a stack."""
 
@@ -20,7 +29,12 @@ class Dense(TwoSided):
     reads_encoded = True
 
     def find(
-        self, table: AxisTable, eqn: Any, ins: Any, positions: Any, scope: Any
+        self,
+        table: AxisTable,
+        eqn: Any,
+        ins: Sequence[Any],
+        positions: Sequence[int],
+        scope: tuple[int, ...],
     ) -> list[Use] | str:
         (position,) = positions
         view, data = ins[position], ins[1 - position]

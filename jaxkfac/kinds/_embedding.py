@@ -16,12 +16,14 @@ from jaxkfac.interception import (
     is_var,
     matrix_problem,
     order_problem,
+    register_kind,
 )
 from jaxkfac.kinds._both_sides import TokenRows, aligned, split_examples, stack_of_slot
 from jaxkfac.kinds._rows import Array, Rows
 from jaxkfac.kinds._two_sided import TwoSided
 
 
+@register_kind
 class Embedding(TwoSided):
     """Input rows are one-hot, so their second moment is a diagonal: how often each row was read."""
 
@@ -33,7 +35,12 @@ class Embedding(TwoSided):
     by_position = True
 
     def find(
-        self, table: AxisTable, eqn: Any, ins: Any, positions: Any, scope: Any
+        self,
+        table: AxisTable,
+        eqn: Any,
+        ins: Sequence[Any],
+        positions: Sequence[int],
+        scope: tuple[int, ...],
     ) -> list[Use] | str:
         (position,) = positions
         view, d = ins[position], eqn.params["dimension_numbers"]

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkfac.interception import AxisTable, Use
+from jaxkfac.interception import AxisTable, Use, register_kind
 from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._rows import Array
 
 
+@register_kind
 class Scale(Elementwise):
     """Its gradient at a position is the cotangent times the data there."""
 
@@ -16,7 +17,12 @@ class Scale(Elementwise):
     suffix = "scale"
 
     def find(
-        self, table: AxisTable, eqn: Any, ins: Any, positions: Any, scope: Any
+        self,
+        table: AxisTable,
+        eqn: Any,
+        ins: Sequence[Any],
+        positions: Sequence[int],
+        scope: tuple[int, ...],
     ) -> list[Use] | str:
         (position,) = positions
         data = ins[1 - position]
