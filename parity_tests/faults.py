@@ -11,8 +11,10 @@ import pytest
 import jaxkfac as jk
 from jaxkfac import lslora
 from jaxkfac.curvature import _layer_power
-from jaxkfac.factors import _collect, _moments, _objective, _rows, _statistics
+from jaxkfac.factors import _objective
+from jaxkfac.factors._fisher import MonteCarlo
 from jaxkfac.interception import ParameterMatrix
+from jaxkfac.kinds import _moments, _rows, _two_sided
 from jaxkfac.lslora import _activation, _branch
 from jaxkfac.lslora._fourier import Fourier
 from jaxkfac.optim import _multi_steps
@@ -73,7 +75,7 @@ def padding_counted(patch: Patch) -> None:
         out = original(site, use, slot, side, weights)
         return out | {"a_count": jnp.full_like(out["a_count"], side.number)}
 
-    _wrap(patch, _statistics, "input_moments", moments)
+    _wrap(patch, _two_sided, "input_moments", moments)
 
 
 def padding_summed(patch: Patch) -> None:
@@ -141,7 +143,7 @@ def reordered_patches(patch: Patch) -> None:
         order = [*range(lead), *(lead + i for i in rolled), *(lead + n + i for i in rolled)]
         return found.transpose(order).reshape(found.shape)
 
-    _wrap(patch, _moments, "_patch_moments", moments)
+    _wrap(patch, _moments, "sum_over_patches", moments)
 
 
 def equal_weights(patch: Patch) -> None:
@@ -167,11 +169,11 @@ def undecayed_counts(patch: Patch) -> None:
 def ignored_labels(patch: Patch) -> None:
     """The sampled Fisher takes the given targets."""
 
-    def pulls(original: Any, *args: Any, labels: Any, **options: Any) -> Any:
-        batch = args[3]
-        return original(*args, labels=jnp.broadcast_to(batch.targets, labels.shape), **options)
+    def expectation(original: Any, self: Any, objective: Any, outputs: Any, batch: Any, of: Any):
+        labels = jnp.broadcast_to(batch.targets, self.labels.shape)
+        return original(dataclasses.replace(self, labels=labels), objective, outputs, batch, of)
 
-    _wrap(patch, _collect, "sum_over_pulls", pulls)
+    _wrap(patch, MonteCarlo, "expectation", expectation)
 
 
 def targets_read_under_the_mask(patch: Patch) -> None:

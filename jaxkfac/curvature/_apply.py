@@ -24,7 +24,7 @@ from jaxkfac.curvature._layer_power import (
     write_solved,
 )
 from jaxkfac.interception._paths import leaves_by_path, with_leaves
-from jaxkfac.linalg import Damping, DampingMode, check_cut, check_damping
+from jaxkfac.linalg import Damping, DampingMode, check_damping, check_rcond
 
 PyTree = Any
 Missing = Literal["raise", "identity", "zero"]
@@ -112,7 +112,7 @@ def apply_power(
             f"{type(bases).__name__}"
         )
     check_damping(damping, damping_mode)
-    check_cut(cut)
+    check_rcond(cut)
     check_missing(missing)
     leaves = {
         path: jnp.asarray(leaf) if is_differentiable(leaf) else leaf

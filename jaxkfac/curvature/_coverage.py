@@ -7,9 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkfac.interception import kind_named
 from jaxkfac.interception._layer import Layer, ParameterMatrix
-
-_RANK = {"dense": 0, "conv": 0, "embedding": 1, "scale": 2, "bias": 2, "diagonal": 3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,7 @@ def owners(layers: Sequence[Layer]) -> tuple[Owner, ...]:
         The layers that write anything, least preferred first, so that where a slice and
         its whole parameter are both covered the preferred one is written last.
     """
-    ranked = sorted(layers, key=lambda layer: _RANK[layer.kind])
+    ranked = sorted(layers, key=lambda layer: kind_named(layer.kind).rank)
     taken: set[tuple[str, tuple[int, ...]]] = set()
     chosen = []
     for layer in ranked:

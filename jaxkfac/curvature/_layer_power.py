@@ -16,9 +16,9 @@ from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.linalg import (
     Damping,
     DampingMode,
-    above_cut,
+    above_rcond,
     diagonal_power,
-    kronecker_above_cut,
+    kronecker_above_rcond,
     kronecker_damping,
     kronecker_power,
     power_or_zero,
@@ -135,7 +135,7 @@ def powered_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> Array:
         damped = values + kronecker_damping(a, g, damping=power.damping, mode=power.mode)
         if power.cut:
             rows = measured.reshape(*measured.shape[:-2], -1)
-            kept = above_cut(rows, power.cut).reshape(measured.shape)
+            kept = above_rcond(rows, power.cut).reshape(measured.shape)
             damped = jnp.where(kept, damped, 0)
         return power_or_zero(damped, power.exponent)
     return kronecker_power(
@@ -144,7 +144,7 @@ def powered_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> Array:
         power=power.exponent,
         damping=power.damping,
         mode=power.mode,
-        kept=kronecker_above_cut(a_raw, g_raw, power.cut) if power.cut else None,
+        kept=kronecker_above_rcond(a_raw, g_raw, power.cut) if power.cut else None,
     )
 
 
@@ -156,7 +156,7 @@ def _powered_output_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> Arr
         raw if power.exponent > 0 else clipped,
         power=power.exponent,
         damping=power.damping,
-        kept=above_cut(raw, power.cut) if power.cut else None,
+        kept=above_rcond(raw, power.cut) if power.cut else None,
     )
 
 
@@ -184,7 +184,7 @@ def scale_diagonal(
     values = raw if power.exponent > 0 else basis.diagonal
     kept = jnp.ones_like(raw)
     if power.cut:
-        kept = map_slices(layer, raw, lambda x: above_cut(x, power.cut).astype(x.dtype))
+        kept = map_slices(layer, raw, lambda x: above_rcond(x, power.cut).astype(x.dtype))
     if raw.shape == leaves[path].shape:  # else it is shaped like the slice already
         values, kept = values[index], kept[index]
     part = leaves[path][index]

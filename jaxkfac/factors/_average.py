@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from jaxkfac._errors import nearest
 from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.interception._layer import Layer
+from jaxkfac.interception import Layer
 
 
 @runtime_checkable

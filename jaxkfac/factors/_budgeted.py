@@ -10,12 +10,11 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Key, PyTree
 
-from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
+from jaxkfac.factors._collect import Call, FactorCollector, ValueGradAndFactors
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.factors._passes import Pass, PassPlan, plan_passes
-from jaxkfac.factors._statistics import Part
-from jaxkfac.interception._layer import Layer
-from jaxkfac.interception._windows import Window
+from jaxkfac.factors._statistics import PassPart
+from jaxkfac.interception import Layer, Window
 
 _SUMS = ("a_sums", "a_counts", "g_sums", "diagonals")
 
@@ -23,7 +22,7 @@ _SUMS = ("a_sums", "a_counts", "g_sums", "diagonals")
 class _Key(NamedTuple):
     """Which compiled program a pass runs."""
 
-    parts: tuple[tuple[str, Part], ...]
+    parts: tuple[tuple[str, PassPart], ...]
     gradient: bool
 
 
@@ -79,16 +78,15 @@ class BudgetedCollector:
         if str(plan) not in self._announced:
             print(f"jaxkfac: {plan}", file=sys.stderr)
             self._announced.add(str(plan))
-        batch = self._collector.checked(batch, key, positions, labels)
-        args = (params, batch, key, positions, labels)
-        layers = self._collector.traced(params, batch, key).table.layers
+        call = self._collector.checked(batch, key, positions, labels)
+        layers = self._collector.traced(params, call).table.layers
         value = grads = None
         whole = _Whole(layers)
         for number, one in enumerate(plan.passes):
             if number == 0:
-                value, grads, factors = self._program(one, True)(*args, one.start)
+                value, grads, factors = self._program(one, True)(params, call, one.start)
             else:
-                factors = self._program(one, False)(*args, one.start)
+                factors = self._program(one, False)(params, call, one.start)
             part = _on_host(factors, one, layers)
             if self._sink is None:
                 whole.add(part, one)
@@ -106,18 +104,18 @@ class BudgetedCollector:
         labels: Any = None,
     ) -> PassPlan:
         """The passes for these shapes; nothing is computed."""
-        batch = self._collector.checked(batch, key, positions, labels)
-        traced = self._collector.traced(params, batch, key)
+        call = self._collector.checked(batch, key, positions, labels)
+        traced = self._collector.traced(params, call)
         return plan_passes(
-            self._collector.statistics(traced), self._budget, pulls=self._collector.pulls
+            self._collector.statistics(traced), self._budget, vjps=self._collector.vjps
         )
 
     def lower(self, params: PyTree, batch: Any, key: Any = None) -> list[tuple[Pass, Any]]:
         """Each pass with its lowered program, to ``.compile()`` and read memory and cost from."""
         plan = self.plan(params, batch, key)
-        args = (params, self._collector.checked(batch, key, None, None), key, None, None)
+        call = self._collector.checked(batch, key)
         return [
-            (one, self._program(one, number == 0).lower(*args, one.start))
+            (one, self._program(one, number == 0).lower(params, call, one.start))
             for number, one in enumerate(plan.passes)
         ]
 
@@ -132,20 +130,11 @@ class BudgetedCollector:
             self._programs[known] = jax.jit(functools.partial(self._run, known))
         return self._programs[known]
 
-    def _run(
-        self, what: _Key, params: PyTree, batch: Any, key: Any, positions: Any, labels: Any, at: Any
-    ) -> Any:
+    def _run(self, what: _Key, params: PyTree, call: Call, at: Any) -> Any:
         parts = dict(what.parts)
         windows = {name: Window(at, part.rows) for name, part in parts.items() if part.rows}
         out = self._collector.gather(
-            params,
-            batch,
-            key,
-            positions,
-            labels,
-            parts=parts,
-            windows=windows,
-            gradient=what.gradient,
+            params, call, parts=parts, windows=windows, gradient=what.gradient
         )
         return out if what.gradient else out.factors
 

@@ -6,8 +6,9 @@ from typing import Any, get_args
 from jaxkfac._checks import at_least_one, one_of
 from jaxkfac.factors._budgeted import BudgetedCollector
 from jaxkfac.factors._collect import FactorCollector, Uncovered
+from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._factors import BiasMode
-from jaxkfac.factors._fisher import FISHER_TYPES, Fisher
+from jaxkfac.factors._fisher import Fisher, estimator_of
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._program import Program
 from jaxkfac.factors._statistics import Scales, Sharing
@@ -16,7 +17,7 @@ from jaxkfac.factors._statistics import Scales, Sharing
 def value_grad_and_factors(
     objective: Callable[..., Any],
     *,
-    fisher: Fisher = "empirical",
+    fisher: Fisher | Estimator = "empirical",
     sharing: Sharing = "expand",
     bias: BiasMode = "joint",
     scales: Scales = "diagonal",
@@ -46,12 +47,13 @@ def value_grad_and_factors(
         objective: An ``Objective``, or any scalar loss ``fn(params, batch)`` that is a mean
             over rows (then ``fisher="empirical"`` only, with ``loss_terms``).
         fisher: ``"empirical"``: the given targets, the gradient's own backward pass.
-            ``"mc"``: labels sampled from the model, unbiased; ``samples`` further pulls of
-            the same linearisation. ``"exact"``: the expectation over labels; one pull for
+            ``"mc"``: labels sampled from the model, unbiased; ``samples`` further VJPs of
+            the same linearisation. ``"exact"``: the expectation over labels; one VJP for
             each loss term of an example and each output column, right where outputs mix
             tokens. ``"forward"``: G is the identity. ``"exact_if_terms_do_not_mix"``: one
-            pull for each column, shared by all terms: equal to ``"exact"`` under expand where
-            no layer mixes the terms of an example, and biased elsewhere.
+            VJP for each column, shared by all terms: equal to ``"exact"`` under expand where
+            no layer mixes the terms of an example, and biased elsewhere. Or an ``Estimator`` of
+            your own, with its own samples and chunk.
         sharing: ``"expand"``: every position is a row; ``"reduce"``: every example is one,
             over all positions, uses and iterations. Embeddings use expand under either.
         bias: ``"joint"``: ones appended last to the inputs; ``"separate"``: the bias block
@@ -72,7 +74,7 @@ def value_grad_and_factors(
             itself.
         loss_terms: Number of rows a scalar loss is the mean of.
         samples: How many labels ``"mc"`` samples for each term.
-        chunk: How many pulls of ``"mc"`` and ``"exact"`` run at once.
+        chunk: How many vector-Jacobian products of ``"mc"`` and ``"exact"`` run at once.
         max_factor_bytes: Most bytes of factors on the device at once. Collection runs as many
             backward passes as that takes, each over some layers and some iterations of a scan;
             every layer is computed, and no parameter is copied. The callable compiles its
@@ -111,7 +113,7 @@ def value_grad_and_factors(
         Approximate Curvature", 2015. Runa Eschenhagen et al., "Kronecker-Factored Approximate
         Curvature for Modern Neural Network Architectures", 2023.
     """
-    one_of("fisher", fisher, FISHER_TYPES)
+    estimator = estimator_of(fisher, samples=samples, chunk=chunk)
     one_of("sharing", sharing, get_args(Sharing))
     one_of("bias", bias, ("joint", "separate"))
     one_of("scales", scales, get_args(Scales))
@@ -119,16 +121,16 @@ def value_grad_and_factors(
     at_least_one(max_dense=max_dense, samples=samples, chunk=chunk)
     if max_factor_bytes is not None:
         at_least_one(max_factor_bytes=max_factor_bytes)
-    if fisher == "forward" and uncovered == "diagonal":
+    if estimator.unit_outputs and uncovered == "diagonal":
         raise ValueError(
-            'uncovered="diagonal" squares gradients, and fisher="forward" has none: choose '
-            'another Fisher type, or uncovered="ignore"'
+            f'uncovered="diagonal" squares gradients, and fisher="{estimator.name}" has none: '
+            'choose another Fisher type, or uncovered="ignore"'
         )
     if isinstance(objective, Objective):
         if loss_terms is not None:
             raise ValueError("loss_terms: an Objective counts its terms itself")
     else:
-        _check_scalar_loss(fisher, sharing, scales, uncovered, loss_terms)
+        _check_scalar_loss(estimator, sharing, scales, uncovered, loss_terms)
     finding = {
         "layers": layers,
         "max_dense": max_dense,
@@ -137,7 +139,7 @@ def value_grad_and_factors(
     }
     program = Program(objective, finding, cover=uncovered == "raise", has_aux=has_aux)
     collector = FactorCollector(
-        program, fisher, sharing, bias, scales, uncovered, has_aux, loss_terms, samples, chunk
+        program, estimator, sharing, bias, scales, uncovered, has_aux, loss_terms
     )
     if max_factor_bytes is not None:
         return BudgetedCollector(collector, max_factor_bytes, sink)
@@ -150,16 +152,16 @@ def value_grad_and_factors(
 
 
 def _check_scalar_loss(
-    fisher: Fisher, sharing: Sharing, scales: Scales, uncovered: Uncovered, terms: int | None
+    estimator: Estimator, sharing: Sharing, scales: Scales, uncovered: Uncovered, terms: int | None
 ) -> None:
     """Refuse what needs a model's outputs, which a scalar loss does not show."""
     wrong = {
-        "fisher": (fisher, "empirical"),
-        "sharing": (sharing, "expand"),
-        "scales": (scales, "diagonal"),
+        "fisher": (estimator.name, estimator.needs_outputs),
+        "sharing": (sharing, sharing != "expand"),
+        "scales": (scales, scales != "diagonal"),
     }
-    for name, (value, only) in wrong.items():
-        if value != only:
+    for name, (value, refused) in wrong.items():
+        if refused:
             raise ValueError(
                 f'{name}="{value}" needs the model\'s outputs: give a jk.Objective, not a '
                 "scalar loss"

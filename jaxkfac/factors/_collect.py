@@ -9,15 +9,30 @@ import jax
 from jaxtyping import Array, Bool, Key, PyTree
 
 from jaxkfac.factors._diagonal_pass import diagonal_layers, per_example_diagonals
+from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.factors._fisher import Fisher, check_labels, sum_over_pulls
-from jaxkfac.factors._objective import Batch, Objective, as_batch
+from jaxkfac.factors._objective import Objective, as_batch
 from jaxkfac.factors._program import Leaves, Program
-from jaxkfac.factors._statistics import Part, Scales, Sharing, Statistics
-from jaxkfac.interception._trace import Traced
-from jaxkfac.interception._windows import Window
+from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
+from jaxkfac.interception import Traced, Window
 
 Uncovered = Literal["raise", "diagonal", "ignore"]
+
+
+class Call(NamedTuple):
+    """The arguments of one call, checked.
+
+    Attributes:
+        batch: A ``Batch``, or whatever the scalar loss takes.
+        key: The model's own.
+        positions: Which positions exist, or ``None``.
+        estimator: The Fisher type, with the call's key and labels.
+    """
+
+    batch: Any
+    key: Any
+    positions: Any
+    estimator: Estimator
 
 
 class ValueGradAndFactors(NamedTuple):
@@ -33,15 +48,13 @@ class FactorCollector:
     """The function that ``value_grad_and_factors`` returns. Pure; jit it."""
 
     _program: Program
-    _fisher: Fisher
+    _estimator: Estimator
     _sharing: Sharing
     _bias: BiasMode
     _scales: Scales
     _uncovered: Uncovered
     _has_aux: bool
     _loss_terms: int | None
-    _samples: int
-    _chunk: int
 
     def __call__(
         self,
@@ -72,85 +85,66 @@ class FactorCollector:
                 for, and the rows cannot be followed to a layer.
             ValueError: a batch that is empty, or does not fit the likelihood.
         """
-        batch = self.checked(batch, key, positions, labels)
-        return self.gather(params, batch, key, positions, labels)
+        return self.gather(params, self.checked(batch, key, positions, labels))
 
     @property
-    def pulls(self) -> int:
-        """How many pulls' output sides are alive beside their sum."""
-        once = self._fisher in ("empirical", "forward") or (
-            self._fisher == "mc" and self._samples == 1
-        )
-        return 0 if once else self._chunk
+    def vjps(self) -> int:
+        """How many vector-Jacobian products' output sides are alive beside their sum."""
+        return self._estimator.concurrent
 
-    def checked(self, batch: Any, key: Any, positions: Any, labels: Any) -> Any:
-        """The batch as the program takes it; raises where the arguments do not go together."""
+    def checked(
+        self, batch: Any, key: Any = None, positions: Any = None, labels: Any = None
+    ) -> Call:
+        """The arguments as the program takes them; raises where they do not go together."""
         if isinstance(self._program.objective, Objective):
             batch = as_batch(batch)
-            check_labels(self._fisher, key, labels, batch)
-        elif positions is not None or labels is not None:
+            return Call(batch, key, positions, self._estimator.bound(key, labels, batch))
+        if positions is not None or labels is not None:
             raise ValueError(
                 "positions= and labels= need an Objective: a scalar loss has no outputs"
             )
-        return batch
+        return Call(batch, key, None, self._estimator)
 
-    def statistics(self, traced: Traced, parts: Mapping[str, Part] | None = None) -> Statistics:
+    def statistics(self, traced: Traced, parts: Mapping[str, PassPart] | None = None) -> Statistics:
         """The statistics of a traced program, or some parts of them."""
-        forward = self._fisher == "forward"
+        forward = self._estimator.unit_outputs
         return Statistics(traced, self._bias, self._sharing, self._scales, forward, parts)
 
-    def traced(self, params: PyTree, batch: Any, key: Any) -> Traced:
-        """The program for these shapes; ``batch`` is a checked one."""
-        return self._program.traced(params, batch, key)
+    def traced(self, params: PyTree, call: Call) -> Traced:
+        """The program for these shapes."""
+        return self._program.traced(params, call.batch, call.key)
 
     def gather(
         self,
         params: PyTree,
-        batch: Any,
-        key: Any,
-        positions: Any,
-        labels: Any,
+        call: Call,
         *,
-        parts: Mapping[str, Part] | None = None,
+        parts: Mapping[str, PassPart] | None = None,
         windows: Mapping[str, Window] | None = None,
         gradient: bool = True,
     ) -> ValueGradAndFactors:
         """One backward pass: everything, or some parts of the factors.
 
-        ``batch`` is a checked one. Without ``gradient`` the pass differentiates with respect
-        to slots alone, and the gradient is zeros.
+        Without ``gradient`` the pass differentiates with respect to slots alone, and the
+        gradient is zeros.
         """
         split, objective = Leaves(params, differentiate=gradient), self._program.objective
-        traced = self.traced(params, batch, key)
+        traced = self.traced(params, call)
         statistics = self.statistics(traced, parts)
         at = self._program.linearise(
             traced,
-            statistics.emit,
-            statistics.slots(),
+            statistics,
             split,
-            batch,
-            key,
-            positions=positions,
+            call.batch,
+            call.key,
+            positions=call.positions,
             loss_terms=self._loss_terms,
             windows=windows,
         )
-        if self._fisher in ("empirical", "forward"):
-            outputs = statistics.outputs(at.emitted)
-        else:
-            outputs = sum_over_pulls(
-                self._fisher,
-                objective,
-                at.outputs,
-                batch,
-                lambda cotangent: statistics.outputs(at.pull(cotangent)),
-                key=key,
-                labels=labels,
-                samples=self._samples,
-                chunk=self._chunk,
-            )
+        outputs = call.estimator.gathered(objective, at, call.batch, statistics.outputs)
         factors = statistics.factors(at.emitted, outputs, at.terms)
         if self._uncovered == "diagonal" and traced.table.uncovered and gradient:
-            factors = self._with_diagonals(traced, split, batch, key, labels, factors)
+            factors = self._with_diagonals(traced, split, call, factors)
         value = at.value
         if self._has_aux or (isinstance(objective, Objective) and objective.has_aux):
             value = (at.value, at.aux)
@@ -164,12 +158,12 @@ class FactorCollector:
         positions: Bool[Array, "..."] | None = None,
     ) -> Factors:
         """``Factors`` of ``jax.ShapeDtypeStruct``; nothing is computed."""
-        if key is None and self._fisher == "mc":
+        if key is None and self._estimator.samples_labels:
             key = jax.eval_shape(lambda: jax.random.key(0))
         return jax.eval_shape(self.__call__, params, batch, key, positions).factors
 
     def _with_diagonals(
-        self, traced: Traced, split: Leaves, batch: Batch, key: Any, labels: Any, factors: Factors
+        self, traced: Traced, split: Leaves, call: Call, factors: Factors
     ) -> Factors:
         layers = diagonal_layers(traced.table, split.tree)
         print(
@@ -178,15 +172,7 @@ class FactorCollector:
             file=sys.stderr,
         )
         sums = per_example_diagonals(
-            self._program.objective,
-            split.tree,
-            batch,
-            layers,
-            fisher=self._fisher,
-            key=key,
-            labels=labels,
-            samples=self._samples,
-            chunk=self._chunk,
+            self._program.objective, split.tree, call.batch, layers, call.estimator, key=call.key
         )
         return dataclasses.replace(
             factors,

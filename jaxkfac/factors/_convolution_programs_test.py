@@ -15,12 +15,12 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkfac.factors import _patches
 from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._likelihoods import Gaussian
 from jaxkfac.factors._objective import Objective
-from jaxkfac.interception._rows import mark_rows
+from jaxkfac.interception._row_masks import mark_rows
 from jaxkfac.interception._trace import find_layers
+from jaxkfac.kinds import _patches
 
 pytestmark = [
     pytest.mark.exhaustive,

@@ -6,13 +6,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from jaxkfac.factors._fisher import LABELS, Fisher, number_of_terms, sum_over_pulls
+from jaxkfac.factors._estimator import Estimator
+from jaxkfac.factors._fisher import number_of_terms
 from jaxkfac.factors._objective import Batch, Objective
-from jaxkfac.interception import _compat
-from jaxkfac.interception._layer import Layer, ParameterMatrix
-from jaxkfac.interception._paths import leaves_by_path, with_leaves
-from jaxkfac.interception._table import LayerTable
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.interception import (
+    Layer,
+    LayerTable,
+    ParameterMatrix,
+    leaves_by_path,
+    whole,
+    with_leaves,
+)
+from jaxkfac.linalg import statistics_dtype
 
 CHUNK = 8  # examples whose gradients are alive at once
 
@@ -35,16 +40,13 @@ def per_example_diagonals(
     params: PyTree,
     batch: Batch,
     layers: list[Layer],
+    estimator: Estimator,
     *,
-    fisher: Fisher,
     key: Any,
-    labels: Any,
-    samples: int,
-    chunk: int,
 ) -> dict[str, Array]:
     """Sum over examples of the squared gradient of each example's sum of terms.
 
-    The arguments are those of ``sum_over_pulls``, which runs on each example by itself.
+    The estimator runs on each example by itself; ``key`` is the model's own.
 
     Memory:
         ``CHUNK`` gradients of the uncovered parameters and their activations.
@@ -52,43 +54,26 @@ def per_example_diagonals(
     leaves = leaves_by_path(params)
     wanted = {layer.weight.path: leaves[layer.weight.path] for layer in layers}
     number = batch.targets.shape[0]
-    keys = None
-    if fisher == "mc" and labels is None:
-        keys = jax.random.split(jax.random.fold_in(key, LABELS), number)
 
-    def squares(example: tuple[Batch, Any, Any]) -> dict[str, Array]:
-        one, its_labels, its_key = example
+    def squares(example: tuple[Batch, Estimator]) -> dict[str, Array]:
+        one, its = example
         one = jax.tree.map(lambda x: x[None], one)
 
         def outputs_of(wanted: dict[str, Array]) -> Array:
             return objective.outputs(with_leaves(params, wanted), one.inputs, key)[0]
 
-        outputs, pull = jax.vjp(outputs_of, wanted)
+        outputs, vjp = jax.vjp(outputs_of, wanted)
         terms = number_of_terms(outputs, one)
 
         def contribution(cotangent: Array) -> dict[str, Array]:
             return {
                 path: jnp.square(x.astype(statistics_dtype(x.dtype)) * terms)
-                for path, x in pull(cotangent)[0].items()
+                for path, x in vjp(cotangent)[0].items()
             }
 
-        if fisher == "empirical":
-            cotangent = jax.grad(lambda y: objective.loss(y, one.targets, one.mask)[0])(outputs)
-            return contribution(cotangent)
-        return sum_over_pulls(
-            fisher,
-            objective,
-            outputs,
-            one,
-            contribution,
-            key=its_key,
-            labels=None if its_labels is None else its_labels[:, None],
-            samples=samples,
-            chunk=chunk,
-        )
+        return its.expectation(objective, outputs, one, contribution)
 
-    if labels is not None:
-        labels = jnp.moveaxis(labels, 1, 0)
-    examples = _compat.whole((batch, labels, keys))  # no loop runs along an axis that is split
+    # No loop runs along an axis that is split.
+    examples = whole((batch, estimator.by_example(number)))
     rows = jax.lax.map(squares, examples, batch_size=min(CHUNK, number))
     return {layer.name: rows[layer.weight.path].sum(0) for layer in layers}

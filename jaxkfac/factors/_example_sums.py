@@ -10,12 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.factors._rows import Array, Rows, by_example, in_own_order
-from jaxkfac.interception._axes import Atoms
-from jaxkfac.interception._layer import Layer
-from jaxkfac.interception._rewrite import Site
-from jaxkfac.interception._values import Use
-from jaxkfac.linalg._gram import PANELS_FROM, gram, gram_panels, unpack_panels
+from jaxkfac.interception import Atoms, Layer, Site, Use
+from jaxkfac.kinds import Array, Rows, by_example, in_own_order
+from jaxkfac.linalg import PANELS_FROM, gram, gram_panels, unpack_panels
 
 Slot = dict[str, Any]
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkfac.factors._factors import Factors
-from jaxkfac.interception._layer import Kind, Layer, ParameterMatrix
+from jaxkfac.interception._layer import Layer, ParameterMatrix
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -22,7 +22,7 @@ def matrix(path, shape, *, stack=0, index=(), inputs=None):
 
 
 def layer(
-    path, shape, *, name=None, kind: Kind = "dense", bias=None, stack=0, input=None, **kwargs
+    path, shape, *, name=None, kind="dense", bias=None, stack=0, input=None, **kwargs
 ) -> Layer:
     index = kwargs.pop("index", ())
     weight = matrix(path, shape, stack=stack, index=index, inputs=kwargs.pop("inputs", None))

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxkfac._errors import UnknownLayerError, nearest
-from jaxkfac.interception._layer import Layer
+from jaxkfac.interception import Layer
 
 BiasMode = Literal["joint", "separate"]
 

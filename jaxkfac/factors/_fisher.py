@@ -1,84 +1,137 @@
-"""Fisher types: which cotangents of the outputs are pulled back, and how they are summed."""
+"""The Fisher types: which cotangents of the outputs are propagated back, and how they are
+summed.
+"""
 
 import math
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
-from jaxkfac.factors._objective import Batch, Objective, check_array
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac._checks import one_of
+from jaxkfac.factors._estimator import LABELS, Estimator, check_label_values
+from jaxkfac.factors._objective import Batch, Objective
+from jaxkfac.linalg import statistics_dtype
 
 Fisher = Literal["empirical", "mc", "exact", "forward", "exact_if_terms_do_not_mix"]
-FISHER_TYPES = get_args(Fisher)
-LABELS = 0x6C61  # folded into the caller's key for sampled labels
 
 
-def sum_over_pulls(
-    fisher: Fisher,
-    objective: Objective,
-    outputs: Any,
-    batch: Batch,
-    contribution: Callable[[Any], Any],
-    *,
-    key: Any,
-    labels: Any,
-    samples: int,
-    chunk: int,
-) -> Any:
-    r"""The output sides of a Fisher type that is not the gradient's own.
+class Empirical(Estimator):
+    """The given targets: the gradient's own backward pass."""
 
-    ``"mc"`` pulls the gradient of the loss at labels sampled from the model, and takes the
-    mean over samples. ``"exact"`` pulls, for each loss term $r$ and each column $c$ of the
-    square root of that term's Fisher, the column at $r$ and zero at every other term. The
-    shortcut of one pull for each column, shared by all terms, drops the products of
-    different terms' columns, and is right only where no output row reads two of them.
+    name = "empirical"
+    needs_outputs = False
 
-    Args:
-        fisher: ``"mc"``, ``"exact"`` or ``"exact_if_terms_do_not_mix"``.
-        objective: The objective.
-        outputs: Outputs of the model.
-        batch: The batch.
-        contribution: From a cotangent of the outputs, for the *mean* loss, to the summands.
-        key: For sampled labels.
-        labels: ``(samples, *targets)``, in place of sampled ones, or ``None``.
-        samples: How many to sample.
-        chunk: How many pulls run at once.
+    def gathered(self, objective: Any, at: Any, batch: Any, outputs: Callable[..., Any]) -> Any:
+        return outputs(at.emitted)
 
-    Memory:
-        ``chunk`` times that of one backward pass and its summands, plus their sum.
-    """
-    terms = number_of_terms(outputs, batch)
-    if fisher == "mc":
+    def expectation(
+        self, objective: Objective, outputs: Any, batch: Batch, contribution: Callable[[Any], Any]
+    ) -> Any:
+        def loss(outputs: Any) -> Any:
+            return objective.loss(outputs, batch.targets, batch.mask)[0]
 
+        return contribution(jax.grad(loss)(outputs))
+
+    @property
+    def concurrent(self) -> int:
+        return 0
+
+
+class MonteCarlo(Estimator):
+    """Labels sampled from the model, independently for each term: the mean over samples."""
+
+    name = "mc"
+    samples_labels = True
+
+    def expectation(
+        self, objective: Objective, outputs: Any, batch: Batch, contribution: Callable[[Any], Any]
+    ) -> Any:
         def at_labels(targets: Any) -> Any:
-            pull = jax.vjp(lambda y: objective.loss(y, targets, batch.mask)[0], outputs)[1]
-            return contribution(pull(jnp.ones((), statistics_dtype(outputs.dtype)))[0])
+            vjp = jax.vjp(lambda y: objective.loss(y, targets, batch.mask)[0], outputs)[1]
+            return contribution(vjp(jnp.ones((), statistics_dtype(outputs.dtype)))[0])
 
+        samples, labels = self.samples, self.labels
         if labels is not None:
             check_label_values(objective, outputs, labels, batch.mask)
-            total, samples = _sum(at_labels, labels, chunk), len(labels)
+            total, samples = _sum(at_labels, labels, self.chunk), len(labels)
         else:
-            key = jax.random.fold_in(key, LABELS)
+            key = jax.random.fold_in(self.key, LABELS)
             keys = key[None] if samples == 1 else jax.random.split(key, samples)
-            total = _sum(lambda k: at_labels(objective.likelihood.sample(k, outputs)), keys, chunk)
+            sample = objective.likelihood.sample
+            total = _sum(lambda k: at_labels(sample(k, outputs)), keys, self.chunk)
         return jax.tree.map(lambda x: x / jnp.asarray(samples, x.dtype), total)
 
-    columns, rows = outputs.shape[-1], math.prod(outputs.shape[1:-1])
-    together = fisher == "exact_if_terms_do_not_mix"
+    @property
+    def concurrent(self) -> int:
+        return 0 if self.samples == 1 else self.chunk
 
-    def at_column(index: Any) -> Any:
-        column = objective.likelihood.fisher_column(outputs, index % columns)
-        kept = jnp.ones(outputs.shape[:-1], bool) if batch.mask is None else batch.mask
-        if not together:
+
+class Exact(Estimator):
+    r"""The expectation over labels.
+
+    For each loss term $r$ and each column $c$ of the square root of that term's Fisher, the
+    column at $r$ and zero at every other term is propagated back.
+    """
+
+    name = "exact"
+
+    def expectation(
+        self, objective: Objective, outputs: Any, batch: Batch, contribution: Callable[[Any], Any]
+    ) -> Any:
+        columns, rows = outputs.shape[-1], math.prod(outputs.shape[1:-1])
+        column = _column_of(objective, outputs, batch)
+
+        def at_column(index: Any) -> Any:
             here = (jnp.arange(rows) == index // columns).reshape(outputs.shape[1:-1])
-            kept = kept & here
-        scaled = over_count(column, terms)
-        return contribution(jnp.where(kept[..., None], scaled, jnp.zeros((), scaled.dtype)))
+            return contribution(column(index % columns, here))
 
-    return _sum(at_column, jnp.arange(columns * (1 if together else rows)), chunk)
+        return _sum(at_column, jnp.arange(columns * rows), self.chunk)
+
+
+class ExactIfTermsDoNotMix(Estimator):
+    """One vector-Jacobian product for each column, shared by all terms of an example.
+
+    This drops the products of different terms' columns, and is right only where no output row
+    reads two of them.
+    """
+
+    name = "exact_if_terms_do_not_mix"
+    of_examples = False
+
+    def expectation(
+        self, objective: Objective, outputs: Any, batch: Batch, contribution: Callable[[Any], Any]
+    ) -> Any:
+        column = _column_of(objective, outputs, batch)
+        columns = jnp.arange(outputs.shape[-1])
+        return _sum(lambda index: contribution(column(index, None)), columns, self.chunk)
+
+
+class Forward(Empirical):
+    """G is the identity: the gradient's own backward pass, in which no output is gathered."""
+
+    name = "forward"
+    needs_outputs = True
+    unit_outputs = True
+    of_examples = False
+
+
+FISHER_TYPES: Mapping[str, type[Estimator]] = {
+    cls.name: cls for cls in (Empirical, MonteCarlo, Exact, Forward, ExactIfTermsDoNotMix)
+}
+
+
+def estimator_of(fisher: str | Estimator, *, samples: int, chunk: int) -> Estimator:
+    """The estimator of a Fisher type; one that is given is taken as it is.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if isinstance(fisher, Estimator):
+        return fisher
+    one_of("fisher", fisher, tuple(FISHER_TYPES))
+    return FISHER_TYPES[fisher](samples=samples, chunk=chunk)
 
 
 def over_count(x: Any, count: Any) -> Any:
@@ -95,30 +148,19 @@ def number_of_terms(outputs: Any, batch: Batch) -> Any:
     return jnp.maximum(batch.mask.sum(dtype=dtype), 1)
 
 
-def check_labels(fisher: Fisher, key: Any, labels: Any, batch: Batch) -> None:
-    """Refuse a missing key, and labels that nothing wants or that do not fit."""
-    if fisher == "mc" and key is None and labels is None:
-        raise ValueError('fisher="mc" samples labels: pass key=, or labels=')
-    if labels is None:
-        return
-    if fisher != "mc":
-        raise ValueError(f'labels= are for fisher="mc", and this is fisher={fisher!r}')
-    check_array("labels", labels)
-    if labels.shape[1:] != batch.targets.shape or not len(labels):
-        raise ValueError(
-            f"labels have shape {labels.shape}, expected (samples, *targets), "
-            f"(samples, {', '.join(map(str, batch.targets.shape))})"
-        )
+def _column_of(objective: Objective, outputs: Any, batch: Batch) -> Callable[[Any, Any], Any]:
+    """A function of a column of the square root of the outputs' Fisher, and of which terms."""
+    terms = number_of_terms(outputs, batch)
 
+    def column(index: Any, here: Any) -> Any:
+        whole = objective.likelihood.fisher_column(outputs, index)
+        kept = jnp.ones(outputs.shape[:-1], bool) if batch.mask is None else batch.mask
+        if here is not None:
+            kept = kept & here
+        scaled = over_count(whole, terms)
+        return jnp.where(kept[..., None], scaled, jnp.zeros((), scaled.dtype))
 
-def check_label_values(objective: Objective, outputs: Any, labels: Any, mask: Any) -> None:
-    """Refuse labels that the likelihood refuses as targets, where their values are known."""
-    if isinstance(labels, Tracer):
-        return
-    with jax.ensure_compile_time_eval():  # inside a trace a slice of what is known is traced
-        each = list(labels)
-    for targets in each:
-        objective.check(outputs, targets, mask)
+    return column
 
 
 def _sum(fn: Callable[[Any], Any], xs: Any, chunk: int) -> Any:

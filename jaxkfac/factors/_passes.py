@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.factors._statistics import Part, Statistics
-from jaxkfac.interception._layer import Layer
-from jaxkfac.interception._windows import walked_by
-from jaxkfac.memory._budget import MemoryBudgetError, bytes_text
+from jaxkfac.factors._statistics import PassPart, Statistics
+from jaxkfac.interception import Layer, walked_by
+from jaxkfac.memory import MemoryBudgetError, bytes_text
 
 FURTHER = 0.75  # a rematted pass without parameter gradients: 3 of 4 products of a layer
 
@@ -24,7 +23,7 @@ class Pass(NamedTuple):
         nbytes: Most bytes that its factors take on the device.
     """
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, PassPart]
     start: int
     nbytes: int
 
@@ -77,11 +76,13 @@ class _Side:
         written = 2 * self.slot if self.walker else 0
         return rows * (self.extra + self.output) + written
 
-    def part(self, rows: int) -> Part:
-        return Part(inputs=self.inputs, outputs=not self.inputs, rows=rows if self.walker else None)
+    def part(self, rows: int) -> PassPart:
+        return PassPart(
+            inputs=self.inputs, outputs=not self.inputs, rows=rows if self.walker else None
+        )
 
 
-def plan_passes(statistics: Statistics, max_factor_bytes: int, *, pulls: int = 0) -> PassPlan:
+def plan_passes(statistics: Statistics, max_factor_bytes: int, *, vjps: int = 0) -> PassPlan:
     """Distribute the sides of all layers over passes.
 
     Sides outside of scans are put into passes first come, first served. The first pass takes
@@ -91,12 +92,12 @@ def plan_passes(statistics: Statistics, max_factor_bytes: int, *, pulls: int = 0
     Args:
         statistics: Of the whole program.
         max_factor_bytes: The budget, in bytes.
-        pulls: How many pulls' output sides are alive beside their sum.
+        vjps: How many vector-Jacobian products' output sides are alive beside their sum.
 
     Raises:
         MemoryBudgetError: one side of one layer, at one iteration, is larger than the budget.
     """
-    sides = list(_sides(statistics, pulls))
+    sides = list(_sides(statistics, vjps))
     for side in sides:
         if side.nbytes() > max_factor_bytes:
             where = " at one iteration" if side.walker else ""
@@ -127,25 +128,25 @@ def plan_passes(statistics: Statistics, max_factor_bytes: int, *, pulls: int = 0
     return PassPlan(tuple(passes or [Pass({}, 0, 0)]), total, max_factor_bytes)
 
 
-def smallest_budget(statistics: Statistics, *, pulls: int = 0) -> int:
+def smallest_budget(statistics: Statistics, *, vjps: int = 0) -> int:
     """The least ``max_factor_bytes``: the largest side of a layer, at one iteration."""
-    return max((side.nbytes() for side in _sides(statistics, pulls)), default=0)
+    return max((side.nbytes() for side in _sides(statistics, vjps)), default=0)
 
 
-def largest_budget(statistics: Statistics, *, pulls: int = 0) -> int:
+def largest_budget(statistics: Statistics, *, vjps: int = 0) -> int:
     """The least ``max_factor_bytes`` under which one pass gathers everything."""
-    sides = _sides(statistics, pulls)
+    sides = _sides(statistics, vjps)
     return sum(side.nbytes(side.layer.stack[0] if side.walker else 1) for side in sides)
 
 
-def _sides(statistics: Statistics, pulls: int) -> Iterator[_Side]:
+def _sides(statistics: Statistics, vjps: int) -> Iterator[_Side]:
     traced = statistics.traced
     walkers = {
         x.name: None if x.is_elementwise else walked_by(traced.uses_of(x))
         for x in traced.table.layers
     }
     one = dataclasses.replace(
-        statistics, parts={name: Part(rows=1 if w else None) for name, w in walkers.items()}
+        statistics, parts={name: PassPart(rows=1 if w else None) for name, w in walkers.items()}
     )
     slots = jax.eval_shape(one.slots)
     made = jax.eval_shape(
@@ -159,7 +160,7 @@ def _sides(statistics: Statistics, pulls: int) -> Iterator[_Side]:
             sums = made.a_sums[layer.name]
             yield _Side(layer, True, _bytes(a), _extra(a, sums), _bytes(sums), walker)
         sums = made.diagonals.get(layer.name, made.g_sums.get(layer.name))
-        extra = _extra(g, sums) + pulls * _bytes(g)
+        extra = _extra(g, sums) + vjps * _bytes(g)
         yield _Side(layer, False, _bytes(g), extra, _bytes(sums), walker)
 
 
@@ -192,15 +193,17 @@ def _rows(group: list[_Side], room: int) -> int:
 
 
 def _pass(group: list[_Side], rows: int, start: int) -> Pass:
-    parts: dict[str, Part] = {}
+    parts: dict[str, PassPart] = {}
     for side in group:
         parts = _merged(parts, {side.layer.name: side.part(rows)})
     return Pass(parts, start, sum(s.nbytes(rows or 1) for s in group))
 
 
-def _merged(one: Mapping[str, Part], other: Mapping[str, Part]) -> dict[str, Part]:
+def _merged(one: Mapping[str, PassPart], other: Mapping[str, PassPart]) -> dict[str, PassPart]:
     out = dict(one)
     for name, part in other.items():
-        before = out.get(name, Part(inputs=False, outputs=False))
-        out[name] = Part(before.inputs or part.inputs, before.outputs or part.outputs, part.rows)
+        before = out.get(name, PassPart(inputs=False, outputs=False))
+        out[name] = PassPart(
+            before.inputs or part.inputs, before.outputs or part.outputs, part.rows
+        )
     return out

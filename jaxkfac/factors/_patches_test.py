@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxkfac.factors import _patches
 from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._likelihoods import Gaussian
 from jaxkfac.factors._objective import Objective
-from jaxkfac.factors._patches import over_patches, patches_of, summed_patches
 from jaxkfac.interception._trace import trace
+from jaxkfac.kinds import _patches
+from jaxkfac.kinds._patches import over_patches, patches_of, summed_patches
 
 
 class Case(NamedTuple):

@@ -9,11 +9,9 @@ from jaxtyping import PyTree
 
 from jaxkfac._errors import LostRowsError
 from jaxkfac.factors._objective import Objective, check_array, takes_key
-from jaxkfac.factors._taps import Emit, Slot, tap
-from jaxkfac.interception._rows import RowMask
-from jaxkfac.interception._trace import Traced, trace
-from jaxkfac.interception._windows import Window
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.factors._taps import Gathered, Slot, tap
+from jaxkfac.interception import RowMask, Traced, Window, trace
+from jaxkfac.linalg import statistics_dtype
 
 
 class Linearised(NamedTuple):
@@ -26,7 +24,7 @@ class Linearised(NamedTuple):
         emitted: Statistics of the gradient's own backward pass.
         terms: Number of loss terms.
         outputs: Outputs of the model; ``None`` for a scalar loss.
-        pull: From a cotangent of the outputs to the statistics of another backward pass of
+        vjp: From a cotangent of the outputs to the statistics of another backward pass of
             the same linearisation; ``None`` for a scalar loss.
     """
 
@@ -36,7 +34,7 @@ class Linearised(NamedTuple):
     emitted: dict[str, Slot]
     terms: Any
     outputs: Any = None
-    pull: Any = None
+    vjp: Any = None
 
 
 class Program:
@@ -98,8 +96,7 @@ class Program:
     def linearise(
         self,
         traced: Traced,
-        emit: Emit,
-        slots: Mapping[str, Slot],
+        gathered: Gathered,
         params: "Leaves",
         batch: Any,
         key: Any,
@@ -108,12 +105,11 @@ class Program:
         loss_terms: int | None = None,
         windows: Mapping[str, Window] | None = None,
     ) -> Linearised:
-        """Value, gradient, statistics, and a pull for further ones.
+        """Value, gradient, statistics, and a function for further ones.
 
         Args:
             traced: From ``traced``.
-            emit: What the taps emit.
-            slots: ``{layer: slot}``; their cotangents are the statistics.
+            gathered: What the taps emit into which slots.
             params: The parameters.
             batch: A ``Batch``, or whatever the scalar loss takes.
             key: The model's own.
@@ -124,18 +120,29 @@ class Program:
         Raises:
             LostRowsError: ``positions`` cannot be followed to a layer.
         """
-        objective = self.objective
-        given = {name: slot["given"] for name, slot in slots.items() if "given" in slot}
+        objective, slots = self.objective, gathered.slots()
+        constants = {name: slot["constants"] for name, slot in slots.items() if "constants" in slot}
         wanted = {
-            name: {k: v for k, v in slot.items() if k != "given"} for name, slot in slots.items()
+            name: {k: v for k, v in slot.items() if k != "constants"}
+            for name, slot in slots.items()
         }
         data = batch.inputs if isinstance(objective, Objective) else batch
         masks = _masks(traced, positions)
 
         def run(free: list[Any], slots: dict[str, Slot]) -> Any:
-            held = {n: {**s, "given": given[n]} if n in given else s for n, s in slots.items()}
+            held = {
+                n: {**s, "constants": constants[n]} if n in constants else s
+                for n, s in slots.items()
+            }
             return traced.emit(
-                tap(emit), params.join(free), held, data, key, masks=masks, windows=windows
+                tap(gathered),
+                params.join(free),
+                held,
+                data,
+                key,
+                entries=gathered.entries,
+                masks=masks,
+                windows=windows,
             )
 
         if not isinstance(objective, Objective):
@@ -145,15 +152,15 @@ class Program:
             terms = jnp.asarray(loss_terms, statistics_dtype(value.dtype))
             return Linearised(value, aux, grads, emitted, terms)
 
-        outputs, pull, aux = jax.vjp(run, params.free, wanted, has_aux=True)
+        outputs, vjp, aux = jax.vjp(run, params.free, wanted, has_aux=True)
 
         def loss(outputs: Any) -> Any:
             return objective.loss(outputs, batch.targets, batch.mask)
 
-        value, pull_loss, terms = jax.vjp(loss, outputs, has_aux=True)
-        grads, emitted = pull(pull_loss(jnp.ones_like(value))[0])
+        value, loss_vjp, terms = jax.vjp(loss, outputs, has_aux=True)
+        grads, emitted = vjp(loss_vjp(jnp.ones_like(value))[0])
         fixed = jax.lax.stop_gradient(outputs)
-        return Linearised(value, aux, grads, emitted, terms, fixed, lambda g: pull(g)[1])
+        return Linearised(value, aux, grads, emitted, terms, fixed, lambda g: vjp(g)[1])
 
 
 class Leaves:

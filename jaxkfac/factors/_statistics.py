@@ -17,22 +17,17 @@ from jaxkfac.factors._example_sums import (
     outer_products,
 )
 from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.factors._moments import input_moments, moments, packs, sum_to, token_counts
-from jaxkfac.factors._rows import Array, Rows, masked
 from jaxkfac.factors._taps import Slot
-from jaxkfac.factors._use_rows import output_rows, over_input_rows, summed_input_rows
-from jaxkfac.interception._layer import Layer
-from jaxkfac.interception._rewrite import Site
-from jaxkfac.interception._trace import Traced
-from jaxkfac.interception._values import Use
-from jaxkfac.linalg._gram import PANELS_FROM, panel_shapes, statistics_dtype, unpack_panels
+from jaxkfac.interception import Entries, Layer, Site, Traced, Use, kind_named
+from jaxkfac.kinds import Array, masked, moments, packs, sum_to
+from jaxkfac.linalg import PANELS_FROM, panel_shapes, statistics_dtype, unpack_panels
 
 Sharing = Literal["expand", "reduce"]
 Scales = Literal["diagonal", "exact_diagonal", "full_block"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class PassPart:
     """What one pass gathers of a layer.
 
     Attributes:
@@ -69,7 +64,7 @@ class Statistics:
     sharing: Sharing = "expand"
     scales: Scales = "diagonal"
     forward: bool = False
-    parts: Mapping[str, Part] | None = None
+    parts: Mapping[str, PassPart] | None = None
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -82,17 +77,23 @@ class Statistics:
             if self.parts is None or layer.name in self.parts
         )
 
-    def _part(self, layer: Layer) -> Part:
-        return Part() if self.parts is None else self.parts[layer.name]
+    def _part(self, layer: Layer) -> PassPart:
+        return PassPart() if self.parts is None else self.parts[layer.name]
 
     def by_example(self, layer: Layer) -> bool:
         """Whether a layer is read by example."""
-        if layer.kind == "embedding":
+        if kind_named(layer.kind).by_position:
             return False
         whole = layer.is_elementwise and self.scales != "diagonal"
         return whole or self.sharing == "reduce"
 
     # -- slots ------------------------------------------------------------------------
+
+    @property
+    def entries(self) -> Entries:
+        """How the entries of slots follow their parameter."""
+        kinds = {layer.kind for layer in self.layers}
+        return {k: v for name in kinds for k, v in kind_named(name).entries.items()}
 
     def slots(self) -> dict[str, Slot]:
         """Zeros for every layer; their cotangents are the statistics, their values unread."""
@@ -147,30 +148,26 @@ class Statistics:
         operands: list[Any],
         cotangent: Array,
         weights: Array | None,
-        given: Any,
+        constants: Any,
     ) -> Slot:
-        """See ``_taps.Emit``."""
-        if use.kind in ("scale", "bias"):
+        """See ``_taps.Gathered``."""
+        kind = use.kind
+        if kind.elementwise:
             return self._emit_elements(site, use, like, operands, cotangent, weights)
         out: Slot = {}
         examples = self.traced.examples
-        if "a" in like and use.kind == "embedding":
-            out |= token_counts(site, use, like, operands, weights)
-        elif "a" in like:
-
-            def sums(side: Rows, there: Array | None) -> Slot:
-                return input_moments(site, use, like, side, there)
-
-            out |= over_input_rows(site, use, operands, weights, sums)
+        if "a" in like:
+            out |= kind.input_moments(site, use, like, operands, weights)
         elif "a_rows" in like:
-            side = summed_input_rows(site, use, operands, weights)
+            side = kind.summed_input_rows(site, use, operands, weights)
             out["a_rows"] = example_sums(site, use, side, examples, like["a_rows"])
-            each, numbers = output_rows(site, use, cotangent, None), like["a_numbers"]
+            each, numbers = kind.output_rows(site, use, cotangent, None), like["a_numbers"]
             out["a_numbers"] = example_counts(site, use, each, weights, examples, numbers)
         if "g" in like:
-            out["g"] = moments(site, use, output_rows(site, use, cotangent, weights), like["g"])
+            side = kind.output_rows(site, use, cotangent, weights)
+            out["g"] = moments(site, use, side, like["g"])
         elif "g_rows" in like:
-            side = output_rows(site, use, cotangent, weights)
+            side = kind.output_rows(site, use, cotangent, weights)
             out["g_rows"] = example_sums(site, use, side, examples, like["g_rows"])
         return out
 
@@ -179,9 +176,8 @@ class Statistics:
     ) -> Slot:
         dtype = next(iter(like.values())).dtype
         ones = masked(jnp.ones(cotangent.shape, dtype), weights)
-        gradient = ones if self.forward else masked(cotangent, weights).astype(dtype)
-        if use.kind == "scale":
-            gradient = masked(gradient * operands[1 - use.operand].astype(dtype), weights)
+        cotangent = ones if self.forward else masked(cotangent, weights).astype(dtype)
+        gradient = masked(use.kind.gradient(use, operands, cotangent), weights)
         if "diagonal" in like:
             parts = {"diagonal": jnp.square(gradient), "count": ones}
             return {key: sum_to(parts[key], part.shape) for key, part in like.items()}
@@ -209,7 +205,7 @@ class Statistics:
         return sums, counts
 
     def outputs(self, emitted: Mapping[str, Slot]) -> dict[str, Any]:
-        """Sums of the output sides and diagonals; they add up over pulls of cotangents."""
+        """Sums of the output sides and diagonals; they add up over vector-Jacobian products."""
         return {
             layer.name: self.output(layer, emitted[layer.name])
             for layer in self.layers

@@ -6,29 +6,37 @@ returns the original cotangents and, as the cotangent of the slot, the statistic
 of a variable add up over its readers, stack along a scanned axis, and are summed over
 devices, so the statistics do, without a line of code for it.
 
-A slot is a dictionary of arrays. What lies under ``"given"`` (an eigenbasis) is not
-differentiated: it is handed to whoever computes the statistics.
+A slot is a dictionary of arrays. What lies under ``"constants"`` (an eigenbasis) is
+not differentiated: it is handed to whoever computes the statistics.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.factors._rows import Array
-from jaxkfac.interception import _compat
-from jaxkfac.interception._rewrite import Handler, Site
-from jaxkfac.interception._values import Use
+from jaxkfac.interception import Entries, Handler, Site, Use, automatic, cast_varying
+from jaxkfac.kinds import Array
 
 Slot = dict[str, Any]
 
 
 @runtime_checkable
-class Emit(Protocol):
-    """What computes the statistics of one use in its backward pass."""
+class Gathered(Protocol):
+    """What is gathered of a program: the slots of its layers, and what is emitted into them."""
 
-    def __call__(
+    @property
+    def entries(self) -> Entries:
+        """How the entries of the slots follow their parameter."""
+        ...
+
+    def slots(self) -> dict[str, Slot]:
+        """``{layer: zeros}``: their cotangents are the statistics."""
+        ...
+
+    def emit(
         self,
         site: Site,
         use: Use,
@@ -36,9 +44,9 @@ class Emit(Protocol):
         operands: list[Any],
         cotangent: Array,
         weights: Array | None,
-        given: Any,
+        constants: Any,
     ) -> Slot:
-        """The statistics.
+        """The statistics of one use, in its backward pass.
 
         Args:
             site: The equation; it holds no tracers.
@@ -48,17 +56,18 @@ class Emit(Protocol):
             cotangent: Cotangent of the result; of an insertion, of the parameter as it was
                 broadcast.
             weights: Which rows exist, with the axes of ``use.rows``.
-            given: What the slot held under ``"given"``.
+            constants: What the slot held under ``"constants"``.
         """
         ...
 
 
-def tap(emit: Emit) -> Handler:
-    """The handler that emits the statistics that ``emit`` computes."""
+def tap(gathered: Gathered) -> Handler:
+    """The handler that emits statistics."""
+    emit = gathered.emit
 
     def handler(site: Site, operands: list[Any]) -> Any:
         bare = site.without_values()
-        if site.uses[0].kind == "bias":
+        if site.uses[0].kind.inserts:
             operands = list(operands)
             for k, use in enumerate(site.uses):
                 parameter = operands[use.operand]
@@ -72,42 +81,42 @@ def tap(emit: Emit) -> Handler:
     return handler
 
 
-def _tapped(fn: Any, emit: Emit, site: Site, use: Use, slot: Slot) -> Any:
-    given = slot.get("given")
-    slot = {key: value for key, value in slot.items() if key != "given"}
+def _tapped(fn: Any, emit: Callable[..., Slot], site: Site, use: Use, slot: Slot) -> Any:
+    constants = slot.get("constants")
+    slot = {key: value for key, value in slot.items() if key != "constants"}
     like = jax.tree.map(jax.typeof, slot)  # a backward rule may close over nothing but types
 
     @jax.custom_vjp
-    def op(operands: Any, rows: Any, active: Any, given: Any, slot: Slot) -> Any:
+    def op(operands: Any, rows: Any, active: Any, constants: Any, slot: Slot) -> Any:
         return fn(*operands)
 
-    def forward(operands: Any, rows: Any, active: Any, given: Any, slot: Slot) -> Any:
-        return fn(*operands), (operands, rows, active, given)
+    def forward(operands: Any, rows: Any, active: Any, constants: Any, slot: Slot) -> Any:
+        return fn(*operands), (operands, rows, active, constants)
 
     def backward(saved: Any, cotangent: Any) -> Any:
-        operands, rows, active, given = saved
-        pulled = jax.vjp(fn, *operands)[1](cotangent)
+        operands, rows, active, constants = saved
+        cotangents = jax.vjp(fn, *operands)[1](cotangent)
 
         def typed(x: Array, of: Any) -> Array:
-            return _compat.cast_varying(x.astype(of.dtype), cotangent)
+            return cast_varying(x.astype(of.dtype), cotangent)
 
         def emitted() -> Slot:
-            statistics = _compat.automatic(functools.partial(emit, site, use, like), like)
-            return jax.tree.map(typed, statistics(operands, cotangent, rows, given), like)
+            statistics = automatic(functools.partial(emit, site, use, like), like)
+            return jax.tree.map(typed, statistics(operands, cotangent, rows, constants), like)
 
         def nothing() -> Slot:
             return jax.tree.map(lambda s: typed(jnp.zeros(s.shape, s.dtype), s), like)
 
         out = emitted() if active is None else jax.lax.cond(active, emitted, nothing)
-        return list(pulled), None, None, None, out
+        return list(cotangents), None, None, None, out
 
     op.defvjp(forward, backward)
 
     def run(operands: list[Any], rows: Any, active: Any) -> Any:
         operands = jax.tree.map(jnp.asarray, operands)  # a constant may be NumPy's
         data = operands[1 - use.operand] if len(operands) > 1 else operands[0]
-        varying = jax.tree.map(lambda s: _compat.cast_varying(s, data), slot)
-        return op(operands, rows, active, given, varying)
+        varying = jax.tree.map(lambda s: cast_varying(s, data), slot)
+        return op(operands, rows, active, constants, varying)
 
     return run
 

@@ -1,22 +1,95 @@
-"""Find the layers of any JAX function; re-emit it with handlers in their place."""
+"""Find the layers of any JAX function; re-emit it with handlers in their place.
 
+A function is traced to a jaxpr once (``trace``), and one walk over it (``_analysis``) says of
+every value what it can be:
+
+- a **constant** depends on neither parameters nor data;
+- a **parameter** is an input to find layers for;
+- a **view** is a parameter whose elements were selected, renamed or scaled by constants
+  (transposed, reshaped, cast, one slice of a scan), so that a gradient of it is one of the
+  parameter;
+- a **derived** value depends on parameters alone and is no view (``exp(w)``, ``w @ u``);
+- **data** depends on data.
+
+Where a view meets data, the equation is a *use* of the layer by its *kind* (``Kind``), or a row
+of the coverage report. Nothing that reads a parameter is passed over: that is the completeness
+argument, and why an unknown primitive is an error rather than a guess.
+
+**Axis atoms.** Every axis is a tuple of atoms, and an atom stands for one set of indices
+(``_axes``). A union-find merges those that the program uses as one; a reshape splits them; an
+unknown primitive makes fresh ones. So a mask of the outputs finds the rows of an inner layer by
+identity, never by equal sizes. Only axes of data propagate: a constant of shape ``(S, S)`` would
+make queries and keys the same axis.
+
+**Plan and emission.** The walk leaves a plan: for each jaxpr, which equations are uses, views or
+calls. ``Traced.emit`` runs it, the equations between them as they were, through jit, checkpoint
+(policy kept), scan and shard_map. Each layer has a **slot**, a dictionary of extra inputs, which
+rides along with its parameter: a scanned parameter has a stacked slot, and one multiplied by a
+constant has its slot multiplied by the power of it that each entry declares (``SlotEntry``). At a
+use the handler gets the site and the operands, and returns the result. A handler whose backward
+rule returns statistics as the slot's cotangent has them summed over uses and stacked over
+iterations by differentiation itself.
+
+Example:
+    >>> import jax, jax.numpy as jnp, jaxkfac.interception as interception
+    >>> fn = lambda p, x: jnp.tanh(x @ (2 * p["w"]) + p["b"])
+    >>> params, x = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}, jnp.ones((5, 3))
+    >>> traced = interception.trace(fn, params, x)
+    >>> handler = lambda site, operands: site.bind(*operands) * site.slots[0]["gain"]
+    >>> slots, entries = {"w": {"gain": jnp.ones(())}}, {"gain": interception.SlotEntry(power=0)}
+    >>> bool((traced.emit(handler, params, slots, x, entries=entries) == fn(params, x)).all())
+    True
+"""
+
+from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._compat import automatic, cast_varying, is_var, whole
+from jaxkfac.interception._kind import Axes, Kind, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.interception._nnx import NnxApply, from_nnx
+from jaxkfac.interception._paths import leaves_by_path, with_leaves
 from jaxkfac.interception._rewrite import Handler, Site
-from jaxkfac.interception._rows import mark_rows
+from jaxkfac.interception._row_masks import RowMask, mark_rows
+from jaxkfac.interception._slots import Entries, SlotEntry
 from jaxkfac.interception._table import LayerTable
 from jaxkfac.interception._trace import Traced, find_layers, trace
+from jaxkfac.interception._uses import matrix_problem, order_problem
+from jaxkfac.interception._values import Data, Use, View
+from jaxkfac.interception._views import reversal
+from jaxkfac.interception._windows import Window, walked_by
 
 __all__ = [
+    "Atoms",
+    "Axes",
+    "AxisTable",
+    "Data",
+    "Entries",
     "Handler",
+    "Kind",
     "Layer",
     "LayerTable",
     "NnxApply",
     "ParameterMatrix",
+    "RowMask",
     "Site",
+    "SlotEntry",
     "Traced",
+    "Use",
+    "View",
+    "Window",
+    "automatic",
+    "cast_varying",
     "find_layers",
     "from_nnx",
+    "is_var",
+    "kind_named",
+    "leaves_by_path",
     "mark_rows",
+    "matrix_problem",
+    "order_problem",
+    "register_kind",
+    "reversal",
     "trace",
+    "walked_by",
+    "whole",
+    "with_leaves",
 ]

@@ -1,7 +1,7 @@
 """Abstract interpretation of a traced function: where parameters meet data.
 
 One walk over the jaxpr, down through jit, checkpoint, scan and shard_map, follows three
-things at once: parameters through views (``_views``), axes through data (``_conduct``),
+things at once: parameters through views (``_views``), axes through data (``_propagate``),
 and value numbers, by which uses that read the same input are recognised. Whatever reads a
 parameter ends up as a use, a view or a finding: that is the completeness argument.
 """
@@ -16,8 +16,9 @@ import numpy as np
 
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import body_of, call_kind, is_var, read_order, scan_counts
-from jaxkfac.interception._conduct import Axes, conduct, fresh, merge
-from jaxkfac.interception._uses import INSERTIONS, product_axes, uses_of
+from jaxkfac.interception._kind import kind_reading
+from jaxkfac.interception._propagate import Axes, fresh, propagate
+from jaxkfac.interception._uses import uses_of
 from jaxkfac.interception._values import (
     Constant,
     Consumed,
@@ -35,7 +36,6 @@ _KEEPS_PRODUCT = frozenset(
     "convert_element_type reshape transpose copy name squeeze broadcast_in_dim "
     "sharding_constraint reshard reduce_precision".split()
 )
-_PRODUCTS = ("dot_general", "conv_general_dilated")
 _NOT_EXAMPLES = (
     "with a constant (whose rows are not seen to be the examples: the leading axis of the first "
     "output; a recurrent state may start from data instead, as in `h + 0 * x[:, :1]`)"
@@ -245,7 +245,7 @@ class Analysis:
             shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars]
             results = [fresh(self.table, s) for s in shapes]
         else:
-            results = conduct(self.table, eqn, axes)
+            results = propagate(self.table, eqn, axes)
         datas = [Data(n, a) for n, a in zip(out, results, strict=True)]
         first_data = ins[0] if ins else None
         if isinstance(first_data, Data) and first_data.product is not None:
@@ -283,7 +283,8 @@ class Analysis:
             return list(views)
         if not any(isinstance(v, Data) for v in ins):
             return self._product_of_constant(eqn, position, ins, plan, scope)
-        if name in INSERTIONS and eqn.outvars[0].aval.shape == ():
+        kind = kind_reading(name)
+        if kind is not None and kind.inserts and eqn.outvars[0].aval.shape == ():
             for v in ins:
                 self._report(v, "is also in a parameter-only term", fatal=False)
             quiet = [Constant(v.number) if isinstance(v, View | Derived) else v for v in ins]
@@ -305,7 +306,9 @@ class Analysis:
         makes the rows of its operands the same.
         """
         number = self._equation_number(eqn, ins)
-        if eqn.primitive.name not in _PRODUCTS or any(isinstance(v, Derived) for v in ins):
+        kind = kind_reading(eqn.primitive.name)
+        derived = any(isinstance(v, Derived) for v in ins)
+        if kind is None or not kind.product or derived:
             return self._opaque(eqn, ins)
         if id(eqn) in self._refused:
             return [Derived(number, _reasons(ins, f"`{eqn.primitive.name}` {_NOT_EXAMPLES}"))]
@@ -323,23 +326,14 @@ class Analysis:
         return [self._result(eqn, rows, uses, number)]
 
     def _result(self, eqn: Any, ins: list[Value], uses: list[Use], number: int) -> Data:
-        table, shape = self.table, eqn.outvars[0].aval.shape
         axes_in = [v.axes if isinstance(v, Data) else None for v in ins]
-        use = uses[0]
-        if eqn.primitive.name in ("mul", "add", "sub", "add_any"):
-            axes = merge(table, axes_in, shape)
-        else:
-            axes = conduct(table, eqn, axes_in)[0]
-        if use.kind in ("scale", "bias"):
-            for each in uses:
-                each.result = axes
+        axes = propagate(self.table, eqn, axes_in)[0]
+        for use in uses:
+            use.kind.place(use, axes)
+        product = uses[0].kind.product_axes(uses[0], len(axes))
+        if product is None:
             return Data(number, axes)
-        if use.kind == "conv":
-            numbers = eqn.params["dimension_numbers"]
-            use.rows = tuple(axes[d] for d in (numbers.out_spec[0], *numbers.out_spec[2:]))
-        if use.kind in ("dense", "conv"):
-            return Data(number, axes, use, product_axes(use, len(shape)))
-        return Data(number, axes)
+        return Data(number, axes, uses[0], product)
 
     # -- structured equations ---------------------------------------------------------
 

@@ -67,7 +67,7 @@ def test_equal_sizes_are_not_the_same_axis():
     assert x[1] == y[1], "contracted together"
 
 
-def test_constants_do_not_conduct():
+def test_constants_do_not_propagate():
     """A causal mask of shape (S, S) must not make queries and keys one axis."""
 
     def scores(q, k):

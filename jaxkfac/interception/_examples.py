@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import AxisTable
-from jaxkfac.interception._rows import own_axes
+from jaxkfac.interception._row_masks import own_axes
 from jaxkfac.interception._values import Data, Finding, Use
 
 

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxkfac.interception._axes import Atoms, AxisTable
-from jaxkfac.interception._compat import is_var
+from jaxkfac.interception._kind import Kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.interception._table import selector
 from jaxkfac.interception._values import Finding, Use, View
 
 
 @dataclasses.dataclass(eq=False)
-class _Block:
+class _UseGroup:
     """The uses that read one parameter the same way."""
 
-    kind: Any
+    kind: Kind
     weight: ParameterMatrix
     uses: list[Use]
     bias: ParameterMatrix | None = None
@@ -50,8 +50,8 @@ def group_uses(
         UnknownLayerError: ``pattern`` matches no layer.
     """
     notes: list[Finding] = []
-    blocks = _blocks(table, [u for u in uses if u.kind != "bias"], experts)
-    biases = [u for u in uses if u.kind == "bias"]
+    blocks = _blocks(table, [u for u in uses if not u.kind.inserts], experts)
+    biases = [u for u in uses if u.kind.inserts]
     joined = _join_biases(table, blocks, biases, experts)
     lone = [u for u in biases if u not in joined]
     blocks += _blocks(table, lone, experts)
@@ -71,12 +71,12 @@ def group_uses(
             use.layer = block.name
             use.free_stack = _reads_experts(use, experts)
         ones = any(owners[id(b)] is owner and b.bias is not None for b in blocks)
-        elementwise = block.kind in ("scale", "bias")
+        elementwise, diagonal = block.kind.elementwise, block.kind.diagonal_inputs
         n_in, n_out = block.weight.in_features, block.weight.out_features
         layers.append(
             Layer(
                 name=block.name,
-                kind=block.kind,
+                kind=block.kind.name,
                 weight=block.weight,
                 bias=block.bias,
                 in_features=n_in,
@@ -84,7 +84,7 @@ def group_uses(
                 stack=block.weight.stack_shape,
                 uses=len(block.uses),
                 input=owner.name,
-                a_dense=not elementwise and block.kind != "embedding" and n_in + ones <= max_dense,
+                a_dense=not elementwise and not diagonal and n_in + ones <= max_dense,
                 g_dense=(scale_blocks or not elementwise) and n_out <= max_dense,
             )
         )
@@ -108,14 +108,14 @@ def stack_of(use: Use, experts: str | None) -> tuple[tuple[int, Atoms], ...]:
 
 def _reads_experts(use: Use, experts: str | None) -> bool:
     """Whether the first free axis is a stack, as the caller's pattern says."""
-    if not experts or use.kind != "dense" or use.batch_axes or len(use.out_axes) < 2:
+    if not experts or not use.kind.stacks_outputs or use.batch_axes or len(use.out_axes) < 2:
         return False
     return re.fullmatch(experts, use.view.path) is not None
 
 
 def _matrix(table: AxisTable, use: Use, experts: str | None) -> ParameterMatrix:
     view = use.view
-    if use.kind in ("scale", "bias"):
+    if use.kind.elementwise:
         view = dataclasses.replace(view, index=())  # a diagonal covers the whole parameter
     where, sizes = _positions(table, view)
     atoms = list(sizes)
@@ -130,7 +130,7 @@ def _matrix(table: AxisTable, use: Use, experts: str | None) -> ParameterMatrix:
         stacked.update(own)
     inputs = {where[a] for axis in use.in_axes for a in table.atoms(axis)}
     outputs = {where[a] for axis in use.out_axes for a in table.atoms(axis)} - stacked
-    if use.kind in ("scale", "bias"):
+    if use.kind.elementwise:
         outputs = set(range(len(sizes))) - stacked
     return ParameterMatrix(
         view.path,
@@ -142,19 +142,18 @@ def _matrix(table: AxisTable, use: Use, experts: str | None) -> ParameterMatrix:
     )
 
 
-def _blocks(table: AxisTable, uses: Iterable[Use], experts: str | None) -> list[_Block]:
-    found: dict[Any, _Block] = {}
+def _blocks(table: AxisTable, uses: Iterable[Use], experts: str | None) -> list[_UseGroup]:
+    found: dict[Any, _UseGroup] = {}
     for use in uses:
         weight = _matrix(table, use, experts)
-        diagonal = use.kind in ("scale", "bias")
-        key = (weight.path, "diagonal") if diagonal else (weight, use.kind)
-        block = found.setdefault(key, _Block(use.kind, weight, []))
+        key = (weight.path, "diagonal") if use.kind.elementwise else (weight, use.kind)
+        block = found.setdefault(key, _UseGroup(use.kind, weight, []))
         block.uses.append(use)
     return list(found.values())
 
 
 def _join_biases(
-    table: AxisTable, blocks: list[_Block], biases: list[Use], experts: str | None
+    table: AxisTable, blocks: list[_UseGroup], biases: list[Use], experts: str | None
 ) -> set[Use]:
     """Join a bias to a block when each reads the other and neither reads anything else.
 
@@ -167,7 +166,7 @@ def _join_biases(
     whole = {path for path, index in readers if not index}
     taken: set[Use] = set()
     for block in blocks:
-        if block.kind not in ("dense", "conv"):
+        if not block.kind.product:
             continue
         adds = [b for b in biases if b.join in block.uses]
         if len(adds) != len(block.uses) or not adds:
@@ -183,7 +182,7 @@ def _join_biases(
 
 
 def _bias_matrix(
-    table: AxisTable, block: _Block, add: Use, experts: str | None
+    table: AxisTable, block: _UseGroup, add: Use, experts: str | None
 ) -> ParameterMatrix | None:
     """The bias as a row of the block's matrix; ``None`` if its elements lie in another order."""
     product = add.join
@@ -224,18 +223,16 @@ def _bias_matrix(
     return matrix if (matrix.stack_shape, matrix.out_features) == same else None
 
 
-def _name(blocks: list[_Block]) -> list[Finding]:
+def _name(blocks: list[_UseGroup]) -> list[Finding]:
     """Name every block; where a parameter has several, the dense one keeps the path."""
     notes, by_path = [], collections.defaultdict(list)
     for block in blocks:
         path, index = block.weight.path, block.weight.index
         by_path[path + "".join(f"[{i}]" for i in index)].append(block)
-    rank = {"dense": 0, "conv": 0, "embedding": 1, "scale": 2, "bias": 2}
     for path, group in by_path.items():
         taken: set[str] = set()
-        for block in sorted(group, key=lambda b: rank[b.kind]):
-            suffix = block.kind if block.kind not in ("dense", "conv") else "transposed"
-            name = path if not taken else f"{path}@{suffix}"
+        for block in sorted(group, key=lambda b: b.kind.rank):
+            name = path if not taken else f"{path}@{block.kind.suffix}"
             while name in taken:
                 name += "'"
             taken.add(name)
@@ -247,16 +244,20 @@ def _name(blocks: list[_Block]) -> list[Finding]:
     return notes
 
 
-def _owners(table: AxisTable, blocks: list[_Block]) -> dict[int, _Block]:
+def _owners(table: AxisTable, blocks: list[_UseGroup]) -> dict[int, _UseGroup]:
     """For each block, the first block that reads the same inputs in the same way."""
-    first: dict[Any, _Block] = {}
+    first: dict[Any, _UseGroup] = {}
     return {id(b): first.setdefault(_input_key(table, b), b) for b in blocks}
 
 
-def _input_key(table: AxisTable, block: _Block) -> Any:
-    if block.kind in ("scale", "bias") or any(u.view.scaled for u in block.uses):
+def _input_key(table: AxisTable, block: _UseGroup) -> Any:
+    if block.kind.elementwise or any(u.view.scaled for u in block.uses):
         return id(block)
-    return (block.kind, block.weight.stack_shape, *sorted(_use_key(table, u) for u in block.uses))
+    return (
+        block.kind.name,
+        block.weight.stack_shape,
+        *sorted(_use_key(table, u) for u in block.uses),
+    )
 
 
 def _use_key(table: AxisTable, use: Use) -> tuple[Any, ...]:
@@ -267,23 +268,5 @@ def _use_key(table: AxisTable, use: Use) -> tuple[Any, ...]:
 
 def _reading(table: AxisTable, use: Use) -> str:
     """How the equation reads its data operand, in the parameter's own order."""
-    p = use.eqn.params
     where, _ = _positions(table, use.view)
-
-    def place(axis: Atoms) -> list[int]:
-        return [where[a] for a in table.atoms(axis)]
-
-    if use.kind == "dense":
-        contract, batch = p["dimension_numbers"]
-        other = 1 - use.operand
-        theirs = sorted(
-            (place(axis), d) for axis, d in zip(use.in_axes, contract[other], strict=True)
-        )
-        return repr(([d for _, d in theirs], batch[other]))
-    if use.kind == "conv":
-        keys = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
-        inputs = [place(a) for a in use.in_axes]
-        kernel = use.eqn.invars[1].aval.shape
-        sizes = [kernel[d] for d in p["dimension_numbers"].rhs_spec[1:]]
-        return repr((*(p[k] for k in keys), inputs, sizes, use.reversed, use.groups))
-    return repr(tuple(v.aval.shape for v in use.eqn.invars if is_var(v))[-1:])
+    return use.kind.reading(use, lambda axis: [where[a] for a in table.atoms(axis)])

@@ -4,11 +4,10 @@ import dataclasses
 import itertools
 import math
 import operator
-from typing import Literal
 
 from jaxtyping import Array
 
-Kind = Literal["dense", "conv", "embedding", "scale", "bias", "diagonal"]
+from jaxkfac.interception._kind import kind_named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +115,7 @@ class Layer:
     """
 
     name: str
-    kind: Kind
+    kind: str
     weight: ParameterMatrix
     bias: ParameterMatrix | None
     in_features: int
@@ -138,7 +137,12 @@ class Layer:
 
         If it has a dense block all the same, that block is read as G, beside an A of one.
         """
-        return self.kind in ("scale", "bias", "diagonal")
+        return kind_named(self.kind).elementwise
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether it is gathered in the gradient's backward pass, not by a second one."""
+        return kind_named(self.kind).covered
 
     @property
     def shares_input_with(self) -> str | None:

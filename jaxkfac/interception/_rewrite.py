@@ -16,27 +16,12 @@ from jax.sharding import PartitionSpec
 from jaxkfac.interception import _compat
 from jaxkfac.interception._analysis import Plan
 from jaxkfac.interception._axes import AxisTable
-from jaxkfac.interception._conduct import Axes
 from jaxkfac.interception._encoded import Absent, bind, bind_view, refuse_absent
-from jaxkfac.interception._rows import RowMask, row_weights
+from jaxkfac.interception._propagate import Axes
+from jaxkfac.interception._row_masks import RowMask, row_weights
+from jaxkfac.interception._slots import Entries, Slots, move_elements, scale_slot
 from jaxkfac.interception._values import Use
-from jaxkfac.interception._views import SAME_ELEMENTS
 from jaxkfac.interception._windows import Window, row_of
-
-Slots = dict[str, Any]
-
-# What a slot may hold. Where a program reads c W, the gradient with respect to W is c times
-# that with respect to c W: how often the constant c enters each statistic.
-CONSTANTS = {
-    "a": 2,  # second moment of input rows
-    "a_sum": 1,  # their sum
-    "a_rows": 1,  # their sum by example
-    "gradients": 1,  # gradients, by example
-    "constant": 1,  # the constant itself, given to whoever mixes kernel and joint bias
-    "diagonal": 2,  # squared gradients, shaped like the parameter
-    "gradient": 1,  # gradients, shaped like the parameter and the examples
-}
-BY_EXAMPLE = ("gradient", "counts")  # shaped like the parameter, with the examples last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +76,7 @@ class Rewriter:
         table: The axis atoms of the analysis.
         handler: Called for every equation with a tapped use; returns its result.
         elementwise: Names of the layers whose slot is shaped like the parameter.
+        entries: How the entries of slots follow their parameter.
         marks: The axes of every mark of the program.
         walkers: For each layer with a slot, the indices that walk along its stack.
         windows: For some layers, the iterations that their slot has rows for.
@@ -100,6 +86,7 @@ class Rewriter:
     table: AxisTable
     handler: Handler
     elementwise: frozenset[str]
+    entries: Entries
     marks: tuple[Axes, ...]
     walkers: Mapping[str, set[Any]]
     windows: Mapping[str, Window]
@@ -156,8 +143,8 @@ class Rewriter:
         ]
 
     def _use(self, eqn: Any, uses: list[Use], values: list, along: list, around: Around) -> Any:
-        others = [(u, values[u.operand]) for u in uses if u.kind != "dense"]
-        refuse_absent(others, lambda use: f"`{eqn.primitive.name}` ({use.kind})")
+        others = [(u, values[u.operand]) for u in uses if not u.kind.reads_encoded]
+        refuse_absent(others, lambda use: f"`{eqn.primitive.name}` ({use.kind.name})")
         uses = [u for u in uses if u.layer in self.walkers]
         if not uses:
             return bind(eqn)(*values)
@@ -178,7 +165,7 @@ class Rewriter:
         outs: list[Slots] = [{} for _ in eqn.outvars]
         for name, slot in along[position].items():
             if name in self.elementwise:
-                moved = {key: _move(eqn, key, s, position, values) for key, s in slot.items()}
+                moved = move_elements(eqn, slot, position, values, self.entries)
                 for k, out in enumerate(outs):
                     out[name] = {key: parts[k] for key, parts in moved.items()}
             elif walker is not None:
@@ -188,7 +175,7 @@ class Rewriter:
                     )
             else:
                 for out in outs:
-                    out[name] = _scale_slot(eqn, slot, others)
+                    out[name] = scale_slot(eqn, slot, others, self.entries)
         return outs
 
     def _call(
@@ -321,60 +308,3 @@ def _split(plan: Plan, encoded: frozenset[str]) -> list[_Segment | int]:
             steps.append(run)
         needed = (needed - made.keys()) | read.keys()
     return steps[::-1]
-
-
-def _move(eqn: Any, key: str, slot: Any, position: int, values: list) -> list[Any]:
-    """A slot shaped like the parameter goes through the same equation."""
-    if key not in BY_EXAMPLE:
-        return _move_elements(eqn, key, slot, position, values)
-    # The examples lie last. Broadcast axes are kept at size one as long as that is possible:
-    # their elements are sums over what was broadcast, and no use needs them apart.
-    if eqn.primitive.name == "broadcast_in_dim":
-        shape = [1] * (len(eqn.params["shape"]) + 1)
-        for d, size in zip(eqn.params["broadcast_dimensions"], slot.shape[:-1], strict=True):
-            shape[d] = size
-        return [slot.reshape(*shape[:-1], slot.shape[-1])]
-    full = (*values[position].shape, slot.shape[-1])
-    if slot.shape != full and eqn.primitive.name not in _KEEPS_BROADCAST:
-        slot = jnp.broadcast_to(slot, full)
-    return jax.vmap(
-        lambda part: _move_elements(eqn, key, part, position, values), in_axes=-1, out_axes=-1
-    )(slot)
-
-
-_KEEPS_BROADCAST = (SAME_ELEMENTS - {"pvary", "pcast"}) | {"transpose", "mul", "div"}
-
-
-def _move_elements(eqn: Any, key: str, slot: Any, position: int, values: list) -> list[Any]:
-    name = eqn.primitive.name
-    if name in ("mul", "div"):
-        constant = jnp.asarray(values[1 - position]).astype(slot.dtype) ** CONSTANTS.get(key, 0)
-        return [slot * constant if name == "mul" else slot / constant]
-    if name in ("add", "sub", "add_any"):
-        return [jnp.broadcast_to(slot, eqn.outvars[0].aval.shape)]
-    if name in SAME_ELEMENTS and name not in ("pvary", "pcast"):
-        return [slot]
-    if name == "pad":
-        values = [values[0], jnp.zeros((), slot.dtype)]
-    operands = [slot if i == position else v for i, v in enumerate(values)]
-    out = _compat.bind(eqn)(*operands)
-    return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def _scale_slot(eqn: Any, slot: Any, others: list) -> Any:
-    """A weight c W makes the layer's input c x."""
-    name = eqn.primitive.name
-    if name not in ("mul", "div"):
-        return slot
-    c = jnp.asarray(others[0]).reshape(())
-    c = c if name == "mul" else 1 / c
-
-    def times(part: Any, power: int) -> Any:
-        return jax.tree.map(lambda x: x * c.astype(x.dtype) ** power, part)
-
-    return {
-        key: _scale_slot(eqn, part, others)
-        if key == "given"
-        else times(part, CONSTANTS.get(key, 0))
-        for key, part in slot.items()
-    }

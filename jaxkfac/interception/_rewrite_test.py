@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 
 from jaxkfac.interception._compat import call_kind
+from jaxkfac.interception._slots import SlotEntry
 from jaxkfac.interception._trace import trace
 
 
@@ -39,7 +40,7 @@ def slotted(fn):
             layer.name: {"t": jnp.broadcast_to(slot, layer.stack)}
             for layer in traced.table.values()
         }
-        return traced.emit(handler, params, slots, x)
+        return traced.emit(handler, params, slots, x, entries={"t": SlotEntry(0)})
 
     return new
 

@@ -13,7 +13,6 @@ from jaxtyping import PyTree
 
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import Atoms
-from jaxkfac.interception._conduct import Axes
 from jaxkfac.interception._encoded import (
     Absent,
     decoded_shapes,
@@ -25,8 +24,10 @@ from jaxkfac.interception._examples import analyse, split_lost
 from jaxkfac.interception._grouping import group_uses
 from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._paths import leaves_by_path
+from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._rewrite import Around, Handler, Rewriter
-from jaxkfac.interception._rows import RowMask
+from jaxkfac.interception._row_masks import RowMask
+from jaxkfac.interception._slots import Entries, check_entries
 from jaxkfac.interception._table import LayerTable
 from jaxkfac.interception._values import Data, Use
 from jaxkfac.interception._windows import Window
@@ -93,6 +94,7 @@ class Traced:
         params: PyTree,
         slots: Mapping[str, Any],
         *args: Any,
+        entries: Entries | None = None,
         masks: list[RowMask] | None = None,
         windows: Mapping[str, Window] | None = None,
     ) -> Any:
@@ -103,9 +105,15 @@ class Traced:
             params: Parameters, same structure and shapes as traced.
             slots: ``{layer name: slot}``; layers without one are left as they are.
             *args: The remaining arguments.
+            entries: How the entries of slots follow their parameter; see ``_slots``.
             masks: Which rows exist, for the layers whose rows run along their axes.
             windows: For some layers of a scan, the iterations that their slots have rows for.
+
+        Raises:
+            ValueError: a slot holds an entry that ``entries`` does not declare.
         """
+        entries = entries or {}
+        check_entries(slots, entries)
         by_path = collections.defaultdict(dict)
         walkers = collections.defaultdict(set)
         for use in self.analysis.plan.all_uses():
@@ -116,6 +124,7 @@ class Traced:
             table=self.analysis.table,
             handler=handler,
             elementwise=frozenset(x.name for x in self.table.layers if x.is_elementwise),
+            entries=entries,
             marks=tuple(m.axes for m in self.analysis.plan.all_marks()),
             walkers=walkers,
             windows=windows or {},

@@ -1,10 +1,11 @@
 """What the analysis knows of a value: constant, parameter seen through views, or data."""
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxkfac.interception._axes import Atoms
-from jaxkfac.interception._conduct import Axes
+from jaxkfac.interception._kind import Kind
+from jaxkfac.interception._propagate import Axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,15 +90,13 @@ class Data:
 
 Value = Constant | View | Derived | Data
 
-UseKind = Literal["dense", "conv", "embedding", "scale", "bias"]
-
 
 @dataclasses.dataclass(eq=False)
 class Use:
     """One equation in which a parameter meets data by a rule.
 
     Attributes:
-        kind: The rule.
+        kind: The kind of layer.
         eqn: The equation.
         operand: Position of the parameter among the operands.
         view: The parameter's view there.
@@ -118,7 +117,7 @@ class Use:
             back to front along it.
     """
 
-    kind: UseKind
+    kind: Kind
     eqn: Any
     operand: int
     view: View

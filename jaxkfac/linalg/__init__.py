@@ -1,6 +1,5 @@
 """Linear algebra of factors, in arrays only: clipped eigh and Kronecker powers."""
 
-from jaxkfac.linalg._cut import above_cut, check_cut, kronecker_above_cut
 from jaxkfac.linalg._damping import (
     Damping,
     DampingMode,
@@ -22,24 +21,34 @@ from jaxkfac.linalg._eigh import (
     in_sequence,
 )
 from jaxkfac.linalg._eigh_host import HostSpectrum, eigh_on_host
+from jaxkfac.linalg._gram import (
+    PANELS_FROM,
+    gram,
+    gram_panels,
+    panel_shapes,
+    statistics_dtype,
+    unpack_panels,
+)
 from jaxkfac.linalg._kronecker import (
     from_spectrum,
     into_eigenbasis,
     out_of_eigenbasis,
     scale_in_eigenbasis,
 )
+from jaxkfac.linalg._rcond import above_rcond, check_rcond, kronecker_above_rcond
 from jaxkfac.linalg._triangle import fold_triangle, unfold_triangle
 
 __all__ = [
+    "PANELS_FROM",
     "ClippedEigh",
     "Damping",
     "DampingMode",
     "HostSpectrum",
     "Spectrum",
-    "above_cut",
+    "above_rcond",
     "check_clipping",
-    "check_cut",
     "check_damping",
+    "check_rcond",
     "check_square",
     "clip_eigenvalues",
     "diagonal_power",
@@ -49,13 +58,18 @@ __all__ = [
     "eigh_on_host",
     "fold_triangle",
     "from_spectrum",
+    "gram",
+    "gram_panels",
     "in_sequence",
     "into_eigenbasis",
-    "kronecker_above_cut",
+    "kronecker_above_rcond",
     "kronecker_damping",
     "kronecker_power",
     "out_of_eigenbasis",
+    "panel_shapes",
     "power_or_zero",
     "scale_in_eigenbasis",
+    "statistics_dtype",
     "unfold_triangle",
+    "unpack_panels",
 ]

@@ -75,7 +75,7 @@ def kronecker_power(
             each factor; may be traced.
         mode: How one damping is spread over the two factors.
         kept: False where the eigenvalue counts as 0 whatever its value and the damping,
-            see :func:`jaxkfac.linalg.kronecker_above_cut`; ``None`` keeps all.
+            see :func:`jaxkfac.linalg.kronecker_above_rcond`; ``None`` keeps all.
 
     Returns:
         The scale of every element in the eigenbasis, dtype of ``a_values``.

@@ -15,6 +15,7 @@ from jaxkfac.interception._encoded import decoded_shapes, encoded_paths
 from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._paths import leaves_by_path, with_leaves
 from jaxkfac.interception._rewrite import Handler, Site
+from jaxkfac.interception._slots import SlotEntry
 from jaxkfac.interception._trace import Traced, trace
 from jaxkfac.lslora._adapter import Adapter, Adapters, only_adapters
 from jaxkfac.lslora._bank import Bank
@@ -24,6 +25,9 @@ from jaxkfac.lslora._registry import find_nonlinearity
 
 # Folded into the caller's key, so that the model's own dropout draws other numbers.
 DROPOUT = 0x15_10_4A
+
+# The branch stands beside the product: a constant times the kernel leaves all of it alone.
+_ENTRIES = {key: SlotEntry(0) for key in ("adapter", "index", "key", "extra")}
 
 
 class Adapted:
@@ -111,7 +115,7 @@ class Adapted:
             if extra is not None:
                 slots[name]["extra"] = extra[name]
         chosen = (handler or adapt)(options)
-        return traced.emit(chosen, params, slots, inputs, key)
+        return traced.emit(chosen, params, slots, inputs, key, entries=_ENTRIES)
 
     def traced(
         self, params: PyTree, inputs: Any, key: Any, names: Sequence[str] | None = None

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from jaxkfac.factors._rows import Rows, in_own_order
-from jaxkfac.factors._use_rows import input_rows, output_rows
 from jaxkfac.interception._encoded import encoded_paths
 from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._paths import leaves_by_path, with_leaves
 from jaxkfac.interception._rewrite import Site
+from jaxkfac.kinds._rows import Rows, in_own_order
 from jaxkfac.linalg._gram import statistics_dtype
 from jaxkfac.lslora._adapter import Adapters, only_adapters
 from jaxkfac.lslora._attach import Adapted
@@ -110,8 +109,8 @@ def approximate_merge(
     def moments(site: Site, operands: list[Any], branch: Branch) -> dict[str, Array]:
         use = site.uses[0]
         dtype = statistics_dtype(branch.added.dtype)
-        x = _matrix(site, input_rows(site, use, operands, None)).astype(dtype)
-        v = _matrix(site, output_rows(site, use, branch.added, None)).astype(dtype)
+        x = _matrix(site, use.kind.input_rows(site, use, operands, None)).astype(dtype)
+        v = _matrix(site, use.kind.output_rows(site, use, branch.added, None)).astype(dtype)
         x = jnp.broadcast_to(x, (*v.shape[:-1], x.shape[-1]))  # experts read the same rows
         if ones[str(use.layer)]:
             x = jnp.concatenate([x, jnp.ones((*x.shape[:-1], 1), dtype)], -1)

@@ -79,12 +79,12 @@ class CurvatureBytes:
     @functools.cached_property
     def smallest_budget(self) -> int:
         """The least ``max_factor_bytes``."""
-        return smallest_budget(self._statistics, pulls=self._program.collector.pulls)
+        return smallest_budget(self._statistics, vjps=self._program.collector.vjps)
 
     @functools.cached_property
     def largest_budget(self) -> int:
         """The least ``max_factor_bytes`` under which there is one pass: more changes nothing."""
-        return largest_budget(self._statistics, pulls=self._program.collector.pulls)
+        return largest_budget(self._statistics, vjps=self._program.collector.vjps)
 
     def first_pass_temporaries(self, budget: int) -> int:
         """Bytes beside arguments and results of the pass that also has the gradient."""
@@ -97,16 +97,16 @@ class CurvatureBytes:
     def passes(self, budget: int) -> PassPlan:
         """The passes under a budget."""
         if budget not in self._plans:
-            pulls = self._program.collector.pulls
-            self._plans[budget] = plan_passes(self._statistics, budget, pulls=pulls)
+            vjps = self._program.collector.vjps
+            self._plans[budget] = plan_passes(self._statistics, budget, vjps=vjps)
         return self._plans[budget]
 
     @functools.cached_property
     def _statistics(self) -> Any:
         program, collector = self._program, self._program.collector
         key = jax.eval_shape(lambda: jax.random.key(0))  # of the labels, and the model's if any
-        batch = collector.checked(program.batch, key, None, None)
-        return collector.statistics(collector.traced(program.trained, batch, key))
+        call = collector.checked(program.batch, key)
+        return collector.statistics(collector.traced(program.trained, call))
 
     @functools.cached_property
     def _bases(self) -> Eigenbases:

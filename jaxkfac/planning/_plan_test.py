@@ -231,9 +231,7 @@ def test_adapters_alone_leave_the_base_without_gradient_and_state(case):
     assert quantised.options == ("adapters", "nf4")
     dense = sum(
         x.weight.size
-        for x in case.collector.traced(
-            case.params, case.collector.checked(case.batch, None, None, None), None
-        ).table.layers
+        for x in case.collector.traced(case.params, case.collector.checked(case.batch)).table.layers
         if x.kind == "dense"
     )
     saved = estimate.device["parameters"] - quantised.device["parameters"]

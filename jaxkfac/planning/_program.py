@@ -65,11 +65,8 @@ class TrainingProgram:
 
         def run(trained: PyTree, batch: Any, key: Any, at: Any) -> Any:
             windows = {name: Window(at, count) for name, count in rows.items()}
-            batch = self.collector.checked(batch, key, None, None)
-            parts = dict(one.parts)
-            return self.collector.gather(
-                trained, batch, key, None, None, parts=parts, windows=windows
-            )
+            call = self.collector.checked(batch, key)
+            return self.collector.gather(trained, call, parts=dict(one.parts), windows=windows)
 
         return self._temporaries(run, (shape_of_key(), jax.ShapeDtypeStruct((), np.int32)))
 

@@ -13,12 +13,17 @@ from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature._corrections import Corrections
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients
-from jaxkfac.factors._diagonal_pass import per_example_diagonals
-from jaxkfac.factors._fisher import check_labels, sum_over_pulls
-from jaxkfac.factors._objective import Objective, as_batch
-from jaxkfac.factors._program import Leaves, Program
-from jaxkfac.interception._layer import Layer
-from jaxkfac.interception._table import LayerTable
+from jaxkfac.factors import (
+    FISHER_TYPES,
+    Estimator,
+    Leaves,
+    Objective,
+    Program,
+    as_batch,
+    estimator_of,
+    per_example_diagonals,
+)
+from jaxkfac.interception import Layer, LayerTable
 
 MeasuredFisher = Literal["empirical", "mc", "exact"]
 
@@ -29,10 +34,8 @@ class EigenvalueCorrector:
 
     _program: Program
     _bases: Eigenbases
-    _fisher: MeasuredFisher
+    _estimator: Estimator
     _per: Per
-    _samples: int
-    _chunk: int
 
     def __call__(
         self,
@@ -61,39 +64,28 @@ class EigenvalueCorrector:
             ValueError: a layer is not the one of the bases, or the batch does not fit.
         """
         batch, bases = as_batch(batch), self._bases
-        check_labels(self._fisher, key, labels, batch)
+        estimator = self._estimator.bound(key, labels, batch)
         traced = self._program.traced(params, batch, key)
-        extra = [layer for layer in bases.layers if layer.kind == "diagonal"]
-        _check_layers(traced.table, [layer for layer in bases.layers if layer.kind != "diagonal"])
+        extra = [layer for layer in bases.layers if not layer.is_covered]
+        _check_layers(traced.table, [layer for layer in bases.layers if layer.is_covered])
         squared = SquaredGradients(traced, bases, self._per)
         at = self._program.linearise(
             traced,
-            squared.emit,
-            squared.slots(),
+            squared,
             Leaves(params, differentiate=False),
             batch,
             key,
             positions=positions,
         )
-        over_pulls = {"key": key, "labels": labels, "samples": self._samples, "chunk": self._chunk}
-        if self._fisher == "empirical":
-            squares = squared.outputs(at.emitted, bases)
-        else:
-            squares = sum_over_pulls(
-                self._fisher,
-                self._program.objective,
-                at.outputs,
-                batch,
-                lambda cotangent: squared.outputs(at.pull(cotangent), bases),
-                **over_pulls,
-            )
+        objective = self._program.objective
+        squares = estimator.gathered(
+            objective, at, batch, lambda emitted: squared.outputs(emitted, bases)
+        )
         # The taps saw the mean loss: times the terms, these are each example's sum.
         squares = jax.tree.map(lambda x: x * jnp.square(at.terms.astype(x.dtype)), squares)
         sums = squares.values
         if extra:
-            sums = sums | per_example_diagonals(
-                self._program.objective, params, batch, extra, fisher=self._fisher, **over_pulls
-            )
+            sums = sums | per_example_diagonals(objective, params, batch, extra, estimator, key=key)
         corrections = Corrections(sums, squares.bias_values, at.terms)
         return dataclasses.replace(bases, corrections=corrections)
 
@@ -102,7 +94,7 @@ def correct_eigenvalues(
     objective: Objective,
     bases: Eigenbases,
     *,
-    fisher: MeasuredFisher = "empirical",
+    fisher: MeasuredFisher | Estimator = "empirical",
     per: Per = "example",
     experts: str | None = None,
     samples: int = 1,
@@ -124,7 +116,7 @@ def correct_eigenvalues(
         objective: The objective.
         bases: From :func:`eigendecompose`, with vectors.
         fisher: Whose gradients: ``"empirical"``, ``"mc"`` or ``"exact"``, as in
-            :func:`value_grad_and_factors`.
+            :func:`value_grad_and_factors`, or an ``Estimator`` of your own.
         per: ``"example"``: squares of each example's gradient, summed over all its positions,
             uses and iterations. ``"token"``: squares of each position's,
             $\tfrac{1}{NR} \sum_{n,s} (Q_A^\top a_s g_s^\top Q_G)^{\odot 2}$, which leaves out
@@ -132,7 +124,7 @@ def correct_eigenvalues(
             Full blocks of scales and parameters that no rule covers are measured by example.
         experts: As it was given for the factors.
         samples: How many labels ``"mc"`` samples for each term.
-        chunk: How many pulls of ``"mc"`` and ``"exact"`` run at once.
+        chunk: How many vector-Jacobian products of ``"mc"`` and ``"exact"`` run at once.
 
     Returns:
         An ``EigenvalueCorrector``: call it with ``(params, batch, key=None,
@@ -171,14 +163,17 @@ def correct_eigenvalues(
             "correct_eigenvalues needs a model and a likelihood, to tell examples apart: give a "
             f"jk.Objective, not {type(objective).__name__}"
         )
-    one_of("fisher", fisher, get_args(MeasuredFisher))
+    estimator = estimator_of(fisher, samples=samples, chunk=chunk)
+    if not estimator.of_examples:
+        choices = [name for name, cls in FISHER_TYPES.items() if cls.of_examples]
+        one_of("fisher", estimator.name, choices)
     one_of("per", per, get_args(Per))
     at_least_one(samples=samples, chunk=chunk)
     _check_vectors(bases)
-    names = [layer.name for layer in bases.layers if layer.kind != "diagonal"]
+    names = [layer.name for layer in bases.layers if layer.is_covered]
     finding = {"layers": "|".join(map(re.escape, names)), "experts": experts}
     program = Program(objective, finding, cover=False)
-    return EigenvalueCorrector(program, bases, fisher, per, samples, chunk)
+    return EigenvalueCorrector(program, bases, estimator, per)
 
 
 def _check_vectors(bases: Eigenbases) -> None:

@@ -6,17 +6,23 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 
 from jaxkfac.curvature._eigenbases import Eigenbases
-from jaxkfac.curvature.ekfac._rows import both_sides
-from jaxkfac.curvature.ekfac._squares import Array, Basis, rotate_gradients
-from jaxkfac.factors._example_sums import gradient_rows
-from jaxkfac.factors._statistics import Statistics
-from jaxkfac.factors._taps import Slot
-from jaxkfac.interception._layer import Layer
-from jaxkfac.interception._rewrite import Site
-from jaxkfac.interception._trace import Traced
-from jaxkfac.interception._values import Use
+from jaxkfac.factors import Slot, Statistics, gradient_rows
+from jaxkfac.interception import Entries, Layer, Site, SlotEntry, Traced, Use
+from jaxkfac.kinds import Array, Basis, rotate_gradients
 
 Per = Literal["example", "token"]
+
+_ENTRIES = {
+    "squares": SlotEntry(0),  # of gradients that were multiplied before they were squared
+    "bias_squares": SlotEntry(0),
+    "gradients": SlotEntry(1),
+    "bias_gradients": SlotEntry(0),
+    "constants": {
+        "a_vectors": SlotEntry(0),
+        "g_vectors": SlotEntry(0),
+        "constant": SlotEntry(1),  # the constant itself, for whoever mixes kernel and joint bias
+    },
+}
 
 
 class Squares(NamedTuple):
@@ -57,6 +63,12 @@ class SquaredGradients:
         }
         self._slots = {name: self._slot(layer, bases) for name, layer in self._layers.items()}
 
+    @property
+    def entries(self) -> Entries:
+        """How the entries of slots follow their parameter."""
+        own = (elements.entries for elements in self._elements.values())
+        return {k: v for entries in (_ENTRIES, *own) for k, v in entries.items()}
+
     def slots(self) -> dict[str, Slot]:
         """Zeros, whose cotangents are the statistics, and the eigenvectors for the taps."""
         return self._slots
@@ -76,10 +88,10 @@ class SquaredGradients:
         slot["squares"] = jnp.zeros((*stack, a.values.shape[-1], n_out), dtype)
         if self._has_own_bias(layer):
             slot["bias_squares"] = jnp.zeros((*stack, n_out), dtype)
-        given = {"a_vectors": a.vectors, "g_vectors": g.vectors}
+        constants = {"a_vectors": a.vectors, "g_vectors": g.vectors}
         if any(use.view.scaled for use in self._traced.uses_of(layer)):
-            given["constant"] = jnp.ones(stack, dtype)
-        slot["given"] = {key: value for key, value in given.items() if value is not None}
+            constants["constant"] = jnp.ones(stack, dtype)
+        slot["constants"] = {key: value for key, value in constants.items() if value is not None}
         return slot
 
     def _sums_first(self, layer: Layer) -> bool:
@@ -106,26 +118,28 @@ class SquaredGradients:
         operands: list[Any],
         cotangent: Array,
         weights: Array | None,
-        given: Any,
+        constants: Any,
     ) -> Slot:
-        """See ``_taps.Emit``."""
+        """See ``_taps.Gathered``."""
         assert use.layer is not None
         layer = self._layers[use.layer]
         if layer.name in self._elements:
             elements = self._elements[layer.name]
-            return elements.emit(site, use, like, operands, cotangent, weights, given)
+            return elements.emit(site, use, like, operands, cotangent, weights, constants)
         examples = self._traced.examples if self._per == "example" else None
-        sides = both_sides(site, use, operands, cotangent, weights, examples, like)
+        sides = use.kind.both_sides(site, use, operands, cotangent, weights, examples, like)
         if "gradients" in like:
             return sides.gradients(like)
-        ones, constant = self._has_ones(layer), given.get("constant")
-        basis = Basis(given.get("a_vectors"), given.get("g_vectors"), ones, constant)
+        ones, constant = self._has_ones(layer), constants.get("constant")
+        basis = Basis(constants.get("a_vectors"), constants.get("g_vectors"), ones, constant)
         return sides.squares(like, basis)
 
     # -- after it ---------------------------------------------------------------------
 
     def outputs(self, emitted: Mapping[str, Slot], bases: Eigenbases) -> Squares:
-        """Sums of squares of one backward pass; they add up over pulls of cotangents."""
+        """Sums of squares of one backward pass; they add up over vector-Jacobian
+        products.
+        """
         values, bias_values = {}, {}
         for name, layer in self._layers.items():
             slot = emitted[name]

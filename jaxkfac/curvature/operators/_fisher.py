@@ -17,7 +17,8 @@ from jaxkfac.curvature.operators._products import (
     gauss_newton,
     outer_products,
 )
-from jaxkfac.factors._fisher import LABELS, check_labels
+from jaxkfac.factors._estimator import LABELS
+from jaxkfac.factors._fisher import estimator_of
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian
 from jaxkfac.factors._objective import as_batch
 
@@ -94,7 +95,7 @@ def fisher(
     one_of("fisher", fisher, get_args(FisherType))
     at_least_one(samples=samples)
     batch = as_batch(batch)
-    check_labels(fisher, key, labels, batch)
+    estimator_of(fisher, samples=samples, chunk=1).bound(key, labels, batch)  # or raises
     parts = checked_batch(objective, params, batch, key, chunk, labels)
     natural = isinstance(objective.likelihood, Categorical | Bernoulli | Gaussian)
     rule = gauss_newton if natural else fisher_by_columns

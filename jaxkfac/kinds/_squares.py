@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.linalg import statistics_dtype
 
 Array = Any  # a tracer, a constant, or the shape of one
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxkfac._errors import LostRowsError
-from jaxkfac.interception._rows import RowMask, mark_rows, row_weights
+from jaxkfac.interception._row_masks import RowMask, mark_rows, row_weights
 from jaxkfac.interception._trace import trace
 
 MASK = jnp.arange(5) < jnp.asarray([[5], [3], [1]])

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.factors._rows import Array, Rows
-from jaxkfac.interception._values import Use
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.interception import Use
+from jaxkfac.kinds._rows import Array, Rows
+from jaxkfac.linalg import statistics_dtype
 
 AT_ONCE = 2**20  # elements of patches that are always formed at once: 4 MiB of float32
 

@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxkfac._errors import LostRowsError
-from jaxkfac.interception._axes import Atoms
-from jaxkfac.interception._rewrite import Site
-from jaxkfac.interception._values import Use
+from jaxkfac.interception import Atoms, Site, Use
 
 Array = Any  # a tracer, a NumPy constant or, for a slot in a backward rule, its shape
 

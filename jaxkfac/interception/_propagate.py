@@ -1,6 +1,6 @@
 """How primitives hand the axes of their data operands on to their results.
 
-Only values that depend on data conduct: were parameters and constants to conduct too, a
+Only axes of values that depend on data propagate: were those of parameters and constants to, a
 mask of shape ``(S, S)`` would make query and key positions the same axis.
 """
 
@@ -35,7 +35,7 @@ def merge(table: AxisTable, axes: Sequence[Axes | None], shape: Sequence[int]) -
     )
 
 
-def conduct(table: AxisTable, eqn: Any, ins: Sequence[Axes | None]) -> list[Axes]:
+def propagate(table: AxisTable, eqn: Any, ins: Sequence[Axes | None]) -> list[Axes]:
     """Axes of every result of a first-order equation; ``None`` marks non-data operands."""
     name, params = eqn.primitive.name, eqn.params
     shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars]

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Shaped
 from jaxkfac._errors import LostRowsError
 from jaxkfac.interception._analysis import MARK_ROWS
 from jaxkfac.interception._axes import Atoms, AxisTable
-from jaxkfac.interception._conduct import Axes
+from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._values import Use
 
 
@@ -79,7 +79,7 @@ def row_weights(
             from data but is spoken of by no mask; or a mark speaks of these rows and is
             made later, or in an inner scan.
     """
-    if use.kind == "bias" and use.data is None:  # a class token: its row always exists
+    if use.kind.inserts and use.data is None:  # a class token: its row always exists
         return None
     rows = [table.atoms(axis) for axis in use.rows]
     flat = [a for axis in rows for a in axis]
@@ -111,8 +111,8 @@ def row_weights(
 
 
 def own_axes(table: AxisTable, use: Use) -> set[int]:
-    """The row axes along which a scale or bias has elements of its own."""
-    if use.kind not in ("scale", "bias"):
+    """The row axes along which an elementwise use has elements of its own."""
+    if not use.kind.elementwise:
         return set()
     shape = use.eqn.invars[use.operand].aval.shape
     lead = len(use.rows) - len(shape)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac.curvature.ekfac import _rows
-from jaxkfac.curvature.ekfac._rows import BothSides
-from jaxkfac.curvature.ekfac._squares import (
+from jaxkfac.kinds import _both_sides
+from jaxkfac.kinds._both_sides import BothSides
+from jaxkfac.kinds._squares import (
     PAIRS_UP_TO,
     Basis,
     gradients,
@@ -115,7 +115,7 @@ def test_gradients_several_at_once_are_those_one_by_one(monkeypatch, at_once):
     """What accelerators do, and what the CPU does."""
     x, g = sides(9, (2,))
     basis, expected = basis_of((2,), 3, 4, ones=True), formed(x, g, Basis())
-    monkeypatch.setattr(_rows, "one_by_one_on_cpu", lambda fn, arrays, _: fn(arrays, at_once))
+    monkeypatch.setattr(_both_sides, "one_by_one_on_cpu", lambda fn, arrays, _: fn(arrays, at_once))
     both = BothSides((x, g), by_example=True)
     like = {"squares": jnp.zeros((2, 4, 4)), "bias_squares": jnp.zeros((2, 4))}
     found = both.squares(like, basis)

@@ -7,13 +7,15 @@ stands for them.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.curvature.ekfac._squares import (
+from jaxkfac.interception import Atoms, Site, Use
+from jaxkfac.kinds._rows import Rows, by_example, in_own_order
+from jaxkfac.kinds._squares import (
     CHUNK_BYTES,
     Array,
     Basis,
@@ -26,13 +28,6 @@ from jaxkfac.curvature.ekfac._squares import (
     squares_by_token,
     sum_over_chunks,
 )
-from jaxkfac.factors._moments import tokens_of
-from jaxkfac.factors._rows import Rows, by_example, in_own_order
-from jaxkfac.factors._taps import Slot
-from jaxkfac.factors._use_rows import input_rows, output_rows
-from jaxkfac.interception._axes import Atoms
-from jaxkfac.interception._rewrite import Site
-from jaxkfac.interception._values import Use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +45,7 @@ class BothSides:
     by_example: bool
     rows: Callable[[Any], tuple[Array, Array]] | None = None
 
-    def squares(self, like: Slot, basis: Basis) -> Slot:
+    def squares(self, like: dict[str, Any], basis: Basis) -> dict[str, Any]:
         """Sums of squares in a basis.
 
         Memory:
@@ -59,7 +54,7 @@ class BothSides:
         """
         stack = like["squares"].ndim - 2
 
-        def part(chunk: Any) -> Slot:
+        def part(chunk: Any) -> dict[str, Any]:
             x, g = self._rows(chunk)
             lead = x.ndim - 1 - stack
             if self.by_example:
@@ -83,10 +78,10 @@ class BothSides:
             return chunked(self.arrays, at_once)
         return one_by_one_on_cpu(chunked, self.arrays, at_once)
 
-    def gradients(self, like: Slot) -> Slot:
+    def gradients(self, like: dict[str, Any]) -> dict[str, Any]:
         """Gradients by example, in the parameters' own coordinates."""
 
-        def part(example: Any) -> Slot:
+        def part(example: Any) -> dict[str, Any]:
             x, g = self._rows(jax.tree.map(lambda y: y[None], example))
             out = {"gradients": gradients(x, g, Basis())[..., 0, :, :]}
             if "bias_gradients" in like:
@@ -127,7 +122,7 @@ class TokenRows:
     tokens: Array
     g: Array
 
-    def squares(self, like: Slot, basis: Basis) -> Slot:
+    def squares(self, like: dict[str, Any], basis: Basis) -> dict[str, Any]:
         """Sums of squares in a basis.
 
         Memory:
@@ -136,7 +131,7 @@ class TokenRows:
         g = rotate(scaled(self.g, basis), basis.g, 2)
         return {"squares": squares_by_token(self.tokens, g, like["squares"].shape[0])}
 
-    def gradients(self, like: Slot) -> Slot:
+    def gradients(self, like: dict[str, Any]) -> dict[str, Any]:
         """Gradients by example: whole tables."""
         table = like["gradients"]
         examples = jnp.arange(len(self.tokens))[:, None]
@@ -145,41 +140,9 @@ class TokenRows:
         return {"gradients": zeros.at[examples, self.tokens].add(rows, mode="drop")}
 
 
-def both_sides(
-    site: Site,
-    use: Use,
-    operands: Sequence[Any],
-    cotangent: Array,
-    weights: Array | None,
-    examples: Atoms | None,
-    like: Slot,
-) -> BothSides | TokenRows:
-    """Both sides of a dense layer, convolution or embedding.
-
-    Args:
-        site: The site of the use.
-        use: The use.
-        operands: Operands of the equation.
-        cotangent: Of its result.
-        weights: Which rows exist, with the axes of ``use.rows``.
-        examples: The atoms of the example axis; ``None`` where examples need not be told
-            apart.
-        like: The slot, for the stack.
-
-    Raises:
-        LostRowsError: the rows cannot be told apart by example.
-    """
-    if use.kind == "conv":
-        return _convolution(site, use, operands, cotangent, weights, examples)
-    split = functools.partial(_split, site, use, num_rows=len(use.rows), examples=examples)
-    stack = like["gradients"].shape[:-3] if "gradients" in like else like["squares"].shape[:-2]
-    g = _aligned(site, use, output_rows(site, use, cotangent, weights), stack)
-    if use.kind == "embedding":
-        return TokenRows(split(tokens_of(use, operands)), split(g))
-    x = _aligned(site, use, input_rows(site, use, operands, weights), stack)
-    if examples is None:
-        return BothSides((x, g), by_example=False)
-    return BothSides((split(x), split(g)), by_example=True)
+def stack_of_slot(like: Mapping[str, Any]) -> tuple[int, ...]:
+    """Shape of the stacked axes of a layer, from its slot."""
+    return like["gradients"].shape[:-3] if "gradients" in like else like["squares"].shape[:-2]
 
 
 def one_by_one_on_cpu(fn: Callable[[Any, int], Any], arrays: Any, at_once: int) -> Any:
@@ -193,7 +156,7 @@ def one_by_one_on_cpu(fn: Callable[[Any, int], Any], arrays: Any, at_once: int) 
     )
 
 
-def _aligned(site: Site, use: Use, side: Rows, stack: tuple[int, ...] = ()) -> Array:
+def aligned(site: Site, use: Use, side: Rows, stack: tuple[int, ...] = ()) -> Array:
     """``(rows..., stack..., features)``: rows as in ``use.rows``, features in their own order."""
     x = side.x.transpose(*side.rows, *side.batch, *side.feature_axes)
     lead = len(side.rows) + len(side.batch)
@@ -204,47 +167,12 @@ def _aligned(site: Site, use: Use, side: Rows, stack: tuple[int, ...] = ()) -> A
     return x
 
 
-def _split(site: Site, use: Use, x: Array, *, num_rows: int, examples: Atoms | None) -> Array:
+def split_examples(
+    site: Site, use: Use, x: Array, *, num_rows: int, examples: Atoms | None
+) -> Array:
     """Rows first to ``(examples, positions, ...)``; without ``examples``, one position each."""
     if examples is None:
         return x.reshape(-1, 1, *x.shape[num_rows:])
     rows = tuple(range(num_rows))
     rest = tuple((d, ()) for d in range(num_rows, x.ndim))
     return by_example(site, Rows(x, rows, (), rest), use.rows, examples, path=use.view.path)
-
-
-def _convolution(
-    site: Site,
-    use: Use,
-    operands: Sequence[Any],
-    cotangent: Array,
-    weights: Array | None,
-    examples: Atoms | None,
-) -> BothSides:
-    numbers = site.eqn.params["dimension_numbers"]
-    first = (numbers.lhs_spec[0], numbers.out_spec[0], 0)
-    kernel, number = operands[1], use.rows[0]
-
-    def apart(x: Array, axis: int) -> Array:
-        """The axis of the batch first, split into examples and what else lies in it."""
-        x = jnp.moveaxis(x, axis, 0)
-        alone = dataclasses.replace(use, rows=(number,))
-        return _split(site, alone, x, num_rows=1, examples=examples)
-
-    parts = (operands[0], cotangent, weights)
-    arrays = tuple(
-        None if x is None else apart(x, axis) for x, axis in zip(parts, first, strict=True)
-    )
-
-    def rows(chunk: Any) -> tuple[Array, Array]:
-        size = len(chunk[0])
-        signal, outputs, there = (
-            None if x is None else jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, axis)
-            for x, axis in zip(chunk, first, strict=True)
-        )
-        x = _aligned(site, use, input_rows(site, use, [signal, kernel], there))
-        g = _aligned(site, use, output_rows(site, use, outputs, there))
-        lead = len(use.rows)
-        return tuple(y.reshape(size, -1, *y.shape[lead:]) for y in (x, g))
-
-    return BothSides(arrays, examples is not None, rows)

@@ -1,0 +1,153 @@
+"""What a Fisher type is: whose gradients with respect to the outputs are squared and summed."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from jaxkfac.factors._objective import Batch, Objective, check_array
+
+if TYPE_CHECKING:
+    from jaxkfac.factors._program import Linearised
+else:
+    Linearised = Any
+
+LABELS = 0x6C61  # folded into the caller's key for sampled labels
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimator(abc.ABC):
+    """One Fisher type. A pytree: key and labels are its leaves.
+
+    A new type is a frozen dataclass that says in ``expectation`` which cotangents of the outputs
+    it propagates back. Pass an instance as ``fisher=``, or add the class to ``FISHER_TYPES``.
+
+    Attributes:
+        samples: How many labels are sampled for each term, where labels are.
+        chunk: How many vector-Jacobian products run at once.
+        key: For sampled labels, once it is bound to a call.
+        labels: ``(samples, *targets)`` in place of sampled ones, likewise.
+        name: What ``fisher=`` calls it.
+        samples_labels: Whether it draws labels, from a key or from ``labels=``.
+        needs_outputs: Whether it needs the outputs of a model, which a scalar loss hides.
+        unit_outputs: Whether gradients with respect to outputs count as orthonormal, so that
+            none is gathered.
+        of_examples: Whether it is right for gradients of whole examples, as EKFAC measures.
+    """
+
+    samples: int = 1
+    chunk: int = 1
+    key: Any = None
+    labels: Any = None
+
+    name: ClassVar[str]
+    samples_labels: ClassVar[bool] = False
+    needs_outputs: ClassVar[bool] = True
+    unit_outputs: ClassVar[bool] = False
+    of_examples: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        jax.tree_util.register_pytree_node_class(cls)
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[tuple[str, Any], ...]]:
+        """Key and labels, and everything else."""
+        static = [(k, v) for k, v in vars(self).items() if k not in ("key", "labels")]
+        return (self.key, self.labels), tuple(static)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, leaves: Any) -> "Estimator":
+        """The inverse of ``tree_flatten``."""
+        return cls(**dict(static), key=leaves[0], labels=leaves[1])
+
+    @abc.abstractmethod
+    def expectation(
+        self,
+        objective: Objective,
+        outputs: Any,
+        batch: Batch,
+        contribution: Callable[[Any], Any],
+    ) -> Any:
+        """Sum of contributions over the cotangents that stand for the expectation over labels.
+
+        Args:
+            objective: The objective.
+            outputs: Outputs of the model.
+            batch: The batch.
+            contribution: From a cotangent of the outputs, for the *mean* loss, to the summands.
+
+        Memory:
+            ``chunk`` times that of one backward pass and its summands, plus their sum.
+        """
+
+    def gathered(
+        self,
+        objective: Any,
+        at: Linearised,
+        batch: Any,
+        outputs: Callable[[Mapping[str, Any]], Any],
+    ) -> Any:
+        """The output sides of a linearised program.
+
+        Args:
+            objective: The objective, or a scalar loss.
+            at: The program at one point; its own backward pass has run.
+            batch: The batch.
+            outputs: From the statistics that a backward pass emits to the output sides.
+        """
+        return self.expectation(
+            objective, at.outputs, batch, lambda cotangent: outputs(at.vjp(cotangent))
+        )
+
+    @property
+    def concurrent(self) -> int:
+        """How many backward passes' output sides are alive beside their sum."""
+        return self.chunk
+
+    def bound(self, key: Any, labels: Any, batch: Batch) -> "Estimator":
+        """With the key or the labels of one call.
+
+        Raises:
+            ValueError: neither is there where labels are drawn; or labels that nothing wants,
+                or that do not fit the targets.
+        """
+        if self.samples_labels and key is None and labels is None:
+            raise ValueError(f'fisher="{self.name}" samples labels: pass key=, or labels=')
+        if labels is not None:
+            self._check_labels(labels, batch)
+        return dataclasses.replace(self, key=key if self.samples_labels else None, labels=labels)
+
+    def _check_labels(self, labels: Any, batch: Batch) -> None:
+        if not self.samples_labels:
+            raise ValueError(f'labels= are for fisher="mc", and this is fisher={self.name!r}')
+        check_array("labels", labels)
+        if labels.shape[1:] != batch.targets.shape or not len(labels):
+            raise ValueError(
+                f"labels have shape {labels.shape}, expected (samples, *targets), "
+                f"(samples, {', '.join(map(str, batch.targets.shape))})"
+            )
+
+    def by_example(self, number: int) -> "Estimator":
+        """One for each of ``number`` examples, stacked: each for a batch of that example alone."""
+        key, labels = self.key, self.labels
+        if labels is not None:
+            examples_first = jnp.moveaxis(labels, 1, 0)
+            return dataclasses.replace(self, key=None, labels=examples_first[:, :, None])
+        if key is None:
+            return self
+        keys = jax.random.split(jax.random.fold_in(key, LABELS), number)
+        return dataclasses.replace(self, key=keys)
+
+
+def check_label_values(objective: Objective, outputs: Any, labels: Any, mask: Any) -> None:
+    """Refuse labels that the likelihood refuses as targets, where their values are known."""
+    if isinstance(labels, Tracer):
+        return
+    with jax.ensure_compile_time_eval():  # inside a trace a slice of what is known is traced
+        each = list(labels)
+    for targets in each:
+        objective.check(outputs, targets, mask)

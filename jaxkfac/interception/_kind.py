@@ -1,0 +1,190 @@
+"""What a kind of layer says of itself, and the kinds that are known.
+
+The walk over a program asks the kind that reads a primitive whether an equation is a use of it.
+Whoever gathers statistics asks the kind of a use for its rows. So a kind is one class, and this
+is all that the rest of the library knows of it. The kinds themselves are in ``jaxkfac.kinds``.
+"""
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from jaxkfac.interception._axes import Atoms, AxisTable
+
+if TYPE_CHECKING:
+    from jaxkfac.interception._rewrite import Site
+    from jaxkfac.interception._values import Use, Value
+else:
+    Site = Use = Value = Any
+
+Axes = tuple[Atoms, ...]
+
+
+class Kind(abc.ABC):
+    """A kind of layer: one operation in which a parameter meets data linearly.
+
+    Attributes:
+        name: As in ``Layer.kind``.
+        primitives: The equations that it reads; no other kind reads them.
+        entries: The entries of its slots; see ``SlotEntry``.
+        rank: Which block answers for a parameter that has several: the lowest.
+        suffix: What a further block of the same parameter is called, behind ``@``.
+        elementwise: Whether each element of the parameter meets data by itself: the block is a
+            diagonal, or one dense matrix, and has no input side.
+        inserts: Whether the parameter stands beside data rather than times it: several may in one
+            equation, and where the result is a scalar it is a penalty.
+        product: Whether its result is a product of rows: a bias may be joined to it, and its rows
+            may be constants.
+        diagonal_inputs: Whether the input side is a diagonal.
+        by_position: Whether its rows are positions under either sharing.
+        stacks_outputs: Whether a free axis may be read as a stack of experts.
+        packs_inputs: Whether its input rows lie as a matrix, so that panels of their second
+            moment can be gathered.
+        reads_encoded: Whether it takes a parameter that is held in another form than an array.
+        covered: Whether it is gathered in the gradient's backward pass.
+    """
+
+    name: ClassVar[str]
+    primitives: ClassVar[frozenset[str]] = frozenset()
+    entries: ClassVar[Mapping[str, Any]] = {}
+    rank: ClassVar[int] = 0
+    suffix: ClassVar[str]
+    elementwise: ClassVar[bool] = False
+    inserts: ClassVar[bool] = False
+    product: ClassVar[bool] = False
+    diagonal_inputs: ClassVar[bool] = False
+    by_position: ClassVar[bool] = False
+    stacks_outputs: ClassVar[bool] = False
+    packs_inputs: ClassVar[bool] = False
+    reads_encoded: ClassVar[bool] = False
+    covered: ClassVar[bool] = True
+
+    # -- finding ----------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def find(
+        self,
+        table: AxisTable,
+        eqn: Any,
+        ins: Sequence[Value],
+        positions: Sequence[int],
+        scope: tuple[int, ...],
+    ) -> "list[Use] | str":
+        """The uses in an equation, or in words why there is none.
+
+        Args:
+            table: The axis atoms.
+            eqn: An equation of one of its primitives.
+            ins: What is known of the operands.
+            positions: Which of them are views of parameters: one, unless the kind ``inserts``.
+            scope: Identities of the scans around the equation.
+        """
+
+    @abc.abstractmethod
+    def place(self, use: Use, axes: Axes) -> None:
+        """Take note of the axes of the result."""
+
+    def product_axes(self, use: Use, ndim: int) -> tuple[Atoms | None, ...] | None:
+        """For each axis of a product, the parameter axis it comes from; ``None`` if it is none."""
+        return None
+
+    def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
+        """How the equation reads its data operand; uses that agree share their inputs.
+
+        Args:
+            use: The use.
+            place: From an axis to its positions in the parameter's own order.
+        """
+        raise NotImplementedError(f"{self.name!r} has no input side")
+
+    # -- statistics of one use, in its backward pass ----------------------------------
+
+    def gradient(self, use: Use, operands: Sequence[Any], cotangent: Any) -> Any:
+        """Of an elementwise kind: the parameter's gradient at each position, before any sum."""
+        raise NotImplementedError(f"{self.name!r} is not elementwise")
+
+    def input_rows(self, site: Site, use: Use, operands: Sequence[Any], weights: Any) -> Any:
+        """The rows that a use reads, as ``Rows``; those that ``weights`` leave out are zero."""
+        raise NotImplementedError(f"{self.name!r} has no rows of inputs")
+
+    def output_rows(self, site: Site, use: Use, cotangent: Any, weights: Any) -> Any:
+        """The cotangent of its result, likewise."""
+        raise NotImplementedError(f"{self.name!r} has no rows of outputs")
+
+    def summed_input_rows(self, site: Site, use: Use, operands: Any, weights: Any) -> Any:
+        """Rows for whoever wants their sums over positions only: those may be done already."""
+        return self.input_rows(site, use, operands, weights)
+
+    def input_moments(
+        self, site: Site, use: Use, like: Mapping[str, Any], operands: Any, weights: Any
+    ) -> dict[str, Any]:
+        """The entries of the input side: ``a``, ``a_count`` and, where it is wanted, ``a_sum``."""
+        raise NotImplementedError(f"{self.name!r} has no input side")
+
+    def second_moment(self, side: Any) -> Any:
+        """Sum of outer products of ``Rows``."""
+        raise NotImplementedError(f"{self.name!r} has no rows")
+
+    def both_sides(
+        self,
+        site: Site,
+        use: Use,
+        operands: Sequence[Any],
+        cotangent: Any,
+        weights: Any,
+        examples: Atoms | None,
+        like: Mapping[str, Any],
+    ) -> Any:
+        """Both sides of a use by example, with methods ``squares`` and ``gradients``.
+
+        Args:
+            site: The site of the use.
+            use: The use.
+            operands: Operands of the equation.
+            cotangent: Of its result.
+            weights: Which rows exist, with the axes of ``use.rows``.
+            examples: The atoms of the example axis; ``None`` where examples need not be told
+                apart.
+            like: The slot, for the stack.
+
+        Raises:
+            LostRowsError: the rows cannot be told apart by example.
+        """
+        raise NotImplementedError(f"{self.name!r} has no two sides")
+
+
+_KINDS: dict[str, Kind] = {}
+AnyKind = TypeVar("AnyKind", bound=Kind)
+
+
+def register_kind(cls: type[AnyKind]) -> type[AnyKind]:
+    """Make a kind of layer known; a decorator of its class.
+
+    The same class again (a cell of a notebook that is run twice) takes its own place.
+
+    Raises:
+        ValueError: another kind has its name, or reads one of its primitives.
+    """
+    for other in _KINDS.values():
+        if other.name == cls.name:
+            if _path(type(other)) != _path(cls):
+                raise ValueError(f"{cls.name!r} is the name of another kind of layer")
+        elif both := other.primitives & cls.primitives:
+            names = ", ".join(f"`{name}`" for name in sorted(both))
+            raise ValueError(f"{names} is read by the kind {other.name!r}, not by {cls.name!r}")
+    _KINDS[cls.name] = cls()
+    return cls
+
+
+def _path(cls: type[Kind]) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
+
+
+def kind_named(name: str) -> Kind:
+    """The kind called ``name``."""
+    return _KINDS[name]
+
+
+def kind_reading(primitive: str) -> Kind | None:
+    """The kind that reads an equation, if one does."""
+    return next((kind for kind in _KINDS.values() if primitive in kind.primitives), None)

@@ -1,0 +1,34 @@
+"""The kinds of layers, one class each: how a use is found, its rows, its squares, its slots."""
+
+from jaxkfac.kinds._bias import Bias
+from jaxkfac.kinds._convolution import Convolution
+from jaxkfac.kinds._dense import Dense
+from jaxkfac.kinds._elementwise import Elementwise
+from jaxkfac.kinds._embedding import Embedding
+from jaxkfac.kinds._moments import moments, packs, sum_to
+from jaxkfac.kinds._rows import Rows, by_example, in_own_order, masked
+from jaxkfac.kinds._scale import Scale
+from jaxkfac.kinds._squares import Array, Basis, rotate_gradients
+from jaxkfac.kinds._two_sided import TwoSided
+from jaxkfac.kinds._uncovered import Uncovered
+
+__all__ = [
+    "Array",
+    "Basis",
+    "Bias",
+    "Convolution",
+    "Dense",
+    "Elementwise",
+    "Embedding",
+    "Rows",
+    "Scale",
+    "TwoSided",
+    "Uncovered",
+    "by_example",
+    "in_own_order",
+    "masked",
+    "moments",
+    "packs",
+    "rotate_gradients",
+    "sum_to",
+]

@@ -1,0 +1,66 @@
+"""Biases: a parameter added to data, or put beside it."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxkfac.interception import Atoms, AxisTable, Data, Use, View, register_kind
+from jaxkfac.kinds._elementwise import Elementwise
+from jaxkfac.kinds._rows import Array
+
+
+@register_kind
+class Bias(Elementwise):
+    """One that is added to a product which nothing else reads may be joined to it.
+
+    A class token put in front of data, or a table of positions, is a bias too.
+    """
+
+    name = "bias"
+    primitives = frozenset("add add_any sub concatenate select_n dynamic_update_slice pad".split())
+    suffix = "bias"
+    inserts = True
+
+    def find(
+        self,
+        table: AxisTable,
+        eqn: Any,
+        ins: Sequence[Any],
+        positions: Sequence[int],
+        scope: tuple[int, ...],
+    ) -> list[Use] | str:
+        if eqn.primitive.name == "select_n" and 0 in positions:
+            return "is the predicate of `select_n`"
+        return [self._insertion(table, eqn, ins, position, scope) for position in positions]
+
+    def gradient(self, use: Use, operands: Sequence[Any], cotangent: Array) -> Array:
+        return cotangent
+
+    def _insertion(
+        self, table: AxisTable, eqn: Any, ins: Sequence[Any], position: int, scope: tuple[int, ...]
+    ) -> Use:
+        use = Use(self, eqn, position, ins[position], scope)
+        others = [v for v in ins if isinstance(v, Data)]
+        if eqn.primitive.name in ("add", "add_any") and len(others) == 1:
+            use.data, use.rows = others[0], others[0].axes
+            if others[0].product is not None and _is_its_bias(table, use.view, others[0]):
+                use.join = others[0].product
+        return use
+
+
+def _is_its_bias(table: AxisTable, view: View, product: Data) -> bool:
+    """Whether the view's own axes lie exactly on the free axes of the product's parameter."""
+    if view.axes is None or view.reversed or view.scaled or product.product is None:
+        return False
+    if [c.walker for c in view.consumed] != [c.walker for c in product.product.view.consumed]:
+        return False
+    return len(view.axes) == len(product.product_axes) and all(
+        _owned(table, mine) == (1 if free is None else _owned(table, free))
+        for mine, free in zip(view.axes, product.product_axes, strict=True)
+    )
+
+
+def _owned(table: AxisTable, axis: Atoms) -> int:
+    """How many elements of the parameter itself an axis runs over."""
+    atoms = table.atoms(axis)
+    return math.prod(table.size(a) for a in atoms if "parameter" in table.kinds(a))

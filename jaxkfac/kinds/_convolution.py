@@ -1,0 +1,160 @@
+"""Convolutions: every output position is a row, and reads one patch of the signal."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxkfac.interception import (
+    Atoms,
+    Axes,
+    AxisTable,
+    Site,
+    Use,
+    matrix_problem,
+    order_problem,
+    register_kind,
+    reversal,
+)
+from jaxkfac.kinds import _moments
+from jaxkfac.kinds._both_sides import BothSides, aligned, split_examples
+from jaxkfac.kinds._patches import over_patches, patches_of, summed_patches
+from jaxkfac.kinds._rows import Array, Rows
+from jaxkfac.kinds._two_sided import TwoSided
+
+
+@register_kind
+class Convolution(TwoSided):
+    """Channels and kernel points are inputs, feature groups a stack.
+
+    All patches at once are as many copies of the signal as the kernel has points: statistics are
+    summed over runs of positions instead.
+    """
+
+    name = "conv"
+    primitives = frozenset(("conv_general_dilated",))
+    suffix = "transposed"
+    product = True
+
+    def find(
+        self,
+        table: AxisTable,
+        eqn: Any,
+        ins: Sequence[Any],
+        positions: Sequence[int],
+        scope: tuple[int, ...],
+    ) -> list[Use] | str:
+        (position,) = positions
+        view, p = ins[position], eqn.params
+        if position != 1:
+            return "is the signal, not the kernel, of `conv_general_dilated`"
+        if p["batch_group_count"] != 1:
+            return "is the kernel of a `conv_general_dilated` whose examples are grouped"
+        if problem := matrix_problem(table, view, "conv_general_dilated"):
+            return problem
+        numbers, groups = p["dimension_numbers"], p["feature_group_count"]
+        out, channels, *spatial = (view.axes[d] for d in numbers.rhs_spec)
+        # A kernel that is back to front along a whole spatial axis reads its patches that way.
+        order = [reversal(table, view, axis) for axis in spatial]
+        straight = [out, channels, *(a for a, o in zip(spatial, order, strict=True) if o == "part")]
+        if problem := order_problem(table, view, straight, "conv_general_dilated"):
+            return problem
+        outputs = eqn.invars[1].aval.shape[numbers.rhs_spec[0]]
+        parts = table.regroup([out], [groups, outputs // groups])
+        if parts is None:
+            return (
+                f"has outputs that do not split into the {groups} groups of `conv_general_dilated`"
+            )
+        use = Use(self, eqn, position, view, scope, data=ins[0])
+        use.in_axes = (channels, *spatial)
+        use.batch_axes = tuple((a,) for a in table.atoms(parts[0]))
+        use.groups = tuple(table.size(a) for a in table.atoms(parts[0]))
+        use.out_axes = (parts[1],)
+        use.reversed = tuple(o == "whole" for o in order)
+        return [use]
+
+    def place(self, use: Use, axes: Axes) -> None:
+        numbers = use.eqn.params["dimension_numbers"]
+        use.rows = tuple(axes[d] for d in (numbers.out_spec[0], *numbers.out_spec[2:]))
+
+    def product_axes(self, use: Use, ndim: int) -> tuple[Atoms | None, ...]:
+        out: list[Atoms | None] = [None] * ndim
+        channels = tuple(a for axis in (*use.batch_axes, *use.out_axes) for a in axis)
+        out[use.eqn.params["dimension_numbers"].out_spec[1]] = channels
+        return tuple(out)
+
+    def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
+        p = use.eqn.params
+        keys = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
+        inputs = [place(a) for a in use.in_axes]
+        kernel = use.eqn.invars[1].aval.shape
+        sizes = [kernel[d] for d in p["dimension_numbers"].rhs_spec[1:]]
+        return repr((*(p[k] for k in keys), inputs, sizes, use.reversed, use.groups))
+
+    def inputs(self, site: Site, use: Use, operands: Sequence[Any]) -> Rows:
+        """All patches: give it a few examples at a time."""
+        return patches_of(site.eqn, use, operands)
+
+    def outputs(self, site: Site, use: Use, cotangent: Array) -> Rows:
+        examples, channels, *spatial = site.eqn.params["dimension_numbers"].out_spec
+        groups, shape = len(use.groups), cotangent.shape
+        x = cotangent.reshape(*shape[:channels], *use.groups, -1, *shape[channels + 1 :])
+        rows = tuple(d + groups if d > channels else d for d in (examples, *spatial))
+        batch = tuple(range(channels, channels + groups))
+        return Rows(x, rows, batch, ((channels + groups, use.out_axes[0]),))
+
+    def over_input_rows(
+        self,
+        site: Site,
+        use: Use,
+        operands: Sequence[Any],
+        weights: Array | None,
+        statistic: Callable[[Rows, Array | None], Any],
+    ) -> Any:
+        return over_patches(site.eqn, use, operands, weights, statistic)
+
+    def summed_input_rows(self, site: Site, use: Use, operands: Any, weights: Array | None) -> Rows:
+        return summed_patches(site.eqn, use, operands, weights)
+
+    def second_moment(self, side: Rows) -> Array:
+        return _moments.sum_over_patches(side)
+
+    def both_sides(
+        self,
+        site: Site,
+        use: Use,
+        operands: Sequence[Any],
+        cotangent: Array,
+        weights: Array | None,
+        examples: Atoms | None,
+        like: Mapping[str, Any],
+    ) -> BothSides:
+        """Patches exist for one chunk of examples at a time; until then the signal stands."""
+        numbers = site.eqn.params["dimension_numbers"]
+        first = (numbers.lhs_spec[0], numbers.out_spec[0], 0)
+        kernel, number = operands[1], use.rows[0]
+
+        def apart(x: Array, axis: int) -> Array:
+            """The axis of the batch first, split into examples and what else lies in it."""
+            x = jnp.moveaxis(x, axis, 0)
+            alone = dataclasses.replace(use, rows=(number,))
+            return split_examples(site, alone, x, num_rows=1, examples=examples)
+
+        parts = (operands[0], cotangent, weights)
+        arrays = tuple(
+            None if x is None else apart(x, axis) for x, axis in zip(parts, first, strict=True)
+        )
+
+        def rows(chunk: Any) -> tuple[Array, Array]:
+            size = len(chunk[0])
+            signal, outputs, there = (
+                None if x is None else jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, axis)
+                for x, axis in zip(chunk, first, strict=True)
+            )
+            x = aligned(site, use, self.input_rows(site, use, [signal, kernel], there))
+            g = aligned(site, use, self.output_rows(site, use, outputs, there))
+            lead = len(use.rows)
+            return tuple(y.reshape(size, -1, *y.shape[lead:]) for y in (x, g))
+
+        return BothSides(arrays, examples is not None, rows)

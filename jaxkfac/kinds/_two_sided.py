@@ -1,0 +1,98 @@
+"""What kinds with a Kronecker block have in common: input rows and output rows."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from jaxkfac.interception import Atoms, Axes, Kind, Site, SlotEntry, Use
+from jaxkfac.kinds._both_sides import BothSides, TokenRows, aligned, split_examples, stack_of_slot
+from jaxkfac.kinds._moments import input_moments, sum_of_outer_products
+from jaxkfac.kinds._rows import Array, Rows
+
+
+class TwoSided(Kind):
+    """A kind whose parameter is a matrix between input rows and output rows.
+
+    A new one says how it is found (``find``, ``reading``), and gives ``inputs`` and ``outputs``.
+    """
+
+    entries: ClassVar = {
+        "a": SlotEntry(2),  # second moment of input rows
+        "a_sum": SlotEntry(1),  # their sum
+        "a_count": SlotEntry(0),
+        "a_rows": SlotEntry(1),  # their sum by example
+        "a_numbers": SlotEntry(0),
+        # What a constant times the parameter leaves alone: the cotangent of the product.
+        "g": SlotEntry(0),
+        "g_rows": SlotEntry(0),
+    }
+
+    def place(self, use: Use, axes: Axes) -> None:
+        """Its rows are those of the data operand."""
+
+    def inputs(self, site: Site, use: Use, operands: Sequence[Any]) -> Rows:
+        """What it reads."""
+        raise NotImplementedError
+
+    def outputs(self, site: Site, use: Use, cotangent: Array) -> Rows:
+        """The cotangent of what it returns."""
+        raise NotImplementedError
+
+    def input_rows(
+        self, site: Site, use: Use, operands: Sequence[Any], weights: Array | None
+    ) -> Rows:
+        return self.inputs(site, use, operands).masked(weights)
+
+    def output_rows(self, site: Site, use: Use, cotangent: Array, weights: Array | None) -> Rows:
+        return self.outputs(site, use, cotangent).masked(weights)
+
+    def over_input_rows(
+        self,
+        site: Site,
+        use: Use,
+        operands: Sequence[Any],
+        weights: Array | None,
+        statistic: Callable[[Rows, Array | None], Any],
+    ) -> Any:
+        """A statistic of input rows, summed over the pieces in which the rows are formed.
+
+        Args:
+            site: The site of the use.
+            use: The use.
+            operands: The equation's operands.
+            weights: Which rows exist, with the axes of ``use.rows``.
+            statistic: From rows, and which of them exist, to a tree of arrays that is a sum over
+                rows. Rows that do not exist are zero.
+        """
+        return statistic(self.input_rows(site, use, operands, weights), weights)
+
+    def input_moments(
+        self, site: Site, use: Use, like: Mapping[str, Any], operands: Any, weights: Array | None
+    ) -> dict[str, Any]:
+        def sums(side: Rows, there: Array | None) -> dict[str, Any]:
+            return input_moments(site, use, like, side, there)
+
+        return self.over_input_rows(site, use, operands, weights, sums)
+
+    def second_moment(self, side: Rows) -> Array:
+        return sum_of_outer_products(side)
+
+    def both_sides(
+        self,
+        site: Site,
+        use: Use,
+        operands: Sequence[Any],
+        cotangent: Array,
+        weights: Array | None,
+        examples: Atoms | None,
+        like: Mapping[str, Any],
+    ) -> BothSides | TokenRows:
+        split = functools.partial(
+            split_examples, site, use, num_rows=len(use.rows), examples=examples
+        )
+        stack = stack_of_slot(like)
+        g = aligned(site, use, self.output_rows(site, use, cotangent, weights), stack)
+        x = aligned(site, use, self.input_rows(site, use, operands, weights), stack)
+        if examples is None:
+            return BothSides((x, g), by_example=False)
+        return BothSides((split(x), split(g)), by_example=True)
