@@ -191,7 +191,8 @@ def multi_steps(
         own = accumulators(wide)
         accumulation = state.accumulation._replace(acc_grads=own.load(held))
         with jax.numpy_dtype_promotion("standard"):  # optax multiplies arrays by booleans
-            total, accumulation = multi(wide).update(own.folded(sums), accumulation)
+            found, accumulation = multi(wide).update(own.folded(sums), accumulation)
+        total: Any = found
         accumulation = accumulation._replace(acc_grads=own.save(accumulation.acc_grads))
         ended = jnp.asarray(multi(wide).has_updated(accumulation))
         some = total["terms"] > 0
