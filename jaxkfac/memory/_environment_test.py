@@ -87,6 +87,7 @@ def test_a_missing_cpu_backend_is_a_problem(monkeypatch):
         (f"{os.getpid()}, 512 MiB\n7, 9000 MiB\n", "7 (9000 MiB)"),
         (None, "unknown"),
     ],
+    ids=["nobody", "this one", "another", "no driver"],  # a PID is another one in each worker
 )
 def test_other_processes_on_the_gpu_are_those_of_the_driver_but_this_one(
     monkeypatch, rows, expected

@@ -1,0 +1,78 @@
+"""Bytes of programs in both frameworks, without a clock and, but for one function, a heap."""
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+
+from jaxkfac.memory import track
+from torch_ref.memory import track_storages
+
+MIB, GB = 2**20, 10**9
+
+
+class Storages(NamedTuple):
+    """What the storages that a program makes come to.
+
+    Attributes:
+        peak: The most at once, in MiB.
+        left: Alive when the program has returned, its result among them, in MiB.
+        calls: How often each operation ran.
+        host_tensors: Tensors made of Python numbers.
+    """
+
+    peak: float
+    left: float
+    calls: Counter[str]
+    host_tensors: int
+
+
+def storages(work: Callable[[], Any], device: str = "cpu") -> Storages:
+    """Count PyTorch's storages on a device while a program runs."""
+    gc.collect()
+    gc.disable()  # what only the collector would free is held, always
+    try:
+        with track_storages(device) as seen:
+            out = work()
+            left = seen.live_bytes
+        del out
+    finally:
+        gc.enable()
+    return Storages(seen.peak_bytes / MIB, left / MIB, seen.calls, seen.host_tensors)
+
+
+def compiled(function: Callable[..., Any], *arguments: Any, outputs: bool = True) -> float:
+    """Temporaries, and outputs that reuse no argument, of a compiled program, in MiB."""
+    jitted = function if hasattr(function, "lower") else jax.jit(function)
+    return of_program(jitted.lower(*arguments).compile(), outputs=outputs)
+
+
+def of_program(program: Any, *, outputs: bool = True) -> float:
+    """The same of what has been compiled."""
+    memory = program.memory_analysis()
+    made = memory.output_size_in_bytes - memory.alias_size_in_bytes if outputs else 0
+    return (memory.temp_size_in_bytes + made) / MIB
+
+
+def tree_bytes(tree: Any) -> int:
+    """Of all arrays, or shapes of arrays, in a tree."""
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def parameter_bytes(model: torch.nn.Module) -> int:
+    """Of a model's parameters."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def resident(work: Callable[[], Any]) -> float:
+    """Peak of resident memory beyond what was there, in MiB; for a process of its own."""
+    with track("run") as stage:
+        out = jax.block_until_ready(work())
+    del out
+    if stage.resident_peak is None or stage.resident_before is None:
+        raise RuntimeError("this system does not say how much memory a process uses")
+    return max(stage.resident_peak.nbytes - stage.resident_before, 0) / MIB

@@ -1,0 +1,265 @@
+"""Claims of the clipped eigenvalues and the matrix that is put together from them."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from benchmarks._documents._bytes import MIB, compiled, storages
+from benchmarks._documents._claim import Claim, Context, Measured
+from benchmarks._documents._kfac_7b import collecting, figure
+from benchmarks._documents._rules import Agrees, Lies, Occurs, Removed, Unchanged
+from jaxkfac.linalg import eigh_clipped, from_spectrum
+from torch_ref import unfixed
+from torch_ref.linalg import decompose, rebuild
+
+SIDE = 1024
+DOCUMENTED = 4096  # rows of the document's example
+LARGE = 4 * DOCUMENTED**2 / MIB  # one matrix of them in float32, MiB
+
+
+def decomposed(device: str, side: int = SIDE) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvalues and orthogonal vectors; no solver is needed for that."""
+    torch.manual_seed(0)
+    values = torch.rand(side, device=device) + 0.1
+    rows = torch.linalg.qr(torch.randn(side, 64, device=device)).Q
+    return values, torch.eye(side, device=device) - 2 * rows @ rows.mT
+
+
+def rebuilt(context: Context) -> Measured:
+    """Bytes made before anything is on the host, of one matrix: on the device, on the host."""
+    values, vectors = decomposed(context.device)
+    before = storages(lambda: rebuild(values, vectors), context.device).peak
+    # What is sent to the host is sent first; the device is asked for nothing beside it.
+    after = storages(lambda: (vectors.cpu(), values.cpu()), context.device).peak
+    return Measured(before, after, "MiB")
+
+
+def jax_rebuilt(context: Context) -> Measured:
+    values, vectors = jnp.ones(SIDE), jnp.eye(SIDE)
+    return Measured(compiled(from_spectrum, values, vectors), 0.0, "MiB")
+
+
+def transposed(context: Context) -> Measured:
+    _, vectors = decomposed(context.device)
+    made = storages(vectors.t, context.device).peak
+    return Measured(made * (DOCUMENTED / SIDE) ** 2, unit="MiB")
+
+
+def jax_transposed(context: Context) -> Measured:
+    """Temporaries of a product with the transposed matrix."""
+    x = jnp.eye(SIDE)
+    made = compiled(lambda a: a @ a.T, x, outputs=False)
+    return Measured(made * (DOCUMENTED / SIDE) ** 2, unit="MiB")
+
+
+def scaled(context: Context) -> Measured:
+    values, vectors = decomposed(context.device)
+    made = storages(lambda: vectors * values.unsqueeze(0), context.device).peak
+    return Measured(made * (DOCUMENTED / SIDE) ** 2, unit="MiB")
+
+
+def whole(context: Context) -> Measured:
+    """Vectors, scaled vectors and the result."""
+    values, vectors = decomposed(context.device)
+    made = storages(lambda: rebuild(values, vectors), context.device).peak
+    return Measured(made * (DOCUMENTED / SIDE) ** 2 + LARGE, unit="MiB")
+
+
+def jax_whole(context: Context) -> Measured:
+    made = compiled(from_spectrum, jnp.ones(SIDE), jnp.eye(SIDE))
+    return Measured(made * (DOCUMENTED / SIDE) ** 2 + LARGE, unit="MiB")
+
+
+def over_layers(context: Context) -> Measured:
+    """Peak of one layer, and of eight in a row that are each dropped when used."""
+    values, vectors = decomposed(context.device)
+
+    def layers(count: int) -> None:
+        for _ in range(count):
+            rebuild(values, vectors)
+
+    one, eight = (storages(lambda n=n: layers(n), context.device).peak for n in (1, 8))
+    return Measured(one, eight, "MiB")
+
+
+def places(context: Context) -> Measured:
+    """The matrix put together by NumPy's product on the host, and by PyTorch's on the device."""
+    return Measured(_difference(rebuild(*decomposed(context.device, 256)).cpu().numpy()))
+
+
+def jax_places(context: Context) -> Measured:
+    values, vectors = (jnp.asarray(x.numpy()) for x in decomposed("cpu", 256))
+    return Measured(_difference(np.asarray(from_spectrum(values, vectors))))
+
+
+def _difference(found: np.ndarray) -> float:
+    """Relative, from NumPy's product."""
+    values, vectors = (x.numpy() for x in decomposed("cpu", 256))
+    host = (vectors * values) @ vectors.T
+    return float(np.linalg.norm(found - host) / np.linalg.norm(host))
+
+
+def seconds_on_the_host(context: Context) -> Measured:
+    values, vectors = decomposed("cpu", DOCUMENTED)
+    rebuild(values, vectors)
+    taken = []
+    for _ in range(3):
+        start = time.perf_counter()
+        rebuild(values, vectors)
+        taken.append(time.perf_counter() - start)
+    return Measured(1e3 * sorted(taken)[1], unit="ms")
+
+
+def jax_seconds_on_the_host(context: Context) -> Measured:
+    program = jax.jit(from_spectrum)
+    values, vectors = (jnp.asarray(x.numpy()) for x in decomposed("cpu", DOCUMENTED))
+    program(values, vectors).block_until_ready()
+    taken = []
+    for _ in range(3):
+        start = time.perf_counter()
+        program(values, vectors).block_until_ready()
+        taken.append(time.perf_counter() - start)
+    return Measured(1e3 * sorted(taken)[1], unit="ms")
+
+
+def slower(context: Context) -> Measured:
+    """The document's own 5 ms, and the lower of its 10 to 15 ms, in per cent of the first."""
+    return Measured(100 * (10 - 5) / 5, unit="%")
+
+
+def layers_left_out(context: Context) -> Measured:
+    """Layers that are not clipped, over all sizes of a network; a size beyond the device's too."""
+    factors = collecting("cpu", retain_graph=False)()
+    spectra = [
+        decompose(x, max_condition=1e3, damping=0.0) for f in factors.values() for x in (f.a, f.g)
+    ]
+    clipped = sum(bool((s.values.min() * 1.001e3 >= s.values.max()).item()) for s in spectra)
+    return Measured(float(2 * len(factors) - clipped), 0.0, "layers")
+
+
+def repeated(context: Context) -> Measured:
+    """Entries that differ between two runs."""
+    matrix = rebuild(*decomposed(context.device, 256))
+    runs = [unfixed.clip_and_rebuild(matrix, 1e3, rebuild_on_host=True) for _ in range(2)]
+    return Measured(float((runs[0] != runs[1]).sum()), 0.0, "entries")
+
+
+def jax_repeated(context: Context) -> Measured:
+    matrix = jnp.asarray(rebuild(*decomposed("cpu", 256)).numpy())
+
+    def clipped() -> jax.Array:
+        found = eigh_clipped(matrix, max_condition=1e3)
+        return from_spectrum(found.values, found.vectors)
+
+    runs = [clipped() for _ in range(2)]
+    return Measured(float((runs[0] != runs[1]).sum()), 0.0, "entries")
+
+
+CLAIMS = (
+    Claim(
+        "clipping/rebuild-on-device",
+        "Putting (Q λ) Qᵀ together on the host takes its temporaries off the device.",
+        Removed(),
+        "true",
+        "The device would hold the scaled vectors and the result, two matrices; the host then "
+        "holds those and a copy of the vectors, one more.",
+        rebuilt,
+        jax_rebuilt,
+    ),
+    Claim(
+        "clipping/matrix-64mb",
+        "A float32 matrix of 4096 × 4096 takes 64 MB.",
+        Lies(64, 64),
+        "true",
+        "Exactly 64 MiB.",
+        figure(lambda: LARGE, "MiB"),
+        "the same arithmetic",
+    ),
+    Claim(
+        "clipping/transpose",
+        "The transposed vectors are another 64 MB.",
+        Occurs(),
+        "false",
+        "A transposed matrix is a view of the same storage, and the product reads it so.",
+        transposed,
+        jax_transposed,
+    ),
+    Claim(
+        "clipping/scaled-64mb",
+        "The scaled vectors are another 64 MB.",
+        Lies(64, 64),
+        "true",
+        "They are a matrix of their own.",
+        scaled,
+        "XLA may scale inside the product; from_spectrum's temporaries are in the row above",
+    ),
+    Claim(
+        "clipping/layer-200mb",
+        "One layer takes 200 MB in all.",
+        Lies(200, 200),
+        "true",
+        "Vectors, scaled vectors and the result: the sum is right, though two of its four parts "
+        "are not.",
+        whole,
+        jax_whole,
+    ),
+    Claim(
+        "clipping/sum-43gb",
+        "Over many layers this adds up to an allocation of 43 GB.",
+        Lies(8, 8),
+        "false",
+        "In units of one layer's peak, for eight layers: each layer's temporaries are freed "
+        "before the next one's are made, and one allocation is one tensor anyway.",
+        lambda context: Measured((m := over_layers(context)).after / m.before, unit="layers"),
+        "does not arise: one layer at a time is what `eigendecompose` dispatches",
+    ),
+    Claim(
+        "clipping/same-matrix",
+        "Where the product runs does not change the matrix, up to rounding.",
+        Agrees(1e-6),
+        "true",
+        "Relative difference in float32 from NumPy's product on the host.",
+        places,
+        jax_places,
+    ),
+    Claim(
+        "clipping/host-15ms",
+        "On the host a matrix of 4096 rows is put together in 10 to 15 ms.",
+        Lies(10, 15),
+        "false",
+        "2 n³ operations in 15 ms are 9 TFLOP/s, which this processor is far from.",
+        seconds_on_the_host,
+        jax_seconds_on_the_host,
+        alone=True,
+    ),
+    Claim(
+        "clipping/slower-20",
+        "The rebuild becomes 10 to 20 % slower.",
+        Lies(10, 20),
+        "false",
+        "By the document's own 5 ms on the device and 10 ms at best on the host it is 100 %.",
+        slower,
+        "the same arithmetic",
+    ),
+    Claim(
+        "clipping/every-layer",
+        "Every layer is clipped; none is left out.",
+        Unchanged(),
+        "true",
+        "Layers of the network whose eigenvalues are still below the bound.",
+        layers_left_out,
+        "every layer of the table has bases; what has none is an error",
+    ),
+    Claim(
+        "clipping/deterministic",
+        "The result is the same in every run.",
+        Unchanged(),
+        "true",
+        "Bit for bit, on one machine with one number of threads.",
+        repeated,
+        jax_repeated,
+    ),
+)

@@ -1,0 +1,175 @@
+"""The record as Markdown: a row for each claim, the budgets, and the page of the documentation."""
+
+from collections.abc import Mapping
+from typing import Any
+
+COLUMNS = ("id", "the document says", "PyTorch", "JAX", "verdict", "why")
+VERDICTS = ("true", "partly", "false", "needs a GPU")
+TITLES = {
+    "kfac-7b": "K-FAC analysis of a 7B model",
+    "clipping": "Clipped eigenvalues, put together on the host",
+    "flan-t5-xl": "Fine-tuning FLAN-T5-XL",
+    "few-shot": "Few-shot training with accumulated gradients",
+    "phi3-lora": "A Fourier adapter on Phi-3",
+}
+OUT_OF_SCOPE = (
+    ("flan-t5-xl", "notifications by webhook", "a training loop's own business"),
+    ("flan-t5-xl", "containers and their compose files", "deployment, not memory"),
+    ("flan-t5-xl", "2000 to 5000 samples a second from a loader in Rust", "another library's"),
+    ("phi3-lora", "how long each remedy takes to write", "not a property of a program"),
+    ("phi3-lora", "accuracy on OpenBookQA", "its data is not here; one run of 500 questions"),
+)
+
+
+def record_text(record: Mapping[str, Any]) -> str:
+    """``benchmarks/results/documents.md``."""
+    parts = [
+        "# Every figure of the five documents, answered",
+        "",
+        _circumstances(record),
+        "",
+        "Before → after are those of the document's own program and of its own remedy, in the unit",
+        "at the end. PyTorch's bytes are counted as storages are made and freed, JAX's as its",
+        "compiler plans them: no clock or heap has a part in them, except where resident memory or",
+        "time is the claim; then a process of its own measures it. The verdict follows from",
+        "PyTorch's numbers by the rule in `documents.json`; see `benchmarks/_documents/_rules.py`.",
+        "",
+        _counts(record),
+        "",
+        *_claims(record, heading="##"),
+        "## The two budgets",
+        "",
+        *_budgets(record),
+        "## Lessons of this project",
+        "",
+        "In none of the documents. Peaks, before and after.",
+        "",
+        *_lessons(record),
+        "## Out of scope",
+        "",
+        "Not claims about memory or time of a program here, and not counted above.",
+        "",
+        *_lines(("document", "what", "why"), OUT_OF_SCOPE),
+    ]
+    return "\n".join(parts)
+
+
+def page_text(record: Mapping[str, Any]) -> str:
+    """``docs/documents.md``, the page for readers."""
+    rows = record["claims"]
+    parts = [
+        "# What the documents got right and wrong",
+        "",
+        "jaxkfac began with five reports of people who ran out of GPU memory. Each says what went",
+        "wrong, what was changed, and how much it saved. We wrote every fault and every remedy",
+        "anew, measured both in PyTorch and in JAX, and let stated rules decide. This page is made",
+        f"from that record by `{record['command']}`.",
+        "",
+        _counts(record),
+        "",
+    ]
+    headings = {
+        "true": "What holds",
+        "partly": "What holds in part",
+        "false": "What does not hold",
+        "needs a GPU": "What only a GPU can decide",
+    }
+    for verdict in VERDICTS:
+        parts += [f"## {headings[verdict]}", ""]
+        parts += [
+            f"- **{row['text']}** {row['reason']} ({_numbers(row['torch'])}; `{row['name']}`)"
+            for row in rows
+            if row["verdict"] == verdict
+        ]
+        parts += [""]
+    parts += ["## The two budgets", "", *_budgets(record)]
+    parts += [
+        "## What does save memory",
+        "",
+        "Lessons of this project, in none of the documents.",
+        "",
+        *_lessons(record),
+        "## Where to go on",
+        "",
+        "- The whole record, with JAX's numbers: `benchmarks/results/documents.md`.",
+        "- What to do when memory runs out: [troubleshooting](troubleshooting.md).",
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def _circumstances(record: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {record[name]}" for name in ("python", "torch", "jax"))
+    where = f"{record['device']}, {record['cores']} cores ({record['machine']})"
+    return f"{record['date']}, {where}; {versions}. Made by `{record['command']}`."
+
+
+def _counts(record: Mapping[str, Any]) -> str:
+    verdicts = [row["verdict"] for row in record["claims"]]
+    found = ", ".join(f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts)
+    return f"{len(verdicts)} claims and figures: {found}."
+
+
+def _claims(record: Mapping[str, Any], *, heading: str) -> list[str]:
+    parts: list[str] = []
+    for document, title in TITLES.items():
+        rows = [row for row in record["claims"] if row["name"].startswith(document + "/")]
+        if rows:
+            cells = [
+                (
+                    f"`{row['name']}`",
+                    row["text"],
+                    _numbers(row["torch"]),
+                    _numbers(row["jax"]),
+                    row["verdict"],
+                    row["reason"],
+                )
+                for row in rows
+            ]
+            parts += [f"{heading} {title}", "", *_lines(COLUMNS, cells)]
+    return parts
+
+
+def _lessons(record: Mapping[str, Any]) -> list[str]:
+    cells = [
+        (row["text"], _numbers(row["torch"]), _numbers(row["jax"])) for row in record["lessons"]
+    ]
+    return _lines(("what", "PyTorch", "JAX"), cells)
+
+
+def _budgets(record: Mapping[str, Any]) -> list[str]:
+    parts: list[str] = []
+    for budget in record["budgets"]:
+        cells = [(name, _gb(claimed), _gb(planned)) for name, claimed, planned in budget["rows"]]
+        parts += [
+            f"### {budget['title']}",
+            "",
+            *_lines(("row", "document, GB", "`jaxkfac plan`, GB"), cells),
+            f"{budget['remark']} Made by `{budget['command']}`.",
+            "",
+        ]
+    return parts
+
+
+def _lines(columns: tuple[str, ...], cells: Any) -> list[str]:
+    rows = [columns, ("---",) * len(columns), *cells]
+    return [*("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+def _numbers(side: Any) -> str:
+    if side is None:
+        return "–"
+    if isinstance(side, str):
+        return side
+    numbers = [side["before"], *([] if side["after"] is None else [side["after"]])]
+    return f"{' → '.join(map(_number, numbers))} {side['unit']}".strip()
+
+
+def _number(value: float) -> str:
+    if value == int(value) and abs(value) < 1e7:
+        return f"{int(value):,}"
+    return f"{value:.3g}"
+
+
+def _gb(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
