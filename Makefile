@@ -101,7 +101,7 @@ lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PATH="$$PWD/$(BIN):$$PATH" $(BIN)/pyright
-	$(BIN)/lint-imports
+	PYTHONPATH=.ci $(BIN)/lint-imports
 
 format: $(VENV)/.stamp-test
 	$(BIN)/ruff check --fix .

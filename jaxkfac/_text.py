@@ -30,3 +30,12 @@ def aligned(rows: Sequence[Sequence[str]], *, width: int | None = None) -> list[
 def shortened(name: str, width: int) -> str:
     """The end of a name that is too long: it says which layer, the front which block."""
     return name if len(name) <= width else "…" + name[1 - width :]
+
+
+def number(value: float | int | None) -> str:
+    """Three significant digits, whole below 100,000; a dash for undefined or infinite."""
+    if value is None:
+        return "–"
+    if isinstance(value, int) or 999.5 <= abs(value) < 99_999.5:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.cli._interrupts import interrupts_deferred
-from jaxkfac.interception._paths import leaves_by_path, with_leaves
+from jaxkfac.interception import leaves_by_path, with_leaves
 
 PyTree = Any
 _SHOWN = 12

@@ -29,13 +29,13 @@ class DoctorArguments:
 
 def run_doctor(arguments: DoctorArguments) -> None:
     """Print the findings."""
-    from jaxkfac.memory._exhausted import PAGE
+    from jaxkfac.memory import TROUBLESHOOTING_PAGE
     from jaxkfac.report import versions
 
     findings = _findings()
     if arguments.json:
         plain = [finding._asdict() for finding in findings]
-        print(json.dumps({"findings": plain, "versions": versions(), "page": PAGE}))
+        print(json.dumps({"findings": plain, "versions": versions(), "page": TROUBLESHOOTING_PAGE}))
         return
     from rich.console import Console
     from rich.markup import escape
@@ -55,7 +55,7 @@ def run_doctor(arguments: DoctorArguments) -> None:
     console.print(f"versions: {found}", highlight=False)
     problems = sum(finding.problem for finding in findings)
     console.print(f"{problems} problems" if problems else "no problems", style="bold")
-    console.print(f"out of memory, or too slow: {PAGE}", highlight=False)
+    console.print(f"out of memory, or too slow: {TROUBLESHOOTING_PAGE}", highlight=False)
 
 
 def _findings() -> "list[Finding]":

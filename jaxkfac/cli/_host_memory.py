@@ -1,7 +1,6 @@
 """Main memory of a command at its end."""
 
-from jaxkfac.memory import Stage
-from jaxkfac.memory._resident import resident_bytes
+from jaxkfac.memory import Stage, resident_bytes
 
 
 def host_memory(stage: Stage) -> dict[str, int | None]:

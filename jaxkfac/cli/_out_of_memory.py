@@ -29,7 +29,7 @@ def answer(error: BaseException, arguments: Any) -> int:
         error: One for which ``jk.memory.is_out_of_memory`` is true.
         arguments: What the command was called with; ``None`` before they were read.
     """
-    from jaxkfac.memory._exhausted import PAGE, what_was_short
+    from jaxkfac.memory import TROUBLESHOOTING_PAGE, what_was_short
 
     doing = phases_of(error)
     where = f"while {doing}: " if doing else ""
@@ -40,7 +40,7 @@ def answer(error: BaseException, arguments: Any) -> int:
         advice = _advice(arguments)
     except Exception as reason:  # an answer without a plan is better than a second error
         advice = f"It could not be planned ({type(reason).__name__}). {GENERAL}"
-    _say(f"{advice}\nMore: {PAGE}; --debug shows where it happened.")
+    _say(f"{advice}\nMore: {TROUBLESHOOTING_PAGE}; --debug shows where it happened.")
     return EXIT_CODE
 
 

@@ -28,7 +28,7 @@ from jaxkfac.cli._options import Experiment, Optimizer, TrainArguments
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._problem import Problem, build_optimizer, digits_problem, find_layers
 from jaxkfac.cli._progress import progress, time_left
-from jaxkfac.interception._paths import leaves_by_path
+from jaxkfac.interception import leaves_by_path
 from jaxkfac.optim import KfacState
 from jaxkfac.report import (
     RunRecords,

@@ -23,7 +23,7 @@ from jaxkfac.curvature._layer_power import (
     solve,
     write_solved,
 )
-from jaxkfac.interception._paths import leaves_by_path, with_leaves
+from jaxkfac.interception import leaves_by_path, with_leaves
 from jaxkfac.linalg import Damping, DampingMode, check_damping, check_rcond
 
 PyTree = Any

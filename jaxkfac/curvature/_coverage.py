@@ -7,8 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkfac.interception import kind_named
-from jaxkfac.interception._layer import Layer, ParameterMatrix
+from jaxkfac.interception import Layer, ParameterMatrix, kind_named
 
 
 @dataclasses.dataclass(frozen=True)

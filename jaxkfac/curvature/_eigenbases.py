@@ -12,9 +12,8 @@ from jaxtyping import Array, Bool
 
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature._corrections import Corrections, clip_block
-from jaxkfac.factors._average import check_same_layers
-from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.interception._layer import Layer
+from jaxkfac.factors import BiasMode, Factors, check_same_layers
+from jaxkfac.interception import Layer
 from jaxkfac.linalg import Spectrum, clip_eigenvalues
 
 

@@ -20,7 +20,7 @@ from jaxkfac.curvature._placement import (
     matrices_that_fit,
 )
 from jaxkfac.curvature._sharding import put_result, result_sharding
-from jaxkfac.factors._factors import DiagonalFactor, Factors
+from jaxkfac.factors import DiagonalFactor, Factors
 from jaxkfac.linalg import Spectrum, check_clipping, eigh_checked, eigh_in_turn, eigh_on_host
 
 

@@ -12,7 +12,7 @@ from jaxkfac.curvature._eigenbases import (
     KroneckerEigenbasis,
     map_slices,
 )
-from jaxkfac.interception._layer import Layer, ParameterMatrix
+from jaxkfac.interception import Layer, ParameterMatrix
 from jaxkfac.linalg import (
     Damping,
     DampingMode,

@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from jax.core import Tracer
 
-from jaxkfac.memory._budget import free_bytes
+from jaxkfac.memory import free_bytes
 
 Placement = Literal["auto", "device", "host"]
 

@@ -4,7 +4,7 @@ from jaxtyping import Array
 
 from jaxkfac.curvature._batch import is_small, map_in_batches
 from jaxkfac.curvature._eigenbases import Eigenbases, KroneckerEigenbasis
-from jaxkfac.factors._factors import DiagonalFactor, KroneckerFactor
+from jaxkfac.factors import DiagonalFactor, KroneckerFactor
 from jaxkfac.linalg import Spectrum, from_spectrum
 
 _Place = tuple[str, str, bool]  # side, the name it is stored under, with the ones column

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
-from jaxkfac.memory._place import put
+from jaxkfac.memory import put_leaf
 
 
 class ResultSharding(NamedTuple):
@@ -42,7 +42,7 @@ def result_sharding(factor: Any) -> ResultSharding:
 
 def put_result(result: np.ndarray, like: ResultSharding) -> Array:
     """Put a host result where its factor lives, in memory of its own."""
-    return put(result, like.sharding)
+    return put_leaf(result, like.sharding)
 
 
 def detached(x: Any) -> Any:

@@ -1,23 +1,27 @@
 """Kronecker factors: objectives, Fisher types, collection, averages."""
 
-from jaxkfac.factors._average import update_average
+from jaxkfac.factors._average import check_decay, check_same_layers, update_average, zeros_like
 from jaxkfac.factors._budgeted import BudgetedCollector
 from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
 from jaxkfac.factors._diagonal_pass import per_example_diagonals
-from jaxkfac.factors._estimator import Estimator
+from jaxkfac.factors._estimator import LABEL_FOLD, Estimator, check_label_values
 from jaxkfac.factors._example_sums import gradient_rows
-from jaxkfac.factors._factors import DiagonalFactor, Factors, KroneckerFactor
-from jaxkfac.factors._fisher import FISHER_TYPES, estimator_of
+from jaxkfac.factors._factors import BiasMode, DiagonalFactor, Factors, KroneckerFactor
+from jaxkfac.factors._fisher import FISHER_TYPES, estimator_of, over_count
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from jaxkfac.factors._objective import Objective, as_batch
+from jaxkfac.factors._objective import Batch, Objective, as_batch, kept_targets, takes_key
+from jaxkfac.factors._passes import Pass, PassPlan, largest_budget, plan_passes, smallest_budget
 from jaxkfac.factors._program import Leaves, Program
 from jaxkfac.factors._statistics import Statistics
 from jaxkfac.factors._taps import Slot
 
 __all__ = [
     "FISHER_TYPES",
+    "LABEL_FOLD",
+    "Batch",
     "Bernoulli",
+    "BiasMode",
     "BudgetedCollector",
     "Categorical",
     "DiagonalFactor",
@@ -29,14 +33,26 @@ __all__ = [
     "Leaves",
     "Likelihood",
     "Objective",
+    "Pass",
+    "PassPlan",
     "Program",
     "Slot",
     "Statistics",
     "ValueGradAndFactors",
     "as_batch",
+    "check_decay",
+    "check_label_values",
+    "check_same_layers",
     "estimator_of",
     "gradient_rows",
+    "kept_targets",
+    "largest_budget",
+    "over_count",
     "per_example_diagonals",
+    "plan_passes",
+    "smallest_budget",
+    "takes_key",
     "update_average",
     "value_grad_and_factors",
+    "zeros_like",
 ]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
     Linearised = Any
 
-LABELS = 0x6C61  # folded into the caller's key for sampled labels
+LABEL_FOLD = 0x6C61  # folded into the caller's key for sampled labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Estimator(abc.ABC):
             return dataclasses.replace(self, key=None, labels=examples_first[:, :, None])
         if key is None:
             return self
-        keys = jax.random.split(jax.random.fold_in(key, LABELS), number)
+        keys = jax.random.split(jax.random.fold_in(key, LABEL_FOLD), number)
         return dataclasses.replace(self, key=keys)
 
 

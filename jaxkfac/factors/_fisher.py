@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac._checks import one_of
-from jaxkfac.factors._estimator import LABELS, Estimator, check_label_values
+from jaxkfac.factors._estimator import LABEL_FOLD, Estimator, check_label_values
 from jaxkfac.factors._objective import Batch, Objective
 from jaxkfac.linalg import statistics_dtype
 
@@ -57,7 +57,7 @@ class MonteCarlo(Estimator):
             check_label_values(objective, outputs, labels, batch.mask)
             total, samples = _sum(at_labels, labels, self.chunk), len(labels)
         else:
-            key = jax.random.fold_in(self.key, LABELS)
+            key = jax.random.fold_in(self.key, LABEL_FOLD)
             keys = key[None] if samples == 1 else jax.random.split(key, samples)
             sample = objective.likelihood.sample
             total = _sum(lambda k: at_labels(sample(k, outputs)), keys, self.chunk)

@@ -42,15 +42,26 @@ Example:
 """
 
 from jaxkfac.interception._axes import Atoms, AxisTable
-from jaxkfac.interception._compat import automatic, cast_varying, is_var, whole
+from jaxkfac.interception._compat import (
+    automatic,
+    body_of,
+    call_kind,
+    cast_varying,
+    evaluate,
+    is_var,
+    scan_counts,
+    scan_like,
+    whole,
+)
+from jaxkfac.interception._encoded import Absent, Encoded, decoded_shapes, encoded_paths, is_encoded
 from jaxkfac.interception._kind import Axes, Kind, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.interception._nnx import NnxApply, from_nnx
-from jaxkfac.interception._paths import leaves_by_path, with_leaves
+from jaxkfac.interception._paths import leaves_by_path, path_of, with_leaves
 from jaxkfac.interception._rewrite import Handler, Site
 from jaxkfac.interception._row_masks import RowMask, mark_rows
 from jaxkfac.interception._slots import Entries, SlotEntry
-from jaxkfac.interception._table import LayerTable
+from jaxkfac.interception._table import LayerTable, selector
 from jaxkfac.interception._trace import Traced, find_layers, trace
 from jaxkfac.interception._uses import matrix_problem, order_problem
 from jaxkfac.interception._values import Data, Use, View
@@ -58,10 +69,12 @@ from jaxkfac.interception._views import reversal
 from jaxkfac.interception._windows import Window, walked_by
 
 __all__ = [
+    "Absent",
     "Atoms",
     "Axes",
     "AxisTable",
     "Data",
+    "Encoded",
     "Entries",
     "Handler",
     "Kind",
@@ -77,17 +90,27 @@ __all__ = [
     "View",
     "Window",
     "automatic",
+    "body_of",
+    "call_kind",
     "cast_varying",
+    "decoded_shapes",
+    "encoded_paths",
+    "evaluate",
     "find_layers",
     "from_nnx",
+    "is_encoded",
     "is_var",
     "kind_named",
     "leaves_by_path",
     "mark_rows",
     "matrix_problem",
     "order_problem",
+    "path_of",
     "register_kind",
     "reversal",
+    "scan_counts",
+    "scan_like",
+    "selector",
     "trace",
     "walked_by",
     "whole",

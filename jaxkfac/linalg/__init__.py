@@ -35,6 +35,7 @@ from jaxkfac.linalg._kronecker import (
     out_of_eigenbasis,
     scale_in_eigenbasis,
 )
+from jaxkfac.linalg._packed import pack, packed_shape, unpack
 from jaxkfac.linalg._rcond import above_rcond, check_rcond, kronecker_above_rcond
 from jaxkfac.linalg._triangle import fold_triangle, unfold_triangle
 
@@ -66,10 +67,13 @@ __all__ = [
     "kronecker_damping",
     "kronecker_power",
     "out_of_eigenbasis",
+    "pack",
+    "packed_shape",
     "panel_shapes",
     "power_or_zero",
     "scale_in_eigenbasis",
     "statistics_dtype",
     "unfold_triangle",
+    "unpack",
     "unpack_panels",
 ]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._nonlinearity import Nonlinearity
 
 EPSILON = 1e-6  # keeps z / (|sigma| + EPSILON) finite

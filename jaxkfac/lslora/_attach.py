@@ -10,13 +10,19 @@ import numpy as np
 from jaxtyping import Array, Int, Key, PyTree, UInt32
 
 from jaxkfac._errors import UnknownLayerError, nearest
-from jaxkfac.factors._objective import takes_key
-from jaxkfac.interception._encoded import decoded_shapes, encoded_paths
-from jaxkfac.interception._layer import Layer
-from jaxkfac.interception._paths import leaves_by_path, with_leaves
-from jaxkfac.interception._rewrite import Handler, Site
-from jaxkfac.interception._slots import SlotEntry
-from jaxkfac.interception._trace import Traced, trace
+from jaxkfac.factors import takes_key
+from jaxkfac.interception import (
+    Handler,
+    Layer,
+    Site,
+    SlotEntry,
+    Traced,
+    decoded_shapes,
+    encoded_paths,
+    leaves_by_path,
+    trace,
+    with_leaves,
+)
 from jaxkfac.lslora._adapter import Adapter, Adapters, only_adapters
 from jaxkfac.lslora._bank import Bank
 from jaxkfac.lslora._branch import BranchOptions, adapted_product

@@ -7,12 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxkfac.interception import _compat
-from jaxkfac.interception._axes import Atoms
-from jaxkfac.interception._encoded import Absent
-from jaxkfac.interception._rewrite import Site
-from jaxkfac.interception._values import Use
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.interception import Absent, Atoms, Site, Use, cast_varying
+from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._activation import activation, width
 from jaxkfac.lslora._config import Placement
 from jaxkfac.lslora._nonlinearity import Nonlinearity
@@ -90,7 +86,7 @@ def branch(site: Site, operands: list[Operand | Absent], options: BranchOptions)
     use, slot = site.uses[0], site.slots[0]
     x = operands[1 - use.operand]
     assert not isinstance(x, Absent)  # it is the parameter that may be encoded
-    slot = jax.tree.map(lambda leaf: _compat.cast_varying(leaf, x), slot)
+    slot = jax.tree.map(lambda leaf: cast_varying(leaf, x), slot)
     if "key" in slot:
         x = _dropped(x, slot["key"], options, use)
     axes = ProductAxes.of(site, use, x, slot.get("index"), options.examples)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from jaxkfac.interception._rewrite import Site
+from jaxkfac.interception import Site
 from jaxkfac.lslora._activation import over_width
 from jaxkfac.lslora._adapter import Adapters, nonlinearities
 from jaxkfac.lslora._attach import Adapted

@@ -9,11 +9,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from jaxkfac._errors import UnknownLayerError, nearest
-from jaxkfac.interception._encoded import decoded_shapes, encoded_paths
-from jaxkfac.interception._layer import Layer
-from jaxkfac.interception._paths import leaves_by_path
-from jaxkfac.interception._table import LayerTable, selector
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.interception import (
+    Layer,
+    LayerTable,
+    decoded_shapes,
+    encoded_paths,
+    leaves_by_path,
+    selector,
+)
+from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._adapter import Adapter, Adapters
 from jaxkfac.lslora._attach import Adapted
 from jaxkfac.lslora._config import ALL_LINEAR, Config, RmsSigma

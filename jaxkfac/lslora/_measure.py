@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxkfac.interception._rewrite import Handler, Site
+from jaxkfac.interception import Handler, Site
 from jaxkfac.lslora._adapter import Adapters, only_adapters
 from jaxkfac.lslora._attach import Adapted
 from jaxkfac.lslora._branch import Branch, BranchOptions, add, branch

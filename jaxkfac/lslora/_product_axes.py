@@ -10,9 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxkfac._errors import LostRowsError
-from jaxkfac.interception._axes import Atoms
-from jaxkfac.interception._rewrite import Site
-from jaxkfac.interception._values import Use
+from jaxkfac.interception import Atoms, Site, Use
 from jaxkfac.lslora._adapter import OWN_AXES, Adapter
 
 Operand = Array | np.ndarray  # a tracer, or a constant of the program

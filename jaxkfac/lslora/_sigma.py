@@ -7,8 +7,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
-from jaxkfac.interception._rewrite import Site
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.interception import Site
+from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._adapter import Adapters, nonlinearities, only_adapters
 from jaxkfac.lslora._attach import Adapted
 from jaxkfac.lslora._branch import Branch

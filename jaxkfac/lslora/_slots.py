@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._adapter import OWN_AXES, Adapter, Adapters, only_adapters
 from jaxkfac.lslora._config import Config
 from jaxkfac.lslora._nonlinearity import Nonlinearity

@@ -6,7 +6,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._activation import EPSILON
 from jaxkfac.lslora._adapter import Adapters, only_adapters
 from jaxkfac.lslora._config import Config

@@ -1,5 +1,6 @@
 """Load, cast and place once; ask for room; say what ran out; watch peaks; find second copies."""
 
+from jaxkfac.memory._aligned import aligned_empty
 from jaxkfac.memory._budget import (
     MemoryBudgetError,
     bytes_text,
@@ -7,23 +8,38 @@ from jaxkfac.memory._budget import (
     free_host_bytes,
     require,
 )
-from jaxkfac.memory._cast import cast_once
+from jaxkfac.memory._cast import cast_once, checked_dtype
+from jaxkfac.memory._checkpoint_files import stored_tensors
 from jaxkfac.memory._duplicates import Duplicate, DuplicateReport, duplicate_report
 from jaxkfac.memory._environment import Finding, inspect_environment
-from jaxkfac.memory._exhausted import explain_out_of_memory, is_out_of_memory
-from jaxkfac.memory._load import load_safetensors
-from jaxkfac.memory._place import place_once
+from jaxkfac.memory._exhausted import (
+    TROUBLESHOOTING_PAGE,
+    explain_out_of_memory,
+    is_out_of_memory,
+    what_was_short,
+)
+from jaxkfac.memory._leaves import Target, check_targets
+from jaxkfac.memory._load import LeafSharding, load_safetensors
+from jaxkfac.memory._place import as_sharding, place_once, put_leaf
+from jaxkfac.memory._resident import resident_bytes
 from jaxkfac.memory._track import Peak, Stage, track
 
 __all__ = [
+    "TROUBLESHOOTING_PAGE",
     "Duplicate",
     "DuplicateReport",
     "Finding",
+    "LeafSharding",
     "MemoryBudgetError",
     "Peak",
     "Stage",
+    "Target",
+    "aligned_empty",
+    "as_sharding",
     "bytes_text",
     "cast_once",
+    "check_targets",
+    "checked_dtype",
     "duplicate_report",
     "explain_out_of_memory",
     "free_bytes",
@@ -32,6 +48,10 @@ __all__ = [
     "is_out_of_memory",
     "load_safetensors",
     "place_once",
+    "put_leaf",
     "require",
+    "resident_bytes",
+    "stored_tensors",
     "track",
+    "what_was_short",
 ]

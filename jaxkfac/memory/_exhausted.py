@@ -11,7 +11,7 @@ import numpy as np
 from jaxkfac.memory._budget import bytes_text, free_host_bytes
 from jaxkfac.memory._resident import resident_bytes
 
-PAGE = "docs/troubleshooting.md"
+TROUBLESHOOTING_PAGE = "docs/troubleshooting.md"
 
 _MARKS = re.compile(
     r"RESOURCE_EXHAUSTED.*(memory|alloca)|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
@@ -86,7 +86,7 @@ GENERAL = (
     "Try a smaller batch with more accumulation steps (jk.multi_steps), jax.checkpoint around "
     "blocks, parameters in bfloat16, jk.HostCurvature or max_factor_bytes= for factors; "
     "print(jk.plan_memory(...)) says which of them is enough. Look for other processes and "
-    f"second copies too: jaxkfac doctor, jk.memory.duplicate_report(). More: {PAGE}"
+    f"second copies too: jaxkfac doctor, jk.memory.duplicate_report(). More: {TROUBLESHOOTING_PAGE}"
 )
 
 

@@ -16,11 +16,11 @@ from jaxkfac.memory._checkpoint_files import StoredTensor, stored_tensors
 from jaxkfac.memory._leaves import Target, check_targets, release
 from jaxkfac.memory._place import as_sharding
 
-Where = Sharding | jax.Device | Callable[[str, tuple[int, ...]], Any]
+LeafSharding = Sharding | jax.Device | Callable[[str, tuple[int, ...]], Any]
 
 
 def load_safetensors(
-    path: str | Path, *, dtype: DTypeLike | None = None, sharding: Where | None = None
+    path: str | Path, *, dtype: DTypeLike | None = None, sharding: LeafSharding | None = None
 ) -> dict[str, jax.Array]:
     """Load a safetensors checkpoint, of one file or of shards, tensor by tensor.
 
@@ -78,7 +78,7 @@ def load_safetensors(
     }
 
 
-def _target(tensor: StoredTensor, wanted: Any, sharding: Where | None) -> Target:
+def _target(tensor: StoredTensor, wanted: Any, sharding: LeafSharding | None) -> Target:
     where = sharding
     if callable(sharding):
         where = sharding(tensor.name, tensor.shape)

@@ -66,7 +66,11 @@ def place_once(params: PyTree, sharding: PyTree, *, delete: bool = True) -> PyTr
     # donate=True and a sharding of another CPU device crashes the process (jax 0.10.2) as soon
     # as it is asked whether it is deleted. A transfer needs its source until the end anyway.
     return replace_once(
-        params, target_of, lambda leaf, t: put(leaf, t.sharding), what="place_once", delete=delete
+        params,
+        target_of,
+        lambda leaf, t: put_leaf(leaf, t.sharding),
+        what="place_once",
+        delete=delete,
     )
 
 
@@ -87,7 +91,7 @@ def lies_at(array: jax.Array, sharding: Sharding) -> bool:
     )
 
 
-def put(leaf: Any, sharding: Sharding | None) -> jax.Array:
+def put_leaf(leaf: Any, sharding: Sharding | None) -> jax.Array:
     """``device_put``, whose result shares no memory with a NumPy source."""
     placed = jax.device_put(leaf, sharding)
     if isinstance(leaf, np.ndarray) and _shares_memory(placed, leaf):

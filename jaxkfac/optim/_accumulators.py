@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxkfac._checks import one_of
-from jaxkfac.factors._factors import Factors
+from jaxkfac.factors import Factors
 from jaxkfac.linalg import fold_triangle, unfold_triangle
 
 PyTree = Any
@@ -115,7 +115,7 @@ class Accumulators:
         return jax.device_put(x, jax.memory.Space.Device) if host else x
 
 
-def checked_dtype(dtype: DTypeLike | None) -> Any:
+def checked_accumulator_dtype(dtype: DTypeLike | None) -> Any:
     """The dtype to keep sums in, or ``None``.
 
     Raises:

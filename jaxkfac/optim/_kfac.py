@@ -9,8 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from jaxkfac.curvature import Eigenbases, eigendecompose, identity_bases, natural_gradient
-from jaxkfac.factors._average import check_decay, check_same_layers, update_average, zeros_like
-from jaxkfac.factors._factors import Factors
+from jaxkfac.factors import Factors, check_decay, check_same_layers, update_average, zeros_like
 from jaxkfac.linalg import Damping, DampingMode, check_clipping
 from jaxkfac.optim._descent import (
     advance_momentum,

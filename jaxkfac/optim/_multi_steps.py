@@ -10,14 +10,13 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from jaxkfac.factors._average import check_same_layers
-from jaxkfac.factors._factors import Factors
+from jaxkfac.factors import Factors, check_same_layers
 from jaxkfac.optim._accumulators import (
     Accumulators,
     MemoryKind,
     check_memory,
     check_memory_kind,
-    checked_dtype,
+    checked_accumulator_dtype,
 )
 from jaxkfac.optim._trees import (
     all_finite,
@@ -145,7 +144,7 @@ def multi_steps(
         if every_k_schedule < 1:
             raise ValueError(f"every_k_schedule must be at least 1, got {every_k_schedule}")
         every_k_schedule = int(every_k_schedule)
-    kept = checked_dtype(accumulator_dtype)
+    kept = checked_accumulator_dtype(accumulator_dtype)
     check_memory_kind(accumulator_memory_kind)
     inner = optax.with_extra_args_support(tx)
 

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from jaxkfac.curvature import Eigenbases, Missing, apply_power
-from jaxkfac.curvature._apply import check_missing
+from jaxkfac.curvature import Eigenbases, Missing, apply_power, check_missing
 from jaxkfac.linalg import Damping, DampingMode
 from jaxkfac.optim._schedules import Schedule, at_step, check_scheduled_damping
 

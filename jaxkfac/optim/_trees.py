@@ -8,10 +8,9 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-from jaxkfac.curvature import covered_indices
-from jaxkfac.curvature._coverage import is_differentiable
-from jaxkfac.factors._factors import Factors
-from jaxkfac.interception._paths import path_of
+from jaxkfac.curvature import covered_indices, is_differentiable
+from jaxkfac.factors import Factors
+from jaxkfac.interception import path_of
 
 PyTree = Any
 

@@ -9,7 +9,7 @@ import jax
 
 from jaxkfac.curvature import WORKSPACE_MATRICES, Eigenbases, identity_bases
 from jaxkfac.curvature.host import HostBytes, HostOptions, service_bytes
-from jaxkfac.factors._passes import PassPlan, largest_budget, plan_passes, smallest_budget
+from jaxkfac.factors import PassPlan, largest_budget, plan_passes, smallest_budget
 from jaxkfac.linalg import Spectrum
 from jaxkfac.planning._program import TrainingProgram
 from jaxkfac.planning._shapes import nbytes

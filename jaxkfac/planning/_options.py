@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from jaxkfac import lslora
 from jaxkfac._errors import JaxkfacError
-from jaxkfac.factors import Objective
-from jaxkfac.factors._objective import takes_key
+from jaxkfac.factors import Objective, takes_key
 from jaxkfac.memory import bytes_text
 from jaxkfac.planning._program import TrainingProgram, first_line, shape_of_key
 from jaxkfac.planning._program_bytes import MemoryRows, MicroBatches, ProgramBytes

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from jaxkfac import lslora
 from jaxkfac._checks import at_least_one, one_of
 from jaxkfac.curvature.host import HostOptions
-from jaxkfac.optim._accumulators import MemoryKind, check_memory_kind, checked_dtype
+from jaxkfac.optim import MemoryKind, check_memory_kind, checked_accumulator_dtype
 from jaxkfac.planning._memory_plan import MemoryPlan
 from jaxkfac.planning._optimizer import optimizer_state
 from jaxkfac.planning._options import OPTION_NAMES
@@ -119,7 +119,7 @@ def plan_memory(
         accumulation_steps=accumulation_steps,
     )
     check_memory_kind(accumulator_memory_kind)
-    dtype = checked_dtype(accumulator_dtype)
+    dtype = checked_accumulator_dtype(accumulator_dtype)
     if max_factor_bytes is not None:
         at_least_one(max_factor_bytes=max_factor_bytes)
     params, batch = shapes_of(params), shapes_of(batch)

@@ -12,11 +12,8 @@ from jaxtyping import PyTree
 
 from jaxkfac import lslora
 from jaxkfac._errors import JaxkfacError
-from jaxkfac.factors import FactorCollector, Factors, value_grad_and_factors
-from jaxkfac.factors._objective import takes_key
-from jaxkfac.factors._passes import Pass
-from jaxkfac.interception import Layer
-from jaxkfac.interception._windows import Window
+from jaxkfac.factors import FactorCollector, Factors, Pass, takes_key, value_grad_and_factors
+from jaxkfac.interception import Layer, Window
 from jaxkfac.planning._shapes import UnavailableError, as_float16
 
 

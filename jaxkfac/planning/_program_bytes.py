@@ -7,9 +7,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import optax
 
-from jaxkfac.interception._paths import leaves_by_path
-from jaxkfac.optim import multi_steps
-from jaxkfac.optim._accumulators import MemoryKind
+from jaxkfac.interception import leaves_by_path
+from jaxkfac.optim import MemoryKind, multi_steps
 from jaxkfac.planning._curvature_bytes import CurvatureBytes
 from jaxkfac.planning._optimizer import optimizer_state
 from jaxkfac.planning._program import TrainingProgram

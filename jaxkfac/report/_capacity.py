@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from jaxkfac._text import number
 from jaxkfac.curvature import CapacityComparison, CapacityInterval, CapacityMetrics, Change
-from jaxkfac.curvature.capacity._table import number
 
 
 class CapacityReport(NamedTuple):

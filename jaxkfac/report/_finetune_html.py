@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkfac.curvature.capacity._table import number
+from jaxkfac._text import number
 from jaxkfac.memory import Stage
 from jaxkfac.report._capacity import CapacityReport
 from jaxkfac.report._capacity_html import capacity_html

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from jaxkfac.curvature.capacity._table import number
+from jaxkfac._text import number
 from jaxkfac.memory import Stage, bytes_text
 from jaxkfac.report._capacity import CapacityReport
 from jaxkfac.report._capacity_html import capacity_html

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxkfac.curvature.capacity._blocks import diagonal_rows
+from jaxkfac.curvature.capacity import diagonal_rows
 
 Side = Literal["A", "G", "diagonal"]
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from jaxkfac.curvature.capacity._table import number
+from jaxkfac._text import number
 from jaxkfac.report._coverage import CoverageRow, stack_text
 from jaxkfac.report._records import RunRecords
 from jaxkfac.report._spectra import SpectrumRecord

@@ -9,8 +9,7 @@ import numpy as np
 import jaxkfac as jk
 from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.cli.finetune._problem import Problem, as_batch, objective_of
-from jaxkfac.interception._paths import leaves_by_path
-from jaxkfac.interception._table import selector
+from jaxkfac.interception import leaves_by_path, selector
 from jaxkfac.report import (
     CapacityReport,
     CoverageRow,

@@ -22,7 +22,7 @@ from jaxkfac.cli.finetune._loggers import check_loggers
 from jaxkfac.cli.finetune._options import FinetuneArguments
 from jaxkfac.cli.finetune._problem import Problem, build_problem
 from jaxkfac.cli.finetune._train import train
-from jaxkfac.interception._paths import leaves_by_path
+from jaxkfac.interception import leaves_by_path
 from jaxkfac.report import (
     CoverageRow,
     FinetuneRecords,

@@ -9,8 +9,7 @@ from jaxkfac.cli.finetune._exam import Examiner, fourier_record
 from jaxkfac.cli.finetune._loggers import MetricLogger
 from jaxkfac.cli.finetune._loop import TuneState
 from jaxkfac.cli.finetune._options import FinetuneArguments
-from jaxkfac.memory import bytes_text
-from jaxkfac.memory._resident import resident_bytes
+from jaxkfac.memory import bytes_text, resident_bytes
 from jaxkfac.report import FinetuneRecords
 
 

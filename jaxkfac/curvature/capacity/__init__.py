@@ -1,5 +1,6 @@
 """How much of a model is in use, read from the eigenvalues of its curvature."""
 
+from jaxkfac.curvature.capacity._blocks import diagonal_rows
 from jaxkfac.curvature.capacity._comparison import CapacityComparison, Change, compare_capacity
 from jaxkfac.curvature.capacity._interval import CapacityInterval, Interval, capacity_interval
 from jaxkfac.curvature.capacity._metrics import CapacityMetrics, OverLayers, capacity_metrics
@@ -16,4 +17,5 @@ __all__ = [
     "capacity_interval",
     "capacity_metrics",
     "compare_capacity",
+    "diagonal_rows",
 ]

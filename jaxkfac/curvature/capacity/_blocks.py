@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.curvature._coverage import owners
 from jaxkfac.curvature._eigenbases import DiagonalEigenbasis, Eigenbases, KroneckerEigenbasis
-from jaxkfac.interception._layer import Layer
+from jaxkfac.interception import Layer
 
 _ONE = np.ones(1)
 

@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxkfac._text import number
 from jaxkfac.curvature.capacity._interval import check_same_settings
 from jaxkfac.curvature.capacity._metrics import CapacityMetrics
 from jaxkfac.curvature.capacity._record import CapacityRecord, Scalar
-from jaxkfac.curvature.capacity._table import number, ruled
+from jaxkfac.curvature.capacity._table import ruled
 
 _SHOWN = {
     "trace": "trace",

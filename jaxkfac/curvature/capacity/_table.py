@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxkfac._text import WIDTH, aligned
+from jaxkfac._text import WIDTH, aligned, number
 from jaxkfac.curvature.capacity._record import CapacityRecord, Scalar
 
 _COLUMNS = {
@@ -48,15 +48,6 @@ def capacity_text(metrics: Any) -> str:
             + ", ".join(metrics.not_counted)
         )
     return "\n".join(lines)
-
-
-def number(value: Scalar) -> str:
-    """Three significant digits, whole below 100,000; a dash for undefined or infinite."""
-    if value is None:
-        return "–"
-    if isinstance(value, int) or 999.5 <= abs(value) < 99_999.5:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
 
 
 def ruled(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxkfac.curvature.host._layout import Entry, Layout, Place
 from jaxkfac.curvature.host._store import Storage, Store
 from jaxkfac.factors import Factors
-from jaxkfac.linalg._packed import pack, packed_shape, unpack
+from jaxkfac.linalg import pack, packed_shape, unpack
 
 _PIECE = 1 << 18
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxkfac._errors import nearest
-from jaxkfac.factors._factors import BiasMode, Factors
+from jaxkfac.factors import BiasMode, Factors
 from jaxkfac.interception import Layer
 
 

@@ -11,8 +11,7 @@ import numpy as np
 from jaxkfac.curvature._placement import Placement, check_placement
 from jaxkfac.curvature.host._layout import Layout
 from jaxkfac.curvature.host._store import Storage
-from jaxkfac.factors import Factors
-from jaxkfac.factors._average import check_decay
+from jaxkfac.factors import Factors, check_decay
 from jaxkfac.linalg import check_clipping
 
 Initial = Literal["wait", "identity"]

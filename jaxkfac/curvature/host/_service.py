@@ -25,8 +25,7 @@ from jaxkfac.curvature.host._schedule import Action, Schedule
 from jaxkfac.curvature.host._state import MACHINE, State, restore_state, save_state
 from jaxkfac.curvature.host._store import Storage, Store
 from jaxkfac.curvature.host._threads import Monitor, Workers
-from jaxkfac.factors import Factors
-from jaxkfac.factors._average import check_same_layers
+from jaxkfac.factors import Factors, check_same_layers
 
 
 class HostCurvature:

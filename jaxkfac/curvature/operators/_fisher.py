@@ -17,10 +17,7 @@ from jaxkfac.curvature.operators._products import (
     gauss_newton,
     outer_products,
 )
-from jaxkfac.factors._estimator import LABELS
-from jaxkfac.factors._fisher import estimator_of
-from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian
-from jaxkfac.factors._objective import as_batch
+from jaxkfac.factors import LABEL_FOLD, Bernoulli, Categorical, Gaussian, as_batch, estimator_of
 
 FisherType = Literal["exact", "empirical", "mc"]
 
@@ -114,7 +111,7 @@ def fisher(
 
 def _sample(operator: ExactOperator, samples: int) -> Array:
     """Labels ``(N, samples, *targets)`` from the model's outputs."""
-    base = jax.random.fold_in(operator.key, LABELS)
+    base = jax.random.fold_in(operator.key, LABEL_FOLD)
     number = operator.batch.targets.shape[0]
     keys = jax.vmap(lambda n: jax.random.split(jax.random.fold_in(base, n), samples))
     sample = operator.objective.likelihood.sample

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxkfac.curvature._coverage import is_differentiable
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.linalg import statistics_dtype
 
 
 class Flat(NamedTuple):

@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from jaxkfac.curvature.operators._flat import as_tree
 from jaxkfac.curvature.operators._operator import Operator
-from jaxkfac.interception._paths import leaves_by_path
+from jaxkfac.interception import leaves_by_path
 
 PyTree = Any
 

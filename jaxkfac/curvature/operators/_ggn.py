@@ -7,7 +7,7 @@ from jaxtyping import Array, Key, PyTree
 
 from jaxkfac.curvature.operators._exact import ExactOperator, checked_batch, chosen_paths
 from jaxkfac.curvature.operators._products import gauss_newton
-from jaxkfac.factors._objective import Objective
+from jaxkfac.factors import Objective
 
 
 def ggn(

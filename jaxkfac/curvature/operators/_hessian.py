@@ -10,9 +10,9 @@ from jaxtyping import Array, Key, PyTree
 from jaxkfac.curvature.operators._exact import ExactOperator, checked_batch, chosen_paths, shapes
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import Leaves, hessian_product
-from jaxkfac.factors._objective import Objective, takes_key
-from jaxkfac.interception._paths import leaves_by_path, with_leaves
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.factors import Objective, takes_key
+from jaxkfac.interception import leaves_by_path, with_leaves
+from jaxkfac.linalg import statistics_dtype
 
 
 def hessian(

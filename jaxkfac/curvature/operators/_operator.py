@@ -13,7 +13,7 @@ from jaxtyping import Array
 from jaxkfac._errors import nearest
 from jaxkfac.curvature._coverage import is_differentiable
 from jaxkfac.curvature.operators._flat import flatten
-from jaxkfac.interception._paths import leaves_by_path, with_leaves
+from jaxkfac.interception import leaves_by_path, with_leaves
 
 PyTree = Any
 

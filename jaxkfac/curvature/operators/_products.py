@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxkfac.factors._fisher import over_count
-from jaxkfac.factors._objective import Batch, Objective, kept_targets
-from jaxkfac.interception._paths import with_leaves
+from jaxkfac.factors import Batch, Objective, kept_targets, over_count
+from jaxkfac.interception import with_leaves
 
 Leaves = dict[str, Array]
 

@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkfac._checks import at_least_one
 from jaxkfac.curvature.operators._extras import load
 from jaxkfac.curvature.operators._operator import Operator, check_number
-from jaxkfac.interception._paths import with_leaves
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.interception import with_leaves
+from jaxkfac.linalg import statistics_dtype
 
 PyTree = Any
 Leaves = dict[str, Array]

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkfac.interception._layer import Layer
-from jaxkfac.interception._table import LayerTable, selector
+from jaxkfac.interception import Layer, LayerTable, selector
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from jaxkfac.interception._encoded import is_encoded
-from jaxkfac.interception._paths import path_of
-from jaxkfac.interception._table import LayerTable, selector
+from jaxkfac.interception import LayerTable, is_encoded, path_of, selector
 from jaxkfac.lslora.nf4._axes import KernelAxes, axes_of
 from jaxkfac.lslora.nf4._encode import encode, encode_scales
 from jaxkfac.lslora.nf4._levels import NESTED_BLOCK, nested_levels

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkfac.interception._encoded import Encoded
+from jaxkfac.interception import Encoded
 from jaxkfac.lslora.nf4._levels import LEVELS, NESTED_BLOCK
 
 

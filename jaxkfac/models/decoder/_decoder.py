@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.linalg import statistics_dtype
 from jaxkfac.models.decoder._attention import Attention, AttentionBy, Reading, read
 from jaxkfac.models.decoder._config import DecoderConfig
 from jaxkfac.models.decoder._tokens import Cache, Cached, Tokens

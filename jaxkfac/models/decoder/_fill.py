@@ -9,10 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac._errors import UnknownLayerError, nearest
-from jaxkfac.memory._aligned import aligned_empty
-from jaxkfac.memory._leaves import Target, check_targets
-from jaxkfac.memory._load import Where
-from jaxkfac.memory._place import as_sharding
+from jaxkfac.memory import LeafSharding, Target, aligned_empty, as_sharding, check_targets
 from jaxkfac.models.decoder._layout import Leaf, Shape
 
 
@@ -35,7 +32,7 @@ def fill(
     leaves: Mapping[str, Leaf],
     *,
     dtype: np.dtype,
-    sharding: Where | None,
+    sharding: LeafSharding | None,
     quantize: str | None,
     what: str,
 ) -> dict[str, Any]:
@@ -107,7 +104,7 @@ def _write(source: Source, parts: Any, out: np.ndarray, transposed: bool) -> Non
         start = stop
 
 
-def _place(path: str, shape: Shape, sharding: Where | None) -> Any:
+def _place(path: str, shape: Shape, sharding: LeafSharding | None) -> Any:
     where = sharding(path, shape) if callable(sharding) else sharding
     return None if where is None else as_sharding(where)
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from jaxkfac._checks import at_least_one
-from jaxkfac.interception._encoded import is_encoded
+from jaxkfac.interception import is_encoded
 from jaxkfac.lslora import Bank
 from jaxkfac.memory import require
 from jaxkfac.models.decoder._config import DecoderConfig

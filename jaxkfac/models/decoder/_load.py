@@ -10,10 +10,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from jaxkfac.interception import from_nnx
-from jaxkfac.interception._nnx import NnxApply
-from jaxkfac.memory._cast import checked_dtype
-from jaxkfac.memory._load import Where
+from jaxkfac.interception import NnxApply, from_nnx
+from jaxkfac.memory import LeafSharding, checked_dtype
 from jaxkfac.models.decoder._attention import AttentionBy
 from jaxkfac.models.decoder._config import DecoderConfig
 from jaxkfac.models.decoder._decoder import Decoder
@@ -46,7 +44,7 @@ def load_decoder(
     dtype: DTypeLike = jnp.bfloat16,
     remat: bool = True,
     quantize: str | None = None,
-    sharding: Where | None = None,
+    sharding: LeafSharding | None = None,
     attention: AttentionBy = "xla",
 ) -> Pretrained:
     """Load a decoder of type phi3, llama or mistral.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.linalg import statistics_dtype
 
 Kind = Literal["default", "linear", "dynamic", "llama3", "longrope"]
 _NEEDS: dict[str, tuple[str, ...]] = {

