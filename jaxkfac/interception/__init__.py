@@ -42,7 +42,7 @@ Example:
 """
 
 from jaxkfac.interception._axes import Atoms, AxisTable
-from jaxkfac.interception._compat import automatic, cast_varying, is_var, whole
+from jaxkfac.interception._compat import Eqn, automatic, cast_varying, is_var, whole
 from jaxkfac.interception._kind import Axes, Kind, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.interception._nnx import NnxApply, from_nnx
@@ -63,6 +63,7 @@ __all__ = [
     "AxisTable",
     "Data",
     "Entries",
+    "Eqn",
     "Handler",
     "Kind",
     "Layer",

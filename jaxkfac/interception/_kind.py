@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._compat import Eqn
 
 if TYPE_CHECKING:
     from jaxkfac.interception._rewrite import Site
@@ -65,7 +66,7 @@ class Kind(abc.ABC):
     def find(
         self,
         table: AxisTable,
-        eqn: Any,
+        eqn: Eqn,
         ins: Sequence[Value],
         positions: Sequence[int],
         scope: tuple[int, ...],
