@@ -175,6 +175,8 @@ class Analysis:
             if not is_var(atom):
                 return Constant(self._number((str(atom.aval), np.asarray(atom.val).tobytes())))
             value = env[atom]
+            # A second reader sees the product without what is added for the first: a bias of
+            # one of them has another gradient than the product.
             if isinstance(value, Data) and value.product is not None and readers[atom] > 1:
                 value = dataclasses.replace(value, product=None, product_axes=())
             return value
@@ -242,6 +244,7 @@ class Analysis:
             self._report(v, reason or f"is read inside `{name}`")
         axes = [v.axes if isinstance(v, Data) else None for v in ins]
         if call_kind(eqn) is not None or not any(axes_ is not None for axes_ in axes):
+            # Inside a loop or branch that is not walked, any axis may have become any other.
             shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars]
             results = [fresh(self.table, s) for s in shapes]
         else:
@@ -349,9 +352,11 @@ class Analysis:
         )
         scan, const_values = self._scans, [Constant(self._number(id(c))) for c in consts]
         xs = [self._slice_of(v, scan, length) for v in ins[nc + nk :]]
+        # A carry is another value in each iteration, so it does not keep the number of its first;
+        # only a parameter that is carried unchanged does.
         carry = [dataclasses.replace(_bare(v), number=self._unique()) for v in ins[nc : nc + nk]]
         carry = [v if isinstance(v, View) else c for v, c in zip(ins[nc:], carry, strict=False)]
-        while True:
+        while True:  # a carry that becomes data may make another one data in the next iteration
             findings = dict(self.findings)
             inside = [*map(_bare, ins[:nc]), *carry, *xs]
             outs, inner = self._walk(body, const_values, consts, inside, (*scope, scan))

@@ -25,7 +25,7 @@ def merge(table: AxisTable, axes: Sequence[Axes | None], shape: Sequence[int]) -
             continue
         for d, axis in enumerate(operand):
             if axis == () and shape[d] != 1:
-                continue
+                continue  # size one broadcasts: it says nothing of the other operands' axis
             if out[d] is None:
                 out[d] = axis
             else:
@@ -102,7 +102,11 @@ def _gather(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes
 
 
 def _cut(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
-    """Slices keep the axes they do not cut."""
+    """Slices keep the axes they do not cut.
+
+    A part of an axis is not the axis: entry i of it is another entry i, and a mask of the whole
+    says nothing of it. Nor is an axis that is back to front.
+    """
     before, flipped = eqn.invars[0].aval.shape, params.get("dimensions", ())
     return tuple(
         a if before[d] == s and d not in flipped else table.new(s, "derived")
@@ -127,6 +131,7 @@ def _stack(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes:
 def _split(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
     axis = params["axis"]
     kinds = {k for a in table.atoms(ins[0][axis]) for k in table.kinds(a)}
+    # Parts of features are features; parts of anything else might hold the examples.
     kind = "feature" if "feature" in kinds else "derived"
     return [(*ins[0][:axis], table.new(s[axis], kind), *ins[0][axis + 1 :]) for s in shapes]
 
@@ -155,7 +160,7 @@ def _top_k(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes:
 
 
 def _sort(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
-    axis = params["dimension"]
+    axis = params["dimension"]  # along it the order depends on the data
     merged = merge(table, ins, shapes[0])
     one = (*merged[:axis], table.new(shapes[0][axis], "derived"), *merged[axis + 1 :])
     return [one] * len(shapes)
