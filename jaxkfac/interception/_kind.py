@@ -182,7 +182,16 @@ def _path(cls: type[Kind]) -> tuple[str, str]:
 
 
 def kind_named(name: str) -> Kind:
-    """The kind called ``name``."""
+    """The kind called ``name``.
+
+    Raises:
+        ValueError: none is: a saved layer of a kind whose module has not been imported.
+    """
+    if name not in _KINDS:
+        raise ValueError(
+            f"no kind of layer is called {name!r}, known are {sorted(_KINDS)}: import what "
+            "registers it"
+        )
     return _KINDS[name]
 
 

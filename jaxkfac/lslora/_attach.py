@@ -11,11 +11,11 @@ from jaxtyping import Array, Int, Key, PyTree, UInt32
 
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.factors._objective import takes_key
+from jaxkfac.interception import SlotEntry
 from jaxkfac.interception._encoded import decoded_shapes, encoded_paths
 from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._paths import leaves_by_path, with_leaves
 from jaxkfac.interception._rewrite import Handler, Site
-from jaxkfac.interception._slots import SlotEntry
 from jaxkfac.interception._trace import Traced, trace
 from jaxkfac.lslora._adapter import Adapter, Adapters, only_adapters
 from jaxkfac.lslora._bank import Bank

@@ -12,7 +12,7 @@ from jaxkfac.interception._encoded import encoded_paths
 from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._paths import leaves_by_path, with_leaves
 from jaxkfac.interception._rewrite import Site
-from jaxkfac.kinds._rows import Rows, in_own_order
+from jaxkfac.kinds import Rows, in_own_order
 from jaxkfac.linalg._gram import statistics_dtype
 from jaxkfac.lslora._adapter import Adapters, only_adapters
 from jaxkfac.lslora._attach import Adapted
