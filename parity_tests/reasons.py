@@ -52,6 +52,7 @@ NAMES = {
     "AxisTable": _PART,
     "Data": _PART,
     "Entries": _TYPE,
+    "Eqn": _TYPE,
     "Kind": _PART,
     "RowMask": _PART,
     "SlotEntry": _PART,

@@ -43,6 +43,7 @@ Example:
 
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import (
+    Eqn,
     automatic,
     body_of,
     call_kind,
@@ -76,6 +77,7 @@ __all__ = [
     "Data",
     "Encoded",
     "Entries",
+    "Eqn",
     "Handler",
     "Kind",
     "Layer",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac.interception._axes import Atoms, AxisTable
-from jaxkfac.interception._compat import body_of, call_kind, is_var, read_order, scan_counts
+from jaxkfac.interception._compat import Eqn, body_of, call_kind, is_var, read_order, scan_counts
 from jaxkfac.interception._kind import kind_reading
 from jaxkfac.interception._propagate import Axes, fresh, propagate
 from jaxkfac.interception._uses import uses_of
@@ -139,7 +139,7 @@ class Analysis:
     def _number(self, key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def _equation_number(self, eqn: Any, ins: Sequence[Value], result: int = 0) -> int:
+    def _equation_number(self, eqn: Eqn, ins: Sequence[Value], result: int = 0) -> int:
         numbers = tuple(v.number for v in ins)
         try:
             return self._number((eqn.primitive.name, _frozen(eqn.params), numbers, result))
@@ -175,6 +175,8 @@ class Analysis:
             if not is_var(atom):
                 return Constant(self._number((str(atom.aval), np.asarray(atom.val).tobytes())))
             value = env[atom]
+            # A second reader sees the product without what is added for the first: a bias of
+            # one of them has another gradient than the product.
             if isinstance(value, Data) and value.product is not None and readers[atom] > 1:
                 value = dataclasses.replace(value, product=None, product_axes=())
             return value
@@ -186,7 +188,7 @@ class Analysis:
         return [read(v) for v in jaxpr.outvars], plan
 
     def _equation(
-        self, eqn: Any, position: int, ins: list[Value], plan: Plan, scope: tuple[int, ...]
+        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: tuple[int, ...]
     ) -> list[Value]:
         for v in ins:
             if isinstance(v, View):
@@ -212,19 +214,19 @@ class Analysis:
             return self._opaque(eqn, ins)
         return self._parameter_equation(eqn, position, ins, plan, scope)
 
-    def _closed(self, value: Value, eqn: Any) -> Value:
+    def _closed(self, value: Value, eqn: Eqn) -> Value:
         """A value that leaves a structured equation: there it is no longer followed as a view."""
         if isinstance(value, View):
             return Derived(self._unique(), ((value.path, f"`{eqn.primitive.name}`"),))
         return value
 
-    def _mark(self, eqn: Any, position: int, ins: list[Value], plan: Plan) -> list[Value]:
+    def _mark(self, eqn: Eqn, position: int, ins: list[Value], plan: Plan) -> list[Value]:
         x = ins[0]
         if isinstance(x, Data):
             plan.marks[position] = Mark(x.axes[: len(eqn.invars[1].aval.shape)])
         return [x]
 
-    def _opaque(self, eqn: Any, ins: Sequence[Value], reason: str = "") -> list[Value]:
+    def _opaque(self, eqn: Eqn, ins: Sequence[Value], reason: str = "") -> list[Value]:
         """An equation that no rule looks into: results are data if any operand is."""
         name = eqn.primitive.name
         out = [self._equation_number(eqn, ins, k) for k in range(len(eqn.outvars))]
@@ -242,6 +244,7 @@ class Analysis:
             self._report(v, reason or f"is read inside `{name}`")
         axes = [v.axes if isinstance(v, Data) else None for v in ins]
         if call_kind(eqn) is not None or not any(axes_ is not None for axes_ in axes):
+            # Inside a loop or branch that is not walked, any axis may have become any other.
             shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars]
             results = [fresh(self.table, s) for s in shapes]
         else:
@@ -257,7 +260,7 @@ class Analysis:
         return list(datas)
 
     def _parameter_equation(
-        self, eqn: Any, position: int, ins: list[Value], plan: Plan, scope: tuple[int, ...]
+        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: tuple[int, ...]
     ) -> list[Value]:
         name = eqn.primitive.name
         number = self._equation_number(eqn, ins)
@@ -298,7 +301,7 @@ class Analysis:
         return [self._result(eqn, ins, uses, number)]
 
     def _product_of_constant(
-        self, eqn: Any, position: int, ins: list[Value], plan: Plan, scope: tuple[int, ...]
+        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: tuple[int, ...]
     ) -> list[Value]:
         """A constant times a parameter: rows of input like any other, if rows of examples.
 
@@ -325,7 +328,7 @@ class Analysis:
         plan.uses[position] = uses
         return [self._result(eqn, rows, uses, number)]
 
-    def _result(self, eqn: Any, ins: list[Value], uses: list[Use], number: int) -> Data:
+    def _result(self, eqn: Eqn, ins: list[Value], uses: list[Use], number: int) -> Data:
         axes_in = [v.axes if isinstance(v, Data) else None for v in ins]
         axes = propagate(self.table, eqn, axes_in)[0]
         for use in uses:
@@ -338,7 +341,7 @@ class Analysis:
     # -- structured equations ---------------------------------------------------------
 
     def _scan(
-        self, eqn: Any, position: int, ins: list[Value], plan: Plan, scope: tuple[int, ...]
+        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: tuple[int, ...]
     ) -> list[Value]:
         p = eqn.params
         body, consts = body_of(eqn)
@@ -349,9 +352,11 @@ class Analysis:
         )
         scan, const_values = self._scans, [Constant(self._number(id(c))) for c in consts]
         xs = [self._slice_of(v, scan, length) for v in ins[nc + nk :]]
+        # A carry is another value in each iteration, so it does not keep the number of its first;
+        # only a parameter that is carried unchanged does.
         carry = [dataclasses.replace(_bare(v), number=self._unique()) for v in ins[nc : nc + nk]]
         carry = [v if isinstance(v, View) else c for v, c in zip(ins[nc:], carry, strict=False)]
-        while True:
+        while True:  # a carry that becomes data may make another one data in the next iteration
             findings = dict(self.findings)
             inside = [*map(_bare, ins[:nc]), *carry, *xs]
             outs, inner = self._walk(body, const_values, consts, inside, (*scope, scan))
@@ -411,7 +416,7 @@ class Analysis:
         return _with_number(value, number)
 
     def _shard_map(
-        self, eqn: Any, position: int, ins: list[Value], plan: Plan, scope: tuple[int, ...]
+        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: tuple[int, ...]
     ) -> list[Value]:
         body, consts = body_of(eqn)
         const_values = [Constant(self._number(id(c))) for c in consts]
@@ -469,7 +474,7 @@ def _with_number(value: Value, number: int) -> Value:
     return dataclasses.replace(value, number=number)
 
 
-def _follow_product(table: AxisTable, eqn: Any, value: Data) -> tuple[Any, ...] | None:
+def _follow_product(table: AxisTable, eqn: Eqn, value: Data) -> tuple[Any, ...] | None:
     """The product's parameter axes behind a view of the product, or ``None``."""
     name, before = eqn.primitive.name, value.product_axes
     if name not in _KEEPS_PRODUCT:

@@ -4,14 +4,17 @@ Only ``jax`` and ``jax.extend`` are imported. Tried on jax 0.10.0, 0.10.2 and 0.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.extend import core as jex
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes, reshard
 
 Jaxpr = Any
-Eqn = Any
+if TYPE_CHECKING:
+    Eqn = Any  # JAX declares an operand's type without the shape that every one here has
+else:
+    Eqn = jex.JaxprEqn
 
 
 def is_var(atom: Any) -> bool:

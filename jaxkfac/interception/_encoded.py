@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.interception import _compat
+from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._paths import path_of
 
 PyTree = Any
@@ -103,7 +104,7 @@ class Absent:
             raise self._unsliced("a scan")
         return dataclasses.replace(self, lead=self.lead - 1)
 
-    def through(self, eqn: Any, position: int, values: Sequence[Any]) -> list["Absent"]:
+    def through(self, eqn: Eqn, position: int, values: Sequence[Any]) -> list["Absent"]:
         """What a view makes of it, one for each result."""
         name = eqn.primitive.name
         if name in ("slice", "dynamic_slice") and self.encoded.stack:
@@ -151,7 +152,7 @@ class Absent:
         )
 
 
-def bind(eqn: Any) -> Callable[..., Any]:
+def bind(eqn: Eqn) -> Callable[..., Any]:
     """A function of all operands of an equation; an absent one is decoded inside it.
 
     The decoded array is formed where it is read and is no residual: the derivative is the same
@@ -180,7 +181,7 @@ def bind(eqn: Any) -> Callable[..., Any]:
     return run
 
 
-def bind_view(eqn: Any, values: Sequence[Any]) -> list[Any]:
+def bind_view(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     """The results of a view; of an absent operand, nothing is computed."""
     absent = [i for i, v in enumerate(values) if isinstance(v, Absent)]
     if not absent:
@@ -218,7 +219,7 @@ def _over(fn: Callable[..., Array], axes: int) -> Callable[..., Array]:
     return fn
 
 
-def _described(eqn: Any) -> str:
+def _described(eqn: Eqn) -> str:
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     return f"`{eqn.primitive.name}` {before} -> {after}"
 
@@ -228,7 +229,7 @@ _VARYING = frozenset(("pvary", "pcast"))
 _ARITHMETIC = frozenset(("mul", "div", "add", "sub", "add_any"))
 
 
-def _untouched(eqn: Any, position: int) -> int:
+def _untouched(eqn: Eqn, position: int) -> int:
     """How many leading axes a view leaves alone: it is a function of each slice along them."""
     name, before = eqn.primitive.name, eqn.invars[position].aval.shape
     if name in _ELEMENTWISE | _VARYING:
@@ -253,7 +254,7 @@ def _agreeing(a: Iterable[int], b: Iterable[int]) -> int:
     return count
 
 
-def _on_slices(eqn: Any, position: int, lead: int, result: int) -> Callable[..., Array]:
+def _on_slices(eqn: Eqn, position: int, lead: int, result: int) -> Callable[..., Array]:
     """A view as a function of one slice along ``lead`` axes."""
     name, p = eqn.primitive.name, eqn.params
 
@@ -270,7 +271,7 @@ def _on_slices(eqn: Any, position: int, lead: int, result: int) -> Callable[...,
     return view
 
 
-def _cut(eqn: Any, values: Sequence[Any]) -> Callable[[Array], Array] | None:
+def _cut(eqn: Eqn, values: Sequence[Any]) -> Callable[[Array], Array] | None:
     """The slice that an equation takes of the leading axis, if of no other."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if before[1:] != after[1:]:

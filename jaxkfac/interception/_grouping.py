@@ -214,7 +214,7 @@ def _bias_matrix(
         for b in table.atoms(own.get(a, ()))
         if b in where
     ]
-    if outputs != sorted(outputs):
+    if outputs != sorted(outputs):  # the factor has its features in the order of the weight's
         return None
     matrix = ParameterMatrix(
         add.view.path, add.view.index, tuple(atoms), tuple(positions), (), tuple(outputs)

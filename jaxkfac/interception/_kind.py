@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._compat import Eqn
 
 if TYPE_CHECKING:
     from jaxkfac.interception._rewrite import Site
@@ -65,7 +66,7 @@ class Kind(abc.ABC):
     def find(
         self,
         table: AxisTable,
-        eqn: Any,
+        eqn: Eqn,
         ins: Sequence[Value],
         positions: Sequence[int],
         scope: tuple[int, ...],
@@ -181,7 +182,16 @@ def _path(cls: type[Kind]) -> tuple[str, str]:
 
 
 def kind_named(name: str) -> Kind:
-    """The kind called ``name``."""
+    """The kind called ``name``.
+
+    Raises:
+        ValueError: none is: a saved layer of a kind whose module has not been imported.
+    """
+    if name not in _KINDS:
+        raise ValueError(
+            f"no kind of layer is called {name!r}, known are {sorted(_KINDS)}: import what "
+            "registers it"
+        )
     return _KINDS[name]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxkfac.interception._axes import ELEMENTWISE, REDUCTIONS, Atoms, AxisTable
-from jaxkfac.interception._compat import read_order
+from jaxkfac.interception._compat import Eqn, read_order
 
 Axes = tuple[Atoms, ...]
 
@@ -25,7 +25,7 @@ def merge(table: AxisTable, axes: Sequence[Axes | None], shape: Sequence[int]) -
             continue
         for d, axis in enumerate(operand):
             if axis == () and shape[d] != 1:
-                continue
+                continue  # size one broadcasts: it says nothing of the other operands' axis
             if out[d] is None:
                 out[d] = axis
             else:
@@ -35,7 +35,7 @@ def merge(table: AxisTable, axes: Sequence[Axes | None], shape: Sequence[int]) -
     )
 
 
-def propagate(table: AxisTable, eqn: Any, ins: Sequence[Axes | None]) -> list[Axes]:
+def propagate(table: AxisTable, eqn: Eqn, ins: Sequence[Axes | None]) -> list[Axes]:
     """Axes of every result of a first-order equation; ``None`` marks non-data operands."""
     name, params = eqn.primitive.name, eqn.params
     shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars]
@@ -54,29 +54,29 @@ def propagate(table: AxisTable, eqn: Any, ins: Sequence[Axes | None]) -> list[Ax
     return out if isinstance(out, list) else [out]
 
 
-def _reduce(table, eqn, ins, params, shapes):
+def _reduce(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
     return tuple(a for d, a in enumerate(ins[0]) if d not in params["axes"])
 
 
-def _transpose(table, eqn, ins, params, shapes):
+def _transpose(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
     return tuple(ins[0][d] for d in params["permutation"])
 
 
-def _squeeze(table, eqn, ins, params, shapes):
+def _squeeze(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
     return tuple(a for d, a in enumerate(ins[0]) if d not in params["dimensions"])
 
 
-def _reshape(table, eqn, ins, params, shapes):
+def _reshape(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
     out = table.regroup([ins[0][d] for d in read_order(eqn)], shapes[0])
     return fresh(table, shapes[0]) if out is None else tuple(out)
 
 
-def _broadcast(table, eqn, ins, params, shapes):
+def _broadcast(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
     source = dict(zip(params["broadcast_dimensions"], ins[0], strict=True))
     return tuple(source.get(d) or table.new(s, "feature") for d, s in enumerate(shapes[0]))
 
 
-def _dot(table, eqn, ins, params, shapes):
+def _dot(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
     (lc, rc), (lb, rb) = params["dimension_numbers"]
     left, right = ins
     if left is not None and right is not None:
@@ -92,7 +92,7 @@ def _dot(table, eqn, ins, params, shapes):
     return tuple(out)
 
 
-def _gather(table, eqn, ins, params, shapes):
+def _gather(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
     if ins[0] is not None or ins[1] is None:
         return fresh(table, shapes[0])
     offset, rows = params["dimension_numbers"].offset_dims, iter(ins[1][:-1])
@@ -101,8 +101,12 @@ def _gather(table, eqn, ins, params, shapes):
     )
 
 
-def _cut(table, eqn, ins, params, shapes):
-    """Slices keep the axes they do not cut."""
+def _cut(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
+    """Slices keep the axes they do not cut.
+
+    A part of an axis is not the axis: entry i of it is another entry i, and a mask of the whole
+    says nothing of it. Nor is an axis that is back to front.
+    """
     before, flipped = eqn.invars[0].aval.shape, params.get("dimensions", ())
     return tuple(
         a if before[d] == s and d not in flipped else table.new(s, "derived")
@@ -110,7 +114,7 @@ def _cut(table, eqn, ins, params, shapes):
     )
 
 
-def _concatenate(table, eqn, ins, params, shapes):
+def _concatenate(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
     axis = params["dimension"]
     without = [None if i is None else (*i[:axis], (), *i[axis + 1 :]) for i in ins]
     shape = (*shapes[0][:axis], 1, *shapes[0][axis + 1 :])
@@ -118,20 +122,21 @@ def _concatenate(table, eqn, ins, params, shapes):
     return (*out[:axis], table.new(shapes[0][axis], "derived"), *out[axis + 1 :])
 
 
-def _stack(table, eqn, ins, params, shapes):
+def _stack(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
     axis, shape = params["axis"], shapes[0]
     out = merge(table, ins, (*shape[:axis], *shape[axis + 1 :]))
     return (*out[:axis], table.new(shape[axis], "derived"), *out[axis:])
 
 
-def _split(table, eqn, ins, params, shapes):
+def _split(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
     axis = params["axis"]
     kinds = {k for a in table.atoms(ins[0][axis]) for k in table.kinds(a)}
+    # Parts of features are features; parts of anything else might hold the examples.
     kind = "feature" if "feature" in kinds else "derived"
     return [(*ins[0][:axis], table.new(s[axis], kind), *ins[0][axis + 1 :]) for s in shapes]
 
 
-def _convolution(table, eqn, ins, params, shapes):
+def _convolution(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
     """Example axis kept, positions and channels new."""
     numbers = params["dimension_numbers"]
     out = [table.new(s, "derived") for s in shapes[0]]
@@ -141,7 +146,7 @@ def _convolution(table, eqn, ins, params, shapes):
     return tuple(out)
 
 
-def _windows(table, eqn, ins, params, shapes):
+def _windows(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
     return tuple(
         a if w == 1 and s == t else table.new(t, "derived")
         for a, w, s, t in zip(
@@ -150,18 +155,18 @@ def _windows(table, eqn, ins, params, shapes):
     )
 
 
-def _top_k(table, eqn, ins, params, shapes):
+def _top_k(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
     return [(*ins[0][:-1], table.new(s[-1], "derived")) for s in shapes]
 
 
-def _sort(table, eqn, ins, params, shapes):
-    axis = params["dimension"]
+def _sort(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
+    axis = params["dimension"]  # along it the order depends on the data
     merged = merge(table, ins, shapes[0])
     one = (*merged[:axis], table.new(shapes[0][axis], "derived"), *merged[axis + 1 :])
     return [one] * len(shapes)
 
 
-def _scatter(table, eqn, ins, params, shapes):
+def _scatter(table: AxisTable, eqn: Eqn, ins: Any, params: dict[str, Any], shapes: Any) -> Any:
     return ins[0]
 
 

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxkfac.interception import _compat
 from jaxkfac.interception._analysis import Plan
 from jaxkfac.interception._axes import AxisTable
+from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._encoded import Absent, bind, bind_view, refuse_absent
 from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._row_masks import RowMask, row_weights
@@ -37,7 +38,7 @@ class Site:
         table: The axis atoms.
     """
 
-    eqn: Any
+    eqn: Eqn
     uses: list[Use]
     slots: list[Any]
     rows: list[Any]
@@ -142,7 +143,7 @@ class Rewriter:
             riding.get(v, {}) if _compat.is_var(v) else {} for v in outs
         ]
 
-    def _use(self, eqn: Any, uses: list[Use], values: list, along: list, around: Around) -> Any:
+    def _use(self, eqn: Eqn, uses: list[Use], values: list, along: list, around: Around) -> Any:
         others = [(u, values[u.operand]) for u in uses if not u.kind.reads_encoded]
         refuse_absent(others, lambda use: f"`{eqn.primitive.name}` ({use.kind.name})")
         uses = [u for u in uses if u.layer in self.walkers]
@@ -154,7 +155,7 @@ class Rewriter:
         wanted = [around.active.get(u.layer or "") for u in uses]
         return self.handler(Site(eqn, uses, slots, rows, wanted, self.table), values)
 
-    def _through_view(self, eqn: Any, walker: Any, values: list, along: list) -> list[Slots]:
+    def _through_view(self, eqn: Eqn, walker: Any, values: list, along: list) -> list[Slots]:
         """What becomes of the slots when their parameter goes through a view."""
         if eqn.primitive.name == "optimization_barrier":
             return along
@@ -179,7 +180,7 @@ class Rewriter:
         return outs
 
     def _call(
-        self, eqn: Any, inner: Plan, values: list, along: list[Slots], around: Around
+        self, eqn: Eqn, inner: Plan, values: list, along: list[Slots], around: Around
     ) -> list[Any]:
         kind = _compat.call_kind(eqn)
         if kind == "scan":
@@ -217,7 +218,7 @@ class Rewriter:
         return _compat.jit_like(eqn, body, len(extras))(*values, *extras)
 
     def _scan(
-        self, eqn: Any, inner: Plan, values: list, along: list[Slots], around: Around
+        self, eqn: Eqn, inner: Plan, values: list, along: list[Slots], around: Around
     ) -> list[Any]:
         (nc, nk), length = _compat.scan_counts(eqn), eqn.params["length"]
         fixed = along[: nc + nk]  # a parameter carried unchanged is a constant

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac.interception import _compat
+from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._views import SAME_ELEMENTS
 
 Slots = dict[str, Any]
@@ -54,7 +55,7 @@ def check_entries(slots: Mapping[str, Slots], entries: Entries) -> None:
                 check_entries({layer: value}, inside)
 
 
-def scale_slot(eqn: Any, slot: Any, others: Sequence[Any], entries: Entries) -> Any:
+def scale_slot(eqn: Eqn, slot: Any, others: Sequence[Any], entries: Entries) -> Any:
     """A slot behind a view with these other operands: a scalar constant multiplies it."""
     name = eqn.primitive.name
     if name not in ("mul", "div"):
@@ -75,7 +76,7 @@ def _times(slot: Any, c: Any, entries: Entries) -> Any:
 
 
 def move_elements(
-    eqn: Any, slot: Any, position: int, values: list, entries: Entries
+    eqn: Eqn, slot: Any, position: int, values: list, entries: Entries
 ) -> dict[str, list[Any]]:
     """For each entry of a slot shaped like the parameter, what each result of a view has of it.
 
@@ -89,7 +90,7 @@ def move_elements(
     return {key: _move(eqn, entries[key], s, position, values) for key, s in slot.items()}
 
 
-def _move(eqn: Any, entry: Any, slot: Any, position: int, values: list) -> list[Any]:
+def _move(eqn: Eqn, entry: Any, slot: Any, position: int, values: list) -> list[Any]:
     if not entry.by_example:
         return _move_one(eqn, entry, slot, position, values)
     # Broadcast axes are kept at size one as long as that is possible: their elements are sums
@@ -110,7 +111,7 @@ def _move(eqn: Any, entry: Any, slot: Any, position: int, values: list) -> list[
 _KEEPS_BROADCAST = (SAME_ELEMENTS - {"pvary", "pcast"}) | {"transpose", "mul", "div"}
 
 
-def _move_one(eqn: Any, entry: Any, slot: Any, position: int, values: list) -> list[Any]:
+def _move_one(eqn: Eqn, entry: Any, slot: Any, position: int, values: list) -> list[Any]:
     name = eqn.primitive.name
     if name in ("mul", "div"):
         constant = jnp.asarray(values[1 - position]).astype(slot.dtype) ** entry.power

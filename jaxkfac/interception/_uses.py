@@ -1,16 +1,16 @@
 """Uses: equations in which a parameter meets data, read by the kind that knows the primitive."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._kind import kind_reading
 from jaxkfac.interception._values import Use, Value, View
 from jaxkfac.interception._views import reversal
 
 
 def uses_of(
-    table: AxisTable, eqn: Any, ins: Sequence[Value], scope: tuple[int, ...]
+    table: AxisTable, eqn: Eqn, ins: Sequence[Value], scope: tuple[int, ...]
 ) -> list[Use] | str:
     """The uses in an equation that reads at least one view and some data.
 

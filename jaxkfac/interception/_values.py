@@ -1,9 +1,10 @@
 """What the analysis knows of a value: constant, parameter seen through views, or data."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxkfac.interception._axes import Atoms
+from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._kind import Kind
 from jaxkfac.interception._propagate import Axes
 
@@ -118,7 +119,7 @@ class Use:
     """
 
     kind: Kind
-    eqn: Any
+    eqn: Eqn
     operand: int
     view: View
     scope: tuple[int, ...]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from jaxkfac.interception._axes import Atoms, AxisTable
-from jaxkfac.interception._compat import read_order
+from jaxkfac.interception._compat import Eqn, read_order
 from jaxkfac.interception._values import Constant, Consumed, Value, View
 
 SAME_ELEMENTS = frozenset(
@@ -18,7 +18,7 @@ SAME_ELEMENTS = frozenset(
 _SELECTIONS = frozenset("slice dynamic_slice gather split pad broadcast_in_dim".split())
 
 
-def view_of(table: AxisTable, eqn: Any, ins: Sequence[Value], number: int) -> list[View] | None:
+def view_of(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> list[View] | None:
     """The views that the results are, or ``None`` if the equation is no view.
 
     Exactly one operand must be a view and every other one constant.
@@ -33,7 +33,7 @@ def view_of(table: AxisTable, eqn: Any, ins: Sequence[Value], number: int) -> li
     ]
 
 
-def _views(table: AxisTable, eqn: Any, ins: Sequence[Value], number: int) -> list[View] | None:
+def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> list[View] | None:
     views = [i for i, v in enumerate(ins) if isinstance(v, View)]
     others = [v for v in ins if not isinstance(v, View)]
     if eqn.primitive.name == "dynamic_slice":  # the index may well be data
@@ -71,7 +71,7 @@ def _views(table: AxisTable, eqn: Any, ins: Sequence[Value], number: int) -> lis
     return None
 
 
-def _scaled(table: AxisTable, eqn: Any, view: View, position: int, number: int) -> View:
+def _scaled(table: AxisTable, eqn: Eqn, view: View, position: int, number: int) -> View:
     """Times a constant: a scalar keeps the matrix, an array (a mask) only the elements."""
     other = eqn.invars[1 - position]
     mine, out = eqn.invars[position].aval.shape, eqn.outvars[0].aval.shape
@@ -81,7 +81,7 @@ def _scaled(table: AxisTable, eqn: Any, view: View, position: int, number: int) 
     return dataclasses.replace(view, number=number, axes=axes, scaled=(*view.scaled, number))
 
 
-def _moved(table: AxisTable, eqn: Any, axes: Any) -> Any:
+def _moved(table: AxisTable, eqn: Eqn, axes: Any) -> Any:
     if axes is None:
         return None
     if eqn.primitive.name == "transpose":
@@ -92,7 +92,7 @@ def _moved(table: AxisTable, eqn: Any, axes: Any) -> Any:
     return None if out is None else tuple(out)
 
 
-def _broadcast(table: AxisTable, eqn: Any, axes: Any) -> Any:
+def _broadcast(table: AxisTable, eqn: Eqn, axes: Any) -> Any:
     if axes is None:
         return None
     shape, source = eqn.params["shape"], eqn.invars[0].aval.shape
@@ -103,7 +103,7 @@ def _broadcast(table: AxisTable, eqn: Any, axes: Any) -> Any:
     return tuple(out)
 
 
-def _turned(table: AxisTable, eqn: Any, view: View, number: int) -> View:
+def _turned(table: AxisTable, eqn: Eqn, view: View, number: int) -> View:
     """The view back to front along some axes; twice is not at all.
 
     Reversing an axis reverses each of its atoms, however the program splits it.
@@ -122,7 +122,7 @@ def reversal(table: AxisTable, view: View, axis: Atoms) -> Literal["none", "part
     return "none" if not turned else "whole" if turned == atoms else "part"
 
 
-def _slice(table: AxisTable, eqn: Any, view: View, ins: Sequence[Value], number: int) -> View:
+def _slice(table: AxisTable, eqn: Eqn, view: View, ins: Sequence[Value], number: int) -> View:
     """One element of the leading axis is an index. Any other slice selects elements."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     new = dataclasses.replace(view, number=number)
@@ -143,7 +143,7 @@ def _slice(table: AxisTable, eqn: Any, view: View, ins: Sequence[Value], number:
     return dataclasses.replace(new, axes=rest, index=(*view.index, start))
 
 
-def _static_start(eqn: Any) -> int | None:
+def _static_start(eqn: Eqn) -> int | None:
     if eqn.primitive.name == "slice":
         return int(eqn.params["start_indices"][0])
     start = eqn.invars[1]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkfac.interception import Atoms, AxisTable, Data, Use, View, register_kind
+from jaxkfac.interception import Atoms, AxisTable, Data, Eqn, Use, View, register_kind
 from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._rows import Array
 
@@ -24,7 +24,7 @@ class Bias(Elementwise):
     def find(
         self,
         table: AxisTable,
-        eqn: Any,
+        eqn: Eqn,
         ins: Sequence[Any],
         positions: Sequence[int],
         scope: tuple[int, ...],
@@ -37,7 +37,7 @@ class Bias(Elementwise):
         return cotangent
 
     def _insertion(
-        self, table: AxisTable, eqn: Any, ins: Sequence[Any], position: int, scope: tuple[int, ...]
+        self, table: AxisTable, eqn: Eqn, ins: Sequence[Any], position: int, scope: tuple[int, ...]
     ) -> Use:
         use = Use(self, eqn, position, ins[position], scope)
         others = [v for v in ins if isinstance(v, Data)]

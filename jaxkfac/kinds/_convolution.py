@@ -10,6 +10,7 @@ from jaxkfac.interception import (
     Atoms,
     Axes,
     AxisTable,
+    Eqn,
     Site,
     Use,
     matrix_problem,
@@ -40,7 +41,7 @@ class Convolution(TwoSided):
     def find(
         self,
         table: AxisTable,
-        eqn: Any,
+        eqn: Eqn,
         ins: Sequence[Any],
         positions: Sequence[int],
         scope: tuple[int, ...],

@@ -6,6 +6,7 @@ from typing import Any
 from jaxkfac.interception import (
     Atoms,
     AxisTable,
+    Eqn,
     Site,
     Use,
     matrix_problem,
@@ -31,7 +32,7 @@ class Dense(TwoSided):
     def find(
         self,
         table: AxisTable,
-        eqn: Any,
+        eqn: Eqn,
         ins: Sequence[Any],
         positions: Sequence[int],
         scope: tuple[int, ...],

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxkfac.interception import (
     Atoms,
     AxisTable,
+    Eqn,
     Site,
     Use,
     cast_varying,
@@ -37,7 +38,7 @@ class Embedding(TwoSided):
     def find(
         self,
         table: AxisTable,
-        eqn: Any,
+        eqn: Eqn,
         ins: Sequence[Any],
         positions: Sequence[int],
         scope: tuple[int, ...],

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.interception import Use
+from jaxkfac.interception import Eqn, Use
 from jaxkfac.kinds._rows import Array, Rows
 from jaxkfac.linalg import statistics_dtype
 
 AT_ONCE = 2**20  # elements of patches that are always formed at once: 4 MiB of float32
 
 
-def patches_of(eqn: Any, use: Use, operands: Sequence[Any]) -> Rows:
+def patches_of(eqn: Eqn, use: Use, operands: Sequence[Any]) -> Rows:
     """Every patch as a row: ``(groups..., examples, positions..., kernel..., channels)``.
 
     Args:
@@ -30,7 +30,7 @@ def patches_of(eqn: Any, use: Use, operands: Sequence[Any]) -> Rows:
     return _patches(_signal(eqn, use, operands), use)
 
 
-def summed_patches(eqn: Any, use: Use, operands: Sequence[Any], weights: Array | None) -> Rows:
+def summed_patches(eqn: Eqn, use: Use, operands: Sequence[Any], weights: Array | None) -> Rows:
     """The patches of ``patches_of`` summed over positions, each of whose axes keeps one row.
 
     Without a mask the sum over a window's positions is taken axis by axis: no patch is formed.
@@ -54,7 +54,7 @@ def summed_patches(eqn: Any, use: Use, operands: Sequence[Any], weights: Array |
 
 
 def over_patches(
-    eqn: Any,
+    eqn: Eqn,
     use: Use,
     operands: Sequence[Any],
     weights: Array | None,
@@ -101,7 +101,7 @@ class _Signal(NamedTuple):
     axes: tuple[_Axis, ...]
 
 
-def _signal(eqn: Any, use: Use, operands: Sequence[Any]) -> _Signal:
+def _signal(eqn: Eqn, use: Use, operands: Sequence[Any]) -> _Signal:
     p, x, kernel = eqn.params, operands[0], operands[1].shape
     numbers = p["dimension_numbers"]
     examples, channels, *spatial = numbers.lhs_spec

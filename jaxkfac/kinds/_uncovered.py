@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkfac.interception import AxisTable, Use, register_kind
+from jaxkfac.interception import AxisTable, Eqn, Use, register_kind
 from jaxkfac.kinds._elementwise import Elementwise
 
 
@@ -19,7 +19,7 @@ class Uncovered(Elementwise):
     def find(
         self,
         table: AxisTable,
-        eqn: Any,
+        eqn: Eqn,
         ins: Sequence[Any],
         positions: Sequence[int],
         scope: tuple[int, ...],

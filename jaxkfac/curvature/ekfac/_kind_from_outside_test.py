@@ -55,6 +55,11 @@ def example_gradients(objective, params, batch):
     return jax.vmap(jax.grad(terms), (None, 0))(params, batch)
 
 
+def test_without_the_kind_its_name_says_nothing():
+    with pytest.raises(ValueError, match="no kind of layer is called 'numerator'"):
+        kind_named("numerator")
+
+
 def test_without_the_kind_its_parameter_is_uncovered():
     objective, params, batch = problem()
     with pytest.raises(UncoveredParameterError, match="n: is read by `div`"):
