@@ -9,7 +9,9 @@ import ctypes
 import gc
 import importlib.metadata
 import os
+import re
 import sys
+from pathlib import Path
 
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")  # sharding needs a second device
@@ -105,6 +107,33 @@ def _promotion(request: pytest.FixtureRequest):
             yield
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
-        pytest.skip(f"needs a GPU; jax.default_backend() is {jax.default_backend()!r}")
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests marked ``gpu`` out where there is none."""
+    if jax.default_backend() != "gpu":
+        twins = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=twins)
+        items[:] = [item for item in items if item not in set(twins)]
+
+
+# ---------------------------------------------------------------- CI fails on an unknown skip
+
+_ALLOWED = (Path(__file__).parent / ".ci" / "skips.txt").read_text().splitlines()
+_skipped: dict[str, str] = {}
+
+
+def _note_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if not any(re.fullmatch(line, reason) for line in _ALLOWED if line[:1] != "#"):
+            _skipped[report.nodeid] = reason
+
+
+pytest_runtest_logreport = pytest_collectreport = _note_skip
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run in CI that skipped a test for a reason that ``.ci/skips.txt`` does not have."""
+    if _skipped and os.environ.get("CI") and not hasattr(session.config, "workerinput"):
+        for name, reason in _skipped.items():
+            print(f"\nskipped for a reason that is not in .ci/skips.txt: {name}: {reason}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
