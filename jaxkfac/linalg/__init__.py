@@ -1,5 +1,6 @@
 """Linear algebra of factors, in arrays only: clipped eigh and Kronecker powers."""
 
+from jaxkfac.linalg._chunks import map_over_chunks, sum_over_chunks
 from jaxkfac.linalg._damping import (
     Damping,
     DampingMode,
@@ -63,10 +64,12 @@ __all__ = [
     "kronecker_above_rcond",
     "kronecker_damping",
     "kronecker_power",
+    "map_over_chunks",
     "out_of_eigenbasis",
     "panel_shapes",
     "power_or_zero",
     "scale_in_eigenbasis",
     "statistics_dtype",
+    "sum_over_chunks",
     "unpack_panels",
 ]

@@ -12,13 +12,13 @@ from jaxtyping import Array
 
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature._coverage import is_differentiable
-from jaxkfac.curvature.operators._chunks import check_chunk, sum_over_chunks
+from jaxkfac.curvature.operators._chunks import check_chunk
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import Leaves, Part
 from jaxkfac.factors._estimator import check_label_values
 from jaxkfac.factors._objective import Batch, Objective, as_batch
 from jaxkfac.interception._paths import leaves_by_path
-from jaxkfac.linalg._gram import statistics_dtype
+from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
 PyTree = Any
 
