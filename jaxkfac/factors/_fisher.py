@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxkfac._checks import one_of
 from jaxkfac.factors._estimator import LABEL_FOLD, Estimator, check_label_values
 from jaxkfac.factors._objective import Batch, Objective
-from jaxkfac.linalg import statistics_dtype
+from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
 Fisher = Literal["empirical", "mc", "exact", "forward", "exact_if_terms_do_not_mix"]
 
@@ -165,24 +165,11 @@ def _column_of(objective: Objective, outputs: Any, batch: Batch) -> Callable[[An
 
 def _sum(fn: Callable[[Any], Any], xs: Any, chunk: int) -> Any:
     """Sum of ``fn`` over the leading axis of ``xs``, ``chunk`` entries at a time."""
-    number = len(xs)
-    chunk = min(chunk, number)
-    if number == 1:
-        return fn(xs[0])
+    one_by_one = min(chunk, len(xs)) == 1
 
-    def part(xs: Any) -> Any:
-        if chunk == 1:
+    def part(xs: Any, _: Any) -> Any:
+        if one_by_one:
             return fn(xs[0])
         return jax.tree.map(lambda x: x.sum(0), jax.vmap(fn)(xs))
 
-    whole = number - number % chunk
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(fn, xs[0]))
-    total, _ = jax.lax.scan(
-        lambda total, xs: (jax.tree.map(jnp.add, total, part(xs)), None),
-        zeros,
-        xs[:whole].reshape(whole // chunk, chunk, *xs.shape[1:]),
-    )
-    if whole < number:
-        rest = jax.tree.map(lambda x: x.sum(0), jax.vmap(fn)(xs[whole:]))
-        total = jax.tree.map(jnp.add, total, rest)
-    return total
+    return sum_over_chunks(part, xs, chunk)

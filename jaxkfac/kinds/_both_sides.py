@@ -26,7 +26,7 @@ from jaxkfac.kinds._squares import (
     squares_by_example,
     squares_by_row,
     squares_by_token,
-    sum_over_chunks,
+    sum_over_strided_chunks,
 )
 
 
@@ -72,7 +72,7 @@ class BothSides:
         gradients = self.by_example and not over_pairs(x.shape[1])
         if self.rows is None and not gradients:
             return part(self.arrays)
-        chunked = functools.partial(sum_over_chunks, part)
+        chunked = functools.partial(sum_over_strided_chunks, part)
         at_once = self._at_once(x, g, gradients=gradients)
         if not gradients:
             return chunked(self.arrays, at_once)

@@ -183,7 +183,7 @@ def squares_by_token(tokens: Array, g: Array, size: int) -> Array:
     return zeros.at[tokens.reshape(-1)].add(jnp.square(flat), mode="drop")
 
 
-def sum_over_chunks(fn: Callable[[Any], Any], arrays: Any, size: int) -> Any:
+def sum_over_strided_chunks(fn: Callable[[Any], Any], arrays: Any, size: int) -> Any:
     """Sum of ``fn``, a tree, over chunks of the leading axis, at most ``size`` entries at a time.
 
     A chunk takes entries a stride apart, so that an axis that is split over devices stays

@@ -15,7 +15,7 @@ from jaxkfac.kinds._squares import (
     squares_by_example,
     squares_by_row,
     squares_by_token,
-    sum_over_chunks,
+    sum_over_strided_chunks,
 )
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -101,7 +101,7 @@ def test_tokens_of_an_example_are_summed_before_they_are_squared(positions):
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
 def test_chunks_add_up_whatever_is_left_over(size):
     x, y = normal(7, 3), normal(7, 2)
-    found = jax.jit(lambda *xs: sum_over_chunks(_sums, xs, size))(x, y)
+    found = jax.jit(lambda *xs: sum_over_strided_chunks(_sums, xs, size))(x, y)
     jax.tree.map(assert_close, found, _sums((x, y)))
 
 

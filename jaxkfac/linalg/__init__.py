@@ -1,5 +1,6 @@
 """Linear algebra of factors, in arrays only: clipped eigh and Kronecker powers."""
 
+from jaxkfac.linalg._chunks import map_over_chunks, sum_over_chunks
 from jaxkfac.linalg._damping import (
     Damping,
     DampingMode,
@@ -66,6 +67,7 @@ __all__ = [
     "kronecker_above_rcond",
     "kronecker_damping",
     "kronecker_power",
+    "map_over_chunks",
     "out_of_eigenbasis",
     "pack",
     "packed_shape",
@@ -73,6 +75,7 @@ __all__ = [
     "power_or_zero",
     "scale_in_eigenbasis",
     "statistics_dtype",
+    "sum_over_chunks",
     "unfold_triangle",
     "unpack",
     "unpack_panels",

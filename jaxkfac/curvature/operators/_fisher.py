@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from jaxkfac._checks import at_least_one, one_of
-from jaxkfac.curvature.operators._chunks import map_over_chunks
 from jaxkfac.curvature.operators._exact import ExactOperator, checked_batch, chosen_paths
 from jaxkfac.curvature.operators._ggn import checked_objective
 from jaxkfac.curvature.operators._products import (
@@ -18,6 +17,7 @@ from jaxkfac.curvature.operators._products import (
     outer_products,
 )
 from jaxkfac.factors import LABEL_FOLD, Bernoulli, Categorical, Gaussian, as_batch, estimator_of
+from jaxkfac.linalg import map_over_chunks
 
 FisherType = Literal["exact", "empirical", "mc"]
 
