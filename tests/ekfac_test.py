@@ -119,13 +119,14 @@ def test_a_separate_bias_has_values_of_its_own(x64):
     assert corrected["blocks/kernel"].bias_raw_values.shape == (3, 4)
 
 
+@pytest.mark.parametrize("read", [lambda w: 0.5 * w, lambda w: -w])
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("positions", [2, 5])
-def test_a_constant_times_a_weight_is_in_the_weights_gradient_alone(x64, positions, bias):
+def test_a_constant_times_a_weight_is_in_the_weights_gradient_alone(x64, positions, bias, read):
     """The bias beside c W is not scaled; held to the Fisher of the parameters themselves."""
 
     def model(p, x, tap):
-        return jnp.cumsum(jnp.tanh(x @ (0.5 * p["w"]) + p["b"]), axis=1) @ p["v"]
+        return jnp.cumsum(jnp.tanh(x @ read(p["w"]) + p["b"]), axis=1) @ p["v"]
 
     p = {"w": normal(1, 4, 5), "b": normal(2, 5), "v": normal(3, 5, 3)}
     batch = (normal(1, 3, positions, 4, scale=1.0), labels(2, 3, positions))

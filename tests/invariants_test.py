@@ -147,13 +147,14 @@ def test_factors_of_a_single_datum_are_its_fisher(x64, sharing, bias, fisher):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("read", [lambda w: 0.5 * w, lambda w: -w, lambda w: 1.0 - w])
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("sharing", SHARINGS)
-def test_a_constant_times_a_weight_belongs_to_the_weight(x64, sharing, bias):
+def test_a_constant_times_a_weight_belongs_to_the_weight(x64, sharing, bias, read):
     """The block of W where the program reads c W, with its bias beside it."""
 
     def model(p, x, tap):
-        return jnp.tanh(x @ (0.5 * p["w"]) + p["b"]) @ (p["v"] / np.sqrt(2.0))
+        return jnp.tanh(x @ read(p["w"]) + p["b"]) @ (p["v"] / np.sqrt(2.0))
 
     params, batch = tree(65, w=(4, 5), b=(5,), v=(5, 3)), (normal(1, 1, 4), labels(2, 1))
     factors = _factors(model, params, batch, sharing=sharing, bias=bias)

@@ -310,12 +310,13 @@ def test_a_bias_added_to_a_sum_of_products_belongs_to_neither(x64, scales):
     assert factors.layer("w").bias.path == "b" and factors.layer("u").bias is None
 
 
-@pytest.mark.parametrize("constant", [3.0, 0.5, -1.0])
+@pytest.mark.parametrize("constant", [3.0, 0.5, -1.0, "neg"])
 def test_a_bias_times_a_constant_is_a_block_of_its_own(x64, constant):
     """The ones column of its product would be c, which A does not know."""
 
     def model(p, x, tap):
-        return tap.dense("w", x, x @ p["w"]) + constant * p["b"]
+        b = -p["b"] if constant == "neg" else constant * p["b"]
+        return tap.dense("w", x, x @ p["w"]) + b
 
     p, batch = tree(62, w=(4, 3), b=(3,)), BATCH()
     objective = objective_of(model)

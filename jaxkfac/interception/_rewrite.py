@@ -176,7 +176,7 @@ class Rewriter:
                     )
             else:
                 for out in outs:
-                    out[name] = scale_slot(eqn, slot, others, self.entries)
+                    out[name] = scale_slot(eqn, slot, position, values, self.entries)
         return outs
 
     def _call(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxkfac.interception import _compat
 from jaxkfac.interception._compat import Eqn
-from jaxkfac.interception._views import SAME_ELEMENTS
+from jaxkfac.interception._views import SAME_ELEMENTS, is_negated
 
 Slots = dict[str, Any]
 
@@ -55,12 +55,14 @@ def check_entries(slots: Mapping[str, Slots], entries: Entries) -> None:
                 check_entries({layer: value}, inside)
 
 
-def scale_slot(eqn: Eqn, slot: Any, others: Sequence[Any], entries: Entries) -> Any:
-    """A slot behind a view with these other operands: a scalar constant multiplies it."""
+def scale_slot(eqn: Eqn, slot: Any, position: int, values: Sequence[Any], entries: Entries) -> Any:
+    """A slot behind a view of the operand at ``position``: a scalar constant multiplies it."""
     name = eqn.primitive.name
+    if is_negated(eqn, position):
+        return _times(slot, jnp.asarray(-1.0), entries)
     if name not in ("mul", "div"):
         return slot
-    c = jnp.asarray(others[0]).reshape(())
+    c = jnp.asarray(values[1 - position]).reshape(())
     return _times(slot, c if name == "mul" else 1 / c, entries)
 
 
@@ -108,7 +110,7 @@ def _move(eqn: Eqn, entry: Any, slot: Any, position: int, values: list) -> list[
     )(slot)
 
 
-_KEEPS_BROADCAST = (SAME_ELEMENTS - {"pvary", "pcast"}) | {"transpose", "mul", "div"}
+_KEEPS_BROADCAST = (SAME_ELEMENTS - {"pvary", "pcast"}) | {"transpose", "mul", "div", "neg"}
 
 
 def _move_one(eqn: Eqn, entry: Any, slot: Any, position: int, values: list) -> list[Any]:
@@ -116,6 +118,10 @@ def _move_one(eqn: Eqn, entry: Any, slot: Any, position: int, values: list) -> l
     if name in ("mul", "div"):
         constant = jnp.asarray(values[1 - position]).astype(slot.dtype) ** entry.power
         return [slot * constant if name == "mul" else slot / constant]
+    if is_negated(eqn, position) and entry.power % 2:
+        slot = -slot
+    if name == "neg":
+        return [slot]
     if name in ("add", "sub", "add_any"):
         return [jnp.broadcast_to(slot, eqn.outvars[0].aval.shape)]
     if name in SAME_ELEMENTS and name not in ("pvary", "pcast"):

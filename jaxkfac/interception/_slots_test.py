@@ -46,6 +46,11 @@ def test_a_constant_enters_an_entry_with_the_power_it_declares(fn, expected):
     assert second_moment(fn, {"new": SlotEntry(2)}) == expected
 
 
+@pytest.mark.parametrize("fn", [lambda w, x: x @ -w, lambda w, x: x @ (2 - w)])
+def test_a_sign_enters_odd_powers_alone(fn):
+    assert [second_moment(fn, {"new": SlotEntry(power)}) for power in (0, 1, 2)] == [9, -9, 9]
+
+
 def test_what_is_declared_with_power_zero_is_handed_on():
     assert second_moment(lambda w, x: x @ (3 * w), {"new": SlotEntry(0)}) == 9
 

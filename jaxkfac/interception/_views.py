@@ -13,7 +13,7 @@ from jaxkfac.interception._values import Constant, Consumed, Value, View
 
 SAME_ELEMENTS = frozenset(
     "convert_element_type copy copy_p reduce_precision optimization_barrier name pvary pcast "
-    "sharding_constraint reshard neg layout_constraint".split()
+    "sharding_constraint reshard layout_constraint".split()
 )
 _SELECTIONS = frozenset("slice dynamic_slice gather split pad broadcast_in_dim".split())
 
@@ -49,6 +49,10 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
         return None
     if name in SAME_ELEMENTS:
         return [dataclasses.replace(view, number=number)]
+    if is_negated(eqn, position):
+        view = dataclasses.replace(view, scaled=(*view.scaled, number))
+    if name == "neg":
+        return [dataclasses.replace(view, number=number)]
     if name in ("mul", "div"):
         if name == "div" and position == 1:
             return None
@@ -69,6 +73,11 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
     if name in _SELECTIONS:
         return [dataclasses.replace(view, number=number, axes=None) for _ in eqn.outvars]
     return None
+
+
+def is_negated(eqn: Eqn, position: int) -> bool:
+    """Whether an operand is multiplied by −1, which rows beside a column of ones do see."""
+    return eqn.primitive.name == "neg" or (eqn.primitive.name == "sub" and position == 1)
 
 
 def _scaled(table: AxisTable, eqn: Eqn, view: View, position: int, number: int) -> View:
