@@ -213,7 +213,7 @@ CLAIMS = (
         "false",
         "In units of one layer's peak, for eight layers: each layer's temporaries are freed "
         "before the next one's are made, and one allocation is one tensor anyway.",
-        lambda context: Measured((m := over_layers(context)).after / m.before, unit="layers"),
+        lambda context: Measured((m := over_layers(context)).after / m.before, unit="times one"),
         "does not arise: one layer at a time is what `eigendecompose` dispatches",
     ),
     Claim(

@@ -95,7 +95,7 @@ def copies(context: Context) -> Measured:
 
     seen = storages(again, context.device)
     own = sum(p.numel() * p.element_size() for p in model.parameters()) / MIB
-    return Measured(1 + seen.peak / own, unit="copies")
+    return Measured(1 + seen.peak / own, unit="times the model")
 
 
 def old_model(context: Context) -> Measured:

@@ -317,8 +317,8 @@ CLAIMS = (
         Lies(40, 40),
         "false",
         f"Measured at {SIDE} rows and scaled by their square; eigenvalues and eigenvectors are "
-        "counted in. Compiled for an H100, a batched decomposition of 1341 MiB of factors has "
-        "864 MiB of temporaries beside the library's own scratch of about 3 n².",
+        "counted in. On a GPU the library's own scratch is about 3 n², too; compiled for an H100, "
+        "decomposing 1341 MiB of factors in one call has 864 MiB of temporaries beside it.",
         workspace,
         jax_workspace,
         alone=True,

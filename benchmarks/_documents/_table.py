@@ -106,8 +106,11 @@ def _circumstances(record: Mapping[str, Any]) -> str:
 
 def _counts(record: Mapping[str, Any]) -> str:
     verdicts = [row["verdict"] for row in record["claims"]]
-    found = ", ".join(f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts)
-    return f"{len(verdicts)} claims and figures: {found}."
+    true, partly, false, gpu = map(verdicts.count, VERDICTS)
+    return (
+        f"{len(verdicts)} claims and figures: {true} true, {partly} true in part, {false} false; "
+        f"{gpu} need a GPU."
+    )
 
 
 def _claims(record: Mapping[str, Any], *, heading: str) -> list[str]:
@@ -166,8 +169,8 @@ def _numbers(side: Any) -> str:
 
 
 def _number(value: float) -> str:
-    if value == int(value) and abs(value) < 1e7:
-        return f"{int(value):,}"
+    if abs(value) >= 1000 or value == int(value):
+        return f"{value:,.0f}"
     return f"{value:.3g}"
 
 

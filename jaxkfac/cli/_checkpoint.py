@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.cli._interrupts import interrupts_deferred
+from jaxkfac.cli._phases import phase
 from jaxkfac.interception import leaves_by_path, with_leaves
 
 PyTree = Any
@@ -56,6 +57,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
     with (
         interrupts_deferred("writing the checkpoint"),
+        phase("writing the checkpoint"),
         _quiet(),
         ocp.CheckpointManager(target.parent, options=options) as m,
     ):

@@ -7,8 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from jaxkfac.cli._phases import phase
-
 
 @contextlib.contextmanager
 def interrupts_deferred(doing: str) -> Iterator[None]:
@@ -17,19 +15,16 @@ def interrupts_deferred(doing: str) -> Iterator[None]:
     Inside another such block the outer one holds it back, to its own end.
 
     Args:
-        doing: What is waited for, said on standard error when the first one arrives; also the
-            phase of the run, for an error that is explained.
+        doing: What is waited for, said on standard error when the first one arrives.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or isinstance(signal.getsignal(signal.SIGINT), _Hold):
-        with phase(doing):
-            yield
+        yield
         return
     hold = _Hold(doing)
     before = signal.signal(signal.SIGINT, hold)
     try:
-        with phase(doing):
-            yield
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
     if hold.pressed:

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from jaxkfac._errors import JaxkfacError
 from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._options import Experiment
+from jaxkfac.cli._phases import phase
 from jaxkfac.cli._problem import Problem
 from jaxkfac.data import Digits, epoch_batches, num_batches, shift_batch
 from jaxkfac.report import EpochRecord, RunRecords
@@ -136,7 +137,7 @@ def skipped_updates(optimizer_state: PyTree) -> Int[Array, ""]:
 def compile_epoch(epoch: Callable[..., Any], *arguments: Any) -> Any:
     """The program of an epoch; parameters and optimizer state are donated to it."""
     # A trace that is broken off can take the process down when it ends.
-    with interrupts_deferred("compiling"):
+    with interrupts_deferred("compiling"), phase("compiling"):
         return jax.jit(epoch, donate_argnums=(0, 1)).lower(*arguments).compile()
 
 

@@ -11,6 +11,7 @@ import optax
 import jaxkfac as jk
 from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._loop import skipped_updates
+from jaxkfac.cli._phases import phase
 from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.cli.finetune._problem import Problem, as_batch, collector, objective_of
 
@@ -104,7 +105,7 @@ class MicroStep:
             jax.block_until_ready(arguments)  # what is under way is no part of the compilation
             started = time.perf_counter()
             # A trace that is broken off can take the process down when it ends.
-            with interrupts_deferred("compiling"):
+            with interrupts_deferred("compiling"), phase("compiling"):
                 self._compiled[shape] = self._run.lower(*arguments).compile()
             self.compile_seconds += time.perf_counter() - started
             self.programs += 1

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkfac.cli._phases import phase
 from jaxkfac.cli.finetune._exam import Examiner, fourier_record
 from jaxkfac.cli.finetune._loggers import MetricLogger
 from jaxkfac.cli.finetune._loop import TuneState
@@ -50,6 +51,7 @@ class Watch:
             if found.step > step:
                 self._note_fourier(found)
 
+    @phase("examining")
     def examine(self, state: TuneState) -> TuneState:
         """Add what is due after this update, and not in the records of it yet."""
         step, records, asked = state.step, state.records, self._arguments
