@@ -76,8 +76,11 @@ def _imports(path: Path, tree: ast.Module) -> Iterator[str]:
                 yield module
 
 
+KINDS = ("dense", "convolution", "embedding", "scale", "bias")  # jaxkfac/kinds, by name
+
+
 def _comparisons(tree: ast.Module) -> int:
-    """Of ``kind`` or ``.kind`` with a string or strings."""
+    """Of ``kind`` or ``.kind`` with the name of a kind, or with several."""
 
     def is_kind(node: ast.expr) -> bool:
         return getattr(node, "attr", getattr(node, "id", "")) == "kind"
@@ -85,7 +88,7 @@ def _comparisons(tree: ast.Module) -> int:
     def is_text(node: ast.expr) -> bool:
         if isinstance(node, ast.Tuple | ast.Set | ast.List):
             return all(is_text(x) for x in node.elts)
-        return isinstance(node, ast.Constant) and isinstance(node.value, str)
+        return isinstance(node, ast.Constant) and node.value in KINDS
 
     compared = [
         [node.left, *node.comparators] for node in ast.walk(tree) if isinstance(node, ast.Compare)
