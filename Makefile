@@ -29,7 +29,7 @@ help:
 	@echo "make test-slow    the tests marked slow"
 	@echo "make test-exhaustive  the oracles over every case: layer kinds, Fisher types, EKFAC, curvlinops"
 	@echo "make test-oldest  the interception tests on the oldest jax allowed"
-	@echo "make test-newest  interception and factors on the newest jax tried (needs $(NEWEST_PYTHON))"
+	@echo "make test-newest  interception, kinds and factors on the newest jax tried (needs $(NEWEST_PYTHON))"
 	@echo "make lint         ruff, pyright, import-linter"
 	@echo "make format       ruff format and the fixes that are safe"
 	@echo "make docs-check   README blocks, docstring examples, notebooks"
@@ -95,7 +95,7 @@ test-oldest: $(OLDEST)/.stamp
 
 test-newest: $(NEWEST)/.stamp
 	$(NEWEST)/bin/python -c 'import jax; assert jax.__version__ == "0.11.2", jax.__version__'
-	$(NEWEST)/bin/python -m pytest jaxkfac/interception jaxkfac/factors -n $(WORKERS) $(PYTEST_ARGS)
+	$(NEWEST)/bin/python -m pytest jaxkfac/interception jaxkfac/kinds jaxkfac/factors -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .
