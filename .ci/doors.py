@@ -17,7 +17,7 @@ class Doors(Contract):
         """Collect imports of ``room._module`` by modules of other rooms."""
         broken = [
             (importer, imported)
-            for importer in sorted(graph.find_descendants(self.package))
+            for importer in sorted({self.package, *graph.find_descendants(self.package)})
             if not importer.endswith(("_test", ".conftest"))
             for imported in sorted(graph.find_modules_directly_imported_by(importer))
             if self._is_private(imported) and self._room(importer) != self._room(imported)

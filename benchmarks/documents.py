@@ -41,6 +41,8 @@ def main() -> int:
     if arguments.device == "cuda" and not _has_cuda():
         print("--device cuda: PyTorch finds no CUDA here, so nothing is measured")
         return 0
+    if arguments.write and arguments.claims:
+        parser.error("--write takes all claims: a part of them is no record")
     unknown = sorted(set(arguments.claims or ()) - set(by_name))
     if unknown:
         parser.error(f"no such claims: {unknown}; there are {sorted(by_name)}")

@@ -76,7 +76,7 @@ def _imports(path: Path, tree: ast.Module) -> Iterator[str]:
                 yield module
 
 
-KINDS = ("dense", "convolution", "embedding", "scale", "bias")  # jaxkfac/kinds, by name
+KINDS = ("dense", "conv", "embedding", "scale", "bias", "diagonal")  # jaxkfac/kinds, by name
 
 
 def _comparisons(tree: ast.Module) -> int:

@@ -81,8 +81,8 @@ def micro_step(params, adapters, state, batch):
     # The base is an argument: what a compiled function closes over is copied into it.
     objective = jk.Objective(lambda a, inputs: adapted(params, a, inputs), jk.Categorical())
     loss, grads = jax.value_and_grad(objective)(adapters, batch)
-    pull = jax.grad(lambda a: config.reg_weight * jk.lslora.fourier_loss(a))(adapters)
-    grads = jax.tree.map(jnp.add, grads, pull)
+    penalty_grads = jax.grad(lambda a: config.reg_weight * jk.lslora.fourier_loss(a))(adapters)
+    grads = jax.tree.map(jnp.add, grads, penalty_grads)
     updates, state = tx.update(grads, state, adapters, terms=batch[2].sum())
     return optax.apply_updates(adapters, updates), state, loss
 

@@ -69,7 +69,7 @@ def missing_ones(patch: Patch) -> None:
 
 
 def padding_counted(patch: Patch) -> None:
-    """Absent rows are in no sum, but they are in the count."""
+    """DeferredParameter rows are in no sum, but they are in the count."""
 
     def moments(original: Any, site: Any, use: Any, slot: Any, side: Any, weights: Any) -> Any:
         out = original(site, use, slot, side, weights)
@@ -79,7 +79,7 @@ def padding_counted(patch: Patch) -> None:
 
 
 def padding_summed(patch: Patch) -> None:
-    """Absent rows are in the sums."""
+    """DeferredParameter rows are in the sums."""
     patch.setattr(_rows.Rows, "masked", lambda side, weights: side)
 
 

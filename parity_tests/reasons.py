@@ -71,7 +71,7 @@ NAMES = {
     "walked_by": _PART,
     "whole": _PART,
     "with_leaves": _PART,
-    "Absent": _PART,
+    "DeferredParameter": _PART,
     "Encoded": _PART,
     "body_of": _PART,
     "call_kind": _PART,

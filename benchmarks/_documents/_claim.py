@@ -110,7 +110,8 @@ def judge(claim: Claim, torch: Measured | None, jax: Measured | None) -> Row:
     """The row of a claim whose measurements are these."""
     verdict = "needs a GPU" if torch is None else claim.rule.verdict(torch)
     reason = claim.reason
-    if verdict not in (claim.expected, "needs a GPU"):
+    explained = claim.expected in (verdict, "needs a GPU")
+    if not explained and verdict != "needs a GPU":
         reason = f"Otherwise than expected; “{claim.expected}” was explained so: {reason}"
     if verdict == "needs a GPU":
         reason += f" `python -m benchmarks.documents --device cuda --claims {claim.name}` decides."
@@ -119,6 +120,11 @@ def judge(claim: Claim, torch: Measured | None, jax: Measured | None) -> Row:
     else:
         shown = claim.jax
     return Row(claim.name, claim.text, torch, shown, verdict, reason, str(claim.rule))
+
+
+def figure(value: Callable[[], float], unit: str = "GB") -> Callable[[Context], Measured]:
+    """A number that follows from a layout or from a plan."""
+    return lambda context: Measured(value(), unit=unit)
 
 
 def _in_fresh_process(name: str, framework: Framework, context: Context) -> Measured:

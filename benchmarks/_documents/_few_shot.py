@@ -1,4 +1,4 @@
-"""Claims of few-shot training with accumulated gradients."""
+"""Measurements for few-shot training with accumulated gradients."""
 
 from typing import Any
 
@@ -9,8 +9,9 @@ import torch
 
 import jaxkfac as jk
 from benchmarks._documents._bytes import MIB, of_program, storages, tree_bytes
-from benchmarks._documents._claim import Claim, Context, Measured
+from benchmarks._documents._claim import Context, Measured
 from benchmarks._documents._problems import (
+    DEPTH,
     LOSS,
     OBJECTIVE,
     ROWS,
@@ -20,15 +21,23 @@ from benchmarks._documents._problems import (
     network,
     parameters,
 )
-from benchmarks._documents._rules import Agrees, Lies, OnGPU, Saves, Slows, Unchanged
 from torch_ref import unfixed
+from torch_ref.accumulation import accumulated_training
 
 STEPS = 16  # batches of one training
 
 
-def training(device: str, *, every: int, rows: int = ROWS, steps: int = STEPS, **options: Any):
+def training(
+    device: str,
+    *,
+    every: int = 1,
+    rows: int = ROWS,
+    steps: int = STEPS,
+    depth: int = DEPTH,
+    **options: Any,
+) -> Any:
     """The document's loop over batches of one size."""
-    model, data = network(device), batch(device, rows=rows)
+    model, data = network(device, depth=depth), batch(device, rows=rows)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
     def run() -> torch.nn.Module:
@@ -139,10 +148,16 @@ def jax_speed(context: Context) -> Measured:
     return Measured(1e3 * first / STEPS, 1e3 * second / STEPS, "ms a batch")
 
 
+def unequal(x: Any, y: Any) -> list[Any]:
+    """Four parts of a batch, of unequal size."""
+    cuts = [0, 100, 300, 600, ROWS]
+    return [(x[a:b], y[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+
+
 def equivalence(context: Context) -> Measured:
-    """First update, against that of one batch four times as large; as shown, and put right."""
+    """First update from the large batch's, of the loop as shown and of torch_ref's."""
     x, y = batch(context.device)
-    parts = [(x[i::4], y[i::4]) for i in range(4)]
+    parts = unequal(x, y)
 
     def update(run: Any) -> torch.Tensor:
         model = network(context.device)
@@ -153,19 +168,23 @@ def equivalence(context: Context) -> Measured:
     def shown(model: Any, optimizer: Any) -> None:
         unfixed.train(model, optimizer, LOSS, parts, every=4)
 
+    def counted(model: Any, optimizer: Any) -> None:
+        terms = lambda part: len(part[1])
+        list(accumulated_training(model, optimizer, LOSS, parts, every=4, loss_terms=terms))
+
     def large(model: Any, optimizer: Any) -> None:
         LOSS(model, (x, y)).backward()
         optimizer.step()
 
-    expected, found = update(large), update(shown)
-    return Measured(float((found - expected).norm() / expected.norm()), unit="relative")
+    expected = update(large)
+    off = (float((update(run) - expected).norm() / expected.norm()) for run in (shown, counted))
+    return Measured(*off, "relative")
 
 
 def jax_equivalence(context: Context) -> Measured:
-    """``optax.MultiSteps`` and ``jk.multi_steps``, on parts of unequal numbers of terms."""
+    """The same of ``optax.MultiSteps`` and of ``jk.multi_steps``."""
     x, y = jax_batch()
-    cuts = [0, 100, 300, 600, ROWS]
-    parts = [(x[a:b], y[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    parts = unequal(x, y)
     params = parameters()
     expected = jax.tree.map(lambda g: -0.1 * g, jax.grad(OBJECTIVE)(params, (x, y)))
 
@@ -184,6 +203,17 @@ def jax_equivalence(context: Context) -> Measured:
     plain = optax.MultiSteps(optax.sgd(0.1), every_k_schedule=4)
     counted = jk.multi_steps(optax.sgd(0.1), every_k_schedule=4)
     return Measured(off(update(plain)), off(update(counted, terms=True)), "relative")
+
+
+def without_reset(context: Context) -> Measured:
+    """Of the parameters after 9 batches, with and without gradients that are set to none."""
+    found = []
+    for reset in (True, False):
+        model = training(context.device, every=4, steps=9, zero_grad=reset)()
+        found.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+    start = torch.nn.utils.parameters_to_vector(network(context.device).parameters()).detach()
+    off = (found[1] - found[0]).norm() / (found[0] - start).norm()
+    return Measured(float(off), unit="relative")
 
 
 def first_step(context: Context) -> Measured:
@@ -212,7 +242,7 @@ def default(context: Context) -> Measured:
         LOSS(plain, data).backward()
         optimizer.step()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return Measured(float(sum(int((a != b).sum()) for a, b in pairs)), 0.0, "parameters")
+    return Measured(float(sum(int((a != b).sum()) for a, b in pairs)), unit="parameters")
 
 
 def jax_default(context: Context) -> Measured:
@@ -226,8 +256,8 @@ def jax_default(context: Context) -> Measured:
             updates, state = tx.update(grads, state, params, **terms)
             params = optax.apply_updates(params, updates)
         found.append(params)
-    differ = jax.tree.map(lambda a, b: jnp.abs(a - b).max() > 1e-6, *found)
-    return Measured(float(sum(map(int, jax.tree.leaves(differ)))), 0.0, "arrays")
+    differ = jax.tree.map(lambda a, b: jnp.abs(a - b).max() > 1e-6, *found)  # fused otherwise
+    return Measured(float(sum(map(int, jax.tree.leaves(differ)))), unit="arrays")
 
 
 def queries(context: Context) -> Measured:
@@ -244,6 +274,23 @@ def jax_queries(context: Context) -> Measured:
     return Measured(*sizes, "MiB")
 
 
+def smaller(context: Context) -> Measured:
+    peaks = [
+        storages(training(context.device, depth=depth, steps=1), context.device).peak
+        for depth in (DEPTH, DEPTH // 2)
+    ]
+    return Measured(*peaks, "MiB")
+
+
+def jax_smaller(context: Context) -> Measured:
+    gradient = jax.jit(jax.grad(OBJECTIVE))
+    sizes = (
+        of_program(gradient.lower(parameters(depth=depth), jax_batch()).compile())
+        for depth in (DEPTH, DEPTH // 2)
+    )
+    return Measured(*sizes, "MiB")
+
+
 def episodes(context: Context) -> Measured:
     peaks = [
         storages(training(context.device, every=1, steps=n), context.device).peak for n in (16, 8)
@@ -251,12 +298,12 @@ def episodes(context: Context) -> Measured:
     return Measured(*peaks, "MiB")
 
 
-def _needs(context: Context) -> Measured:
-    """Reserved by the caching allocator after a training, with and without what is claimed."""
+def _reserved(context: Context) -> Measured:
+    """By the caching allocator after a training, without and with clearing it."""
     sizes = []
-    for clear in (None, 10):
+    for clear in (None, 40):
         torch.cuda.empty_cache()
-        training("cuda", every=4, steps=40, clear_cache_every=clear)()
+        training("cuda", every=4, steps=81, clear_cache_every=clear)()
         sizes.append(torch.cuda.memory_reserved() / MIB)
     return Measured(*sizes, "MiB reserved")
 
@@ -267,147 +314,3 @@ def _fragmented(context: Context) -> Measured:
 
     sides = (reserved_beyond_allocated(expandable=value) for value in (False, True))
     return Measured(*sides, "MiB")
-
-
-CLAIMS = (
-    Claim(
-        "few-shot/accumulate-4",
-        "Accumulating over 4 steps takes away 75 % of the memory.",
-        Saves(0.75),
-        "false",
-        "The loop keeps its batch and adds gradients that outlive the step; nothing becomes "
-        "smaller. Cutting one batch into parts does save, and is this project's own lesson.",
-        accumulated(4),
-        jax_accumulated(4),
-    ),
-    Claim(
-        "few-shot/accumulate-8",
-        "Accumulating over 8 steps takes away 87.5 %.",
-        Saves(0.875),
-        "false",
-        "The same as over 4 steps: only how often the optimizer steps has changed.",
-        accumulated(8),
-        jax_accumulated(8),
-    ),
-    Claim(
-        "few-shot/memory-50-90",
-        "Memory falls by 50 to 90 %, depending on the number of steps.",
-        Saves(0.5),
-        "false",
-        "Over 16 steps; see the two rows above.",
-        accumulated(16),
-        jax_accumulated(16),
-    ),
-    Claim(
-        "few-shot/gpu-table",
-        "With 4 to 8 steps a GPU of 8 GB trains what needs 16 GB with one.",
-        Saves(0.5),
-        "false",
-        "The table would follow from the rows above.",
-        accumulated(8),
-        jax_accumulated(8),
-    ),
-    Claim(
-        "few-shot/backward",
-        "The divided loss makes the backward pass smaller: 7.8 to 6.5 GB.",
-        Saves(1.3 / 7.8),
-        "false",
-        "A number times the loss has no part in what is held.",
-        backward,
-        jax_backward,
-    ),
-    Claim(
-        "few-shot/activations",
-        "The peak of activations stays as it is.",
-        Unchanged(0.02),
-        "true",
-        "One forward and backward pass of the divided loss holds what that of the whole one does.",
-        backward,
-        jax_backward,
-    ),
-    Claim(
-        "few-shot/optimizer-state",
-        "Accumulation makes optimizer state and gradients smaller.",
-        Saves(0.1),
-        "false",
-        "Adam keeps two numbers a parameter however often it steps; in JAX the accumulator is one "
-        "more copy of the gradient, in state.",
-        optimizer_state,
-        jax_optimizer_state,
-    ),
-    Claim(
-        "few-shot/speed",
-        "Training is at most 5 % slower.",
-        Slows(0.05),
-        "true",
-        "The same passes and fewer optimizer steps.",
-        speed,
-        jax_speed,
-        alone=True,
-    ),
-    Claim(
-        "few-shot/equivalent",
-        "The update is mathematically that of the larger batch.",
-        Agrees(1e-5),
-        "false",
-        "The loop steps at step 0, so that its first group is one quarter of a gradient; JAX: "
-        "parts of unequal size by optax.MultiSteps, and by jk.multi_steps.",
-        equivalence,
-        jax_equivalence,
-    ),
-    Claim(
-        "few-shot/first-group",
-        "A step is made every 4 batches.",
-        Lies(4, 4),
-        "false",
-        "Zero is divisible by every number: the first group has one batch, the next four.",
-        first_step,
-        "`jk.multi_steps` counts micro-batches from one",
-    ),
-    Claim(
-        "few-shot/default",
-        "Accumulation over one step is training as before.",
-        Unchanged(),
-        "true",
-        "Bit for bit.",
-        default,
-        jax_default,
-    ),
-    Claim(
-        "few-shot/queries",
-        "Half the queries take less memory.",
-        Saves(0.2),
-        "true",
-        "Activations go with the rows of an episode; ten times the document's queries, so that "
-        "they are not lost beside parameters and state.",
-        queries,
-        jax_queries,
-    ),
-    Claim(
-        "few-shot/episodes",
-        "Fewer episodes an epoch take less memory.",
-        Saves(0.1),
-        "false",
-        "One episode is in memory at a time.",
-        episodes,
-        "does not arise: a step holds one batch",
-    ),
-    Claim(
-        "few-shot/clear-cache",
-        "Clearing the cache every 40 steps gives 1.2 GB back.",
-        OnGPU(Saves(0.1)),
-        "needs a GPU",
-        "Only a GPU's caching allocator keeps freed blocks; tensors are the same with and without.",
-        _needs,
-        "does not arise: a compiled program's temporaries are planned once",
-    ),
-    Claim(
-        "few-shot/expandable-segments",
-        "Expandable segments take away fragmentation.",
-        OnGPU(Saves(0.1)),
-        "needs a GPU",
-        "Reserved but not allocated, after tensors of growing sizes.",
-        _fragmented,
-        "`XLA_PYTHON_CLIENT_ALLOCATOR=vmm` or `cuda_async`; `jaxkfac doctor` says which is on",
-    ),
-)

@@ -1,4 +1,4 @@
-"""Claims of the fine-tuning of FLAN-T5-XL."""
+"""Measurements for the fine-tuning of FLAN-T5-XL."""
 
 import gc
 import tempfile
@@ -16,28 +16,34 @@ from torch import nn
 
 import jaxkfac as jk
 from benchmarks._documents import _layouts as layouts
-from benchmarks._documents._budgets import planned_gb
 from benchmarks._documents._bytes import (
     MIB,
     compiled,
+    parameter_bytes,
     resident,
     storages,
     tree_bytes,
 )
-from benchmarks._documents._claim import Claim, Context, Measured
-from benchmarks._documents._kfac_7b import figure
-from benchmarks._documents._problems import LOSS, OBJECTIVE, batch, jax_batch, network, parameters
-from benchmarks._documents._rules import Agrees, Lies, OnGPU, Saves
+from benchmarks._documents._claim import Context, Measured
+from benchmarks._documents._problems import (
+    LOSS,
+    OBJECTIVE,
+    ROWS,
+    batch,
+    jax_batch,
+    network,
+    parameters,
+)
 from torch_ref import unfixed
 from torch_ref.accumulation import accumulated_training
 from torch_ref.memory import Recomputed
 
 LAYOUT = "t5-xl"
 OVERHEAD = 2  # GB, the document's
-SAVINGS = {  # GB
+SAVINGS = {  # GB, as the document has them; of a range the middle
     "flan-t5-xl/cast-again": 6,
     "flan-t5-xl/move-again": 6,
-    "flan-t5-xl/bfloat16": 6,
+    "flan-t5-xl/bfloat16": layouts.parameter_gb("t5-xl"),
     "flan-t5-xl/padding": 2.5,
     "flan-t5-xl/recomputation": 3.5,
 }
@@ -63,8 +69,7 @@ def moved_again(context: Context) -> Measured:
 
 def _in_gb(mib: float, model: nn.Module) -> float:
     """What it would come to for a bfloat16 copy of FLAN-T5-XL."""
-    own = sum(p.numel() * p.element_size() for p in model.parameters()) / MIB
-    return mib / own * layouts.parameter_gb(LAYOUT)
+    return mib * MIB / parameter_bytes(model) * layouts.parameter_gb(LAYOUT)
 
 
 def jax_cast_again(context: Context) -> Measured:
@@ -94,8 +99,11 @@ def copies(context: Context) -> Measured:
         return unfixed.move_again(cast, context.device, check=False)
 
     seen = storages(again, context.device)
-    own = sum(p.numel() * p.element_size() for p in model.parameters()) / MIB
-    return Measured(1 + seen.peak / own, unit="times the model")
+    return Measured(1 + seen.peak * MIB / parameter_bytes(model), unit="times the model")
+
+
+def wasted(context: Context) -> Measured:
+    return Measured((copies(context).before - 1) * layouts.parameter_gb(LAYOUT), unit="GB")
 
 
 def old_model(context: Context) -> Measured:
@@ -234,6 +242,21 @@ def jax_effective_batch(context: Context) -> Measured:
     return Measured(float(difference / optax.tree.norm(expected)), unit="relative")
 
 
+def half_the_rows(context: Context) -> Measured:
+    peaks = []
+    for rows in (ROWS, ROWS // 2):
+        model, data = network(context.device), batch(context.device, rows=rows)
+        step = lambda m=model, d=data: LOSS(m, d).backward()
+        peaks.append(storages(step, context.device).peak)
+    return Measured(*peaks, "MiB")
+
+
+def jax_half_the_rows(context: Context) -> Measured:
+    gradient = jax.grad(OBJECTIVE)
+    sizes = (compiled(gradient, parameters(), jax_batch(rows=n)) for n in (ROWS, ROWS // 2))
+    return Measured(*sizes, "MiB")
+
+
 def _collected(context: Context) -> Measured:
     """Reserved after a cast, with and without collecting and emptying the cache."""
     sizes = []
@@ -244,197 +267,3 @@ def _collected(context: Context) -> Measured:
         sizes.append(torch.cuda.memory_reserved() / MIB)
         del model
     return Measured(*sizes, "MiB reserved")
-
-
-CLAIMS = (
-    Claim(
-        "flan-t5-xl/cast-again",
-        "Converting a bfloat16 model to bfloat16 again makes a copy: 6 GB.",
-        Lies(6, 6),
-        "false",
-        "A module converts in place and returns itself; a tensor that has the dtype is returned.",
-        cast_again,
-        jax_cast_again,
-    ),
-    Claim(
-        "flan-t5-xl/move-again",
-        "Moving a model to the device that it is on makes another: 6 GB.",
-        Lies(6, 6),
-        "false",
-        "The same: nothing is made for a tensor that is there.",
-        moved_again,
-        jax_moved_again,
-    ),
-    Claim(
-        "flan-t5-xl/three-copies",
-        "After loading, converting and moving there are three copies.",
-        Lies(3, 3),
-        "false",
-        "There is one, at every moment.",
-        copies,
-        "`jk.memory.duplicate_report()` finds arrays that are held twice",
-    ),
-    Claim(
-        "flan-t5-xl/old-model",
-        "Deleting the old model after the conversion frees a float32 copy.",
-        Saves(0.1),
-        "false",
-        "Both names are the same object. The float32 tensors are freed one by one, as each is "
-        "replaced. In JAX a converted tree is a second one, and `cast_once` goes leaf by leaf.",
-        old_model,
-        jax_old_model,
-    ),
-    Claim(
-        "flan-t5-xl/bfloat16",
-        "bfloat16 saves 6 GB of parameters.",
-        Lies(6, 6),
-        "true",
-        "2.85 billion parameters of two bytes less.",
-        figure(lambda: layouts.parameter_gb(LAYOUT)),
-        "the same arithmetic",
-    ),
-    Claim(
-        "flan-t5-xl/load-once",
-        "Loading in the target dtype avoids the copy that a later conversion makes.",
-        Saves(0.3),
-        "true",
-        "Built in float32, a whole file beside it, then converted; against tensor by tensor. JAX: "
-        "resident memory of 96 MiB of parameters, a larger model than PyTorch's.",
-        loading,
-        jax_loading,
-        alone=True,
-    ),
-    Claim(
-        "flan-t5-xl/collect",
-        "Deleting, collecting garbage and emptying the cache frees 1 to 2 GB.",
-        OnGPU(Saves(0.1)),
-        "needs a GPU",
-        "No tensor is freed by it (see the row on the old model); blocks of the caching allocator "
-        "may be.",
-        _collected,
-        "does not arise: a buffer is freed with its last array",
-    ),
-    Claim(
-        "flan-t5-xl/padding",
-        "Padding to the longest of a batch saves 2 to 3 of 11 GB.",
-        Saves(2 / 11),
-        "true",
-        "Activations go with the padded length: 8 rows of 20 to 160 tokens, against 256. How much "
-        "it is depends on the lengths alone.",
-        padding,
-        jax_padding,
-    ),
-    Claim(
-        "flan-t5-xl/recomputation",
-        "Recomputing activations saves 3 to 4 GB, about half of them.",
-        Saves(0.5),
-        "true",
-        "Six blocks; the peak is one block's activations and the inputs of all.",
-        recomputation,
-        jax_recomputation,
-    ),
-    Claim(
-        "flan-t5-xl/total-24gb",
-        "All savings together are 24 to 27 GB.",
-        Lies(24, 27),
-        "partly",
-        "The sum of those that hold: two copies that never were are left out.",
-        total,
-        "the plan below",
-        needs=tuple(SAVINGS),
-    ),
-    Claim(
-        "flan-t5-xl/parameters-6gb",
-        "The model takes 6 GB.",
-        Lies(6, 6),
-        "true",
-        "2.85 billion parameters in bfloat16.",
-        figure(lambda: layouts.parameter_gb(LAYOUT)),
-        "the plan's row “parameters”",
-    ),
-    Claim(
-        "flan-t5-xl/gradients-6gb",
-        "Gradients take 6 GB.",
-        Lies(6, 6),
-        "true",
-        "As many as parameters, in their dtype.",
-        figure(lambda: layouts.parameter_gb(LAYOUT)),
-        "the plan's row “gradients”",
-    ),
-    Claim(
-        "flan-t5-xl/optimizer-6gb",
-        "AdamW's state takes 6 GB.",
-        Lies(6, 6),
-        "partly",
-        "It has two moments: twice the model in bfloat16, four times in float32.",
-        figure(lambda: 2 * layouts.parameter_gb(LAYOUT)),
-        "the plan's row “optimizer”",
-    ),
-    Claim(
-        "flan-t5-xl/activations-8gb",
-        "Activations of 8 examples take 8 GB.",
-        Lies(8, 8),
-        "false",
-        f"With every block recomputed, {TOKENS} tokens an example, as compiled for a CPU: a "
-        "quarter of it. Without recomputation the plan says 23 GB.",
-        figure(lambda: planned_gb(row="activations")),
-        "the plan's row “activations”",
-    ),
-    Claim(
-        "flan-t5-xl/total-28gb",
-        "Training takes 28 of 32 GB.",
-        Lies(28, 28),
-        "true",
-        "The plan's rows and the document's 2 GB: its optimizer is twice what it says and its "
-        "activations a quarter. JAX: with an accumulator in float32 beside the gradients, which is "
-        "beyond 32 GB; `accumulator_dtype` halves it.",
-        figure(lambda: planned_gb(leaving_out="accumulation") + OVERHEAD),
-        figure(lambda: planned_gb() + OVERHEAD),
-    ),
-    Claim(
-        "flan-t5-xl/effective-128",
-        "8 examples times 16 accumulated steps are a batch of 128.",
-        Agrees(1e-4),
-        "true",
-        "By `torch_ref`'s loop, which steps after the sixteenth; the float32 sums differ in their "
-        "order.",
-        effective_batch,
-        jax_effective_batch,
-    ),
-    Claim(
-        "flan-t5-xl/batches-93750",
-        "Six million examples make 93,750 batches of 8 an epoch.",
-        Lies(93_750, 93_750),
-        "false",
-        "They make eight times as many: 750,000 is the number of batches already.",
-        figure(lambda: 6_000_000 / 8, "batches"),
-        "the same arithmetic",
-    ),
-    Claim(
-        "flan-t5-xl/epoch-5h",
-        "An epoch takes 5 to 8 hours at 3 to 5 batches a second.",
-        Lies(5, 8),
-        "false",
-        "750,000 batches at 5 a second; at 3 a second it is 69 hours.",
-        figure(lambda: 750_000 / 5 / 3600, "hours"),
-        "the same arithmetic",
-    ),
-    Claim(
-        "flan-t5-xl/training-25h",
-        "Five epochs take 25 to 40 hours.",
-        Lies(25, 40),
-        "false",
-        "With the right number of batches, at 5 a second.",
-        figure(lambda: 5 * 750_000 / 5 / 3600, "hours"),
-        "the same arithmetic",
-    ),
-    Claim(
-        "flan-t5-xl/samples-24",
-        "3 to 5 batches of 8 are 24 to 40 samples a second.",
-        Lies(24, 40),
-        "true",
-        "At 4 batches.",
-        figure(lambda: 4 * 8, "samples/s"),
-        "the same arithmetic",
-    ),
-)

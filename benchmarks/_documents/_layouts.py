@@ -40,8 +40,8 @@ def factor_gb(name: str, *, bytes_each: int = 4) -> float:
 
 
 def largest_side(name: str) -> int:
-    """Of all factors but those of the head's vocabulary."""
-    return max(max(i, o) for n, i, o in kernels(name) if n > 1)
+    """Of all factors, the head's among them."""
+    return max(max(i, o) for n, i, o in kernels(name))
 
 
 def four_bit_gb(name: str) -> float:

@@ -1,8 +1,10 @@
-"""Claims of the audit of a Fourier adapter on Phi-3."""
+"""Measurements for the audit of a Fourier adapter on Phi-3."""
 
+import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,8 @@ from torch import nn
 import jaxkfac as jk
 from benchmarks._documents import _layouts as layouts
 from benchmarks._documents._bytes import MIB, compiled, storages, tree_bytes
-from benchmarks._documents._claim import Claim, Context, Measured
+from benchmarks._documents._claim import Context, Measured
 from benchmarks._documents._problems import WIDTH, forward, network, parameters
-from benchmarks._documents._rules import Lies, Occurs, OnGPU, Removed, Saves, Unchanged
 from torch_ref import unfixed
 from torch_ref.lslora import Config, adapted_layers, attach
 
@@ -91,7 +92,7 @@ class _ToCalls(torch.overrides.TorchFunctionMode):
 
 
 def transfers(context: Context) -> Measured:
-    """Bytes copied by one forward pass of all adapters, which are where the model is."""
+    """Copies made by one forward pass of all adapters, which are where the model is."""
     found = []
     for check in (False, True):
         layers = adapted_layers(adapted(context.device)).values()
@@ -109,16 +110,21 @@ def transfers(context: Context) -> Measured:
 
 def checks(context: Context) -> Measured:
     """Calls of ``Tensor.to`` in one forward pass, before and after."""
-    found = []
-    for check in (False, True):
-        layers = adapted_layers(adapted(context.device)).values()
-        params = [layer.fourier_params["default"] for layer in layers]
-        z = torch.randn(4, 16, device=context.device)
-        with _ToCalls() as to:
-            for p in params:
-                unfixed.nonlinearity(p, z, check=check)
-        found.append(float(to.count))
-    return Measured(*found, "calls")
+    return Measured(*(_checks(context.device, check=c) for c in (False, True)), "calls")
+
+
+def checks_by_rows(context: Context) -> Measured:
+    few, many = (_checks(context.device, check=False, rows=rows) for rows in (4, 400))
+    return Measured(many - few, unit="calls")
+
+
+def _checks(device: str, *, check: bool, rows: int = 4) -> float:
+    layers = adapted_layers(adapted(device)).values()
+    z = torch.randn(rows, 16, device=device)
+    with _ToCalls() as to:
+        for layer in layers:
+            unfixed.nonlinearity(layer.fourier_params["default"], z, check=check)
+    return float(to.count)
 
 
 def diagnostics(context: Context) -> Measured:
@@ -201,44 +207,41 @@ def unchanged(context: Context) -> Measured:
     model = adapted(context.device)
     with torch.no_grad():
         for layer in adapted_layers(model).values():
-            layer.fourier_params["default"].weight.add_(0.25)
+            weight = layer.fourier_params["default"].weight
+            weight.copy_(torch.randn(4, device=context.device))
     values = (unfixed.regulariser(model, stack=stack).item() for stack in (False, True))
     return Measured(*values)
 
 
-def _share_of_step(context: Context, *, stack: tuple[bool, bool] = (False, True)) -> Measured:
-    """Milliseconds of a training step of 32 blocks of 4 adapted projections, 3072 wide."""
+def _step_ms(regulariser: Callable[[nn.Module], Any]) -> float:
+    """Of a training step of 32 blocks of 4 adapted projections, 3072 wide, in milliseconds."""
     torch.manual_seed(0)
-    width, seconds = 3072, []
+    width, taken = 3072, []
     layers = (nn.Linear(width, width, bias=False) for _ in range(ADAPTED))
     model = nn.Sequential(*layers).to("cuda", torch.bfloat16).requires_grad_(False)
     attach(model, Config(".*", rank=16))
     x = torch.randn(2048, width, device="cuda", dtype=torch.bfloat16)
-    for kind in stack:
-        taken = []
-        for _ in range(12):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            loss = model(x).float().square().mean() + 0.01 * unfixed.regulariser(model, stack=kind)
-            loss.backward()
-            torch.cuda.synchronize()
-            taken.append(time.perf_counter() - start)
-        seconds.append(sorted(taken[2:])[5])
-    return Measured(1e3 * seconds[0], 1e3 * seconds[1], "ms a step")
+    for _ in range(12):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss = model(x).float().square().mean() + 0.01 * regulariser(model)
+        loss.backward()
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(taken[2:])
 
 
-def _target_share(context: Context) -> Measured:
-    """A step whose regulariser sends its target for each layer, and one that keeps it there."""
-    from torch_ref.lslora import fourier_loss
+def summed(model: nn.Module) -> Any:
+    return unfixed.regulariser(model, stack=False)
 
-    before = _share_of_step(context, stack=(True, True)).before
-    original = unfixed.regulariser
-    try:
-        unfixed.regulariser = lambda model, *, stack: fourier_loss(model)
-        after = _share_of_step(context, stack=(True, True)).before
-    finally:
-        unfixed.regulariser = original
-    return Measured(before, after, "ms a step")
+
+def stacked(model: nn.Module) -> Any:
+    return unfixed.regulariser(model, stack=True)
+
+
+def steps(*regularisers: Callable[[nn.Module], Any]) -> Callable[[Context], Measured]:
+    """A training step with the one and with the other."""
+    return lambda context: Measured(*map(_step_ms, regularisers), "ms a step")
 
 
 def _reserved_when_saved(context: Context) -> Measured:
@@ -252,170 +255,3 @@ def _reserved_when_saved(context: Context) -> Measured:
         sizes.append(torch.cuda.memory_reserved() / MIB)
         del model
     return Measured(*sizes, "MiB reserved")
-
-
-CLAIMS = (
-    Claim(
-        "phi3-lora/sum-synchronises",
-        "Adding each layer's term to a Python float waits for the device, every time.",
-        Occurs(),
-        "false",
-        "A float that meets a tensor is an argument of the kernel; nothing is read back.",
-        synchronisations,
-        jax_synchronisations,
-    ),
-    Claim(
-        "phi3-lora/python-float",
-        "The sum divided by the count is a Python float.",
-        Occurs(),
-        "false",
-        "It is a tensor with a graph from the first addition on.",
-        python_floats,
-        "does not arise: inside a traced function everything is an array",
-    ),
-    Claim(
-        "phi3-lora/step-10",
-        "The sum costs 10 to 20 % of a training step.",
-        OnGPU(Saves(0.1)),
-        "needs a GPU",
-        "Nothing waits, so that what can be saved is a few kernels' launches.",
-        _share_of_step,
-        "does not arise: the regulariser is part of the one program",
-    ),
-    Claim(
-        "phi3-lora/host-target",
-        "The target is made on the host and sent for every adapted layer: 128 a step.",
-        Lies(128, 128),
-        "true",
-        "Counted as calls of `.to` with 128 adapted layers; on a GPU each is a copy of 16 bytes.",
-        sends,
-        jax_sends,
-    ),
-    Claim(
-        "phi3-lora/target-once",
-        "The remedy sends the target once.",
-        Removed(),
-        "false",
-        "It makes it once, as the fault did, and keeps `.to` inside the loop.",
-        sends,
-        "a constant of the program",
-    ),
-    Claim(
-        "phi3-lora/step-2",
-        "Sending the target costs 2 to 3 % of a step.",
-        OnGPU(Saves(0.02)),
-        "needs a GPU",
-        "128 copies of 16 bytes, against a buffer that stays on the device.",
-        _target_share,
-        "does not arise: the target is a constant of the program",
-    ),
-    Claim(
-        "phi3-lora/transfers",
-        "Every forward pass transfers coefficients and σ.",
-        Occurs(),
-        "false",
-        "`.to` of the device that a tensor is on returns the tensor.",
-        transfers,
-        "does not arise: adapters are arguments of the program",
-    ),
-    Claim(
-        "phi3-lora/checks-128",
-        "A step makes about 128 such checks for 32 blocks of 4 adapted layers.",
-        Lies(128, 128),
-        "partly",
-        "Two for each adapted layer.",
-        checks,
-        "does not arise",
-    ),
-    Claim(
-        "phi3-lora/step-5",
-        "Without them a step is 5 to 10 % faster.",
-        Removed(),
-        "false",
-        "There is no copy to take away: the same count as in the row on transfers.",
-        transfers,
-        "does not arise",
-    ),
-    Claim(
-        "phi3-lora/diagnostics-50mb",
-        "Diagnostics without no_grad hold 50 to 100 MB.",
-        Lies(50, 100),
-        "false",
-        "Each number is read at once, and its graph goes with it.",
-        diagnostics,
-        jax_diagnostics,
-    ),
-    Claim(
-        "phi3-lora/diagnostics-held",
-        "That memory is held until the script ends.",
-        Occurs(),
-        "false",
-        "Bytes alive when the look is over. Keeping the tensors instead of the numbers does hold "
-        "graphs, which is this project's own lesson.",
-        held_diagnostics,
-        "does not arise: an array holds no graph",
-    ),
-    Claim(
-        "phi3-lora/reentrant-raises",
-        "From PyTorch 2.9 on, recomputation that does not say its kind raises.",
-        Occurs(),
-        "false",
-        "It warns, in 2.13 too.",
-        reentrant,
-        "does not arise: `jax.checkpoint` has one kind",
-    ),
-    Claim(
-        "phi3-lora/reentrant-warns",
-        "Saying use_reentrant=False silences the warning.",
-        Removed(),
-        "true",
-        "One warning before, none after.",
-        warned,
-        "does not arise",
-    ),
-    Claim(
-        "phi3-lora/save-cache",
-        "500 MB to 1 GB of fragmented cache is left when the model is saved.",
-        OnGPU(Saves(0.05)),
-        "needs a GPU",
-        "Only a GPU's caching allocator reserves what is free.",
-        _reserved_when_saved,
-        "does not arise: arrays are freed with their last name",
-    ),
-    Claim(
-        "phi3-lora/save-copies",
-        "Saving makes no copy of the model.",
-        Unchanged(),
-        "true",
-        "Nothing is made, with the cache emptied before or not.",
-        saving,
-        "`jk.lslora.save` holds one host copy of the adapter",
-    ),
-    Claim(
-        "phi3-lora/four-bits",
-        "In four bits the model takes 2 GB instead of 7.",
-        Saves(5 / 7),
-        "true",
-        "Kernels of the blocks at 4.13 bits, embedding and head in bfloat16: 2.3 of 7.6 GB.",
-        four_bits,
-        jax_four_bits,
-    ),
-    Claim(
-        "phi3-lora/same-loss",
-        "The remedies change no number.",
-        Unchanged(1e-6),
-        "true",
-        "The mean of a list is the sum divided by the count.",
-        unchanged,
-        "the regulariser's parity cases",
-    ),
-    Claim(
-        "phi3-lora/total-15",
-        "All remedies together make a step 15 to 30 % faster.",
-        OnGPU(Saves(0.15)),
-        "needs a GPU",
-        "The transfers never were; what is left is the regulariser.",
-        _share_of_step,
-        "does not arise",
-    ),
-)

@@ -16,21 +16,31 @@ from torch_ref.factors import Categorical, fisher_loss
 WIDTH, DEPTH, ROWS = 128, 6, 1024
 LOSS = fisher_loss(Categorical())
 OBJECTIVE = jk.Objective(lambda params, x: forward(params, x), jk.Categorical())
+GELU_OBJECTIVE = jk.Objective(
+    lambda params, x: forward(params, x, between=jax.nn.gelu), jk.Categorical()
+)
 
 
-def network(device: str = "cpu", *, width: int = WIDTH, depth: int = DEPTH) -> nn.Sequential:
-    """Dense layers with a tanh between them."""
+def network(
+    device: str = "cpu",
+    *,
+    width: int = WIDTH,
+    depth: int = DEPTH,
+    between: Callable[[], nn.Module] = nn.Tanh,
+) -> nn.Sequential:
+    """Dense layers with a nonlinearity between them."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(depth):
-        layers += [nn.Linear(width, width), nn.Tanh()]
+        layers += [nn.Linear(width, width), between()]
     return nn.Sequential(*layers[:-1]).to(device)
 
 
 def batch(device: str = "cpu", *, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows, and a class for each."""
     torch.manual_seed(1)
-    return torch.randn(rows, WIDTH, device=device), torch.arange(rows, device=device) % WIDTH
+    x, y = torch.randn(rows, WIDTH), torch.randint(WIDTH, (rows,))
+    return x.to(device), y.to(device)
 
 
 def parameters(*, width: int = WIDTH, depth: int = DEPTH) -> dict[str, Any]:
@@ -43,17 +53,18 @@ def parameters(*, width: int = WIDTH, depth: int = DEPTH) -> dict[str, Any]:
     }
 
 
-def forward(params: Any, x: jax.Array) -> jax.Array:
+def forward(params: Any, x: jax.Array, *, between: Callable[..., Any] = jnp.tanh) -> jax.Array:
     """The network."""
     for name in params:
         x = x @ params[name]["kernel"] + params[name]["bias"]
-        x = x if name == max(params) else jnp.tanh(x)
+        x = x if name == max(params) else between(x)
     return x
 
 
 def jax_batch(*, rows: int = ROWS) -> tuple[jax.Array, jax.Array]:
     """The batch."""
-    return jax.random.normal(jax.random.key(1), (rows, WIDTH)), jnp.arange(rows) % WIDTH
+    x = jax.random.normal(jax.random.key(1), (rows, WIDTH))
+    return x, jax.random.randint(jax.random.key(2), (rows,), 0, WIDTH)
 
 
 def interleaved(

@@ -131,17 +131,14 @@ class Agrees:
 
     Attributes:
         within: The largest that is.
-        after: Whether the difference after the remedy counts, or that before.
     """
 
     within: float
-    after: bool = False
 
     def verdict(self, measured: Measurement) -> Verdict:
-        value = _after(measured) if self.after else measured.before
-        if value <= self.within:
+        if measured.before <= self.within:
             return "true"
-        return "partly" if value <= 1e-2 else "false"
+        return "partly" if measured.before <= 1e-2 else "false"
 
     def __str__(self) -> str:
         return f"agrees: true up to a relative {self.within:g}, partly up to 0.01"

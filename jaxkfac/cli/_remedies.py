@@ -79,8 +79,7 @@ def flags(before: Arguments, after: Arguments, prefix: str = "") -> list[str]:
             # tyro's flags of the experiment itself have no prefix.
             words += flags(old, new, prefix if name == "experiment" else f"{prefix}{name}.")
         elif isinstance(new, bool):
-            on = f"--{prefix}{name}" if not field.default else f"(no --{prefix}no-{name})"
-            words.append(on if new else f"--{prefix}no-{name}")
+            words.append(f"--{prefix}{name}" if new else f"--{prefix}no-{name}")
         else:
             words.append(f"--{prefix}{name} {new}")
     return words

@@ -73,3 +73,9 @@ def test_an_estimator_is_a_tree_of_its_key_and_labels():
     assert len(leaves) == 1
     again = jax.tree.unflatten(structure, leaves)
     assert (again.label, again.samples, again.key) == (1, 2, None)
+
+
+@pytest.mark.parametrize("option", ["samples", "chunk"])
+def test_an_estimator_has_its_own_samples_and_chunk(option):
+    with pytest.raises(ValueError, match=f"{option}=3.* give them to AtOneLabel itself"):
+        value_grad_and_factors(problem()[0], fisher=AtOneLabel(), **{option: 3})

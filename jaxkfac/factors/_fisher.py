@@ -126,9 +126,15 @@ def estimator_of(fisher: str | Estimator, *, samples: int, chunk: int) -> Estima
     """The estimator of a Fisher type; one that is given is taken as it is.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name; or ``samples`` or ``chunk`` beside an estimator, which has its
+            own.
     """
     if isinstance(fisher, Estimator):
+        if (samples, chunk) != (1, 1):
+            raise ValueError(
+                f"samples={samples}, chunk={chunk} beside an Estimator: give them to "
+                f"{type(fisher).__name__} itself"
+            )
         return fisher
     one_of("fisher", fisher, tuple(FISHER_TYPES))
     return FISHER_TYPES[fisher](samples=samples, chunk=chunk)

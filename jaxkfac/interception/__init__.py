@@ -54,7 +54,13 @@ from jaxkfac.interception._compat import (
     scan_like,
     whole,
 )
-from jaxkfac.interception._encoded import Absent, Encoded, decoded_shapes, encoded_paths, is_encoded
+from jaxkfac.interception._encoded import (
+    DeferredParameter,
+    Encoded,
+    decoded_shapes,
+    encoded_paths,
+    is_encoded,
+)
 from jaxkfac.interception._kind import Axes, Kind, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.interception._nnx import NnxApply, from_nnx
@@ -70,11 +76,11 @@ from jaxkfac.interception._views import reversal
 from jaxkfac.interception._windows import Window, walked_by
 
 __all__ = [
-    "Absent",
     "Atoms",
     "Axes",
     "AxisTable",
     "Data",
+    "DeferredParameter",
     "Encoded",
     "Entries",
     "Eqn",

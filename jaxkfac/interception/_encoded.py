@@ -1,9 +1,9 @@
 """Parameters that are held in another form than an array, and decoded inside a product only.
 
-The traced function sees a parameter of the decoded shape. In its place the rewriter carries an
-`Absent`: the encoded arrays, and the views that the program has taken so far. Nothing is decoded
-before a product of a dense layer reads it, and what that product keeps for its backward pass are
-the encoded arrays.
+The traced function sees a parameter of the decoded shape. In its place the rewriter carries a
+`DeferredParameter`: the encoded arrays, and the views that the program has taken so far. Nothing is
+decoded before a product of a dense layer reads it, and what that product keeps for its backward
+pass are the encoded arrays.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ def encoded_paths(tree: PyTree) -> frozenset[str]:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Absent:
+class DeferredParameter:
     """An encoded parameter seen through views.
 
     Attributes:
@@ -84,7 +84,7 @@ class Absent:
     touched_by: str = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, encoded: Encoded, path: str) -> "Absent":
+    def of(cls, encoded: Encoded, path: str) -> "DeferredParameter":
         return cls(encoded, (), path, len(encoded.stack), (), "")
 
     def decode(self) -> Array:
@@ -94,7 +94,7 @@ class Absent:
             x = _over(view, self.lead)(x, *operands)
         return x
 
-    def scanned(self) -> "Absent":
+    def scanned(self) -> "DeferredParameter":
         """What ``lax.scan`` makes of it: one iteration, once the arrays are sliced.
 
         Raises:
@@ -104,7 +104,7 @@ class Absent:
             raise self._unsliced("a scan")
         return dataclasses.replace(self, lead=self.lead - 1)
 
-    def through(self, eqn: Eqn, position: int, values: Sequence[Any]) -> list["Absent"]:
+    def through(self, eqn: Eqn, position: int, values: Sequence[Any]) -> list["DeferredParameter"]:
         """What a view makes of it, one for each result."""
         name = eqn.primitive.name
         if name in ("slice", "dynamic_slice") and self.encoded.stack:
@@ -134,7 +134,7 @@ class Absent:
             for k in range(len(eqn.outvars))
         ]
 
-    def _each(self, fn: Callable[[Array], Array]) -> "Absent":
+    def _each(self, fn: Callable[[Array], Array]) -> "DeferredParameter":
         """With a function of the leading axis applied to every array."""
         encoded, operands = jax.tree.map(fn, (self.encoded, self.operands))
         return dataclasses.replace(self, encoded=encoded, operands=operands)
@@ -161,12 +161,14 @@ def bind(eqn: Eqn) -> Callable[..., Any]:
     """
 
     def run(*operands: Any) -> Any:
-        position = next((i for i, v in enumerate(operands) if isinstance(v, Absent)), None)
+        position = next(
+            (i for i, v in enumerate(operands) if isinstance(v, DeferredParameter)), None
+        )
         if position is None:
             return _compat.bind(eqn)(*operands)
         others = [v for i, v in enumerate(operands) if i != position]
 
-        def decoded(absent: Absent, *others: Any) -> Any:
+        def decoded(absent: DeferredParameter, *others: Any) -> Any:
             values = [*others[:position], absent.decode(), *others[position:]]
             return _compat.bind(eqn)(*values)
 
@@ -183,18 +185,18 @@ def bind(eqn: Eqn) -> Callable[..., Any]:
 
 def bind_view(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     """The results of a view; of an absent operand, nothing is computed."""
-    absent = [i for i, v in enumerate(values) if isinstance(v, Absent)]
+    absent = [i for i, v in enumerate(values) if isinstance(v, DeferredParameter)]
     if not absent:
         out = _compat.bind(eqn)(*values)
         return list(out) if eqn.primitive.multiple_results else [out]
     if eqn.primitive.name == "optimization_barrier":
-        there = [v for v in values if not isinstance(v, Absent)]
+        there = [v for v in values if not isinstance(v, DeferredParameter)]
         held = iter(jax.lax.optimization_barrier(there))
-        return [v if isinstance(v, Absent) else next(held) for v in values]
+        return [v if isinstance(v, DeferredParameter) else next(held) for v in values]
     return list(values[absent[0]].through(eqn, absent[0], values))
 
 
-def refuse_absent(pairs: Iterable[tuple[Any, Any]], read_by: Callable[[Any], str]) -> None:
+def refuse_deferred(pairs: Iterable[tuple[Any, Any]], read_by: Callable[[Any], str]) -> None:
     """Raise if one of the values is absent.
 
     Args:
@@ -205,7 +207,7 @@ def refuse_absent(pairs: Iterable[tuple[Any, Any]], read_by: Callable[[Any], str
         UncoveredParameterError: naming the parameter and what reads it.
     """
     for key, value in pairs:
-        if isinstance(value, Absent):
+        if isinstance(value, DeferredParameter):
             raise UncoveredParameterError(
                 f"parameter {value.path!r} is held as {type(value.encoded).__name__}, which only "
                 f"the product of a dense layer can read, and is also read by {read_by(key)}: keep "

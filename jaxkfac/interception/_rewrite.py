@@ -17,7 +17,7 @@ from jaxkfac.interception import _compat
 from jaxkfac.interception._analysis import Plan
 from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._compat import Eqn
-from jaxkfac.interception._encoded import Absent, bind, bind_view, refuse_absent
+from jaxkfac.interception._encoded import DeferredParameter, bind, bind_view, refuse_deferred
 from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._row_masks import RowMask, row_weights
 from jaxkfac.interception._slots import Entries, Slots, move_elements, scale_slot
@@ -81,7 +81,7 @@ class Rewriter:
         marks: The axes of every mark of the program.
         walkers: For each layer with a slot, the indices that walk along its stack.
         windows: For some layers, the iterations that their slot has rows for.
-        encoded: Paths of the parameters that the program sees as ``Absent``.
+        encoded: Paths of the parameters that the program sees as ``DeferredParameter``.
     """
 
     table: AxisTable
@@ -113,7 +113,7 @@ class Rewriter:
 
         for step in steps_of(plan, self.encoded):
             if isinstance(step, _Segment):
-                refuse_absent([(v, env[v]) for v in step.invars], step.reader_of)
+                refuse_deferred([(v, env[v]) for v in step.invars], step.reader_of)
                 out = step.run(*[env[v] for v in step.invars])
                 env.update(zip(step.outvars, out, strict=True))
                 continue
@@ -145,7 +145,7 @@ class Rewriter:
 
     def _use(self, eqn: Eqn, uses: list[Use], values: list, along: list, around: Around) -> Any:
         others = [(u, values[u.operand]) for u in uses if not u.kind.reads_encoded]
-        refuse_absent(others, lambda use: f"`{eqn.primitive.name}` ({use.kind.name})")
+        refuse_deferred(others, lambda use: f"`{eqn.primitive.name}` ({use.kind.name})")
         uses = [u for u in uses if u.layer in self.walkers]
         if not uses:
             return bind(eqn)(*values)
@@ -194,10 +194,10 @@ class Rewriter:
                 )
                 if v.aval.shape != w.aval.shape
             ]
-            refuse_absent(split, lambda _: "`shard_map`, which splits it over mesh axes")
+            refuse_deferred(split, lambda _: "`shard_map`, which splits it over mesh axes")
         # What is absent has no sharding and no donation of its own: it goes with the slots.
-        absent = [v if isinstance(v, Absent) else None for v in values]
-        values = [None if isinstance(v, Absent) else v for v in values]
+        absent = [v if isinstance(v, DeferredParameter) else None for v in values]
+        values = [None if isinstance(v, DeferredParameter) else v for v in values]
         extras, tree = jax.tree.flatten((along, [m.mask for m in masks], around.active, absent))
 
         def body(*flat: Any) -> list[Any]:
@@ -239,7 +239,9 @@ class Rewriter:
             out = self.run(inner, [*values[:nc], *state, *xs], [*fixed, *slots], inside)
             return (out[:nk], after), out[nk:]
 
-        scanned = [v.scanned() if isinstance(v, Absent) else v for v in values[nc + nk :]]
+        scanned = [
+            v.scanned() if isinstance(v, DeferredParameter) else v for v in values[nc + nk :]
+        ]
         (state, _), ys = _compat.scan_like(
             eqn, body, (values[nc : nc + nk], buffers), (scanned, rows, iterations)
         )

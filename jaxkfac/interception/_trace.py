@@ -14,11 +14,11 @@ from jaxtyping import PyTree
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import Atoms
 from jaxkfac.interception._encoded import (
-    Absent,
+    DeferredParameter,
     decoded_shapes,
     encoded_paths,
     is_encoded,
-    refuse_absent,
+    refuse_deferred,
 )
 from jaxkfac.interception._examples import analyse, split_lost
 from jaxkfac.interception._grouping import group_uses
@@ -133,14 +133,14 @@ class Traced:
         paths = leaves_by_path(decoded_shapes(params))
         held = jax.tree.leaves(params, is_leaf=is_encoded)
         flat = [
-            Absent.of(leaf, path) if is_encoded(leaf) else leaf
+            DeferredParameter.of(leaf, path) if is_encoded(leaf) else leaf
             for path, leaf in zip(paths, held, strict=True)
         ]
         riding = [by_path.get(path, {}) for path in paths]
         flat += jax.tree.leaves(args)
         riding += [{}] * (len(flat) - len(riding))
         out = rewriter.run(self.analysis.plan, flat, riding, Around(masks or [], {}))
-        refuse_absent(enumerate(out), lambda _: "the caller: the function returns it")
+        refuse_deferred(enumerate(out), lambda _: "the caller: the function returns it")
         return jax.tree.unflatten(self.out_tree, out)
 
 

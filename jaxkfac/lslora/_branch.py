@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxkfac.interception import Absent, Atoms, Site, Use, cast_varying
+from jaxkfac.interception import Atoms, DeferredParameter, Site, Use, cast_varying
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._activation import activation, width
 from jaxkfac.lslora._config import Placement
@@ -63,7 +63,9 @@ class Branch(NamedTuple):
         return self.u if self.width is None else _scaled(self.u, self.width)
 
 
-def adapted_product(site: Site, operands: list[Operand | Absent], options: BranchOptions) -> Array:
+def adapted_product(
+    site: Site, operands: list[Operand | DeferredParameter], options: BranchOptions
+) -> Array:
     """The product with the branch added, in the product's dtype."""
     base = site.bind(*operands)
     return add(base, branch(site, operands, options).added)
@@ -77,7 +79,9 @@ def add(base: Array, added: Array) -> Array:
     return (base.astype(wide) + added.astype(wide)).astype(base.dtype)
 
 
-def branch(site: Site, operands: list[Operand | Absent], options: BranchOptions) -> Branch:
+def branch(
+    site: Site, operands: list[Operand | DeferredParameter], options: BranchOptions
+) -> Branch:
     """The branch of a site's only use.
 
     Raises:
@@ -85,7 +89,7 @@ def branch(site: Site, operands: list[Operand | Absent], options: BranchOptions)
     """
     use, slot = site.uses[0], site.slots[0]
     x = operands[1 - use.operand]
-    assert not isinstance(x, Absent)  # it is the parameter that may be encoded
+    assert not isinstance(x, DeferredParameter)  # it is the parameter that may be encoded
     slot = jax.tree.map(lambda leaf: cast_varying(leaf, x), slot)
     if "key" in slot:
         x = _dropped(x, slot["key"], options, use)

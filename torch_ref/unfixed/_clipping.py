@@ -29,5 +29,5 @@ def clip_and_rebuild(
         vectors, clipped = vectors.cpu(), clipped.cpu()
         del values
         torch.cuda.empty_cache()
-    rebuilt = (vectors * clipped.unsqueeze(0)) @ vectors.t()
-    return rebuilt.to(matrix.device, dtype=matrix.dtype)
+    scaled = vectors.mul(clipped)
+    return scaled.matmul(vectors.t()).to(matrix)

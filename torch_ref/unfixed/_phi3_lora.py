@@ -38,7 +38,7 @@ def regulariser(model: nn.Module, *, stack: bool) -> torch.Tensor | float:
     if stack:
         kept = list(distances)
         if not kept:
-            return torch.tensor(0.0, device=next(model.parameters()).device)
+            return next(model.parameters()).new_zeros(())
         return torch.stack(kept).mean()
     total, count = 0.0, 0
     for distance in distances:
@@ -57,16 +57,17 @@ def nonlinearity(params: FourierParams, z: torch.Tensor, *, check: bool) -> torc
 
     Claim: ``phi3-lora/transfers``.
     """
-    if check:
-        if params.weight.device != z.device:
-            params.weight.data = params.weight.data.to(z.device)
-            params.sigma.data = params.sigma.data.to(z.device)
-        weight, sigma = params.weight, params.sigma
-    else:
-        weight, sigma = params.weight.to(z.device), params.sigma.to(z.device)
-    x = torch.tanh(z / (torch.abs(sigma) + 1e-6))
-    a0, a1, a2, a3 = weight[0], weight[1], weight[2], weight[3]
-    return a0 + a1 * x + a2 * torch.sin(math.pi * x) + a3 * torch.cos(math.pi * x)
+    leaves = [params.weight, params.sigma]
+    if not check:
+        leaves = [leaf.to(z.device) for leaf in leaves]
+    elif leaves[0].device != z.device:
+        for leaf in leaves:
+            leaf.data = leaf.data.to(z.device)
+    coefficients, sigma = leaves
+    u = (z / (sigma.abs() + 1e-6)).tanh()
+    turned = math.pi * u
+    terms = (torch.ones_like(u), u, turned.sin(), turned.cos())
+    return sum(coefficients[k] * term for k, term in enumerate(terms))
 
 
 def diagnose(model: nn.Module, *, no_grad: bool) -> dict[str, dict[str, Any]]:
@@ -85,12 +86,12 @@ def diagnose(model: nn.Module, *, no_grad: bool) -> dict[str, dict[str, Any]]:
     with torch.no_grad() if no_grad else contextlib.nullcontext():
         first = torch.tensor(FIRST_COEFFICIENTS)
         for name, params in _coefficients(model):
-            a = params.weight
+            from_first = params.weight - first.to(params.weight.device)
             found[name] = {
-                "deviation": (a - first.to(a.device)).abs().mean().item(),
-                "nonlinearity": (a[2].abs() + a[3].abs()).item(),
+                "deviation": from_first.abs().mean().item(),
+                "nonlinearity": params.weight[2:].abs().sum().item(),
                 "sigma": params.sigma.item(),
-                "coefficients": a.tolist(),
+                "coefficients": params.weight.tolist(),
             }
     return found
 

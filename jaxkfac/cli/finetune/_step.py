@@ -143,8 +143,8 @@ def _micro_step(
         else:
             loss, grads = jax.value_and_grad(objective)(adapters, batch, drop)
             extra = {"terms": mask.sum()}
-        penalty, pull = jax.value_and_grad(penalty_of)(adapters)
-        grads = jax.tree.map(jnp.add, grads, pull)
+        penalty, penalty_grads = jax.value_and_grad(penalty_of)(adapters)
+        grads = jax.tree.map(jnp.add, grads, penalty_grads)
         updates, state = tx.update(grads, state, adapters, **extra)
         found = (loss, penalty, skipped_updates(state))
         numbers = jnp.stack([x.astype(loss.dtype) for x in found])

@@ -158,7 +158,11 @@ class Workers:
 
         message = f"room for {what}: {wanted} bytes beside those in flight, limit {self._limit}"
         with self._monitor.changing():
-            self._monitor.wait_for(fits, message)
+            try:
+                self._monitor.wait_for(fits, message)
+            except BaseException:
+                self._ahead.left += ahead  # nothing was taken, so that room() gives all of it back
+                raise
             self.taken += wanted
             self.most = max(self.most, self.taken)
 

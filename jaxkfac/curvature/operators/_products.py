@@ -62,15 +62,15 @@ def example_terms(objective: Objective, outputs: Array, targets: Array, batch: B
 
 def gauss_newton(part: Part, vector: Leaves) -> Leaves:
     r"""$J^\top H J v$, with $H$ the Hessian of the loss in the outputs."""
-    outputs, pull = jax.vjp(part.outputs, part.leaves)
+    outputs, vjp = jax.vjp(part.outputs, part.leaves)
     pushed = _push(part, vector)
     curved = jax.jvp(jax.grad(part.loss), (outputs,), (pushed,))[1]
-    return pull(curved)[0]
+    return vjp(curved)[0]
 
 
 def fisher_by_columns(part: Part, vector: Leaves) -> Leaves:
     r"""$J^\top S S^\top J v$, with $S$ the likelihood's square root of the outputs' Fisher."""
-    outputs, pull = jax.vjp(part.outputs, part.leaves)
+    outputs, vjp = jax.vjp(part.outputs, part.leaves)
     pushed, likelihood = _push(part, vector), part.objective.likelihood
 
     def add(index: Array, total: Array) -> Array:
@@ -80,14 +80,14 @@ def fisher_by_columns(part: Part, vector: Leaves) -> Leaves:
     curved = jax.lax.fori_loop(0, outputs.shape[-1], add, jnp.zeros_like(outputs))
     if part.batch.mask is not None:
         curved = jnp.where(part.batch.mask[..., None], curved, jnp.zeros((), curved.dtype))
-    return pull(over_count(curved, part.count))[0]
+    return vjp(over_count(curved, part.count))[0]
 
 
 def outer_products(part: Part, vector: Leaves) -> Leaves:
     r"""$\frac{1}{NR} \sum_n g_n g_n^\top v$, $g_n$ the gradient of one example's sum of terms.
 
     Averaged over the samples of ``labels``. The per-example gradients are never formed: this
-    is the Jacobian of the vector of losses, pushed and pulled.
+    is the Jacobian of the vector of losses, multiplied from both sides.
     """
     labels = part.batch.targets[:, None] if part.labels is None else part.labels
 
@@ -95,10 +95,10 @@ def outer_products(part: Part, vector: Leaves) -> Leaves:
         outputs = part.outputs(leaves)
         return jax.vmap(lambda one: part.losses(outputs, one), in_axes=1)(labels)
 
-    _, pull = jax.vjp(losses, part.leaves)
+    _, vjp = jax.vjp(losses, part.leaves)
     _, pushed = jax.jvp(losses, (part.leaves,), (vector,))
     scale = part.count.astype(pushed.dtype) * labels.shape[1]
-    return pull(pushed / scale)[0]
+    return vjp(pushed / scale)[0]
 
 
 def hessian_product(part: Part, vector: Leaves) -> Leaves:
