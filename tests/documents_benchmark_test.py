@@ -77,7 +77,7 @@ def other(rule, measured):
             return Measured(1.0, 1.0 if saved else 0.0, unit)
         case Lies(low, high):
             inside = 0.9 * low <= before <= 1.1 * high
-            return Measured(10 * high if inside else low, after, unit)
+            return Measured(10 * high + 1 if inside else low, after, unit)
         case Occurs():
             return Measured(0.0 if before >= 1 else 1.0, after, unit)
         case Removed():
@@ -98,7 +98,8 @@ def test_recorded_verdict_follows_from_the_recorded_numbers_and_flips_with_them(
     if row["torch"] is None:
         assert isinstance(claim.rule, OnGPU) and row["verdict"] == "needs a GPU"
         assert f"--claims {claim.name}" in row["reason"]
-        assert judge(claim, Measured(1.0, 0.0), None).verdict == "true"
+        found = {judge(claim, Measured(1.0, after), None).verdict for after in (0.0, 1.0)}
+        assert found == {"true", "false"}
         return
     measured = Measured(**row["torch"])
     assert judge(claim, measured, None).verdict == row["verdict"] == claim.expected
