@@ -77,21 +77,22 @@ def retained(context: Context) -> Measured:
     return Measured(*(storages(one, context.device).peak for one in work), "MiB")
 
 
-def jax_retained(context: Context | None = None) -> Measured:
+def jax_retained(context: Context | None = None, *, gelu: bool = True) -> Measured:
     """A program that returns every layer's input and output gradient, against the taps."""
     params, (x, y) = parameters(), jax_batch()
+    between = jax.nn.gelu if gelu else jnp.tanh
 
     def loss(params: Any, shifts: Any, x: jax.Array) -> Any:
         inputs = {}
         for name in params:
             inputs[name] = x
             x = x @ params[name]["kernel"] + params[name]["bias"] + shifts[name]
-            x = x if name == max(params) else jax.nn.gelu(x)
+            x = x if name == max(params) else between(x)
         return OBJECTIVE.loss(x, y, None)[0], inputs
 
     shifts = {name: jnp.zeros((ROWS, WIDTH)) for name in params}
     kept = compiled(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), params, shifts, x)
-    stats = jk.value_grad_and_factors(GELU_OBJECTIVE)
+    stats = jk.value_grad_and_factors(GELU_OBJECTIVE if gelu else OBJECTIVE)
     factors = tree_bytes(stats.factor_shapes(params, (x, y))) / MIB  # formed of them afterwards
     return Measured(kept + factors, compiled(stats, params, (x, y)), "MiB")
 
