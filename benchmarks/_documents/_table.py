@@ -13,6 +13,7 @@ TITLES = {
     "phi3-lora": "A Fourier adapter on Phi-3",
 }
 OUT_OF_SCOPE = (
+    ("kfac-7b", "5 GB for the retained graph", "of a batch that the document does not state"),
     ("flan-t5-xl", "notifications by webhook", "a training loop's own business"),
     ("flan-t5-xl", "containers and their compose files", "deployment, not memory"),
     ("flan-t5-xl", "2000 to 5000 samples a second from a loader in Rust", "another library's"),

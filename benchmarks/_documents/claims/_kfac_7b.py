@@ -51,12 +51,12 @@ CLAIMS = (
     ),
     Claim(
         "kfac-7b/retained-graph",
-        "Retaining the graph in the backward pass holds memory to its end: 5 GB.",
+        "Retaining the graph in the backward pass holds memory to its end.",
         Saves(0.1),
         "true",
-        "With GELU, whose input no hook holds; with tanh it is the loss's own part alone. How many "
-        "GB depends on a batch that the document does not state. JAX: a program that returns every "
-        "layer's input and output gradient, against statistics as cotangents.",
+        "With GELU, whose input no hook holds; with tanh it is the loss's own part alone. JAX: a "
+        "program that returns every layer's input and output gradient, against statistics as "
+        "cotangents.",
         retained,
         jax_retained,
     ),
