@@ -3,25 +3,28 @@
 Only ``jax`` and ``jax.extend`` are imported. Tried on jax 0.10.0, 0.10.2 and 0.11.2.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.extend import core as jex
-from jax.sharding import NamedSharding, PartitionSpec, auto_axes, reshard
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, auto_axes, reshard
+from jax.typing import ArrayLike
+from jaxtyping import Array, PyTree, Shaped
 
-Jaxpr = Any
+Jaxpr, ClosedJaxpr = jex.Jaxpr, jex.ClosedJaxpr  # one class since jax 0.11
+Literal = jex.Literal
 if TYPE_CHECKING:
-    Eqn = Any  # JAX declares an operand's type without the shape that every one here has
+    Eqn = Var = Any  # JAX declares an operand's type without the shape that every one here has
 else:
-    Eqn = jex.JaxprEqn
+    Eqn, Var = jex.JaxprEqn, jex.Var
 
 
-def is_var(atom: Any) -> bool:
-    return not isinstance(atom, jex.Literal)
+def is_var(operand: Var | Literal) -> bool:
+    return not isinstance(operand, Literal)
 
 
-def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, list[Any]]:
+def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[Jaxpr, list[ArrayLike]]:
     """The open jaxpr and its constants, from either form."""
     return (jaxpr.jaxpr, list(jaxpr.consts)) if hasattr(jaxpr, "consts") else (jaxpr, [])
 
@@ -40,7 +43,7 @@ def call_kind(eqn: Eqn) -> str | None:
     return None
 
 
-def body_of(eqn: Eqn) -> tuple[Jaxpr, list[Any]]:
+def body_of(eqn: Eqn) -> tuple[Jaxpr, list[ArrayLike]]:
     """The jaxpr inside a jit, checkpoint, scan, shard_map or custom-derivative equation."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if key in eqn.params:
@@ -53,7 +56,9 @@ def read_order(eqn: Eqn) -> tuple[int, ...]:
     return tuple(eqn.params.get("dimensions") or range(len(eqn.invars[0].aval.shape)))
 
 
-def evaluate(eqns: Sequence[Eqn], invars: Sequence[Any], outvars: Sequence[Any], parent: Jaxpr):
+def evaluate(
+    eqns: Sequence[Eqn], invars: Sequence[Var], outvars: Sequence[Var], parent: Jaxpr
+) -> Callable[..., list[Any]]:
     """A function of ``invars`` that runs ``eqns`` unchanged: context, effects and all."""
     effects = frozenset().union(*(e.effects for e in eqns))
     piece = parent.replace(
@@ -86,7 +91,9 @@ def scan_counts(eqn: Eqn) -> tuple[int, int]:
     return p["num_consts"], p["num_carry"]
 
 
-def scan_like(eqn: Eqn, body: Callable[..., Any], init: Any, xs: Any) -> Any:
+def scan_like(
+    eqn: Eqn, body: Callable[[Any, Any], tuple[Any, Any]], init: PyTree, xs: PyTree
+) -> tuple[Any, Any]:
     """``lax.scan`` with the settings of a scan equation."""
     p = eqn.params
     extra = {"_split_transpose": True} if p.get("_split_transpose") else {}
@@ -109,20 +116,22 @@ def jit_like(eqn: Eqn, fn: Callable[..., Any], num_extra: int) -> Callable[..., 
     """
     p = eqn.params
 
-    def given(shardings: Any) -> tuple[Any, ...]:
+    def stated(shardings: Iterable[object]) -> tuple[jax.sharding.Sharding | None, ...]:
         return tuple(s if isinstance(s, jax.sharding.Sharding) else None for s in shardings)
 
     fn.__name__ = p.get("name", "jit")
     shardings: dict[str, Any] = {}
-    if any(s is not None for s in given(p.get("in_shardings", ()))):
-        shardings["in_shardings"] = (*given(p["in_shardings"]), *[None] * num_extra)
-    if any(s is not None for s in given(p.get("out_shardings", ()))):
-        shardings["out_shardings"] = list(given(p["out_shardings"]))
+    if any(s is not None for s in stated(p.get("in_shardings", ()))):
+        shardings["in_shardings"] = (*stated(p["in_shardings"]), *[None] * num_extra)
+    if any(s is not None for s in stated(p.get("out_shardings", ()))):
+        shardings["out_shardings"] = list(stated(p["out_shardings"]))
     donated = tuple(i for i, d in enumerate(p.get("donated_invars", ())) if d)
     return jax.jit(fn, donate_argnums=donated, inline=p.get("inline", False), **shardings)
 
 
-def shard_map_like(eqn: Eqn, fn: Callable[..., Any], extra_specs: tuple[Any, ...]) -> Any:
+def shard_map_like(
+    eqn: Eqn, fn: Callable[..., Any], extra_specs: tuple[PartitionSpec, ...]
+) -> Callable[..., Any]:
     """``jax.shard_map`` with the settings of a shard_map equation."""
     p = eqn.params
     axes = p["newly_manual_axes"] if "newly_manual_axes" in p else p["manual_axes"]
@@ -136,19 +145,19 @@ def shard_map_like(eqn: Eqn, fn: Callable[..., Any], extra_specs: tuple[Any, ...
     )
 
 
-def varying_axes(x: Any) -> frozenset[str]:
+def varying_axes(x: ArrayLike) -> frozenset[str]:
     """Mesh axes over which a value inside ``shard_map`` differs."""
     kind = getattr(jax.typeof(x), "manual_axis_type", None)
     return frozenset(getattr(kind, "varying", ()) or ())
 
 
-def cast_varying(x: Any, like: Any) -> Any:
+def cast_varying(x: Shaped[Array, "..."], like: ArrayLike) -> Shaped[Array, "..."]:
     """``x`` marked as varying over every axis over which ``like`` varies."""
     missing = tuple(sorted(varying_axes(like) - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def automatic(fn: Callable[..., Any], like: Any) -> Callable[..., Any]:
+def automatic(fn: Callable[..., Any], like: PyTree) -> Callable[..., Any]:
     """``fn`` as on a mesh whose axes the compiler partitions, whatever their types are.
 
     On explicit axes, each operation would have to name the sharding of its result where that
@@ -165,13 +174,13 @@ def automatic(fn: Callable[..., Any], like: Any) -> Callable[..., Any]:
     return run
 
 
-def whole(tree: Any) -> Any:
+def whole(tree: PyTree) -> PyTree:
     """The tree with every array on every device, where types carry shardings."""
     mesh = _mesh_of(tree)
     return reshard(tree, NamedSharding(mesh, PartitionSpec())) if mesh.explicit_axes else tree
 
 
-def _mesh_of(tree: Any) -> Any:
+def _mesh_of(tree: PyTree) -> AbstractMesh:
     """The mesh in context, or without one the mesh that the types carry."""
     mesh = jax.sharding.get_abstract_mesh()
     held = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree)] if mesh.empty else []

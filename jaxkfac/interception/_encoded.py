@@ -8,18 +8,17 @@ pass are the encoded arrays.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, PyTree, Shaped
 
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.interception import _compat
 from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._paths import path_of
-
-PyTree = Any
-Array = Any  # a tracer or a constant
 
 
 class Encoded:
@@ -35,21 +34,21 @@ class Encoded:
 
     stack: tuple[int, ...]
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: jnp.dtype
 
-    def decode(self) -> Array:
+    def decode(self) -> Shaped[Array, "..."]:
         """The parameter."""
         raise NotImplementedError
 
 
-def is_encoded(x: Any) -> bool:
+def is_encoded(x: object) -> TypeGuard[Encoded]:
     return isinstance(x, Encoded)
 
 
 def decoded_shapes(tree: PyTree) -> PyTree:
     """The tree with a ``jax.ShapeDtypeStruct`` in place of each encoded parameter."""
 
-    def shape(x: Any) -> Any:
+    def shape(x: object) -> object:
         return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_encoded(x) else x
 
     return jax.tree.map(shape, tree, is_leaf=is_encoded)
@@ -77,17 +76,17 @@ class DeferredParameter:
     """
 
     encoded: Encoded
-    operands: tuple[tuple[Array, ...], ...]
+    operands: tuple[tuple[Any, ...], ...]  # arrays, or what a tree transformation puts there
     path: str = dataclasses.field(metadata={"static": True})
     lead: int = dataclasses.field(metadata={"static": True})
-    views: tuple[Callable[..., Array], ...] = dataclasses.field(metadata={"static": True})
+    views: tuple["_View", ...] = dataclasses.field(metadata={"static": True})
     touched_by: str = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def of(cls, encoded: Encoded, path: str) -> "DeferredParameter":
         return cls(encoded, (), path, len(encoded.stack), (), "")
 
-    def decode(self) -> Array:
+    def decode(self) -> Shaped[Array, "..."]:
         """The array that the program sees."""
         x = self.encoded.decode()
         for view, operands in zip(self.views, self.operands, strict=True):
@@ -104,7 +103,9 @@ class DeferredParameter:
             raise self._unsliced("a scan")
         return dataclasses.replace(self, lead=self.lead - 1)
 
-    def through(self, eqn: Eqn, position: int, values: Sequence[Any]) -> list["DeferredParameter"]:
+    def through(
+        self, eqn: Eqn, position: int, values: Sequence["Operand"]
+    ) -> list["DeferredParameter"]:
         """What a view makes of it, one for each result."""
         name = eqn.primitive.name
         if name in ("slice", "dynamic_slice") and self.encoded.stack:
@@ -134,7 +135,7 @@ class DeferredParameter:
             for k in range(len(eqn.outvars))
         ]
 
-    def _each(self, fn: Callable[[Array], Array]) -> "DeferredParameter":
+    def _each(self, fn: "_Slicing") -> "DeferredParameter":
         """With a function of the leading axis applied to every array."""
         encoded, operands = jax.tree.map(fn, (self.encoded, self.operands))
         return dataclasses.replace(self, encoded=encoded, operands=operands)
@@ -152,8 +153,14 @@ class DeferredParameter:
         )
 
 
+Operand = ArrayLike | DeferredParameter
+_View = Callable[..., Array]  # of the parameter and the view's other operands
+_Slicing = Callable[[Array], Array]
+_Key = TypeVar("_Key")
+
+
 def bind(eqn: Eqn) -> Callable[..., Any]:
-    """A function of all operands of an equation; an absent one is decoded inside it.
+    """A function of all operands of an equation; a deferred one is decoded inside it.
 
     The decoded array is formed where it is read and is no residual: the derivative is the same
     product of a tangent, and that one is recomputed from the encoded arrays. A checkpoint around
@@ -168,8 +175,8 @@ def bind(eqn: Eqn) -> Callable[..., Any]:
             return _compat.bind(eqn)(*operands)
         others = [v for i, v in enumerate(operands) if i != position]
 
-        def decoded(absent: DeferredParameter, *others: Any) -> Any:
-            values = [*others[:position], absent.decode(), *others[position:]]
+        def decoded(deferred: DeferredParameter, *others: ArrayLike) -> Any:
+            values = [*others[:position], deferred.decode(), *others[position:]]
             return _compat.bind(eqn)(*values)
 
         product = jax.custom_jvp(decoded)
@@ -183,21 +190,22 @@ def bind(eqn: Eqn) -> Callable[..., Any]:
     return run
 
 
-def bind_view(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
-    """The results of a view; of an absent operand, nothing is computed."""
-    absent = [i for i, v in enumerate(values) if isinstance(v, DeferredParameter)]
-    if not absent:
+def bind_view(eqn: Eqn, values: Sequence[Operand]) -> list[Any]:
+    """The results of a view; of a deferred operand, nothing is computed."""
+    deferred = [(i, v) for i, v in enumerate(values) if isinstance(v, DeferredParameter)]
+    if not deferred:
         out = _compat.bind(eqn)(*values)
         return list(out) if eqn.primitive.multiple_results else [out]
     if eqn.primitive.name == "optimization_barrier":
         there = [v for v in values if not isinstance(v, DeferredParameter)]
         held = iter(jax.lax.optimization_barrier(there))
         return [v if isinstance(v, DeferredParameter) else next(held) for v in values]
-    return list(values[absent[0]].through(eqn, absent[0], values))
+    position, parameter = deferred[0]
+    return list(parameter.through(eqn, position, values))
 
 
-def refuse_deferred(pairs: Iterable[tuple[Any, Any]], read_by: Callable[[Any], str]) -> None:
-    """Raise if one of the values is absent.
+def refuse_deferred(pairs: Iterable[tuple[_Key, Operand]], read_by: Callable[[_Key], str]) -> None:
+    """Raise if one of the values is deferred.
 
     Args:
         pairs: ``(key, value)`` of what is about to be read.
@@ -215,7 +223,7 @@ def refuse_deferred(pairs: Iterable[tuple[Any, Any]], read_by: Callable[[Any], s
             )
 
 
-def _over(fn: Callable[..., Array], axes: int) -> Callable[..., Array]:
+def _over(fn: _View, axes: int) -> _View:
     for _ in range(axes):
         fn = jax.vmap(fn)
     return fn
@@ -256,11 +264,11 @@ def _agreeing(a: Iterable[int], b: Iterable[int]) -> int:
     return count
 
 
-def _on_slices(eqn: Eqn, position: int, lead: int, result: int) -> Callable[..., Array]:
+def _on_slices(eqn: Eqn, position: int, lead: int, result: int) -> _View:
     """A view as a function of one slice along ``lead`` axes."""
     name, p = eqn.primitive.name, eqn.params
 
-    def view(x: Array, *others: Array) -> Array:
+    def view(x: Shaped[Array, "..."], *others: ArrayLike) -> Shaped[Array, "..."]:
         if lead and name == "transpose":
             return x.transpose([d - lead for d in p["permutation"][lead:]])
         if lead and name == "squeeze":
@@ -273,7 +281,7 @@ def _on_slices(eqn: Eqn, position: int, lead: int, result: int) -> Callable[...,
     return view
 
 
-def _cut(eqn: Eqn, values: Sequence[Any]) -> Callable[[Array], Array] | None:
+def _cut(eqn: Eqn, values: Sequence[Operand]) -> _Slicing | None:
     """The slice that an equation takes of the leading axis, if of no other."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if before[1:] != after[1:]:

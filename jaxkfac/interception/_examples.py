@@ -1,14 +1,13 @@
 """Uses whose rows do not run along the examples: their statistics would be wrong."""
 
-from typing import Any
-
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import AxisTable
+from jaxkfac.interception._compat import ClosedJaxpr
 from jaxkfac.interception._row_masks import own_axes
 from jaxkfac.interception._values import Data, Finding, Use
 
 
-def analyse(closed: Any, paths: list[str | None]) -> Analysis:
+def analyse(closed: ClosedJaxpr, paths: list[str | None]) -> Analysis:
     """The analysis of a traced function, constants times parameters told apart.
 
     Such a product is a layer use where its rows are the examples (the zeros that a recurrent

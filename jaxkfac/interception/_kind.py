@@ -9,16 +9,23 @@ import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from jaxtyping import Array, Bool, Shaped
+
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import Eqn
 
 if TYPE_CHECKING:
     from jaxkfac.interception._rewrite import Site
+    from jaxkfac.interception._slots import SlotEntry
     from jaxkfac.interception._values import Use, Value
-else:
-    Site = Use = Value = Any
+else:  # modules that import this one; by these names the type checker of the tests finds them
+    Site = "jaxkfac.interception._rewrite.Site"
+    SlotEntry = "jaxkfac.interception._slots.SlotEntry"
+    Use = "jaxkfac.interception._values.Use"
+    Value = "jaxkfac.interception._values.Value"
 
 Axes = tuple[Atoms, ...]
+RowWeights = Bool[Array, "..."] | None  # which rows exist, with the axes of ``Use.rows``
 
 
 class Kind(abc.ABC):
@@ -47,7 +54,7 @@ class Kind(abc.ABC):
 
     name: ClassVar[str]
     primitives: ClassVar[frozenset[str]] = frozenset()
-    entries: ClassVar[Mapping[str, Any]] = {}
+    entries: ClassVar[Mapping[str, SlotEntry]] = {}
     rank: ClassVar[int] = 0
     suffix: ClassVar[str]
     elementwise: ClassVar[bool] = False
@@ -100,24 +107,35 @@ class Kind(abc.ABC):
 
     # -- statistics of one use, in its backward pass ----------------------------------
 
-    def gradient(self, use: Use, operands: Sequence[Any], cotangent: Any) -> Any:
+    def gradient(
+        self, use: Use, operands: Sequence[Any], cotangent: Shaped[Array, "..."]
+    ) -> Shaped[Array, "..."]:
         """Of an elementwise kind: the parameter's gradient at each position, before any sum."""
         raise NotImplementedError(f"{self.name!r} is not elementwise")
 
-    def input_rows(self, site: Site, use: Use, operands: Sequence[Any], weights: Any) -> Any:
+    def input_rows(self, site: Site, use: Use, operands: Sequence[Any], weights: RowWeights) -> Any:
         """The rows that a use reads, as ``Rows``; those that ``weights`` leave out are zero."""
         raise NotImplementedError(f"{self.name!r} has no rows of inputs")
 
-    def output_rows(self, site: Site, use: Use, cotangent: Any, weights: Any) -> Any:
+    def output_rows(
+        self, site: Site, use: Use, cotangent: Shaped[Array, "..."], weights: RowWeights
+    ) -> Any:
         """The cotangent of its result, likewise."""
         raise NotImplementedError(f"{self.name!r} has no rows of outputs")
 
-    def summed_input_rows(self, site: Site, use: Use, operands: Any, weights: Any) -> Any:
+    def summed_input_rows(
+        self, site: Site, use: Use, operands: Sequence[Any], weights: RowWeights
+    ) -> Any:
         """Rows for whoever wants their sums over positions only: those may be done already."""
         return self.input_rows(site, use, operands, weights)
 
     def input_moments(
-        self, site: Site, use: Use, like: Mapping[str, Any], operands: Any, weights: Any
+        self,
+        site: Site,
+        use: Use,
+        like: Mapping[str, Any],
+        operands: Sequence[Any],
+        weights: RowWeights,
     ) -> dict[str, Any]:
         """The entries of the input side: ``a``, ``a_count`` and, where it is wanted, ``a_sum``."""
         raise NotImplementedError(f"{self.name!r} has no input side")
@@ -131,8 +149,8 @@ class Kind(abc.ABC):
         site: Site,
         use: Use,
         operands: Sequence[Any],
-        cotangent: Any,
-        weights: Any,
+        cotangent: Shaped[Array, "..."],
+        weights: RowWeights,
         examples: Atoms | None,
         like: Mapping[str, Any],
     ) -> Any:

@@ -5,7 +5,7 @@ import itertools
 import math
 import operator
 
-from jaxtyping import Array
+from jaxtyping import Array, Shaped
 
 from jaxkfac.interception._kind import kind_named
 
@@ -51,7 +51,7 @@ class ParameterMatrix:
     def size(self) -> int:
         return math.prod(self.atoms)
 
-    def read(self, leaf: Array) -> Array:
+    def read(self, leaf: Shaped[Array, "..."]) -> Shaped[Array, "*stack in out"]:
         """The matrix ``(stack..., in, out)`` held by a leaf shaped like the parameter.
 
         Raises:
@@ -78,7 +78,9 @@ class ParameterMatrix:
                 f"{self.atoms}"
             )
 
-    def write(self, leaf: Array, matrix: Array) -> Array:
+    def write(
+        self, leaf: Shaped[Array, "*shape"], matrix: Shaped[Array, "*stack in out"]
+    ) -> Shaped[Array, "*shape"]:
         """``leaf`` with the elements this matrix covers replaced; dtype of ``leaf``."""
         order = (*self.stack, *self.inputs, *self.outputs)
         inverse = sorted(range(len(order)), key=order.__getitem__)

@@ -1,7 +1,5 @@
 """Flax NNX models as a pure function of their parameters."""
 
-from typing import Any
-
 import jax
 from flax import nnx
 from jaxtyping import Array, Key, PyTree
@@ -16,10 +14,10 @@ class NnxApply:
     model's did, each call alike.
     """
 
-    def __init__(self, graph: Any, rest: Any, streams: tuple[str, ...]) -> None:
+    def __init__(self, graph: nnx.GraphDef, rest: nnx.State, streams: tuple[str, ...]) -> None:
         self._graph, self._rest, self._streams = graph, rest, streams
 
-    def __call__(self, params: PyTree, inputs: Any, key: Key[Array, ""] | None = None) -> Any:
+    def __call__(self, params: PyTree, inputs: PyTree, key: Key[Array, ""] | None = None) -> PyTree:
         model = nnx.merge(self._graph, _as_state(params), self._rest, copy=True)
         if key is not None and self._streams:
             keys = jax.random.split(key, len(self._streams))

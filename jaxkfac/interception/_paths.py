@@ -3,8 +3,7 @@
 from typing import Any
 
 import jax
-
-PyTree = Any
+from jaxtyping import PyTree
 
 WRAPPERS = ("value", "raw_value")  # attributes by which NNX wraps an array in a variable
 

@@ -12,15 +12,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool
 
 from jaxkfac.interception import _compat
 from jaxkfac.interception._analysis import Plan
 from jaxkfac.interception._axes import AxisTable
-from jaxkfac.interception._compat import Eqn
-from jaxkfac.interception._encoded import DeferredParameter, bind, bind_view, refuse_deferred
+from jaxkfac.interception._compat import Eqn, Literal, Var
+from jaxkfac.interception._encoded import (
+    DeferredParameter,
+    Operand,
+    bind,
+    bind_view,
+    refuse_deferred,
+)
 from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._row_masks import RowMask, row_weights
-from jaxkfac.interception._slots import Entries, Slots, move_elements, scale_slot
+from jaxkfac.interception._slots import Entries, Slot, Slots, move_elements, scale_slot
 from jaxkfac.interception._values import Use
 from jaxkfac.interception._windows import Window, row_of
 
@@ -40,9 +47,9 @@ class Site:
 
     eqn: Eqn
     uses: list[Use]
-    slots: list[Any]
-    rows: list[Any]
-    active: list[Any]
+    slots: list[Slot]
+    rows: list[Bool[Array, "..."] | None]
+    active: list[Bool[Array, ""] | None]
     table: AxisTable
 
     def without_values(self) -> "Site":
@@ -54,7 +61,7 @@ class Site:
         return bind(self.eqn)(*operands)
 
 
-Handler = Callable[[Site, list[Any]], Any]
+Handler = Callable[[Site, list[Any]], Any]  # of the operands; returns the equation's result
 
 
 class Around(NamedTuple):
@@ -66,7 +73,7 @@ class Around(NamedTuple):
     """
 
     masks: list[RowMask]
-    active: dict[str, Any]
+    active: dict[str, Bool[Array, ""]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,27 +96,27 @@ class Rewriter:
     elementwise: frozenset[str]
     entries: Entries
     marks: tuple[Axes, ...]
-    walkers: Mapping[str, set[Any]]
+    walkers: Mapping[str, set[tuple[str, int]]]
     windows: Mapping[str, Window]
     encoded: frozenset[str] = frozenset()
 
     def run(
-        self, plan: Plan, args: Sequence[Any], slots: Sequence[Slots], around: Around
+        self, plan: Plan, args: Sequence[Operand], slots: Sequence[Slots], around: Around
     ) -> list[Any]:
         """Outputs of the plan's jaxpr; ``slots`` and ``args`` go with its inputs."""
         return self._run(plan, args, slots, around)[0]
 
     def _run(
-        self, plan: Plan, args: Sequence[Any], slots: Sequence[Slots], around: Around
-    ) -> tuple[list[Any], list[Slots]]:
+        self, plan: Plan, args: Sequence[Operand], slots: Sequence[Slots], around: Around
+    ) -> tuple[list[Operand], list[Slots]]:
         """The outputs, and the slots that ride along with those that are views."""
-        env: dict[Any, Any] = dict(zip(plan.jaxpr.constvars, plan.consts, strict=True))
+        env: dict[Var, Any] = dict(zip(plan.jaxpr.constvars, plan.consts, strict=True))
         env.update(zip(plan.jaxpr.invars, args, strict=True))
         riding = {v: s for v, s in zip(plan.jaxpr.invars, slots, strict=True) if s}
         around = around._replace(masks=list(around.masks))
 
-        def read(atom: Any) -> Any:
-            return env[atom] if _compat.is_var(atom) else atom.val
+        def read(operand: Var | Literal) -> Operand:
+            return operand.val if isinstance(operand, Literal) else env[operand]
 
         for step in steps_of(plan, self.encoded):
             if isinstance(step, _Segment):
@@ -143,7 +150,14 @@ class Rewriter:
             riding.get(v, {}) if _compat.is_var(v) else {} for v in outs
         ]
 
-    def _use(self, eqn: Eqn, uses: list[Use], values: list, along: list, around: Around) -> Any:
+    def _use(
+        self,
+        eqn: Eqn,
+        uses: list[Use],
+        values: list[Operand],
+        along: list[Slots],
+        around: Around,
+    ) -> Any:
         others = [(u, values[u.operand]) for u in uses if not u.kind.reads_encoded]
         refuse_deferred(others, lambda use: f"`{eqn.primitive.name}` ({use.kind.name})")
         uses = [u for u in uses if u.layer in self.walkers]
@@ -155,7 +169,13 @@ class Rewriter:
         wanted = [around.active.get(u.layer or "") for u in uses]
         return self.handler(Site(eqn, uses, slots, rows, wanted, self.table), values)
 
-    def _through_view(self, eqn: Eqn, walker: Any, values: list, along: list) -> list[Slots]:
+    def _through_view(
+        self,
+        eqn: Eqn,
+        walker: tuple[str, int] | None,
+        values: list[Operand],
+        along: list[Slots],
+    ) -> list[Slots]:
         """What becomes of the slots when their parameter goes through a view."""
         if eqn.primitive.name == "optimization_barrier":
             return along
@@ -180,7 +200,7 @@ class Rewriter:
         return outs
 
     def _call(
-        self, eqn: Eqn, inner: Plan, values: list, along: list[Slots], around: Around
+        self, eqn: Eqn, inner: Plan, values: list[Operand], along: list[Slots], around: Around
     ) -> list[Any]:
         kind = _compat.call_kind(eqn)
         if kind == "scan":
@@ -195,10 +215,10 @@ class Rewriter:
                 if v.aval.shape != w.aval.shape
             ]
             refuse_deferred(split, lambda _: "`shard_map`, which splits it over mesh axes")
-        # What is absent has no sharding and no donation of its own: it goes with the slots.
-        absent = [v if isinstance(v, DeferredParameter) else None for v in values]
+        # A deferred parameter has no sharding and no donation of its own: it goes with the slots.
+        deferred = [v if isinstance(v, DeferredParameter) else None for v in values]
         values = [None if isinstance(v, DeferredParameter) else v for v in values]
-        extras, tree = jax.tree.flatten((along, [m.mask for m in masks], around.active, absent))
+        extras, tree = jax.tree.flatten((along, [m.mask for m in masks], around.active, deferred))
 
         def body(*flat: Any) -> list[Any]:
             n = len(values)
@@ -218,7 +238,7 @@ class Rewriter:
         return _compat.jit_like(eqn, body, len(extras))(*values, *extras)
 
     def _scan(
-        self, eqn: Eqn, inner: Plan, values: list, along: list[Slots], around: Around
+        self, eqn: Eqn, inner: Plan, values: list[Operand], along: list[Slots], around: Around
     ) -> list[Any]:
         (nc, nk), length = _compat.scan_counts(eqn), eqn.params["length"]
         fixed = along[: nc + nk]  # a parameter carried unchanged is a constant
@@ -227,7 +247,7 @@ class Rewriter:
         buffers = [{k: s for k, s in d.items() if k in opening} for d in along[nc + nk :]]
         iterations = jnp.arange(length) if any(buffers) else None
 
-        def body(carry: Any, scanned: Any) -> tuple[Any, list[Any]]:
+        def body(carry: tuple, scanned: tuple) -> tuple[tuple, list[Any]]:
             (state, buffers), (xs, rows, iteration) = carry, scanned
             slots, after, active = [], [], dict(around.active)
             for windowed, whole in zip(buffers, rows, strict=True):
@@ -258,11 +278,11 @@ class _Segment:
     """A run of equations that nothing special happens in."""
 
     run: Callable[..., list[Any]]
-    invars: list[Any]
-    outvars: list[Any]
-    eqns: list[Any]
+    invars: list[Var]
+    outvars: list[Var]
+    eqns: list[Eqn]
 
-    def reader_of(self, var: Any) -> str:
+    def reader_of(self, var: Var) -> str:
         """The first equation that reads a variable, for messages."""
         eqn = next(e for e in self.eqns if any(v is var for v in e.invars))
         inner = eqn.params.get("name")

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._values import Use
 
 
-def mark_rows(x: Shaped[Array, "..."], mask: Bool[Array, "..."]) -> Shaped[Array, "..."]:
+def mark_rows(x: Shaped[Array, "..."], mask: Bool[Array, "*rows"]) -> Shaped[Array, "..."]:
     """Say, inside a model, which rows of ``x`` exist. An identity.
 
     Where the engine cannot follow the axes of a mask to a layer (an encoder stream whose
@@ -38,7 +37,7 @@ def mark_rows(x: Shaped[Array, "..."], mask: Bool[Array, "..."]) -> Shaped[Array
             f"{x.shape[: mask.ndim]}"
         )
 
-    def identity(x: Any, mask: Any) -> Any:
+    def identity(x: Shaped[Array, "..."], mask: Bool[Array, "*rows"]) -> Shaped[Array, "..."]:
         return x
 
     identity.__name__ = MARK_ROWS
@@ -53,7 +52,9 @@ class RowMask:
             mark inside the model, which speaks of its own axes only.
     """
 
-    def __init__(self, mask: Any, axes: Sequence[Atoms], *, complete: bool) -> None:
+    def __init__(
+        self, mask: Bool[Array, "*rows"], axes: Sequence[Atoms], *, complete: bool
+    ) -> None:
         self.mask, self.axes, self.complete = mask, tuple(axes), complete
 
     def atoms(self, table: AxisTable) -> Atoms:
@@ -62,7 +63,7 @@ class RowMask:
 
 def row_weights(
     table: AxisTable, use: Use, masks: Sequence[RowMask], marks: Sequence[Axes] = ()
-) -> Array | None:
+) -> Bool[Array, "*rows"] | None:
     """The rows of a use that exist, as a boolean array over its row axes.
 
     Args:
@@ -125,7 +126,7 @@ def own_axes(table: AxisTable, use: Use) -> set[int]:
     }
 
 
-def _spread(table: AxisTable, mask: RowMask, flat: list[int]) -> Array:
+def _spread(table: AxisTable, mask: RowMask, flat: list[int]) -> Bool[Array, "*atoms"]:
     """The mask broadcast to the atoms of the rows; atoms it speaks of elsewhere: any."""
     atoms = mask.atoms(table)
     values = mask.mask.reshape([table.size(a) for a in atoms])

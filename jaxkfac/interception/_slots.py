@@ -7,16 +7,19 @@ power, and one that declares none is an error: a wrong power would be a wrong nu
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Union
+from typing import NamedTuple, Union
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, PyTree, Shaped
 
 from jaxkfac.interception import _compat
 from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._views import SAME_ELEMENTS, is_negated
 
-Slots = dict[str, Any]
+Slot = Mapping[str, PyTree[Array]]  # by entry
+Slots = dict[str, Slot]  # by layer
 
 
 class SlotEntry(NamedTuple):
@@ -36,7 +39,7 @@ class SlotEntry(NamedTuple):
 Entries = Mapping[str, Union[SlotEntry, "Entries"]]
 
 
-def check_entries(slots: Mapping[str, Slots], entries: Entries) -> None:
+def check_entries(slots: Mapping[str, Slot], entries: Entries) -> None:
     """Refuse slots that hold what is declared nowhere.
 
     Raises:
@@ -55,7 +58,9 @@ def check_entries(slots: Mapping[str, Slots], entries: Entries) -> None:
                 check_entries({layer: value}, inside)
 
 
-def scale_slot(eqn: Eqn, slot: Any, position: int, values: Sequence[Any], entries: Entries) -> Any:
+def scale_slot(
+    eqn: Eqn, slot: Slot, position: int, values: Sequence[ArrayLike], entries: Entries
+) -> Slot:
     """A slot behind a view of the operand at ``position``: a scalar constant multiplies it."""
     name = eqn.primitive.name
     if is_negated(eqn, position):
@@ -66,8 +71,8 @@ def scale_slot(eqn: Eqn, slot: Any, position: int, values: Sequence[Any], entrie
     return _times(slot, c if name == "mul" else 1 / c, entries)
 
 
-def _times(slot: Any, c: Any, entries: Entries) -> Any:
-    def times(part: Any, entry: Any) -> Any:
+def _times(slot: Slot, c: Shaped[Array, ""], entries: Entries) -> Slot:
+    def times(part: PyTree[Array], entry: SlotEntry | Entries) -> PyTree[Array]:
         if not isinstance(entry, SlotEntry):
             return _times(part, c, entry)
         if entry.power == 0:
@@ -78,8 +83,12 @@ def _times(slot: Any, c: Any, entries: Entries) -> Any:
 
 
 def move_elements(
-    eqn: Eqn, slot: Any, position: int, values: list, entries: Entries
-) -> dict[str, list[Any]]:
+    eqn: Eqn,
+    slot: Mapping[str, Shaped[Array, "..."]],
+    position: int,
+    values: Sequence[ArrayLike],
+    entries: Mapping[str, SlotEntry],
+) -> dict[str, list[Shaped[Array, "..."]]]:
     """For each entry of a slot shaped like the parameter, what each result of a view has of it.
 
     Args:
@@ -92,7 +101,13 @@ def move_elements(
     return {key: _move(eqn, entries[key], s, position, values) for key, s in slot.items()}
 
 
-def _move(eqn: Eqn, entry: Any, slot: Any, position: int, values: list) -> list[Any]:
+def _move(
+    eqn: Eqn,
+    entry: SlotEntry,
+    slot: Shaped[Array, "..."],
+    position: int,
+    values: Sequence[ArrayLike],
+) -> list[Shaped[Array, "..."]]:
     if not entry.by_example:
         return _move_one(eqn, entry, slot, position, values)
     # Broadcast axes are kept at size one as long as that is possible: their elements are sums
@@ -102,7 +117,7 @@ def _move(eqn: Eqn, entry: Any, slot: Any, position: int, values: list) -> list[
         for d, size in zip(eqn.params["broadcast_dimensions"], slot.shape[:-1], strict=True):
             shape[d] = size
         return [slot.reshape(*shape[:-1], slot.shape[-1])]
-    full = (*values[position].shape, slot.shape[-1])
+    full = (*jnp.shape(values[position]), slot.shape[-1])
     if slot.shape != full and eqn.primitive.name not in _KEEPS_BROADCAST:
         slot = jnp.broadcast_to(slot, full)
     return jax.vmap(
@@ -113,7 +128,13 @@ def _move(eqn: Eqn, entry: Any, slot: Any, position: int, values: list) -> list[
 _KEEPS_BROADCAST = (SAME_ELEMENTS - {"pvary", "pcast"}) | {"transpose", "mul", "div", "neg"}
 
 
-def _move_one(eqn: Eqn, entry: Any, slot: Any, position: int, values: list) -> list[Any]:
+def _move_one(
+    eqn: Eqn,
+    entry: SlotEntry,
+    slot: Shaped[Array, "..."],
+    position: int,
+    values: Sequence[ArrayLike],
+) -> list[Shaped[Array, "..."]]:
     name = eqn.primitive.name
     if name in ("mul", "div"):
         constant = jnp.asarray(values[1 - position]).astype(slot.dtype) ** entry.power

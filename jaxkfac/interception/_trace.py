@@ -27,7 +27,7 @@ from jaxkfac.interception._paths import leaves_by_path
 from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._rewrite import Around, Handler, Rewriter
 from jaxkfac.interception._row_masks import RowMask
-from jaxkfac.interception._slots import Entries, check_entries
+from jaxkfac.interception._slots import Entries, Slot, check_entries
 from jaxkfac.interception._table import LayerTable
 from jaxkfac.interception._values import Data, Use
 from jaxkfac.interception._windows import Window
@@ -92,7 +92,7 @@ class Traced:
         self,
         handler: Handler,
         params: PyTree,
-        slots: Mapping[str, Any],
+        slots: Mapping[str, Slot],
         *args: Any,
         entries: Entries | None = None,
         masks: list[RowMask] | None = None,

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jax.extend import core as jex
 
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import Eqn, read_order
+from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._values import Constant, Consumed, Value, View
 
 SAME_ELEMENTS = frozenset(
@@ -90,7 +91,7 @@ def _scaled(table: AxisTable, eqn: Eqn, view: View, position: int, number: int) 
     return dataclasses.replace(view, number=number, axes=axes, scaled=(*view.scaled, number))
 
 
-def _moved(table: AxisTable, eqn: Eqn, axes: Any) -> Any:
+def _moved(table: AxisTable, eqn: Eqn, axes: Axes | None) -> Axes | None:
     if axes is None:
         return None
     if eqn.primitive.name == "transpose":
@@ -101,7 +102,7 @@ def _moved(table: AxisTable, eqn: Eqn, axes: Any) -> Any:
     return None if out is None else tuple(out)
 
 
-def _broadcast(table: AxisTable, eqn: Eqn, axes: Any) -> Any:
+def _broadcast(table: AxisTable, eqn: Eqn, axes: Axes | None) -> Axes | None:
     if axes is None:
         return None
     shape, source = eqn.params["shape"], eqn.invars[0].aval.shape

@@ -8,12 +8,15 @@ computed. The window's start is an ordinary value, so one compiled program serve
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Shaped
 
+from jaxkfac.interception._slots import Slot
 from jaxkfac.interception._values import Use
+
+_Place = tuple[Int[Array, ""], Bool[Array, ""]]  # a row of the buffer; whether the window has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +28,10 @@ class Window:
         size: Their number.
     """
 
-    start: Any
+    start: int | Int[Array, ""]
     size: int
 
-    def covers(self, iteration: Any) -> Any:
+    def covers(self, iteration: Int[Array, ""]) -> Bool[Array, ""]:
         """Whether the window holds an iteration."""
         return (iteration >= self.start) & (iteration < self.start + self.size)
 
@@ -40,7 +43,7 @@ def walked_by(uses: list[Use]) -> tuple[str, int] | None:
     return walker if not others and walker[0] == "scan" else None
 
 
-def row_of(buffer: Any, window: Window, iteration: Any) -> tuple[Any, Any]:
+def row_of(buffer: Slot, window: Window, iteration: Int[Array, ""]) -> tuple[Slot, Slot]:
     """The slot of one iteration, and the buffer for the next one.
 
     The values are zeros and the buffer itself. The cotangent of the slot is written into that
@@ -49,16 +52,20 @@ def row_of(buffer: Any, window: Window, iteration: Any) -> tuple[Any, Any]:
     like = jax.tree.map(lambda b: jax.ShapeDtypeStruct(b.shape[1:], b.dtype), buffer)
 
     @jax.custom_vjp
-    def op(buffer: Any, row: Any, inside: Any) -> tuple[Any, Any]:
+    def op(buffer: Slot, row: Int[Array, ""], inside: Bool[Array, ""]) -> tuple[Slot, Slot]:
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like), buffer
 
-    def forward(buffer: Any, row: Any, inside: Any) -> Any:
+    def forward(
+        buffer: Slot, row: Int[Array, ""], inside: Bool[Array, ""]
+    ) -> tuple[tuple[Slot, Slot], _Place]:
         return op(buffer, row, inside), (row, inside)
 
-    def backward(saved: Any, cotangents: Any) -> Any:
+    def backward(saved: _Place, cotangents: tuple[Slot, Slot]) -> tuple[Slot, None, None]:
         row, inside = saved
 
-        def write(rows: Any, new: Any) -> Any:
+        def write(
+            rows: Shaped[Array, "size ..."], new: Shaped[Array, "..."]
+        ) -> Shaped[Array, "size ..."]:
             old = jax.lax.dynamic_index_in_dim(rows, row, keepdims=False)
             return jax.lax.dynamic_update_index_in_dim(rows, jnp.where(inside, new, old), row, 0)
 
