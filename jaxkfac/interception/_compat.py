@@ -29,6 +29,19 @@ def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[Jaxpr, list[ArrayLike]]:
     return (jaxpr.jaxpr, list(jaxpr.consts)) if hasattr(jaxpr, "consts") else (jaxpr, [])
 
 
+def is_stateful(eqn: Eqn) -> bool:
+    """Whether a result depends on more than the operands: on a mutable array, or on the host.
+
+    A collective has an effect too, the name of its mesh axis, and is a function of its operands.
+    """
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def is_mutable(operand: Var | Literal) -> bool:
+    """Whether an operand is a mutable array (``jax.Ref``)."""
+    return hasattr(operand.aval, "inner_aval")
+
+
 def call_kind(eqn: Eqn) -> str | None:
     """Which structured primitive an equation is, by a name that does not change."""
     name = eqn.primitive.name

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Shaped
 
 from jaxkfac._errors import LostRowsError
-from jaxkfac.interception._analysis import MARK_ROWS
 from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._plan import MARK_ROWS
 from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._values import Use
 

@@ -1,0 +1,83 @@
+"""What a walk over a program has found so far."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._compat import Eqn, is_stateful
+from jaxkfac.interception._propagate import Axes
+from jaxkfac.interception._values import Derived, Finding, Value, View
+
+
+class Facts:
+    """Value numbers, axis atoms and findings.
+
+    Attributes:
+        table: The axis atoms.
+        findings: What the coverage report says beside the uses.
+        reads: Paths of the parameters that some equation reads.
+        data_axes: Axes of the data arguments.
+        walked: For each scan, the axes of data that it walks along (``lax.map``).
+    """
+
+    def __init__(self) -> None:
+        self.table = AxisTable()
+        self.findings: dict[Finding, None] = {}
+        self.reads: set[str] = set()
+        self.data_axes: list[Axes] = []
+        self.walked: dict[int, Atoms] = {}
+        self._numbers: dict[Hashable, int] = {}
+
+    def unique(self) -> int:
+        """The number of a value that is equal to no other."""
+        return self.number(object())
+
+    def number(self, key: Hashable) -> int:
+        """One number for each key."""
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def equation_number(self, eqn: Eqn, ins: Sequence[Value], result: int = 0) -> int:
+        """The number of a result: the same for the same equation of the same values.
+
+        An equation whose parameters cannot be hashed is compared with none, and a stateful one (a
+        mutable array that is read again) has another result each time.
+        """
+        if is_stateful(eqn):
+            return self.unique()
+        numbers = tuple(v.number for v in ins)
+        try:
+            return self.number((eqn.primitive.name, _frozen(eqn.params), numbers, result))
+        except TypeError:
+            return self.unique()
+
+    def report(self, value: Value, reason: str, *, fatal: bool = True) -> None:
+        """Say something of the parameters that a value is made of; nothing of other values."""
+        if isinstance(value, View):
+            self.findings[Finding(value.path, reason, fatal)] = None
+        elif isinstance(value, Derived):
+            for path, first in value.reasons:
+                text = f"goes through {first} and {reason}" if fatal else reason
+                self.findings[Finding(path, text, fatal)] = None
+
+    def outside(self, value: Value, eqn: Eqn) -> Value:
+        """A value that leaves a structured equation: there it is no longer followed as a view."""
+        if isinstance(value, View):
+            return Derived(self.unique(), ((value.path, f"`{eqn.primitive.name}`"),))
+        return value
+
+
+def reasons_of(values: Sequence[Value], this: str) -> tuple[tuple[str, str], ...]:
+    """What each parameter went through first: this equation, or an earlier one; in words."""
+    reasons: dict[str, str] = {}
+    for value in values:
+        if isinstance(value, View):
+            reasons.setdefault(value.path, f"`{value.lost_by}`" if value.lost_by else this)
+        elif isinstance(value, Derived):
+            reasons |= value.reasons
+    return tuple(sorted(reasons.items()))
+
+
+def _frozen(params: Mapping[str, Any]) -> Hashable:
+    items = tuple(sorted(params.items(), key=lambda kv: kv[0]))
+    hash(items)
+    return items

@@ -1,0 +1,56 @@
+"""The plan that the walk leaves: what is special about the equations of a program."""
+
+import dataclasses
+from typing import Any
+
+from jax.typing import ArrayLike
+
+from jaxkfac.interception._compat import Jaxpr
+from jaxkfac.interception._propagate import Axes
+from jaxkfac.interception._values import Use
+
+MARK_ROWS = "jaxkfac_mark_rows"
+
+
+@dataclasses.dataclass(eq=False)
+class Mark:
+    """A call of ``mark_rows``: the axes its mask speaks of."""
+
+    axes: Axes
+
+
+@dataclasses.dataclass(eq=False)
+class Plan:
+    """One jaxpr in one calling context, and what is special about its equations.
+
+    Attributes:
+        jaxpr: The jaxpr.
+        consts: Its constants.
+        uses: Position of an equation -> the layer uses in it.
+        views: Position of a view -> the index that walks along a stack in it, if any.
+        marks: Position of a ``mark_rows`` -> what it marks.
+        calls: Position of a structured equation -> the plan of its body.
+        exports_views: Whether a result of the jaxpr is a view of a parameter.
+        steps: The plan as the rewriter runs it, made by the rewriter once.
+    """
+
+    jaxpr: Jaxpr
+    consts: list[ArrayLike]
+    uses: dict[int, list[Use]] = dataclasses.field(default_factory=dict)
+    views: dict[int, tuple[str, int] | None] = dataclasses.field(default_factory=dict)
+    marks: dict[int, Mark] = dataclasses.field(default_factory=dict)
+    calls: dict[int, "Plan"] = dataclasses.field(default_factory=dict)
+    exports_views: bool = False
+    steps: list[Any] | None = None
+
+    def all_uses(self) -> list[Use]:
+        """Every use, in program order."""
+        found = []
+        for position in sorted(self.uses.keys() | self.calls.keys()):
+            found += self.uses.get(position, [])
+            found += self.calls[position].all_uses() if position in self.calls else []
+        return found
+
+    def all_marks(self) -> list[Mark]:
+        inner = [m for plan in self.calls.values() for m in plan.all_marks()]
+        return list(self.marks.values()) + inner

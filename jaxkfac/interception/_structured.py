@@ -1,0 +1,122 @@
+"""Equations whose body sees other values than their operands: scan and shard_map."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from jax.typing import ArrayLike
+
+from jaxkfac.interception._compat import Eqn, Jaxpr, body_of, scan_counts
+from jaxkfac.interception._facts import Facts, reasons_of
+from jaxkfac.interception._plan import Plan
+from jaxkfac.interception._products import without_product
+from jaxkfac.interception._propagate import fresh
+from jaxkfac.interception._values import Consumed, Data, Derived, Value, View
+from jaxkfac.interception._views import reversal
+
+Scope = tuple[int, ...]  # identities of the scans around an equation, outermost first
+Walked = tuple[list[Value], Plan]
+Walk = Callable[[Jaxpr, Sequence[ArrayLike], Sequence[Value], Scope], Walked]
+
+
+def walk_scan(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: Scope) -> Walked:
+    """The results of a scan, and the plan of its body."""
+    body, consts = body_of(eqn)
+    (nc, nk), length = scan_counts(eqn), eqn.params["length"]
+    scan = len(facts.walked) + 1
+    facts.walked[scan] = tuple(a for v in ins[nc + nk :] if isinstance(v, Data) for a in v.axes[0])
+    xs = [_slice_of(facts, v, scan, length) for v in ins[nc + nk :]]
+    # A carry is another value in each iteration, so it does not keep the number of its first;
+    # only a parameter that is carried unchanged does.
+    carry = [
+        v if isinstance(v, View) else dataclasses.replace(without_product(v), number=facts.unique())
+        for v in ins[nc : nc + nk]
+    ]
+    while True:  # a carry that becomes data may make another one data in the next iteration
+        findings = dict(facts.findings)
+        inside = [*map(without_product, ins[:nc]), *carry, *xs]
+        outs, plan = walk(body, consts, inside, (*scope, scan))
+        unchanged = [body.outvars[k] is body.invars[nc + k] for k in range(nk)]
+        grown = [
+            _join(facts, before, after, unchanged=same)
+            for before, after, same in zip(carry, outs[:nk], unchanged, strict=True)
+        ]
+        if all(a is b for a, b in zip(grown, carry, strict=True)):
+            break
+        carry, facts.findings = grown, findings
+    for before, after in zip(ins[nc : nc + nk], carry, strict=True):
+        if isinstance(before, View | Derived) and isinstance(after, Data):
+            facts.report(before, "is carried through `scan` and modified")
+    last = [dataclasses.replace(v, number=facts.unique()) for v in carry]
+    return [*last, *(_stacked(facts, v, length) for v in outs[nk:])], plan
+
+
+def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
+    """What one iteration sees of a scanned operand."""
+    value = without_product(value)
+    number = facts.number((scan, "xs", value.number))
+    if isinstance(value, Data):
+        return Data(number, value.axes[1:])
+    if isinstance(value, View):
+        if value.axes is None:
+            return dataclasses.replace(value, number=number)
+        if reversal(facts.table, value, value.axes[0]) != "none":  # row i is not iteration i's
+            return dataclasses.replace(value, number=number, axes=None, lost_by="rev")
+        step = Consumed(length, value.axes[0], ("scan", scan))
+        axes, consumed = value.axes[1:], (*value.consumed, step)
+        return dataclasses.replace(value, number=number, axes=axes, consumed=consumed)
+    return dataclasses.replace(value, number=number)
+
+
+def _join(facts: Facts, before: Value, after: Value, *, unchanged: bool) -> Value:
+    """The carry that covers both the first iteration and the later ones."""
+    if isinstance(before, Data):
+        if isinstance(after, Data):
+            for a, b in zip(before.axes, after.axes, strict=True):
+                facts.table.unify(a, b)
+        return before
+    if isinstance(after, Data):
+        return Data(facts.unique(), after.axes)
+    if isinstance(before, View) and unchanged:
+        return before
+    reasons = reasons_of((before, after), "`scan`")
+    if not reasons or (isinstance(before, Derived) and dict(reasons) == dict(before.reasons)):
+        return before
+    return Derived(facts.unique(), reasons)
+
+
+def _stacked(facts: Facts, value: Value, length: int) -> Value:
+    """What the scan returns of one iteration's result."""
+    number = facts.unique()
+    if isinstance(value, Data):
+        return Data(number, (facts.table.new(length, "derived"), *value.axes))
+    if isinstance(value, View):
+        return Derived(number, ((value.path, "`scan`"),))
+    return dataclasses.replace(value, number=number)
+
+
+def walk_shard_map(
+    facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: Scope
+) -> Walked:
+    """The results of a shard_map, and the plan of its body."""
+    body, consts = body_of(eqn)
+    inside: list[Value] = []
+    for value, outer, inner in zip(ins, eqn.invars, body.invars, strict=True):
+        value, same = without_product(value), outer.aval.shape == inner.aval.shape
+        if isinstance(value, View) and not same:
+            facts.report(value, "is split over mesh axes by `shard_map`")
+            value = Data(facts.unique(), fresh(facts.table, inner.aval.shape))
+        elif isinstance(value, Data) and not same:
+            axes = tuple(  # a shard of an axis: nobody's example axis, nor surely not one
+                a if s == t else facts.table.new(t, "derived")
+                for a, s, t in zip(value.axes, outer.aval.shape, inner.aval.shape, strict=True)
+            )
+            value = Data(facts.unique(), axes)
+        inside.append(value)
+    outs, plan = walk(body, consts, inside, scope)
+    results = [  # axes that are shards inside are whole outside, whichever they are
+        Data(facts.unique(), fresh(facts.table, v.aval.shape))
+        if isinstance(o, Data)
+        else facts.outside(o, eqn)
+        for o, v in zip(outs, eqn.outvars, strict=True)
+    ]
+    return results, plan
