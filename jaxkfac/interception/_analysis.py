@@ -250,8 +250,10 @@ class Analysis(Facts):
         return [self._result(eqn, rows, uses, number)]
 
     def _result(self, eqn: Eqn, ins: list[Value], uses: list[Use], number: int) -> Data:
-        axes_in = [v.axes if isinstance(v, Data) else None for v in ins]
-        axes = propagate(self.table, eqn, axes_in)[0]
+        axes = uses[0].kind.result_axes(self.table, uses[0])
+        if axes is None:
+            axes_in = [v.axes if isinstance(v, Data) else None for v in ins]
+            axes = propagate(self.table, eqn, axes_in)[0]
         for use in uses:
             use.kind.place(use, axes)
         product = uses[0].kind.product_axes(uses[0], len(axes))

@@ -88,6 +88,13 @@ class Kind(abc.ABC):
             scope: Identities of the scans around the equation.
         """
 
+    def result_axes(self, table: AxisTable, use: Use) -> Axes | None:
+        """The axes of the result; ``None`` where the rules of axes know the primitive.
+
+        Without them the result has new axes, and layers behind it have lost their examples.
+        """
+        return None
+
     @abc.abstractmethod
     def place(self, use: Use, axes: Axes) -> None:
         """Take note of the axes of the result."""
@@ -172,6 +179,8 @@ class Kind(abc.ABC):
         raise NotImplementedError(f"{self.name!r} has no two sides")
 
 
+# Mutable, because a kind is known from where its class is defined: users' modules register theirs
+# at import, as JAX's own registries of pytrees and primitives have it. Nothing else writes to it.
 _KINDS: dict[str, Kind] = {}
 AnyKind = TypeVar("AnyKind", bound=Kind)
 

@@ -16,9 +16,10 @@ from jaxtyping import Array, PyTree, Shaped
 
 from jaxkfac.interception import _compat
 from jaxkfac.interception._compat import Eqn
+from jaxkfac.interception._encoded import Operand
 from jaxkfac.interception._views import SAME_ELEMENTS, is_negated
 
-Slot = Mapping[str, PyTree[Array]]  # by entry
+Slot = Mapping[str, PyTree[ArrayLike]]  # by entry
 Slots = dict[str, Slot]  # by layer
 
 
@@ -59,7 +60,7 @@ def check_entries(slots: Mapping[str, Slot], entries: Entries) -> None:
 
 
 def scale_slot(
-    eqn: Eqn, slot: Slot, position: int, values: Sequence[ArrayLike], entries: Entries
+    eqn: Eqn, slot: Slot, position: int, values: Sequence[Operand], entries: Entries
 ) -> Slot:
     """A slot behind a view of the operand at ``position``: a scalar constant multiplies it."""
     name = eqn.primitive.name
@@ -72,7 +73,7 @@ def scale_slot(
 
 
 def _times(slot: Slot, c: Shaped[Array, ""], entries: Entries) -> Slot:
-    def times(part: PyTree[Array], entry: SlotEntry | Entries) -> PyTree[Array]:
+    def times(part: PyTree[ArrayLike], entry: SlotEntry | Entries) -> PyTree[ArrayLike]:
         if not isinstance(entry, SlotEntry):
             return _times(part, c, entry)
         if entry.power == 0:
