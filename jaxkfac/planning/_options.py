@@ -1,6 +1,6 @@
 """What can be changed so that a training fits: one class for each option.
 
-A new one is a class with what it changes, registered in ``OPTIONS``.
+A new one is a class with what it changes, registered in ``OPTIONS``, here or from outside.
 """
 
 import dataclasses

@@ -15,7 +15,7 @@ from jaxkfac.curvature.host import HostOptions
 from jaxkfac.optim import MemoryKind, check_memory_kind, checked_accumulator_dtype
 from jaxkfac.planning._memory_plan import MemoryPlan
 from jaxkfac.planning._optimizer import optimizer_state
-from jaxkfac.planning._options import OPTION_NAMES
+from jaxkfac.planning._options import OPTION_NAMES, OPTIONS
 from jaxkfac.planning._program_bytes import Curvature, MicroBatches
 from jaxkfac.planning._search import MemoryEstimate, Search
 from jaxkfac.planning._setting import TrainingPrograms
@@ -111,8 +111,8 @@ def plan_memory(
     """
     _check_sizes(device_bytes=device_bytes, host_bytes=host_bytes)
     for name in options:
-        one_of("options", name, OPTION_NAMES)
-    asked = [name for name in OPTION_NAMES if name in options]
+        one_of("options", name, tuple(OPTIONS))
+    asked = [name for name in OPTIONS if name in options]
     at_least_one(
         adapter_rank=adapter_rank,
         in_flight_bytes=in_flight_bytes,

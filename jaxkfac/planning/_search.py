@@ -7,7 +7,7 @@ from typing import Any
 
 import optax
 
-from jaxkfac.planning._options import OPTION_NAMES, OPTIONS, Accumulation, Budget
+from jaxkfac.planning._options import OPTIONS, Accumulation, Budget
 from jaxkfac.planning._program_bytes import Curvature, MemoryRows, MicroBatches, ProgramBytes
 from jaxkfac.planning._setting import Setting, TrainingPrograms
 from jaxkfac.planning._shapes import UnavailableError, divisors, num_examples
@@ -147,7 +147,7 @@ class Search:
     def _sets(self) -> Iterator[tuple[str, ...]]:
         for size in range(len(self._options) + 1):
             found: Iterator[tuple[str, ...]] = itertools.combinations(self._options, size)
-            dearness = lambda names: [OPTION_NAMES.index(name) for name in reversed(names)]
+            dearness = lambda names: [list(OPTIONS).index(name) for name in reversed(names)]
             for names in sorted(found, key=dearness):
                 if all(self.needed(name) in (*names, "") for name in names):
                     yield names

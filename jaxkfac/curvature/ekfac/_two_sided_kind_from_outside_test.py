@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 
 class Ragged(TwoSided):
-    """``lax.ragged_dot`` with a single group: rows times one matrix, under a leading axis of one."""
+    """``lax.ragged_dot`` with a single group: rows times one matrix."""
 
     name = "ragged"
     primitives = frozenset(("ragged_dot_general", "ragged_dot"))
