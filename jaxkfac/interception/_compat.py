@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.extend import core as jex
+from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, auto_axes, reshard
 from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree, Shaped
 
-Jaxpr, ClosedJaxpr = jex.Jaxpr, jex.ClosedJaxpr  # one class since jax 0.11
-Literal = jex.Literal
-if TYPE_CHECKING:
-    Eqn = Var = Any  # JAX declares an operand's type without the shape that every one here has
+if TYPE_CHECKING:  # JAX declares an operand's type without the shape that every one here has
+    Eqn = Any
+    Var = Any
+    Jaxpr = Any
+    ClosedJaxpr = Any
 else:
     Eqn, Var = jex.JaxprEqn, jex.Var
+    Jaxpr, ClosedJaxpr = jex.Jaxpr, jex.ClosedJaxpr  # one class since jax 0.11
 
 
 def is_var(operand: Var | Literal) -> bool:

@@ -103,9 +103,7 @@ class DeferredParameter:
             raise self._unsliced("a scan")
         return dataclasses.replace(self, lead=self.lead - 1)
 
-    def through(
-        self, eqn: Eqn, position: int, values: Sequence["Operand"]
-    ) -> list["DeferredParameter"]:
+    def through(self, eqn: Eqn, position: int, values: Sequence[Any]) -> list["DeferredParameter"]:
         """What a view makes of it, one for each result."""
         name = eqn.primitive.name
         if name in ("slice", "dynamic_slice") and self.encoded.stack:
@@ -281,7 +279,7 @@ def _on_slices(eqn: Eqn, position: int, lead: int, result: int) -> _View:
     return view
 
 
-def _cut(eqn: Eqn, values: Sequence[Operand]) -> _Slicing | None:
+def _cut(eqn: Eqn, values: Sequence[Any]) -> _Slicing | None:
     """The slice that an equation takes of the leading axis, if of no other."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if before[1:] != after[1:]:

@@ -116,7 +116,7 @@ class Rewriter:
         riding = {v: s for v, s in zip(plan.jaxpr.invars, slots, strict=True) if s}
         around = around._replace(masks=list(around.masks))
 
-        def read(operand: Var | Literal) -> Operand:
+        def read(operand: Var | Literal) -> Any:
             return operand.val if isinstance(operand, Literal) else env[operand]
 
         for step in steps_of(plan, self.encoded):
@@ -164,7 +164,7 @@ class Rewriter:
         uses = [u for u in uses if u.layer in self.walkers]
         if not uses:
             return bind(eqn)(*values)
-        slots = [along[u.operand][u.layer] for u in uses]
+        slots = [along[u.operand][u.layer or ""] for u in uses]
         # A bias or scale squares per-position gradients: a row that is not there has none.
         rows = [row_weights(self.table, u, around.masks, self.marks) for u in uses]
         wanted = [around.active.get(u.layer or "") for u in uses]
@@ -174,7 +174,7 @@ class Rewriter:
         self,
         eqn: Eqn,
         walker: tuple[str, int] | None,
-        values: list[Operand],
+        values: list[Any],
         along: list[Slots],
     ) -> list[Slots]:
         """What becomes of the slots when their parameter goes through a view."""
@@ -218,11 +218,11 @@ class Rewriter:
             refuse_deferred(split, lambda _: "`shard_map`, which splits it over mesh axes")
         # A deferred parameter has no sharding and no donation of its own: it goes with the slots.
         deferred = [v if isinstance(v, DeferredParameter) else None for v in values]
-        values = [None if isinstance(v, DeferredParameter) else v for v in values]
+        arrays = [None if isinstance(v, DeferredParameter) else v for v in values]
         extras, tree = jax.tree.flatten((along, [m.mask for m in masks], around.active, deferred))
 
         def body(*flat: Any) -> list[Any]:
-            n = len(values)
+            n = len(arrays)
             slots, mask_values, active, held = jax.tree.unflatten(tree, flat[n:])
             operands = [h if h is not None else v for v, h in zip(flat[:n], held, strict=True)]
             inside = [
@@ -232,11 +232,11 @@ class Rewriter:
             return self.run(inner, operands, slots, Around(inside, active))
 
         if kind == "checkpoint":
-            return _compat.checkpoint_like(eqn, body)(*values, *extras)
+            return _compat.checkpoint_like(eqn, body)(*arrays, *extras)
         if kind == "shard_map":
             specs = (PartitionSpec(),) * len(extras)
-            return _compat.shard_map_like(eqn, body, specs)(*values, *extras)
-        return _compat.jit_like(eqn, body, len(extras))(*values, *extras)
+            return _compat.shard_map_like(eqn, body, specs)(*arrays, *extras)
+        return _compat.jit_like(eqn, body, len(extras))(*arrays, *extras)
 
     def _scan(
         self, eqn: Eqn, inner: Plan, values: list[Operand], along: list[Slots], around: Around

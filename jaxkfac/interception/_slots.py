@@ -88,7 +88,7 @@ def move_elements(
     slot: Mapping[str, Shaped[Array, "..."]],
     position: int,
     values: Sequence[ArrayLike],
-    entries: Mapping[str, SlotEntry],
+    entries: Entries,
 ) -> dict[str, list[Shaped[Array, "..."]]]:
     """For each entry of a slot shaped like the parameter, what each result of a view has of it.
 
@@ -99,7 +99,8 @@ def move_elements(
         values: The operands.
         entries: What the entries declare.
     """
-    return {key: _move(eqn, entries[key], s, position, values) for key, s in slot.items()}
+    flat = {key: entry for key, entry in entries.items() if isinstance(entry, SlotEntry)}
+    return {key: _move(eqn, flat[key], s, position, values) for key, s in slot.items()}
 
 
 def _move(
