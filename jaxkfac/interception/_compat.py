@@ -11,7 +11,7 @@ from jax.extend import core as jex
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, auto_axes, reshard
 from jax.typing import ArrayLike
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import PyTree
 
 if TYPE_CHECKING:  # JAX declares an operand's type without the shape that every one here has
     Eqn = Any
@@ -167,7 +167,7 @@ def varying_axes(x: ArrayLike) -> frozenset[str]:
     return frozenset(getattr(kind, "varying", ()) or ())
 
 
-def cast_varying(x: Shaped[Array, "..."], like: ArrayLike) -> Shaped[Array, "..."]:
+def cast_varying(x: ArrayLike, like: ArrayLike) -> Any:
     """``x`` marked as varying over every axis over which ``like`` varies."""
     missing = tuple(sorted(varying_axes(like) - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
