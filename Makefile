@@ -117,7 +117,7 @@ NO_TORCH = parity compares jaxkfac with torch_ref, which needs PyTorch: pip inst
 
 parity: $(VENV)/.stamp-test
 	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(None if importlib.util.find_spec("torch") else "$(NO_TORCH)")'
-	$(BIN)/python -m pytest parity_tests -p parity_tests.report -p parity_tests.schedule -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" parity_tests -p parity_tests.report -p parity_tests.schedule -n $(WORKERS) $(PYTEST_ARGS)
 
 # GPU_PYTHON=python3 make gpu-check uses an environment that already has jax and torch with CUDA.
 ifdef GPU_PYTHON

@@ -129,7 +129,11 @@ def cases(
 
 
 def over(table: Sequence[Case]) -> pytest.MarkDecorator:
-    """Parametrise a test over a table; cases of a GPU are marked so."""
+    """Parametrise a test over a table, one mark for each case that is not in the default run.
+
+    Cases of a GPU are ``gpu``. Float64 is the closer comparison; of the others on a CPU the first
+    of each part is in the default run, and the rest are ``exhaustive``.
+    """
     names = [str(case) for case in table]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -137,11 +141,16 @@ def over(table: Sequence[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         "case",
         [
-            pytest.param(
-                case,
-                id=str(case),
-                marks=[pytest.mark.gpu] if case.device == "gpu" else [],
-            )
-            for case in table
+            pytest.param(case, id=name, marks=_marks(case, table[:i]))
+            for i, (case, name) in enumerate(zip(table, names, strict=True))
         ],
     )
+
+
+def _marks(case: Case, before: Sequence[Case]) -> list[pytest.MarkDecorator]:
+    if case.device == "gpu":
+        return [pytest.mark.gpu]
+    if case.dtype == "float64":
+        return []
+    alike = [(x.part, x.dtype, x.device) for x in before]
+    return [pytest.mark.exhaustive] if (case.part, case.dtype, case.device) in alike else []

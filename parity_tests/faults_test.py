@@ -50,7 +50,28 @@ def inject(monkeypatch: pytest.MonkeyPatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+# One of each part of the library; the others are for the exhaustive run.
+QUICK = {
+    "transposed kernel",
+    "wrong count in a mask",
+    "clipped vectors",
+    "micro-batches of equal weight",
+    "counts that do not decay",
+    "phi without its tanh",
+}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(
+            fault,
+            id=fault.name,
+            marks=[] if fault.name in QUICK else [pytest.mark.exhaustive],
+        )
+        for fault in FAULTS
+    ],
+)
 def test_fault_is_caught(fault: Fault, inject):
     cases = [_case(*names) for names in fault.caught_by]
     inject(fault)

@@ -34,6 +34,7 @@ def problem():
 BUDGET = 2000  # bytes: seven passes
 
 
+@pytest.mark.slow
 def test_a_budget_into_the_host_service_gives_the_bases_of_one_pass(problem):
     objective, params, batch = problem
     expected = jk.eigendecompose(jax.jit(jk.value_grad_and_factors(objective))(params, batch)[2])
@@ -59,6 +60,7 @@ def test_factors_in_host_memory_decompose_like_others(problem, placement):
         assert isinstance(found[name].g_vectors, jax.Array)
 
 
+@pytest.mark.slow
 def test_training_under_a_budget_descends_with_bases_from_the_host(problem):
     objective, params, batch = problem
     tx = optax.chain(jk.scale_by_bases(damping=0.1), optax.sgd(0.1))

@@ -7,6 +7,8 @@ reduction "mean" its squared error and its binary cross entropy are divided by t
 outputs C as well, of which it takes a root back.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +23,27 @@ from tests._dense import root_fisher
 from tests._programs import labels, normal
 from tests._taps import PLAIN
 
-pytestmark = pytest.mark.exhaustive
+# In the default run: a convolution, attention and tokens, every Fisher type and both sharings.
+QUICK = {
+    ("conv", "expand", "exact"),
+    ("conv", "reduce", "mc"),
+    ("pooled attention", "expand", "forward"),
+    ("pooled attention", "reduce", "empirical"),
+    ("attention", "expand", "mc"),
+    ("attention", "reduce", "forward"),
+}
+
+
+def every(names, fishers):
+    """All combinations with both sharings; what is not in ``QUICK`` is exhaustive."""
+    return pytest.mark.parametrize(
+        "name, sharing, fisher",
+        [
+            pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.exhaustive])
+            for case in itertools.product(names, ("expand", "reduce"), fishers)
+        ],
+    )
+
 
 LOSSES = {
     "categorical": torch.nn.CrossEntropyLoss,
@@ -179,20 +201,18 @@ def _compare(name, likelihood, fisher, sharing, bias, ours=None):
         np.testing.assert_allclose(found.g, g, rtol=1e-10, atol=1e-14, err_msg=layer)
 
 
-@pytest.mark.parametrize("fisher", list(TYPES))
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("name", ["conv", "pooled attention"])
+@every(["conv", "pooled attention"], list(TYPES))
 def test_factors_agree_where_each_example_has_one_term(x64, name, sharing, fisher):
     _compare(name, "categorical", fisher, sharing, "joint")
 
 
-@pytest.mark.parametrize("fisher", ["empirical", "mc", "forward"])
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_factors_agree_where_each_token_has_a_term(x64, sharing, fisher):
+@every(["attention"], ["empirical", "mc", "forward"])
+def test_factors_agree_where_each_token_has_a_term(x64, name, sharing, fisher):
     """Not for type 2, which shares one backward pass between tokens."""
-    _compare("attention", "categorical", fisher, sharing, "separate")
+    _compare(name, "categorical", fisher, sharing, "separate")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_type_2_with_tokens_that_mix_is_the_shortcut_and_not_the_exact_fisher(x64, sharing):
     short = "exact_if_terms_do_not_mix"
@@ -201,6 +221,7 @@ def test_type_2_with_tokens_that_mix_is_the_shortcut_and_not_the_exact_fisher(x6
         _compare("attention", "categorical", "exact", sharing, "joint")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fisher", ["exact", "empirical", "mc"])
 @pytest.mark.parametrize("likelihood", ["bernoulli", "gaussian"])
 @pytest.mark.parametrize("name", ["conv", "pooled attention"])
@@ -208,6 +229,7 @@ def test_other_losses_agree_up_to_their_constants(x64, name, likelihood, fisher)
     _compare(name, likelihood, fisher, "expand", "joint")
 
 
+@pytest.mark.exhaustive
 def test_the_dense_fisher_of_these_tests_is_the_ggn_where_tokens_mix(x64):
     """What the exact Fisher is held to elsewhere, against their matrix-free operator."""
     net, model, params, x, y = _pair("attention")
@@ -230,6 +252,7 @@ def _dense(basis, values):
     return turn @ np.diag(np.asarray(values).T.reshape(-1)) @ turn.T
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fisher", ["exact", "empirical", "mc"])
 @pytest.mark.parametrize("sharing, bias", [("expand", "joint"), ("reduce", "separate")])
 @pytest.mark.parametrize("name", ["conv", "pooled attention"])

@@ -14,6 +14,7 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 SHORT = {"finetune_decoder": ["--tiny", "--steps", "30", "--rate", "0.02", "--questions", "20"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_example_runs_and_learns(path: Path, tmp_path: Path):
     command = [sys.executable, path, *SHORT.get(path.stem, [])]

@@ -58,8 +58,15 @@ def test_lora_that_stock_peft_trained_on_llama_runs_on_the_fused_decoder(targets
     np.testing.assert_allclose(found, logits_of(adapted), atol=2e-5)
 
 
-@pytest.mark.parametrize("placement", ["output", "bottleneck"])
-@pytest.mark.parametrize("kind", ["llama", "phi3"])
+@pytest.mark.parametrize(
+    "kind, placement",
+    [
+        ("phi3", "output"),
+        ("llama", "bottleneck"),
+        pytest.param("phi3", "bottleneck", marks=pytest.mark.exhaustive),
+        pytest.param("llama", "output", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_adapters_trained_here_run_in_stock_peft_with_the_plug_in(kind, placement, tmp_path):
     model = saved_model(kind, tmp_path / "base")
     decoder = load_decoder(tmp_path / "base", dtype=jnp.float32)

@@ -67,6 +67,7 @@ def with_biases(params):
     return structure.unflatten([x + normal(50 + i, *x.shape) for i, x in enumerate(leaves)])
 
 
+@pytest.mark.exhaustive
 def test_linen_multi_head_attention(x64):
     class Net(nn.Module):
         @nn.compact
@@ -112,6 +113,7 @@ def test_nnx_multi_head_attention(x64):
     assert_factors_close(factors, oracle(flax_twin, twin, batch), 1e-6)
 
 
+@pytest.mark.exhaustive
 def test_linen_attention_with_padding_mask_and_positions(x64):
     """The attention mask is the model's business, `positions` the library's."""
 
@@ -146,6 +148,7 @@ def test_linen_attention_with_padding_mask_and_positions(x64):
 # ---------------------------------------------------------------------- Haiku
 
 
+@pytest.mark.exhaustive
 def test_haiku_mlp(x64):
     net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([5, 3])(x)))
     params = with_biases(to_float64(net.init(jax.random.key(0), jnp.zeros((1, 4)))))
@@ -190,6 +193,7 @@ def test_haiku_attention(x64):
     assert_factors_close(run(net.apply, params, batch), oracle(twin, params, batch), 1e-10)
 
 
+@pytest.mark.exhaustive
 def test_haiku_residual_network_with_state(x64):
     def forward(x, is_training):
         net = hk.nets.ResNet(
@@ -236,6 +240,7 @@ def test_equinox_mlp_under_vmap(x64):
     assert_factors_close(factors, oracle(twin, params, batch), 1e-10)
 
 
+@pytest.mark.exhaustive
 def test_equinox_attention_under_vmap(x64):
     model = eqx.nn.MultiheadAttention(
         2, 4, use_query_bias=True, use_output_bias=True, key=jax.random.key(0)
@@ -263,6 +268,7 @@ def test_equinox_attention_under_vmap(x64):
     assert_factors_close(run(apply_fn, params, batch), oracle(twin, params, batch), 1e-10)
 
 
+@pytest.mark.exhaustive
 def test_equinox_convolution_under_vmap(x64):
     """The bias (out, 1, 1) is added to the product alone, so it is joined to it."""
     keys = jax.random.split(jax.random.key(0), 2)
@@ -291,6 +297,7 @@ def test_equinox_convolution_under_vmap(x64):
 # ------------------------------------------------------- a model zoo: equimo
 
 
+@pytest.mark.slow
 def test_vision_transformer_of_the_equimo_zoo(x64):
     """Patch convolution, class token, position table, fused qkv, norms and head."""
     vit = pytest.importorskip("equimo.models.vit", reason="the zoo model needs `equimo`")
@@ -331,6 +338,7 @@ def test_vision_transformer_of_the_equimo_zoo(x64):
     np.testing.assert_allclose(factors["cls_token"].diagonal, token, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_convnext_of_the_equimo_zoo_is_covered_or_reported_by_name(x64):
     """Depthwise convolutions and layer scales: each parameter has a layer or a row."""
     convnext = pytest.importorskip("equimo.models.convnext", reason="the zoo needs `equimo`")

@@ -166,6 +166,7 @@ def in_a_child(*words):
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="limits need Linux")
 
 
+@pytest.mark.slow
 @linux
 def test_finetune_in_too_little_memory_names_what_fits(tmp_path):
     config = {
@@ -190,6 +191,7 @@ def test_finetune_in_too_little_memory_names_what_fits(tmp_path):
     assert int(size) * int(steps) == 64 and int(size) < 16
 
 
+@pytest.mark.exhaustive
 @linux
 def test_train_in_too_little_memory_is_planned_with_smaller_micro_batches(tmp_path):
     shown = in_a_child(

@@ -146,6 +146,7 @@ def test_analyze_measures_the_capacity_with_the_number_of_training_examples(fini
     assert 1 <= capacity["model"]["participation_ratio"] <= covered
 
 
+@pytest.mark.exhaustive
 def test_analyze_compares_with_another_checkpoint_and_draws(finished, capsys, tmp_path):
     words = ["--compare", str(finished / "kfac" / "6"), "--figures", str(tmp_path / "drawn")]
     assert main(["analyze", str(finished), "--json", *words]) == 0
@@ -156,6 +157,7 @@ def test_analyze_compares_with_another_checkpoint_and_draws(finished, capsys, tm
     assert drawn == {"spectra.svg", "ranks.svg", "conditions.svg"}
 
 
+@pytest.mark.exhaustive
 def test_analyze_gives_intervals_over_held_out_batches(finished, capsys):
     words = ["--batches", "3", "--num-examples", "50", "--damping", "0.5"]
     assert main(["analyze", str(finished), "--json", *words]) == 0
@@ -188,6 +190,7 @@ def test_analyze_explains_a_wrong_option(words, message, finished, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_analyze_clips_as_asked_and_writes_a_page(finished, capsys, tmp_path):
     page = tmp_path / "pages" / "spectra.html"
     words = ["analyze", str(finished / "kfac" / "9"), "--max-condition", "10", "--report"]
@@ -204,7 +207,11 @@ def test_analyze_says_that_adamw_keeps_no_factors(finished, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["kfac", pytest.param("adamw", marks=pytest.mark.standard_promotion)]
+    "name",
+    [
+        "kfac",
+        pytest.param("adamw", marks=[pytest.mark.standard_promotion, pytest.mark.exhaustive]),
+    ],
 )
 def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
     name, finished, tmp_path, interrupted_after, no_page, capsys
@@ -266,6 +273,7 @@ def test_a_loss_that_stays_non_finite_names_its_step(tmp_path, capsys):
     assert "the loss of adamw is nan at step" in message and "--adamw.learning-rate" in message
 
 
+@pytest.mark.exhaustive
 @pytest.mark.standard_promotion
 def test_steps_can_end_a_run_inside_an_epoch(tmp_path, no_page):
     assert run(tmp_path, "--optimizer", "adamw", "--steps", "4") == 0

@@ -47,7 +47,7 @@ MIXED = (
 )
 
 
-@pytest.mark.parametrize("mode", ["exact", "pi"])
+@pytest.mark.parametrize("mode", [pytest.param("exact", marks=pytest.mark.exhaustive), "pi"])
 def test_stacking_layers_changes_no_number(mode, monkeypatch):
     tree, bases = problem(MIXED)
 
@@ -84,6 +84,7 @@ def test_layers_beyond_the_bound_are_solved_one_by_one():
     assert dots == 4 * 3
 
 
+@pytest.mark.exhaustive
 def test_every_step_from_factors_to_update_is_linear_in_the_number_of_layers():
     def work(n):
         layers = model(n, size=1)

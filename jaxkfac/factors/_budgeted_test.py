@@ -121,6 +121,7 @@ def test_passes_gather_what_one_pass_gathers(x64, options):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), grads, expected.grads)
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion  # Flax creates its epsilons in float32
 def test_masks_hold_in_every_pass(x64):
     objective, params, (ids, targets) = transformer(3, 8)
@@ -154,7 +155,7 @@ def test_each_side_is_in_exactly_one_pass_and_a_shared_input_too():
 ROWS = {"remat": 0, "saved": 6 * 256 * (64 + 128) * 4}
 
 
-@pytest.mark.parametrize("kept", ROWS)
+@pytest.mark.parametrize("kept", ["remat", pytest.param("saved", marks=pytest.mark.exhaustive)])
 def test_a_pass_stays_under_the_gradient_and_the_budget(kept):
     objective, params, batch = transformer(24, 64, remat=kept == "remat", tokens=(4, 64))
     budget = 2**20
@@ -189,6 +190,7 @@ def test_the_plan_is_printed_once(capsys):
     assert f"{len(stats.plan(params, batch).passes)} passes, about" in lines[0]
 
 
+@pytest.mark.exhaustive
 def test_a_sink_takes_every_row_once():
     objective, params, batch = transformer(4, 8)
     pushed = collections.defaultdict(list)

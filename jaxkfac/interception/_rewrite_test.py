@@ -108,6 +108,7 @@ def test_value_and_gradient_are_equal_bit_for_bit_operation_by_operation(fn):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.slow
 def test_a_scanned_rematted_transformer_is_equal_under_jit():
     ids = jnp.arange(8).reshape(2, 4)
     params = Stack().init(jax.random.key(0), ids)

@@ -214,6 +214,7 @@ def test_bfloat16_models_stay_bfloat16_and_phi_is_computed_in_float32():
     np.testing.assert_allclose(got.astype(jnp.float32), want, atol=0.05)
 
 
+@pytest.mark.exhaustive
 def test_scanned_rematted_nnx_models_and_their_own_dropout_key():
     class Model(nnx.Module):
         def __init__(self, rngs):

@@ -64,6 +64,7 @@ def close(got, want):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_adapters_of_other_ranks_scalings_and_kinds_are_swapped_without_a_second_trace(
     bank, outputs, serve
 ):

@@ -48,7 +48,14 @@ def moved(adapters):
     )
 
 
-@pytest.mark.parametrize("placement", ["output", "bottleneck", "none"])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        "bottleneck",
+        pytest.param("output", marks=pytest.mark.exhaustive),
+        pytest.param("none", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_split_adapter_computes_the_same_on_a_split_model_and_fuses_back(placement, tmp_path):
     together, apart = models()
     config = Config(

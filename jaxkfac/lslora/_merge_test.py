@@ -95,6 +95,7 @@ def test_errors_are_reported_for_each_slice_of_a_scan():
     assert near < far / 2
 
 
+@pytest.mark.exhaustive
 def test_experts_that_read_the_same_rows_are_fitted_apart():
     def outputs(p, x):
         return jnp.einsum("ni,eio->neo", x, p["e"])

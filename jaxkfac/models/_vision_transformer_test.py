@@ -20,6 +20,7 @@ def loss_and_gradient(config, images):
     return jax.jit(jax.value_and_grad(loss))(params)
 
 
+@pytest.mark.exhaustive
 def test_remat_changes_neither_value_nor_gradient():
     images = jax.random.normal(jax.random.key(1), (3, 8, 8))
     plain = loss_and_gradient(dataclasses.replace(SMALL, remat=False), images)
@@ -48,6 +49,7 @@ def test_patches_are_squares_row_by_row():
     assert jnp.array_equal(patches, split_patches(image[..., None], SMALL))
 
 
+@pytest.mark.exhaustive
 def test_moving_patches_changes_the_answer():
     model = VisionTransformer(SMALL, rngs=nnx.Rngs(0))
     images = jax.random.normal(jax.random.key(1), (3, 8, 8))

@@ -86,6 +86,7 @@ def every_estimate(found):
     return estimates
 
 
+@pytest.mark.exhaustive
 def test_no_smaller_or_cheaper_set_fits(programs):
     totals = sorted(
         n.device_total for n in every_estimate(search(programs, 1.0, options=SOME)).values()

@@ -260,6 +260,7 @@ def test_an_update_that_a_second_ctrl_c_breaks_off_leaves_the_checkpoint_before(
     assert len(load_checkpoint(tmp_path / "checkpoints").records["losses"]) == 2
 
 
+@pytest.mark.exhaustive
 def test_an_examination_that_ctrl_c_breaks_off_is_held_after_resuming(
     run, plain, tmp_path, monkeypatch
 ):

@@ -157,7 +157,15 @@ def test_close_from_another_thread_wakes_a_push_that_waits(monkeypatch):
     assert not pusher.is_alive() and "is closed" in str(caught[0])
 
 
-@pytest.mark.parametrize("how", ["asleep", "solving", "error", "forgotten"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "asleep",
+        "error",
+        pytest.param("solving", marks=pytest.mark.exhaustive),
+        pytest.param("forgotten", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_an_interpreter_ends_without_close(how):
     program = f"""
         import threading, time

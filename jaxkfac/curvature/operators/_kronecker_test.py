@@ -71,6 +71,7 @@ def test_without_params_it_multiplies_and_adds_but_has_no_shapes(x64):
         spectrum(operator, key=jax.random.key(0))
 
 
+@pytest.mark.exhaustive
 def test_missing_parameters_are_treated_as_in_apply_power():
     problem = mlp_problem()
     bases = bases_of(problem, layers="second/.*", uncovered="ignore")

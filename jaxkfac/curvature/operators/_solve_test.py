@@ -105,6 +105,7 @@ def test_a_solve_that_runs_out_of_steps_says_so():
     assert not found.converged and found.num_steps == 3
 
 
+@pytest.mark.exhaustive
 def test_solve_runs_inside_jit_with_traced_damping():
     problem = mlp_problem()
     rhs = jax.grad(problem[0])(*problem[1:])
