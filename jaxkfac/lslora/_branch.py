@@ -90,7 +90,7 @@ def branch(
     use, slot = site.uses[0], site.slots[0]
     x = operands[1 - use.operand]
     assert not isinstance(x, DeferredParameter)  # it is the parameter that may be encoded
-    slot = jax.tree.map(lambda leaf: cast_varying(leaf, x), slot)
+    slot = jax.tree.map(lambda leaf, x=x: cast_varying(leaf, x), slot)
     if "key" in slot:
         x = _dropped(x, slot["key"], options, use)
     axes = ProductAxes.of(site, use, x, slot.get("index"), options.examples)
