@@ -7,7 +7,7 @@ from jaxkfac.curvature._apply import (
     fisher_vector_product,
     natural_gradient,
 )
-from jaxkfac.curvature._coverage import covered_indices, is_differentiable
+from jaxkfac.curvature._coverage import covered_indices
 from jaxkfac.curvature._eigenbases import (
     DiagonalEigenbasis,
     Eigenbases,
@@ -58,7 +58,6 @@ __all__ = [
     "eigendecompose",
     "fisher_vector_product",
     "identity_bases",
-    "is_differentiable",
     "natural_gradient",
     "reconstruct",
 ]

@@ -11,7 +11,6 @@ from jaxkfac.curvature._batch import is_small, map_in_batches
 from jaxkfac.curvature._coverage import (
     Owner,
     covered_indices,
-    is_differentiable,
     owners,
     uncovered_mask,
 )
@@ -23,7 +22,7 @@ from jaxkfac.curvature._layer_power import (
     solve,
     write_solved,
 )
-from jaxkfac.interception import leaves_by_path, with_leaves
+from jaxkfac.interception import is_differentiable, leaves_by_path, with_leaves
 from jaxkfac.linalg import Damping, DampingMode, check_damping, check_rcond
 
 PyTree = Any

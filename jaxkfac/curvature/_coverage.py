@@ -2,9 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac.interception import Layer, ParameterMatrix, kind_named
@@ -74,8 +72,3 @@ def uncovered_mask(shape: tuple[int, ...], indices: set[tuple[int, ...]]) -> np.
     for index in indices:
         mask[index] = False
     return mask.reshape(*shape[:depth], *[1] * (len(shape) - depth))
-
-
-def is_differentiable(leaf: Any) -> bool:
-    """Whether a gradient leaf is a gradient: not an integer, a key or float0."""
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -12,7 +12,7 @@ from jaxkfac.factors._fisher import FISHER_TYPES, estimator_of, over_count
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from jaxkfac.factors._objective import Batch, Objective, as_batch, kept_targets, takes_key
 from jaxkfac.factors._passes import Pass, PassPlan, largest_budget, plan_passes, smallest_budget
-from jaxkfac.factors._program import Leaves, Program
+from jaxkfac.factors._program import Program
 from jaxkfac.factors._statistics import Statistics
 from jaxkfac.factors._taps import Slot
 
@@ -30,7 +30,6 @@ __all__ = [
     "Factors",
     "Gaussian",
     "KroneckerFactor",
-    "Leaves",
     "Likelihood",
     "Objective",
     "Pass",

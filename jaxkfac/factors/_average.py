@@ -28,7 +28,7 @@ class OfLayers(Protocol):
 class Measured(Protocol):
     """Sums and counts beside something that stays: corrected eigenbases."""
 
-    def decayed_sum(self, new: Any, decay: Any) -> Any:
+    def decayed_sum(self, new: Any, decay: ArrayLike) -> Any:
         """``decay`` times the own sums and counts, plus those of ``new``."""
         ...
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Key, PyTree
+from jaxtyping import Array, Bool, Int, Key, PyTree, Shaped
 
 from jaxkfac.factors._collect import Call, FactorCollector, ValueGradAndFactors
 from jaxkfac.factors._factors import BiasMode, Factors
@@ -43,10 +43,10 @@ class BudgetedCollector:
     def __call__(
         self,
         params: PyTree,
-        batch: Any,
+        batch: PyTree,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: Any = None,
+        labels: Shaped[Array, "samples ..."] | None = None,
         *,
         step: int | None = None,
     ) -> ValueGradAndFactors:
@@ -98,10 +98,10 @@ class BudgetedCollector:
     def plan(
         self,
         params: PyTree,
-        batch: Any,
+        batch: PyTree,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: Any = None,
+        labels: Shaped[Array, "samples ..."] | None = None,
     ) -> PassPlan:
         """The passes for these shapes; nothing is computed."""
         call = self._collector.checked(batch, key, positions, labels)
@@ -110,7 +110,9 @@ class BudgetedCollector:
             self._collector.statistics(traced), self._budget, vjps=self._collector.vjps
         )
 
-    def lower(self, params: PyTree, batch: Any, key: Any = None) -> list[tuple[Pass, Any]]:
+    def lower(
+        self, params: PyTree, batch: PyTree, key: Key[Array, ""] | None = None
+    ) -> list[tuple[Pass, Any]]:
         """Each pass with its lowered program, to ``.compile()`` and read memory and cost from."""
         plan = self.plan(params, batch, key)
         call = self._collector.checked(batch, key)
@@ -130,7 +132,9 @@ class BudgetedCollector:
             self._programs[known] = jax.jit(functools.partial(self._run, known))
         return self._programs[known]
 
-    def _run(self, what: _Key, params: PyTree, call: Call, at: Any) -> Any:
+    def _run(
+        self, what: _Key, params: PyTree, call: Call, at: Int[Array, ""]
+    ) -> ValueGradAndFactors | Factors:
         parts = dict(what.parts)
         windows = {name: Window(at, part.rows) for name, part in parts.items() if part.rows}
         out = self._collector.gather(

@@ -1,20 +1,30 @@
 """Value, gradient and every factor in one backward pass."""
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jaxtyping import Array, Bool, Key, PyTree
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Key, PyTree, Shaped
 
 from jaxkfac.factors._diagonal_pass import diagonal_layers, per_example_diagonals
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.factors._objective import Objective, as_batch
-from jaxkfac.factors._program import Leaves, Program
+from jaxkfac.factors._program import Program
 from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
-from jaxkfac.interception import Traced, Window
+from jaxkfac.interception import (
+    Staged,
+    TraceCache,
+    Traced,
+    Window,
+    leaves_by_path,
+    with_leaves,
+)
 
 Uncovered = Literal["raise", "diagonal", "ignore"]
 
@@ -55,14 +65,18 @@ class FactorCollector:
     _uncovered: Uncovered
     _has_aux: bool
     _loss_terms: int | None
+    # Outside of jit, differentiation is staged out as well: the next call runs equations alone.
+    _staged: TraceCache[Staged] = dataclasses.field(
+        default_factory=TraceCache, repr=False, compare=False
+    )
 
     def __call__(
         self,
         params: PyTree,
-        batch: Any,
+        batch: PyTree,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: Any = None,
+        labels: Shaped[Array, "samples ..."] | None = None,
     ) -> ValueGradAndFactors:
         """Value, gradient and factors of one batch.
 
@@ -85,7 +99,14 @@ class FactorCollector:
                 for, and the rows cannot be followed to a layer.
             ValueError: a batch that is empty, or does not fit the likelihood.
         """
-        return self.gather(params, self.checked(batch, key, positions, labels))
+        call = self.checked(batch, key, positions, labels)
+        if isinstance(self._program.objective, Objective):
+            outputs = self.traced(params, call).out_shapes[0]
+            call.estimator.check_values(self._program.objective, outputs, call.batch)
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, call))):
+            return self.gather(params, call)
+        stage = functools.partial(Staged.of, self.gather, params, call)
+        return self._staged.get((params, call), stage)(params, call)
 
     @property
     def vjps(self) -> int:
@@ -93,7 +114,11 @@ class FactorCollector:
         return self._estimator.concurrent
 
     def checked(
-        self, batch: Any, key: Any = None, positions: Any = None, labels: Any = None
+        self,
+        batch: PyTree,
+        key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
+        positions: Bool[Array, "..."] | None = None,
+        labels: Shaped[Array, "samples ..."] | None = None,
     ) -> Call:
         """The arguments as the program takes them; raises where they do not go together."""
         if isinstance(self._program.objective, Objective):
@@ -128,32 +153,34 @@ class FactorCollector:
         Without ``gradient`` the pass differentiates with respect to slots alone, and the
         gradient is zeros.
         """
-        split, objective = Leaves(params, differentiate=gradient), self._program.objective
+        objective = self._program.objective
+        params = jax.tree.map(jnp.asarray, params)  # a number of Python's is a parameter too
         traced = self.traced(params, call)
         statistics = self.statistics(traced, parts)
         at = self._program.linearise(
             traced,
             statistics,
-            split,
+            params,
             call.batch,
             call.key,
             positions=call.positions,
             loss_terms=self._loss_terms,
             windows=windows,
+            differentiate=gradient,
         )
         outputs = call.estimator.gathered(objective, at, call.batch, statistics.outputs)
         factors = statistics.factors(at.emitted, outputs, at.terms)
         if self._uncovered == "diagonal" and traced.table.uncovered and gradient:
-            factors = self._with_diagonals(traced, split, call, factors)
+            factors = self._with_diagonals(traced, params, call, factors)
         value = at.value
         if self._has_aux or (isinstance(objective, Objective) and objective.has_aux):
             value = (at.value, at.aux)
-        return ValueGradAndFactors(value, split.gradient(at.grads), factors)
+        return ValueGradAndFactors(value, _gradient(params, at.grads), factors)
 
     def factor_shapes(
         self,
         params: PyTree,
-        batch: Any,
+        batch: PyTree,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
     ) -> Factors:
@@ -163,19 +190,29 @@ class FactorCollector:
         return jax.eval_shape(self.__call__, params, batch, key, positions).factors
 
     def _with_diagonals(
-        self, traced: Traced, split: Leaves, call: Call, factors: Factors
+        self, traced: Traced, params: PyTree, call: Call, factors: Factors
     ) -> Factors:
-        layers = diagonal_layers(traced.table, split.tree)
+        layers = diagonal_layers(traced.table, params)
         print(
             f"jaxkfac: {len(layers)} parameters are covered by a second pass over "
             f"{traced.num_examples} examples, about one more gradient",
             file=sys.stderr,
         )
         sums = per_example_diagonals(
-            self._program.objective, split.tree, call.batch, layers, call.estimator, key=call.key
+            self._program.objective, params, call.batch, layers, call.estimator, key=call.key
         )
         return dataclasses.replace(
             factors,
             diagonals={**factors.diagonals, **sums},
             layers=(*factors.layers, *layers),
         )
+
+
+def _gradient(params: PyTree, grads: dict[str, Array]) -> PyTree:
+    """The tree of a gradient: zeros, or what is no number as it is, where there is none."""
+    rest = {p: x for p, x in leaves_by_path(params).items() if p not in grads}
+    zeros = {
+        path: jnp.zeros(jnp.shape(x), x.dtype) if jnp.issubdtype(x.dtype, jnp.number) else x
+        for path, x in rest.items()
+    }
+    return with_leaves(params, zeros | grads)

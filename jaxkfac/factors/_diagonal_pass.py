@@ -1,10 +1,8 @@
 """The second pass: a per-example diagonal for parameters that no rule covers."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Key, PyTree
 
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._fisher import number_of_terms
@@ -42,7 +40,7 @@ def per_example_diagonals(
     layers: list[Layer],
     estimator: Estimator,
     *,
-    key: Any,
+    key: Key[Array, ""] | None,
 ) -> dict[str, Array]:
     """Sum over examples of the squared gradient of each example's sum of terms.
 

@@ -2,19 +2,18 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Key, PyTree, Shaped
 
+from jaxkfac.factors._likelihoods import Outputs
 from jaxkfac.factors._objective import Batch, Objective, check_array
-
-if TYPE_CHECKING:
-    from jaxkfac.factors._program import Linearised
-else:
-    Linearised = Any
+from jaxkfac.factors._program import Linearised
+from jaxkfac.factors._taps import Slot
 
 LABEL_FOLD = 0x6C61  # folded into the caller's key for sampled labels
 
@@ -60,7 +59,9 @@ class Estimator(abc.ABC):
         return (self.key, self.labels), tuple(static)
 
     @classmethod
-    def tree_unflatten(cls, static: Any, leaves: Any) -> "Estimator":
+    def tree_unflatten(
+        cls, static: Iterable[tuple[str, Any]], leaves: Sequence[PyTree]
+    ) -> "Estimator":
         """The inverse of ``tree_flatten``."""
         return cls(**dict(static), key=leaves[0], labels=leaves[1])
 
@@ -68,10 +69,10 @@ class Estimator(abc.ABC):
     def expectation(
         self,
         objective: Objective,
-        outputs: Any,
+        outputs: Float[Array, "n *terms c"],
         batch: Batch,
-        contribution: Callable[[Any], Any],
-    ) -> Any:
+        contribution: Callable[[Array], PyTree],
+    ) -> PyTree:
         """Sum of contributions over the cotangents that stand for the expectation over labels.
 
         Args:
@@ -86,11 +87,11 @@ class Estimator(abc.ABC):
 
     def gathered(
         self,
-        objective: Any,
+        objective: Callable[..., PyTree],
         at: Linearised,
-        batch: Any,
-        outputs: Callable[[Mapping[str, Any]], Any],
-    ) -> Any:
+        batch: PyTree,
+        outputs: Callable[[Mapping[str, Slot]], PyTree],
+    ) -> PyTree:
         """The output sides of a linearised program.
 
         Args:
@@ -99,6 +100,7 @@ class Estimator(abc.ABC):
             batch: The batch.
             outputs: From the statistics that a backward pass emits to the output sides.
         """
+        assert isinstance(objective, Objective)  # a scalar loss has no outputs to expect over
         return self.expectation(
             objective, at.outputs, batch, lambda cotangent: outputs(at.vjp(cotangent))
         )
@@ -108,7 +110,12 @@ class Estimator(abc.ABC):
         """How many backward passes' output sides are alive beside their sum."""
         return self.chunk
 
-    def bound(self, key: Any, labels: Any, batch: Batch) -> "Estimator":
+    def bound(
+        self,
+        key: Key[Array | jax.ShapeDtypeStruct, ""] | None,
+        labels: Shaped[Array, "samples ..."] | None,
+        batch: Batch,
+    ) -> "Estimator":
         """With the key or the labels of one call.
 
         Raises:
@@ -121,7 +128,7 @@ class Estimator(abc.ABC):
             self._check_labels(labels, batch)
         return dataclasses.replace(self, key=key if self.samples_labels else None, labels=labels)
 
-    def _check_labels(self, labels: Any, batch: Batch) -> None:
+    def _check_labels(self, labels: Shaped[Array, "samples ..."], batch: Batch) -> None:
         if not self.samples_labels:
             raise ValueError(f'labels= are for fisher="mc", and this is fisher={self.name!r}')
         check_array("labels", labels)
@@ -130,6 +137,14 @@ class Estimator(abc.ABC):
                 f"labels have shape {labels.shape}, expected (samples, *targets), "
                 f"(samples, {', '.join(map(str, batch.targets.shape))})"
             )
+
+    def check_values(
+        self, objective: Objective, outputs: jax.ShapeDtypeStruct, batch: Batch
+    ) -> None:
+        """Refuse targets and labels that the likelihood refuses, where their values are known."""
+        objective.check(outputs, batch.targets, batch.mask)
+        if self.labels is not None:
+            check_label_values(objective, outputs, self.labels, batch.mask)
 
     def by_example(self, number: int) -> "Estimator":
         """One for each of ``number`` examples, stacked: each for a batch of that example alone."""
@@ -143,7 +158,12 @@ class Estimator(abc.ABC):
         return dataclasses.replace(self, key=keys)
 
 
-def check_label_values(objective: Objective, outputs: Any, labels: Any, mask: Any) -> None:
+def check_label_values(
+    objective: Objective,
+    outputs: Outputs,
+    labels: Shaped[Array, "samples ..."],
+    mask: Bool[Array, "..."] | None,
+) -> None:
     """Refuse labels that the likelihood refuses as targets, where their values are known."""
     if isinstance(labels, Tracer):
         return

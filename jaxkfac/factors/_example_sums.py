@@ -9,15 +9,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
+from jaxkfac.factors._taps import ArrayType
 from jaxkfac.interception import Atoms, Layer, Site, Use
-from jaxkfac.kinds import Array, Rows, by_example, in_own_order
+from jaxkfac.kinds import Rows, by_example, in_own_order
 from jaxkfac.linalg import PANELS_FROM, gram, gram_panels, unpack_panels
 
 Slot = dict[str, Any]
 
 
-def example_sums(site: Site, use: Use, side: Rows, examples: Atoms, like: Any) -> Array:
+def example_sums(
+    site: Site, use: Use, side: Rows, examples: Atoms, like: ArrayType
+) -> Float[Array, "*stack examples n"]:
     """Rows summed over the positions of each example, ``(stack..., examples, features)``."""
     x = by_example(site, side, use.rows, examples, path=use.view.path)
     total = x.sum(1, dtype=like.dtype)
@@ -27,8 +31,13 @@ def example_sums(site: Site, use: Use, side: Rows, examples: Atoms, like: Any) -
 
 
 def example_counts(
-    site: Site, use: Use, side: Rows, weights: Array | None, examples: Atoms, like: Any
-) -> Array:
+    site: Site,
+    use: Use,
+    side: Rows,
+    weights: Bool[Array, "..."] | None,
+    examples: Atoms,
+    like: ArrayType,
+) -> Float[Array, "*stack examples"]:
     """The number of positions of each example, ``(stack..., examples)``."""
     if weights is None:
         return jnp.full(like.shape, side.number // like.shape[-1], like.dtype)
@@ -37,7 +46,9 @@ def example_counts(
     return jnp.broadcast_to(counts.sum(1, dtype=like.dtype), like.shape)
 
 
-def example_gradients(site: Site, use: Use, gradient: Array, examples: Atoms, like: Any) -> Array:
+def example_gradients(
+    site: Site, use: Use, gradient: Float[Array, "..."], examples: Atoms, like: ArrayType
+) -> Float[Array, "*parameter examples"]:
     """Elementwise gradients summed over the positions of each example.
 
     Args:
@@ -57,7 +68,13 @@ def example_gradients(site: Site, use: Use, gradient: Array, examples: Atoms, li
     return jnp.moveaxis(x.reshape(x.shape[0], *shape), 0, -1)
 
 
-def input_means(a_rows: Array, a_numbers: Array, *, ones: bool, dense: bool) -> tuple[Array, Array]:
+def input_means(
+    a_rows: Float[Array, "*stack examples n"],
+    a_numbers: Float[Array, "*stack examples"],
+    *,
+    ones: bool,
+    dense: bool,
+) -> tuple[Float[Array, "*sums"], Float[Array, "*stack"]]:
     """Sum of outer products of each example's mean input row, and the number of examples."""
     there = a_numbers > 0
     mean = a_rows / jnp.where(there, a_numbers, 1)[..., None]
@@ -66,7 +83,7 @@ def input_means(a_rows: Array, a_numbers: Array, *, ones: bool, dense: bool) -> 
     return outer_products(mean, dense=dense), there.sum(-1, dtype=mean.dtype)
 
 
-def outer_products(rows: Array, *, dense: bool) -> Array:
+def outer_products(rows: Float[Array, "*stack rows n"], *, dense: bool) -> Float[Array, "*sums"]:
     """``(stack..., rows, n)`` to ``(stack..., n, n)``, or to its diagonal."""
     lead = rows.ndim - 2
     if not dense:
@@ -76,12 +93,16 @@ def outer_products(rows: Array, *, dense: bool) -> Array:
     return gram(rows, (lead,), tuple(range(lead)))
 
 
-def gradient_block(layer: Layer, gradient: Array) -> Array:
+def gradient_block(
+    layer: Layer, gradient: Float[Array, "*parameter examples"]
+) -> Float[Array, "*stack n n"]:
     """The dense block of per-example gradients ``(parameter..., examples)``."""
     return outer_products(gradient_rows(layer, gradient), dense=True)
 
 
-def gradient_rows(layer: Layer, gradient: Array) -> Array:
+def gradient_rows(
+    layer: Layer, gradient: Float[Array, "*parameter examples"]
+) -> Float[Array, "*stack examples n"]:
     """Gradients ``(parameter..., examples)`` of a scale or bias as ``(stack..., examples, n)``."""
     weight = dataclasses.replace(layer.weight, index=())
     rows = jax.vmap(weight.read, in_axes=-1, out_axes=-2)(gradient)

@@ -4,14 +4,17 @@ summed.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Num, PyTree, Shaped
 
 from jaxkfac._checks import one_of
-from jaxkfac.factors._estimator import LABEL_FOLD, Estimator, check_label_values
+from jaxkfac.factors._estimator import LABEL_FOLD, Estimator
 from jaxkfac.factors._objective import Batch, Objective
+from jaxkfac.factors._program import Linearised
+from jaxkfac.factors._taps import Slot
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
 Fisher = Literal["empirical", "mc", "exact", "forward", "exact_if_terms_do_not_mix"]
@@ -23,13 +26,23 @@ class Empirical(Estimator):
     name = "empirical"
     needs_outputs = False
 
-    def gathered(self, objective: Any, at: Any, batch: Any, outputs: Callable[..., Any]) -> Any:
+    def gathered(
+        self,
+        objective: Callable[..., PyTree],
+        at: Linearised,
+        batch: PyTree,
+        outputs: Callable[[Mapping[str, Slot]], PyTree],
+    ) -> PyTree:
         return outputs(at.emitted)
 
     def expectation(
-        self, objective: Objective, outputs: Any, batch: Batch, contribution: Callable[[Any], Any]
-    ) -> Any:
-        def loss(outputs: Any) -> Any:
+        self,
+        objective: Objective,
+        outputs: Float[Array, "n *terms c"],
+        batch: Batch,
+        contribution: Callable[[Array], PyTree],
+    ) -> PyTree:
+        def loss(outputs: Float[Array, "n *terms c"]) -> Float[Array, ""]:
             return objective.loss(outputs, batch.targets, batch.mask)[0]
 
         return contribution(jax.grad(loss)(outputs))
@@ -46,15 +59,18 @@ class MonteCarlo(Estimator):
     samples_labels = True
 
     def expectation(
-        self, objective: Objective, outputs: Any, batch: Batch, contribution: Callable[[Any], Any]
-    ) -> Any:
-        def at_labels(targets: Any) -> Any:
+        self,
+        objective: Objective,
+        outputs: Float[Array, "n *terms c"],
+        batch: Batch,
+        contribution: Callable[[Array], PyTree],
+    ) -> PyTree:
+        def at_labels(targets: Array) -> PyTree:
             vjp = jax.vjp(lambda y: objective.loss(y, targets, batch.mask)[0], outputs)[1]
             return contribution(vjp(jnp.ones((), statistics_dtype(outputs.dtype)))[0])
 
         samples, labels = self.samples, self.labels
         if labels is not None:
-            check_label_values(objective, outputs, labels, batch.mask)
             total, samples = _sum(at_labels, labels, self.chunk), len(labels)
         else:
             key = jax.random.fold_in(self.key, LABEL_FOLD)
@@ -78,12 +94,16 @@ class Exact(Estimator):
     name = "exact"
 
     def expectation(
-        self, objective: Objective, outputs: Any, batch: Batch, contribution: Callable[[Any], Any]
-    ) -> Any:
+        self,
+        objective: Objective,
+        outputs: Float[Array, "n *terms c"],
+        batch: Batch,
+        contribution: Callable[[Array], PyTree],
+    ) -> PyTree:
         columns, rows = outputs.shape[-1], math.prod(outputs.shape[1:-1])
         column = _column_of(objective, outputs, batch)
 
-        def at_column(index: Any) -> Any:
+        def at_column(index: Int[Array, ""]) -> PyTree:
             here = (jnp.arange(rows) == index // columns).reshape(outputs.shape[1:-1])
             return contribution(column(index % columns, here))
 
@@ -101,8 +121,12 @@ class ExactIfTermsDoNotMix(Estimator):
     of_examples = False
 
     def expectation(
-        self, objective: Objective, outputs: Any, batch: Batch, contribution: Callable[[Any], Any]
-    ) -> Any:
+        self,
+        objective: Objective,
+        outputs: Float[Array, "n *terms c"],
+        batch: Batch,
+        contribution: Callable[[Array], PyTree],
+    ) -> PyTree:
         column = _column_of(objective, outputs, batch)
         columns = jnp.arange(outputs.shape[-1])
         return _sum(lambda index: contribution(column(index, None)), columns, self.chunk)
@@ -140,13 +164,13 @@ def estimator_of(fisher: str | Estimator, *, samples: int, chunk: int) -> Estima
     return FISHER_TYPES[fisher](samples=samples, chunk=chunk)
 
 
-def over_count(x: Any, count: Any) -> Any:
+def over_count(x: Float[Array, "*shape"], count: Num[Array, ""]) -> Float[Array, "*shape"]:
     """``x / count`` in the dtype of ``x``; 16 bits do not hold a count."""
     wide = x.astype(statistics_dtype(x.dtype))
     return (wide / count.astype(wide.dtype)).astype(x.dtype)
 
 
-def number_of_terms(outputs: Any, batch: Batch) -> Any:
+def number_of_terms(outputs: Float[Array, "n *terms c"], batch: Batch) -> Float[Array, ""]:
     """How many loss terms the mean is over; at least one."""
     dtype = statistics_dtype(outputs.dtype)
     if batch.mask is None:
@@ -154,11 +178,13 @@ def number_of_terms(outputs: Any, batch: Batch) -> Any:
     return jnp.maximum(batch.mask.sum(dtype=dtype), 1)
 
 
-def _column_of(objective: Objective, outputs: Any, batch: Batch) -> Callable[[Any, Any], Any]:
+def _column_of(
+    objective: Objective, outputs: Float[Array, "n *terms c"], batch: Batch
+) -> Callable[[Array, Array | None], Array]:
     """A function of a column of the square root of the outputs' Fisher, and of which terms."""
     terms = number_of_terms(outputs, batch)
 
-    def column(index: Any, here: Any) -> Any:
+    def column(index: Int[Array, ""], here: Bool[Array, "*terms"] | None) -> Array:
         whole = objective.likelihood.fisher_column(outputs, index)
         kept = jnp.ones(outputs.shape[:-1], bool) if batch.mask is None else batch.mask
         if here is not None:
@@ -169,11 +195,11 @@ def _column_of(objective: Objective, outputs: Any, batch: Batch) -> Callable[[An
     return column
 
 
-def _sum(fn: Callable[[Any], Any], xs: Any, chunk: int) -> Any:
+def _sum(fn: Callable[[Array], PyTree], xs: Shaped[Array, "n ..."], chunk: int) -> PyTree:
     """Sum of ``fn`` over the leading axis of ``xs``, ``chunk`` entries at a time."""
     one_by_one = min(chunk, len(xs)) == 1
 
-    def part(xs: Any, _: Any) -> Any:
+    def part(xs: Shaped[Array, "chunk ..."], _: Int[Array, ""] | None) -> PyTree:
         if one_by_one:
             return fn(xs[0])
         return jax.tree.map(lambda x: x.sum(0), jax.vmap(fn)(xs))

@@ -9,12 +9,14 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key, Num
 
+Outputs = Array | jax.ShapeDtypeStruct  # their shape and dtype are all that a check reads
+
 
 @runtime_checkable
 class Likelihood(Protocol):
     """What an ``Objective`` asks of a likelihood; the last axis of outputs is one term's."""
 
-    def check(self, outputs: Array, targets: Array, mask: Array | None = None) -> None:
+    def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
         """Raise ``ValueError`` if targets do not fit the outputs.
 
         Shapes and dtypes are checked at trace time; values of the terms that the mask keeps,
@@ -68,7 +70,7 @@ class Categorical:
     ``optax``. Targets of masked terms may be anything.
     """
 
-    def check(self, outputs: Array, targets: Array, mask: Array | None = None) -> None:
+    def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
         _expect("Categorical", targets, outputs.shape[:-1], jnp.integer, "integers (classes)")
         kept = _kept(targets, mask)
         if kept is None or not kept.size:
@@ -106,7 +108,7 @@ class Bernoulli:
     Targets out of range raise where they can be seen; those of masked terms may be anything.
     """
 
-    def check(self, outputs: Array, targets: Array, mask: Array | None = None) -> None:
+    def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
         _expect("Bernoulli", targets, outputs.shape, jnp.floating, "floating")
         kept = _kept(targets, mask)
         if kept is not None and not ((kept >= 0) & (kept <= 1)).all():
@@ -138,7 +140,7 @@ class Bernoulli:
 class Gaussian:
     r"""Unit-variance Gaussian: $\tfrac12 \lVert f - y \rVert^2$ over the last axis, no constant."""
 
-    def check(self, outputs: Array, targets: Array, mask: Array | None = None) -> None:
+    def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
         _expect("Gaussian", targets, outputs.shape, jnp.floating, "floating")
 
     def terms(

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
-from jaxkfac.factors._likelihoods import Likelihood, masked_mean
+from jaxkfac.factors._likelihoods import Likelihood, Outputs, masked_mean
 
 
 class Batch(NamedTuple):
@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     mask: Bool[Array, "..."] | None = None
 
 
-def as_batch(batch: Any) -> Batch:
+def as_batch(batch: PyTree) -> Batch:
     """Check a batch's form.
 
     Raises:
@@ -52,16 +52,17 @@ def as_batch(batch: Any) -> Batch:
     return out
 
 
-def check_array(what: str, x: Any) -> None:
+def check_array(what: str, x: object) -> None:
     """Refuse what is no array, as ``jax.numpy`` refuses lists."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"{what}: expected an array, got {_form(x)}; write jnp.asarray(...)")
 
 
-def _form(x: Any) -> str:
+def _form(x: object) -> str:
     if isinstance(x, tuple | list):
         return f"a {type(x).__name__} of {len(x)}"
-    return f"{type(x).__name__} of shape {x.shape}" if hasattr(x, "shape") else type(x).__name__
+    shape = getattr(x, "shape", None)
+    return type(x).__name__ if shape is None else f"{type(x).__name__} of shape {shape}"
 
 
 def takes_key(fn: Callable[..., Any]) -> bool:
@@ -136,7 +137,7 @@ class Objective:
         self.check(outputs, targets, mask)
         return masked_mean(self.likelihood.terms(outputs, kept_targets(targets, mask)), mask)
 
-    def check(self, outputs: Array, targets: Array, mask: Array | None) -> None:
+    def check(self, outputs: Outputs, targets: Array, mask: Array | None) -> None:
         """Refuse targets or a mask that do not fit the outputs."""
         expected = outputs.shape[:-1]
         if mask is not None and mask.shape != expected:
@@ -146,7 +147,7 @@ class Objective:
             )
         self.likelihood.check(outputs, targets, mask)
 
-    def __call__(self, params: PyTree, batch: Any, key: Key[Array, ""] | None = None) -> Any:
+    def __call__(self, params: PyTree, batch: PyTree, key: Key[Array, ""] | None = None) -> Any:
         """Mean negative log-likelihood over the batch; ``(loss, aux)`` with ``has_aux``."""
         inputs, targets, mask = as_batch(batch)
         outputs, aux = self.outputs(params, inputs, key)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from jaxkfac.factors._statistics import PassPart, Statistics
 from jaxkfac.interception import Layer, walked_by
@@ -159,18 +160,18 @@ def _sides(statistics: Statistics, vjps: int) -> Iterator[_Side]:
         if a:
             sums = made.a_sums[layer.name]
             yield _Side(layer, True, _bytes(a), _extra(a, sums), _bytes(sums), walker)
-        sums = made.diagonals.get(layer.name, made.g_sums.get(layer.name))
+        sums = (made.diagonals | made.g_sums)[layer.name]
         extra = _extra(g, sums) + vjps * _bytes(g)
         yield _Side(layer, False, _bytes(g), extra, _bytes(sums), walker)
 
 
-def _extra(slot: Any, sums: Any) -> int:
+def _extra(slot: PyTree, sums: jax.ShapeDtypeStruct) -> int:
     """Bytes of a slot beside the factor made of it; one entry of its shape becomes it."""
     becomes = any(leaf.shape == sums.shape for leaf in jax.tree.leaves(slot))
     return _bytes(slot) - becomes * _bytes(sums)
 
 
-def _bytes(tree: Any) -> int:
+def _bytes(tree: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 

@@ -5,12 +5,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, Key, PyTree, Shaped
 
 from jaxkfac._errors import LostRowsError
 from jaxkfac.factors._objective import Objective, check_array, takes_key
 from jaxkfac.factors._taps import Gathered, Slot, tap
-from jaxkfac.interception import RowMask, Traced, Window, trace
+from jaxkfac.interception import (
+    RowMask,
+    TraceCache,
+    Traced,
+    Window,
+    partition,
+    trace,
+    with_leaves,
+)
 from jaxkfac.linalg import statistics_dtype
 
 
@@ -20,7 +28,7 @@ class Linearised(NamedTuple):
     Attributes:
         value: The mean loss.
         aux: What the model returned beside its outputs.
-        grads: Gradient of the free leaves.
+        grads: ``{path: gradient}`` of the leaves that have one.
         emitted: Statistics of the gradient's own backward pass.
         terms: Number of loss terms.
         outputs: Outputs of the model; ``None`` for a scalar loss.
@@ -30,7 +38,7 @@ class Linearised(NamedTuple):
 
     value: Any
     aux: Any
-    grads: list[Any]
+    grads: dict[str, Any]
     emitted: dict[str, Slot]
     terms: Any
     outputs: Any = None
@@ -58,29 +66,31 @@ class Program:
         self.objective: Any = objective
         self._finding, self._cover = finding, cover
         self._has_aux = has_aux
-        self._traces: dict[Any, Traced] = {}
+        self._traces: TraceCache[Traced] = TraceCache()
 
-    def traced(self, params: PyTree, batch: Any, key: Any) -> Traced:
-        """The trace for these shapes; one that closed over tracers is not kept.
+    def traced(
+        self, params: PyTree, batch: PyTree, key: Key[Array | jax.ShapeDtypeStruct, ""] | None
+    ) -> Traced:
+        """The trace for these shapes.
 
         Raises:
             UncoveredParameterError: a parameter is covered by no layer, where that matters.
+            ValueError: there are no parameters.
         """
+        if not jax.tree.leaves(params):
+            raise ValueError("params: the tree holds no arrays")
         lead = isinstance(self.objective, Objective)
         args = (params, batch.inputs if lead else batch, key)
-        leaves, tree = jax.tree.flatten(args)
-        mesh = jax.sharding.get_abstract_mesh()
-        known = (tree, tuple(jax.typeof(x) for x in leaves), mesh, jnp.zeros(()).dtype)
-        if known in self._traces:
-            return self._traces[known]
-        traced = trace(self._forward, *args, examples_lead=lead, **self._finding)
-        if self._cover:
-            traced.table.raise_uncovered()
-        if not traced.holds_tracers:
-            self._traces[known] = traced
-        return traced
 
-    def _forward(self, params: PyTree, data: Any, key: Any) -> Any:
+        def make() -> Traced:
+            traced = trace(self._forward, *args, examples_lead=lead, **self._finding)
+            if self._cover:
+                traced.table.raise_uncovered()
+            return traced
+
+        return self._traces.get(args, make)
+
+    def _forward(self, params: PyTree, data: PyTree, key: Key[Array, ""] | None) -> PyTree:
         if isinstance(self.objective, Objective):
             return self.objective.outputs(params, data, key)
         passes_key = takes_key(self.objective)
@@ -97,13 +107,14 @@ class Program:
         self,
         traced: Traced,
         gathered: Gathered,
-        params: "Leaves",
-        batch: Any,
-        key: Any,
+        params: PyTree,
+        batch: PyTree,
+        key: Key[Array, ""] | None,
         *,
-        positions: Any = None,
+        positions: Shaped[Array, "..."] | None = None,
         loss_terms: int | None = None,
         windows: Mapping[str, Window] | None = None,
+        differentiate: bool = True,
     ) -> Linearised:
         """Value, gradient, statistics, and a function for further ones.
 
@@ -116,11 +127,13 @@ class Program:
             positions: Which positions exist.
             loss_terms: Number of terms of a scalar loss.
             windows: For some layers, the iterations of a scan that their slots stand for.
+            differentiate: Whether the parameters get a gradient, or the slots alone.
 
         Raises:
             LostRowsError: ``positions`` cannot be followed to a layer.
         """
         objective, slots = self.objective, gathered.slots()
+        free = partition(params)[0] if differentiate else {}
         constants = {name: slot["constants"] for name, slot in slots.items() if "constants" in slot}
         wanted = {
             name: {k: v for k, v in slot.items() if k != "constants"}
@@ -129,14 +142,14 @@ class Program:
         data = batch.inputs if isinstance(objective, Objective) else batch
         masks = _masks(traced, positions)
 
-        def run(free: list[Any], slots: dict[str, Slot]) -> Any:
+        def run(free: dict[str, Array], slots: dict[str, Slot]) -> PyTree:
             held = {
                 n: {**s, "constants": constants[n]} if n in constants else s
                 for n, s in slots.items()
             }
             return traced.emit(
                 tap(gathered),
-                params.join(free),
+                with_leaves(params, free),
                 held,
                 data,
                 key,
@@ -147,14 +160,14 @@ class Program:
 
         if not isinstance(objective, Objective):
             (value, aux), (grads, emitted) = jax.value_and_grad(run, (0, 1), has_aux=True)(
-                params.free, wanted
+                free, wanted
             )
             terms = jnp.asarray(loss_terms, statistics_dtype(value.dtype))
             return Linearised(value, aux, grads, emitted, terms)
 
-        outputs, vjp, aux = jax.vjp(run, params.free, wanted, has_aux=True)
+        outputs, vjp, aux = jax.vjp(run, free, wanted, has_aux=True)
 
-        def loss(outputs: Any) -> Any:
+        def loss(outputs: Float[Array, "n *terms c"]) -> tuple[Array, Array]:
             return objective.loss(outputs, batch.targets, batch.mask)
 
         value, loss_vjp, terms = jax.vjp(loss, outputs, has_aux=True)
@@ -163,45 +176,7 @@ class Program:
         return Linearised(value, aux, grads, emitted, terms, fixed, lambda g: vjp(g)[1])
 
 
-class Leaves:
-    """A parameter tree split into leaves with a gradient and held-out ones.
-
-    Integer leaves are held out; with ``differentiate=False``, all are.
-    """
-
-    def __init__(self, params: PyTree, *, differentiate: bool = True) -> None:
-        self.tree = params
-        leaves, self._structure = jax.tree.flatten(params)
-        if not leaves:
-            raise ValueError("params: the tree holds no arrays")
-        self._leaves = leaves
-        self._is_free = [
-            differentiate and jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves
-        ]
-        self.free = [x for x, free in zip(leaves, self._is_free, strict=True) if free]
-
-    def join(self, free: list[Any]) -> PyTree:
-        """The tree with other free leaves."""
-        rest = iter(free)
-        leaves = [next(rest) if f else x for x, f in zip(self._leaves, self._is_free, strict=True)]
-        return jax.tree.unflatten(self._structure, leaves)
-
-    def gradient(self, free: list[Any]) -> PyTree:
-        """The tree of a gradient: zeros for what is held out."""
-        rest = iter(free)
-        zeros = [
-            None
-            if f
-            else jnp.zeros(jnp.shape(x), x.dtype)
-            if jnp.issubdtype(x.dtype, jnp.number)
-            else x
-            for x, f in zip(self._leaves, self._is_free, strict=True)
-        ]
-        leaves = [next(rest) if f else z for z, f in zip(zeros, self._is_free, strict=True)]
-        return jax.tree.unflatten(self._structure, leaves)
-
-
-def _masks(traced: Traced, positions: Any) -> list[RowMask]:
+def _masks(traced: Traced, positions: Shaped[Array, "..."] | None) -> list[RowMask]:
     if positions is None:
         return []
     check_array("positions", positions)

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
 
 from jaxkfac.factors._example_sums import (
     example_counts,
@@ -19,7 +21,7 @@ from jaxkfac.factors._example_sums import (
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.factors._taps import Slot
 from jaxkfac.interception import Entries, Layer, Site, Traced, Use, kind_named
-from jaxkfac.kinds import Array, masked, moments, packs, sum_to
+from jaxkfac.kinds import masked, moments, packs, sum_to
 from jaxkfac.linalg import PANELS_FROM, panel_shapes, statistics_dtype, unpack_panels
 
 Sharing = Literal["expand", "reduce"]
@@ -146,9 +148,9 @@ class Statistics:
         use: Use,
         like: Slot,
         operands: list[Any],
-        cotangent: Array,
-        weights: Array | None,
-        constants: Any,
+        cotangent: Float[Array, "..."],
+        weights: Bool[Array, "..."] | None,
+        constants: Slot | None,
     ) -> Slot:
         """See ``_taps.Gathered``."""
         kind = use.kind
@@ -172,7 +174,13 @@ class Statistics:
         return out
 
     def _emit_elements(
-        self, site: Site, use: Use, like: Slot, operands: Any, cotangent: Any, weights: Any
+        self,
+        site: Site,
+        use: Use,
+        like: Slot,
+        operands: list[Any],
+        cotangent: Float[Array, "*result"],
+        weights: Bool[Array, "..."] | None,
     ) -> Slot:
         dtype = next(iter(like.values())).dtype
         ones = masked(jnp.ones(cotangent.shape, dtype), weights)
@@ -227,7 +235,7 @@ class Statistics:
         return slot.get("g")
 
     def factors(
-        self, emitted: Mapping[str, Slot], outputs: Mapping[str, Any], terms: Array
+        self, emitted: Mapping[str, Slot], outputs: Mapping[str, Any], terms: Float[Array, ""]
     ) -> Factors:
         """``Factors`` from one backward pass and the output sides.
 
@@ -269,7 +277,7 @@ class Statistics:
         return _diagonal_matrix(weight.read(diagonal)[..., 0, :])
 
 
-def _diagonal_matrix(values: Array) -> Array:
+def _diagonal_matrix(values: Float[Array, "*stack n"]) -> Float[Array, "*stack n n"]:
     return values[..., None] * jnp.eye(values.shape[-1], dtype=values.dtype)
 
 
@@ -278,7 +286,9 @@ def _floats(use: Use) -> list[Any]:
     return [v for v in variables if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
 
 
-def _moment(stack: tuple[int, ...], size: int, dense: bool, packed: bool, dtype: Any) -> Any:
+def _moment(
+    stack: tuple[int, ...], size: int, dense: bool, packed: bool, dtype: DTypeLike
+) -> Array | tuple[Array, ...]:
     if not dense:
         return jnp.zeros((*stack, size), dtype)
     if packed and not stack and size >= PANELS_FROM:

@@ -16,11 +16,24 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
 
 from jaxkfac.interception import Entries, Handler, Site, Use, automatic, cast_varying
-from jaxkfac.kinds import Array
 
 Slot = dict[str, Any]
+Weights = Bool[Array, "..."] | None  # which rows exist
+Active = Bool[Array, ""] | None  # whether statistics are wanted
+
+
+@runtime_checkable
+class ArrayType(Protocol):
+    """An array, or the shape and dtype of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
 
 
 @runtime_checkable
@@ -42,9 +55,9 @@ class Gathered(Protocol):
         use: Use,
         like: Slot,
         operands: list[Any],
-        cotangent: Array,
-        weights: Array | None,
-        constants: Any,
+        cotangent: Float[Array, "..."],
+        weights: Bool[Array, "..."] | None,
+        constants: Slot | None,
     ) -> Slot:
         """The statistics of one use, in its backward pass.
 
@@ -81,23 +94,31 @@ def tap(gathered: Gathered) -> Handler:
     return handler
 
 
-def _tapped(fn: Any, emit: Callable[..., Slot], site: Site, use: Use, slot: Slot) -> Any:
+def _tapped(
+    fn: Callable[..., Array], emit: Callable[..., Slot], site: Site, use: Use, slot: Slot
+) -> Callable[[list[Any], Weights, Active], Array]:
     constants = slot.get("constants")
     slot = {key: value for key, value in slot.items() if key != "constants"}
     like = jax.tree.map(jax.typeof, slot)  # a backward rule may close over nothing but types
 
     @jax.custom_vjp
-    def op(operands: Any, rows: Any, active: Any, constants: Any, slot: Slot) -> Any:
+    def op(
+        operands: list[Array], rows: Weights, active: Active, constants: Slot | None, slot: Slot
+    ) -> Array:
         return fn(*operands)
 
-    def forward(operands: Any, rows: Any, active: Any, constants: Any, slot: Slot) -> Any:
+    def forward(
+        operands: list[Array], rows: Weights, active: Active, constants: Slot | None, slot: Slot
+    ) -> tuple[Array, tuple[list[Array], Weights, Active, Slot | None]]:
         return fn(*operands), (operands, rows, active, constants)
 
-    def backward(saved: Any, cotangent: Any) -> Any:
+    def backward(
+        saved: tuple[list[Array], Weights, Active, Slot | None], cotangent: Array
+    ) -> tuple[list[Array | np.ndarray], None, None, None, Slot]:
         operands, rows, active, constants = saved
         cotangents = jax.vjp(fn, *operands)[1](cotangent)
 
-        def typed(x: Array, of: Any) -> Array:
+        def typed(x: Array, of: ArrayType) -> Array:
             return cast_varying(x.astype(of.dtype), cotangent)
 
         def emitted() -> Slot:
@@ -112,7 +133,7 @@ def _tapped(fn: Any, emit: Callable[..., Slot], site: Site, use: Use, slot: Slot
 
     op.defvjp(forward, backward)
 
-    def run(operands: list[Any], rows: Any, active: Any) -> Any:
+    def run(operands: list[Any], rows: Weights, active: Active) -> Array:
         operands = jax.tree.map(jnp.asarray, operands)  # a constant may be NumPy's
         data = operands[1 - use.operand] if len(operands) > 1 else operands[0]
         varying = jax.tree.map(lambda s: cast_varying(s, data), slot)
@@ -121,11 +142,11 @@ def _tapped(fn: Any, emit: Callable[..., Slot], site: Site, use: Use, slot: Slot
     return run
 
 
-def _shape_inside(site: Site, parameter: Any) -> tuple[int, ...]:
+def _shape_inside(site: Site, parameter: ArrayType) -> tuple[int, ...]:
     """The shape in which a parameter is added to data, or put beside it."""
     spread = site.eqn.primitive.name in ("add", "sub", "add_any")
     return site.eqn.outvars[0].aval.shape if spread else parameter.shape
 
 
-def _broadcast_to(shape: tuple[int, ...]) -> Any:
+def _broadcast_to(shape: tuple[int, ...]) -> Callable[[Array], Array]:
     return lambda x: jnp.broadcast_to(x, shape) if x.shape != shape else x

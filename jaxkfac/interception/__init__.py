@@ -64,12 +64,19 @@ from jaxkfac.interception._encoded import (
 from jaxkfac.interception._kind import Axes, Kind, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.interception._nnx import NnxApply, from_nnx
-from jaxkfac.interception._paths import leaves_by_path, path_of, with_leaves
+from jaxkfac.interception._paths import (
+    is_differentiable,
+    leaves_by_path,
+    partition,
+    path_of,
+    with_leaves,
+)
 from jaxkfac.interception._rewrite import Handler, Site
 from jaxkfac.interception._row_masks import RowMask, mark_rows
 from jaxkfac.interception._slots import Entries, SlotEntry
 from jaxkfac.interception._table import LayerTable, selector
 from jaxkfac.interception._trace import Traced, find_layers, trace
+from jaxkfac.interception._trace_cache import Staged, TraceCache
 from jaxkfac.interception._uses import matrix_problem, order_problem
 from jaxkfac.interception._values import Data, Use, View
 from jaxkfac.interception._views import reversal
@@ -93,6 +100,8 @@ __all__ = [
     "RowMask",
     "Site",
     "SlotEntry",
+    "Staged",
+    "TraceCache",
     "Traced",
     "Use",
     "View",
@@ -106,6 +115,7 @@ __all__ = [
     "evaluate",
     "find_layers",
     "from_nnx",
+    "is_differentiable",
     "is_encoded",
     "is_var",
     "kind_named",
@@ -113,6 +123,7 @@ __all__ = [
     "mark_rows",
     "matrix_problem",
     "order_problem",
+    "partition",
     "path_of",
     "register_kind",
     "reversal",

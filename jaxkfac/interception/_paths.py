@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 WRAPPERS = ("value", "raw_value")  # attributes by which NNX wraps an array in a variable
@@ -29,6 +30,21 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
             raise ValueError(f"two parameters have the path {path!r}; rename one of them")
         leaves[path] = leaf
     return leaves
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether a gradient leaf is a gradient: not an integer, a key or float0."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def partition(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The leaves that have a gradient, and the rest, each ``{path: leaf}``.
+
+    ``with_leaves`` puts what became of them back into the tree.
+    """
+    leaves = leaves_by_path(tree)
+    free = {path: leaf for path, leaf in leaves.items() if is_differentiable(leaf)}
+    return free, {path: leaf for path, leaf in leaves.items() if path not in free}
 
 
 def with_leaves(tree: PyTree, leaves: dict[str, Any]) -> PyTree:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.core import Tracer
 from jaxtyping import PyTree
 
 from jaxkfac.interception._analysis import Analysis
@@ -82,11 +81,6 @@ class Traced:
             if use.layer is not None:
                 found[use.layer].append(use)
         return found
-
-    @property
-    def holds_tracers(self) -> bool:
-        """Whether the function closed over values of an enclosing trace."""
-        return any(isinstance(c, Tracer) for c in self.closed.consts)
 
     def emit(
         self,

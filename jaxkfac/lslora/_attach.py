@@ -16,6 +16,7 @@ from jaxkfac.interception import (
     Layer,
     Site,
     SlotEntry,
+    TraceCache,
     Traced,
     decoded_shapes,
     encoded_paths,
@@ -48,7 +49,7 @@ class Adapted:
     ) -> None:
         self.config = config
         self._apply, self._forward_mode = apply_fn, forward_mode
-        self._traces: dict[Any, Traced] = {}
+        self._traces: TraceCache[Traced] = TraceCache()
 
     def __call__(
         self,
@@ -127,12 +128,13 @@ class Adapted:
         self, params: PyTree, inputs: Any, key: Any, names: Sequence[str] | None = None
     ) -> Traced:
         """The model's trace with these layers tapped; all with ``None``."""
-        leaves, tree = jax.tree.flatten((params, inputs, key))
-        mesh = jax.sharding.get_abstract_mesh()
-        types = tuple(x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in leaves)
-        known = (names, tree, types, mesh, jnp.zeros(()).dtype)
-        if known in self._traces:
-            return self._traces[known]
+
+        def make() -> Traced:
+            return self._trace(params, inputs, key, names)
+
+        return self._traces.get((params, inputs, key), make, static=names)
+
+    def _trace(self, params: PyTree, inputs: Any, key: Any, names: Sequence[str] | None) -> Traced:
         pattern = None if names is None else "|".join(map(re.escape, names))
         try:
             traced = trace(
@@ -155,8 +157,6 @@ class Adapted:
                 f"adapters of {absent}, and the model has no such layers; "
                 + ("; ".join(reasons) or near)
             )
-        if not traced.holds_tracers:
-            self._traces[known] = traced
         return traced
 
     def _forward(self, params: PyTree, inputs: Any, key: Any) -> Any:

@@ -8,7 +8,8 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
-from jaxkfac.curvature import Eigenbases, is_differentiable
+from jaxkfac.curvature import Eigenbases
+from jaxkfac.interception import is_differentiable
 from jaxkfac.linalg import Spectrum
 from jaxkfac.optim._trees import gradients_only, inner_product, is_out, scaled, with_constants
 

@@ -8,9 +8,9 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-from jaxkfac.curvature import covered_indices, is_differentiable
+from jaxkfac.curvature import covered_indices
 from jaxkfac.factors import Factors
-from jaxkfac.interception import path_of
+from jaxkfac.interception import is_differentiable, path_of
 
 PyTree = Any
 

@@ -7,12 +7,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import optax
 
-from jaxkfac.interception import leaves_by_path
+from jaxkfac.interception import leaves_by_path, partition
 from jaxkfac.optim import MemoryKind, multi_steps
 from jaxkfac.planning._curvature_bytes import CurvatureBytes
 from jaxkfac.planning._optimizer import optimizer_state
 from jaxkfac.planning._program import TrainingProgram
-from jaxkfac.planning._shapes import UnavailableError, differentiable, nbytes
+from jaxkfac.planning._shapes import UnavailableError, nbytes
 
 Compiled = Literal["all", "gradient", "none"]
 
@@ -137,7 +137,7 @@ class ProgramBytes:
         on_host = accumulators if self.micro_batches.memory_kind == "pinned_host" else 0
         device = {
             "parameters": nbytes(program.trained) + nbytes(program.frozen),
-            "gradients": nbytes(differentiable(program.trained)),
+            "gradients": nbytes(partition(program.trained)[0]),
             "optimizer": optimizer.nbytes,
             "accumulation": optimizer.accumulators + accumulators - on_host,
             "batch": nbytes(program.batch) - nbytes(program.frozen),

@@ -35,11 +35,6 @@ def nelements(tree: PyTree) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
-def differentiable(tree: PyTree) -> list[Any]:
-    """The leaves that have a gradient."""
-    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-
 def in_half(tree: PyTree) -> PyTree:
     """Floating leaves in bfloat16."""
     return jax.tree.map(

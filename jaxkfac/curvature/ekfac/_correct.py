@@ -16,7 +16,6 @@ from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients
 from jaxkfac.factors import (
     FISHER_TYPES,
     Estimator,
-    Leaves,
     Objective,
     Program,
     as_batch,
@@ -68,14 +67,16 @@ class EigenvalueCorrector:
         traced = self._program.traced(params, batch, key)
         extra = [layer for layer in bases.layers if not layer.is_covered]
         _check_layers(traced.table, [layer for layer in bases.layers if layer.is_covered])
+        estimator.check_values(self._program.objective, traced.out_shapes[0], batch)
         squared = SquaredGradients(traced, bases, self._per)
         at = self._program.linearise(
             traced,
             squared,
-            Leaves(params, differentiate=False),
+            params,
             batch,
             key,
             positions=positions,
+            differentiate=False,
         )
         objective = self._program.objective
         squares = estimator.gathered(

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxkfac._errors import UnknownLayerError, nearest
-from jaxkfac.curvature._coverage import is_differentiable
 from jaxkfac.curvature.operators._chunks import check_chunk
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import Leaves, Part
 from jaxkfac.factors import Batch, Objective, as_batch, check_label_values
-from jaxkfac.interception import leaves_by_path
+from jaxkfac.interception import leaves_by_path, partition
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
 PyTree = Any
@@ -140,7 +139,7 @@ def chosen_paths(only: str | None, params: PyTree) -> tuple[str, ...] | None:
     """
     if only is None:
         return None
-    paths = [path for path, leaf in leaves_by_path(params).items() if is_differentiable(leaf)]
+    paths = list(partition(params)[0])
     try:
         found = tuple(path for path in paths if re.fullmatch(only, path))
     except re.error as error:

@@ -11,9 +11,8 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from jaxkfac._errors import nearest
-from jaxkfac.curvature._coverage import is_differentiable
 from jaxkfac.curvature.operators._flat import flatten
-from jaxkfac.interception import leaves_by_path, with_leaves
+from jaxkfac.interception import partition, with_leaves
 
 PyTree = Any
 
@@ -66,8 +65,7 @@ class Operator(abc.ABC):
                 "the operator does not know the shapes of its vectors: build it with them, "
                 "jk.operators.kronecker(bases, params), or add it to one that does"
             )
-        found = leaves_by_path(self.like)
-        return {path: leaf for path, leaf in found.items() if is_differentiable(leaf)}
+        return partition(self.like)[0]
 
     @property
     def size(self) -> int:
@@ -90,7 +88,7 @@ class Operator(abc.ABC):
         Raises:
             ValueError: naming the leaf that is not.
         """
-        given = {p: x for p, x in leaves_by_path(vector).items() if is_differentiable(x)}
+        given, _ = partition(vector)
         if self.like is not None:
             _check_same(self.leaves, given, "vector")
         return given

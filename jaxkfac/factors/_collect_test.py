@@ -1,0 +1,111 @@
+import dataclasses
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
+
+PARAMS = {"w": jax.random.normal(jax.random.key(0), (3, 4)), "b": jnp.ones(4)}
+X, Y = jax.random.normal(jax.random.key(1), (5, 3)), jnp.arange(5) % 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(Categorical):
+    """Notes each time that Python reads the loss terms."""
+
+    read: list = dataclasses.field(default_factory=list)
+
+    def terms(self, outputs, targets):
+        self.read.append(None)
+        return super().terms(outputs, targets)
+
+
+@pytest.fixture
+def counted():
+    """Statistics, and what Python read of them."""
+    likelihood = Counted()
+
+    def apply_fn(params, x):
+        likelihood.read.append(None)
+        return jnp.tanh(x @ params["w"] + params["b"])
+
+    return value_grad_and_factors(Objective(apply_fn, likelihood)), likelihood.read
+
+
+def test_a_second_call_outside_jit_traces_nothing(counted):
+    stats, read = counted
+    stats(PARAMS, (X, Y))
+    read.clear()
+    stats(PARAMS, (X + 1, Y))
+    assert not read
+
+
+@pytest.mark.parametrize(
+    "setting", [lambda: jax.default_matmul_precision("float32"), lambda: jax.enable_x64(True)]
+)
+def test_a_call_under_another_setting_is_traced_under_it(counted, setting):
+    stats, read = counted
+    stats(PARAMS, (X, Y))
+    read.clear()
+    with setting():
+        stats(PARAMS, (X, Y))
+    assert read
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
+def test_the_first_call_and_the_second_are_what_jit_computes(fisher):
+    objective = Objective(lambda p, x: jnp.tanh(x @ p["w"] + p["b"]), Categorical())
+    stats = value_grad_and_factors(objective, fisher=fisher)
+    key = jax.random.key(2)
+    first, second = stats(PARAMS, (X, Y), key), stats(PARAMS, (X, Y), key)
+    compiled = jax.jit(stats)(PARAMS, (X, Y), key)
+    assert jax.tree.structure(first) == jax.tree.structure(second) == jax.tree.structure(compiled)
+    for one, two, three in zip(*map(jax.tree.leaves, (first, second, compiled)), strict=True):
+        assert isinstance(one, jax.Array) and one.dtype == three.dtype
+        assert (one == two).all()
+        assert jnp.allclose(one, three, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fisher", "batch", "labels"),
+    [
+        ("empirical", (X, Y + 4), None),
+        ("mc", (X, Y), Y[None] + 4),
+        ("empirical", (X, Y, jnp.zeros(5, bool)), None),
+    ],
+)
+def test_values_are_checked_at_every_call(fisher, batch, labels):
+    objective = Objective(lambda p, x: jnp.tanh(x @ p["w"] + p["b"]), Categorical())
+    stats = value_grad_and_factors(objective, fisher=fisher)
+    good = (X, Y, *[jnp.ones(5, bool) for _ in batch[2:]])
+    stats(PARAMS, good, labels=None if labels is None else Y[None])
+    with pytest.raises(ValueError, match="classes from 0 to 3|masks every"):
+        stats(PARAMS, batch, labels=labels)
+
+
+def test_neither_arguments_nor_tracers_are_held(counted):
+    stats, _ = counted
+    x = X + 1
+    with jax.checking_leaks():
+        stats(PARAMS, (x, Y))
+    held = weakref.ref(x)
+    del x
+    gc.collect()
+    assert held() is None
+
+
+def test_what_a_loss_closes_over_inside_jit_is_read_at_each_call():
+    stats = {}
+
+    @jax.jit
+    def value(scale):
+        objective = Objective(lambda p, x: scale * jnp.tanh(x @ p["w"] + p["b"]), Categorical())
+        stats["of"] = value_grad_and_factors(objective)
+        return stats["of"](PARAMS, (X, Y)).value, stats["of"](PARAMS, (X, Y)).value
+
+    one, again = value(1.0)
+    assert one == again
+    assert value(0.0)[0] != one

@@ -1,0 +1,76 @@
+"""What a function does with arguments of one structure and type, traced once and kept."""
+
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend import core as jex
+from jaxtyping import PyTree
+
+
+@runtime_checkable
+class Closed(Protocol):
+    """A trace, with the constants that the function closed over."""
+
+    @property
+    def closed(self) -> jex.ClosedJaxpr: ...
+
+
+Trace = TypeVar("Trace", bound=Closed)
+
+
+class TraceCache(Generic[Trace]):
+    """Traces by the structure and types of arguments, and by the settings that tracing reads.
+
+    A trace that closed over tracers is not kept: they end with the trace around it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, Trace] = {}
+
+    def get(self, args: PyTree, make: Callable[[], Trace], *, static: Hashable = None) -> Trace:
+        """The trace for these arguments; made where there is none yet.
+
+        Args:
+            args: Arrays, or their shapes.
+            make: Traces the function.
+            static: What else the trace depends on.
+        """
+        leaves, tree = jax.tree.flatten(args)
+        settings = (
+            jax.sharding.get_abstract_mesh(),
+            jnp.result_type(float),
+            jax.config.jax_default_matmul_precision,  # pyright: ignore[reportAttributeAccessIssue]
+        )
+        known = (static, tree, tuple(map(jax.typeof, leaves)), settings)
+        if known in self._kept:
+            return self._kept[known]
+        made = make()
+        if not any(isinstance(x, Tracer) for x in made.closed.consts):
+            self._kept[known] = made
+        return made
+
+
+class Staged(NamedTuple):
+    """A function staged out to a jaxpr: a call runs its equations and no Python of its own.
+
+    Attributes:
+        closed: The jaxpr.
+        out_tree: Structure of its result.
+    """
+
+    closed: jex.ClosedJaxpr
+    out_tree: Any
+
+    @classmethod
+    def of(cls, fn: Callable[..., PyTree], *args: PyTree) -> "Staged":
+        """Stage a function out for arguments of these types; nothing is computed."""
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        return cls(closed, jax.tree.structure(shapes))
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        leaves = jex.jaxpr_as_fun(self.closed)(*jax.tree.leaves(args))
+        # A result that is known beforehand is a literal, which is no jax.Array.
+        return jax.tree.unflatten(self.out_tree, map(jnp.asarray, leaves))
