@@ -3,11 +3,10 @@
 from jaxkfac.curvature._apply import (
     Missing,
     apply_power,
-    check_missing,
     fisher_vector_product,
     natural_gradient,
 )
-from jaxkfac.curvature._coverage import covered_indices, is_differentiable
+from jaxkfac.curvature._coverage import covered_indices
 from jaxkfac.curvature._eigenbases import (
     DiagonalEigenbasis,
     Eigenbases,
@@ -51,14 +50,12 @@ __all__ = [
     "apply_power",
     "capacity_interval",
     "capacity_metrics",
-    "check_missing",
     "compare_capacity",
     "correct_eigenvalues",
     "covered_indices",
     "eigendecompose",
     "fisher_vector_product",
     "identity_bases",
-    "is_differentiable",
     "natural_gradient",
     "reconstruct",
 ]

@@ -1,10 +1,9 @@
 """Which layer answers for which part of which parameter."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac.interception import Layer, ParameterMatrix, kind_named
@@ -25,7 +24,8 @@ class Owner:
     writes_bias: bool
 
 
-def owners(layers: Sequence[Layer]) -> tuple[Owner, ...]:
+@functools.lru_cache(maxsize=64)  # it is asked for at every call outside jit
+def owners(layers: tuple[Layer, ...]) -> tuple[Owner, ...]:
     """Give each (slice of a) parameter to one layer.
 
     Where several blocks cover the same parameter (a tied embedding and head, a parameter
@@ -74,8 +74,3 @@ def uncovered_mask(shape: tuple[int, ...], indices: set[tuple[int, ...]]) -> np.
     for index in indices:
         mask[index] = False
     return mask.reshape(*shape[:depth], *[1] * (len(shape) - depth))
-
-
-def is_differentiable(leaf: Any) -> bool:
-    """Whether a gradient leaf is a gradient: not an integer, a key or float0."""
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -75,7 +75,11 @@ def load_block(
     layer, joint = owner.layer, bases.wants_ones(owner.layer)
     basis = bases.basis(layer)
     assert isinstance(basis, KroneckerEigenbasis)
-    _check_vectors(layer, basis)
+    sides = ((layer.a_dense, basis.a_vectors), (layer.g_dense, basis.g_vectors))
+    if any(dense and vectors is None for dense, vectors in sides):
+        raise ValueError(
+            f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with vectors=True"
+        )
     dtype = basis.a_values.dtype
     kernel_shape = (*layer.stack, layer.in_features, layer.out_features)
     row_shape = (*layer.stack, 1, layer.out_features)
@@ -205,10 +209,3 @@ def _read(
     if matrix is None or matrix.path not in leaves:
         return None
     return matrix.read(leaves[matrix.path]).reshape(shape).astype(dtype)
-
-
-def _check_vectors(layer: Layer, basis: KroneckerEigenbasis) -> None:
-    if (layer.a_dense and basis.a_vectors is None) or (layer.g_dense and basis.g_vectors is None):
-        raise ValueError(
-            f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with vectors=True"
-        )

@@ -64,7 +64,7 @@ from jaxkfac.interception._encoded import (
 from jaxkfac.interception._kind import Axes, Kind, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.interception._nnx import NnxApply, from_nnx
-from jaxkfac.interception._paths import leaves_by_path, path_of, with_leaves
+from jaxkfac.interception._paths import is_differentiable, leaves_by_path, path_of, with_leaves
 from jaxkfac.interception._rewrite import Handler, Site
 from jaxkfac.interception._row_masks import RowMask, mark_rows
 from jaxkfac.interception._slots import Entries, SlotEntry
@@ -106,6 +106,7 @@ __all__ = [
     "evaluate",
     "find_layers",
     "from_nnx",
+    "is_differentiable",
     "is_encoded",
     "is_var",
     "kind_named",

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 PyTree = Any
 
@@ -35,3 +36,8 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
 def with_leaves(tree: PyTree, leaves: dict[str, Any]) -> PyTree:
     """``tree`` with the leaves at the given paths replaced."""
     return jax.tree_util.tree_map_with_path(lambda p, x: leaves.get(path_of(p), x), tree)
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether a gradient leaf is a gradient: not an integer, a key or float0."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)

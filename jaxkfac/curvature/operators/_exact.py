@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxkfac._errors import UnknownLayerError, nearest
-from jaxkfac.curvature._coverage import is_differentiable
 from jaxkfac.curvature.operators._chunks import check_chunk
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import Leaves, Part
 from jaxkfac.factors import Batch, Objective, as_batch, check_label_values
-from jaxkfac.interception import leaves_by_path
+from jaxkfac.interception import is_differentiable, leaves_by_path
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
 PyTree = Any

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxkfac.curvature._coverage import is_differentiable
+from jaxkfac.interception import is_differentiable
 from jaxkfac.linalg import statistics_dtype
 
 

@@ -11,9 +11,8 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from jaxkfac._errors import nearest
-from jaxkfac.curvature._coverage import is_differentiable
 from jaxkfac.curvature.operators._flat import flatten
-from jaxkfac.interception import leaves_by_path, with_leaves
+from jaxkfac.interception import is_differentiable, leaves_by_path, with_leaves
 
 PyTree = Any
 
