@@ -72,7 +72,7 @@ NAMES = {
     "whole": _PART,
     "with_leaves": _PART,
     "DeferredParameter": _PART,
-    "Encoded": _PART,
+    "EncodedParameter": _PART,
     "body_of": _PART,
     "call_kind": _PART,
     "decoded_shapes": _PART,

@@ -9,7 +9,7 @@ import jaxkfac as jk
 from jaxkfac.cli._checkpoint import Checkpoint, restore_state
 from jaxkfac.cli._loop import total_updates
 from jaxkfac.cli._options import AdamwOptions, Experiment, KfacOptions, ModelOptions
-from jaxkfac.cli._problem import Problem, build_optimizer, digits_problem
+from jaxkfac.cli._problem import DigitsProblem, build_optimizer, digits_problem
 from jaxkfac.cli._train import factor_average
 
 PyTree = Any
@@ -26,7 +26,7 @@ class Restored(NamedTuple):
     """
 
     experiment: Experiment
-    problem: Problem
+    problem: DigitsProblem
     params: PyTree
     factors: jk.Factors
 

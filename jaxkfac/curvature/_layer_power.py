@@ -49,7 +49,7 @@ class Form(NamedTuple):
     writes_bias: bool
 
 
-class Block(NamedTuple):
+class Operands(NamedTuple):
     """The arrays of one layer: its matrix ``(stack..., in, out)`` and its eigenbasis.
 
     Attributes:
@@ -66,7 +66,7 @@ class Block(NamedTuple):
 
 def load_block(
     leaves: dict[str, Array], owner: Owner, bases: Eigenbases
-) -> tuple[Form, Block] | None:
+) -> tuple[Form, Operands] | None:
     """What :func:`solve` takes; ``None`` if the tree has neither weight nor bias.
 
     Raises:
@@ -98,15 +98,15 @@ def load_block(
     else:
         kernel = kernel if form.writes_weight else None
         row = row if form.writes_bias else None
-    return form, Block(kernel, row, basis)
+    return form, Operands(kernel, row, basis)
 
 
-def solve(form: Form, block: Block, power: Power) -> tuple[Array | None, Array | None]:
+def solve(form: Form, operands: Operands, power: Power) -> tuple[Array | None, Array | None]:
     """The power applied to weight and bias, leading axes being a batch.
 
     ``None`` stands for a part that the layer does not write.
     """
-    kernel, row, basis = block
+    kernel, row, basis = operands
     if form.joint:
         assert kernel is not None and row is not None
         both = jnp.concatenate([kernel, row], axis=-2)

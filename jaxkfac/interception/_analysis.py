@@ -22,9 +22,9 @@ from jaxkfac.interception._uses import uses_of
 from jaxkfac.interception._values import (
     Constant,
     Consumed,
+    CoverageNote,
     Data,
     Derived,
-    Finding,
     Use,
     Value,
     View,
@@ -108,7 +108,7 @@ class Analysis:
     ) -> None:
         self._refused = refused
         self.table = AxisTable()
-        self.findings: dict[Finding, None] = {}
+        self.findings: dict[CoverageNote, None] = {}
         self.reads: set[str] = set()
         self.data_axes: list[Axes] = []
         self.walked: dict[int, Atoms] = {}
@@ -128,7 +128,9 @@ class Analysis:
             self.data_axes.append(axes)
             return Data(self._unique(), axes)
         if not jnp.issubdtype(aval.dtype, jnp.inexact):
-            self.findings[Finding(path, f"is held out: {aval.dtype} has no gradient", False)] = None
+            self.findings[
+                CoverageNote(path, f"is held out: {aval.dtype} has no gradient", False)
+            ] = None
             return Constant(self._unique())
         axes = fresh(self.table, aval.shape, "parameter")
         return View(self._unique(), path, origin=axes, axes=axes)
@@ -148,11 +150,11 @@ class Analysis:
 
     def _report(self, value: Value, reason: str, *, fatal: bool = True) -> None:
         if isinstance(value, View):
-            self.findings[Finding(value.path, reason, fatal)] = None
+            self.findings[CoverageNote(value.path, reason, fatal)] = None
         elif isinstance(value, Derived):
             for path, first in value.reasons:
                 text = f"goes through {first} and {reason}" if fatal else reason
-                self.findings[Finding(path, text, fatal)] = None
+                self.findings[CoverageNote(path, text, fatal)] = None
 
     # -- the walk ---------------------------------------------------------------------
 

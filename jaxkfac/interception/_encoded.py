@@ -22,7 +22,7 @@ PyTree = Any
 Array = Any  # a tracer or a constant
 
 
-class Encoded:
+class EncodedParameter:
     """A parameter in a form of its own: a pytree whose arrays all have the stacked axes first.
 
     So a ``lax.scan``, or an index, takes slices of it without decoding anything.
@@ -43,7 +43,7 @@ class Encoded:
 
 
 def is_encoded(x: Any) -> bool:
-    return isinstance(x, Encoded)
+    return isinstance(x, EncodedParameter)
 
 
 def decoded_shapes(tree: PyTree) -> PyTree:
@@ -76,7 +76,7 @@ class DeferredParameter:
         touched_by: The first view that touched a stacked axis, for messages.
     """
 
-    encoded: Encoded
+    encoded: EncodedParameter
     operands: tuple[tuple[Array, ...], ...]
     path: str = dataclasses.field(metadata={"static": True})
     lead: int = dataclasses.field(metadata={"static": True})
@@ -84,7 +84,7 @@ class DeferredParameter:
     touched_by: str = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, encoded: Encoded, path: str) -> "DeferredParameter":
+    def of(cls, encoded: EncodedParameter, path: str) -> "DeferredParameter":
         return cls(encoded, (), path, len(encoded.stack), (), "")
 
     def decode(self) -> Array:

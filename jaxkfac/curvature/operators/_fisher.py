@@ -11,7 +11,7 @@ from jaxkfac._checks import at_least_one, one_of
 from jaxkfac.curvature.operators._exact import ExactOperator, checked_batch, chosen_paths
 from jaxkfac.curvature.operators._ggn import checked_objective
 from jaxkfac.curvature.operators._products import (
-    Part,
+    Chunk,
     fisher_by_columns,
     gauss_newton,
     outer_products,
@@ -93,20 +93,20 @@ def fisher(
     at_least_one(samples=samples)
     batch = as_batch(batch)
     estimator_of(fisher, samples=samples, chunk=1).bound(key, labels, batch)  # or raises
-    parts = checked_batch(objective, params, batch, key, chunk, labels)
+    checked = checked_batch(objective, params, batch, key, chunk, labels)
     natural = isinstance(objective.likelihood, Categorical | Bernoulli | Gaussian)
     rule = gauss_newton if natural else fisher_by_columns
     if fisher != "exact":
         rule = outer_products
     paths = chosen_paths(only, params)
-    operator = ExactOperator(params, parts, None, key, objective, rule, chunk, paths)
+    operator = ExactOperator(params, checked, None, key, objective, rule, chunk, paths)
     if fisher != "mc":
         return operator
     if labels is None:
         by_example = _sample(operator, samples)
     else:
         by_example = jnp.moveaxis(labels, 0, 1)
-    return ExactOperator(params, parts, by_example, key, objective, rule, chunk, paths)
+    return ExactOperator(params, checked, by_example, key, objective, rule, chunk, paths)
 
 
 def _sample(operator: ExactOperator, samples: int) -> Array:
@@ -116,10 +116,10 @@ def _sample(operator: ExactOperator, samples: int) -> Array:
     keys = jax.vmap(lambda n: jax.random.split(jax.random.fold_in(base, n), samples))
     sample = operator.objective.likelihood.sample
 
-    def labels(part: Part) -> Array:
-        outputs = jax.lax.stop_gradient(part.outputs(part.leaves))
+    def labels(chunk: Chunk) -> Array:
+        outputs = jax.lax.stop_gradient(chunk.outputs(chunk.leaves))
         # the keys ride where labels will be
-        return jax.vmap(lambda ks, y: jax.vmap(lambda k: sample(k, y))(ks))(part.labels, outputs)
+        return jax.vmap(lambda ks, y: jax.vmap(lambda k: sample(k, y))(ks))(chunk.labels, outputs)
 
     examples = (operator.batch, keys(jnp.arange(number)))
-    return map_over_chunks(operator.parts(labels), examples, operator.chunk)
+    return map_over_chunks(operator.over_chunks(labels), examples, operator.chunk)
