@@ -10,7 +10,8 @@ import optax
 from flax import nnx
 
 import jaxkfac as jk
-from jaxkfac.cli._options import Experiment, Optimizer
+from jaxkfac.cli._optimizers import Optimizer
+from jaxkfac.cli._options import Experiment
 from jaxkfac.cli._schedules import warmup_schedule
 from jaxkfac.data import Digits, load_digits
 from jaxkfac.models import VisionTransformer, VisionTransformerConfig
@@ -87,14 +88,7 @@ def build_optimizer(
         tx = jk.kfac(
             warmup_schedule(options.learning_rate, options.warmup, num_updates),
             like=problem.like,
-            damping=options.damping,
-            damping_mode=options.damping_mode,
-            decay=options.decay,
-            refresh_every=options.refresh_every,
-            momentum=options.momentum,
-            norm_constraint=options.norm_constraint,
-            weight_decay=options.weight_decay,
-            max_condition=options.max_condition,
+            **options.arguments(),
         )
     else:
         options = experiment.adamw

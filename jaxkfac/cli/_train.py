@@ -24,7 +24,8 @@ from jaxkfac.cli._checkpoint import (
 from jaxkfac.cli._held_once import check_held_once
 from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._loop import TrainState, total_updates, train, updates_per_epoch
-from jaxkfac.cli._options import Experiment, Optimizer, TrainArguments
+from jaxkfac.cli._optimizers import Optimizer
+from jaxkfac.cli._options import Experiment, TrainArguments
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._problem import DigitsProblem, build_optimizer, digits_problem, find_layers
 from jaxkfac.cli._progress import progress, time_left

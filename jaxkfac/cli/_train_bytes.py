@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from jaxkfac.cli._loop import make_evaluation, total_updates
-from jaxkfac.cli._options import Optimizer, TrainArguments
+from jaxkfac.cli._optimizers import Optimizer
+from jaxkfac.cli._options import TrainArguments
 from jaxkfac.cli._problem import DigitsProblem, build_optimizer, digits_on_host
 from jaxkfac.cli._remedies import Need, RunShapes
 from jaxkfac.planning import plan_memory

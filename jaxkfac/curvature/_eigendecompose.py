@@ -24,7 +24,7 @@ from jaxkfac.factors import Factors, mean_of
 from jaxkfac.linalg import Spectrum, check_clipping, eigh_checked, eigh_in_turn, eigh_on_host
 
 
-class _Side(NamedTuple):
+class _DenseMean(NamedTuple):
     """A dense block to decompose, as the mean of its factor."""
 
     block: EigenBlock
@@ -98,12 +98,12 @@ def eigendecompose(
     check_clipping(max_condition, floor)
     one_of("placement", placement, get_args(Placement))
     layout = layout_of(factors.layers, factors.bias)
-    sides: list[_Side] = []
+    sides: list[_DenseMean] = []
     spectra: dict[Place, Any] = {}
     for place, block in layout.blocks.items():
         mean = _mean(factors, block)
         if block.source.dense:
-            sides.append(_Side(block, mean))
+            sides.append(_DenseMean(block, mean))
         elif place.table == "diagonals":
             spectra[place] = jnp.asarray(mean)
         else:
@@ -132,12 +132,12 @@ def _mean(factors: Factors, block: EigenBlock) -> Array | np.ndarray:
 
 
 def _decompose(
-    sides: list[_Side], placement: Placement, vectors: bool
-) -> list[tuple[_Side, Spectrum]]:
+    sides: list[_DenseMean], placement: Placement, vectors: bool
+) -> list[tuple[_DenseMean, Spectrum]]:
     if placement == "host":
         return [(side, _on_host(side, vectors)) for side in sides]
-    groups: dict[Any, list[_Side]] = defaultdict(list)
-    results: list[tuple[_Side, Spectrum]] = []
+    groups: dict[Any, list[_DenseMean]] = defaultdict(list)
+    results: list[tuple[_DenseMean, Spectrum]] = []
     for side in sides:
         matrix = side.matrix
         on_host = isinstance(matrix, np.ndarray)  # of a byte budget: too much for the device
@@ -198,7 +198,7 @@ def _batched(matrices: list[Array], *, limit: int | None, vectors: bool) -> list
     return results
 
 
-def _on_host(side: _Side, vectors: bool) -> Spectrum:
+def _on_host(side: _DenseMean, vectors: bool) -> Spectrum:
     values, columns = eigh_on_host(side.matrix, name=side.block.name, vectors=vectors)
     where = result_sharding(side.matrix)
     placed = None if columns is None else put_result(columns, where)

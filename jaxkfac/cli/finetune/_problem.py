@@ -206,14 +206,7 @@ def build_optimizer(
         tx = jk.kfac(
             rate(options.learning_rate),
             like=shapes(problem.adapters, batch),
-            damping=options.damping,
-            damping_mode=options.damping_mode,
-            decay=options.decay,
-            refresh_every=options.refresh_every,
-            momentum=options.momentum,
-            norm_constraint=options.norm_constraint,
-            weight_decay=options.weight_decay,
-            max_condition=options.max_condition,
+            **options.arguments(),
             others=tx,
         )
     if experiment.clip_norm is not None:
