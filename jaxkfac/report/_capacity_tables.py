@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from jaxkfac.curvature.capacity import columns
 from jaxkfac.report._capacity import (
-    COLUMNS,
     CapacityReport,
     change_rows,
     layer_rows,
@@ -17,7 +17,7 @@ from jaxkfac.report._capacity import (
 
 def capacity_table(report: CapacityReport) -> Table:
     """One line for each layer, all slices of a stack together, and one for the whole model."""
-    return _with_total(_numbers("Capacity", ["layer", *COLUMNS]), layer_rows(report))
+    return _with_total(_numbers("Capacity", ["layer", *columns()]), layer_rows(report))
 
 
 def model_table(report: CapacityReport) -> Table:
@@ -32,7 +32,7 @@ def model_table(report: CapacityReport) -> Table:
 
 def comparison_table(report: CapacityReport) -> Table:
     """For each layer of both checkpoints the ratio of every column, after over before."""
-    table = _numbers(f"Capacity, ratio to {report.before}", ["layer", *list(COLUMNS)[1:]])
+    table = _numbers(f"Capacity, ratio to {report.before}", ["layer", *columns()])
     return _with_total(table, change_rows(report))
 
 
