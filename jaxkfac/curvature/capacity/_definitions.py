@@ -70,7 +70,7 @@ def condition_clipped(measured: Measured) -> float | None:
     return _ratio(measured.sums.largest_clipped, measured.sums.smallest_clipped)
 
 
-@metric("scale-free", heading="local\ndim.", legend="local effective dimension")
+@metric("scale-free")
 def local_effective_dimension(measured: Measured) -> float | None:
     r"""$\sum \ln(1 + \kappa \hat\lambda) / \ln \kappa$ with $\hat\lambda$ scaled to a mean of 1
     and $\kappa = N / (2 \pi \ln N)$, at one point; ``None`` where $\kappa \le 1$ (N < 19) or all
@@ -175,7 +175,7 @@ def log_determinant_damped(measured: Measured) -> float | None:
     return damped if math.isfinite(damped) else None
 
 
-@metric("sum", heading="PAC\nBayes", legend="√(Σλ / N)", label="PAC-Bayes complexity")
+@metric("sum", label="PAC-Bayes complexity")
 def pac_bayes_complexity(measured: Measured) -> float:
     r"""$\sqrt{\sum\lambda / N}$."""
     return math.sqrt(measured.sums.trace / measured.settings.num_examples)
