@@ -1,7 +1,7 @@
 """The Fisher information matrix of a batch."""
 
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,21 @@ from jaxkfac.curvature.operators._exact import ExactOperator, checked_batch, cho
 from jaxkfac.curvature.operators._ggn import checked_objective
 from jaxkfac.curvature.operators._products import (
     Chunk,
-    fisher_by_columns,
-    gauss_newton,
+    Leaves,
+    expected_products,
     outer_products,
 )
-from jaxkfac.factors import LABEL_FOLD, Bernoulli, Categorical, Gaussian, as_batch, estimator_of
+from jaxkfac.factors import LABEL_FOLD, as_batch, estimator_of
 from jaxkfac.linalg import map_over_chunks
 
 FisherType = Literal["exact", "empirical", "mc"]
+
+# The product with a vector on one chunk. All else about a type is said by its estimator.
+_PRODUCTS: Mapping[FisherType, Callable[[Chunk, Leaves], Leaves]] = {
+    "exact": expected_products,
+    "empirical": outer_products,
+    "mc": outer_products,
+}
 
 
 def fisher(
@@ -89,18 +96,15 @@ def fisher(
         Fisher Approximation", 2019.
     """
     objective = checked_objective("fisher", objective)
-    one_of("fisher", fisher, get_args(FisherType))
+    one_of("fisher", fisher, tuple(_PRODUCTS))
     at_least_one(samples=samples)
     batch = as_batch(batch)
-    estimator_of(fisher, samples=samples, chunk=1).bound(key, labels, batch)  # or raises
+    estimator = estimator_of(fisher, samples=samples, chunk=1).bound(key, labels, batch)
     checked = checked_batch(objective, params, batch, key, chunk, labels)
-    natural = isinstance(objective.likelihood, Categorical | Bernoulli | Gaussian)
-    rule = gauss_newton if natural else fisher_by_columns
-    if fisher != "exact":
-        rule = outer_products
+    rule = _PRODUCTS[fisher]
     paths = chosen_paths(only, params)
     operator = ExactOperator(params, checked, None, key, objective, rule, chunk, paths)
-    if fisher != "mc":
+    if not estimator.samples_labels:
         return operator
     if labels is None:
         by_example = _sample(operator, samples)

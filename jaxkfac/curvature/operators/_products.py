@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxkfac.factors import Batch, Objective, kept_targets, over_count
+from jaxkfac.factors import (
+    Batch,
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Objective,
+    kept_targets,
+    over_count,
+)
 from jaxkfac.interception import with_leaves
 
 Leaves = dict[str, Array]
@@ -66,6 +74,12 @@ def gauss_newton(chunk: Chunk, vector: Leaves) -> Leaves:
     pushed = _push(chunk, vector)
     curved = jax.jvp(jax.grad(chunk.loss), (outputs,), (pushed,))[1]
     return vjp(curved)[0]
+
+
+def expected_products(chunk: Chunk, vector: Leaves) -> Leaves:
+    r"""$J^\top H J v$, with $H$ the Fisher of the outputs: their Hessian in natural parameters."""
+    natural = isinstance(chunk.objective.likelihood, Categorical | Bernoulli | Gaussian)
+    return (gauss_newton if natural else fisher_by_columns)(chunk, vector)
 
 
 def fisher_by_columns(chunk: Chunk, vector: Leaves) -> Leaves:
