@@ -9,8 +9,7 @@ from jaxkfac._errors import NonFiniteFactorError, UnknownLayerError
 from jaxkfac.curvature import _eigendecompose as module
 from jaxkfac.curvature import eigendecompose, identity_bases, reconstruct
 from jaxkfac.curvature._placement import matrices_that_fit
-from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
-from jaxkfac.factors._average import zeros_like
+from jaxkfac.factors import Categorical, Objective, value_grad_and_factors, zeros_like
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 from jaxkfac.linalg import Spectrum
 

@@ -11,7 +11,7 @@ from jaxkfac.curvature._layout import Place, layout_of
 from jaxkfac.curvature.host import _store
 from jaxkfac.curvature.host._average import Averages
 from jaxkfac.curvature.host._store import Store
-from jaxkfac.factors._average import update_average
+from jaxkfac.factors import update_average
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 
 LAYERS = (

@@ -11,7 +11,7 @@ import pytest
 
 from jaxkfac.curvature import eigendecompose, reconstruct
 from jaxkfac.curvature.host import HostCurvature, HostOptions, _decompose, _refresh, service_bytes
-from jaxkfac.factors._average import update_average
+from jaxkfac.factors import update_average
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 
 LAYERS = (
