@@ -118,6 +118,12 @@ NAMES = {
     "HostOptions": "the arguments of HostCurvature",
     "WORKSPACE_MATRICES": "predicts bytes, of which torch_ref has no table",
     "diagonal_rows": _PIECE,
+    "METRICS": "the table of the metrics, whose numbers have cases",
+    "Measured": "what a metric is a function of",
+    "Metric": _TYPE,
+    "columns": "headings of tables",
+    "legend": "the line below a table",
+    "metric": "registers a metric",
     "service_bytes": "predicts bytes, of which torch_ref has no table",
     # optim
     "MemoryKind": _TYPE,
