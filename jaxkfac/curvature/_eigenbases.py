@@ -142,22 +142,24 @@ class Eigenbases(_Named):
             return self.diagonal_basis(layer)
         a, g = self.spectra(layer)
         return KroneckerEigenbasis(
-            a_values=clip_eigenvalues(a.values, self.max_condition, self.floor),
+            a_values=self._clipped(a.values),
             a_vectors=a.vectors,
-            g_values=clip_eigenvalues(g.values, self.max_condition, self.floor),
+            g_values=self._clipped(g.values),
             g_vectors=g.vectors,
             a_raw_values=a.values,
             g_raw_values=g.values,
             **({} if self.corrections is None else self._measured(self.corrections, layer)),
         )
 
+    def _clipped(self, values: Array) -> Array:
+        return clip_eigenvalues(values, self.max_condition, self.floor)
+
     def _measured(self, corrections: Corrections, layer: Layer) -> dict[str, Array]:
         raw = corrections.mean(corrections.sums[layer.name])
         found = {"values": clip_block(raw, self.max_condition, self.floor), "raw_values": raw}
         if layer.name in corrections.bias_sums:
             raw = corrections.mean(corrections.bias_sums[layer.name])
-            clipped = clip_eigenvalues(raw, self.max_condition, self.floor)
-            found |= {"bias_values": clipped, "bias_raw_values": raw}
+            found |= {"bias_values": self._clipped(raw), "bias_raw_values": raw}
         return found
 
     def diagonal_basis(self, layer: Layer) -> DiagonalEigenbasis:
@@ -165,9 +167,7 @@ class Eigenbases(_Named):
         raw = self.diagonals[layer.name]
         if self.corrections is not None:
             raw = self.corrections.mean(self.corrections.sums[layer.name])
-        clipped = map_slices(
-            layer, raw, lambda x: clip_eigenvalues(x, self.max_condition, self.floor)
-        )
+        clipped = map_slices(layer, raw, self._clipped)
         return DiagonalEigenbasis(diagonal=clipped, raw_diagonal=raw)
 
     def spectra(self, layer: Layer) -> tuple[Spectrum, Spectrum]:

@@ -89,18 +89,15 @@ def descend(
 
     ``params`` may have more leaves than ``grads``: those without a gradient.
     """
+
+    def decayed(x: Array, m: Any) -> Any:
+        if isinstance(m, optax.MaskedNode):
+            return m
+        return m + scaled(weight_decay, x.astype(m.dtype))
+
+    def step(g: Array, m: Any) -> Array:
+        return g if isinstance(m, optax.MaskedNode) else -scaled(rate, m).astype(g.dtype)
+
     if weight_decay:
-        momentum = jax.tree.map(
-            lambda x, m: (
-                m
-                if isinstance(m, optax.MaskedNode)
-                else m + scaled(weight_decay, x.astype(m.dtype))
-            ),
-            params,
-            momentum,
-        )
-    return jax.tree.map(
-        lambda g, m: g if isinstance(m, optax.MaskedNode) else -scaled(rate, m).astype(g.dtype),
-        grads,
-        momentum,
-    )
+        momentum = jax.tree.map(decayed, params, momentum)
+    return jax.tree.map(step, grads, momentum)
