@@ -78,10 +78,11 @@ def model_rows(report: CapacityReport) -> list[ScaleRows]:
 
 def layer_rows(report: CapacityReport) -> list[tuple[str, ...]]:
     """``(name, *cells)`` of each layer, and the whole model last."""
-    records = [*report.metrics.layers.items(), ("whole model", report.metrics.model)]
+    layers = [*report.metrics.layers.items(), ("whole model", report.metrics.model)]
+    records = [(name, record.scalars()) for name, record in layers]
     return [
-        (name, *(number(record.values.get(metric)) for metric in columns().values()))
-        for name, record in records
+        (name, *(number(values.get(metric)) for metric in columns().values()))
+        for name, values in records
     ]
 
 

@@ -33,4 +33,5 @@ def capacity_text(metrics: Any) -> str:
 
 
 def _cells(record: CapacityRecord) -> list[str]:
-    return [number(record.values.get(name)) for name in columns().values()]
+    values = record.scalars()
+    return [number(values.get(name)) for name in columns().values()]
