@@ -1,30 +1,63 @@
 """Tables as text."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 WIDTH = 120  # columns of a page
 _LEAST = 12  # of a first column that is cut
 
 
-def aligned(rows: Sequence[Sequence[str]], *, width: int | None = None) -> list[str]:
-    """Lines of a table: the first column to the left, the others to the right.
+def aligned(
+    rows: Sequence[Sequence[str]], *, width: int | None = None, words: Collection[int] = (0,)
+) -> list[str]:
+    """Lines of a table: columns of words to the left, of numbers to the right.
 
     Args:
         rows: Cells; a row that ends early is filled up with empty ones.
         width: Characters of a line. The first column is cut to it, at its front.
+        words: Which columns are of words.
     """
     full = max(map(len, rows))
     cells = [[*row, *[""] * (full - len(row))] for row in rows]
     first, *others = (max(map(len, column)) for column in zip(*cells, strict=True))
     if width is not None:
         first = min(first, max(width - sum(others) - 2 * len(others), _LEAST))
+    sizes = [first, *others]
     return [
         "  ".join(
-            [shortened(name, first).ljust(first)]
-            + [cell.rjust(size) for cell, size in zip(rest, others, strict=True)]
+            cell.ljust(size) if i in words else cell.rjust(size)
+            for i, (cell, size) in enumerate(zip(row, sizes, strict=True))
         ).rstrip()
-        for name, *rest in cells
+        for row in ([shortened(name, first), *rest] for name, *rest in cells)
     ]
+
+
+def ruled(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    total: bool = False,
+    width: int | None = WIDTH,
+    words: Collection[int] = (0,),
+) -> list[str]:
+    """Lines of a table with a rule below its head.
+
+    Args:
+        head: Headings; line breaks in them are kept.
+        rows: As for :func:`aligned`.
+        total: Whether the last row is one, with a rule above it.
+        width: As for :func:`aligned`.
+        words: As for :func:`aligned`.
+    """
+    broken = [heading.split("\n") for heading in head]
+    height = max(map(len, broken))
+    lowered = [[""] * (height - len(parts)) + parts for parts in broken]
+    heads = [list(line) for line in zip(*lowered, strict=True)]
+    lines = aligned([*heads, *rows], width=width, words=words)
+    rule = "-" * max(map(len, lines))
+    lines.insert(height, rule)
+    if total:
+        lines.insert(-1, rule)
+    return lines
 
 
 def shortened(name: str, width: int) -> str:

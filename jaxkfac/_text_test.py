@@ -1,4 +1,4 @@
-from jaxkfac._text import aligned, shortened
+from jaxkfac._text import aligned, ruled, shortened
 
 ROWS = [["layer", "size"], ["blocks/0/mlp/kernel", "1,024"], ["total"]]
 
@@ -19,3 +19,15 @@ def test_a_name_that_is_too_long_for_the_line_keeps_its_end():
 
 def test_a_name_that_fits_stays():
     assert shortened("kernel", 6) == "kernel" and shortened("kernel", 5) == "…rnel"
+
+
+def test_headings_stand_on_a_rule_and_a_total_below_one():
+    lines = ruled(["layer", "eff.\ndim.", "kind"], [*ROWS[1:]], total=True, words=(0, 2))
+    assert lines == [
+        "                      eff.",
+        "layer                 dim.  kind",
+        "--------------------------------",
+        "blocks/0/mlp/kernel  1,024",
+        "--------------------------------",
+        "total",
+    ]

@@ -11,6 +11,7 @@ from jaxkfac.cli._checkpoint import Checkpoint, load_checkpoint
 from jaxkfac.cli._options import AnalyzeArguments
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._restored import restore
+from jaxkfac.curvature.capacity import legend
 from jaxkfac.report import (
     CapacityReport,
     RunRecords,
@@ -25,12 +26,6 @@ from jaxkfac.report import (
     spectra_table,
     spectrum_records,
     versions,
-)
-
-_LEGEND = (
-    "condition: largest over smallest eigenvalue, – where the smallest is not positive; clipped: "
-    "the same after clipping; entropy rank: exp(entropy) of the spectrum; part. ratio: "
-    "(Σλ)² / Σλ²; stable rank: Σλ² / λmax²; eff. dim.: Σ Nλ / (Nλ + δ)"
 )
 
 
@@ -64,7 +59,7 @@ def run_analyze(arguments: AnalyzeArguments) -> None:
         for line in only_in_one(capacity):
             console.print(line)
     console.print(model_table(capacity))
-    console.print(_LEGEND, style="dim")
+    console.print(legend(), style="dim")
     if capacity.interval is not None:
         console.print(f"batch mean, interval: {interval_words(capacity)}", style="dim")
     for name, written in (("report", arguments.report), ("figures", arguments.figures)):

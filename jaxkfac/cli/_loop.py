@@ -20,7 +20,7 @@ from jaxkfac._errors import JaxkfacError
 from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._options import Experiment
 from jaxkfac.cli._phases import phase
-from jaxkfac.cli._problem import Problem
+from jaxkfac.cli._problem import DigitsProblem
 from jaxkfac.data import Digits, epoch_batches, num_batches, shift_batch
 from jaxkfac.report import EpochRecord, RunRecords
 
@@ -40,19 +40,19 @@ class TrainState(NamedTuple):
     records: RunRecords
 
 
-def updates_per_epoch(experiment: Experiment, problem: Problem) -> int:
+def updates_per_epoch(experiment: Experiment, problem: DigitsProblem) -> int:
     """Updates in one pass over the training data; the incomplete last one is left out."""
     return num_batches(len(problem.train.labels), experiment.examples_per_update)
 
 
-def total_updates(experiment: Experiment, problem: Problem) -> int:
+def total_updates(experiment: Experiment, problem: DigitsProblem) -> int:
     """Updates in the whole run: ``steps``, or whole epochs."""
     return experiment.steps or experiment.epochs * updates_per_epoch(experiment, problem)
 
 
 def make_epoch(
     experiment: Experiment,
-    problem: Problem,
+    problem: DigitsProblem,
     tx: optax.GradientTransformationExtraArgs,
     *,
     factors: bool,
@@ -96,7 +96,7 @@ def make_epoch(
 
 
 def epoch_rows(
-    experiment: Experiment, problem: Problem, first: int, limit: int
+    experiment: Experiment, problem: DigitsProblem, first: int, limit: int
 ) -> tuple[Int[np.ndarray, "updates micro batch"], Int[np.ndarray, "updates micro"]]:
     """The examples of the updates from ``first`` to the end of its epoch, or to ``limit``."""
     per_epoch, micro = (
@@ -115,7 +115,7 @@ def epoch_rows(
     return rows, numbers.reshape(len(rows), micro)
 
 
-def make_evaluation(problem: Problem) -> Callable[[PyTree, Digits], tuple[Array, Array]]:
+def make_evaluation(problem: DigitsProblem) -> Callable[[PyTree, Digits], tuple[Array, Array]]:
     """``evaluate(params, data) -> (mean loss, accuracy)``, compiled."""
 
     @jax.jit
@@ -144,7 +144,7 @@ def compile_epoch(epoch: Callable[..., Any], *arguments: Any) -> Any:
 def train(
     name: str,
     experiment: Experiment,
-    problem: Problem,
+    problem: DigitsProblem,
     tx: optax.GradientTransformationExtraArgs,
     state: TrainState,
     *,

@@ -6,9 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-Fisher = Literal["empirical", "mc"]
-DampingMode = Literal["exact", "factored", "pi"]
-Optimizer = Literal["kfac", "adamw"]
+from jaxkfac.cli._optimizers import AdamwOptions, Fisher, KfacOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,43 +26,19 @@ class ModelOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class KfacOptions:
+class DigitsKfacOptions(KfacOptions):
     """K-FAC. The learning rate warms up, then falls along a cosine to zero."""
 
-    learning_rate: float = 5e-4
-    """Largest learning rate."""
     warmup: float = 0.1
     """Part of the updates in which the learning rate rises."""
-    damping: float = 3e-4
-    """In units of the squared gradient."""
-    damping_mode: DampingMode = "pi"
-    """Added to each product of eigenvalues, or its root to both factors; pi balances them."""
-    decay: float = 0.98
-    """Of the running average of the factors, per update."""
-    refresh_every: int = 5
-    """Updates between two eigendecompositions."""
-    momentum: float = 0.9
-    """Of the preconditioned gradient."""
-    norm_constraint: float | None = 2e-5
-    """Bound on a step's squared length in the Fisher metric, before momentum."""
-    weight_decay: float = 1.0
-    """Decoupled weight decay."""
-    max_condition: float = 1e6
-    """Eigenvalues below the largest divided by this are raised to it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class AdamwOptions:
+class DigitsAdamwOptions(AdamwOptions):
     """AdamW, the comparison, with the same shape of schedule."""
 
-    learning_rate: float = 4e-3
-    """Largest learning rate."""
     warmup: float = 0.1
     """Part of the updates in which the learning rate rises."""
-    b2: float = 0.99
-    """Decay of the average of squared gradients."""
-    weight_decay: float = 1e-2
-    """Decoupled weight decay."""
     clip_norm: float = 1.0
     """Gradients longer than this are scaled down to it."""
 
@@ -88,8 +62,16 @@ class Experiment:
     fisher: Fisher = "mc"
     """Labels of the factors: sampled from the model, or the given ones."""
     model: ModelOptions = ModelOptions()
-    kfac: KfacOptions = KfacOptions()
-    adamw: AdamwOptions = AdamwOptions()
+    kfac: DigitsKfacOptions = DigitsKfacOptions(
+        learning_rate=5e-4,
+        damping=3e-4,
+        damping_mode="pi",
+        decay=0.98,
+        refresh_every=5,
+        norm_constraint=2e-5,
+        weight_decay=1.0,
+    )
+    adamw: DigitsAdamwOptions = DigitsAdamwOptions(4e-3, b2=0.99, weight_decay=1e-2)
 
     def __post_init__(self) -> None:
         for name in ("epochs", "steps", "batch_size", "gradient_accumulation_steps"):

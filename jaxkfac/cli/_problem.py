@@ -10,7 +10,8 @@ import optax
 from flax import nnx
 
 import jaxkfac as jk
-from jaxkfac.cli._options import Experiment, Optimizer
+from jaxkfac.cli._optimizers import Optimizer
+from jaxkfac.cli._options import Experiment
 from jaxkfac.cli._schedules import warmup_schedule
 from jaxkfac.data import Digits, load_digits
 from jaxkfac.models import VisionTransformer, VisionTransformerConfig
@@ -18,7 +19,7 @@ from jaxkfac.models import VisionTransformer, VisionTransformerConfig
 PyTree = Any
 
 
-class Problem(NamedTuple):
+class DigitsProblem(NamedTuple):
     """What is trained, before anything has been trained.
 
     Attributes:
@@ -43,14 +44,14 @@ class Problem(NamedTuple):
     like: Any
 
 
-def digits_problem(experiment: Experiment) -> Problem:
+def digits_problem(experiment: Experiment) -> DigitsProblem:
     """The vision transformer on the handwritten digits."""
     problem = digits_on_host(experiment)
     train, test = jax.tree.map(jnp.asarray, (problem.train, problem.test))
     return problem._replace(train=train, test=test)
 
 
-def digits_on_host(experiment: Experiment) -> Problem:
+def digits_on_host(experiment: Experiment) -> DigitsProblem:
     """The same with its data on the host: nothing is on the device."""
     train, test = (load_digits(split, seed=experiment.seed) for split in ("train", "test"))
     config = VisionTransformerConfig(**dataclasses.asdict(experiment.model))
@@ -69,17 +70,17 @@ def digits_on_host(experiment: Experiment) -> Problem:
     def initial() -> PyTree:
         return jk.from_nnx(model())[1]
 
-    return Problem(train, test, apply_fn, initial, shapes, objective, statistics, like)
+    return DigitsProblem(train, test, apply_fn, initial, shapes, objective, statistics, like)
 
 
-def find_layers(problem: Problem) -> Any:
+def find_layers(problem: DigitsProblem) -> Any:
     """The layer table of the problem's objective."""
     batch = (problem.train.images[:2], problem.train.labels[:2])
     return jk.find_layers(problem.objective, problem.shapes, batch)
 
 
 def build_optimizer(
-    name: Optimizer, experiment: Experiment, problem: Problem, num_updates: int
+    name: Optimizer, experiment: Experiment, problem: DigitsProblem, num_updates: int
 ) -> optax.GradientTransformationExtraArgs:
     """K-FAC or AdamW, accumulating over micro-batches, with a schedule of its own."""
     if name == "kfac":
@@ -87,14 +88,7 @@ def build_optimizer(
         tx = jk.kfac(
             warmup_schedule(options.learning_rate, options.warmup, num_updates),
             like=problem.like,
-            damping=options.damping,
-            damping_mode=options.damping_mode,
-            decay=options.decay,
-            refresh_every=options.refresh_every,
-            momentum=options.momentum,
-            norm_constraint=options.norm_constraint,
-            weight_decay=options.weight_decay,
-            max_condition=options.max_condition,
+            **options.arguments(),
         )
     else:
         options = experiment.adamw

@@ -8,8 +8,8 @@ import jax
 import jaxkfac as jk
 from jaxkfac.cli._checkpoint import Checkpoint, restore_state
 from jaxkfac.cli._loop import total_updates
-from jaxkfac.cli._options import AdamwOptions, Experiment, KfacOptions, ModelOptions
-from jaxkfac.cli._problem import Problem, build_optimizer, digits_problem
+from jaxkfac.cli._options import Experiment
+from jaxkfac.cli._problem import DigitsProblem, build_optimizer, digits_problem
 from jaxkfac.cli._train import factor_average
 
 PyTree = Any
@@ -26,7 +26,7 @@ class Restored(NamedTuple):
     """
 
     experiment: Experiment
-    problem: Problem
+    problem: DigitsProblem
     params: PyTree
     factors: jk.Factors
 
@@ -59,10 +59,13 @@ def restore(checkpoint: Checkpoint) -> Restored:
 
 def experiment_from(config: dict[str, Any]) -> Experiment:
     """The experiment that :func:`as_config` has written down."""
-    parts = {"model": ModelOptions, "kfac": KfacOptions, "adamw": AdamwOptions}
+    default = Experiment()
     known = {field.name for field in dataclasses.fields(Experiment)}
     if unknown := config.keys() - known:
         raise ValueError(f"this checkpoint has options of another version: {sorted(unknown)}")
     return Experiment(
-        **{name: parts[name](**x) if name in parts else x for name, x in config.items()}
+        **{
+            name: dataclasses.replace(getattr(default, name), **x) if isinstance(x, dict) else x
+            for name, x in config.items()
+        }
     )

@@ -24,9 +24,10 @@ from jaxkfac.cli._checkpoint import (
 from jaxkfac.cli._held_once import check_held_once
 from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._loop import TrainState, total_updates, train, updates_per_epoch
-from jaxkfac.cli._options import Experiment, Optimizer, TrainArguments
+from jaxkfac.cli._optimizers import Optimizer
+from jaxkfac.cli._options import Experiment, TrainArguments
 from jaxkfac.cli._phases import phase
-from jaxkfac.cli._problem import Problem, build_optimizer, digits_problem, find_layers
+from jaxkfac.cli._problem import DigitsProblem, build_optimizer, digits_problem, find_layers
 from jaxkfac.cli._progress import progress, time_left
 from jaxkfac.interception import leaves_by_path
 from jaxkfac.optim import KfacState
@@ -71,7 +72,7 @@ def run_train(arguments: TrainArguments) -> None:
     console.print(f"report: {output / 'report.html'}", soft_wrap=True, highlight=False)
 
 
-def train_one(name: Optimizer, problem: Problem, arguments: TrainArguments) -> TrainState:
+def train_one(name: Optimizer, problem: DigitsProblem, arguments: TrainArguments) -> TrainState:
     """One optimizer from its checkpoint, or from the start, to the end.
 
     A Ctrl-C waits for the epoch that is under way, and writes a checkpoint of it before it
@@ -118,7 +119,9 @@ def train_one(name: Optimizer, problem: Problem, arguments: TrainArguments) -> T
             raise
 
 
-def _start(problem: Problem, tx: Any, folder: Path | None, config: dict[str, Any]) -> TrainState:
+def _start(
+    problem: DigitsProblem, tx: Any, folder: Path | None, config: dict[str, Any]
+) -> TrainState:
     """From the checkpoint in ``folder``, if there is one, or from the beginning."""
     if folder is not None and find_checkpoint(folder):
         stored = load_checkpoint(folder)
@@ -162,7 +165,7 @@ def _check(arguments: TrainArguments, names: tuple[Optimizer, ...]) -> None:
 def _write_results(
     output: Path,
     experiment: Experiment,
-    problem: Problem,
+    problem: DigitsProblem,
     runs: dict[str, RunRecords],
     spectra: list[SpectrumRecord],
     stages: jk.memory.Stage,

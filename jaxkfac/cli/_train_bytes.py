@@ -8,8 +8,9 @@ import jax
 import numpy as np
 
 from jaxkfac.cli._loop import make_evaluation, total_updates
-from jaxkfac.cli._options import Optimizer, TrainArguments
-from jaxkfac.cli._problem import Problem, build_optimizer, digits_on_host
+from jaxkfac.cli._optimizers import Optimizer
+from jaxkfac.cli._options import TrainArguments
+from jaxkfac.cli._problem import DigitsProblem, build_optimizer, digits_on_host
 from jaxkfac.cli._remedies import Need, RunShapes
 from jaxkfac.planning import plan_memory
 
@@ -34,7 +35,7 @@ def _adamw(arguments: TrainArguments) -> TrainArguments | None:
     return dataclasses.replace(arguments, optimizer="adamw")
 
 
-def _need(arguments: TrainArguments, name: Optimizer, problem: Problem) -> Need:
+def _need(arguments: TrainArguments, name: Optimizer, problem: DigitsProblem) -> Need:
     experiment = arguments.experiment
     train, size = problem.train, experiment.batch_size
     plan = plan_memory(
@@ -55,7 +56,7 @@ def _need(arguments: TrainArguments, name: Optimizer, problem: Problem) -> Need:
     return Need(rows)
 
 
-def _evaluation_bytes(problem: Problem) -> int:
+def _evaluation_bytes(problem: DigitsProblem) -> int:
     data = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), problem.train)
     compiled: Any = make_evaluation(problem)
     analysis = compiled.lower(problem.shapes, data).compile().memory_analysis()

@@ -3,7 +3,6 @@
 from jaxkfac.curvature._apply import (
     Missing,
     apply_power,
-    check_missing,
     fisher_vector_product,
     natural_gradient,
 )
@@ -51,7 +50,6 @@ __all__ = [
     "apply_power",
     "capacity_interval",
     "capacity_metrics",
-    "check_missing",
     "compare_capacity",
     "correct_eigenvalues",
     "covered_indices",

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxkfac._checks import one_of
 from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest
 from jaxkfac.curvature._batch import is_small, map_in_batches
 from jaxkfac.curvature._coverage import (
@@ -22,7 +24,7 @@ from jaxkfac.curvature._layer_power import (
     solve,
     write_solved,
 )
-from jaxkfac.interception import is_differentiable, leaves_by_path, with_leaves
+from jaxkfac.interception import is_differentiable, leaves_by_path
 from jaxkfac.linalg import Damping, DampingMode, check_damping, check_rcond
 
 PyTree = Any
@@ -112,14 +114,16 @@ def apply_power(
         )
     check_damping(damping, damping_mode)
     check_rcond(cut)
-    check_missing(missing)
-    leaves = {
-        path: jnp.asarray(leaf) if is_differentiable(leaf) else leaf
-        for path, leaf in leaves_by_path(tree).items()
-    }
+    one_of("missing", missing, get_args(Missing))
+    leaves: dict[str, Array] = {}
+    written: dict[str, Array] = {}
+    for path, leaf in leaves_by_path(tree).items():
+        free = is_differentiable(leaf)
+        leaves[path] = jnp.asarray(leaf) if free else leaf
+        # What the layers are written over, where none writes.
+        written[path] = jnp.zeros_like(leaf) if free and missing == "zero" else leaves[path]
     if missing == "raise":
         _check_covered(leaves, bases)
-    written = _background(leaves, bases, missing)
     parts = Power(power, damping, damping_mode, cut)
     owned = owners(bases.layers)
     stacked = _solve_small(leaves, bases, owned, parts)
@@ -131,7 +135,7 @@ def apply_power(
             write_solved(written, layer, stacked[layer.name])
         elif (loaded := load_block(leaves, owner, bases)) is not None:
             write_solved(written, layer, solve(*loaded, parts))
-    return with_leaves(tree, written)
+    return jax.tree.unflatten(jax.tree.structure(tree), written.values())
 
 
 def _solve_small(
@@ -147,12 +151,6 @@ def _solve_small(
         if (loaded := load_block(leaves, owner, bases)) is not None:
             problems[layer.name] = loaded
     return map_in_batches(lambda form, block: solve(form, block, parts), problems)
-
-
-def check_missing(missing: str) -> None:
-    """Refuse an unknown way to treat parameters that no layer covers."""
-    if missing not in get_args(Missing):
-        raise ValueError(f"missing must be one of {get_args(Missing)}, got {missing!r}")
 
 
 def natural_gradient(
@@ -218,13 +216,3 @@ def _check_covered(leaves: dict[str, Array], bases: Eigenbases) -> None:
             f"no layer covers all of {', '.join(map(repr, uncovered))}; pass missing='identity' "
             "to keep these leaves as they are, or missing='zero' to zero them"
         )
-
-
-def _background(leaves: dict[str, Array], bases: Eigenbases, missing: Missing) -> dict[str, Array]:
-    """What the layers are written over: zeros or the leaves themselves where none writes."""
-    if missing != "zero":
-        return dict(leaves)
-    return {
-        path: jnp.zeros_like(leaf) if is_differentiable(leaf) else leaf
-        for path, leaf in leaves.items()
-    }

@@ -16,7 +16,6 @@ from jaxkfac.curvature import (
     identity_bases,
     natural_gradient,
 )
-from jaxkfac.curvature._apply import check_missing
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 from jaxkfac.linalg import check_damping
 
@@ -410,7 +409,5 @@ def test_bad_arguments_are_named():
         check_damping(0.1, "both")  # below the runtime type hook of natural_gradient
     with pytest.raises(ValueError, match="cut must be in"):
         natural_gradient(tree, bases, damping=0.1, cut=1.0)
-    with pytest.raises(ValueError, match="missing must be one of"):
-        check_missing("skip")
     with pytest.raises(ValueError, match="vectors=True"):
         natural_gradient(tree, eigendecompose(factors, vectors=False), damping=0.1)

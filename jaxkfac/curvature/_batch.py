@@ -6,8 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-
-from jaxkfac.curvature._placement import is_traced
+from jax.core import Tracer
 
 PyTree = Any
 Name = TypeVar("Name", bound=Hashable)
@@ -60,4 +59,4 @@ def map_in_batches(
 def _looks(x: Any) -> Hashable:
     # The type of a tracer carries its sharding and, inside shard_map, its varying axes.
     kind = jax.typeof(x)
-    return (kind, None) if is_traced(x) else (kind, frozenset(x.sharding.device_set))
+    return (kind, None) if isinstance(x, Tracer) else (kind, frozenset(x.sharding.device_set))

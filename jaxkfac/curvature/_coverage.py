@@ -1,6 +1,7 @@
 """Which layer answers for which part of which parameter."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +24,8 @@ class Owner:
     writes_bias: bool
 
 
-def owners(layers: Sequence[Layer]) -> tuple[Owner, ...]:
+@functools.lru_cache(maxsize=64)  # it is asked for at every call outside jit
+def owners(layers: tuple[Layer, ...]) -> tuple[Owner, ...]:
     """Give each (slice of a) parameter to one layer.
 
     Where several blocks cover the same parameter (a tied embedding and head, a parameter

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool
 
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature._corrections import Corrections, clip_block
+from jaxkfac.curvature._layout import Layout, Place, layout_of
 from jaxkfac.factors import BiasMode, Factors, check_same_layers
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import Spectrum, clip_eigenvalues
@@ -98,6 +99,25 @@ class Eigenbases(_Named):
     floor: float = dataclasses.field(metadata={"static": True})
     corrections: Corrections | None = None
 
+    @classmethod
+    def of_blocks(
+        cls, layout: Layout, spectra: Mapping[Place, Any], *, max_condition: float, floor: float
+    ) -> "Eigenbases":
+        """Bases of the spectra (of a diagonal, the mean) of all blocks of ``layout``."""
+        tables: dict[str, dict[str, Any]] = {}
+        for place in layout.blocks:
+            tables.setdefault(place.table, {})[place.key] = spectra[place]
+        return cls(
+            a=tables.get("a", {}),
+            a_without_ones=tables.get("a_without_ones", {}),
+            g=tables.get("g", {}),
+            diagonals=tables.get("diagonals", {}),
+            layers=layout.layers,
+            bias=layout.bias,
+            max_condition=max_condition,
+            floor=floor,
+        )
+
     def __iter__(self) -> Iterator[str]:
         return (layer.name for layer in self.layers)
 
@@ -128,19 +148,17 @@ class Eigenbases(_Named):
             g_vectors=g.vectors,
             a_raw_values=a.values,
             g_raw_values=g.values,
-            **self._measured(layer),
+            **({} if self.corrections is None else self._measured(self.corrections, layer)),
         )
 
     def _clipped(self, values: Array) -> Array:
         return clip_eigenvalues(values, self.max_condition, self.floor)
 
-    def _measured(self, layer: Layer) -> dict[str, Array]:
-        if self.corrections is None:
-            return {}
-        raw = self.corrections.mean(self.corrections.sums[layer.name])
+    def _measured(self, corrections: Corrections, layer: Layer) -> dict[str, Array]:
+        raw = corrections.mean(corrections.sums[layer.name])
         found = {"values": clip_block(raw, self.max_condition, self.floor), "raw_values": raw}
-        if layer.name in self.corrections.bias_sums:
-            raw = self.corrections.mean(self.corrections.bias_sums[layer.name])
+        if layer.name in corrections.bias_sums:
+            raw = corrections.mean(corrections.bias_sums[layer.name])
             found |= {"bias_values": self._clipped(raw), "bias_raw_values": raw}
         return found
 
@@ -232,35 +250,18 @@ def identity_bases(like: Factors, *, max_condition: float = 1e6, floor: float = 
     Returns:
         Bases of the structure, shapes and dtypes :func:`eigendecompose` gives for ``like``.
     """
-    a, bare, g, diagonals = {}, {}, {}, {}
-    for layer in like.layers:
-        if layer.is_diagonal:
-            shape = like.diagonals[layer.name]
-            diagonals[layer.name] = jnp.ones(shape.shape, shape.dtype)
+    layout = layout_of(like.layers, like.bias)
+    arrays = {"a": like.a_sums, "g": like.g_sums, "diagonals": like.diagonals}
+    spectra: dict[Place, Any] = {}
+    for place, block in layout.blocks.items():
+        source = block.source
+        shape = arrays[source.place.table][source.place.key]
+        if place.table == "diagonals":
+            spectra[place] = jnp.ones(shape.shape, shape.dtype)
             continue
-        shape = like.a_sums[layer.input]
-        ones, wants = like.has_ones(layer.input), like.wants_ones(layer)
-        table, size = (bare, shape.shape[-1] - 1) if ones and not wants else (a, shape.shape[-1])
-        if layer.input not in table:
-            table[layer.input] = _identity(layer, size, shape.dtype, dense=layer.a_dense)
-        shape = like.g_sums[layer.name]
-        g[layer.name] = _identity(layer, shape.shape[-1], shape.dtype, dense=layer.g_dense)
-    return Eigenbases(
-        a=a,
-        a_without_ones=bare,
-        g=g,
-        diagonals=diagonals,
-        layers=like.layers,
-        bias=like.bias,
-        max_condition=max_condition,
-        floor=floor,
-    )
-
-
-def _identity(layer: Layer, size: int, dtype: Any, *, dense: bool) -> Spectrum:
-    values = jnp.ones((*layer.stack, size), dtype)
-    if not dense:  # a vocabulary's square is gigabytes
-        return Spectrum(values, None)
-    return Spectrum(
-        values, jnp.broadcast_to(jnp.eye(size, dtype=dtype), (*layer.stack, size, size))
-    )
+        n, dtype = block.size, shape.dtype
+        vectors = None  # a vocabulary's square is gigabytes
+        if source.dense:
+            vectors = jnp.broadcast_to(jnp.eye(n, dtype=dtype), (*source.stack, n, n))
+        spectra[place] = Spectrum(jnp.ones((*source.stack, n), dtype), vectors)
+    return Eigenbases.of_blocks(layout, spectra, max_condition=max_condition, floor=floor)

@@ -1,36 +1,33 @@
 """Factors to eigenbases."""
 
-import dataclasses
 import functools
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
+from jaxkfac._checks import one_of
 from jaxkfac.curvature._eigenbases import Eigenbases
+from jaxkfac.curvature._layout import EigenBlock, Place, layout_of
 from jaxkfac.curvature._placement import (
     Placement,
-    check_placement,
     device_of,
     is_on_host,
-    is_traced,
     matrices_that_fit,
 )
 from jaxkfac.curvature._sharding import put_result, result_sharding
-from jaxkfac.factors import DiagonalFactor, Factors
+from jaxkfac.factors import Factors, mean_of
 from jaxkfac.linalg import Spectrum, check_clipping, eigh_checked, eigh_in_turn, eigh_on_host
 
 
-@dataclasses.dataclass(frozen=True)
-class _Block:
-    """A matrix to decompose, the table and key it goes to, and its name in errors."""
+class _DenseMean(NamedTuple):
+    """A dense block to decompose, as the mean of its factor."""
 
-    table: str
-    key: str
-    name: str
+    block: EigenBlock
     matrix: Array | np.ndarray
 
 
@@ -99,85 +96,74 @@ def eigendecompose(
             f"and gradient, got {type(factors).__name__}"
         )
     check_clipping(max_condition, floor)
-    check_placement(placement)
-    blocks, tables = _split(factors)
-    if placement == "host" and any(is_traced(block.matrix) for block in blocks):
+    one_of("placement", placement, get_args(Placement))
+    layout = layout_of(factors.layers, factors.bias)
+    sides: list[_DenseMean] = []
+    spectra: dict[Place, Any] = {}
+    for place, block in layout.blocks.items():
+        mean = _mean(factors, block)
+        if block.source.dense:
+            sides.append(_DenseMean(block, mean))
+        elif place.table == "diagonals":
+            spectra[place] = jnp.asarray(mean)
+        else:
+            spectra[place] = Spectrum(jnp.asarray(mean), None)
+    if placement == "host" and any(isinstance(side.matrix, Tracer) for side in sides):
         raise ValueError(
             "placement='host' needs concrete factors, and these are traced; inside jit use "
             "'auto' or 'device', or call eigendecompose outside"
         )
-    for block, spectrum in _decompose(blocks, placement, vectors):
-        tables[block.table][block.key] = spectrum
-    return Eigenbases(
-        a=tables["a"],
-        a_without_ones=tables["a_without_ones"],
-        g=tables["g"],
-        diagonals=tables["diagonals"],
-        layers=factors.layers,
-        bias=factors.bias,
-        max_condition=max_condition,
-        floor=floor,
-    )
+    for side, spectrum in _decompose(sides, placement, vectors):
+        spectra[side.block.place] = spectrum
+    return Eigenbases.of_blocks(layout, spectra, max_condition=max_condition, floor=floor)
 
 
-def _split(factors: Factors) -> tuple[list[_Block], dict[str, dict[str, Any]]]:
-    """The dense blocks to decompose, and the tables with the diagonal ones in place."""
-    blocks: list[_Block] = []
-    tables: dict[str, dict[str, Any]] = {"a": {}, "a_without_ones": {}, "g": {}, "diagonals": {}}
-    seen = set()
-    for layer in factors.layers:
-        means = factors[layer.name]
-        if isinstance(means, DiagonalFactor):
-            tables["diagonals"][layer.name] = jnp.asarray(means.diagonal)
-            continue
-        mixed = factors.has_ones(layer.input) and not factors.wants_ones(layer)
-        a_place = ("a_without_ones" if mixed else "a", layer.input)
-        for (table, key), mean, dense in (
-            (a_place, means.a, layer.a_dense),
-            (("g", layer.name), means.g, layer.g_dense),
-        ):
-            if (table, key) in seen:
-                continue
-            seen.add((table, key))
-            if dense:
-                side = "G" if table == "g" else "A"
-                blocks.append(_Block(table, key, f"{side} of layer {layer.name!r}", mean))
-            else:
-                tables[table][key] = Spectrum(jnp.asarray(mean), None)
-    return blocks, tables
+def _mean(factors: Factors, block: EigenBlock) -> Array | np.ndarray:
+    """What is decomposed for a block; as in :class:`Factors`, NumPy in, NumPy out."""
+    source = block.source
+    table, key = source.place
+    if table != "a":
+        sums = (factors.g_sums if table == "g" else factors.diagonals)[key]
+        return mean_of(sums, factors.terms, 0)
+    sums = factors.a_sums[key]
+    if block.without_ones:
+        sums = sums[..., :-1, :-1] if source.dense else sums[..., :-1]
+    return mean_of(sums, factors.a_counts[key], 1 + source.dense)
 
 
 def _decompose(
-    blocks: list[_Block], placement: Placement, vectors: bool
-) -> list[tuple[_Block, Spectrum]]:
+    sides: list[_DenseMean], placement: Placement, vectors: bool
+) -> list[tuple[_DenseMean, Spectrum]]:
     if placement == "host":
-        return [(block, _on_host(block, vectors)) for block in blocks]
-    groups: dict[Any, list[_Block]] = defaultdict(list)
-    results: list[tuple[_Block, Spectrum]] = []
-    for block in blocks:
-        matrix = block.matrix
+        return [(side, _on_host(side, vectors)) for side in sides]
+    groups: dict[Any, list[_DenseMean]] = defaultdict(list)
+    results: list[tuple[_DenseMean, Spectrum]] = []
+    for side in sides:
+        matrix = side.matrix
         on_host = isinstance(matrix, np.ndarray)  # of a byte budget: too much for the device
         if on_host and placement == "auto":
-            results.append((block, _on_host(block, vectors)))
+            results.append((side, _on_host(side, vectors)))
             continue
         where = frozenset()
-        if not on_host and not is_traced(matrix):
+        if not on_host and not isinstance(matrix, Tracer):
             where = frozenset(matrix.sharding.device_set)
-        groups[matrix.shape[-1], matrix.dtype, where].append(block)
+        groups[matrix.shape[-1], matrix.dtype, where].append(side)
     for (n, dtype, _), members in groups.items():
         first = members[0].matrix
-        checked = placement == "auto" and not is_traced(first)
+        checked = placement == "auto" and not isinstance(first, Tracer)
         limit = matrices_that_fit(n, dtype, device_of(first)) if checked else None
         cheaper = not vectors and checked and device_of(first).platform == "cpu"
         if checked and (limit == 0 or is_on_host(first) or cheaper):
-            results += [(block, _on_host(block, vectors)) for block in members]
+            results += [(side, _on_host(side, vectors)) for side in members]
             continue
-        after = results[-1][1].values if results and is_traced(first) else None
-        spectra = _of_one_size([jnp.asarray(b.matrix) for b in members], limit, vectors, after)
-        for block, spectrum in zip(members, spectra, strict=True):
+        after = results[-1][1].values if results and isinstance(first, Tracer) else None
+        spectra = _of_one_size(
+            [jnp.asarray(side.matrix) for side in members], limit, vectors, after
+        )
+        for side, spectrum in zip(members, spectra, strict=True):
             if checked and not np.isfinite(np.asarray(spectrum.values)).all():
-                spectrum = _on_host(block, vectors)
-            results.append((block, spectrum))
+                spectrum = _on_host(side, vectors)
+            results.append((side, spectrum))
     return results
 
 
@@ -189,7 +175,7 @@ def _of_one_size(
     batched = functools.partial(_batched, limit=limit, vectors=vectors)
     if limit is not None:
         return batched(matrices)
-    if not is_traced(matrices[0]):
+    if not isinstance(matrices[0], Tracer):
         return (in_turn if device_of(matrices[0]).platform == "cpu" else batched)(matrices)
     return jax.lax.platform_dependent(matrices, cpu=in_turn, default=batched)
 
@@ -212,8 +198,8 @@ def _batched(matrices: list[Array], *, limit: int | None, vectors: bool) -> list
     return results
 
 
-def _on_host(block: _Block, vectors: bool) -> Spectrum:
-    values, columns = eigh_on_host(block.matrix, name=block.name, vectors=vectors)
-    where = result_sharding(block.matrix)
+def _on_host(side: _DenseMean, vectors: bool) -> Spectrum:
+    values, columns = eigh_on_host(side.matrix, name=side.block.name, vectors=vectors)
+    where = result_sharding(side.matrix)
     placed = None if columns is None else put_result(columns, where)
     return Spectrum(put_result(values, where), placed)

@@ -49,7 +49,7 @@ class Form(NamedTuple):
     writes_bias: bool
 
 
-class Block(NamedTuple):
+class Operands(NamedTuple):
     """The arrays of one layer: its matrix ``(stack..., in, out)`` and its eigenbasis.
 
     Attributes:
@@ -66,7 +66,7 @@ class Block(NamedTuple):
 
 def load_block(
     leaves: dict[str, Array], owner: Owner, bases: Eigenbases
-) -> tuple[Form, Block] | None:
+) -> tuple[Form, Operands] | None:
     """What :func:`solve` takes; ``None`` if the tree has neither weight nor bias.
 
     Raises:
@@ -75,7 +75,11 @@ def load_block(
     layer, joint = owner.layer, bases.wants_ones(owner.layer)
     basis = bases.basis(layer)
     assert isinstance(basis, KroneckerEigenbasis)
-    _check_vectors(layer, basis)
+    sides = ((layer.a_dense, basis.a_vectors), (layer.g_dense, basis.g_vectors))
+    if any(dense and vectors is None for dense, vectors in sides):
+        raise ValueError(
+            f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with vectors=True"
+        )
     dtype = basis.a_values.dtype
     kernel_shape = (*layer.stack, layer.in_features, layer.out_features)
     row_shape = (*layer.stack, 1, layer.out_features)
@@ -94,15 +98,15 @@ def load_block(
     else:
         kernel = kernel if form.writes_weight else None
         row = row if form.writes_bias else None
-    return form, Block(kernel, row, basis)
+    return form, Operands(kernel, row, basis)
 
 
-def solve(form: Form, block: Block, power: Power) -> tuple[Array | None, Array | None]:
+def solve(form: Form, operands: Operands, power: Power) -> tuple[Array | None, Array | None]:
     """The power applied to weight and bias, leading axes being a batch.
 
     ``None`` stands for a part that the layer does not write.
     """
-    kernel, row, basis = block
+    kernel, row, basis = operands
     if form.joint:
         assert kernel is not None and row is not None
         both = jnp.concatenate([kernel, row], axis=-2)
@@ -205,10 +209,3 @@ def _read(
     if matrix is None or matrix.path not in leaves:
         return None
     return matrix.read(leaves[matrix.path]).reshape(shape).astype(dtype)
-
-
-def _check_vectors(layer: Layer, basis: KroneckerEigenbasis) -> None:
-    if (layer.a_dense and basis.a_vectors is None) or (layer.g_dense and basis.g_vectors is None):
-        raise ValueError(
-            f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with vectors=True"
-        )

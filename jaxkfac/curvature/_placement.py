@@ -1,9 +1,8 @@
 """Where a factor is decomposed: on its own device while its workspace fits, else on the host."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
-from jax.core import Tracer
 
 from jaxkfac.memory import free_bytes
 
@@ -11,12 +10,6 @@ Placement = Literal["auto", "device", "host"]
 
 # syevd, on LAPACK and on cuSOLVER: the matrix it overwrites and about 2 n^2 of scratch.
 WORKSPACE_MATRICES = 3
-
-
-def check_placement(placement: str) -> None:
-    """Refuse an unknown placement."""
-    if placement not in get_args(Placement):
-        raise ValueError(f"placement must be one of {get_args(Placement)}, got {placement!r}")
 
 
 def matrices_that_fit(n: int, dtype: Any, device: Any) -> int | None:
@@ -29,11 +22,6 @@ def matrices_that_fit(n: int, dtype: Any, device: Any) -> int | None:
     if free is None:
         return None
     return int(free / 2 // (WORKSPACE_MATRICES * n**2 * np.dtype(dtype).itemsize))
-
-
-def is_traced(x: Any) -> bool:
-    """Whether ``x`` has no value yet."""
-    return isinstance(x, Tracer)
 
 
 def device_of(x: Any) -> Any:

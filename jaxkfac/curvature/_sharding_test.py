@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxkfac.curvature._sharding import detached, put_result, result_sharding
-from jaxkfac.memory._aligned import aligned_empty
+from jaxkfac.memory import aligned_empty
 
 RESULT = np.arange(6, dtype=np.float32).reshape(2, 3)
 

@@ -7,7 +7,7 @@ from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
 from jaxkfac.factors._diagonal_pass import per_example_diagonals
 from jaxkfac.factors._estimator import LABEL_FOLD, Estimator, check_label_values
 from jaxkfac.factors._example_sums import gradient_rows
-from jaxkfac.factors._factors import BiasMode, DiagonalFactor, Factors, KroneckerFactor
+from jaxkfac.factors._factors import BiasMode, DiagonalFactor, Factors, KroneckerFactor, mean_of
 from jaxkfac.factors._fisher import FISHER_TYPES, estimator_of, over_count
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from jaxkfac.factors._objective import Batch, Objective, as_batch, kept_targets, takes_key
@@ -46,6 +46,7 @@ __all__ = [
     "gradient_rows",
     "kept_targets",
     "largest_budget",
+    "mean_of",
     "over_count",
     "per_example_diagonals",
     "plan_passes",

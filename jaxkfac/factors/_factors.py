@@ -100,12 +100,12 @@ class Factors(_Named):
     def __getitem__(self, name: str) -> KroneckerFactor | DiagonalFactor:
         layer = self.layer(name)
         if layer.is_diagonal:
-            return DiagonalFactor(_mean(self.diagonals[name], self.terms, 0))
+            return DiagonalFactor(mean_of(self.diagonals[name], self.terms, 0))
         a, n = self.a_sums[layer.input], self.a_counts[layer.input]
         if self.has_ones(layer.input) and not self.wants_ones(layer):
             a = a[..., :-1, :-1] if layer.a_dense else a[..., :-1]
         return KroneckerFactor(
-            a=_mean(a, n, 1 + layer.a_dense), g=_mean(self.g_sums[name], self.terms, 0)
+            a=mean_of(a, n, 1 + layer.a_dense), g=mean_of(self.g_sums[name], self.terms, 0)
         )
 
     def wants_ones(self, layer: Layer) -> bool:
@@ -133,7 +133,7 @@ class Factors(_Named):
         }
 
 
-def _mean(total: Any, count: Any, matrix_axes: int) -> Any:
+def mean_of(total: Any, count: Any, matrix_axes: int) -> Any:
     """``total / count`` with an empty count giving 0; count has the stack's axes.
 
     Factors in host memory are read there: NumPy in, NumPy out.

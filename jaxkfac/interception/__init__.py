@@ -56,7 +56,7 @@ from jaxkfac.interception._compat import (
 )
 from jaxkfac.interception._encoded import (
     DeferredParameter,
-    Encoded,
+    EncodedParameter,
     decoded_shapes,
     encoded_paths,
     is_encoded,
@@ -88,7 +88,7 @@ __all__ = [
     "AxisTable",
     "Data",
     "DeferredParameter",
-    "Encoded",
+    "EncodedParameter",
     "Entries",
     "Eqn",
     "Handler",

@@ -33,7 +33,7 @@ from jaxkfac.interception._products import follow_product
 from jaxkfac.interception._propagate import fresh, propagate
 from jaxkfac.interception._structured import Scope, Walked, walk_scan, walk_shard_map
 from jaxkfac.interception._uses import uses_of
-from jaxkfac.interception._values import Constant, Data, Derived, Finding, Use, Value, View
+from jaxkfac.interception._values import Constant, CoverageNote, Data, Derived, Use, Value, View
 from jaxkfac.interception._views import view_of
 
 _NOT_EXAMPLES = (
@@ -76,7 +76,9 @@ class Analysis(Facts):
             self.data_axes.append(axes)
             return Data(self.unique(), axes)
         if not jnp.issubdtype(aval.dtype, jnp.inexact):
-            self.findings[Finding(path, f"is held out: {aval.dtype} has no gradient", False)] = None
+            self.findings[
+                CoverageNote(path, f"is held out: {aval.dtype} has no gradient", False)
+            ] = None
             return Constant(self.unique())
         axes = fresh(self.table, aval.shape, "parameter")
         return View(self.unique(), path, origin=axes, axes=axes)

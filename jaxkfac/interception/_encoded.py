@@ -21,7 +21,7 @@ from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._paths import path_of
 
 
-class Encoded:
+class EncodedParameter:
     """A parameter in a form of its own: a pytree whose arrays all have the stacked axes first.
 
     So a ``lax.scan``, or an index, takes slices of it without decoding anything.
@@ -41,8 +41,8 @@ class Encoded:
         raise NotImplementedError
 
 
-def is_encoded(x: object) -> TypeGuard[Encoded]:
-    return isinstance(x, Encoded)
+def is_encoded(x: object) -> TypeGuard[EncodedParameter]:
+    return isinstance(x, EncodedParameter)
 
 
 def decoded_shapes(tree: PyTree) -> PyTree:
@@ -75,7 +75,7 @@ class DeferredParameter:
         touched_by: The first view that touched a stacked axis, for messages.
     """
 
-    encoded: Encoded
+    encoded: EncodedParameter
     operands: tuple[tuple[Any, ...], ...]  # arrays, or what a tree transformation puts there
     path: str = dataclasses.field(metadata={"static": True})
     lead: int = dataclasses.field(metadata={"static": True})
@@ -83,7 +83,7 @@ class DeferredParameter:
     touched_by: str = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, encoded: Encoded, path: str) -> "DeferredParameter":
+    def of(cls, encoded: EncodedParameter, path: str) -> "DeferredParameter":
         return cls(encoded, (), path, len(encoded.stack), (), "")
 
     def decode(self) -> Shaped[Array, "..."]:

@@ -4,7 +4,7 @@ from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._compat import ClosedJaxpr
 from jaxkfac.interception._row_masks import own_axes
-from jaxkfac.interception._values import Data, Finding, Use
+from jaxkfac.interception._values import CoverageNote, Data, Use
 
 
 def analyse(closed: ClosedJaxpr, paths: list[str | None]) -> Analysis:
@@ -35,7 +35,7 @@ def _is_use(analysis: Analysis, use: Use) -> bool:
     return rows.issuperset(table.atoms(first.axes[0]))
 
 
-def split_lost(analysis: Analysis, *, examples_lead: bool) -> tuple[list[Use], list[Finding]]:
+def split_lost(analysis: Analysis, *, examples_lead: bool) -> tuple[list[Use], list[CoverageNote]]:
     """The uses that keep their examples, and a finding for each that does not.
 
     A scale multiplied by a batch statistic (BatchNorm in training), or a weight multiplied
@@ -65,7 +65,7 @@ def split_lost(analysis: Analysis, *, examples_lead: bool) -> tuple[list[Use], l
             kept.append(use)
         else:
             reason = f"has the example axis lost at `{use.eqn.primitive.name}`"
-            findings.append(Finding(use.view.path, reason, fatal=True))
+            findings.append(CoverageNote(use.view.path, reason, fatal=True))
     return kept, findings
 
 

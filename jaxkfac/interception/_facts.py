@@ -6,7 +6,7 @@ from typing import Any
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import Eqn, is_stateful
 from jaxkfac.interception._propagate import Axes
-from jaxkfac.interception._values import Derived, Finding, Value, View
+from jaxkfac.interception._values import CoverageNote, Derived, Value, View
 
 
 class Facts:
@@ -22,7 +22,7 @@ class Facts:
 
     def __init__(self) -> None:
         self.table = AxisTable()
-        self.findings: dict[Finding, None] = {}
+        self.findings: dict[CoverageNote, None] = {}
         self.reads: set[str] = set()
         self.data_axes: list[Axes] = []
         self.walked: dict[int, Atoms] = {}
@@ -53,11 +53,11 @@ class Facts:
     def report(self, value: Value, reason: str, *, fatal: bool = True) -> None:
         """Say something of the parameters that a value is made of; nothing of other values."""
         if isinstance(value, View):
-            self.findings[Finding(value.path, reason, fatal)] = None
+            self.findings[CoverageNote(value.path, reason, fatal)] = None
         elif isinstance(value, Derived):
             for path, first in value.reasons:
                 text = f"goes through {first} and {reason}" if fatal else reason
-                self.findings[Finding(path, text, fatal)] = None
+                self.findings[CoverageNote(path, text, fatal)] = None
 
     def outside(self, value: Value, eqn: Eqn) -> Value:
         """A value that leaves a structured equation: there it is no longer followed as a view."""

@@ -10,7 +10,7 @@ from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._kind import Kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.interception._table import selector
-from jaxkfac.interception._values import Finding, Use, View
+from jaxkfac.interception._values import CoverageNote, Use, View
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,7 +32,7 @@ def group_uses(
     experts: str | None = None,
     pattern: str | None = None,
     scale_blocks: bool = False,
-) -> tuple[list[Layer], list[Finding]]:
+) -> tuple[list[Layer], list[CoverageNote]]:
     """Group uses into layers, and mark every use with the layer it belongs to.
 
     Args:
@@ -49,7 +49,7 @@ def group_uses(
     Raises:
         UnknownLayerError: ``pattern`` matches no layer.
     """
-    notes: list[Finding] = []
+    notes: list[CoverageNote] = []
     blocks = _blocks(table, [u for u in uses if not u.kind.inserts], experts)
     biases = [u for u in uses if u.kind.inserts]
     joined = _join_biases(table, blocks, biases, experts)
@@ -61,7 +61,7 @@ def group_uses(
     selected = selector(pattern, [b.name for b in blocks])
     for block in blocks:
         if block.name not in selected:
-            notes.append(Finding(block.weight.path, "is left out by layers=", fatal=False))
+            notes.append(CoverageNote(block.weight.path, "is left out by layers=", fatal=False))
     blocks = [b for b in blocks if b.name in selected]
     owners = _owners(table, blocks)
     layers = []
@@ -223,7 +223,7 @@ def _bias_matrix(
     return matrix if (matrix.stack_shape, matrix.out_features) == same else None
 
 
-def _name(blocks: list[_UseGroup]) -> list[Finding]:
+def _name(blocks: list[_UseGroup]) -> list[CoverageNote]:
     """Name every block; where a parameter has several, the dense one keeps the path."""
     notes, by_path = [], collections.defaultdict(list)
     for block in blocks:
@@ -240,7 +240,7 @@ def _name(blocks: list[_UseGroup]) -> list[Finding]:
         if len(group) > 1:
             names = ", ".join(sorted(taken))
             reason = f"has {len(group)} blocks: {names}; the optimizer uses {path!r}"
-            notes.append(Finding(group[0].weight.path, reason, fatal=False))
+            notes.append(CoverageNote(group[0].weight.path, reason, fatal=False))
     return notes
 
 

@@ -1,6 +1,7 @@
 """What a layer is: a parameter read as a (stack of) matrix, and how data meets it."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -35,19 +36,19 @@ class ParameterMatrix:
     def _sizes(self, positions: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(self.atoms[p] for p in positions)
 
-    @property
+    @functools.cached_property
     def stack_shape(self) -> tuple[int, ...]:
         return self._sizes(self.stack)
 
-    @property
+    @functools.cached_property
     def in_features(self) -> int:
         return math.prod(self._sizes(self.inputs))
 
-    @property
+    @functools.cached_property
     def out_features(self) -> int:
         return math.prod(self._sizes(self.outputs))
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         return math.prod(self.atoms)
 
@@ -84,7 +85,7 @@ class ParameterMatrix:
         """``leaf`` with the elements this matrix covers replaced; dtype of ``leaf``."""
         order = (*self.stack, *self.inputs, *self.outputs)
         inverse = sorted(range(len(order)), key=order.__getitem__)
-        part = matrix.reshape(self._sizes(order)).transpose(inverse)
+        part = matrix.reshape([self.atoms[p] for p in order]).transpose(inverse)
         if self.index:
             target = leaf[self.index]
             return leaf.at[self.index].set(part.reshape(target.shape).astype(leaf.dtype))
@@ -128,12 +129,12 @@ class Layer:
     a_dense: bool = True
     g_dense: bool = True
 
-    @property
+    @functools.cached_property
     def is_diagonal(self) -> bool:
         """Whether the block is a plain diagonal without Kronecker structure."""
         return self.is_elementwise and not self.g_dense
 
-    @property
+    @functools.cached_property
     def is_elementwise(self) -> bool:
         """Whether each element of the parameter meets data by itself: it has no input side.
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest
+from jaxkfac._text import ruled
 from jaxkfac.interception._layer import Layer
 
 
@@ -84,16 +85,7 @@ class LayerTable(Mapping[str, Layer]):
             )
             for layer in self.layers
         ]
-        widths = [max(len(r[i]) for r in (head, *rows)) for i in range(len(head))]
-        right = {2, 3, 5, 8}
-        lines = [
-            "  ".join(
-                c.rjust(w) if i in right else c.ljust(w)
-                for i, (c, w) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in (head, *rows)
-        ]
-        lines.insert(1, "-" * max(map(len, lines)))
+        lines = ruled(head, rows, width=None, words=(0, 1, 4, 6, 7))
         lines.append(
             f"{len(self.layers)} layers cover {self.num_covered:,} of {total:,} parameters "
             f"({100 * self.num_covered / total:.1f}%)"

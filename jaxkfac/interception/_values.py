@@ -138,7 +138,7 @@ class Use:
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class CoverageNote:
     """Something the coverage report says of a parameter beside its uses."""
 
     path: str

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkfac._errors import LostRowsError
-from jaxkfac.interception._paths import leaves_by_path, with_leaves
-from jaxkfac.interception._trace import trace
+from jaxkfac.interception import leaves_by_path, trace, with_leaves
 from jaxkfac.lslora import Config, attach, init, stack
 
 

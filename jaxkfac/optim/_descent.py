@@ -1,5 +1,6 @@
 """The steps of one K-FAC update, each on its own."""
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jaxtyping import Array, Int
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.interception import is_differentiable
 from jaxkfac.linalg import Spectrum
-from jaxkfac.optim._trees import gradients_only, inner_product, is_out, scaled, with_constants
+from jaxkfac.optim._trees import covered_leaves, inner_product, scaled
 
 PyTree = Any
 
@@ -40,38 +41,34 @@ def keep_where_not_finite(new: Eigenbases, old: Eigenbases) -> tuple[Eigenbases,
 
 
 def constrain_norm(
-    steps: PyTree, grads: PyTree, ours: PyTree, rate: ArrayLike, limit: float
+    steps: PyTree, grads: PyTree, covered: Collection[str], rate: ArrayLike, limit: float
 ) -> PyTree:
     r"""Scale the steps so that $\eta^2 \langle p, \nabla \rangle \le$ ``limit``.
 
-    Only the leaves that ``ours`` marks count and are scaled.
+    Only the leaves at the covered paths count and are scaled.
     """
+    ours = covered_leaves(grads, covered)
     product = inner_product(steps, grads, ours)
     squared = jnp.square(jnp.asarray(rate, product.dtype)) * product
     tiny = jnp.finfo(product.dtype).tiny
     factor = jnp.sqrt(limit / jnp.maximum(squared, tiny))
 
-    def scale(factor: Array, kept: PyTree) -> PyTree:
-        return jax.tree.map(
-            lambda mine, p: scaled(factor, p) if mine and not is_out(p) else p, ours, kept
-        )
+    def scale(factor: Array, steps: PyTree) -> PyTree:
+        return jax.tree.map(lambda mine, p: scaled(factor, p) if mine else p, ours, steps)
 
     # A cond, because XLA would copy the sum over all leaves into the scaling of each.
-    kept = gradients_only(steps)
-    return with_constants(
-        steps, jax.lax.cond(factor < 1, scale, lambda _, kept: kept, factor, kept)
-    )
+    return jax.lax.cond(factor < 1, scale, lambda _, steps: steps, factor, steps)
 
 
-def zero_momentum(params: PyTree, ours: PyTree, *, everywhere: bool) -> PyTree:
-    """Zeros like the parameters that ``ours`` marks, or like all that have a gradient."""
+def zero_momentum(params: PyTree, covered: Collection[str], *, everywhere: bool) -> PyTree:
+    """Zeros like the parameters at the covered paths, or like all that have a gradient."""
     return jax.tree.map(
         lambda mine, x: (
             jnp.zeros_like(x)
             if (mine or everywhere) and is_differentiable(x)
             else optax.MaskedNode()
         ),
-        ours,
+        covered_leaves(params, covered),
         params,
     )
 
@@ -88,13 +85,19 @@ def advance_momentum(decay: float, momentum: PyTree, steps: PyTree) -> PyTree:
 def descend(
     momentum: PyTree, grads: PyTree, params: PyTree | None, rate: ArrayLike, weight_decay: float
 ) -> PyTree:
-    r"""$-\eta (m + w \theta)$ where there is a momentum, the gradient elsewhere."""
+    r"""$-\eta (m + w \theta)$ where there is a momentum, the gradient elsewhere.
 
-    def one(g: Any, m: Any, x: Any) -> Any:
+    ``params`` may have more leaves than ``grads``: those without a gradient.
+    """
+
+    def decayed(x: Array, m: Any) -> Any:
         if isinstance(m, optax.MaskedNode):
-            return g
-        if weight_decay:
-            m = m + scaled(weight_decay, x.astype(m.dtype))
-        return -scaled(rate, m).astype(g.dtype)
+            return m
+        return m + scaled(weight_decay, x.astype(m.dtype))
 
-    return jax.tree.map(one, grads, momentum, grads if params is None else params)
+    def step(g: Array, m: Any) -> Array:
+        return g if isinstance(m, optax.MaskedNode) else -scaled(rate, m).astype(g.dtype)
+
+    if weight_decay:
+        momentum = jax.tree.map(decayed, params, momentum)
+    return jax.tree.map(step, grads, momentum)

@@ -8,7 +8,13 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
-from jaxkfac.curvature import Eigenbases, eigendecompose, identity_bases, natural_gradient
+from jaxkfac.curvature import (
+    Eigenbases,
+    covered_indices,
+    eigendecompose,
+    identity_bases,
+    natural_gradient,
+)
 from jaxkfac.factors import Factors, check_decay, check_same_layers, update_average, zeros_like
 from jaxkfac.linalg import Damping, DampingMode, check_clipping
 from jaxkfac.optim._descent import (
@@ -28,8 +34,8 @@ from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
     covered_leaves,
+    gradients_only,
     with_constants,
-    zeros_like_gradients,
 )
 
 PyTree = Any
@@ -163,9 +169,10 @@ def kfac(
         raise ValueError(f"weight_decay must be zero or positive, got {weight_decay}")
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
     clipping: dict[str, Any] = {"max_condition": max_condition, "floor": floor}
+    covered = covered_indices(like.layers)
 
     def not_ours(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda ours: not ours, covered_leaves(tree, like))
+        return jax.tree.map(lambda ours: not ours, covered_leaves(tree, covered))
 
     rest = None if others is None else optax.masked(others, not_ours)
 
@@ -174,7 +181,7 @@ def kfac(
             step=jnp.zeros((), jnp.int32),
             average=zeros_like(like),
             bases=identity_bases(like, **clipping),
-            momentum=zero_momentum(params, covered_leaves(params, like), everywhere=rest is None),
+            momentum=zero_momentum(params, covered, everywhere=rest is None),
             others=() if rest is None else rest.init(params),
             skipped=jnp.zeros((), jnp.int32),
             kept=jnp.zeros((), jnp.int32),
@@ -194,6 +201,7 @@ def kfac(
         if params is None and weight_decay:
             raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
         check_same_layers(factors, like)
+        own = gradients_only(grads)
 
         def step() -> tuple[PyTree, KfacState]:
             average = update_average(state.average, factors, decay)
@@ -204,24 +212,24 @@ def kfac(
                 ),
                 lambda: (state.bases, jnp.zeros((), jnp.int32)),
             )
-            ours = covered_leaves(grads, like)
             rate = at_step(learning_rate, state.step)
             steps = natural_gradient(
-                grads,
+                own,
                 bases,
                 damping=at_step(damping, state.step),
                 damping_mode=damping_mode,
                 missing="identity",
             )
             if norm_constraint is not None:
-                steps = constrain_norm(steps, grads, ours, rate, norm_constraint)
+                steps = constrain_norm(steps, own, covered, rate, norm_constraint)
             velocity = advance_momentum(momentum, state.momentum, steps)
-            out = descend(velocity, grads, params, rate, weight_decay)
+            out = descend(velocity, own, params, rate, weight_decay)
             rest_state = state.others
             if rest is not None:
                 rest_out, rest_state = rest.update(grads, state.others, params, **extra)
-                out = jax.tree.map(lambda m, x, y: x if m else y, ours, out, rest_out)
-            return cast_like(grads, out), KfacState(
+                ours, rest_out = covered_leaves(own, covered), cast_like(grads, rest_out)
+                out = jax.tree.map(lambda mine, x, y: x if mine else y, ours, out, rest_out)
+            return out, KfacState(
                 step=jnp.asarray(optax.safe_increment(state.step)),
                 average=average,
                 bases=bases,
@@ -233,11 +241,11 @@ def kfac(
 
         def skip() -> tuple[PyTree, KfacState]:
             skipped = optax.safe_increment(state.skipped)
-            return zeros_like_gradients(grads), state._replace(skipped=skipped)
+            return jax.tree.map(jnp.zeros_like, own), state._replace(skipped=skipped)
 
         # A cond, not a select of every leaf: XLA copies the reduction over all leaves into
         # each select, and compiles them for minutes (48 layers: 35 s of CPU against 10).
-        out, state = jax.lax.cond(all_finite(grads, factors), step, skip)
+        out, state = jax.lax.cond(all_finite(own, factors), step, skip)
         return with_constants(grads, out), state
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -5,7 +5,7 @@ import optax
 import pytest
 
 from jaxkfac.curvature import eigendecompose, natural_gradient
-from jaxkfac.factors._average import update_average, zeros_like
+from jaxkfac.factors import update_average, zeros_like
 from jaxkfac.factors._explicit_net_test import (
     layer,
     net_batch,

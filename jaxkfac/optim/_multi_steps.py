@@ -22,10 +22,8 @@ from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
     gradients_only,
-    is_out,
     sum_dtype,
     with_constants,
-    zeros_like_gradients,
 )
 
 PyTree = Any
@@ -198,7 +196,9 @@ def multi_steps(
         # Ahead of the cond, whose operands are arrays: a sum in full width never becomes one.
         divisor = jnp.where(some, total["terms"], 1)
         mean = jax.tree.map(
-            lambda g, t: g if is_out(t) else (t / divisor).astype(g.dtype), grads, total["grads"]
+            lambda g, t: g if isinstance(t, optax.MaskedNode) else (t / divisor).astype(g.dtype),
+            grads,
+            total["grads"],
         )
 
         def run(inner_state: Any) -> tuple[PyTree, Any]:
@@ -211,7 +211,7 @@ def multi_steps(
             return cast_like(grads, updates), inner_state
 
         def wait(inner_state: Any) -> tuple[PyTree, Any]:
-            return zeros_like_gradients(grads), inner_state
+            return jax.tree.map(jnp.zeros_like, gradients_only(grads)), inner_state
 
         updates, inner_state = jax.lax.cond(ended & some, run, wait, state.inner)
         return with_constants(grads, updates), MultiStepsState(

@@ -1,12 +1,13 @@
 """Preconditioning with eigenbases that are handed in at every step."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from jaxkfac.curvature import Eigenbases, Missing, apply_power, check_missing
+from jaxkfac._checks import one_of
+from jaxkfac.curvature import Eigenbases, Missing, apply_power
 from jaxkfac.linalg import Damping, DampingMode
 from jaxkfac.optim._schedules import Schedule, at_step, check_scheduled_damping
 
@@ -65,7 +66,7 @@ def scale_by_bases(
         [-0.02 -0.02]
     """
     check_scheduled_damping(damping, damping_mode)
-    check_missing(missing)
+    one_of("missing", missing, get_args(Missing))
 
     def init(params: PyTree) -> ScaleByBasesState:
         del params

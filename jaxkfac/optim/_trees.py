@@ -1,5 +1,6 @@
 """Trees of gradients: finiteness, choice, inner products, and what factors cover."""
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -8,8 +9,6 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-from jaxkfac.curvature import covered_indices
-from jaxkfac.factors import Factors
 from jaxkfac.interception import is_differentiable, path_of
 
 PyTree = Any
@@ -35,19 +34,9 @@ def cast_like(grads: PyTree, updates: PyTree) -> PyTree:
     )
 
 
-def zeros_like_gradients(grads: PyTree) -> PyTree:
-    """Zeros of the structure that :func:`cast_like` gives."""
-    return jax.tree.map(jnp.zeros_like, gradients_only(grads))
-
-
 def with_constants(grads: PyTree, updates: PyTree) -> PyTree:
     """``updates`` with the leaves that are no gradients put back, as they came."""
-    return jax.tree.map(lambda g, u: g if is_out(u) else u, grads, updates)
-
-
-def is_out(leaf: Any) -> bool:
-    """Whether a leaf has been taken out."""
-    return isinstance(leaf, optax.MaskedNode)
+    return jax.tree.map(lambda g, u: g if isinstance(u, optax.MaskedNode) else u, grads, updates)
 
 
 def scaled(factor: ArrayLike, leaf: Array) -> Array:
@@ -73,7 +62,6 @@ def inner_product(left: PyTree, right: PyTree, counted: PyTree) -> Float[Array, 
     return sum(jax.tree.leaves(products), jnp.zeros((), dtype))
 
 
-def covered_leaves(tree: PyTree, like: Factors) -> PyTree:
-    """True on the leaves of which a factor of ``like`` covers any part."""
-    paths = covered_indices(like.layers)
-    return jax.tree_util.tree_map_with_path(lambda p, _: path_of(p) in paths, tree)
+def covered_leaves(tree: PyTree, covered: Collection[str]) -> PyTree:
+    """True on the leaves at the covered paths."""
+    return jax.tree_util.tree_map_with_path(lambda p, _: path_of(p) in covered, tree)

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from jaxkfac._text import number
 from jaxkfac.curvature import CapacityComparison, CapacityInterval, CapacityMetrics, Change
+from jaxkfac.curvature.capacity import METRICS, columns
 
 
 class CapacityReport(NamedTuple):
@@ -33,21 +34,7 @@ class CapacityReport(NamedTuple):
         return {name: part.to_dict() for name, part in parts.items() if part is not None}
 
 
-# Headings of the table of layers, and the metric below each.
-COLUMNS = {
-    "dim.": "dimension",
-    "trace": "trace",
-    "part.\nratio": "participation_ratio",
-    "entropy\nrank": "entropy_rank",
-    "stable\nrank": "stable_rank",
-    "condition": "condition",
-    "clipped": "condition_clipped",
-    "eff.\ndim.": "effective_dimension",
-}
-
-
 _TITLES = {"scale-free": "scale-free", "mean": "of the mean loss", "sum": "of the sum over N"}
-_PER_LAYER = ("num_above_a", "num_above_g")  # of factors: a model has none
 
 
 class ScaleRows(NamedTuple):
@@ -78,7 +65,7 @@ def model_rows(report: CapacityReport) -> list[ScaleRows]:
     metrics = report.metrics
     parts = []
     for scale, values in metrics.model.by_scale().items():
-        names = [name for name in values if name not in _PER_LAYER]
+        names = [name for name in values if not _is_of_factors(name)]
         rows = [(_words(name, metrics), *_cells(report, name)) for name in names]
         parts.append(ScaleRows(_TITLES[scale], rows))
     empty = [""] * (len(model_head(report)) - 2)
@@ -91,10 +78,11 @@ def model_rows(report: CapacityReport) -> list[ScaleRows]:
 
 def layer_rows(report: CapacityReport) -> list[tuple[str, ...]]:
     """``(name, *cells)`` of each layer, and the whole model last."""
-    records = [*report.metrics.layers.items(), ("whole model", report.metrics.model)]
+    layers = [*report.metrics.layers.items(), ("whole model", report.metrics.model)]
+    records = [(name, record.scalars()) for name, record in layers]
     return [
-        (name, *(number(getattr(record, field)) for field in COLUMNS.values()))
-        for name, record in records
+        (name, *(number(values.get(metric)) for metric in columns().values()))
+        for name, values in records
     ]
 
 
@@ -103,9 +91,9 @@ def change_rows(report: CapacityReport) -> list[tuple[str, ...]]:
     comparison = report.comparison
     if comparison is None:
         return []
-    fields = list(COLUMNS.values())[1:]
     changes = [*comparison.layers.items(), ("whole model", comparison.model)]
-    return [(name, *(number(change[f].ratio) for f in fields)) for name, change in changes]
+    names = columns().values()
+    return [(layer, *(number(change[name].ratio) for name in names)) for layer, change in changes]
 
 
 def interval_words(report: CapacityReport) -> str:
@@ -139,7 +127,7 @@ def _cells(report: CapacityReport, name: str) -> list[str]:
 
 def _change(name: str, change: Change) -> str:
     """A factor, or the difference of a logarithm."""
-    if name.startswith("log_") or name == "spectral_entropy":
+    if name in METRICS and METRICS[name].is_logarithm:
         return "–" if change.difference is None else _signed(change.difference)
     return "–" if change.ratio is None else f"× {number(change.ratio)}"
 
@@ -149,7 +137,11 @@ def _signed(value: float) -> str:
     return f"{'−' if value < 0 else '+'} {number(abs(value))}"
 
 
+def _is_of_factors(name: str) -> bool:
+    return name in METRICS and METRICS[name].of_factors
+
+
 def _words(name: str, metrics: CapacityMetrics) -> str:
-    if name == "num_above":
-        return f"number above {metrics.threshold:g}"
-    return name.replace("num_", "number ").replace("pac_bayes", "PAC-Bayes").replace("_", " ")
+    label = METRICS[name].label if name in METRICS else None  # a quantile is one of several
+    words = name.replace("num_", "number ").replace("_", " ")
+    return words if label is None else label.format(threshold=metrics.threshold)

@@ -2,8 +2,8 @@
 
 from html import escape
 
+from jaxkfac.curvature.capacity import columns
 from jaxkfac.report._capacity import (
-    COLUMNS,
     CapacityReport,
     change_rows,
     interval_words,
@@ -18,7 +18,7 @@ from jaxkfac.report._html_parts import table_html
 
 def capacity_html(report: CapacityReport) -> str:
     """Tables of the layers and of the whole model, and of what has changed."""
-    parts = [table_html(["layer", *COLUMNS], layer_rows(report), text=1)]
+    parts = [table_html(["layer", *columns()], layer_rows(report), text=1)]
     rows = [
         row
         for part in model_rows(report)
@@ -31,7 +31,7 @@ def capacity_html(report: CapacityReport) -> str:
     if report.interval is not None:
         parts.append(f"<p>Mean and interval: {escape(interval_words(report))}</p>")
     if report.comparison is not None:
-        head = ["layer", *list(COLUMNS)[1:]]
+        head = ["layer", *columns()]
         parts += [
             f"<h3>Ratio to {escape(report.before)}</h3>",
             table_html(head, change_rows(report), text=1),

@@ -6,6 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from jaxkfac.report._finetune_records import FinetuneRecords, mean_loss
+from jaxkfac.report._terminal import terminal_table
 
 
 def finetune_table(records: FinetuneRecords, comparison: Mapping[str, Any]) -> Table:
@@ -15,18 +16,15 @@ def finetune_table(records: FinetuneRecords, comparison: Mapping[str, Any]) -> T
         records: Of the run.
         comparison: ``{variant: {"gained", "lost", "p_value"}}``.
     """
-    table = Table(title="Result", title_justify="left", box=None, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for name in ("before", "after", "gained", "lost", "p"):
-        table.add_column(name, justify="right", no_wrap=True)
     ends = [f"{mean_loss(records.losses, last=last):.4f}" for last in (False, True)]
-    table.add_row("training loss", *ends)
+    rows = [["training loss", *ends]]
     held = [e.loss for e in records.exams if e.loss is not None]
     if held:
-        table.add_row("validation loss", f"{held[0]:.4f}", f"{held[-1]:.4f}")
-    for name, *cells in exam_rows(records, comparison):
-        table.add_row(f"accuracy, {name}", *cells)
-    return table
+        rows.append(["validation loss", f"{held[0]:.4f}", f"{held[-1]:.4f}"])
+    rows += [[f"accuracy, {name}", *cells] for name, *cells in exam_rows(records, comparison)]
+    return terminal_table(
+        "Result", ["", "before", "after", "gained", "lost", "p"], rows, no_wrap=True
+    )
 
 
 def exam_rows(records: FinetuneRecords, comparison: Mapping[str, Any]) -> list[list[str]]:

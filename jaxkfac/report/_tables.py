@@ -9,55 +9,52 @@ from jaxkfac.report._coverage import CoverageRow, stack_text
 from jaxkfac.report._records import RunRecords
 from jaxkfac.report._spectra import SpectrumRecord
 from jaxkfac.report._style import OPTIMIZERS
+from jaxkfac.report._terminal import terminal_table
 
 
 def runs_table(runs: Mapping[str, RunRecords]) -> Table:
     """The last epoch of each run."""
-    table = Table(title="Result", title_justify="left", box=None, pad_edge=False)
-    table.add_column("optimizer", no_wrap=True)
-    for name in ("updates", "examples", "train loss", "test acc.", "train s", "compile s"):
-        table.add_column(name, justify="right", no_wrap=True)
+    head = ["optimizer", "updates", "examples", "train loss", "test acc.", "train s", "compile s"]
+    rows = []
     for name, run in runs.items():
         last = run.epochs[-1]
-        table.add_row(
-            OPTIMIZERS[name][0],
-            str(last.step),
-            str(last.examples),
-            f"{last.train_loss:.4f}",
-            f"{last.test_accuracy:.2%}",
-            f"{last.seconds:.1f}",
-            f"{run.compile_seconds:.1f}",
+        rows.append(
+            [
+                OPTIMIZERS[name][0],
+                str(last.step),
+                str(last.examples),
+                f"{last.train_loss:.4f}",
+                f"{last.test_accuracy:.2%}",
+                f"{last.seconds:.1f}",
+                f"{run.compile_seconds:.1f}",
+            ]
         )
         if run.skipped:
-            table.add_row(f"  {run.skipped} skipped: not finite")
-    return table
+            rows.append([f"  {run.skipped} skipped: not finite"])
+    return terminal_table("Result", head, rows, no_wrap=True)
 
 
 def coverage_table(rows: Sequence[CoverageRow]) -> Table:
     """Which parameters are covered, by what."""
-    table = Table(title="Coverage", title_justify="left", box=None, pad_edge=False)
-    table.add_column("layer", overflow="fold")
-    table.add_column("kind")
-    for name in ("in", "out", "stack", "parameters", "share"):
-        table.add_column(name, justify="right")
-    table.add_column("shares its input with, or is not covered because", overflow="fold")
+    remarks = "shares its input with, or is not covered because"
+    head = ["layer", "kind", "in", "out", "stack", "parameters", "share", remarks]
+    cells = []
     for row in rows:
         sizes = ["" if x is None else str(x) for x in (row.inputs, row.outputs)]
         numbers = [stack_text(row.stack), str(row.parameters), f"{row.share:.1%}"]
         remark = row.reason or row.shares_input_with or ""
-        table.add_row(row.name, row.kind, *sizes, *numbers, remark)
-    return table
+        cells.append([row.name, row.kind, *sizes, *numbers, remark])
+    return terminal_table("Coverage", head, cells, words=(0, 1, 7))
 
 
 def spectra_table(records: Sequence[SpectrumRecord]) -> Table:
     """One line for each factor of each slice."""
-    table = Table(title="Spectra", title_justify="left", box=None, pad_edge=False)
-    table.add_column("layer", overflow="fold")
-    table.add_column("factor")
-    for name in ("slice", "size", "top", "condition", "clipped", "raised", "entropy rank"):
-        table.add_column(name, justify="right")
-    for record in records:
-        table.add_row(
+    head = [
+        *("layer", "factor", "slice", "size", "top"),
+        *("condition", "clipped", "raised", "entropy rank"),
+    ]
+    rows = [
+        [
             record.layer,
             record.side,
             ",".join(map(str, record.slice)),
@@ -67,5 +64,7 @@ def spectra_table(records: Sequence[SpectrumRecord]) -> Table:
             number(record.condition_clipped),
             str(record.raised),
             f"{record.entropy_rank:.1f}",
-        )
-    return table
+        ]
+        for record in records
+    ]
+    return terminal_table("Spectra", head, rows, words=(0, 1))

@@ -14,7 +14,7 @@ from jaxkfac.cli._remedies import Need, RunShapes
 from jaxkfac.cli.finetune._load import dtype_of, load_text, model_shapes
 from jaxkfac.cli.finetune._options import FinetuneArguments, Finetuning
 from jaxkfac.cli.finetune._problem import (
-    Problem,
+    FinetuneProblem,
     as_batch,
     build_optimizer,
     build_problem,
@@ -50,7 +50,7 @@ def _changed(name: str) -> Callable[[FinetuneArguments], FinetuneArguments | Non
     return change
 
 
-def _need(experiment: Finetuning, problem: Problem) -> Need:
+def _need(experiment: Finetuning, problem: FinetuneProblem) -> Need:
     adapted, params = problem.adapted, problem.params
 
     # The base is an input: a shape cannot be closed over.
@@ -79,14 +79,14 @@ def _need(experiment: Finetuning, problem: Problem) -> Need:
     return Need(rows)
 
 
-def _rows(experiment: Finetuning, problem: Problem) -> Any:
+def _rows(experiment: Finetuning, problem: FinetuneProblem) -> Any:
     """Shapes of a batch of the longest rows."""
     first = jax.eval_shape(lambda: as_batch(problem.train.at(0)))
     shape = (experiment.batch_size, problem.train.lengths[-1])
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape, x.dtype), first)
 
 
-def _optimizer(experiment: Finetuning, problem: Problem) -> optax.GradientTransformation:
+def _optimizer(experiment: Finetuning, problem: FinetuneProblem) -> optax.GradientTransformation:
     """One that allocates what the run's own would."""
 
     def init(params: Any, adapters: Any) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 
 import jaxkfac as jk
 from jaxkfac.cli.finetune._options import Finetuning
-from jaxkfac.cli.finetune._problem import Problem, as_batch, objective_of
+from jaxkfac.cli.finetune._problem import FinetuneProblem, as_batch, objective_of
 from jaxkfac.interception import leaves_by_path, selector
 from jaxkfac.report import (
     CapacityReport,
@@ -33,7 +33,7 @@ class AdapterCurvature(NamedTuple):
     capacity: CapacityReport
 
 
-def adapter_coverage(problem: Problem) -> list[CoverageRow]:
+def adapter_coverage(problem: FinetuneProblem) -> list[CoverageRow]:
     """Which of the adapter's parameters factors cover; nothing is computed."""
     objective = objective_of(problem, problem.params)
     table = jk.find_layers(objective, problem.adapters, as_batch(problem.train.at(0)))
@@ -61,7 +61,7 @@ def resolve_pattern(pattern: str, coverage: list[CoverageRow]) -> str:
 
 
 def adapter_curvature(
-    problem: Problem, experiment: Finetuning, adapters: PyTree, pattern: str
+    problem: FinetuneProblem, experiment: Finetuning, adapters: PyTree, pattern: str
 ) -> AdapterCurvature:
     """Factors of the adapter's layers that ``pattern`` names, on the first training batch.
 

@@ -7,7 +7,7 @@ import numpy as np
 
 import jaxkfac as jk
 from jaxkfac.cli.finetune._options import Finetuning
-from jaxkfac.cli.finetune._problem import Problem, as_batch
+from jaxkfac.cli.finetune._problem import FinetuneProblem, as_batch
 from jaxkfac.data.choices import VARIANTS, compare, score_choices, target_log_likelihoods
 from jaxkfac.data.text import Chat, Completion, Record, TokenBatch
 from jaxkfac.models import generate
@@ -21,7 +21,7 @@ class Examiner:
         problem: What is trained.
     """
 
-    def __init__(self, problem: Problem, experiment: Finetuning) -> None:
+    def __init__(self, problem: FinetuneProblem, experiment: Finetuning) -> None:
         self.problem, self._experiment = problem, experiment
         has_fourier = experiment.adapter.fourier_placement != "none"
         self._probe = as_batch(problem.train.at(0))[0] if has_fourier else None
@@ -113,7 +113,7 @@ def compare_exams(first: ExamRecord, last: ExamRecord) -> dict[str, Any]:
     }
 
 
-def _prompts(problem: Problem, count: int, *, room: int) -> list[tuple[str, list[int]]]:
+def _prompts(problem: FinetuneProblem, count: int, *, room: int) -> list[tuple[str, list[int]]]:
     """``(words, ids)`` of prompts of at most ``room`` tokens."""
     text, tokenizer = problem.text, problem.tokenizer
     if text.questions:

@@ -17,7 +17,7 @@ from jaxkfac.cli._checkpoint import is_whole
 from jaxkfac.cli._loop import NonFiniteLossError
 from jaxkfac.cli.finetune._exam import fourier_record
 from jaxkfac.cli.finetune._options import Finetuning
-from jaxkfac.cli.finetune._problem import Problem, micro_batches
+from jaxkfac.cli.finetune._problem import FinetuneProblem, micro_batches
 from jaxkfac.cli.finetune._step import MicroStep, Prepared, empty_history, prepare, write
 from jaxkfac.report import FinetuneRecords
 
@@ -62,7 +62,7 @@ class Tuning:
     def __init__(
         self,
         experiment: Finetuning,
-        problem: Problem,
+        problem: FinetuneProblem,
         tx: Any,
         state: TuneState,
         *,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxkfac.memory._resident import resident_bytes
+from jaxkfac.memory import resident_bytes
 
 PROBE = """
 import ctypes, gc, json, sys
@@ -18,7 +18,7 @@ import jaxkfac as jk
 from jaxkfac.cli import main
 from jaxkfac.cli.finetune import _run, _train
 from jaxkfac.data.text._encode_test import Letters
-from jaxkfac.memory._resident import resident_bytes
+from jaxkfac.memory import resident_bytes
 from jaxkfac.models import Decoder, DecoderConfig, Pretrained
 
 CONFIG = DecoderConfig(

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jaxkfac.cli._options import DampingMode, Fisher, Optimizer
+from jaxkfac.cli._optimizers import AdamwOptions, Fisher, KfacOptions, Optimizer
 
 LogTo = Literal["tensorboard", "wandb", "trackio"]
 
@@ -38,41 +38,17 @@ class AdapterOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class AdamwOptions:
+class AdapterAdamwOptions(AdamwOptions):
     """AdamW on the adapter."""
 
-    learning_rate: float = 2e-3
-    """Largest learning rate."""
     b1: float = 0.9
     """Decay of the average of gradients."""
-    b2: float = 0.99
-    """Decay of the average of squared gradients."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
 
 
 @dataclasses.dataclass(frozen=True)
-class KfacOptions:
+class AdapterKfacOptions(KfacOptions):
     """K-FAC on A and B of the adapter; AdamW on coefficients and sigma, which no factor covers."""
 
-    learning_rate: float = 1e-3
-    """Largest learning rate."""
-    damping: float = 1e-4
-    """In units of the squared gradient."""
-    damping_mode: DampingMode = "pi"
-    """Added to each product of eigenvalues, or its root to both factors; pi balances them."""
-    decay: float = 0.95
-    """Of the running average of the factors, per update."""
-    refresh_every: int = 10
-    """Updates between two eigendecompositions."""
-    momentum: float = 0.9
-    """Of the preconditioned gradient."""
-    norm_constraint: float | None = 1e-3
-    """Bound on a step's squared length in the Fisher metric, before momentum."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
-    max_condition: float = 1e6
-    """Eigenvalues below the largest divided by this are raised to it."""
     max_dense: int = 640
     """A larger side of a layer is kept as a diagonal."""
     fisher: Fisher = "mc"
@@ -130,8 +106,10 @@ class Finetuning:
     clip_norm: float | None = 1.0
     """Gradients longer than this are scaled down to it."""
     adapter: AdapterOptions = AdapterOptions()
-    adamw: AdamwOptions = AdamwOptions()
-    kfac: KfacOptions = KfacOptions()
+    adamw: AdapterAdamwOptions = AdapterAdamwOptions(2e-3, b2=0.99, weight_decay=0.0)
+    kfac: AdapterKfacOptions = AdapterKfacOptions(
+        learning_rate=1e-3, damping=1e-4, damping_mode="pi", norm_constraint=1e-3
+    )
 
     def __post_init__(self) -> None:
         counts = ("steps", "epochs", "batch_size", "gradient_accumulation_steps", "num_lengths")

@@ -20,7 +20,7 @@ from jaxkfac.models import Tokens
 PyTree = Any
 
 
-class Problem(NamedTuple):
+class FinetuneProblem(NamedTuple):
     """Everything that training and its evaluations read, before anything has been trained.
 
     Attributes:
@@ -70,7 +70,7 @@ class Problem(NamedTuple):
         return self.pretrained.config.longest
 
 
-def build_problem(experiment: Finetuning, pretrained: Any, text: Text) -> Problem:
+def build_problem(experiment: Finetuning, pretrained: Any, text: Text) -> FinetuneProblem:
     """Tokens and fresh adapters.
 
     Raises:
@@ -112,7 +112,9 @@ def build_problem(experiment: Finetuning, pretrained: Any, text: Text) -> Proble
         )
 
     adapted, shapes = jk.lslora.attach(pretrained.apply_fn, config), jax.eval_shape(initial)
-    return Problem(pretrained, text, config, adapted, initial, shapes, train, validation, encoded)
+    return FinetuneProblem(
+        pretrained, text, config, adapted, initial, shapes, train, validation, encoded
+    )
 
 
 def _check_ids(encoded: Encoded, vocabulary: int) -> None:
@@ -145,7 +147,7 @@ def as_batch(batch: TokenBatch) -> tuple[Tokens, jax.Array, jax.Array]:
     return Tokens(ids, positions, segments), targets, mask
 
 
-def objective_of(problem: Problem, params: PyTree) -> jk.Objective:
+def objective_of(problem: FinetuneProblem, params: PyTree) -> jk.Objective:
     """Mean negative log-likelihood as a function of the adapters.
 
     Inside a compiled function ``params`` must be its argument: what it closes over is copied
@@ -168,7 +170,7 @@ def collector(experiment: Finetuning, objective: jk.Objective) -> Any:
     )
 
 
-def total_updates(experiment: Finetuning, problem: Problem) -> int:
+def total_updates(experiment: Finetuning, problem: FinetuneProblem) -> int:
     """Updates in the whole run: ``steps``, or whole epochs, the last update of what is left."""
     if experiment.epochs is None:
         return experiment.steps
@@ -176,7 +178,7 @@ def total_updates(experiment: Finetuning, problem: Problem) -> int:
     return -(-micro // experiment.gradient_accumulation_steps)
 
 
-def micro_batches(experiment: Finetuning, problem: Problem, update: int) -> range:
+def micro_batches(experiment: Finetuning, problem: FinetuneProblem, update: int) -> range:
     """Numbers of the micro-batches of an update; the last one of whole epochs may have fewer."""
     size = experiment.gradient_accumulation_steps
     start, stop = update * size, (update + 1) * size
@@ -186,7 +188,7 @@ def micro_batches(experiment: Finetuning, problem: Problem, update: int) -> rang
 
 
 def build_optimizer(
-    experiment: Finetuning, problem: Problem, num_updates: int
+    experiment: Finetuning, problem: FinetuneProblem, num_updates: int
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW, or K-FAC with AdamW for what no factor covers; clipped and accumulated."""
 
@@ -204,14 +206,7 @@ def build_optimizer(
         tx = jk.kfac(
             rate(options.learning_rate),
             like=shapes(problem.adapters, batch),
-            damping=options.damping,
-            damping_mode=options.damping_mode,
-            decay=options.decay,
-            refresh_every=options.refresh_every,
-            momentum=options.momentum,
-            norm_constraint=options.norm_constraint,
-            weight_decay=options.weight_decay,
-            max_condition=options.max_condition,
+            **options.arguments(),
             others=tx,
         )
     if experiment.clip_norm is not None:

@@ -20,7 +20,7 @@ from jaxkfac.cli.finetune._exam import compare_exams
 from jaxkfac.cli.finetune._load import load_model, load_text
 from jaxkfac.cli.finetune._loggers import check_loggers
 from jaxkfac.cli.finetune._options import FinetuneArguments
-from jaxkfac.cli.finetune._problem import Problem, build_problem
+from jaxkfac.cli.finetune._problem import FinetuneProblem, build_problem
 from jaxkfac.cli.finetune._train import train
 from jaxkfac.interception import leaves_by_path
 from jaxkfac.report import (
@@ -85,7 +85,7 @@ def _check(arguments: FinetuneArguments) -> None:
 
 def _write_results(
     arguments: FinetuneArguments,
-    problem: Problem,
+    problem: FinetuneProblem,
     records: FinetuneRecords,
     curvature: AdapterCurvature | None,
     coverage: list[CoverageRow],

@@ -13,7 +13,7 @@ from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._loop import skipped_updates
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli.finetune._options import Finetuning
-from jaxkfac.cli.finetune._problem import Problem, as_batch, collector, objective_of
+from jaxkfac.cli.finetune._problem import FinetuneProblem, as_batch, collector, objective_of
 
 PyTree = Any
 _LABELS, _DROPOUT = 0, 1  # folded into the run's key: K-FAC's labels and dropout differ
@@ -37,7 +37,7 @@ class Prepared(NamedTuple):
     examples: int
 
 
-def prepare(problem: Problem, number: int) -> Prepared:
+def prepare(problem: FinetuneProblem, number: int) -> Prepared:
     """Build a micro-batch and send it; does not wait until it has arrived."""
     batch = problem.train.at(number)
     counts = batch.num_tokens, batch.num_terms, batch.num_examples
@@ -82,7 +82,7 @@ class MicroStep:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: FinetuneProblem,
         experiment: Finetuning,
         tx: optax.GradientTransformationExtraArgs,
     ) -> None:
@@ -113,7 +113,7 @@ class MicroStep:
 
 
 def _micro_step(
-    problem: Problem, experiment: Finetuning, tx: optax.GradientTransformationExtraArgs
+    problem: FinetuneProblem, experiment: Finetuning, tx: optax.GradientTransformationExtraArgs
 ) -> Any:
     weight = 0.0 if experiment.adapter.fourier_placement == "none" else problem.config.reg_weight
 

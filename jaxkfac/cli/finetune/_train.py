@@ -23,7 +23,7 @@ from jaxkfac.cli.finetune._exam import Examiner
 from jaxkfac.cli.finetune._loggers import open_loggers
 from jaxkfac.cli.finetune._loop import TuneState, Tuning
 from jaxkfac.cli.finetune._options import FinetuneArguments
-from jaxkfac.cli.finetune._problem import Problem, build_optimizer, total_updates
+from jaxkfac.cli.finetune._problem import FinetuneProblem, build_optimizer, total_updates
 from jaxkfac.cli.finetune._watch import Watch, words_of
 from jaxkfac.report import FinetuneRecords
 
@@ -31,7 +31,11 @@ _MEASURED = 3  # updates whose time says how long the run will take; the one bef
 
 
 def train(
-    arguments: FinetuneArguments, problem: Problem, folder: Path, *, earlier: list[jax.Array]
+    arguments: FinetuneArguments,
+    problem: FinetuneProblem,
+    folder: Path,
+    *,
+    earlier: list[jax.Array],
 ) -> TuneState:
     """Run to the end, with checkpoints in ``folder``.
 
@@ -108,7 +112,9 @@ def train(
         logger.close()
 
 
-def _start(problem: Problem, tx: Any, folder: Path | None, config: dict[str, Any]) -> TuneState:
+def _start(
+    problem: FinetuneProblem, tx: Any, folder: Path | None, config: dict[str, Any]
+) -> TuneState:
     """From the checkpoint in ``folder``, if there is one, or from the beginning."""
     if folder is not None and find_checkpoint(folder):
         stored = load_checkpoint(folder)

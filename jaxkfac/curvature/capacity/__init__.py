@@ -2,20 +2,28 @@
 
 from jaxkfac.curvature.capacity._blocks import diagonal_rows
 from jaxkfac.curvature.capacity._comparison import CapacityComparison, Change, compare_capacity
+from jaxkfac.curvature.capacity._definitions import METRICS
 from jaxkfac.curvature.capacity._interval import CapacityInterval, Interval, capacity_interval
+from jaxkfac.curvature.capacity._metric import Measured, Metric, columns, legend, metric
 from jaxkfac.curvature.capacity._metrics import CapacityMetrics, OverLayers, capacity_metrics
 from jaxkfac.curvature.capacity._record import CapacityRecord
 
 __all__ = [
+    "METRICS",
     "CapacityComparison",
     "CapacityInterval",
     "CapacityMetrics",
     "CapacityRecord",
     "Change",
     "Interval",
+    "Measured",
+    "Metric",
     "OverLayers",
     "capacity_interval",
     "capacity_metrics",
+    "columns",
     "compare_capacity",
     "diagonal_rows",
+    "legend",
+    "metric",
 ]

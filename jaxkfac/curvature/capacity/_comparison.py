@@ -4,21 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxkfac._text import number
+from jaxkfac._text import number, ruled
 from jaxkfac.curvature.capacity._interval import check_same_settings
+from jaxkfac.curvature.capacity._metric import Scalar, columns
 from jaxkfac.curvature.capacity._metrics import CapacityMetrics
-from jaxkfac.curvature.capacity._record import CapacityRecord, Scalar
-from jaxkfac.curvature.capacity._table import ruled
-
-_SHOWN = {
-    "trace": "trace",
-    "part. ratio": "participation_ratio",
-    "H rank": "entropy_rank",
-    "stable": "stable_rank",
-    "clipped cond.": "condition_clipped",
-    "eff. dim": "effective_dimension",
-    "local": "local_effective_dimension",
-}
+from jaxkfac.curvature.capacity._record import CapacityRecord
 
 
 class Change(NamedTuple):
@@ -56,8 +46,7 @@ class CapacityComparison:
     def __str__(self) -> str:
         rows = [[name, *_ratios(changes)] for name, changes in self.layers.items()]
         rows.append(["whole model", *_ratios(self.model)])
-        lines = ruled(["after / before", *_SHOWN], rows)
-        lines.insert(-1, "-" * len(lines[1]))
+        lines = ruled(["after / before", *columns()], rows, total=True)
         for title, names in (("before", self.only_before), ("after", self.only_after)):
             lines += [f"only {title}: {name}" for name in names]
         return "\n".join(lines)
@@ -121,7 +110,7 @@ def _change(before: Scalar, after: Scalar) -> Change:
 
 
 def _ratios(changes: Mapping[str, Change]) -> list[str]:
-    return [number(changes[field].ratio) for field in _SHOWN.values()]
+    return [number(changes[name].ratio) for name in columns().values()]
 
 
 def _plain(changes: Mapping[str, Change]) -> dict[str, dict[str, Scalar]]:

@@ -5,10 +5,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxkfac._text import number
+from jaxkfac._text import number, ruled
+from jaxkfac.curvature.capacity._metric import Scalar
 from jaxkfac.curvature.capacity._metrics import CapacityMetrics
-from jaxkfac.curvature.capacity._record import CapacityRecord, Scalar
-from jaxkfac.curvature.capacity._table import ruled
+from jaxkfac.curvature.capacity._record import CapacityRecord
 
 
 class Interval(NamedTuple):

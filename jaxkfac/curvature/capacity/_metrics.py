@@ -8,8 +8,9 @@ from typing import Any
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature.capacity._blocks import CapacityBlock, LayerBlocks, Slice, layer_blocks
+from jaxkfac.curvature.capacity._metric import Measured
 from jaxkfac.curvature.capacity._order import count_above
-from jaxkfac.curvature.capacity._record import SCALES, CapacityRecord, record_of
+from jaxkfac.curvature.capacity._record import CapacityRecord, record_of, scales
 from jaxkfac.curvature.capacity._sums import Settings, Sums, combined, sums_of
 from jaxkfac.curvature.capacity._table import capacity_text
 
@@ -78,7 +79,7 @@ class CapacityMetrics(Mapping[str, CapacityRecord]):
             "num_examples": self.num_examples,
             "damping": self.damping,
             "threshold": self.threshold,
-            "scales": {scale: list(names) for scale, names in SCALES.items()},
+            "scales": scales(),
             "model": self.model.to_dict(),
             "over_layers": dataclasses.asdict(self.over_layers),
             "not_counted": list(self.not_counted),
@@ -161,7 +162,7 @@ def capacity_metrics(
     counted = [block for blocks in found for block in blocks.counted]
     return CapacityMetrics(
         layers=layers,
-        model=record_of(_sums(counted, settings, known), counted, settings),
+        model=record_of(Measured(_sums(counted, settings, known), counted, settings, None)),
         over_layers=_over_layers([r for record in layers.values() for r in record.parts]),
         not_counted=tuple(blocks.name for blocks in found if not blocks.counted),
         num_examples=settings.num_examples,
@@ -175,7 +176,7 @@ def _measure_layer(
 ) -> CapacityRecord:
     above = [_above_per_factor(part, settings.threshold) for part in layer.slices]
     slices = [
-        record_of(_sums(part.blocks, settings, known), part.blocks, settings, above=count)
+        record_of(Measured(_sums(part.blocks, settings, known), part.blocks, settings, count))
         for part, count in zip(layer.slices, above, strict=True)
     ]
     if not layer.stacked:
@@ -183,8 +184,8 @@ def _measure_layer(
     blocks = [block for part in layer.slices for block in part.blocks]
     counts = [count for count in above if count is not None]
     total = (sum(a for a, _ in counts), sum(g for _, g in counts)) if counts else None
-    sums = _sums(blocks, settings, known)
-    return record_of(sums, blocks, settings, above=total, slices=tuple(slices))
+    measured = Measured(_sums(blocks, settings, known), blocks, settings, total)
+    return record_of(measured, tuple(slices))
 
 
 def _above_per_factor(part: Slice, threshold: float) -> tuple[int, int] | None:

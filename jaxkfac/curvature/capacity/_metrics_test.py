@@ -1,9 +1,12 @@
 """Every metric against the eigenvalues written out, in float64."""
 
+import copy
 import dataclasses
 import inspect
 import json
 import math
+import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +25,8 @@ from jaxkfac.curvature import (
     eigendecompose,
 )
 from jaxkfac.curvature._corrections import Corrections
-from jaxkfac.curvature.capacity._record import SCALES
+from jaxkfac.curvature.capacity import METRICS
+from jaxkfac.curvature.capacity._record import scales
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 from jaxkfac.linalg import Spectrum
 
@@ -171,13 +175,25 @@ def test_clipping_changes_only_the_clipped_condition():
 def test_scale_free_metrics_do_not_change_with_the_scale(values):
     scaled = [([3.7 * x for x in a], g) for a, g in values]
     one, other = (measure(dense(x)).model.scalars() for x in (values, scaled))
-    for name in SCALES["scale-free"]:
+    for name in scales()["scale-free"]:
         assert one[name] == (pytest.approx(other[name]) if other[name] is not None else None), name
 
 
-def test_each_metric_is_on_one_scale():
-    fields = [field.name for field in dataclasses.fields(CapacityRecord)]
-    assert [name for names in SCALES.values() for name in names] == fields[:-1]
+def test_each_metric_is_on_one_scale_and_in_the_docstring_of_the_record():
+    names = [name for names in scales().values() for name in names]
+    assert sorted(names) == sorted(METRICS)
+    assert names == re.findall(r"\* ``(\w+)`` \(", CapacityRecord.__doc__)
+    assert all(metric.description.endswith(".") for metric in METRICS.values())
+
+
+def test_an_unknown_metric_is_named_with_the_nearest():
+    with pytest.raises(AttributeError, match="no metric 'stable_ranks'; the nearest .*'stable_ran"):
+        measure(dense([([1.0], [1.0])])).model.stable_ranks  # noqa: B018
+
+
+def test_a_record_is_copied_and_pickled_like_any_other():
+    record = measure(dense([([1.0, 2.0], [1.0])])).model
+    assert copy.copy(record) == pickle.loads(pickle.dumps(record)) == record
 
 
 def test_factors_eigenvalues_above_the_threshold_are_counted_as_the_documents_do():

@@ -14,11 +14,15 @@ from jaxkfac.curvature._eigenbases import Eigenbases, KroneckerEigenbasis, ident
 from jaxkfac.curvature._eigendecompose import eigendecompose
 from jaxkfac.curvature._reconstruct import reconstruct
 from jaxkfac.curvature.ekfac._correct import correct_eigenvalues
-from jaxkfac.factors._average import update_average
-from jaxkfac.factors._build import value_grad_and_factors
-from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian
-from jaxkfac.factors._objective import Objective
-from jaxkfac.interception._paths import leaves_by_path
+from jaxkfac.factors import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Objective,
+    update_average,
+    value_grad_and_factors,
+)
+from jaxkfac.interception import leaves_by_path
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("x64")]
 

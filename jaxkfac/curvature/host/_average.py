@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkfac.curvature.host._layout import Entry, Layout, Place
+from jaxkfac.curvature._layout import Entry, Layout, Place
 from jaxkfac.curvature.host._store import Storage, Store
 from jaxkfac.factors import Factors
 from jaxkfac.linalg import pack, packed_shape, unpack

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxkfac.curvature._layout import Place, layout_of
 from jaxkfac.curvature.host import _store
 from jaxkfac.curvature.host._average import Averages
-from jaxkfac.curvature.host._layout import Layout, Place
 from jaxkfac.curvature.host._store import Store
-from jaxkfac.factors._average import update_average
+from jaxkfac.factors import update_average
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 
 LAYERS = (
@@ -36,7 +36,7 @@ def steps(count, dtype=None):
 
 def new(decay=0.9, layers=LAYERS[:-1], **kwargs):
     return Averages(
-        Layout(layers, "joint"), decay, kwargs.pop("storage", "float32"), Store(None, None)
+        layout_of(layers, "joint"), decay, kwargs.pop("storage", "float32"), Store(None, None)
     )
 
 
@@ -207,7 +207,7 @@ def test_a_scalar_parameter_has_a_diagonal_of_one():
 def test_averages_beyond_the_budget_are_mapped_files(tmp_path: Path):
     square = (layer("w", (20, 30)),)
     store = Store(900, tmp_path)  # A takes 840 bytes
-    averages = Averages(Layout(square, "joint"), 0.9, "float32", store)
+    averages = Averages(layout_of(square, "joint"), 0.9, "float32", store)
     in_memory = new(layers=square)
     for age in (1, 2):
         factors = on_host(random_factors(square, jax.random.key(age)))

@@ -9,9 +9,9 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxkfac._errors import nearest
+from jaxkfac.curvature._layout import Entry, Layout, Place
 from jaxkfac.curvature._sharding import detached
 from jaxkfac.curvature.host._average import Averages
-from jaxkfac.curvature.host._layout import Entry, Layout, Place
 from jaxkfac.factors import Factors
 
 

@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple, SupportsIndex, get_args
 import jax
 import numpy as np
 
-from jaxkfac.curvature._placement import Placement, check_placement
-from jaxkfac.curvature.host._layout import Layout
+from jaxkfac._checks import one_of
+from jaxkfac.curvature._layout import Layout, layout_of
+from jaxkfac.curvature._placement import Placement
 from jaxkfac.curvature.host._store import Storage
 from jaxkfac.factors import Factors, check_decay
 from jaxkfac.linalg import check_clipping
@@ -41,10 +42,9 @@ class HostOptions:
     def __post_init__(self) -> None:
         check_decay(self.decay)
         check_clipping(self.max_condition, self.floor)
-        check_placement(self.placement)
-        for name, choices in (("initial", get_args(Initial)), ("storage", get_args(Storage))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+        one_of("placement", self.placement, get_args(Placement))
+        one_of("initial", self.initial, get_args(Initial))
+        one_of("storage", self.storage, get_args(Storage))
         for name in ("refresh_every", "lag", "stagger", "keep_previous", "workers"):
             if not isinstance(getattr(self, name), SupportsIndex):
                 raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
@@ -124,7 +124,7 @@ def service_bytes(like: Factors, options: HostOptions) -> HostBytes:
         Bytes by what they are for; ``HostCurvature(like=like, host_bytes=...)`` accepts their
         sum and refuses less.
     """
-    return layout_bytes(Layout(like.layers, like.bias), options, double=is_double(like))
+    return layout_bytes(layout_of(like.layers, like.bias), options, double=is_double(like))
 
 
 def layout_bytes(layout: Layout, options: HostOptions, *, double: bool) -> HostBytes:

@@ -10,10 +10,10 @@ from jaxtyping import Array
 
 from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.curvature._eigenbases import Eigenbases
+from jaxkfac.curvature._layout import EigenBlock, Layout, Place
 from jaxkfac.curvature._sharding import UNCOMMITTED, ResultSharding, detached, put_result
 from jaxkfac.curvature.host._average import Averages, Snapshot
 from jaxkfac.curvature.host._decompose import Decomposer, failure
-from jaxkfac.curvature.host._layout import EigenBlock, Layout, Place
 from jaxkfac.curvature.host._store import Store
 from jaxkfac.curvature.host._threads import Monitor, Workers
 from jaxkfac.linalg import HostSpectrum, Spectrum
@@ -183,19 +183,8 @@ class ActiveBases:
     def bases(self, layout: Layout) -> Eigenbases:
         """The bases; the same object until the next hand-over."""
         if self._bases is None:
-            tables: dict[str, dict[str, Any]] = {t: {} for t in (*_TABLES, "diagonals")}
-            for place in layout.blocks:
-                tables[place.table][place.key] = self.tables[place]
-            self._bases = Eigenbases(
-                a=tables["a"],
-                a_without_ones=tables["a_without_ones"],
-                g=tables["g"],
-                diagonals=tables["diagonals"],
-                layers=layout.layers,
-                bias=layout.bias,
-                max_condition=self._max_condition,
-                floor=self._floor,
-            )
+            clipping = {"max_condition": self._max_condition, "floor": self._floor}
+            self._bases = Eigenbases.of_blocks(layout, self.tables, **clipping)
         return self._bases
 
     def take(self, bases: Eigenbases) -> None:

@@ -12,13 +12,13 @@ import jax
 
 from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.curvature._eigenbases import Eigenbases, identity_bases
+from jaxkfac.curvature._layout import factors_without_arrays, layout_of
 from jaxkfac.curvature._placement import Placement
 from jaxkfac.curvature._sharding import result_sharding
 from jaxkfac.curvature.host._average import Averages
 from jaxkfac.curvature.host._copies import Copy, arrays_of, as_step, start_copy
 from jaxkfac.curvature.host._decompose import Decomposer
 from jaxkfac.curvature.host._files import Saved
-from jaxkfac.curvature.host._layout import Layout
 from jaxkfac.curvature.host._options import HostOptions, Initial, is_double
 from jaxkfac.curvature.host._refresh import ActiveBases
 from jaxkfac.curvature.host._schedule import Action, Schedule
@@ -168,7 +168,7 @@ class HostCurvature:
             Decomposer(options.placement, options.reuse_tolerance),
         )
         if like is not None:
-            self._state.use_layout(Layout(like.layers, like.bias), double=is_double(like))
+            self._state.use_layout(layout_of(like.layers, like.bias), double=is_double(like))
             self._state.complete = True
         self._lock = threading.RLock()  # one call at a time, from whichever thread
         self._monitor = monitor
@@ -223,7 +223,7 @@ class HostCurvature:
             self._monitor.check("push")
             state = self._state
             layout = (
-                Layout(factors.layers, factors.bias)
+                layout_of(factors.layers, factors.bias)
                 if state.layout is None
                 else state.layout.merged(factors, complete=state.complete)
             )
@@ -419,9 +419,10 @@ class HostCurvature:
         return service
 
     def _check_model(self, like: Factors | None, path: str | Path) -> None:
-        if like is not None and self._state.layout is not None:
+        layout = self._state.layout
+        if like is not None and layout is not None:
             try:
-                check_same_layers(like, self._state.layout.without_arrays)
+                check_same_layers(like, factors_without_arrays(layout.layers, layout.bias))
             except ValueError as error:
                 raise CheckpointMismatchError(f"{path} is of another model: {error}") from error
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxkfac.curvature import eigendecompose, reconstruct
 from jaxkfac.curvature.host import HostCurvature, HostOptions, _decompose, _refresh, service_bytes
-from jaxkfac.factors._average import update_average
+from jaxkfac.factors import update_average
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 
 LAYERS = (
@@ -243,9 +243,9 @@ def test_each_old_basis_is_let_go_before_its_successor_arrives(factors, monkeypa
         running.push(factors[2], 2)
         bring, alive = _refresh.put_result, []
 
-        def counted(result, home):
+        def counted(result, sharding):
             alive.append(sum(reference() is not None for reference in old))
-            return bring(result, home)
+            return bring(result, sharding)
 
         monkeypatch.setattr(_refresh, "put_result", counted)
         running.bases(2)

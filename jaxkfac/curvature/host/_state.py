@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac._errors import NonFiniteFactorError
+from jaxkfac.curvature._layout import Layout, Place, layout_of
 from jaxkfac.curvature._sharding import ResultSharding, detached
 from jaxkfac.curvature.host._average import Averages, Running
 from jaxkfac.curvature.host._decompose import Decomposer
 from jaxkfac.curvature.host._files import Saved, write
-from jaxkfac.curvature.host._layout import Layout, Place
 from jaxkfac.curvature.host._options import HostOptions, layout_bytes
 from jaxkfac.curvature.host._refresh import ActiveBases, Decompositions
 from jaxkfac.curvature.host._schedule import Schedule
@@ -128,7 +128,7 @@ def restore_state(state: State, saved: Saved) -> None:
     if about["layers"] is not None:
         layers = tuple(_layer(values) for values in about["layers"])
         double = any(values["dtype"] == "float64" for values in about["averages"])
-        state.use_layout(Layout(layers, about["bias"]), double=double)
+        state.use_layout(layout_of(layers, about["bias"]), double=double)
         state.complete = about["complete"]
         assert state.averages is not None
         state.averages.left_out.update(about["left_out"])

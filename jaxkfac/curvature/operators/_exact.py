@@ -13,7 +13,7 @@ from jaxtyping import Array
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature.operators._chunks import check_chunk
 from jaxkfac.curvature.operators._operator import Operator
-from jaxkfac.curvature.operators._products import Leaves, Part
+from jaxkfac.curvature.operators._products import Chunk, Leaves
 from jaxkfac.factors import Batch, Objective, as_batch, check_label_values
 from jaxkfac.interception import leaves_by_path, partition
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
@@ -42,7 +42,7 @@ class ExactOperator(Operator):
     labels: Any
     key: Any
     objective: Any = dataclasses.field(metadata={"static": True})
-    rule: Callable[[Part, Leaves], Leaves] = dataclasses.field(metadata={"static": True})
+    rule: Callable[[Chunk, Leaves], Leaves] = dataclasses.field(metadata={"static": True})
     chunk: int | None = dataclasses.field(metadata={"static": True})
     only: tuple[str, ...] | None = dataclasses.field(metadata={"static": True})
 
@@ -56,8 +56,8 @@ class ExactOperator(Operator):
     def product(self, leaves: Leaves) -> Leaves:
         return _product(self, leaves)
 
-    def parts(self, per_part: Callable[[Part], Any]) -> Callable[[Any, Any], Any]:
-        """A function of a chunk's ``(batch, labels)`` and index, from one of its ``Part``."""
+    def over_chunks(self, function: Callable[[Chunk], Any]) -> Callable[[Any, Any], Any]:
+        """``function`` of a chunk, as one of its ``(batch, labels)`` and its index."""
         found, count = leaves_by_path(self.params), self._count()
         chosen = {path: found[path] for path in self.leaves}
 
@@ -65,8 +65,7 @@ class ExactOperator(Operator):
             key = self.key
             if key is not None and index is not None:
                 key = jax.random.fold_in(key, index)
-            part = Part(self.objective, self.params, chosen, *examples, count, key)
-            return per_part(part)
+            return function(Chunk(self.objective, self.params, chosen, *examples, count, key))
 
         return per_chunk
 
@@ -90,12 +89,12 @@ def _product(operator: ExactOperator, leaves: Leaves) -> Leaves:
     structs = operator.leaves
     vector = {path: x.astype(structs[path].dtype) for path, x in leaves.items()}
 
-    def widened(part: Part) -> Leaves:
-        out = operator.rule(part, vector)
+    def widened(chunk: Chunk) -> Leaves:
+        out = operator.rule(chunk, vector)
         return {path: x.astype(statistics_dtype(x.dtype)) for path, x in out.items()}
 
     return sum_over_chunks(
-        operator.parts(widened), (operator.batch, operator.labels), operator.chunk
+        operator.over_chunks(widened), (operator.batch, operator.labels), operator.chunk
     )
 
 

@@ -1,7 +1,7 @@
 """The Fisher information matrix of a batch."""
 
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,22 @@ from jaxkfac._checks import at_least_one, one_of
 from jaxkfac.curvature.operators._exact import ExactOperator, checked_batch, chosen_paths
 from jaxkfac.curvature.operators._ggn import checked_objective
 from jaxkfac.curvature.operators._products import (
-    Part,
-    fisher_by_columns,
-    gauss_newton,
+    Chunk,
+    Leaves,
+    expected_products,
     outer_products,
 )
-from jaxkfac.factors import LABEL_FOLD, Bernoulli, Categorical, Gaussian, as_batch, estimator_of
+from jaxkfac.factors import LABEL_FOLD, as_batch, estimator_of
 from jaxkfac.linalg import map_over_chunks
 
 FisherType = Literal["exact", "empirical", "mc"]
+
+# The product with a vector on one chunk. All else about a type is said by its estimator.
+_PRODUCTS: Mapping[FisherType, Callable[[Chunk, Leaves], Leaves]] = {
+    "exact": expected_products,
+    "empirical": outer_products,
+    "mc": outer_products,
+}
 
 
 def fisher(
@@ -89,24 +96,21 @@ def fisher(
         Fisher Approximation", 2019.
     """
     objective = checked_objective("fisher", objective)
-    one_of("fisher", fisher, get_args(FisherType))
+    one_of("fisher", fisher, tuple(_PRODUCTS))
     at_least_one(samples=samples)
     batch = as_batch(batch)
-    estimator_of(fisher, samples=samples, chunk=1).bound(key, labels, batch)  # or raises
-    parts = checked_batch(objective, params, batch, key, chunk, labels)
-    natural = isinstance(objective.likelihood, Categorical | Bernoulli | Gaussian)
-    rule = gauss_newton if natural else fisher_by_columns
-    if fisher != "exact":
-        rule = outer_products
+    estimator = estimator_of(fisher, samples=samples, chunk=1).bound(key, labels, batch)
+    checked = checked_batch(objective, params, batch, key, chunk, labels)
+    rule = _PRODUCTS[fisher]
     paths = chosen_paths(only, params)
-    operator = ExactOperator(params, parts, None, key, objective, rule, chunk, paths)
-    if fisher != "mc":
+    operator = ExactOperator(params, checked, None, key, objective, rule, chunk, paths)
+    if not estimator.samples_labels:
         return operator
     if labels is None:
         by_example = _sample(operator, samples)
     else:
         by_example = jnp.moveaxis(labels, 0, 1)
-    return ExactOperator(params, parts, by_example, key, objective, rule, chunk, paths)
+    return ExactOperator(params, checked, by_example, key, objective, rule, chunk, paths)
 
 
 def _sample(operator: ExactOperator, samples: int) -> Array:
@@ -116,10 +120,10 @@ def _sample(operator: ExactOperator, samples: int) -> Array:
     keys = jax.vmap(lambda n: jax.random.split(jax.random.fold_in(base, n), samples))
     sample = operator.objective.likelihood.sample
 
-    def labels(part: Part) -> Array:
-        outputs = jax.lax.stop_gradient(part.outputs(part.leaves))
+    def labels(chunk: Chunk) -> Array:
+        outputs = jax.lax.stop_gradient(chunk.outputs(chunk.leaves))
         # the keys ride where labels will be
-        return jax.vmap(lambda ks, y: jax.vmap(lambda k: sample(k, y))(ks))(part.labels, outputs)
+        return jax.vmap(lambda ks, y: jax.vmap(lambda k: sample(k, y))(ks))(chunk.labels, outputs)
 
     examples = (operator.batch, keys(jnp.arange(number)))
-    return map_over_chunks(operator.parts(labels), examples, operator.chunk)
+    return map_over_chunks(operator.over_chunks(labels), examples, operator.chunk)

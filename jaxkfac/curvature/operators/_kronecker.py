@@ -1,12 +1,13 @@
 """The Kronecker curvature, or any power of it, as an operator."""
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from jaxtyping import Array
 
-from jaxkfac.curvature._apply import Missing, apply_power, check_missing
+from jaxkfac._checks import one_of
+from jaxkfac.curvature._apply import Missing, apply_power
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature.operators._exact import shapes
 from jaxkfac.curvature.operators._operator import Operator
@@ -80,7 +81,7 @@ def kronecker(
         [2. 2.]
     """
     check_damping(damping, damping_mode)
-    check_missing(missing)
+    one_of("missing", missing, get_args(Missing))
     structs = None
     if params is not None:
         leaves, structure = jax.tree.flatten(shapes(params))

@@ -6,13 +6,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxkfac.factors import Batch, Objective, kept_targets, over_count
+from jaxkfac.factors import (
+    Batch,
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Objective,
+    kept_targets,
+    over_count,
+)
 from jaxkfac.interception import with_leaves
 
 Leaves = dict[str, Array]
 
 
-class Part(NamedTuple):
+class Chunk(NamedTuple):
     """One chunk of the problem.
 
     Attributes:
@@ -60,52 +68,58 @@ def example_terms(objective: Objective, outputs: Array, targets: Array, batch: B
     return jnp.where(batch.mask, terms, jnp.zeros((), terms.dtype))
 
 
-def gauss_newton(part: Part, vector: Leaves) -> Leaves:
+def gauss_newton(chunk: Chunk, vector: Leaves) -> Leaves:
     r"""$J^\top H J v$, with $H$ the Hessian of the loss in the outputs."""
-    outputs, vjp = jax.vjp(part.outputs, part.leaves)
-    pushed = _push(part, vector)
-    curved = jax.jvp(jax.grad(part.loss), (outputs,), (pushed,))[1]
+    outputs, vjp = jax.vjp(chunk.outputs, chunk.leaves)
+    pushed = _push(chunk, vector)
+    curved = jax.jvp(jax.grad(chunk.loss), (outputs,), (pushed,))[1]
     return vjp(curved)[0]
 
 
-def fisher_by_columns(part: Part, vector: Leaves) -> Leaves:
+def expected_products(chunk: Chunk, vector: Leaves) -> Leaves:
+    r"""$J^\top H J v$, with $H$ the Fisher of the outputs: their Hessian in natural parameters."""
+    natural = isinstance(chunk.objective.likelihood, Categorical | Bernoulli | Gaussian)
+    return (gauss_newton if natural else fisher_by_columns)(chunk, vector)
+
+
+def fisher_by_columns(chunk: Chunk, vector: Leaves) -> Leaves:
     r"""$J^\top S S^\top J v$, with $S$ the likelihood's square root of the outputs' Fisher."""
-    outputs, vjp = jax.vjp(part.outputs, part.leaves)
-    pushed, likelihood = _push(part, vector), part.objective.likelihood
+    outputs, vjp = jax.vjp(chunk.outputs, chunk.leaves)
+    pushed, likelihood = _push(chunk, vector), chunk.objective.likelihood
 
     def add(index: Array, total: Array) -> Array:
         column = likelihood.fisher_column(outputs, index)
         return total + column * (column * pushed).sum(-1, keepdims=True)
 
     curved = jax.lax.fori_loop(0, outputs.shape[-1], add, jnp.zeros_like(outputs))
-    if part.batch.mask is not None:
-        curved = jnp.where(part.batch.mask[..., None], curved, jnp.zeros((), curved.dtype))
-    return vjp(over_count(curved, part.count))[0]
+    if chunk.batch.mask is not None:
+        curved = jnp.where(chunk.batch.mask[..., None], curved, jnp.zeros((), curved.dtype))
+    return vjp(over_count(curved, chunk.count))[0]
 
 
-def outer_products(part: Part, vector: Leaves) -> Leaves:
+def outer_products(chunk: Chunk, vector: Leaves) -> Leaves:
     r"""$\frac{1}{NR} \sum_n g_n g_n^\top v$, $g_n$ the gradient of one example's sum of terms.
 
     Averaged over the samples of ``labels``. The per-example gradients are never formed: this
     is the Jacobian of the vector of losses, multiplied from both sides.
     """
-    labels = part.batch.targets[:, None] if part.labels is None else part.labels
+    labels = chunk.batch.targets[:, None] if chunk.labels is None else chunk.labels
 
     def losses(leaves: Leaves) -> Array:
-        outputs = part.outputs(leaves)
-        return jax.vmap(lambda one: part.losses(outputs, one), in_axes=1)(labels)
+        outputs = chunk.outputs(leaves)
+        return jax.vmap(lambda one: chunk.losses(outputs, one), in_axes=1)(labels)
 
-    _, vjp = jax.vjp(losses, part.leaves)
-    _, pushed = jax.jvp(losses, (part.leaves,), (vector,))
-    scale = part.count.astype(pushed.dtype) * labels.shape[1]
+    _, vjp = jax.vjp(losses, chunk.leaves)
+    _, pushed = jax.jvp(losses, (chunk.leaves,), (vector,))
+    scale = chunk.count.astype(pushed.dtype) * labels.shape[1]
     return vjp(pushed / scale)[0]
 
 
-def hessian_product(part: Part, vector: Leaves) -> Leaves:
+def hessian_product(chunk: Chunk, vector: Leaves) -> Leaves:
     r"""$\nabla^2 L\, v$, forward over reverse."""
-    gradient = jax.grad(lambda leaves: part.loss(part.outputs(leaves)))
-    return jax.jvp(gradient, (part.leaves,), (vector,))[1]
+    gradient = jax.grad(lambda leaves: chunk.loss(chunk.outputs(leaves)))
+    return jax.jvp(gradient, (chunk.leaves,), (vector,))[1]
 
 
-def _push(part: Part, vector: Leaves) -> Array:
-    return jax.jvp(part.outputs, (part.leaves,), (vector,))[1]
+def _push(chunk: Chunk, vector: Leaves) -> Array:
+    return jax.jvp(chunk.outputs, (chunk.leaves,), (vector,))[1]

@@ -1,6 +1,11 @@
 """Multiple choice by likelihood, in the file format of OpenBookQA."""
 
-from jaxkfac.data.choices._compare import Comparison, Interval, compare, wilson_interval
+from jaxkfac.data.choices._compare import (
+    Comparison,
+    ProportionInterval,
+    compare,
+    wilson_interval,
+)
 from jaxkfac.data.choices._prompts import PromptStyle
 from jaxkfac.data.choices._questions import Question, parse_question, read_questions
 from jaxkfac.data.choices._scores import (
@@ -11,12 +16,15 @@ from jaxkfac.data.choices._scores import (
     target_log_likelihoods,
 )
 
+Interval = ProportionInterval  # its name in version 0.1
+
 __all__ = [
     "VARIANTS",
     "ChoiceScores",
     "Comparison",
     "Interval",
     "PromptStyle",
+    "ProportionInterval",
     "Question",
     "Variant",
     "compare",

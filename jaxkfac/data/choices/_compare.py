@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Bool
 
 
-class Interval(NamedTuple):
+class ProportionInterval(NamedTuple):
     """A part of some number of trials, and where the true part may lie.
 
     Attributes:
@@ -40,7 +40,7 @@ class Comparison(NamedTuple):
     p_value: float
 
 
-def wilson_interval(right: int, count: int, *, confidence: float = 0.95) -> Interval:
+def wilson_interval(right: int, count: int, *, confidence: float = 0.95) -> ProportionInterval:
     """Wilson's score interval: it stays inside [0, 1], and holds for few trials too.
 
     Args:
@@ -63,7 +63,7 @@ def wilson_interval(right: int, count: int, *, confidence: float = 0.95) -> Inte
     if not 0 <= right <= count or count < 1:
         raise ValueError(f"expected 0 <= right <= count and a trial, got {right} of {count}")
     ends = binomtest(right, count).proportion_ci(confidence, method="wilson")
-    return Interval(right / count, float(ends.low), float(ends.high), count)
+    return ProportionInterval(right / count, float(ends.low), float(ends.high), count)
 
 
 def compare(

@@ -8,14 +8,14 @@ import numpy as np
 from jaxkfac._checks import one_of
 from jaxkfac.data.choices._questions import Question
 from jaxkfac.data.text._encode import Example
-from jaxkfac.data.text._tokenizer import Tokenizer
+from jaxkfac.data.text._tokenizer import TokenizerLike
 
 PromptStyle = Literal["chat", "plain"]
 
 
 def choice_examples(
     questions: Sequence[Question],
-    tokenizer: Tokenizer,
+    tokenizer: TokenizerLike,
     *,
     style: PromptStyle,
     system: str,
@@ -37,7 +37,7 @@ def choice_examples(
 
 
 def bare_examples(
-    questions: Sequence[Question], tokenizer: Tokenizer, *, style: PromptStyle, system: str
+    questions: Sequence[Question], tokenizer: TokenizerLike, *, style: PromptStyle, system: str
 ) -> dict[str, Example]:
     """Each distinct choice after ``Answer:`` alone, for its likelihood without the question."""
     prompt = _prompt("Answer:" if style == "chat" else "", tokenizer, style, system)
@@ -45,7 +45,7 @@ def bare_examples(
     return {text: _example(prompt, text, tokenizer, style, text, None) for text in texts}
 
 
-def _prompt(stem: str, tokenizer: Tokenizer, style: PromptStyle, system: str) -> list[int]:
+def _prompt(stem: str, tokenizer: TokenizerLike, style: PromptStyle, system: str) -> list[int]:
     one_of("style", style, ("chat", "plain"))
     if style == "plain":
         return list(tokenizer.encode(f"{stem}\nAnswer:" if stem else "Answer:"))
@@ -57,7 +57,7 @@ def _prompt(stem: str, tokenizer: Tokenizer, style: PromptStyle, system: str) ->
 def _example(
     prompt: list[int],
     choice: str,
-    tokenizer: Tokenizer,
+    tokenizer: TokenizerLike,
     style: PromptStyle,
     name: str,
     max_length: int | None,

@@ -9,12 +9,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac._checks import one_of
-from jaxkfac.data.choices._compare import Interval, wilson_interval
+from jaxkfac.data.choices._compare import ProportionInterval, wilson_interval
 from jaxkfac.data.choices._prompts import PromptStyle, bare_examples, choice_examples
 from jaxkfac.data.choices._questions import Question
 from jaxkfac.data.text._encode import Example
 from jaxkfac.data.text._rows import TokenBatch, pack, token_batch
-from jaxkfac.data.text._tokenizer import Tokenizer
+from jaxkfac.data.text._tokenizer import TokenizerLike
 
 Variant = Literal["sum", "per_token", "per_byte", "pmi"]
 LogLikelihoods = Callable[[TokenBatch], Float[np.ndarray | Array, "rows length"]]
@@ -63,7 +63,7 @@ class ChoiceScores(NamedTuple):
         scores = zip(self.of(variant), self.questions)
         return np.array([int(np.argmax(x)) == q.answer for x, q in scores])
 
-    def accuracy(self, variant: Variant = "sum", *, confidence: float = 0.95) -> Interval:
+    def accuracy(self, variant: Variant = "sum", *, confidence: float = 0.95) -> ProportionInterval:
         """The part that is right, with Wilson's interval."""
         right = self.correct(variant)
         return wilson_interval(int(right.sum()), len(right), confidence=confidence)
@@ -80,7 +80,7 @@ def target_log_likelihoods(
 
 def score_choices(
     log_likelihoods: LogLikelihoods,
-    tokenizer: Tokenizer,
+    tokenizer: TokenizerLike,
     questions: Sequence[Question],
     *,
     max_length: int,

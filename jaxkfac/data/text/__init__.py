@@ -5,7 +5,9 @@ from jaxkfac.data.text._encode import Encoded, Example, LossOn, encode_records
 from jaxkfac.data.text._read import read_folder, read_lines, read_records
 from jaxkfac.data.text._records import Chat, Completion, Message, Record, parse_record
 from jaxkfac.data.text._rows import TokenBatch, bucket_lengths, pack, token_batch
-from jaxkfac.data.text._tokenizer import Tokenizer
+from jaxkfac.data.text._tokenizer import TokenizerLike
+
+Tokenizer = TokenizerLike  # its name in version 0.1
 
 __all__ = [
     "Chat",
@@ -18,6 +20,7 @@ __all__ = [
     "TokenBatch",
     "TokenBatches",
     "Tokenizer",
+    "TokenizerLike",
     "bucket_lengths",
     "encode_records",
     "pack",

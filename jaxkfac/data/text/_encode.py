@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int
 
 from jaxkfac._checks import one_of
 from jaxkfac.data.text._records import Completion, Message, Record
-from jaxkfac.data.text._tokenizer import Tokenizer
+from jaxkfac.data.text._tokenizer import TokenizerLike
 
 LossOn = Literal["assistant", "all"]
 
@@ -50,7 +50,7 @@ class Encoded(NamedTuple):
 
 def encode_records(
     records: Sequence[Record],
-    tokenizer: Tokenizer,
+    tokenizer: TokenizerLike,
     *,
     max_length: int,
     loss_on: LossOn = "assistant",
@@ -119,7 +119,7 @@ def _example(ids: list[int], learnt: list[bool]) -> Example:
     return Example(np.asarray(ids, np.int32), marks)
 
 
-def _completion(record: Any, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def _completion(record: Any, tokenizer: TokenizerLike) -> tuple[list[int], list[bool]]:
     # Apart, so that the border is the same at generation, when only the prompt is known.
     alone = not record.prompt
     prompt = [] if alone else list(tokenizer.encode(record.prompt))
@@ -130,7 +130,7 @@ def _completion(record: Any, tokenizer: Tokenizer) -> tuple[list[int], list[bool
     return [*prompt, *rest], [False] * len(prompt) + [True] * len(rest)
 
 
-def _chat(record: Any, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def _chat(record: Any, tokenizer: TokenizerLike) -> tuple[list[int], list[bool]]:
     turns, ends = as_plain(record.messages), set(tokenizer.eos_ids)
     ids = list(tokenizer.chat(turns, add_generation_prompt=False))
     learnt = [False] * len(ids)

@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 
 @runtime_checkable
-class Tokenizer(Protocol):
+class TokenizerLike(Protocol):
     """Text to ids and back; ``jaxkfac.models`` has one for each pretrained model."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkfac.interception import Encoded
+from jaxkfac.interception import EncodedParameter
 from jaxkfac.lslora.nf4._levels import LEVELS, NESTED_BLOCK
 
 
@@ -28,7 +28,7 @@ class Nested(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class NF4(Encoded):
+class NF4(EncodedParameter):
     """A kernel, or a stack of them, in four bits: a pytree that stands where the array stood.
 
     It passes through ``jit`` as an argument; ``lax.scan``, ``jax.tree.map(lambda x: x[i], ...)``

@@ -16,7 +16,7 @@ from jaxkfac.models.decoder._config import DecoderConfig
 from jaxkfac.models.decoder._tokens import Cache, Cached, Tokens
 
 
-class Embedding(nnx.Module):
+class TokenEmbedding(nnx.Module):
     """Rows by token, and the head where it is tied; in the dtype of the parameter."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
@@ -56,7 +56,7 @@ class GatedMLP(nnx.Module):
         return self.down_proj(jax.nn.silu(gate) * up)
 
 
-class Block(nnx.Module):
+class DecoderBlock(nnx.Module):
     """Attention, then the gated layer, each normalised first and added to the stream."""
 
     def __init__(self, config: DecoderConfig, attention: AttentionBy, *, rngs: nnx.Rngs) -> None:
@@ -80,12 +80,12 @@ class Stream(nnx.Module):
         self, config: DecoderConfig, remat: bool, attention: AttentionBy, *, rngs: nnx.Rngs
     ) -> None:
         self.config, self.remat = config, remat
-        self.embed_tokens = Embedding(config, rngs=rngs)
+        self.embed_tokens = TokenEmbedding(config, rngs=rngs)
 
         @nnx.split_rngs(splits=config.depth)
         @nnx.vmap(in_axes=(0,), out_axes=0)
-        def stacked_blocks(rngs: nnx.Rngs) -> Block:
-            return Block(config, attention, rngs=rngs)
+        def stacked_blocks(rngs: nnx.Rngs) -> DecoderBlock:
+            return DecoderBlock(config, attention, rngs=rngs)
 
         self.layers = stacked_blocks(rngs)
         self.norm = RMSNorm(config)
@@ -93,7 +93,7 @@ class Stream(nnx.Module):
     def __call__(self, tokens: Tokens, cache: Cache | None) -> tuple[Array, Any]:
         reading = read(self.config, tokens, cache)
 
-        def step(carry: Any, block: Block, layer: Array) -> Any:
+        def step(carry: Any, block: DecoderBlock, layer: Array) -> Any:
             x_BxTxD, cache = carry
             return block(x_BxTxD, reading, None if cache is None else (cache, layer))
 

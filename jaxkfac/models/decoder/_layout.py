@@ -8,7 +8,7 @@ from jaxkfac.models.decoder._config import DecoderConfig
 Shape = tuple[int, ...]
 
 
-class Part(NamedTuple):
+class TensorSpec(NamedTuple):
     """A stored tensor, (out, in) if it is a matrix."""
 
     name: str
@@ -25,7 +25,7 @@ class Leaf(NamedTuple):
         transposed: Whether it is (in, out).
     """
 
-    slices: tuple[tuple[Part, ...], ...]
+    slices: tuple[tuple[TensorSpec, ...], ...]
     stacked: bool
     transposed: bool
 
@@ -109,13 +109,13 @@ def _derived(name: str, leaves: Mapping[str, Leaf]) -> bool:
 
 
 def _alone(name: str, shape: Shape) -> Leaf:
-    return Leaf(((Part(name, shape),),), stacked=False, transposed=False)
+    return Leaf(((TensorSpec(name, shape),),), stacked=False, transposed=False)
 
 
 def _stacked(config: DecoderConfig, room: str, kind: str, parts: Mapping[str, Shape]) -> Leaf:
     slices = tuple(
         tuple(
-            Part(".".join(filter(None, ("model.layers", str(i), room, name, kind))), shape)
+            TensorSpec(".".join(filter(None, ("model.layers", str(i), room, name, kind))), shape)
             for name, shape in parts.items()
         )
         for i in range(config.depth)

@@ -1,4 +1,4 @@
-"""What of a model is averaged, and what of that is decomposed."""
+"""The blocks of some layers: the arrays of their factors, and the spectra computed from them."""
 
 import dataclasses
 import functools
@@ -77,55 +77,19 @@ class EigenBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The entries and blocks of some layers; a shared input has one entry.
+    """What :func:`layout_of` says of some layers; a shared input has one entry.
 
     Attributes:
         layers: The layers.
         bias: ``"joint"`` or ``"separate"``.
+        entries: Every array of factors, each once.
+        blocks: Every spectrum, each once.
     """
 
     layers: tuple[Layer, ...]
     bias: BiasMode
-
-    @functools.cached_property
-    def without_arrays(self) -> Factors:
-        """Factors without arrays, which know of every layer where its ones are."""
-        return Factors({}, {}, {}, {}, None, self.layers, self.bias)
-
-    @functools.cached_property
-    def entries(self) -> dict[Place, Entry]:
-        """Every array of factors, each once."""
-        found = {}
-        for layer in self.layers:
-            for entry in self._entries_of(layer):
-                found.setdefault(entry.place, entry)
-        return found
-
-    def _entries_of(self, layer: Layer) -> Iterator[Entry]:
-        name = f"of layer {layer.name!r}"
-        if layer.is_diagonal:
-            place = Place("diagonals", layer.name)
-            yield Entry(place, f"the diagonal {name}", (), layer.weight.size, dense=False)
-            return
-        n = layer.in_features + self.without_arrays.has_ones(layer.input)
-        yield Entry(Place("a", layer.input), f"A {name}", layer.stack, n, layer.a_dense)
-        g = Place("g", layer.name)
-        yield Entry(g, f"G {name}", layer.stack, layer.out_features, layer.g_dense)
-
-    @functools.cached_property
-    def blocks(self) -> dict[Place, EigenBlock]:
-        """Every spectrum, each once."""
-        found = {}
-        for layer in self.layers:
-            for place in [entry.place for entry in self._entries_of(layer)]:
-                bare = (
-                    place.table == "a"
-                    and self.without_arrays.has_ones(layer.input)
-                    and not self.without_arrays.wants_ones(layer)
-                )
-                own = Place("a_without_ones", place.key) if bare else place
-                found.setdefault(own, EigenBlock(own, self.entries[place], bare))
-        return found
+    entries: dict[Place, Entry]
+    blocks: dict[Place, EigenBlock]
 
     def merged(self, factors: Factors, *, complete: bool) -> "Layout":
         """This layout with the layers of ``factors`` that it lacks at its end.
@@ -153,7 +117,7 @@ class Layout:
                 f"factors have the layer {new[0].name!r}, which was not expected; the nearest are "
                 f"{nearest(new[0].name, list(known))}"
             )
-        return Layout((*self.layers, *new), self.bias)
+        return layout_of((*self.layers, *new), self.bias)
 
     def groups(self, count: int) -> list[list[EigenBlock]]:
         """Blocks in groups of about equal work; all blocks of one entry are in one group."""
@@ -167,6 +131,39 @@ class Layout:
             groups[least] += blocks
             loads[least] += _work(blocks)
         return groups
+
+
+@functools.lru_cache(maxsize=64)  # it is asked for at every call outside jit
+def layout_of(layers: tuple[Layer, ...], bias: BiasMode) -> Layout:
+    """The entries and blocks of ``layers``."""
+    like = factors_without_arrays(layers, bias)
+    entries: dict[Place, Entry] = {}
+    blocks: dict[Place, EigenBlock] = {}
+    for layer in layers:
+        ones = like.has_ones(layer.input)
+        for entry in _entries_of(layer, ones=ones):
+            place = entry.place
+            bare = place.table == "a" and ones and not like.wants_ones(layer)
+            own = Place("a_without_ones", place.key) if bare else place
+            source = entries.setdefault(place, entry)
+            blocks.setdefault(own, EigenBlock(own, source, bare))
+    return Layout(layers, bias, entries, blocks)
+
+
+def factors_without_arrays(layers: tuple[Layer, ...], bias: BiasMode) -> Factors:
+    """Factors that know of every layer where its ones are."""
+    return Factors({}, {}, {}, {}, None, layers, bias)
+
+
+def _entries_of(layer: Layer, *, ones: bool) -> Iterator[Entry]:
+    name = f"of layer {layer.name!r}"
+    if layer.is_diagonal:
+        place = Place("diagonals", layer.name)
+        yield Entry(place, f"the diagonal {name}", (), layer.weight.size, dense=False)
+        return
+    a, g = Place("a", layer.input), Place("g", layer.name)
+    yield Entry(a, f"A {name}", layer.stack, layer.in_features + ones, layer.a_dense)
+    yield Entry(g, f"G {name}", layer.stack, layer.out_features, layer.g_dense)
 
 
 def _work(blocks: list[EigenBlock]) -> int:

@@ -1,0 +1,21 @@
+import dataclasses
+import inspect
+from typing import get_args
+
+import jaxkfac as jk
+from jaxkfac.cli._optimizers import DampingMode, KfacOptions
+from jaxkfac.linalg import DampingMode as LibraryDampingMode
+
+
+def test_every_option_of_kfac_has_the_librarys_name_and_default():
+    library = inspect.signature(jk.kfac).parameters
+    own = {field.name: field for field in dataclasses.fields(KfacOptions)}
+    assert own.pop("learning_rate").default is dataclasses.MISSING
+    assert {name: field.default for name, field in own.items()} == {
+        name: library[name].default for name in own
+    }
+    assert KfacOptions(1.0).arguments().keys() == own.keys()
+
+
+def test_the_damping_modes_are_the_librarys():
+    assert get_args(DampingMode) == get_args(LibraryDampingMode)
