@@ -14,7 +14,6 @@ from jaxkfac.factors._objective import Batch, Objective, as_batch, kept_targets,
 from jaxkfac.factors._passes import Pass, PassPlan, largest_budget, plan_passes, smallest_budget
 from jaxkfac.factors._program import Program
 from jaxkfac.factors._statistics import Statistics
-from jaxkfac.factors._taps import Slot
 
 __all__ = [
     "FISHER_TYPES",
@@ -35,7 +34,6 @@ __all__ = [
     "Pass",
     "PassPlan",
     "Program",
-    "Slot",
     "Statistics",
     "ValueGradAndFactors",
     "as_batch",

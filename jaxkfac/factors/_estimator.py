@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Key, PyTree, Shaped
 from jaxkfac.factors._likelihoods import Outputs
 from jaxkfac.factors._objective import Batch, Objective, check_array
 from jaxkfac.factors._program import Linearised
-from jaxkfac.factors._taps import Slot
+from jaxkfac.interception import Slot
 
 LABEL_FOLD = 0x6C61  # folded into the caller's key for sampled labels
 

@@ -5,7 +5,6 @@ arrives is each example's sum over all of them; outer products and squares are f
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,6 @@ from jaxkfac.factors._taps import ArrayType
 from jaxkfac.interception import Atoms, Layer, Site, Use
 from jaxkfac.kinds import Rows, by_example, in_own_order
 from jaxkfac.linalg import PANELS_FROM, gram, gram_panels, unpack_panels
-
-Slot = dict[str, Any]
 
 
 def example_sums(

@@ -14,7 +14,7 @@ from jaxkfac._checks import one_of
 from jaxkfac.factors._estimator import LABEL_FOLD, Estimator
 from jaxkfac.factors._objective import Batch, Objective
 from jaxkfac.factors._program import Linearised
-from jaxkfac.factors._taps import Slot
+from jaxkfac.interception import Slot
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
 Fisher = Literal["empirical", "mc", "exact", "forward", "exact_if_terms_do_not_mix"]

@@ -9,9 +9,10 @@ from jaxtyping import Array, Float, Key, PyTree, Shaped
 
 from jaxkfac._errors import LostRowsError
 from jaxkfac.factors._objective import Objective, check_array, takes_key
-from jaxkfac.factors._taps import Gathered, Slot, tap
+from jaxkfac.factors._taps import Gathered, tap
 from jaxkfac.interception import (
     RowMask,
+    Slot,
     TraceCache,
     Traced,
     Window,

@@ -19,8 +19,7 @@ from jaxkfac.factors._example_sums import (
     outer_products,
 )
 from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.factors._taps import Slot
-from jaxkfac.interception import Entries, Layer, Site, Traced, Use, kind_named
+from jaxkfac.interception import Entries, Layer, Site, Slot, Traced, Use, kind_named
 from jaxkfac.kinds import masked, moments, packs, sum_to
 from jaxkfac.linalg import PANELS_FROM, panel_shapes, statistics_dtype, unpack_panels
 

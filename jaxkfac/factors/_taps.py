@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxkfac.interception import Entries, Handler, Site, Use, automatic, cast_varying
+from jaxkfac.interception import Entries, Handler, Site, Slot, Use, automatic, cast_varying
 
-Slot = dict[str, Any]
 Weights = Bool[Array, "..."] | None  # which rows exist
 Active = Bool[Array, ""] | None  # whether statistics are wanted
 

@@ -73,7 +73,7 @@ from jaxkfac.interception._paths import (
 )
 from jaxkfac.interception._rewrite import Handler, Site
 from jaxkfac.interception._row_masks import RowMask, mark_rows
-from jaxkfac.interception._slots import Entries, SlotEntry
+from jaxkfac.interception._slots import Entries, Slot, SlotEntry
 from jaxkfac.interception._table import LayerTable, selector
 from jaxkfac.interception._trace import Traced, find_layers, trace
 from jaxkfac.interception._trace_cache import Staged, TraceCache
@@ -99,6 +99,7 @@ __all__ = [
     "ParameterMatrix",
     "RowMask",
     "Site",
+    "Slot",
     "SlotEntry",
     "Staged",
     "TraceCache",

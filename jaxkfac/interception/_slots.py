@@ -19,7 +19,7 @@ from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._encoded import Operand
 from jaxkfac.interception._views import SAME_ELEMENTS, is_negated
 
-Slot = Mapping[str, PyTree[ArrayLike]]  # by entry
+Slot = dict[str, PyTree]  # arrays, or their shapes, by entry
 Slots = dict[str, Slot]  # by layer
 
 

@@ -6,11 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkfac.interception import Site, Use
+from jaxkfac.interception import Site, Slot, Use
 from jaxkfac.kinds._rows import Array, Rows, in_own_order
 from jaxkfac.linalg import PANELS_FROM, gram, gram_panels, statistics_dtype, unpack_panels
-
-Slot = dict[str, Any]
 
 
 def moments(site: Site, use: Use, side: Rows, like: Any) -> Any:

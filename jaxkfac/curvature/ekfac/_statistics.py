@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 
 from jaxkfac.curvature._eigenbases import Eigenbases
-from jaxkfac.factors import Slot, Statistics, gradient_rows
-from jaxkfac.interception import Entries, Layer, Site, SlotEntry, Traced, Use
+from jaxkfac.factors import Statistics, gradient_rows
+from jaxkfac.interception import Entries, Layer, Site, Slot, SlotEntry, Traced, Use
 from jaxkfac.kinds import Array, Basis, rotate_gradients
 
 Per = Literal["example", "token"]
