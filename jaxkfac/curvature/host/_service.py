@@ -48,7 +48,8 @@ class HostCurvature:
     factor to which nothing has been added since its last refresh for these reasons, or whose
     decomposition is not finite in its own dtype nor in float64, keeps its previous basis for
     at most ``keep_previous`` refreshes, with a ``RuntimeWarning`` each time; then
-    :meth:`bases` raises. An exception in a thread is raised by the next call.
+    :meth:`bases` raises. An exception in a thread is raised by the next call. A forked process has
+    none of the threads: every call there raises at once.
 
     Args:
         decay: $\beta \in [0, 1)$ of the average, once for each step that is pushed.
