@@ -104,9 +104,7 @@ def test_what_has_the_place_of_the_newest_is_not_passed_over(folder, how):
         path.mkdir()
     else:
         path.write_bytes(data[: len(data) // 2] if how == "half" else b"")
-    with pytest.raises(
-        DamagedFileError, match="9 is no checkpoint, or only a part of one.*6 is wh"
-    ):
+    with pytest.raises(DamagedFileError, match="9 is no checkpoint.*6 is whole"):
         load_checkpoint(folder)
 
 

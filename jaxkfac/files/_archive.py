@@ -119,24 +119,30 @@ class Archive:
         FileNotFoundError: there is no such file.
         DamagedFileError: a byte of it is not what was written; the array that it belongs to is
             named, if it does.
-        ValueError: it is no such file, or only a part of one.
+        ValueError: it is another kind of file, or of a later version.
     """
 
     def __init__(self, path: Path, form: str, what: str) -> None:
         self._path = path
         if not path.exists():
             raise FileNotFoundError(f"no {what} at {path}")
+        if path.is_dir():
+            raise DamagedFileError(f"{path} is no {what} but a folder")
+        self._file = path.open("rb")
         try:
-            self._archive = zipfile.ZipFile(path)
-        except Exception as error:  # a damaged file fails in many ways
-            raise DamagedFileError(
-                f"{path} is no {what}, or only a part of one ({error})"
-            ) from error
-        try:
+            self._archive = self._opened(what)
             self._check(form, what)
         except BaseException:
             self.close()
             raise
+
+    def _opened(self, what: str) -> zipfile.ZipFile:
+        try:
+            return zipfile.ZipFile(self._file)
+        except Exception as error:  # a damaged file fails in many ways
+            raise DamagedFileError(
+                f"{self._path} is no {what}, or only a part of one ({error})"
+            ) from error
 
     def _check(self, form: str, what: str) -> None:
         try:
@@ -155,10 +161,10 @@ class Archive:
             self._raise_damaged()
 
     def _seal(self) -> bytes:
-        crc, left = 0, self._path.stat().st_size - len(_SEAL.format(0))
-        with self._path.open("rb") as file:
-            while chunk := file.read(min(left, _CHUNK)):
-                crc, left = zlib.crc32(chunk, crc), left - len(chunk)
+        crc, left = 0, self._file.seek(0, 2) - len(_SEAL.format(0))
+        self._file.seek(0)
+        while chunk := self._file.read(min(left, _CHUNK)):
+            crc, left = zlib.crc32(chunk, crc), left - len(chunk)
         return _SEAL.format(crc).encode()
 
     def _raise_damaged(self) -> NoReturn:
@@ -176,7 +182,7 @@ class Archive:
 
     def close(self) -> None:
         """Close the file."""
-        self._archive.close()
+        self._file.close()
 
     def read(self, name: str) -> np.ndarray:
         """One array, its checksum compared.
@@ -204,6 +210,8 @@ class Archive:
                 found["crc"] = zlib.crc32(array.reshape(-1).view(np.uint8).data)
             if found["crc"] != expected["crc"]:
                 raise ValueError(f"its checksum is {found['crc']}, the manifest says {expected}")
+        except MemoryError:
+            raise
         except Exception as error:
             reason = str(error) or type(error).__name__
             raise DamagedFileError(
