@@ -42,16 +42,14 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        self._summary = _package("tensorboardX").summary
-        from tensorboardX import event_file_writer
-        from tensorboardX.proto import event_pb2
-
-        self._folder, self._event, self._failed = folder, event_pb2.Event, False
+        package = _package("tensorboardX")
+        proto, self._summary = package.proto.event_pb2, package.summary
+        self._folder, self._event, self._failed = folder, proto.Event, False
         with self._explained():
             folder.mkdir(parents=True, exist_ok=True)
-            self._writer = event_file_writer.EventsWriter(str(folder / "events"))
+            self._writer = package.event_file_writer.EventsWriter(str(folder / "events"))
             if step:  # what an interrupted run wrote after its checkpoint is hidden
-                start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+                start = proto.SessionLog(status=proto.SessionLog.START)
                 self._writer.write_event(self._event(step=step, session_log=start))
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
