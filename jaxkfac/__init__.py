@@ -3,6 +3,7 @@
 from jaxkfac import lslora, memory
 from jaxkfac._errors import (
     CheckpointMismatchError,
+    DamagedFileError,
     JaxkfacError,
     LostRowsError,
     NonFiniteFactorError,
@@ -49,6 +50,7 @@ __all__ = [
     "CapacityMetrics",
     "Categorical",
     "CheckpointMismatchError",
+    "DamagedFileError",
     "DiagonalFactor",
     "Eigenbases",
     "Factors",

@@ -28,6 +28,10 @@ class CheckpointMismatchError(JaxkfacError, ValueError):
     """A checkpoint was written by another model."""
 
 
+class DamagedFileError(JaxkfacError, ValueError):
+    """A file does not hold what was written to it."""
+
+
 class DownloadError(JaxkfacError, RuntimeError):
     """A file could not be fetched, or was not what it should be."""
 

@@ -12,6 +12,7 @@ from jaxkfac.cli._options import AnalyzeArguments
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._restored import restore
 from jaxkfac.curvature.capacity import legend
+from jaxkfac.files import whole_file, write_text
 from jaxkfac.report import (
     CapacityReport,
     RunRecords,
@@ -45,7 +46,9 @@ def run_analyze(arguments: AnalyzeArguments) -> None:
     if arguments.figures:
         arguments.figures.mkdir(parents=True, exist_ok=True)
         for name, svg in factor_figures(spectra).items():
-            (arguments.figures / f"{name}.svg").write_bytes(svg)
+            path = arguments.figures / f"{name}.svg"
+            with whole_file(path, f"the figure {name}", nbytes=len(svg)) as file:
+                file.write(svg)
     if arguments.json:
         plain = [record._asdict() for record in spectra]
         found = {"step": checkpoint.step, "spectra": plain, **capacity.to_dict()}
@@ -83,4 +86,4 @@ def _write_page(
         versions=versions(),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    write_text(path, page, "the report")

@@ -1,27 +1,21 @@
-"""Checkpoints of a run: written whole or not at all, read only by the run they belong to."""
+"""Checkpoints of a run: one file for each, written whole or not at all, checked when read."""
 
-import contextlib
-import dataclasses
-import json
-import logging
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxkfac._errors import CheckpointMismatchError
+from jaxkfac._errors import DamagedFileError
 from jaxkfac.cli._interrupts import interrupts_deferred
+from jaxkfac.cli._orbax_checkpoint import is_orbax_checkpoint, load_orbax_checkpoint
 from jaxkfac.cli._phases import phase
-from jaxkfac.interception import leaves_by_path, with_leaves
+from jaxkfac.files import PARTIAL, Archive, write_archive
 
-PyTree = Any
-_SHOWN = 12
-DATA_CRC = "data_crc32"  # beside a config's options: what they cannot say of the data
+_FORM = "jaxkfac.checkpoint"
+_KEPT = 2  # checkpoints of a run
 
 
 class Checkpoint(NamedTuple):
@@ -29,7 +23,8 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         leaves: ``{path: array}`` of the parameters and the optimizer's state.
-        config: The experiment, as plain values; where they may change, ``DATA_CRC`` of the data.
+        config: The experiment, as plain values; where they may change, a checksum of the
+            data.
         optimizer: ``"kfac"`` or ``"adamw"``.
         records: What the run has measured so far, as plain values.
         step: Updates made.
@@ -43,27 +38,36 @@ class Checkpoint(NamedTuple):
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write ``folder/step``, keeping the newest two; Ctrl-C waits until it is complete."""
-    import orbax.checkpoint as ocp
+    """Write the file ``folder/step``, keeping the newest two; Ctrl-C waits until it is complete.
 
-    target = folder.absolute() / str(checkpoint.step)
-    # Orbax refuses empty arrays; they hold nothing, and the template has them.
-    leaves = {path: leaf for path, leaf in checkpoint.leaves.items() if leaf.size}
+    Raises:
+        OSError: it could not be written; which checkpoint counts then is said.
+    """
+    target = folder / str(checkpoint.step)
     about = {
         "config": checkpoint.config,
         "optimizer": checkpoint.optimizer,
         "records": checkpoint.records,
     }
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    with (
-        interrupts_deferred("writing the checkpoint"),
-        phase("writing the checkpoint"),
-        _quiet(),
-        ocp.CheckpointManager(target.parent, options=options) as m,
-    ):
-        if m.latest_step() != checkpoint.step:
-            state, run = ocp.args.StandardSave(leaves), ocp.args.JsonSave(about)
-            m.save(checkpoint.step, args=ocp.args.Composite(state=state, run=run))
+    with interrupts_deferred("writing the checkpoint"), phase("writing the checkpoint"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for partial in folder.glob(f".*{PARTIAL}"):  # of a run that was killed
+            partial.unlink()
+        last = find_checkpoint(folder)
+        if last != target:
+            write_archive(
+                target,
+                _FORM,
+                about,
+                checkpoint.leaves.items(),
+                what=f"the checkpoint of update {checkpoint.step}",
+                nbytes=sum(leaf.nbytes for leaf in checkpoint.leaves.values()),
+                remains="there is no older one"
+                if last is None
+                else f"that of update {last.name} counts: make room and continue with --resume",
+            )
+        for old in _steps(folder)[:-_KEPT]:
+            _remove(old)
     return target
 
 
@@ -72,46 +76,67 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
     Raises:
         FileNotFoundError: there is none at ``path``; what is there is said.
+        DamagedFileError: a byte of it is not what was written; the array is named, and another
+            checkpoint beside it that is whole.
     """
-    import orbax.checkpoint as ocp
-
     found = find_checkpoint(path)
     if found is None:
         held = sorted(p.name for p in path.iterdir()) if path.is_dir() else None
         content = "does not exist" if held is None else f"holds {', '.join(held) or 'nothing'}"
         raise FileNotFoundError(
-            f"no checkpoint at {path}, which {content}; expected a folder written by "
-            "`jaxkfac train`, such as runs/digits or runs/digits/kfac/1320"
+            f"no checkpoint at {path}, which {content}; expected what `jaxkfac train` has "
+            "written, such as runs/digits or runs/digits/kfac/1320"
         )
-    wanted = ocp.args.Composite(state=ocp.args.StandardRestore(), run=ocp.args.JsonRestore())
-    with _quiet(), ocp.CheckpointManager(found.parent.absolute()) as manager:
-        item = manager.restore(int(found.name), args=wanted)
-    leaves = {path: np.asarray(leaf) for path, leaf in item.state.items()}
-    return Checkpoint(leaves, step=int(found.name), **item.run)
+    try:
+        if is_orbax_checkpoint(found):
+            leaves, about = load_orbax_checkpoint(found)
+        else:
+            with Archive(found, _FORM, "checkpoint") as stored:
+                leaves = {name: stored.read(name) for name in stored.names}
+                about = {name: stored.about[name] for name in ("config", "optimizer", "records")}
+    except DamagedFileError as error:
+        raise DamagedFileError(f"{error}; {_way_out(found)}") from error
+    return Checkpoint(leaves, step=int(found.name), **about)
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """The step folder that ``path`` means, or ``None``."""
-    if path.name.isdigit() and (path / "state").is_dir():
+    """The checkpoint that ``path`` means, or ``None``; whether it is whole shows on reading."""
+    if path.name.isdigit() and _is_checkpoint(path):
         return path
-    steps = [p for p in path.glob("*") if p.name.isdigit() and (p / "state").is_dir()]
-    if steps:
-        return max(steps, key=lambda p: int(p.name))
+    if steps := _steps(path):
+        return steps[-1]
     below = (path / name for name in ("kfac", "adamw"))
     return next((found for p in below if p.is_dir() and (found := find_checkpoint(p))), None)
 
 
-def flatten_state(params: PyTree, optimizer_state: PyTree) -> dict[str, np.ndarray]:
-    """``{path: array}`` of everything that a run carries from one update to the next."""
-    tree = {"params": params, "optimizer": optimizer_state}
-    # On a CPU device_get would leave a view of its memory in each array, which keeps it from
-    # being donated.
-    return {path: np.asarray(leaf) for path, leaf in leaves_by_path(tree).items()}
+def _steps(folder: Path) -> list[Path]:
+    """The checkpoints in a folder; among them what has the name of one and is none."""
+    found = sorted((p for p in folder.glob("*") if p.name.isdigit()), key=lambda p: int(p.name))
+    return found if any(map(_is_checkpoint, found)) else []
 
 
-def is_whole(*trees: PyTree) -> bool:
-    """Whether all arrays are there: those donated to a program that was broken off are not."""
-    return not any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(trees))
+def _is_checkpoint(path: Path) -> bool:
+    return path.is_file() or is_orbax_checkpoint(path)
+
+
+def _way_out(damaged: Path) -> str:
+    """How to go on without this checkpoint."""
+    others = [p for p in _steps(damaged.parent) if p != damaged and _is_whole_file(p)]
+    if not others:
+        return "no other checkpoint beside it is known to be whole: start again with --overwrite"
+    older = [p for p in others if int(p.name) < int(damaged.name)] or others
+    return (
+        f"{older[-1]} is whole: to continue from update {older[-1].name}, delete {damaged} and "
+        "run again with --resume"
+    )
+
+
+def _is_whole_file(path: Path) -> bool:
+    try:
+        Archive(path, _FORM, "checkpoint").close()
+    except (ValueError, OSError):
+        return False
+    return True
 
 
 def say_nothing_saved(folder: Path) -> None:
@@ -119,39 +144,6 @@ def say_nothing_saved(folder: Path) -> None:
     found = find_checkpoint(folder)
     last = "there is none" if found is None else f"it is from update {found.name}"
     print(f"stopped inside an update: the last checkpoint counts; {last}", file=sys.stderr)
-
-
-def restore_state(
-    checkpoint: Checkpoint, params: PyTree, optimizer_state: PyTree, config: dict[str, Any]
-) -> tuple[PyTree, PyTree]:
-    """The stored values in the structure of ``params`` and ``optimizer_state``.
-
-    Both may be of ``jax.ShapeDtypeStruct``: nothing is read of them but shapes and dtypes.
-
-    Raises:
-        CheckpointMismatchError: the checkpoint is of another model or configuration; every
-            path and option that differs is listed.
-    """
-    tree = {"params": params, "optimizer": optimizer_state}
-    expected = leaves_by_path(tree)
-    ignored = {"kfac": "adamw", "adamw": "kfac"}[checkpoint.optimizer]
-    differences = [
-        *_option_differences(checkpoint.config, config, ignored),
-        *sorted(_leaf_differences(checkpoint.leaves, expected), key=_parameters_first),
-    ]
-    if differences:
-        shown = differences[:_SHOWN]
-        if len(differences) > _SHOWN:
-            shown.append(f"and {len(differences) - _SHOWN} more")
-        raise CheckpointMismatchError(
-            "the checkpoint was written by another model or configuration:\n  "
-            + "\n  ".join(shown)
-            + "\nresume with the options it was written with, or choose another --output"
-        )
-    stored = {path: jnp.asarray(leaf) for path, leaf in checkpoint.leaves.items()}
-    empty = {path: jnp.zeros(x.shape, x.dtype) for path, x in expected.items() if not x.size}
-    restored = with_leaves(tree, stored | empty)
-    return restored["params"], restored["optimizer"]
 
 
 def check_output(output: Path, folders: Sequence[Path], *, resume: bool, overwrite: bool) -> None:
@@ -179,62 +171,14 @@ def check_output(output: Path, folders: Sequence[Path], *, resume: bool, overwri
         remove_checkpoints(folder)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
 def remove_checkpoints(folder: Path) -> None:
-    """Delete the step folders in ``folder`` and nothing else."""
-    while (found := find_checkpoint(folder)) is not None:
-        shutil.rmtree(found)
+    """Delete the checkpoints in ``folder`` and nothing else."""
+    for path in _steps(folder):
+        _remove(path)
 
 
-def as_config(experiment: Any) -> dict[str, Any]:
-    """A dataclass as plain values, exactly as they come back from JSON."""
-    return json.loads(json.dumps(dataclasses.asdict(experiment)))
-
-
-def _leaf_differences(stored: dict[str, Any], expected: dict[str, Any]) -> Iterator[str]:
-    for path in expected:
-        if expected[path].size and path not in stored:
-            yield f"{path}: not in the checkpoint, expected {expected[path].shape}"
-    for path, leaf in stored.items():
-        if path not in expected:
-            yield f"{path}: {leaf.shape} in the checkpoint, not expected"
-        elif (leaf.shape, leaf.dtype) != (expected[path].shape, expected[path].dtype):
-            was, want = (f"{x.dtype}{list(x.shape)}" for x in (leaf, expected[path]))
-            yield f"{path}: {was} in the checkpoint, expected {want}"
-
-
-def _option_differences(
-    stored: dict[str, Any], wanted: dict[str, Any], ignored: str, prefix: str = ""
-) -> Iterator[str]:
-    for name in sorted(stored.keys() | wanted.keys()):
-        if name == ignored:
-            continue
-        was, want = stored.get(name), wanted.get(name)
-        if isinstance(was, dict) and isinstance(want, dict):
-            yield from _option_differences(was, want, ignored, f"{prefix}{name}.")
-        elif was != want and name == DATA_CRC:
-            yield f"the data have changed: CRC-32 {was} in the checkpoint, {want} now"
-        elif was != want:
-            yield f"option {prefix}{name}: {was} in the checkpoint, {want} requested"
-
-
-def _parameters_first(difference: str) -> bool:
-    return not difference.startswith("params/")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep orbax's remarks about its own defaults off the terminal."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+def _remove(path: Path) -> None:
+    if path.is_file():
+        path.unlink()
+    elif is_orbax_checkpoint(path):
+        shutil.rmtree(path)

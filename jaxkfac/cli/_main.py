@@ -119,7 +119,7 @@ def _dispatch(words: list[str]) -> int:
 
             return answer(error, arguments)
         if isinstance(error, JaxkfacError | ValueError | OSError):
-            return _fail(str(error))
+            return _fail(_words_of(error))
         raise
     return 0
 
@@ -145,6 +145,18 @@ def _run(arguments: Any) -> None:
     (command,) = [known for known in commands() if type(arguments) is known.arguments]
     module, function = command.run.split(":")
     getattr(importlib.import_module(module), function)(arguments)
+
+
+def _words_of(error: Exception) -> str:
+    """What an error says in one line."""
+    if not isinstance(error, OSError) or not error.strerror or error.filename:
+        return str(error)
+    if error.strerror != os.strerror(error.errno or 0):
+        return error.strerror  # put into words by this library: no number before them
+    from jaxkfac.cli._phases import phases_of
+
+    doing = phases_of(error)
+    return f"while {doing}: {error.strerror}" if doing else str(error)
 
 
 def _fail(message: str) -> int:

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import jax
 
 import jaxkfac as jk
-from jaxkfac.cli._checkpoint import Checkpoint, restore_state
+from jaxkfac.cli._checkpoint import Checkpoint
 from jaxkfac.cli._loop import total_updates
 from jaxkfac.cli._options import Experiment
 from jaxkfac.cli._problem import DigitsProblem, build_optimizer, digits_problem
+from jaxkfac.cli._run_state import restore_state
 from jaxkfac.cli._train import factor_average
 
 PyTree = Any

@@ -10,16 +10,11 @@ from rich.console import Console
 import jaxkfac as jk
 from jaxkfac.cli._checkpoint import (
     Checkpoint,
-    as_config,
     check_output,
     find_checkpoint,
-    flatten_state,
-    is_whole,
     load_checkpoint,
-    restore_state,
     save_checkpoint,
     say_nothing_saved,
-    write_whole,
 )
 from jaxkfac.cli._held_once import check_held_once
 from jaxkfac.cli._host_memory import host_memory
@@ -29,6 +24,8 @@ from jaxkfac.cli._options import Experiment, TrainArguments
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._problem import DigitsProblem, build_optimizer, digits_problem, find_layers
 from jaxkfac.cli._progress import progress, time_left
+from jaxkfac.cli._run_state import as_config, flatten_state, is_whole, restore_state
+from jaxkfac.files import write_text
 from jaxkfac.interception import leaves_by_path
 from jaxkfac.optim import KfacState
 from jaxkfac.report import (
@@ -184,7 +181,8 @@ def _write_results(
         "memory": stages.to_dict(),
     }
     output.mkdir(parents=True, exist_ok=True)
-    write_whole(output / "metrics.json", json.dumps(metrics, indent=1, allow_nan=False))
+    text = json.dumps(metrics, indent=1, allow_nan=False)
+    write_text(output / "metrics.json", text, "the measurements of the run")
     page = report_page(
         title="A vision transformer on handwritten digits",
         lead=f"{sum(sizes.values()):,} parameters, {len(problem.train.labels)} training and "
@@ -197,7 +195,7 @@ def _write_results(
         stages=stages,
         host_memory=metrics["host_memory"],
     )
-    write_whole(output / "report.html", page)
+    write_text(output / "report.html", page, "the report")
     finals = {name: run.epochs[-1]._asdict() for name, run in runs.items()}
     for name, run in runs.items():
         finals[name] |= {"compile_seconds": run.compile_seconds, "skipped": run.skipped}

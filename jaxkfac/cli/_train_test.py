@@ -2,7 +2,13 @@
 
 import json
 import os
+import re
+import resource
+import shutil
 import signal
+import subprocess
+import sys
+import time
 
 import jax
 import numpy as np
@@ -263,6 +269,67 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_paths_that_differ(fin
     assert "more" in message
     with pytest.raises(CheckpointMismatchError):
         run(finished, "--resume", "--model.width", "12", "--debug")
+
+
+def test_the_words_about_a_damaged_checkpoint_lead_to_the_end_of_the_run(
+    finished, tmp_path, no_page, capsys
+):
+    shutil.copytree(finished / "kfac", tmp_path / "kfac")
+    data = bytearray((tmp_path / "kfac" / "9").read_bytes())
+    data[len(data) // 2] ^= 16
+    (tmp_path / "kfac" / "9").write_bytes(data)
+    assert run(tmp_path, "--optimizer", "kfac", "--resume") == 2
+    message = capsys.readouterr().err
+    assert re.search(r"kfac/9: the array '\S+/\S+' is damaged", message)
+    assert f"{tmp_path / 'kfac' / '6'} is whole: to continue from update 6, delete" in message
+    os.remove(re.search(r"delete (\S+) and run again with --resume", message)[1])
+    assert run(tmp_path, "--optimizer", "kfac", "--resume") == 0
+    assert_same_end(finished, tmp_path, "kfac")
+
+
+def test_a_full_disk_is_one_line_and_the_checkpoint_before_counts(
+    finished, tmp_path, no_page, capsys
+):
+    """The limit of file sizes is the kernel's own refusal to write on."""
+    (tmp_path / "kfac").mkdir()
+    before = shutil.copy(finished / "kfac" / "6", tmp_path / "kfac")
+    size, limits = os.path.getsize(before), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
+        assert run(tmp_path, "--optimizer", "kfac", "--resume") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err
+    (line,) = [line for line in said.splitlines() if line.startswith("jaxkfac:")]
+    assert "Traceback" not in said
+    assert f"the checkpoint of update 9 could not be saved to {tmp_path / 'kfac' / '9'} (" in line
+    assert "(File too large: it needs " in line and " free)" in line
+    assert line.endswith("; that of update 6 counts: make room and continue with --resume")
+    assert [path.name for path in (tmp_path / "kfac").iterdir()] == ["6"]
+    assert run(tmp_path, "--optimizer", "kfac", "--resume") == 0
+    assert_same_end(finished, tmp_path, "kfac")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_and_then_damaged_comes_to_its_end(tmp_path):
+    """As a user sees it: processes, a signal that nothing can catch, and what is printed."""
+    words = [sys.executable, "-m", "jaxkfac", "train", *TINY, "--optimizer", "kfac"]
+    words += ["--epochs", "40", "--output", str(tmp_path)]
+    folder = tmp_path / "kfac"
+    running = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    while len([p for p in folder.glob("*") if p.name.isdigit()]) < 2:
+        assert running.poll() is None, running.communicate()
+        time.sleep(0.01)
+    running.kill()
+    running.communicate()
+    newest = find_checkpoint(folder)
+    newest.write_bytes(newest.read_bytes()[:-100])
+    refused = subprocess.run([*words, "--resume"], capture_output=True, text=True)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    os.remove(re.search(r"delete (\S+) and run again with --resume", refused.stderr)[1])
+    done = subprocess.run([*words, "--resume"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert load_checkpoint(folder).step == 120
 
 
 @pytest.mark.standard_promotion

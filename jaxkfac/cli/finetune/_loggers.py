@@ -1,6 +1,9 @@
 """Where a run's numbers go while it runs."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
@@ -32,22 +35,53 @@ class MetricLogger(Protocol):
 
 
 class TensorBoard:
-    """Event files in a folder."""
+    """An event file in a folder, written by this thread.
+
+    ``SummaryWriter`` has a thread that ends when the disk is full, and whoever writes then waits
+    for it forever.
+    """
 
     def __init__(self, folder: Path, step: int) -> None:
-        writer = _package("tensorboardX").SummaryWriter
-        # What an interrupted run wrote after its checkpoint is hidden.
-        self._writer = writer(str(folder), purge_step=step or None, flush_secs=10)
+        package = _package("tensorboardX")
+        proto, self._summary = package.proto.event_pb2, package.summary
+        self._folder, self._event, self._failed = folder, proto.Event, False
+        with self._explained():
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writer = package.event_file_writer.EventsWriter(str(folder / "events"))
+            if step:  # what an interrupted run wrote after its checkpoint is hidden
+                start = proto.SessionLog(status=proto.SessionLog.START)
+                self._writer.write_event(self._event(step=step, session_log=start))
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        self._add(step, [self._summary.scalar(name, value) for name, value in values.items()])
 
     def text(self, step: int, name: str, words: str) -> None:
-        self._writer.add_text(name, words, step)
+        self._add(step, [self._summary.text(name, words)])
 
     def close(self) -> None:
-        self._writer.close()
+        if not self._failed:  # its error has been raised
+            with self._explained():
+                self._writer.close()
+
+    def _add(self, step: int, summaries: Sequence[Any]) -> None:
+        with self._explained():
+            for summary in summaries:
+                event = self._event(wall_time=time.time(), step=step, summary=summary)
+                self._writer.write_event(event)
+            self._writer.flush()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._failed = True
+            reason = os.strerror(error.errno or 0)
+            raise OSError(
+                error.errno,
+                f"numbers for TensorBoard could not be saved to {self._folder} ({reason}); "
+                "checkpoints are as they were: make room and continue with --resume",
+            ) from error
 
 
 class Tracker:

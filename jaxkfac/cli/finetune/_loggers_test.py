@@ -1,8 +1,10 @@
+import resource
 import struct
 import sys
 import types
 
 import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from jaxkfac.cli.finetune._loggers import check_loggers, open_loggers
 
@@ -16,6 +18,29 @@ def test_tensorboard_gets_numbers_and_text(tmp_path):
     written = events.read_bytes()
     assert b"loss/train" in written and "a → b".encode() in written
     assert struct.pack("<f", 1.25) in written
+
+
+def test_a_full_disk_is_an_error_at_once_and_once(tmp_path):
+    """The limit of file sizes is the kernel's own refusal to write on."""
+    logger = open_loggers(["tensorboard"], tmp_path, config={}, step=3)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+        words = "numbers for TensorBoard could not be saved to .*tensorboard.*File too large.*--res"
+        with pytest.raises(OSError, match=words):
+            logger.text(4, "sample", "x" * (2 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    logger.close()
+
+
+def test_what_was_logged_after_the_checkpoint_is_hidden(tmp_path):
+    logger = open_loggers(["tensorboard"], tmp_path, config={}, step=7)
+    logger.close()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert Event(step=7, session_log=SessionLog(status=1)).SerializeToString() in (
+        events.read_bytes()
+    )
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

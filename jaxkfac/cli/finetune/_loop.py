@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.cli._checkpoint import is_whole
 from jaxkfac.cli._loop import NonFiniteLossError
+from jaxkfac.cli._run_state import is_whole
 from jaxkfac.cli.finetune._exam import fourier_record
 from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.cli.finetune._problem import FinetuneProblem, micro_batches

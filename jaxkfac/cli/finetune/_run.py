@@ -7,9 +7,10 @@ import jax
 from rich.console import Console
 
 import jaxkfac as jk
-from jaxkfac.cli._checkpoint import as_config, check_output, find_checkpoint, write_whole
+from jaxkfac.cli._checkpoint import check_output, find_checkpoint
 from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._phases import phase
+from jaxkfac.cli._run_state import as_config
 from jaxkfac.cli.finetune._curvature import (
     AdapterCurvature,
     adapter_coverage,
@@ -22,6 +23,7 @@ from jaxkfac.cli.finetune._loggers import check_loggers
 from jaxkfac.cli.finetune._options import FinetuneArguments
 from jaxkfac.cli.finetune._problem import FinetuneProblem, build_problem
 from jaxkfac.cli.finetune._train import train
+from jaxkfac.files import write_text
 from jaxkfac.interception import leaves_by_path
 from jaxkfac.report import (
     CoverageRow,
@@ -110,7 +112,8 @@ def _write_results(
         "memory": stages.to_dict(),
     }
     output.mkdir(parents=True, exist_ok=True)
-    write_whole(output / "metrics.json", json.dumps(metrics, indent=1, allow_nan=False))
+    text = json.dumps(metrics, indent=1, allow_nan=False)
+    write_text(output / "metrics.json", text, "the measurements of the run")
     sizes = [int(x.size) for x in leaves_by_path(problem.adapters).values()]
     page = finetune_page(
         title=f"{experiment.model}, fine-tuned with LS-LoRA on {experiment.data}",
@@ -125,7 +128,7 @@ def _write_results(
         stages=stages,
         host_memory=metrics["host_memory"],
     )
-    write_whole(output / "report.html", page)
+    write_text(output / "report.html", page, "the report")
     return {
         "steps": len(records.losses),
         "loss": [mean_loss(records.losses, last=last) for last in (False, True)],

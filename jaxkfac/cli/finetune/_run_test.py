@@ -469,3 +469,9 @@ def test_an_existing_run_is_kept_unless_overwriting_is_asked_for(run, plain, tmp
     assert json.loads(capsys.readouterr().out)["steps"] == 6
     assert run("--resume", "--adapter.rank", "3", "--questions", "0") == 2
     assert "option adapter.rank: 2 in the checkpoint, 3 requested" in capsys.readouterr().err
+    newest = tmp_path / "checkpoints" / "6"
+    newest.write_bytes(newest.read_bytes()[:-99])
+    assert run("--resume", "--questions", "0") == 2
+    message = capsys.readouterr().err.replace("\n", " ")
+    assert f"{newest} is no checkpoint, or only a part of one" in message
+    assert f"4 is whole: to continue from update 4, delete {newest}" in message

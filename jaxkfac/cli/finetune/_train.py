@@ -6,19 +6,16 @@ from typing import Any
 import jax
 
 from jaxkfac.cli._checkpoint import (
-    DATA_CRC,
     Checkpoint,
-    as_config,
     find_checkpoint,
-    flatten_state,
     load_checkpoint,
-    restore_state,
     save_checkpoint,
     say_nothing_saved,
 )
 from jaxkfac.cli._held_once import check_held_once
 from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._progress import progress, time_left
+from jaxkfac.cli._run_state import DATA_CRC, as_config, flatten_state, restore_state
 from jaxkfac.cli.finetune._exam import Examiner
 from jaxkfac.cli.finetune._loggers import open_loggers
 from jaxkfac.cli.finetune._loop import TuneState, Tuning

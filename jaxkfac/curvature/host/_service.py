@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import jax
 
@@ -18,14 +18,14 @@ from jaxkfac.curvature._sharding import result_sharding
 from jaxkfac.curvature.host._average import Averages
 from jaxkfac.curvature.host._copies import Copy, arrays_of, as_step, start_copy
 from jaxkfac.curvature.host._decompose import Decomposer
-from jaxkfac.curvature.host._files import Saved
 from jaxkfac.curvature.host._options import HostOptions, Initial, is_double
 from jaxkfac.curvature.host._refresh import ActiveBases
 from jaxkfac.curvature.host._schedule import Action, Schedule
-from jaxkfac.curvature.host._state import MACHINE, State, restore_state, save_state
+from jaxkfac.curvature.host._state import FORM, MACHINE, State, restore_state, save_state
 from jaxkfac.curvature.host._store import Storage, Store
 from jaxkfac.curvature.host._threads import Monitor, Workers
 from jaxkfac.factors import Factors, check_same_layers
+from jaxkfac.files import Archive
 
 
 class HostCurvature:
@@ -48,7 +48,8 @@ class HostCurvature:
     factor to which nothing has been added since its last refresh for these reasons, or whose
     decomposition is not finite in its own dtype nor in float64, keeps its previous basis for
     at most ``keep_previous`` refreshes, with a ``RuntimeWarning`` each time; then
-    :meth:`bases` raises. An exception in a thread is raised by the next call.
+    :meth:`bases` raises. An exception in a thread is raised by the next call. A forked process has
+    none of the threads: every call there raises at once.
 
     Args:
         decay: $\beta \in [0, 1)$ of the average, once for each step that is pushed.
@@ -178,6 +179,20 @@ class HostCurvature:
         # The threads hold none of this object, so that it can be collected while they run.
         weakref.finalize(self, monitor.close)
 
+    @contextlib.contextmanager
+    def _one_call(self, doing: str) -> Iterator[None]:
+        # First: another thread may have held the lock when this process was forked.
+        self._monitor.check_process(doing)
+        with self._lock:
+            self._monitor.check(doing)
+            yield
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a HostCurvature stays in the process that made it: its threads cannot be sent to "
+            "another one; save() it and load() it there"
+        )
+
     # ------------------------------------------------------------ in
 
     def push(
@@ -207,7 +222,7 @@ class HostCurvature:
         Raises:
             ValueError: factors of other layers or shapes; traced or deleted arrays; a step
                 that is smaller than one seen before.
-            RuntimeError: the service is closed.
+            RuntimeError: the service is closed, or was made before this process was forked.
             TimeoutError: there was no room for longer than ``timeout``. A note says how many
                 arrays had been sent by then: they are averaged, so that pushing all of them again
                 would count them twice.
@@ -219,8 +234,7 @@ class HostCurvature:
                 f"{type(factors).__name__}"
             )
         step = as_step(step)
-        with self._lock:
-            self._monitor.check("push")
+        with self._one_call("push"):
             state = self._state
             layout = (
                 layout_of(factors.layers, factors.bias)
@@ -275,13 +289,13 @@ class HostCurvature:
             tables = (factors.a_sums, factors.g_sums, factors.diagonals)
             leaves = jax.tree.leaves(tables)
             factors = sum(x.size * x.dtype.itemsize for x in leaves)
+        self._monitor.check_process("room")
         with self._averaging.room(factors):
             yield
 
     def flush(self) -> None:
         """Wait until everything pushed is in the average, and its arrays are let go of."""
-        with self._lock:
-            self._monitor.check("flush")
+        with self._one_call("flush"):
             averaging = self._averaging
             self._monitor.wait_for(
                 lambda: not averaging.unfinished, "pushed factors to reach the average"
@@ -307,8 +321,7 @@ class HostCurvature:
             TimeoutError: a decomposition took longer than ``timeout``.
         """
         step = as_step(step)
-        with self._lock:
-            self._monitor.check("bases")
+        with self._one_call("bases"):
             state = self._state
             for action in state.schedule.ask(step, have_bases=bool(state.active.tables)):
                 self._do(action)
@@ -346,7 +359,7 @@ class HostCurvature:
         Raises:
             ValueError: nothing has been pushed, or nothing finite for a layer, by name.
         """
-        with self._lock:
+        with self._one_call("average"):
             self.flush()
             if self._state.averages is None or not self._state.averages.running:
                 raise ValueError("average: no factors have been pushed")
@@ -374,12 +387,14 @@ class HostCurvature:
         """Write everything to one file; a run that goes on from it is bitwise the same.
 
         Waits for what is in flight and for a decomposition in work. The file is written under
-        another name first, so that it is whole or not there.
+        another name first, so that it is whole or not there, and has a checksum of every array
+        and of itself.
 
         Raises:
-            OSError: the disk is full, or ``path`` cannot be written to.
+            OSError: the disk is full, with the room that is needed, or ``path`` cannot be
+                written to; an older file is as it was.
         """
-        with self._lock:
+        with self._one_call("save"):
             self.flush()
             self._finish_work()
             save_state(self._state, Path(path))
@@ -397,7 +412,8 @@ class HostCurvature:
                 these are not saved. The other arguments are.
 
         Raises:
-            ValueError: the file is truncated, damaged, or no saved service.
+            DamagedFileError: a byte of the file is not what was written; the array is named.
+            ValueError: the file is no saved service, or the budget is too small for it.
             CheckpointMismatchError: it is of other layers than ``like``.
             TypeError: another argument is given.
         """
@@ -406,7 +422,7 @@ class HostCurvature:
             raise TypeError(f"load takes {', '.join(MACHINE)}, got {', '.join(unknown)}")
         if machine.get("disk") is not None:
             machine["disk"] = Path(machine["disk"])
-        with Saved(Path(path)) as saved:
+        with Archive(Path(path), FORM, "saved service") as saved:
             options = HostOptions(**saved.about["options"], **machine)
             service = cls.__new__(cls)
             service._start(options, Schedule.from_dict(saved.about["schedule"]), None)

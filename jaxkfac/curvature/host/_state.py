@@ -13,14 +13,16 @@ from jaxkfac.curvature._layout import Layout, Place, layout_of
 from jaxkfac.curvature._sharding import ResultSharding, detached
 from jaxkfac.curvature.host._average import Averages, Running
 from jaxkfac.curvature.host._decompose import Decomposer
-from jaxkfac.curvature.host._files import Saved, write
 from jaxkfac.curvature.host._options import HostOptions, layout_bytes
 from jaxkfac.curvature.host._refresh import ActiveBases, Decompositions
 from jaxkfac.curvature.host._schedule import Schedule
 from jaxkfac.curvature.host._store import Store
 from jaxkfac.curvature.host._threads import Monitor
+from jaxkfac.files import Archive, write_archive
 from jaxkfac.interception import Layer, ParameterMatrix
 from jaxkfac.linalg import HostSpectrum, Spectrum
+
+FORM = "jaxkfac.HostCurvature"
 
 # Of the machine rather than of the result; they are given anew when a service is loaded.
 MACHINE = ("workers", "in_flight_bytes", "host_bytes", "disk", "timeout")
@@ -117,10 +119,12 @@ def save_state(state: State, path: Path) -> None:
         about["results"] = list(_describe_spectra("results", state.work.results, arrays))
         about["failures"] = [[list(p), str(e)] for p, e in state.work.failures.items()]
     # One by one: bases of an accelerator are on the host only while they are written.
-    write(path, about, ((name, np.asarray(detached(array))) for name, array in arrays))
+    on_host = ((name, np.asarray(detached(array))) for name, array in arrays)
+    nbytes = sum(array.nbytes for _, array in arrays)
+    write_archive(path, FORM, about, on_host, what="the service", nbytes=nbytes)
 
 
-def restore_state(state: State, saved: Saved) -> None:
+def restore_state(state: State, saved: Archive) -> None:
     """Take up what :func:`save_state` wrote; the options and the schedule are there already."""
     about = saved.about
     state.decomposer.chosen.update(about["chosen"])
@@ -149,7 +153,7 @@ def restore_state(state: State, saved: Saved) -> None:
         state.work.done = True
 
 
-def _restore_average(state: State, values: dict[str, Any], saved: Saved) -> None:
+def _restore_average(state: State, values: dict[str, Any], saved: Archive) -> None:
     assert state.averages is not None and state.layout is not None
     place = Place(*values["place"])
     name = state.layout.entries[place].name
@@ -184,7 +188,7 @@ def _describe_spectra(kind: str, spectra: dict[Place, Any], arrays: _Arrays) -> 
 
 
 def _read_spectra(
-    kind: str, described: list[Any], saved: Saved
+    kind: str, described: list[Any], saved: Archive
 ) -> Iterator[tuple[Place, np.ndarray, np.ndarray | None]]:
     for i, (place, has_vectors) in enumerate(described):
         vectors = saved.read(f"{kind}/{i}/vectors") if has_vectors else None

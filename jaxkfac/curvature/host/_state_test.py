@@ -1,8 +1,10 @@
 import dataclasses
 import errno
+import json
 import os
 import shutil
 import zipfile
+import zlib
 from pathlib import Path
 
 import jax
@@ -10,9 +12,10 @@ import numpy as np
 import pytest
 
 from jaxkfac._errors import CheckpointMismatchError
-from jaxkfac.curvature.host import HostCurvature, _files
+from jaxkfac.curvature.host import HostCurvature
 from jaxkfac.curvature.host._service_test import LAYERS, LIKE, same, service, steps_of, with_nan
 from jaxkfac.factors._explicit_net_test import layer, random_factors
+from jaxkfac.files import write_archive
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +118,30 @@ def test_an_array_that_is_not_the_manifests_is_refused(saved, tmp_path):
         HostCurvature.load(swapped)
 
 
+def test_a_file_of_version_1_is_loaded(saved):
+    """As services were saved at first: the checksums are of the arrays alone."""
+    with zipfile.ZipFile(saved) as old:
+        parts = {name: old.read(name) for name in old.namelist()}
+    with HostCurvature.load(saved) as running:
+        expected = running.bases(6)
+    manifest = json.loads(parts["manifest.json"]) | {"version": 1}
+    with np.load(saved) as arrays:
+        for name, held in manifest["arrays"].items():
+            held["crc"] = zlib.crc32(arrays[name].tobytes())
+    parts["manifest.json"] = json.dumps(manifest)
+    with zipfile.ZipFile(saved, "w") as new:
+        for name, content in parts.items():
+            new.writestr(name, content)
+    with HostCurvature.load(saved) as running:
+        assert same(running.bases(6), expected)
+
+
 def test_a_foreign_file_is_refused(saved, tmp_path):
     np.savez(tmp_path / "other.npz", x=np.zeros(3))
     with pytest.raises(ValueError, match=r"has no readable manifest\.json"):
         HostCurvature.load(tmp_path / "other.npz")
-    _files.write(tmp_path / "later", {"version": 2}, [])
-    with pytest.raises(ValueError, match=r"is \('jaxkfac.HostCurvature', 2\), expected .* 1\)"):
+    write_archive(tmp_path / "later", "jaxkfac.HostCurvature", {"version": 3}, [], what="")
+    with pytest.raises(ValueError, match=r"is \('jaxkfac.HostCurvature', 3\), expected .* 2\)"):
         HostCurvature.load(tmp_path / "later")
     with pytest.raises(FileNotFoundError, match="no saved service at"):
         HostCurvature.load(tmp_path / "absent")

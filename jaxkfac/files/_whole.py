@@ -1,0 +1,74 @@
+"""One way to write a file: whole, or not at all."""
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxkfac.memory import bytes_text
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNCHANGED = "an older file of that name is as it was"
+PARTIAL = ".partial"  # how a file ends that is being written, or whose writer was killed
+
+
+@contextlib.contextmanager
+def whole_file(
+    path: Path, what: str, *, nbytes: int | None = None, remains: str = _UNCHANGED
+) -> Iterator[BinaryIO]:
+    """Write under another name, then rename: a reader sees the older file or the new one.
+
+    The file has the mode that ``open`` would have given it: the umask counts.
+
+    Args:
+        path: Where the file shall be; its folder is there.
+        what: What is written, for errors.
+        nbytes: How many bytes, where that is known.
+        remains: What still holds after an error.
+
+    Raises:
+        OSError: of the kind that the system raised, saying what could not be written, why, how
+            much room was needed and what remains.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with whole_file(pathlib.Path(folder) / "x", "an example") as file:
+        ...         _ = file.write(b"whole")
+        ...     (pathlib.Path(folder) / "x").read_bytes()
+        b'whole'
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+    try:
+        try:
+            with partial.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise _explained(error, path, what, nbytes, remains) from error
+
+
+def write_text(path: Path, text: str, what: str, **words: Any) -> None:
+    """Write ``text`` in UTF-8, whole or not at all; arguments as of :func:`whole_file`."""
+    data = text.encode()
+    with whole_file(path, what, nbytes=len(data), **words) as file:
+        file.write(data)
+
+
+def _explained(error: OSError, path: Path, what: str, nbytes: int | None, remains: str) -> OSError:
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno in _FULL:
+        needed = "" if nbytes is None else f"it needs {bytes_text(nbytes)}, and "
+        free = bytes_text(shutil.disk_usage(path.parent).free)
+        reason += f": {needed}{path.parent} has {free} free"
+    # OSError itself picks the class of the errno: FileNotFoundError, PermissionError.
+    return OSError(error.errno, f"{what} could not be saved to {path} ({reason}); {remains}")
