@@ -145,10 +145,12 @@ def _work(
         for name in [x for x in sys.modules if x.partition(".")[0] == "jaxkfac"]:
             del sys.modules[name]
     with _traced(tree) if trace else contextlib.nullcontext({}) as lines:
-        pytest.main(
+        status = pytest.main(
             ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(tree), *seconds],
             plugins=[_Watch(pipe.send, seconds)],
         )
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        pipe.send({"failed": f"pytest ended with {status}"})
     pipe.send({"end": True, "seconds": time.process_time() - start, "lines": lines})
     pipe.close()
     os._exit(0)  # a thread that a mutant keeps from ending does not hold the process
@@ -211,14 +213,14 @@ class _Watch:
         if file != self._file:
             self._file = file
             limit = int(time.process_time() + 3 * self._seconds[file] + 20)
-            resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
         self._tell({"at": nodeid})
 
     def _fails(self, report: Any) -> None:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
-            said = (crash.message if crash else str(report.longrepr)).strip().splitlines()
-            said = said[0] if crash else said[-1]
-            self._tell({"failed": report.nodeid or "collection", "said": said[:160]})
+            said = crash.message if crash else str(report.longrepr)
+            first = said.strip().partition("\n")[0]
+            self._tell({"failed": report.nodeid or "collection", "said": first[:160]})
 
     pytest_runtest_logreport = pytest_collectreport = _fails
