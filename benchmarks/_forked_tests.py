@@ -1,10 +1,11 @@
 """Test files in a fork of a process that has imported the library, one function of it changed.
 
 To import the library under the runtime type hook takes longer than most tests. So a fork gives the
-functions of the changed file their new code, and imports the library anew only where the changed
-line runs at import.
+functions of the changed file their new code. Where the changed line runs at import, or there is no
+telling the functions apart, the fork is one of a process that has not imported the library.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -20,6 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+_FORK = multiprocessing.get_context("fork")
+_BARE: list[Any] = []  # the pipe to the process that has not imported the library
 STALLED = 120.0  # seconds on the clock within which a process that works uses half a second
 
 
@@ -47,12 +50,25 @@ def preload(tree: Path, compiled: Path) -> dict[str, list[int]]:
     }
     os.chdir(tree)
     sys.path[0] = str(tree)
+    sys.dont_write_bytecode = False
     for name in ("pytest", "jax", "flax.nnx", "flax.linen", "optax", "hypothesis", "beartype"):
         importlib.import_module(name)
+    ours, theirs = _FORK.Pipe()
+    _FORK.Process(target=_serve, args=(ours, theirs)).start()
+    _BARE.append(ours)
+    atexit.register(ours.close)  # which ends that process, before it is waited for
     importlib.import_module("jaxtyping").install_import_hook("jaxkfac", "beartype.beartype")
     with _traced(tree) as lines:
         importlib.import_module("jaxkfac")
     return lines
+
+
+def _serve(parent: Any, pipe: Any) -> None:
+    """Run tests on request, in a process that has not imported the library."""
+    parent.close()
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(run(**pipe.recv()))
 
 
 def run(
@@ -72,9 +88,11 @@ def run(
         anew: Whether the library has to be imported again for it.
         trace: Whether to note the lines that run.
     """
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(tree, seconds, changed, anew, trace, theirs))
+    if anew:
+        _BARE[0].send({"tree": tree, "seconds": seconds, "changed": changed, "trace": trace})
+        return _BARE[0].recv()
+    ours, theirs = _FORK.Pipe(duplex=False)
+    process = _FORK.Process(target=_work, args=(tree, seconds, changed, trace, theirs))
     with _written(*changed) if changed else contextlib.nullcontext():
         process.start()
         theirs.close()
@@ -83,7 +101,7 @@ def run(
             with contextlib.suppress(EOFError):
                 if ours.poll(1):
                     events |= ours.recv()
-                    if "failed" not in events:
+                    if "failed" not in events and "anew" not in events:
                         continue
                     break
                 now = _processor_time(process.pid)
@@ -93,10 +111,12 @@ def run(
                     continue
                 events |= {"failed": f"stalled in {events.get('at')}"}
             break
-        if "failed" not in events:
+        if "end" in events:
             process.join(30)
         process.kill()
         process.join()
+    if "anew" in events:
+        return run(tree, seconds, changed=changed, anew=True, trace=trace)
     if "end" not in events and "failed" not in events:
         name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else "exit"
         events["failed"] = f"{name} in {events.get('at', 'collection')}"
@@ -130,7 +150,6 @@ def _work(
     tree: Path,
     seconds: dict[str, float],
     changed: tuple[Path, str] | None,
-    anew: bool,
     trace: bool,
     pipe: Any,
 ) -> None:
@@ -141,9 +160,9 @@ def _work(
     os.dup2(log, 2)
     sys.dont_write_bytecode = not trace
     start = time.process_time()
-    if changed and (anew or not _swapped(*changed)):
-        for name in [x for x in sys.modules if x.partition(".")[0] == "jaxkfac"]:
-            del sys.modules[name]
+    if changed and "jaxkfac" in sys.modules and not _swapped(*changed):
+        pipe.send({"anew": True})
+        os._exit(0)
     with _traced(tree) if trace else contextlib.nullcontext({}) as lines:
         status = pytest.main(
             ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(tree), *seconds],
@@ -212,7 +231,7 @@ class _Watch:
         file = nodeid.partition("::")[0]
         if file != self._file:
             self._file = file
-            limit = int(time.process_time() + 3 * self._seconds[file] + 20)
+            limit = int(time.process_time() + 3 * self._seconds.get(file, 60.0) + 20)
             resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
         self._tell({"at": nodeid})
 
