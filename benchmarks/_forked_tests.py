@@ -177,8 +177,10 @@ def _work(
 
 def _swapped(path: Path, text: str) -> bool:
     """Give the functions of a file, as they are in memory, the code of another text."""
-    module = next(x for x in sys.modules.values() if getattr(x, "__file__", None) == str(path))
-    loader: Any = module.__loader__
+    loaded = [x for x in sys.modules.values() if getattr(x, "__file__", None) == str(path)]
+    if not loaded:
+        return False
+    loader: Any = loaded[0].__loader__
     new, rest = {}, [loader.source_to_code(text.encode(), str(path))]
     while rest:
         for code in rest.pop().co_consts:

@@ -1,15 +1,18 @@
 """Random one-line mutants of the core, each run against the tests of its room.
 
-Run: python -m benchmarks.mutants [--count 200] [--seed 0] [--again] [--record FILE]
+Run: python -m benchmarks.mutants [--count 200] [--seed 0] [--again | --check] [--record FILE]
 
 Lines of the core's sources, as they are at a commit, are drawn without replacement, and of each
 line one mutant (``_mutations``). A mutant stands in a copy of that commit's tree; the test files
 of its room run in turn, those named after the file first, then the quickest, until a test fails.
-A file that never executes the line cannot tell and is left out. A file may take three times the
-processor time that it takes unmutated, and 20 s more: time on the clock depends on the load.
+Files that are known not to execute the line are left out; what survives goes on to the oracles
+above. A file may take three times the processor time that it took when it last passed, and 20 s
+more: time on the clock depends on the load.
 
 The record is written after every mutant, so that a run goes on where it was stopped; ``why`` in it
-is written by hand and kept. ``--again`` runs the survivors against the tests of the working tree.
+is written by hand and kept. ``--again`` runs the survivors without a ``why`` against the tests that
+the working tree has besides; ``--check`` runs without any mutant the tests that have killed one.
+
 Neither mutmut (no seed, no sample; its trampolines meet the runtime type hook) nor cosmic-ray (one
 command for all mutants, each in a fresh interpreter, limits by the clock) draws and runs so.
 """
@@ -127,12 +130,11 @@ class Passed:
 
 
 def tried(
-    tree: Path, mutant: dict[str, Any], patterns: str, imported: Any, passed: Passed
+    tree: Path, mutant: dict[str, Any], tests: list[str], imported: Any, passed: Passed
 ) -> Outcome:
     """Test files until one fails: those known to meet the line, then the unknown."""
     name, anew = Path(mutant["file"]).stem, _among(mutant, imported)
-    tests = _glob(tree, patterns)
-    tests.sort(key=lambda x: (not Path(x).stem.startswith(name), passed.order(tree, x)))
+    tests = sorted(tests, key=lambda x: (not Path(x).stem.startswith(name), passed.order(tree, x)))
     known = {x: found for x in tests if (found := passed.get(tree, x))}
     meeting = {x: k["seconds"] for x, k in known.items() if anew or _among(mutant, k["lines"])}
     total = 0.0
@@ -173,12 +175,19 @@ def copied(commit: str, *, tests_of_tree: bool) -> Path:
     return tree
 
 
+def _differs(file: str, tree: Path, before: Path) -> bool:
+    """Whether a file is new, or has another text."""
+    old = before / file
+    return not old.exists() or old.read_bytes() != (tree / file).read_bytes()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", action="store_true", help="survivors against today's tests")
     parser.add_argument("--record", type=Path, default=RECORD)
+    parser.add_argument("--check", action="store_true", help="what killed, without a mutant")
     given = parser.parse_args()
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
     if given.record.exists():
@@ -187,19 +196,33 @@ def main() -> int:
         record = {"commit": head, "count": given.count, "seed": given.seed}
         tree = copied(head, tests_of_tree=False)
         record["mutants"] = drawn(tree, given.count, given.seed)
-    tree = copied(record["commit"], tests_of_tree=given.again)
+    before = copied(record["commit"], tests_of_tree=False)
+    tree = copied(record["commit"], tests_of_tree=True) if given.again else before
     imported, passed = preload(tree, WORK / "compiled"), Passed(record["commit"])
-    for stage in ("since",) if given.again else ("beside", "above"):
+    if given.check:
+        kills = {
+            k.rpartition(" in ")[2] for x in record["mutants"] if (k := killed_by(x, STAGES[:2]))
+        }
+        record["without a mutant"] = (
+            run(tree, dict.fromkeys(sorted(kills), UNKNOWN)).failed or "all pass"
+        )
+        print(f"{len(kills)} tests that killed: {record['without a mutant']}")
+    for stage in () if given.check else ("since",) if given.again else ("beside", "above"):
         for i, mutant in enumerate(record["mutants"], 1):
-            if stage in mutant or killed_by(mutant):
+            if stage in mutant or killed_by(mutant) or "why" in mutant:
                 continue
-            _, tests, oracles = ROOMS[mutant["room"]]
-            patterns = {"beside": tests, "above": oracles, "since": f"{tests} {oracles}"}[stage]
-            found = tried(tree, mutant, patterns, imported, passed)
+            if given.again and "beside" not in mutant:
+                continue
+            _, beside, above = ROOMS[mutant["room"]]
+            tests = _glob(tree, {"beside": beside, "above": above}.get(stage, f"{beside} {above}"))
+            if given.again:
+                tests = [x for x in tests if _differs(x, tree, before)]
+            found = tried(tree, mutant, tests, imported, passed)
             mutant[stage] = {"killed_by": found.failed, "said": found.said}
             given.record.write_text(json.dumps(record, indent=1) + "\n")
             line = f"{i} {stage}: {mutant['file']}:{mutant['line']} {mutant['what']}"
             print(f"{line}: {found.failed or 'SURVIVED'} ({found.seconds:.0f} s)", flush=True)
+    given.record.write_text(json.dumps(record, indent=1) + "\n")
     given.record.with_suffix(".md").write_text(table(record))
     return 0
 
@@ -220,7 +243,8 @@ def table(record: dict[str, Any]) -> str:
         f"# One-line mutants of {record['commit'][:12]}, seed {record['seed']}",
         "",
         f"`python -m benchmarks.mutants` has run {len(tried_)} of {len(record['mutants'])}: "
-        f"{len(tried_) - len(alive)} were killed by the tests of that commit.",
+        f"{len(tried_) - len(alive)} were killed by the tests of that commit. Without a mutant "
+        f"those tests: {record.get('without a mutant', 'not run')}.",
         "",
         "| room | run | killed by its tests | by oracles above | by tests added since | survive |",
         "|---|---|---|---|---|---|",
