@@ -21,7 +21,7 @@ PRESET ?= digits
 # A finished run is never written over by itself: RUN_ARGS=--overwrite or RUN_ARGS=--resume
 RUN_ARGS ?=
 
-.PHONY: help run test test-slow test-exhaustive test-oldest test-newest lint format docs-check bench parity gpu-check clean
+.PHONY: help run test test-slow test-exhaustive test-oldest test-newest lint format docs-check bench mutants parity gpu-check clean
 
 help:
 	@echo "make run          train --preset $(PRESET): K-FAC beside AdamW, checkpoint and report"
@@ -34,6 +34,7 @@ help:
 	@echo "make format       ruff format and the fixes that are safe"
 	@echo "make docs-check   README blocks, docstring examples, notebooks"
 	@echo "make bench        time and bytes of (gradient + factors) / gradient"
+	@echo "make mutants      200 one-line mutants of the core against its tests: hours, goes on where it stopped"
 	@echo "make parity       jaxkfac against torch_ref, number by number: parity_report.md, .html"
 	@echo "make gpu-check    the tests marked gpu, parity on CUDA among them; documents, peaks, host overlap"
 	@echo "make clean        remove both environments and every cache"
@@ -112,6 +113,11 @@ docs-check: $(VENV)/.stamp-test
 
 bench: $(VENV)/.stamp-run
 	$(BIN)/python -m benchmarks.factors
+
+# Delete benchmarks/results/mutants.json to draw from the last commit; with --again, what survived
+# meets the tests of the working tree.
+mutants: $(VENV)/.stamp-test
+	$(BIN)/python -m benchmarks.mutants $(MUTANTS_ARGS)
 
 NO_TORCH = parity compares jaxkfac with torch_ref, which needs PyTorch: pip install -c constraints.txt -e .[test]
 

@@ -150,6 +150,17 @@ def test_each_side_is_in_exactly_one_pass_and_a_shared_input_too():
     assert all(one.nbytes <= 60_000 for one in plan.passes)
 
 
+def test_one_pass_needs_exactly_the_bytes_it_says():
+    objective, params, batch = nested()
+
+    def passes(budget):
+        return value_grad_and_factors(objective, max_factor_bytes=budget).plan(params, batch).passes
+
+    (whole,) = passes(2**30)
+    assert len(passes(whole.nbytes)) == 1
+    assert len(passes(whole.nbytes - 1)) > 1
+
+
 # Without remat the gradient fuses what the branch that skips statistics reads as arrays: the rows
 # of one layer, here at most 256 tokens of 64 + 128 features at each of six layers.
 ROWS = {"remat": 0, "saved": 6 * 256 * (64 + 128) * 4}

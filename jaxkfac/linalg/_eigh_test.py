@@ -74,6 +74,11 @@ def test_nan_in_either_triangle_raises_on_the_host_naming_the_layer(triangle):
         eigh_on_host(bad, name="up/kernel")
 
 
+def test_a_matrix_that_is_not_stacked_has_no_index_in_the_message():
+    with pytest.raises(NonFiniteFactorError, match="factor up/kernel holds 1 NaN"):
+        eigh_on_host(gram(1, 3).at[0, 2].set(jnp.nan), name="up/kernel")
+
+
 def test_matrices_in_turn_are_decomposed_each_as_by_itself():
     matrices = [gram(5, 4), gram(6, 3, stack=(2,)), gram(7, 4).at[0, 1].set(jnp.nan), gram(8, 4)]
     for i, (m, got) in enumerate(zip(matrices, eigh_in_turn(matrices), strict=True)):

@@ -39,6 +39,11 @@ def test_bad_arguments_are_named(bad, message):
     assert not threads()
 
 
+@pytest.mark.parametrize("good", [{"lag": 4}, {"lag": 0}, {"stagger": 2, "lag": 2}])
+def test_the_lag_may_be_as_long_as_the_steps_between_two_refreshes(good):
+    service(**good).close()
+
+
 @pytest.fixture
 def unchecked(monkeypatch):
     """As in a user's process, where the runtime type hook is not."""
