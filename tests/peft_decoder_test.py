@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from jaxkfac import lslora
 from jaxkfac.models import load_decoder
@@ -153,6 +154,20 @@ def test_a_quantised_decoder_takes_a_stock_folder_too(tmp_path):
         lslora.load(tmp_path / "whole", model=decoder)
 
 
+def test_a_projection_that_the_settings_name_and_the_file_lacks_is_named(tmp_path):
+    model = saved_model("llama", tmp_path / "base")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "o_proj"])
+    peft.get_peft_model(model, settings).save_pretrained(tmp_path / "adapter")
+    decoder = load_decoder(tmp_path / "base", dtype=jnp.float32)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    stored = safetensors.numpy.load_file(file)
+    for lost in ("v_proj", "o_proj"):
+        rest = {key: x for key, x in stored.items() if lost not in key}
+        safetensors.numpy.save_file(rest, file)
+        with pytest.raises(ValueError, match=rf"it lacks \['base_model.*layers.0.*{lost}.lora_A"):
+            lslora.load(tmp_path / "adapter", model=decoder)
+
+
 def test_modules_and_tensors_that_the_model_does_not_have_are_named(tmp_path):
     model = saved_model("llama", tmp_path / "base")
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
@@ -165,5 +180,7 @@ def test_modules_and_tensors_that_the_model_does_not_have_are_named(tmp_path):
     settings = peft.LoraConfig(r=2, target_modules=["embed_tokens"])
     adapted = peft.get_peft_model(saved_model("llama", tmp_path / "base"), settings)
     adapted.save_pretrained(tmp_path / "embedding")
-    with pytest.raises(ValueError, match=r"embed_tokens.lora_embedding_A.*no tensor of an adapter"):
+    with pytest.raises(
+        ValueError, match=r"embed_tokens.lora_embedding_[AB].*no tensor of an adapter"
+    ):
         lslora.load(tmp_path / "embedding", model=load_decoder(tmp_path / "base"))

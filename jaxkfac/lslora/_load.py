@@ -84,26 +84,29 @@ def load(
         raise ValueError("load: model= and like= both say what the layers are; pass one")
     where = adapter_folder(folder, name)
     record, tensors, own = read_folder(where, assume=assume, verify=verify)
-    whole: dict[str, Any] = {}
-    if model is not None:
-        stacks = stacks_of(model, tensors, names)
-    elif like is not None:
-        stacks = {n: _stack(n, x.a.shape, x.b.shape, names) for n, x in only_adapters(like).items()}
-        whole = {path: x.shape for path, x in like.items() if path not in stacks}
-    elif own is not None:
-        shapes = own["layers"].items()
-        stacks = {n: Stack(tuple(a[:-2]), a[-2], b[-1], modules) for n, (a, b, modules) in shapes}
-        whole = own["whole"]
-    elif scanned is not None:
-        stacks = stacks_in(tensors, scanned)
-    else:
+    if model is None and like is None and own is None and scanned is None:
         raise ValueError(
             f"{folder} was not written here and does not say which modules one layer scans over: "
             'pass model=, like=jk.lslora.init(...), or scanned="layers", say'
         )
     with _settings_of(where / CONFIG):
+        if model is not None:
+            stacks = stacks_of(model, record, tensors, names)
+        elif like is not None:
+            shapes = {n: (x.a.shape, x.b.shape) for n, x in only_adapters(like).items()}
+            stacks = {n: _stack(n, a, b, names) for n, (a, b) in shapes.items()}
+        elif own is not None:
+            held = own["layers"].items()
+            stacks = {n: Stack(tuple(a[:-2]), a[-2], b[-1], each) for n, (a, b, each) in held}
+        else:
+            stacks = stacks_in(tensors, str(scanned))
         expected = expected_tensors(record, stacks, tensors)
         left_out = [] if OWN in record else untargeted(record, stacks, tensors)
+    whole: dict[str, Any] = {}
+    if model is None and like is not None:
+        whole = {path: x.shape for path, x in like.items() if path not in stacks}
+    elif model is None and own is not None:
+        whole = own["whole"]
     expected |= {
         PREFIX + whole_name(path)[0]: _stored(path, shape) for path, shape in whole.items()
     }
@@ -126,7 +129,7 @@ def load(
         x = tensors[PREFIX + key]
         adapters[path] = jnp.asarray(x.T if transposed else x)
     if model is not None:
-        adapters |= whole_parameters(model, beside, tensors, names)
+        adapters |= whole_parameters(model, record, beside, tensors, names)
     with _settings_of(where / CONFIG):
         config = from_record(record, layers, [path for path in adapters if path not in layers])
     if model is None:

@@ -12,6 +12,7 @@ from jaxkfac.interception import decoded_shapes, encoded_paths, leaves_by_path
 from jaxkfac.lslora._folder import PREFIX, adapted_modules
 from jaxkfac.lslora._fused import Parts
 from jaxkfac.lslora._names import ModuleNames
+from jaxkfac.lslora._settings import is_saved_whole, is_target
 from jaxkfac.lslora._stacks import Stack
 
 # Last component of a path: axes of its own after the stack, and PyTorch's word for it.
@@ -44,25 +45,38 @@ class _Place(NamedTuple):
 
 
 def stacks_of(
-    model: PretrainedModel, tensors: Mapping[str, np.ndarray], names: ModuleNames
+    model: PretrainedModel,
+    record: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    names: ModuleNames,
 ) -> dict[str, Stack]:
-    """The model's layers, or parts of fused ones, that a file adapts.
+    """The model's layers that a file adapts; of a fused one its parts, if it has those.
 
     Raises:
         CheckpointMismatchError: the file adapts a module that the model does not have.
     """
-    present, known, found = adapted_modules(tensors), set[str](), {}
+    present, known, found = set(adapted_modules(tensors)), set[str](), {}
     for path, shape in _shapes(model).items():
         if not path.endswith("/kernel"):
             continue
+        stacks = {}
         for name, outputs in _with_parts(path, shape[-1], model.config.parts):
-            lead = shape[:-2]
-            modules = [names(name, index) for index in np.ndindex(*lead)]
+            modules = [names(name, index) for index in np.ndindex(*shape[:-2])]
             known |= set(modules)
-            if not set(modules).isdisjoint(present):
-                columns = outputs.stop - outputs.start
-                found[name] = Stack(lead, shape[-2], columns, modules)
-    if unknown := [module for module in present if module not in known]:
+            stacks[name] = Stack(shape[:-2], shape[-2], outputs.stop - outputs.start, modules)
+        whole = {path: stacks.pop(path)}
+        # A pattern such as `.*_proj` names the whole and its parts; the file has one of the two.
+        forms = [form for form in (whole, stacks) if not present.isdisjoint(_modules(form))]
+        for form in forms or (whole, stacks):
+            chosen = {
+                name: stack
+                for name, stack in form.items()
+                if any(m in present or is_target(record, m) for m in stack.modules)
+            }
+            if chosen:
+                found |= chosen
+                break
+    if unknown := [m for m in adapted_modules(tensors) if m not in known]:
         raise CheckpointMismatchError(
             f"the model has no module {unknown[0]!r}, which the file adapts; the nearest are "
             f"{nearest(unknown[0], sorted(known))}"
@@ -71,16 +85,25 @@ def stacks_of(
     return found
 
 
+def _modules(stacks: Mapping[str, Stack]) -> set[str]:
+    return {module for stack in stacks.values() for module in stack.modules}
+
+
 def whole_parameters(
     model: PretrainedModel,
+    record: Mapping[str, Any],
     keys: Sequence[str],
     tensors: Mapping[str, np.ndarray],
     names: ModuleNames,
 ) -> dict[str, Any]:
     """The model's parameters of which a file holds all or some slices, by path.
 
+    PEFT also writes what nobody trained: embeddings, and the base layer of an adapted head. These
+    are left out where they are the model's own.
+
     Args:
         model: Gives the slices that the file does not.
+        record: The file's settings.
         keys: Of the tensors that belong to no adapter.
         tensors: By key.
         names: As for the adapters.
@@ -93,7 +116,6 @@ def whole_parameters(
     places = _places(model, names) if keys else {}
     quantised = encoded_paths(model.params)
     for key in keys:
-        # Of a module that it adapts and saves whole, PEFT writes the base layer.
         own = key.removeprefix(PREFIX).replace(".base_layer.", ".")
         if own not in places:
             raise CheckpointMismatchError(
@@ -106,16 +128,24 @@ def whole_parameters(
                 f"the file saves {key!r} whole, and {place.path!r} is quantised: load the model "
                 "with a narrower quantize="
             )
-        if place.path not in found:
-            found[place.path] = np.array(leaves[place.path])
         value = tensors[key].T if place.transposed else tensors[key]
-        region = found[place.path][place.index][..., place.outputs]
-        if region.shape != value.shape:
+        held = np.asarray(leaves[place.path])[place.index][..., place.outputs]
+        if held.shape != value.shape:
             raise CheckpointMismatchError(
                 f"the file's {key!r} has shape {tensors[key].shape}, and the model's parameter "
-                f"{place.path!r} takes {region.shape} there"
+                f"{place.path!r} takes {held.shape} there"
             )
-        region[...] = value.astype(region.dtype)
+        value = value.astype(held.dtype)
+        if not is_saved_whole(record, own) and np.array_equal(value, held):
+            continue
+        if ".base_layer." in key:
+            raise CheckpointMismatchError(
+                f"the file's {key!r} is not the model's {place.path!r}: the adapter belongs to "
+                "another base model"
+            )
+        if place.path not in found:
+            found[place.path] = np.array(leaves[place.path])
+        found[place.path][place.index][..., place.outputs] = value
     return {path: jnp.asarray(x) for path, x in found.items()}
 
 

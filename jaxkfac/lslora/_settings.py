@@ -69,7 +69,7 @@ def is_target(record: Mapping[str, Any], module: str) -> bool:
     excluded, targets = record.get("exclude_modules"), record["target_modules"]
     if excluded and _named(excluded, module):
         return False
-    if any(re.match(rf"(^|.*\.){m}($|\..*)", module) for m in record.get("modules_to_save") or ()):
+    if is_saved_whole(record, module):
         return False
     if not targets:
         return True  # nothing is said
@@ -80,6 +80,12 @@ def is_target(record: Mapping[str, Any], module: str) -> bool:
         return True
     number = _layer_number(record, module)
     return number is not None and number in ([chosen] if isinstance(chosen, int) else chosen)
+
+
+def is_saved_whole(record: Mapping[str, Any], name: str) -> bool:
+    """Whether PEFT trains and saves a module whole, by its name or that of something in it."""
+    saved = record.get("modules_to_save") or ()
+    return any(re.match(rf"(^|.*\.){module}($|\..*)", name) for module in saved)
 
 
 def pattern_value(record: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
