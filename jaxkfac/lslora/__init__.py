@@ -5,16 +5,18 @@ from jaxkfac.lslora._attach import Adapted, attach
 from jaxkfac.lslora._bank import Bank
 from jaxkfac.lslora._config import Config, RmsSigma
 from jaxkfac.lslora._diagnose import Diagnosis, diagnose
-from jaxkfac.lslora._files import load, save
 from jaxkfac.lslora._folder import SavedModules, read_modules
 from jaxkfac.lslora._fourier import fourier
 from jaxkfac.lslora._fused import fuse, split
 from jaxkfac.lslora._init import init
+from jaxkfac.lslora._load import load
 from jaxkfac.lslora._merge import ApproximateMerge, approximate_merge, merge
 from jaxkfac.lslora._names import module_name
 from jaxkfac.lslora._nonlinearity import Nonlinearity
+from jaxkfac.lslora._pretrained import PretrainedModel
 from jaxkfac.lslora._registry import find_nonlinearity, register
 from jaxkfac.lslora._regulariser import fourier_loss, regulariser
+from jaxkfac.lslora._save import save
 from jaxkfac.lslora._sigma import calibrate
 from jaxkfac.lslora._stack import stack
 from jaxkfac.lslora._warm_start import as_fourier
@@ -28,6 +30,7 @@ __all__ = [
     "Config",
     "Diagnosis",
     "Nonlinearity",
+    "PretrainedModel",
     "RmsSigma",
     "SavedModules",
     "approximate_merge",

@@ -115,7 +115,7 @@ def test_the_file_has_pefts_keys_one_module_for_each_slice_in_pytorchs_orientati
         adapters["layers/attn/q_proj/kernel"].a[1].T,
     )
     record = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert record["rank_pattern"] == {rf"layers\.{i}\.mlp": 3 for i in range(2)}
+    assert record["rank_pattern"] == {rf"^layers\.{i}\.mlp": 3 for i in range(2)}
     assert record["modules_to_save"] == ["head"]
 
 
@@ -210,7 +210,15 @@ def changed(folder, key, **values):
     record |= values
     if key is not None:
         del record[key]
+    record.get("jaxkfac", {}).pop("checksums", None)  # as an older version would have written it
     (folder / "adapter_config.json").write_text(json.dumps(record))
+
+
+def as_by_another_writer(folder, stored):
+    """The tensors, and a config without what is added here."""
+    safetensors.numpy.save_file(stored, folder / "adapter_model.safetensors")
+    if "jaxkfac" in json.loads((folder / "adapter_config.json").read_text()):
+        changed(folder, "jaxkfac")
 
 
 def test_missing_extra_and_misshapen_keys_are_all_named(tmp_path):
@@ -222,8 +230,8 @@ def test_missing_extra_and_misshapen_keys_are_all_named(tmp_path):
     where = "base_model.model.layers"
     stored[f"{where}.9.mlp.lora_A.weight"] = stored.pop(f"{where}.0.mlp.lora_A.weight")
     stored[f"{where}.1.mlp.lora_B.weight"] = np.zeros((4, 5), np.float32)
-    safetensors.numpy.save_file(stored, file)
-    with pytest.raises(ValueError, match=r"pass like="):
+    as_by_another_writer(tmp_path, stored)
+    with pytest.raises(ValueError, match=r"pass model=, like="):
         load(tmp_path)
     with pytest.raises(CheckpointMismatchError) as error:
         load(tmp_path, like=adapters)
@@ -307,7 +315,7 @@ def test_nan_is_neither_written_nor_read(tmp_path):
     assert (tmp_path / "adapter_model.safetensors").read_bytes() == before
     stored = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
     stored["base_model.model.layers.0.mlp.fourier_params.weight"][0] = np.nan
-    safetensors.numpy.save_file(stored, tmp_path / "adapter_model.safetensors")
+    as_by_another_writer(tmp_path, stored)
     with pytest.raises(ValueError, match=r"NaN or infinity in .*layers.0.mlp.fourier_params"):
         load(tmp_path, like=adapters)
 
@@ -356,16 +364,16 @@ def test_a_file_of_another_writer_is_stacked_by_the_numbers_in_its_names(tmp_pat
     save(tmp_path, adapters, config, dialect="peft")
     file = tmp_path / "adapter_model.safetensors"
     stored = safetensors.numpy.load_file(file)
-    safetensors.numpy.save_file(stored, file)  # without what was added here
+    as_by_another_writer(tmp_path, stored)
     again, _ = load(tmp_path, scanned="layers")
     equal(dict(sorted(again.items())), dict(sorted(adapters.items())))
     del stored["base_model.model.layers.0.mlp.lora_A.weight"]
-    safetensors.numpy.save_file(stored, file)
+    as_by_another_writer(tmp_path, stored)
     with pytest.raises(CheckpointMismatchError, match=r"slices \[1\] only"):
         load(tmp_path, scanned="layers")
     del stored["base_model.model.layers.1.mlp.lora_A.weight"]
     del stored["base_model.model.head.lora_B.weight"]
-    safetensors.numpy.save_file(stored, file)
+    as_by_another_writer(tmp_path, stored)
     with pytest.raises(CheckpointMismatchError, match=r"lacks 'base_model.model.head.lora_B"):
         load(tmp_path, scanned="layers")
 
@@ -380,6 +388,51 @@ def test_pefts_patterns_of_modules_become_patterns_of_layers(tmp_path):
     for layer, rank, alpha in (("layers/mlp/kernel", 3, 9), ("layers/attn/q_proj/kernel", 2, 4)):
         assert settings.targets(layer)
         assert settings.scaling(layer) == alpha / rank
-    changed(tmp_path, None, alpha_pattern={r"layers\.1\.mlp": 9})
-    with pytest.raises(ValueError, match="gives only some slices of layer 'layers/mlp/kernel' 9"):
-        load(tmp_path, like=adapters)
+
+
+def test_a_folder_of_the_original_fork_needs_only_what_it_left_out(tmp_path):
+    config = Config(rank=2, target=("mlp",), init_sigma=0.5, reg_weight=0.1)
+    adapters = adapters_of(config)
+    save(tmp_path, adapters, config)
+    stored = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
+    as_by_another_writer(tmp_path, stored)
+    for key in ("fourier_placement", "init_sigma", "fourier_reg_weight"):
+        changed(tmp_path, key)
+    with pytest.raises(ValueError, match=r"lacks \['init_sigma', 'fourier_reg_weight'\].*assume="):
+        load(tmp_path, scanned="layers")
+    assume = {"init_sigma": 0.5, "fourier_reg_weight": 0.1}
+    again, settings = load(tmp_path, scanned="layers", assume=assume)
+    equal(again, adapters)
+    assert settings == dataclasses.replace(config, target=settings.target)
+    assert settings.targets("layers/mlp/kernel") and settings.fourier_placement == "output"
+    changed(tmp_path, None, peft_type="LORA")  # of which nobody knows where it was
+    with pytest.raises(ValueError, match=r"lacks \['fourier_placement'\]"):
+        load(tmp_path, scanned="layers", assume=assume)
+
+
+def test_settings_are_not_assumed_where_the_folder_says_them(tmp_path):
+    config = Config(rank=2, target=("mlp",))
+    save(tmp_path, adapters_of(config), config)
+    with pytest.raises(ValueError, match="says all of its settings"):
+        load(tmp_path, assume={"init_sigma": 2.0})
+
+
+def test_a_setting_that_is_not_known_is_refused_until_it_is_said_to_change_nothing(tmp_path):
+    config = Config(rank=2, target=("mlp",), fourier_placement="none")
+    adapters = adapters_of(config)
+    save(tmp_path, adapters, config, dialect="peft")
+    changed(tmp_path, "jaxkfac", invented={"a": 1}, off=False)
+    with pytest.raises(ValueError, match=r"not supported: {'invented': {'a': 1}}.*assume="):
+        load(tmp_path)
+    equal(load(tmp_path, assume={"invented": None})[0], adapters)
+
+
+def test_what_peft_needs_to_open_the_folder_by_itself_is_written(tmp_path):
+    config = Config(rank=2, target=("mlp",), fourier_placement="none")
+    adapters = adapters_of(config)
+    where = {"base_model": tmp_path / "base", "task_type": "CAUSAL_LM"}
+    save(tmp_path, adapters, config, dialect="peft", **where)
+    record = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert record["base_model_name_or_path"] == str(tmp_path / "base")
+    assert record["task_type"] == "CAUSAL_LM"
+    equal(load(tmp_path)[0], adapters)

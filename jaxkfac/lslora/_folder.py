@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,9 +11,10 @@ import numpy as np
 
 from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.lslora._adapter import Adapter
+from jaxkfac.lslora._checksums import KEY, check_config, check_tensors
 from jaxkfac.lslora._nonlinearity import Nonlinearity
-from jaxkfac.lslora._record import OWN, check_record, nonlinearity_of
-from jaxkfac.lslora._safetensors import read_tensors
+from jaxkfac.lslora._record import OWN, check_record, completed, nonlinearity_of
+from jaxkfac.lslora._safetensors import parsed
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -37,37 +39,78 @@ def tensor_keys(phi: Nonlinearity | None) -> dict[str, str]:
     return {"a": "lora_A.weight", "b": "lora_B.weight"} | ({} if phi is None else phi.tensors)
 
 
-def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
+def adapted_modules(tensors: Mapping[str, np.ndarray]) -> list[str]:
+    """Names of the modules that a file has an A of, in its order."""
+    end = "." + tensor_keys(None)["a"]
+    return [key.removeprefix(PREFIX).removesuffix(end) for key in tensors if key.endswith(end)]
+
+
+def read_folder(
+    folder: Path, *, assume: Mapping[str, Any] | None = None, verify: bool = True
+) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
     """``(record, tensors, what was added here)`` of a folder, checked.
 
     Raises:
-        FileNotFoundError: there is no adapter.
+        FileNotFoundError: there is no adapter, or one of its files is missing.
         ValueError: one of its files is damaged, or of something else; named.
     """
-    if not (folder / CONFIG).is_file():
-        raise FileNotFoundError(f"no adapter in {folder}: it has no {CONFIG}")
+    for path in (folder / CONFIG, folder / TENSORS):
+        if not path.is_file():
+            raise FileNotFoundError(f"no adapter in {folder}: it has no {path.name}")
     try:
-        record = json.loads((folder / CONFIG).read_text())
+        text = (folder / CONFIG).read_bytes().decode()
+        record = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG} is damaged: {error}") from None
+    sums = _checksums(record) if verify else None
+    if sums is not None:
+        check_config(folder / CONFIG, text, sums)
+    record = completed(record, assume)
     check_record(record, str(folder / CONFIG))
-    tensors, metadata = read_tensors(folder / TENSORS)
+    data = (folder / TENSORS).read_bytes()
+    tensors, metadata = parsed(folder / TENSORS, data)
+    own = _own_part(folder / TENSORS, metadata)
+    if sums is not None:
+        each = None if own is None else own.get(KEY)
+        check_tensors(folder / TENSORS, data, sums, tensors, each)
+    return record, tensors, own
+
+
+def _checksums(record: Any) -> Any:
+    own = record.get(OWN) if isinstance(record, dict) else None
+    sums = own.get(KEY) if isinstance(own, dict) else None
+    return sums if isinstance(sums, dict) else None
+
+
+def _own_part(path: Path, metadata: Mapping[str, str]) -> Any:
+    """What was added here to the header: layers, parameters saved whole, checksums."""
     if OWN not in metadata:
-        return record, tensors, None
+        return None
     try:
         own = json.loads(metadata[OWN])
         for layer, (a, b, modules) in own["layers"].items():
             if min(len(a), len(b)) < 2 or math.prod(a[:-2]) != len(modules):
                 raise ValueError(f"layer {layer!r} has shapes {a}, {b} and modules {modules}")
-        return record, tensors, {"layers": own["layers"], "whole": dict(own["whole"])}
+        return own | {"whole": dict(own["whole"])}
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{folder / TENSORS} is damaged: metadata {OWN!r}: {reason}") from error
+        raise ValueError(f"{path} is damaged: metadata {OWN!r}: {reason}") from error
 
 
 def adapter_folder(folder: Path | str, name: str) -> Path:
     """Where PEFT puts an adapter: ``"default"`` at the root, others one level down."""
     return Path(folder) if name == "default" else Path(folder) / name
+
+
+def check_finite(tensors: Mapping[str, np.ndarray], where: str = "") -> None:
+    """Refuse tensors that are not finite.
+
+    Raises:
+        ValueError: naming them, behind the words of ``where``.
+    """
+    bad = [key for key, x in tensors.items() if not np.isfinite(x.astype(np.float32)).all()]
+    if bad:
+        raise ValueError(f"{where}NaN or infinity in {', '.join(bad)}")
 
 
 def read_modules(folder: Path | str, name: str = "default") -> SavedModules:

@@ -5,18 +5,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxkfac._errors import CheckpointMismatchError
-from jaxkfac.lslora._folder import PREFIX, tensor_keys
+from jaxkfac.lslora._folder import PREFIX, adapted_modules, tensor_keys
 from jaxkfac.lslora._names import layer_name
+from jaxkfac.lslora._stacks import Stack
 
 _PRODUCTS = tensor_keys(None)
 
-Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
-
-def stacks_in(
-    tensors: Mapping[str, np.ndarray], scanned: str
-) -> tuple[Shapes, dict[str, list[str]]]:
-    """Shapes of ``a`` and ``b`` of every layer, and its modules in the order of the slices.
+def stacks_in(tensors: Mapping[str, np.ndarray], scanned: str) -> dict[str, Stack]:
+    """Every layer that a file adapts.
 
     Args:
         tensors: By key.
@@ -25,26 +22,23 @@ def stacks_in(
     Raises:
         CheckpointMismatchError: slices that are missing, or ``b`` of a module, by name.
     """
-    suffix = "." + _PRODUCTS["a"]
     found: dict[str, dict[int | None, str]] = {}
-    for key in tensors:
-        if key.endswith(suffix):
-            module = key.removeprefix(PREFIX).removesuffix(suffix)
-            layer, index = layer_name(module, scanned)
-            found.setdefault(layer, {})[index] = module
-    shapes, modules = {}, {}
+    for module in adapted_modules(tensors):
+        layer, index = layer_name(module, scanned)
+        found.setdefault(layer, {})[index] = module
+    stacks = {}
     for layer, slices in found.items():
         indices = sorted(slices, key=lambda i: -1 if i is None else i)
         if indices not in ([None], list(range(len(indices)))):
             raise CheckpointMismatchError(
-                f"layer {layer!r} has adapters of the slices {indices} only, and a stack is "
-                "adapted whole: pass like= of a model that keeps its layers apart"
+                f"layer {layer!r} has adapters of the slices {indices} only, and the file does not "
+                "say how many there are: pass model=, or like= of a model"
             )
-        modules[layer] = [slices[i] for i in indices]
-        stack = () if indices == [None] else (len(indices),)
-        a, b = (_tensor(tensors, modules[layer][0], part).shape for part in ("a", "b"))
-        shapes[layer] = ((*stack, *a[::-1]), (*stack, *b[::-1]))
-    return shapes, modules
+        modules = [slices[i] for i in indices]
+        lead = () if indices == [None] else (len(indices),)
+        a, b = (_tensor(tensors, modules[0], part) for part in ("a", "b"))
+        stacks[layer] = Stack(lead, a.shape[-1], b.shape[0], modules)
+    return stacks
 
 
 def _tensor(tensors: Mapping[str, np.ndarray], module: str, part: str) -> np.ndarray:

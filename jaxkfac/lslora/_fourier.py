@@ -29,6 +29,7 @@ class Fourier(Nonlinearity):
     initial = (0.0, 1.0, 0.0, 0.0)
     formula = "φ = c0 + c1 x + c2 sin πx + c3 cos πx with x = tanh(z / σ)"
     strength_formula = "|c2| + |c3|, and 0 still leaves a tanh"
+    saturated_formula = f"|x| > {SATURATED}, where tanh has lost nine tenths of its slope"
 
     def argument(self, u: Float[Array, "..."]) -> Float[Array, "..."]:
         return jnp.tanh(u)

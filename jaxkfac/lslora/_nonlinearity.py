@@ -26,6 +26,7 @@ class Nonlinearity(abc.ABC):
             $\varphi(u) = u + O(u^2)$: a fresh adapter, with $u = 0$, must change nothing.
         formula: $\varphi$ in a line of text, for tables.
         strength_formula: :meth:`strength` likewise.
+        saturated_formula: :meth:`saturated` likewise.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -47,6 +48,7 @@ class Nonlinearity(abc.ABC):
     initial: tuple[float, ...]
     formula: str
     strength_formula: str
+    saturated_formula: str = "nowhere"
 
     @abc.abstractmethod
     def apply(self, x: Float[Array, "..."], c: Sequence[Float[Array, "..."]]) -> Array:

@@ -8,28 +8,14 @@ from jaxkfac.lslora._config import Config, RmsSigma
 from jaxkfac.lslora._fourier import FOURIER
 from jaxkfac.lslora._nonlinearity import Nonlinearity
 from jaxkfac.lslora._registry import find_nonlinearity
+from jaxkfac.lslora._settings import NEEDS_PLUG_IN, REQUIRED, unsupported
 
 Dialect = Literal["lslora", "peft"]
 
 OWN = "jaxkfac"  # what PEFT has no word for; other readers pass it over
 _OWN_FIELDS = ("target", "exclude", "rank_pattern", "alpha_pattern", "modules_to_save", "experts")
 _OWN_FIELDS += ("init_sigma", "reg_weight")
-_REQUIRED = ("r", "lora_alpha", "target_modules", "lora_dropout")
-# Settings of PEFT's that change what an adapter computes, or what is in its file.
-_UNSUPPORTED = (
-    "use_dora",
-    "use_qalora",
-    "use_bdlora",
-    "lora_bias",
-    "layer_replication",
-    "target_parameters",
-    "alora_invocation_tokens",
-    "trainable_token_indices",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-    "velora_config",
-)
+_OWN_OPTIONS = ("nonlinearity", "checksums")
 
 
 def to_record(
@@ -37,6 +23,8 @@ def to_record(
     modules: Mapping[str, Sequence[str]],
     whole: Sequence[str],
     dialect: Dialect,
+    base_model: str | None,
+    task_type: str | None,
 ) -> dict[str, Any]:
     """The file's content.
 
@@ -45,6 +33,8 @@ def to_record(
         modules: For each layer the modules that its slices are.
         whole: Modules that are saved whole.
         dialect: ``"lslora"`` or ``"peft"``.
+        base_model: Where PEFT finds the base model.
+        task_type: PEFT's word for what the model does.
     """
     phi = config.phi
     if phi is None and dialect == "lslora":
@@ -58,15 +48,17 @@ def to_record(
     alphas = {m: config.alpha_of(n) for m, n in names.items()}
     record: dict[str, Any] = {
         "peft_type": "LSLORA" if dialect == "lslora" else "LORA",
-        "task_type": None,
+        "task_type": task_type,
+        "base_model_name_or_path": base_model,
         "r": config.rank,
         "lora_alpha": config.alpha,
         # Exactly these modules: a list would also match others that end in one of them.
         "target_modules": "|".join(map(re.escape, names)),
         "lora_dropout": config.dropout,
         "use_rslora": config.rslora,
-        "rank_pattern": {re.escape(m): r for m, r in ranks.items() if r != config.rank},
-        "alpha_pattern": {re.escape(m): a for m, a in alphas.items() if a != config.alpha},
+        # Without the ^ PEFT takes them for ends of names.
+        "rank_pattern": {f"^{re.escape(m)}": r for m, r in ranks.items() if r != config.rank},
+        "alpha_pattern": {f"^{re.escape(m)}": a for m, a in alphas.items() if a != config.alpha},
         "modules_to_save": list(whole) or None,
         "bias": "none",
         OWN: {
@@ -87,7 +79,29 @@ def to_record(
         first = 1.0 if isinstance(sigma, RmsSigma) else sigma
         values = (config.fourier_placement, first, config.reg_weight)
         record |= zip(phi.settings, values, strict=True)
+        if dialect == "peft":
+            record["init_lora_weights"] = NEEDS_PLUG_IN
     return record
+
+
+def completed(record: Any, assume: Mapping[str, Any] | None) -> Any:
+    """A record with the settings that its reader has to say.
+
+    Files of the original LS-LoRA do not say where the nonlinearity is: there is one place.
+
+    Raises:
+        ValueError: a file that was written here says all of them itself.
+    """
+    if not isinstance(record, dict):
+        return record
+    if assume and OWN in record:
+        raise ValueError(
+            f"assume={dict(assume)}: this folder was written here and says all of its settings; "
+            "change the config that load returns"
+        )
+    original = record.get("peft_type") == "LSLORA" and OWN not in record
+    first = {FOURIER.settings[0]: "output"} if original else {}
+    return first | record | dict(assume or {})
 
 
 def check_record(record: Any, where: str) -> None:
@@ -104,20 +118,32 @@ def check_record(record: Any, where: str) -> None:
         phi = nonlinearity_of(record)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    required = (*_REQUIRED, *([] if phi is None else phi.settings))
-    missing = [key for key in required if key not in record]
-    if (own := record.get(OWN)) is not None:
+    required = (*REQUIRED, *([] if phi is None else phi.settings))
+    missing, own = [key for key in required if key not in record], record.get(OWN)
+    if OWN in record:
         held = own if isinstance(own, dict) else ()
         missing += [f"{OWN}.{key}" for key in _OWN_FIELDS if key not in held]
     if missing:
         raise ValueError(
-            f"{where} lacks {missing}; without them it is another model than the one saved"
+            f"{where} lacks {missing}; without them it is another model than the one saved. If "
+            "you know what they were, pass assume={...}, by these names"
         )
-    wrong = {key: record[key] for key in _UNSUPPORTED if record.get(key)}
-    if record.get("bias", "none") != "none":
-        wrong["bias"] = record["bias"]
+    wrong = unsupported(record, (OWN, *([] if phi is None else phi.settings)))
+    if OWN in record:
+        unknown = own.keys() - {*_OWN_FIELDS, *_OWN_OPTIONS}
+        wrong |= {f"{OWN}.{key}": own[key] for key in sorted(unknown)}
+    if "init_lora_weights" in wrong:
+        raise ValueError(
+            f"{where}: init_lora_weights={wrong['init_lora_weights']!r} is not supported: such a "
+            "beginning changes the base model too, and the file holds only the adapter of the "
+            "changed one. Let PEFT write it for the original: model.save_pretrained(folder, "
+            "path_initial_model_for_weight_conversion=...)"
+        )
     if wrong:
-        raise ValueError(f"{where}: these settings are not supported: {wrong}")
+        raise ValueError(
+            f"{where}: these settings are not supported: {wrong}. If one is not known here and "
+            "changes nothing of what the adapter computes, pass assume={its name: None}"
+        )
 
 
 def nonlinearity_of(record: Mapping[str, Any]) -> Nonlinearity | None:
@@ -127,8 +153,9 @@ def nonlinearity_of(record: Mapping[str, Any]) -> Nonlinearity | None:
         ValueError: it is not known; with the names that are.
     """
     phi = find_nonlinearity(_name(record))
+    marked = record.get("init_lora_weights") == NEEDS_PLUG_IN
     linear = record["peft_type"] == "LORA" and not any(key in record for key in phi.settings)
-    return None if linear else phi
+    return None if linear and not marked else phi
 
 
 def _name(record: Mapping[str, Any]) -> str:
@@ -137,12 +164,14 @@ def _name(record: Mapping[str, Any]) -> str:
 
 
 def from_record(
-    record: Mapping[str, Any], modules: Mapping[str, Sequence[str]], whole: Sequence[str]
+    record: Mapping[str, Any], layers: Mapping[str, tuple[int, Any]], whole: Sequence[str]
 ) -> Config:
-    """The config of a checked record; PEFT's patterns of modules become patterns of layers.
+    """The config of a checked record.
 
-    Raises:
-        ValueError: PEFT gives slices of one layer different ranks or scalings.
+    Args:
+        record: From a file.
+        layers: ``{layer: (rank, alpha)}``, for a file that does not say what the layers are.
+        whole: Paths of the parameters that are saved whole, likewise.
     """
     phi, own = nonlinearity_of(record), record.get(OWN)
     common = {
@@ -169,30 +198,15 @@ def from_record(
             modules_to_save=own["modules_to_save"],
             experts=own["experts"],
         )
+    ranks = {n: rank for n, (rank, _) in layers.items() if rank != record["r"]}
+    alphas = {n: alpha for n, (_, alpha) in layers.items() if alpha != record["lora_alpha"]}
     return Config(
         **common,
         fourier_placement=placement,
         init_sigma=init_sigma,
         reg_weight=reg_weight,
-        target="|".join(map(re.escape, modules)),
+        target="|".join(map(re.escape, layers)),
         modules_to_save="|".join(map(re.escape, whole)) or None,
-        rank_pattern=_by_layer(record, "rank_pattern", modules),
-        alpha_pattern=_by_layer(record, "alpha_pattern", modules),
+        rank_pattern={re.escape(n): rank for n, rank in ranks.items()},
+        alpha_pattern={re.escape(n): alpha for n, alpha in alphas.items()},
     )
-
-
-def _by_layer(
-    record: Mapping[str, Any], key: str, modules: Mapping[str, Sequence[str]]
-) -> dict[str, Any]:
-    found = {}
-    for pattern, value in (record.get(key) or {}).items():
-        for layer, names in modules.items():
-            matched = [re.match(rf"(.*\.)?({pattern})$", name) is not None for name in names]
-            if any(matched) and not all(matched):
-                raise ValueError(
-                    f"{key}: {pattern!r} gives only some slices of layer {layer!r} {value}, and "
-                    "all slices of a stack have one"
-                )
-            if any(matched):
-                found.setdefault(re.escape(layer), value)
-    return found

@@ -17,15 +17,13 @@ _DTYPES = {
 }
 
 
-def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """``(tensors, metadata)`` of a file.
+def parsed(path: Path, data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """``(tensors, metadata)`` of a file's content.
 
     Raises:
         ValueError: the file is damaged, or holds a dtype that no adapter has.
-        FileNotFoundError: there is none.
     """
     safetensors = _package("safetensors")
-    data = path.read_bytes()
     try:
         found = safetensors.deserialize(data)
     except safetensors.SafetensorError as error:
@@ -40,9 +38,9 @@ def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     return tensors, header.get("__metadata__", {})
 
 
-def write_tensors(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-    """Write a file whole or not at all."""
-    write_file(path, _package("safetensors.numpy").save(tensors, metadata))
+def rendered(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
+    """The content of a file."""
+    return _package("safetensors.numpy").save(tensors, metadata)
 
 
 def _package(name: str) -> Any:

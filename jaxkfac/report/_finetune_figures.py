@@ -5,18 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxkfac.lslora import find_nonlinearity
+from jaxkfac.lslora import Nonlinearity
 from jaxkfac.report._families import joined
 from jaxkfac.report._finetune_records import FinetuneRecords, FourierRecord
 from jaxkfac.report._style import INK, RC, RULE, svg_bytes
 
 _COLORS = ("#1f5a92", "#c8752d", "#4d7358", "#8a3b52", "#6d5f9c", "#7a6a3f")
-_PANELS = {
-    "deviation": "deviation: mean |c − [0, 1, 0, 0]|",
-    "nonlinearity": "nonlinearity: |c₂| + |c₃|",
-    "sigma": "σ",
-    "saturated": "saturated: part of values with |x̂| > 0.95",
-}
 
 
 def finetune_loss_figure(records: FinetuneRecords) -> bytes:
@@ -40,7 +34,7 @@ def finetune_loss_figure(records: FinetuneRecords) -> bytes:
         return svg_bytes(figure)
 
 
-def fourier_figure(records: Sequence[FourierRecord]) -> bytes:
+def fourier_figure(records: Sequence[FourierRecord], phi: Nonlinearity) -> bytes:
     """Deviation, nonlinearity, sigma and saturation of each layer over the updates.
 
     Lines are means over a layer's slices, bands run from the least to the largest.
@@ -48,10 +42,17 @@ def fourier_figure(records: Sequence[FourierRecord]) -> bytes:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
+    start = ", ".join(f"{c:g}" for c in phi.initial)
+    panels = {
+        "deviation": f"deviation: mean |c − [{start}]|",
+        "nonlinearity": f"nonlinearity: {phi.strength_formula.partition(',')[0]}",
+        "sigma": "σ",
+        "saturated": f"saturated: part with {phi.saturated_formula.partition(',')[0]}",
+    }
     with mpl.rc_context(RC):
         figure = Figure(figsize=(9.2, 5.2), layout="constrained")
         axes = figure.subplots(2, 2, sharex=True).flat
-        for axis, (name, title) in zip(axes, _PANELS.items()):
+        for axis, (name, title) in zip(axes, panels.items()):
             for color, layer in zip(_cycled(len(records[0].layers)), records[0].layers):
                 series = _series(records, layer, name)
                 if series is not None:
@@ -64,16 +65,15 @@ def fourier_figure(records: Sequence[FourierRecord]) -> bytes:
         return svg_bytes(figure)
 
 
-def coefficients_figure(records: Sequence[FourierRecord]) -> bytes:
+def coefficients_figure(records: Sequence[FourierRecord], phi: Nonlinearity) -> bytes:
     """The coefficients of each layer over the updates, less where they started."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context(RC):
         figure = Figure(figsize=(9.2, 2.6), layout="constrained")
-        initial = find_nonlinearity("fourier").initial
-        axes = figure.subplots(1, len(initial), sharex=True, sharey=True)
-        for number, (axis, start) in enumerate(zip(axes, initial)):
+        axes = figure.subplots(1, len(phi.initial), sharex=True, sharey=True, squeeze=False)[0]
+        for number, (axis, start) in enumerate(zip(axes, phi.initial)):
             for color, layer in zip(_cycled(len(records[0].layers)), records[0].layers):
                 series = [
                     np.asarray(r.layers[layer]["coefficients"])[:, number] - start for r in records

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxkfac._text import number
+from jaxkfac.lslora import find_nonlinearity
 from jaxkfac.memory import Stage
 from jaxkfac.report._capacity import CapacityReport
 from jaxkfac.report._capacity_html import capacity_html
@@ -35,6 +36,7 @@ def finetune_page(
     coverage: Sequence[CoverageRow],
     config: Mapping[str, Any],
     versions: Mapping[str, str],
+    nonlinearity: str = "fourier",
     stages: Stage | None = None,
     host_memory: Mapping[str, int | None] | None = None,
 ) -> str:
@@ -50,6 +52,7 @@ def finetune_page(
         coverage: Rows of the adapter's layer table.
         config: Everything that decided the result.
         versions: Of the software.
+        nonlinearity: Name of the adapter's, where it has one.
         stages: Peaks of memory.
         host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
 
@@ -62,7 +65,7 @@ def finetune_page(
     if records.samples:
         parts += ["<h2>Samples</h2>", _samples(records.samples)]
     if records.fourier:
-        parts += ["<h2>Nonlinearity of the adapter</h2>", _fourier(records)]
+        parts += ["<h2>Nonlinearity of the adapter</h2>", _fourier(records, nonlinearity)]
     if capacity:
         parts += ["<h2>Capacity of the adapter</h2>", capacity_html(capacity)]
     return report_page(
@@ -126,14 +129,15 @@ def _samples(samples: Sequence[SampleRecord]) -> str:
     return table_html(head, rows, text=len(head) + 1)
 
 
-def _fourier(records: FinetuneRecords) -> str:
+def _fourier(records: FinetuneRecords, nonlinearity: str) -> str:
+    phi = find_nonlinearity(nonlinearity)
     caption = (
-        f"{_BANDS} With all coefficients at their start φ is the tanh, not the identity: what is "
-        "saturated has lost nine tenths of its slope."
+        f"{_BANDS} {phi.formula}. Nonlinearity: {phi.strength_formula}. Saturated: "
+        f"{phi.saturated_formula}."
     )
     drawn = [
-        figure_html(fourier_figure(records.fourier), "Nonlinearity over the updates", caption),
-        figure_html(coefficients_figure(records.fourier), "Coefficients over the updates", _BANDS),
+        (fourier_figure(records.fourier, phi), "Nonlinearity over the updates", caption),
+        (coefficients_figure(records.fourier, phi), "Coefficients over the updates", _BANDS),
     ]
     rows = []
     for layer, values in records.fourier[-1].layers.items():
@@ -143,6 +147,7 @@ def _fourier(records: FinetuneRecords) -> str:
             for name in ("sigma", "deviation", "nonlinearity", "saturated")
         ]
         rows.append([layer, *(number(None if x is None else float(x)) for x in means)])
-    head = ["layer, mean over blocks", "c0", "c1", "c2", "c3", "σ", "deviation", "nonlinearity",
+    coefficients = [f"c{number}" for number in range(len(phi.initial))]
+    head = ["layer, mean over blocks", *coefficients, "σ", "deviation", "nonlinearity",
             "saturated"]  # fmt: skip
-    return "".join(drawn) + table_html(head, rows, text=1)
+    return "".join(figure_html(*each) for each in drawn) + table_html(head, rows, text=1)

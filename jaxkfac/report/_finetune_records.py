@@ -26,8 +26,8 @@ class FourierRecord(NamedTuple):
 
     Attributes:
         step: Updates made.
-        layers: ``{layer: {"coefficients": slices of four, "sigma", "deviation", "nonlinearity",
-            "saturated": one for each slice}}``; see ``jaxkfac.lslora.diagnose``.
+        layers: ``{layer: {"coefficients": a set for each slice, "sigma", "deviation",
+            "nonlinearity", "saturated": one for each slice}}``; see ``jaxkfac.lslora.diagnose``.
     """
 
     step: int

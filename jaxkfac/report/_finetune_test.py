@@ -3,6 +3,7 @@ import json
 import pytest
 from rich.console import Console
 
+from jaxkfac.lslora import Nonlinearity, register
 from jaxkfac.memory import Stage
 from jaxkfac.report import _finetune_html
 from jaxkfac.report._finetune_figures import _running_mean
@@ -40,11 +41,11 @@ RECORDS = FinetuneRecords(
 COMPARISON = {"per_token": {"gained": 1, "lost": 0, "p_value": 1.0}}
 
 
-def page(records, comparison=COMPARISON):
+def page(records, comparison=COMPARISON, **options):
     return finetune_page(
         title="A <title>", lead="A <lead>.", records=records, comparison=comparison, spectra=[],
         capacity=None, coverage=[], config={"steps": 3}, versions={"jax": "1"}, stages=Stage("run"),
-        host_memory={"resident": 3 << 20, "peak": None},
+        host_memory={"resident": 3 << 20, "peak": None}, **options,
     )  # fmt: skip
 
 
@@ -62,6 +63,24 @@ def test_the_page_shows_what_was_measured_and_escapes_it():
         assert words in text, words
     assert text.count("data:image/svg+xml") == 3
     assert "<is>" not in text and "<script" not in text
+
+
+class Cubic(Nonlinearity):
+    name, initial = "report_cubic", (1.0, 0.0)
+    formula, strength_formula = "φ = c0 u + c1 u³ with u = z / σ", "|c1|"
+    apply = derivative = strength = None  # nothing is computed here
+
+
+def test_the_page_speaks_of_the_nonlinearity_that_the_adapter_has(monkeypatch):
+    monkeypatch.setattr(_finetune_html, "finetune_loss_figure", lambda _: b"<svg/>")
+    register(Cubic())
+    values = {"coefficients": [[1.0, 0.0]] * 2}
+    values |= {name: [0.5, 1.0] for name in ("sigma", "deviation", "nonlinearity", "saturated")}
+    own = RECORDS._replace(fourier=[FourierRecord(i, {"layers/q": values}) for i in range(2)])
+    text = page(own, nonlinearity="report_cubic")
+    assert Cubic.formula in text and "Nonlinearity: |c1|. Saturated: nowhere." in text
+    assert ">c1</th>" in text and ">c2</th>" not in text
+    assert "tanh" not in text and "tanh" in page(RECORDS)
 
 
 def test_what_was_not_measured_is_left_out(monkeypatch):

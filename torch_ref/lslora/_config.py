@@ -8,6 +8,9 @@ from typing import Any, Literal, TypeVar
 
 Value = TypeVar("Value")
 FOURIER = ("fourier_placement", "init_sigma", "fourier_reg_weight")
+# In place of `init_lora_weights`: PEFT knows no such way to begin and stops; it would load all
+# but the nonlinearity.
+NEEDS_PLUG_IN = "nonlinear, so PEFT needs torch_ref.lslora.peft_plugin of jaxkfac[peft]"
 # Of PEFT's settings those that make another model: whatever is set, and not to nothing.
 UNSUPPORTED = ("use_dora", "use_qalora", "lora_bias", "layer_replication", "target_parameters")
 
@@ -98,6 +101,8 @@ class Config:
         if self.fourier_placement == "none":
             return record
         own = (self.fourier_placement, self.init_sigma, self.reg_weight)
+        if peft_type == "LORA":
+            record["init_lora_weights"] = NEEDS_PLUG_IN
         return record | dict(zip(FOURIER, own, strict=True))
 
     @classmethod

@@ -121,12 +121,13 @@ def test_merging_says_why_it_cannot(tmp_path):
             read(tmp_path).merge_and_unload(safe_merge=safe)
 
 
-def test_without_the_plug_in_the_adapter_is_another_model(tmp_path):
-    model = adapted()
-    save(tmp_path, model, dialect="peft")
-    with pytest.warns(UserWarning, match="fourier"):
-        plain = peft.PeftModel.from_pretrained(base(), tmp_path)
-    assert not torch.allclose(plain(X), model(X), rtol=1e-2)
+@pytest.mark.parametrize("fast", [False, True])
+def test_without_the_plug_in_peft_refuses_the_adapter_and_says_what_it_needs(fast, tmp_path):
+    save(tmp_path / "ours", adapted(), dialect="peft")
+    read(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+    for folder in (tmp_path / "ours", tmp_path / "theirs"):
+        with pytest.raises(ValueError, match="needs torch_ref.lslora.peft_plugin"):
+            peft.PeftModel.from_pretrained(base(), folder, low_cpu_mem_usage=fast)
 
 
 def test_lslora_dialect_is_refused_by_stock_peft(tmp_path):

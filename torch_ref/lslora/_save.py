@@ -32,8 +32,8 @@ def save(
         name: The adapter to write, and no other.
         dialect: ``peft_type`` of the file: ``"lslora"`` is ``LSLORA``, which only LS-LoRA
             readers know; ``"peft"`` is ``LORA``, for stock PEFT with :mod:`.peft_plugin`.
-            Without the plug-in PEFT would read it as plain LoRA; plain LoRA itself has this
-            dialect, and needs no plug-in.
+            Without the plug-in PEFT refuses it; plain LoRA itself has this dialect, and needs no
+            plug-in.
 
     Raises:
         ValueError: the model has no such adapter, or plain LoRA in the dialect ``"lslora"``.

@@ -2,6 +2,7 @@
 
 ``PeftModel.from_pretrained(base, folder, config=read_config(folder))`` reads what
 :func:`torch_ref.lslora.save` wrote with ``dialect="peft"``; ``save_pretrained`` writes the same.
+Without this file PEFT refuses such a folder, since its ``init_lora_weights`` is unknown there.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from peft.tuners import lora
 from peft.tuners.lora.layer import LoraVariant
 from torch import nn
 
+from torch_ref.lslora._config import NEEDS_PLUG_IN
 from torch_ref.lslora._fourier import FourierParams
 
 
@@ -29,6 +31,9 @@ class FourierLoraConfig(LoraConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._register_custom_module({nn.Linear: FourierLinear})
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"init_lora_weights": NEEDS_PLUG_IN}
 
 
 class FourierLinear(lora.Linear):
@@ -71,5 +76,5 @@ def read_config(folder: Path | str) -> FourierLoraConfig:
     """The settings in a folder, with the keys that stock PEFT would drop."""
     record = json.loads((Path(folder) / "adapter_config.json").read_text())
     known = {field.name for field in dataclasses.fields(FourierLoraConfig) if field.init}
-    keep = known & record.keys() - {"peft_type", "runtime_config"}
+    keep = known & record.keys() - {"peft_type", "runtime_config", "init_lora_weights"}
     return FourierLoraConfig(**{key: record[key] for key in keep})

@@ -25,10 +25,12 @@ class AdapterOptions:
     """The branch is multiplied by alpha / rank."""
     fourier_placement: Literal["output", "bottleneck", "none"] = "output"
     """Where the nonlinearity is; none is plain LoRA."""
+    nonlinearity: str = "fourier"
+    """Its name; or module:object of one of your own, which is imported and registered."""
     init_sigma: float = 1.0
-    """First width of the tanh."""
+    """First width of the nonlinearity."""
     reg_weight: float = 0.01
-    """Of the distance of the coefficients from tanh's."""
+    """Of the distance of the coefficients from their first values."""
     dropout: float = 0.0
     """Of the branch's inputs."""
     dialect: Literal["lslora", "peft"] = "lslora"

@@ -1,5 +1,6 @@
 """What is trained: the adapted model, its tokens, and the optimizer."""
 
+import importlib
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -127,7 +128,11 @@ def _check_ids(encoded: Encoded, vocabulary: int) -> None:
 
 
 def adapter_config(experiment: Finetuning) -> Config:
-    """The adapter's settings."""
+    """The adapter's settings.
+
+    Raises:
+        ValueError: a nonlinearity that is not known, or not where it was said to be.
+    """
     chosen = experiment.adapter
     return Config(
         rank=chosen.rank,
@@ -138,7 +143,26 @@ def adapter_config(experiment: Finetuning) -> Config:
         init_sigma=chosen.init_sigma,
         reg_weight=chosen.reg_weight,
         dropout=chosen.dropout,
+        nonlinearity=_registered(chosen.nonlinearity),
     )
+
+
+def _registered(nonlinearity: str) -> str:
+    """The name of a nonlinearity that may have to be imported, such as ``package.module:CUBIC``."""
+    module, colon, name = nonlinearity.partition(":")
+    if not colon:
+        return nonlinearity
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--adapter.nonlinearity {nonlinearity}: {error}") from error
+    if not isinstance(found, jk.lslora.Nonlinearity):
+        raise ValueError(
+            f"--adapter.nonlinearity {nonlinearity}: expected an object of a subclass of "
+            f"jaxkfac.lslora.Nonlinearity, got {type(found).__name__}"
+        )
+    jk.lslora.register(found)
+    return found.name
 
 
 def as_batch(batch: TokenBatch) -> tuple[Tokens, jax.Array, jax.Array]:

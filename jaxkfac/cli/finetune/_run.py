@@ -64,7 +64,8 @@ def run_finetune(arguments: FinetuneArguments) -> None:
     if chosen.split:
         saved = jk.lslora.split(*saved, problem.pretrained.config.parts)
     with phase("writing adapter and report"):
-        jk.lslora.save(output / "adapter", *saved, dialect=dialect)
+        where = {"base_model": problem.pretrained.path, "task_type": "CAUSAL_LM"}
+        jk.lslora.save(output / "adapter", *saved, dialect=dialect, **where)
         summary = _write_results(arguments, problem, state.records, curvature, coverage, stages)
     if arguments.json:
         print(json.dumps(summary))
@@ -125,6 +126,7 @@ def _write_results(
         coverage=coverage,
         config=config,
         versions=software,
+        nonlinearity=problem.config.nonlinearity,
         stages=stages,
         host_memory=metrics["host_memory"],
     )

@@ -42,7 +42,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def decoder():
     apply_fn, params = jk.from_nnx(Decoder(CONFIG, rngs=nnx.Rngs(0)))
-    return Pretrained(CONFIG, apply_fn, params, Letters())
+    return Pretrained(CONFIG, apply_fn, params, Letters(), "models/tiny")
 
 
 @pytest.fixture
@@ -107,6 +107,8 @@ def test_a_run_writes_report_metrics_adapter_events_and_checkpoints(run, tmp_pat
     assert f">{speed:,.1f}<" in page and "Main memory: resident" in page
     assert find_checkpoint(tmp_path / "checkpoints").name == "6"
     assert list((tmp_path / "tensorboard").glob("events*"))
+    record = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert record["task_type"] == "CAUSAL_LM" and record["base_model_name_or_path"] == "models/tiny"
     adapters, config = jk.lslora.load(tmp_path / "adapter")
     assert config.rank == 2 and len(adapters) == 4
     shown = capsys.readouterr()

@@ -30,12 +30,14 @@ class Pretrained(NamedTuple):
         apply_fn: ``apply_fn(params, inputs) -> logits``; see :class:`Decoder`.
         params: Nested dictionary; paths are Hugging Face's names, with blocks stacked.
         tokenizer: ``None`` where the checkpoint has none.
+        path: The folder it is from, which PyTorch can read as well; ``None`` for a GGUF file.
     """
 
     config: DecoderConfig
     apply_fn: NnxApply
     params: PyTree
     tokenizer: Tokenizer | None
+    path: str | None = None
 
 
 def load_decoder(
@@ -99,7 +101,9 @@ def load_decoder(
         quantize=quantize,
         what=f"loading {path}",
     )
-    return Pretrained(config, decoder_function(config, remat, attention), params, tokenizer)
+    apply_fn = decoder_function(config, remat, attention)
+    folder = str(path) if path.is_dir() else None
+    return Pretrained(config, apply_fn, params, tokenizer, folder)
 
 
 def decoder_shapes(
