@@ -52,34 +52,42 @@ def save_finetune(folder):
     save_checkpoint(folder, Checkpoint(leaves, {"seed": 0}, "adamw", {"losses": []}, 7))
 
 
+def save_adapter(folder):
+    config = jk.lslora.Config(rank=2, target=".*kernel")
+    adapters = jk.lslora.init(config, apply_fn, PARAMS, BATCH[0], key=jax.random.key(0))
+    jk.lslora.save(folder, adapters, config)
+
+
 # {kind: (what writes into a folder, what reads it)}
 KINDS = {
     "service": (save_service, lambda path: jk.HostCurvature.load(path / "service.npz").close()),
     "train": (save_train, load_checkpoint),
     "finetune": (save_finetune, load_checkpoint),
+    "adapter": (save_adapter, jk.lslora.load),
 }
 ERRORS = (ValueError, OSError)
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def saved(request, tmp_path_factory):
-    """``(folder, its only file, what reads it)``, and the file is restored after each test."""
+    """``(folder, its files, what reads it)``."""
     write, read = KINDS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     write(folder)
-    (file,) = folder.iterdir()
-    return folder, file, read
+    return folder, sorted(folder.iterdir()), read
 
 
 @pytest.fixture
 def written(saved):
-    folder, file, read = saved
-    data = file.read_bytes()
+    """The same; the files are restored after each test."""
+    folder, files, read = saved
+    data = [file.read_bytes() for file in files]
     read(folder)
-    yield folder, file, read
-    if file.is_dir():
-        file.rmdir()
-    file.write_bytes(data)
+    yield saved
+    for file, content in zip(files, data, strict=True):
+        if file.is_dir():
+            file.rmdir()
+        file.write_bytes(content)
 
 
 def refused(read, folder) -> str:
@@ -97,13 +105,16 @@ def assert_refused(read, folder, file, how):
 
 
 def flip_some(written, count):
-    folder, file, read = written
-    data, rng = file.read_bytes(), np.random.default_rng(count)
-    for position in rng.integers(len(data), size=count):
-        damaged = bytearray(data)
-        damaged[position] ^= int(rng.integers(1, 256))
-        file.write_bytes(damaged)
-        assert_refused(read, folder, file, f"byte {position} of {len(data)}")
+    folder, files, read = written
+    rng = np.random.default_rng(count)
+    for file in files:
+        data = file.read_bytes()
+        for position in rng.integers(len(data), size=-(-count // len(files))):
+            damaged = bytearray(data)
+            damaged[position] ^= int(rng.integers(1, 256))
+            file.write_bytes(damaged)
+            assert_refused(read, folder, file, f"byte {position} of {len(data)}")
+        file.write_bytes(data)
 
 
 def test_a_changed_byte_is_an_error_that_names_the_file(written):
@@ -116,15 +127,17 @@ def test_200_changed_bytes_are_200_errors_that_name_the_file(written):
 
 
 def test_a_missing_end_is_an_error_that_names_the_file(written):
-    folder, file, read = written
-    data = file.read_bytes()
-    for length in (0, 1, 100, len(data) // 2, len(data) - 1):
-        file.write_bytes(data[:length])
-        assert_refused(read, folder, file, f"{length} of {len(data)} bytes")
+    folder, files, read = written
+    for file in files:
+        data = file.read_bytes()
+        for length in (0, 1, 100, len(data) // 2, len(data) - 1):
+            file.write_bytes(data[:length])
+            assert_refused(read, folder, file, f"{length} of {len(data)} bytes")
+        file.write_bytes(data)
 
 
 def test_a_folder_in_place_of_the_file_and_no_file_are_said(written):
-    folder, file, read = written
+    folder, (file, *_), read = written
     file.unlink()
     with pytest.raises(FileNotFoundError, match=str(folder)):
         read(folder)
@@ -134,20 +147,15 @@ def test_a_folder_in_place_of_the_file_and_no_file_are_said(written):
 
 
 def test_saved_files_have_the_mode_that_the_umask_leaves(tmp_path):
-    folders = {name: tmp_path / name for name in (*KINDS, "adapter")}
     before = os.umask(0o027)
     try:
-        for name, folder in folders.items():
-            if name in KINDS:
-                folder.mkdir()
-                KINDS[name][0](folder)
-        config = jk.lslora.Config(rank=2, target=".*kernel")
-        adapters = jk.lslora.init(config, apply_fn, PARAMS, BATCH[0], key=jax.random.key(0))
-        jk.lslora.save(folders["adapter"], adapters, config)
+        for name, (write, _) in KINDS.items():
+            (tmp_path / name).mkdir()
+            write(tmp_path / name)
     finally:
         os.umask(before)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) == len(KINDS) + 2
+    assert len(files) == len(KINDS) + 1  # an adapter has two
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
 
 

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +49,3 @@ def _package(name: str) -> Any:
         raise ModuleNotFoundError(
             'safetensors is not installed: pip install "jaxkfac[pretrained]"', name=error.name
         ) from None
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write under another name, then rename: a reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxkfac.files import whole_file
 from jaxkfac.lslora._adapter import Adapter, Adapters, only_adapters
 from jaxkfac.lslora._checksums import KEY, sealed, tensor_checksum
 from jaxkfac.lslora._config import Config
@@ -19,7 +20,7 @@ from jaxkfac.lslora._folder import (
 )
 from jaxkfac.lslora._names import ModuleNames, module_name, whole_name
 from jaxkfac.lslora._record import OWN, Dialect, to_record
-from jaxkfac.lslora._safetensors import rendered, write_file
+from jaxkfac.lslora._safetensors import rendered
 from jaxkfac.lslora._slots import check_names
 
 
@@ -96,8 +97,11 @@ def save(
     data = rendered(tensors, {"format": "pt", OWN: own})
     folder = adapter_folder(folder, name)
     folder.mkdir(parents=True, exist_ok=True)
-    write_file(folder / TENSORS, data)
-    write_file(folder / CONFIG, sealed(record, OWN, CONFIG, {TENSORS: data}))
+    with whole_file(folder / TENSORS, "the adapter", nbytes=len(data)) as file:
+        file.write(data)
+    config = sealed(record, OWN, CONFIG, {TENSORS: data})
+    with whole_file(folder / CONFIG, "the adapter's config", nbytes=len(config)) as file:
+        file.write(config)
 
 
 def _check_settings(layer: str, adapter: Adapter, config: Config) -> None:
