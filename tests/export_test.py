@@ -105,6 +105,16 @@ def test_a_wide_side_is_three_panels_of_its_upper_triangle():
     assert "768x768xf32" not in dots
 
 
+def test_a_wide_output_side_is_whole_before_its_cotangent_is_propagated():
+    """Else a scheduler that puts the products off keeps the cotangent until it has done them."""
+    wide = 768
+    objective = jk.Objective(lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"], jk.Gaussian())
+    params = {"up": of(IN, wide), "down": of(wide, OUT)}
+    text = module(jk.value_grad_and_factors(objective), params, (of(ROWS, IN), of(ROWS, OUT)))
+    (types,) = re.findall(r"stablehlo\.optimization_barrier .* : (.*?) loc", text)
+    assert f"tensor<{wide}x{wide}xf32>" in types and f"tensor<{ROWS}x{wide}xf32>" in types
+
+
 @functools.cache
 def entry_points():
     """``{name: (function, arguments)}`` of every function that can be jitted."""

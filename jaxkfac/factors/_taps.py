@@ -66,6 +66,7 @@ class Gathered(Protocol):
 
 def tap(gathered: Gathered) -> Handler:
     """The handler that emits statistics."""
+
     def handler(site: Site, operands: list[Any]) -> Any:
         bare = site.without_values()
         if site.uses[0].kind.inserts:
