@@ -15,6 +15,7 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,7 @@ def main() -> None:
         place = (args.target, args.layout, args.size, args.dtype, name)
         if "/".join(place) in recorded()["rows"] and not args.again:
             continue
-        row = apart(place, args) if args.limit and not args.only else compiled(place)
+        row = apart(place, args.limit) if args.limit else compiled(place)
         if row is not None:
             keep(place, row)
 
@@ -72,21 +73,25 @@ def compiled(place: tuple[str, ...]) -> dict[str, Any]:
     return compile_step(fn, args, target, layout)
 
 
-def apart(place: tuple[str, ...], args: argparse.Namespace) -> dict[str, Any] | None:
+def apart(place: tuple[str, ...], limit: int) -> dict[str, Any] | None:
     """One row in a process of its own; what stopped it where something does."""
-    command = [sys.executable, "-m", "benchmarks.accelerators", *sys.argv[1:], "--again"]
-    limit = lambda: resource.setrlimit(resource.RLIMIT_CPU, (args.limit, args.limit))
+    target, layout, size, dtype, name = place
+    command = [sys.executable, "-m", "benchmarks.accelerators", "--again", "--target", target]
+    command += ["--layout", layout, "--size", size, "--dtype", dtype]
     done = subprocess.run(
-        [*command, "--only", f"^{re.escape(place[-1])}$"],
-        preexec_fn=limit,
+        [*command, "--only", f"^{re.escape(name)}$"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (limit, limit)),
         capture_output=True,
         text=True,
     )
     if done.returncode == 0:
+        print(done.stdout, end="", flush=True)
         return None  # it has written its row
-    if done.returncode < 0:
-        return {"stopped": f"no result after {args.limit} CPU s"}
-    return {"stopped": done.stderr.strip().splitlines()[-1]}
+    if -done.returncode in (signal.SIGXCPU, signal.SIGKILL):
+        return {"stopped": f"no result after {limit} CPU s"}
+    lines = done.stderr.strip().splitlines()
+    error = (line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception)\b", line))
+    return {"stopped": next(error, f"ended with status {done.returncode}")}
 
 
 def recorded() -> dict[str, Any]:
