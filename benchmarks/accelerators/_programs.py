@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 
 import jaxkfac as jk
-from jaxkfac.factors import FISHER_TYPES, Pass, plan_passes
+from jaxkfac.factors import FISHER_TYPES, Pass, plan_passes, smallest_budget
 from jaxkfac.interception import Window
 from jaxkfac.models import Cached, Decoder, DecoderConfig, Tokens, empty_cache
 
@@ -180,11 +180,13 @@ class Steps:
     # -- budgeted passes ----------------------------------------------------------------
 
     def budgeted(self, which: int) -> Any:
-        """The gradient and one pass of factors under a budget of a quarter of their bytes."""
+        """The gradient and one pass of factors: a quarter of their bytes, or the largest side."""
         collector = self._collector()
         traced = collector.traced(self.params, collector.checked(self.batch))
         total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.like))
-        one = plan_passes(collector.statistics(traced), total // 4).passes[which]
+        statistics = collector.statistics(traced)
+        budget = max(total // 4, smallest_budget(statistics))
+        one = plan_passes(statistics, budget).passes[which]
         return _one_pass(collector, one), (
             self.params,
             self.batch,
