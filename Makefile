@@ -12,6 +12,8 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+CUDA := .venv-cuda
+TPU := .venv-tpu
 BIN := $(VENV)/bin
 NEWEST_PYTHON ?= python3.12
 # Two workers: JAX uses several threads by itself. PYTEST_ARGS="-x -k factors" make test
@@ -21,7 +23,7 @@ PRESET ?= digits
 # A finished run is never written over by itself: RUN_ARGS=--overwrite or RUN_ARGS=--resume
 RUN_ARGS ?=
 
-.PHONY: help run test test-slow test-exhaustive test-oldest test-newest lint format docs-check bench mutants parity gpu-check clean
+.PHONY: help run test test-slow test-exhaustive test-oldest test-newest lint format docs-check bench mutants parity accelerators gpu-check clean
 
 help:
 	@echo "make run          train --preset $(PRESET): K-FAC beside AdamW, checkpoint and report"
@@ -36,8 +38,9 @@ help:
 	@echo "make bench        time and bytes of (gradient + factors) / gradient"
 	@echo "make mutants      200 one-line mutants of the core against its tests: hours, goes on where it stopped"
 	@echo "make parity       jaxkfac against torch_ref, number by number: parity_report.md, .html"
+	@echo "make accelerators  every step compiled for an H100, eight of them and a TPU v5e; none is needed"
 	@echo "make gpu-check    the tests marked gpu, parity on CUDA among them; documents, peaks, host overlap"
-	@echo "make clean        remove both environments and every cache"
+	@echo "make clean        remove every environment and every cache"
 
 # ---------------------------------------------------------------- environments
 
@@ -70,6 +73,21 @@ $(NEWEST)/.stamp: pyproject.toml constraints-newest.txt
 	$(call venv,$(NEWEST))
 	@echo "installing the newest versions tried into $(NEWEST)"
 	$(NEWEST)/bin/python -m pip install --quiet -c constraints-newest.txt -e . pytest pytest-xdist hypothesis beartype
+	@touch $@
+
+# Compilers without devices: the plugins alone, none of the CUDA libraries.
+$(CUDA)/.stamp: pyproject.toml constraints.txt
+	$(call venv,$(CUDA))
+	@echo "installing the compiler for NVIDIA GPUs into $(CUDA), about 200 MB"
+	$(CUDA)/bin/python -m pip install --quiet -c constraints.txt -e .
+	jax=$$($(CUDA)/bin/python -c 'import jax; print(jax.__version__)'); \
+	  $(CUDA)/bin/python -m pip install --quiet --no-deps jax-cuda12-plugin==$$jax jax-cuda12-pjrt==$$jax nvidia-cuda-nvcc-cu12
+	@touch $@
+
+$(TPU)/.stamp: pyproject.toml constraints.txt
+	$(call venv,$(TPU))
+	@echo "installing the compiler for TPUs into $(TPU)"
+	$(TPU)/bin/python -m pip install --quiet -c constraints.txt -e . libtpu
 	@touch $@
 
 # ---------------------------------------------------------------- the two commands
@@ -125,6 +143,15 @@ parity: $(VENV)/.stamp-test
 	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(None if importlib.util.find_spec("torch") else "$(NO_TORCH)")'
 	$(BIN)/python -m pytest -m "not slow" parity_tests -p parity_tests.report -p parity_tests.schedule -n $(WORKERS) $(PYTEST_ARGS)
 
+# Rows that are recorded are not compiled again: ACCELERATORS_ARGS=--again
+ACCELERATORS_ARGS ?=
+H100 = $(CUDA)/bin/python -m benchmarks.accelerators --target h100 $(ACCELERATORS_ARGS)
+
+accelerators: $(CUDA)/.stamp $(TPU)/.stamp
+	for dtype in float32 bfloat16; do for size in real small; do $(H100) --size $$size --dtype $$dtype; done; done
+	for layout in "data parallel" "fully sharded"; do $(H100) --layout "$$layout"; done
+	$(TPU)/bin/python -m benchmarks.accelerators --target v5e --limit 300 $(ACCELERATORS_ARGS)
+
 # GPU_PYTHON=python3 make gpu-check uses an environment that already has jax and torch with CUDA.
 ifdef GPU_PYTHON
 gpu-check:
@@ -143,6 +170,6 @@ endif
 	fi
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist *.egg-info .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(CUDA) $(TPU) build dist *.egg-info .import_linter_cache
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

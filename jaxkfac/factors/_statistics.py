@@ -115,7 +115,7 @@ class Statistics:
         if gradients and rows:
             slot["g_rows"] = jnp.zeros((*layer.stack, *rows, layer.out_features), dtype)
         elif gradients:
-            packed = packs(uses, "g")
+            packed = packs(uses, "g") and any(u.scope for u in uses)
             slot["g"] = _moment(layer.stack, layer.out_features, layer.g_dense, packed, dtype)
         if layer.input != layer.name or not part.inputs:
             return slot
@@ -140,6 +140,18 @@ class Statistics:
         return self.bias == "joint" and any(x.bias is not None for x in readers)
 
     # -- in the backward pass ---------------------------------------------------------
+
+    def comes_first(self, use: Use) -> bool:
+        """See ``_taps.Gathered``: so where G is large and its sum is not carried by a loop.
+
+        In the body of a loop the matrix would wait for its place in the stack, beside the rest of
+        the backward pass, and cost what the cotangent costs.
+        """
+        layer = self.traced.table[use.layer or ""]
+        uses = self.traced.uses_of(layer)
+        large = layer.g_dense and layer.out_features >= PANELS_FROM and packs(uses, "g")
+        by_row = not (self.forward or self.by_example(layer))
+        return large and by_row and not any(u.scope for u in uses)
 
     def emit(
         self,
@@ -166,7 +178,7 @@ class Statistics:
             out["a_numbers"] = example_counts(site, use, each, weights, examples, numbers)
         if "g" in like:
             side = kind.output_rows(site, use, cotangent, weights)
-            out["g"] = moments(site, use, side, like["g"])
+            out["g"] = moments(site, use, side, like["g"], panels=self.comes_first(use))
         elif "g_rows" in like:
             side = kind.output_rows(site, use, cotangent, weights)
             out["g_rows"] = example_sums(site, use, side, examples, like["g_rows"])

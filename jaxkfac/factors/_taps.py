@@ -11,7 +11,6 @@ not differentiated: it is handed to whoever computes the statistics.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -48,6 +47,10 @@ class Gathered(Protocol):
         """``{layer: zeros}``: their cotangents are the statistics."""
         ...
 
+    def comes_first(self, use: Use) -> bool:
+        """Whether the statistics of a use are whole before its cotangent is propagated."""
+        ...
+
     def emit(
         self,
         site: Site,
@@ -75,7 +78,6 @@ class Gathered(Protocol):
 
 def tap(gathered: Gathered) -> Handler:
     """The handler that emits statistics."""
-    emit = gathered.emit
 
     def handler(site: Site, operands: list[Any]) -> Any:
         bare = site.without_values()
@@ -84,17 +86,17 @@ def tap(gathered: Gathered) -> Handler:
             for k, use in enumerate(site.uses):
                 parameter = operands[use.operand]
                 shape = _shape_inside(site, parameter)
-                op = _tapped(_broadcast_to(shape), emit, bare, use, site.slots[k])
+                op = _tapped(_broadcast_to(shape), gathered, bare, use, site.slots[k])
                 operands[use.operand] = op([parameter], site.rows[k], site.active[k])
             return site.bind(*operands)
-        op = _tapped(bare.bind, emit, bare, site.uses[0], site.slots[0])
+        op = _tapped(bare.bind, gathered, bare, site.uses[0], site.slots[0])
         return op(operands, site.rows[0], site.active[0])
 
     return handler
 
 
 def _tapped(
-    fn: Callable[..., Array], emit: Callable[..., Slot], site: Site, use: Use, slot: Slot
+    fn: Callable[..., Array], gathered: Gathered, site: Site, use: Use, slot: Slot
 ) -> Callable[[list[Any], Weights, Active], Array]:
     constants = slot.get("constants")
     slot = {key: value for key, value in slot.items() if key != "constants"}
@@ -115,19 +117,23 @@ def _tapped(
         saved: tuple[list[Array], Weights, Active, Slot | None], cotangent: Array
     ) -> tuple[list[Array | np.ndarray], None, None, None, Slot]:
         operands, rows, active, constants = saved
-        cotangents = jax.vjp(fn, *operands)[1](cotangent)
 
         def typed(x: Array, of: ArrayType) -> Array:
             return cast_varying(x.astype(of.dtype), cotangent)
 
         def emitted() -> Slot:
-            statistics = automatic(functools.partial(emit, site, use, like), like)
+            statistics = automatic(functools.partial(gathered.emit, site, use, like), like)
             return jax.tree.map(typed, statistics(operands, cotangent, rows, constants), like)
 
         def nothing() -> Slot:
             return jax.tree.map(lambda s: typed(jnp.zeros(s.shape, s.dtype), s), like)
 
         out = emitted() if active is None else jax.lax.cond(active, emitted, nothing)
+        if gathered.comes_first(use):
+            # A scheduler puts off what frees nothing at once: these products last, and so the
+            # cotangent that they read is kept (of logits: rows x vocabulary) all the way back.
+            out, cotangent = jax.lax.optimization_barrier((out, cotangent))
+        cotangents = jax.vjp(fn, *operands)[1](cotangent)
         return list(cotangents), None, None, None, out
 
     op.defvjp(forward, backward)

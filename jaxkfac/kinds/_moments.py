@@ -11,14 +11,16 @@ from jaxkfac.kinds._rows import Array, Rows, in_own_order
 from jaxkfac.linalg import PANELS_FROM, gram, gram_panels, statistics_dtype, unpack_panels
 
 
-def moments(site: Site, use: Use, side: Rows, like: Any) -> Any:
+def moments(site: Site, use: Use, side: Rows, like: Any, *, panels: bool = False) -> Any:
     """Sum of outer products of rows, in the form of a slot's entry.
 
     ``like`` is a matrix, a vector for a diagonal, or a tuple for panels (see ``packs``);
-    its leading axes beyond the stack of ``side`` are filled with copies.
+    its leading axes beyond the stack of ``side`` are filled with copies. With ``panels`` a
+    matrix is computed by panels and mirrored.
     """
-    if isinstance(like, tuple):
-        return gram_panels(side.x, side.features[0][0])
+    if isinstance(like, tuple) or panels:
+        triangle = gram_panels(side.x, side.features[0][0])
+        return triangle if isinstance(like, tuple) else unpack_panels(triangle)
     lead = len(side.batch)
     lost = 1 if use.free_stack and not lead else 0  # experts that share one input
     if like.ndim - lead - lost == 2:

@@ -110,6 +110,10 @@ class SquaredGradients:
 
     # -- in the backward pass ---------------------------------------------------------
 
+    def comes_first(self, use: Use) -> bool:
+        """See ``factors.Gathered``."""
+        return False
+
     def emit(
         self,
         site: Site,
