@@ -79,7 +79,11 @@ TABLE: dict[str, list[Same | Refused]] = {
     ],
     "modules_to_save": [
         same(modules_to_save=["lm_head", "norm"]),
-        same(modules_to_save=["k_proj", "input_layernorm", "embed_tokens"], always=True),
+        same(
+            modules_to_save=["k_proj", "input_layernorm", "embed_tokens"],
+            target_modules=["o_proj", "up_proj"],
+            always=True,
+        ),
     ],
     # ranks and scalings
     "r": [same(r=2)],
@@ -226,6 +230,40 @@ def test_another_model_is_refused_by_the_settings_name(name, row, base, plain):
         settings_of(row).save_pretrained(plain)
     with pytest.raises(ValueError, match=row.named):
         lslora.load(plain, scanned="layers")
+
+
+@pytest.mark.parametrize(
+    ("targets", "whole", "kernel"),
+    [
+        (["q_proj", "v_proj"], ["k_proj"], "qkv_proj"),
+        (["q_proj", "o_proj"], ["layers.1.self_attn.o_proj"], "o_proj"),
+    ],
+    ids=["part-of-a-fused-kernel", "slice-of-a-stack"],
+)
+def test_a_kernel_partly_replaced_and_partly_adapted_is_refused_until_the_base_has_it(
+    targets, whole, kernel, base, tmp_path
+):
+    settings = peft.LoraConfig(r=4, target_modules=targets, modules_to_save=whole)
+    theirs = adapted(base, settings)
+    theirs.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=f"modules_to_save replaces a part of .*{kernel}/kernel"):
+        lslora.load(tmp_path / "adapter", model=load_decoder(base, dtype=jnp.float32))
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(IDS).long()).logits.numpy()
+    other = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    replaced = {
+        name.removeprefix("base_model.model.").replace("modules_to_save.default.", ""): x
+        for name, x in theirs.state_dict().items()
+        if "modules_to_save" in name
+    }
+    assert replaced
+    assert not other.load_state_dict(replaced, strict=False).unexpected_keys
+    other.save_pretrained(tmp_path / "other")
+    decoder = load_decoder(tmp_path / "other", dtype=jnp.float32)
+    assume = {"modules_to_save": None}
+    adapters, config = lslora.load(tmp_path / "adapter", model=decoder, assume=assume)
+    found = lslora.attach(decoder.apply_fn, config)(decoder.params, adapters, jnp.asarray(IDS))
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_pissa_is_read_once_peft_has_written_it_for_the_original_model(base, tmp_path):

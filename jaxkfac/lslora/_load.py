@@ -71,7 +71,8 @@ def load(
         CheckpointMismatchError: keys that are missing, not expected or of another shape, all
             named.
         ValueError: the file is damaged, not finite, of another ``peft_type``, or has a setting
-            that makes another model; its nonlinearity is not known; or ``model`` is needed.
+            that makes another model; its nonlinearity is not known; ``model`` is needed; or
+            ``modules_to_save`` replaces one part of a kernel of ``model`` and another is adapted.
         FileNotFoundError: there is no such adapter.
 
     Example:
@@ -128,13 +129,22 @@ def load(
         key, transposed = whole_name(path)
         x = tensors[PREFIX + key]
         adapters[path] = jnp.asarray(x.T if transposed else x)
+    replaced: dict[str, Any] = {}
     if model is not None:
-        adapters |= whole_parameters(model, record, beside, tensors, names)
+        replaced = whole_parameters(model, record, beside, tensors, names)
     with _settings_of(where / CONFIG):
-        config = from_record(record, layers, [path for path in adapters if path not in layers])
+        config = from_record(record, layers, [*whole, *replaced])
     if model is None:
         return adapters, config
-    return fuse(adapters, config, model.config.parts)
+    fused, config = fuse(adapters, config, model.config.parts)
+    if both := sorted(fused.keys() & replaced.keys()):
+        raise ValueError(
+            f"{where / CONFIG}: modules_to_save replaces a part of {both}, or some slices, and "
+            "the file has adapters of others; here a kernel is replaced or adapted, not both. "
+            "Write these modules into the base model, and load the adapter onto that one with "
+            'assume={"modules_to_save": None}'
+        )
+    return {**fused, **replaced}, config
 
 
 @contextlib.contextmanager

@@ -120,8 +120,8 @@ def check_record(record: Any, where: str) -> None:
         raise ValueError(f"{where}: {error}") from None
     required = (*REQUIRED, *([] if phi is None else phi.settings))
     missing, own = [key for key in required if key not in record], record.get(OWN)
+    held = own if isinstance(own, dict) else {}
     if OWN in record:
-        held = own if isinstance(own, dict) else ()
         missing += [f"{OWN}.{key}" for key in _OWN_FIELDS if key not in held]
     if missing:
         raise ValueError(
@@ -129,9 +129,8 @@ def check_record(record: Any, where: str) -> None:
             "you know what they were, pass assume={...}, by these names"
         )
     wrong = unsupported(record, (OWN, *([] if phi is None else phi.settings)))
-    if OWN in record:
-        unknown = own.keys() - {*_OWN_FIELDS, *_OWN_OPTIONS}
-        wrong |= {f"{OWN}.{key}": own[key] for key in sorted(unknown)}
+    unknown = held.keys() - {*_OWN_FIELDS, *_OWN_OPTIONS}
+    wrong |= {f"{OWN}.{key}": held[key] for key in sorted(unknown)}
     if "init_lora_weights" in wrong:
         raise ValueError(
             f"{where}: init_lora_weights={wrong['init_lora_weights']!r} is not supported: such a "

@@ -87,19 +87,19 @@ def stacked(
     """
     phi = nonlinearity_of(record)
     keys = tensor_keys(phi)
-    each = [
-        {part: tensors.get(f"{PREFIX}{m}.{key}") for part, key in keys.items()}
-        for m in stack.modules
-    ]
+    each: list[dict[str, np.ndarray]] = []
+    for module in stack.modules:
+        names = {part: f"{PREFIX}{module}.{key}" for part, key in keys.items()}
+        each.append({part: tensors[name] for part, name in names.items() if name in tensors})
     slices = [_slice(record, m) for m in stack.modules]
-    present = [s for s, held in zip(slices, each) if held["a"] is not None]
+    present = [s for s, held in zip(slices, each) if "a" in held]
     if not present:
         raise CheckpointMismatchError(f"the file has no adapter of layer {layer!r}")
     widest = max(present, key=lambda s: s.rank)
-    dtype = next(held["a"].dtype for held in each if held["a"] is not None)
+    dtype = next(held["a"].dtype for held in each if "a" in held)
     leaves: dict[str, list[np.ndarray]] = {part: [] for part in keys}
     for own, held in zip(slices, each):
-        if held["a"] is None:
+        if "a" not in held:
             held |= _nothing(stack, widest.rank, dtype, phi)
         extra = widest.rank - held["a"].shape[0]
         held["a"] = np.pad(held["a"], [(0, extra), (0, 0)])
