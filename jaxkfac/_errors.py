@@ -32,6 +32,14 @@ class DownloadError(JaxkfacError, RuntimeError):
     """A file could not be fetched, or was not what it should be."""
 
 
+class CompilerError(JaxkfacError, RuntimeError):
+    """Another device's compiler gave no result."""
+
+
+class CompilerNotFoundError(CompilerError):
+    """The compiler that was asked for is not installed."""
+
+
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
     """The known names closest to ``name``, quoted and joined, for error messages."""
     known = list(known)

@@ -1,5 +1,13 @@
 """Plan the memory of a training from shapes, and find what to change so that it fits."""
 
+from jaxkfac.planning._compilers import (
+    TARGETS,
+    CompiledBytes,
+    Target,
+    TargetName,
+    compiled_bytes,
+    target_of,
+)
 from jaxkfac.planning._layouts import DecoderLayout, EncoderDecoderLayout
 from jaxkfac.planning._memory_plan import MemoryPlan
 from jaxkfac.planning._options import OPTION_NAMES, OptionName
@@ -10,13 +18,19 @@ from jaxkfac.planning._search import MemoryEstimate
 __all__ = [
     "OPTION_NAMES",
     "PRESETS",
+    "TARGETS",
+    "CompiledBytes",
     "DecoderLayout",
     "EncoderDecoderLayout",
     "MemoryEstimate",
     "MemoryPlan",
     "OptionName",
     "Preset",
+    "Target",
+    "TargetName",
+    "compiled_bytes",
     "plan_memory",
     "preset",
     "shaped",
+    "target_of",
 ]

@@ -1,0 +1,208 @@
+"""What another device's compiler allocates for a program, asked of it without the device."""
+
+import base64
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+from jax import export
+
+from jaxkfac._checks import one_of
+from jaxkfac._errors import CompilerError, CompilerNotFoundError
+
+TargetName = Literal["cpu", "h100", "v5e"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A device that a program can be compiled for.
+
+    Attributes:
+        title: In words.
+        platform: JAX's name for its platform.
+        module: What can be imported where its compiler is installed.
+        install: What to install where it is not.
+        environment: Variables of a process that compiles for it, set before JAX is imported.
+        topology: Arguments of ``jax.experimental.topologies.get_topology_desc``; ``None`` for
+            the CPU, which needs none.
+    """
+
+    title: str
+    platform: str
+    module: str
+    install: str
+    environment: Mapping[str, str]
+    topology: Mapping[str, str] | None
+
+
+class CompiledBytes(NamedTuple):
+    """What a compiler says of one program, in bytes on one device.
+
+    Attributes:
+        temporaries: Beside arguments and results. Scratch that a library (cuSOLVER, cuDNN)
+            asks for when it runs is not among them.
+        arguments: All of them, whether or not they are donated.
+        outputs: All results; those that reuse a donated argument are counted in both.
+        donated: Of the results, what reuses arguments.
+        cpu_seconds: Processor time of the compilation.
+    """
+
+    temporaries: int
+    arguments: int
+    outputs: int
+    donated: int
+    cpu_seconds: float
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at once: everything, with what is reused counted once."""
+        return self.temporaries + self.arguments + self.outputs - self.donated
+
+
+def _h100() -> dict[str, str]:
+    text = Path(__file__).with_name("h100.txtpb").read_text()
+    return {"platform": "cuda", "target_config": text, "topology": "1x1x1"}
+
+
+TARGETS: Mapping[TargetName, Target] = {
+    "cpu": Target("this CPU", "cpu", "jax", "jax", {"JAX_PLATFORMS": "cpu"}, None),
+    "h100": Target(
+        title="NVIDIA H100 SXM5 80 GB",
+        platform="cuda",
+        module="jax_plugins.xla_cuda12",
+        install=(
+            f"pip install --no-deps jax-cuda12-plugin=={jax.__version__} "
+            f"jax-cuda12-pjrt=={jax.__version__} nvidia-cuda-nvcc-cu12"
+        ),
+        environment={
+            "JAX_PLATFORMS": "",  # the plugin must be allowed to register
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # it needs no CUDA libraries to compile
+            "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # there is nothing to time on
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # a GPU that is there stays free
+        },
+        topology=_h100(),
+    ),
+    "v5e": Target(
+        title="TPU v5e",
+        platform="tpu",
+        module="libtpu",
+        install="pip install libtpu",
+        environment={
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",  # no metadata server is asked
+            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+        },
+        topology={"platform": "tpu", "topology_name": "v5e:2x2"},
+    ),
+}
+
+
+def target_of(name: str) -> Target:
+    """The target of a name.
+
+    Raises:
+        ValueError: no such target; the message names those there are.
+    """
+    one_of("target", name, get_args(TargetName))
+    return TARGETS[name]  # pyright: ignore[reportArgumentType]
+
+
+def compiled_bytes(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: str | Target,
+    donate_argnums: int | Sequence[int] = (),
+    python: str | Path = sys.executable,
+    timeout: float | None = None,
+) -> CompiledBytes:
+    """Compile a function for a device that need not be there, and say what it allocates.
+
+    The function is lowered here, for the target's platform, and its StableHLO is compiled in a
+    child process. So this process may compute on whatever it likes, and only the child needs
+    the compiler. The bytes are those of ``jax.jit(fn).lower(*args).compile()`` on the target.
+
+    Args:
+        fn: Any function that ``jax.jit`` takes, or what it returned.
+        args: Arrays, or shapes (``jax.ShapeDtypeStruct``), on one device.
+        target: The name of a target, ``"cpu"``, ``"h100"`` or ``"v5e"``, or one of your own.
+        donate_argnums: Arguments that the results may reuse.
+        python: An interpreter with jax and the target's compiler; it needs not have jaxkfac.
+        timeout: Most seconds for the child.
+
+    Raises:
+        ValueError: an unknown target.
+        CompilerNotFoundError: ``python`` does not have the target's compiler; the message says
+            what to install.
+        CompilerError: the compiler fails, or runs out of time.
+
+    Memory:
+        The compiler's own, in the child; no argument is allocated.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxkfac.planning import compiled_bytes
+        >>> x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+        >>> compiled_bytes(lambda x: x @ x, x, target="cpu").outputs
+        262144
+    """
+    to = target_of(target) if isinstance(target, str) else target
+    donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    shapes = jax.eval_shape(lambda *xs: xs, *args)
+    lowered = export.export(jax.jit(fn, keep_unused=True), platforms=[to.platform])(*shapes)
+    owners = [number for number, arg in enumerate(shapes) for _ in jax.tree.leaves(arg)]
+    request = {
+        "module": to.module,
+        "platform": to.platform,
+        "topology": None if to.topology is None else dict(to.topology),
+        "inputs": list(map(_described, lowered.in_avals)),
+        "outputs": list(map(_described, lowered.out_avals)),
+        "donated": [leaf for leaf, number in enumerate(owners) if number in donated],
+        "program": base64.b64encode(lowered.mlir_module_serialized).decode(),
+    }
+    return CompiledBytes(**_ask(request, to, python, timeout))
+
+
+def _described(aval: Any) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of an argument or result as the lowered program has it."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return aval.shape, "bool" if aval.dtype == jax.dtypes.float0 else aval.dtype.name
+
+
+def _ask(
+    request: dict[str, Any], to: Target, python: str | Path, timeout: float | None
+) -> dict[str, Any]:
+    """What the child answers."""
+    child = Path(__file__).with_name("_compile_child.py")
+    try:
+        done = subprocess.run(
+            [str(python), "-P", str(child)],  # -P: the child's folder is no place to import from
+            input=json.dumps(request),
+            env={**os.environ, **to.environment},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired:
+        raise CompilerError(
+            f"compiling for {to.title}: no result after {timeout:g} s; raise timeout="
+        ) from None
+    if done.returncode:
+        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+        raise CompilerError(
+            f"compiling for {to.title} ended with status {done.returncode}: {' '.join(last)}"
+        )
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "missing" in answer:
+        raise CompilerNotFoundError(
+            f"{python} cannot compile for {to.title}: it has no `{answer['missing']}`; "
+            f"install it with: {to.install}"
+        )
+    return answer
