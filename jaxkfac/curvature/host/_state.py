@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac._errors import NonFiniteFactorError
-from jaxkfac.curvature._sharding import ResultSharding, detached
+from jaxkfac.curvature._sharding import UNCOMMITTED, ResultSharding, detached
 from jaxkfac.curvature.host._average import Averages, Running
 from jaxkfac.curvature.host._decompose import Decomposer
 from jaxkfac.curvature.host._files import Saved, write
@@ -105,6 +105,7 @@ def save_state(state: State, path: Path) -> None:
         "schedule": state.schedule.to_dict(),
         "chosen": state.decomposer.chosen,
         "kept": state.active.kept,
+        "rank_errors": state.active.rank_errors,
         "layers": None,
     }
     if state.layout is not None and state.averages is not None:
@@ -125,6 +126,7 @@ def restore_state(state: State, saved: Saved) -> None:
     about = saved.about
     state.decomposer.chosen.update(about["chosen"])
     state.active.kept.update(about["kept"])
+    state.active.rank_errors.update(about["rank_errors"])
     if about["layers"] is not None:
         layers = tuple(_layer(values) for values in about["layers"])
         double = any(values["dtype"] == "float64" for values in about["averages"])
@@ -137,7 +139,7 @@ def restore_state(state: State, saved: Saved) -> None:
     for place, values, vectors in _read_spectra("bases", about["bases"], saved):
         on_device = _on_device(values)
         if place.table != "diagonals":
-            columns = None if vectors is None else _on_device(vectors)
+            columns = None if vectors is None else state.active.stored(vectors, UNCOMMITTED)
             on_device = Spectrum(on_device, columns)
         state.active.tables[place] = on_device
     if "results" in about:
