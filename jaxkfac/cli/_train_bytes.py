@@ -11,7 +11,7 @@ from jaxkfac.cli._loop import make_evaluation, total_updates
 from jaxkfac.cli._options import Optimizer, TrainArguments
 from jaxkfac.cli._problem import Problem, build_optimizer, digits_on_host
 from jaxkfac.cli._remedies import Need, RunShapes
-from jaxkfac.planning import plan_memory
+from jaxkfac.planning import IN_TURN, plan_memory
 
 
 def train_shapes(arguments: TrainArguments) -> RunShapes:
@@ -47,10 +47,11 @@ def _need(arguments: TrainArguments, name: Optimizer, problem: Problem) -> Need:
         options=(),
         fisher=experiment.fisher,
     )
-    rows = dict(plan.now.device)
+    rows = plan.now.at_once
     evaluation = _evaluation_bytes(problem)
-    if evaluation > rows["activations"]:  # never at the same time
-        del rows["activations"]
+    (turn,) = (row for row in rows if row in IN_TURN)
+    if evaluation > rows[turn]:  # never at the same time
+        del rows[turn]
         rows["evaluation on the whole training set"] = evaluation
     return Need(rows)
 

@@ -35,6 +35,12 @@ def nelements(tree: PyTree) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
+def nodes_of(tree: PyTree, kind: type | tuple[type, ...]) -> list[Any]:
+    """The nodes of a tree that are of a kind."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in leaves if isinstance(x, kind)]
+
+
 def differentiable(tree: PyTree) -> list[Any]:
     """The leaves that have a gradient."""
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
