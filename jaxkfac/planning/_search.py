@@ -248,10 +248,21 @@ class Search:
         rows = setting.rows(of, least, compiled="gradient")
         room = int(self._device_bytes) - rows.device_total + rows.device["factors"]
         budget = min(max(room, least), of.largest_budget)
-        # A pass allocates more than its factors; how much more, only its compilation says.
+        # A pass allocates more than its factors; how much more, only its program says.
+        too_much: int | None = None
         for _ in range(_ROUNDS):
-            over = setting.rows(of, budget).device_total - int(self._device_bytes)
+            over = self._over(of, setting, budget)
             if over <= 0 or budget == least:
                 break
-            budget = max(budget - over, least)
+            too_much, budget = budget, max(budget - over, least)
+        if too_much is None or self._over(of, setting, budget) > 0:
+            return budget
+        # What was taken off was often too much, and larger passes are fewer.
+        middle = (budget + too_much) // 2
+        if self._over(of, setting, middle) <= 0:
+            budget = middle
         return budget
+
+    def _over(self, of: ProgramBytes, setting: Setting, budget: int) -> int:
+        """Bytes beyond the device's under a budget."""
+        return setting.rows(of, budget).device_total - int(self._device_bytes)
