@@ -179,10 +179,10 @@ def _stepped(problem: Any, *, tx: Any = ADAM, donate: bool = True, **plan: Any) 
     return Training(problem, arguments, None, [part])
 
 
-def _step(gradient: Callable[..., Any], tx: Any) -> Callable[..., Any]:
+def _step(gradient: Callable[..., Any], tx: Any, **extra: Any) -> Callable[..., Any]:
     def step(params: Any, state: Any, batch: Any) -> Any:
         value, grads = gradient(params, batch)
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state, value
 
     return step
@@ -262,7 +262,7 @@ def _budgeted(problem: Any) -> Training:
 def _accumulated(problem: Any) -> Training:
     objective, params, batch = problem
     tx = jk.multi_steps(ADAM, 4)
-    step = _step(jax.value_and_grad(objective), tx)
+    step = _step(jax.value_and_grad(objective), tx, terms=jnp.float32(batch[1].size))
     part = Part(step, (params, _state(tx, params), batch), (0, 1))
     arguments = {"optimizer": ADAM, "curvature": False, "accumulation_steps": 4}
     return Training(problem, arguments, None, [part])
