@@ -137,7 +137,7 @@ def plan_memory(
         >>> objective = jk.Objective(lambda p, x: x @ p["kernel"], jk.Gaussian())
         >>> plan = plan_memory(
         ...     objective, {"kernel": shape(100, 50)}, (shape(8, 100), shape(8, 50)),
-        ...     optimizer=optax.adam(1e-3), device_bytes="300kB", options=("accumulation", "host"))
+        ...     optimizer=optax.adam(1e-3), device_bytes="330kB", options=("accumulation", "host"))
         >>> plan.now.device["optimizer"], plan.now.device["factors"], plan.fits()
         (40004, 50008, False)
         >>> plan.smallest.options
