@@ -1,10 +1,16 @@
 """`jaxkfac plan`: what a known layout needs, and what to change so that it fits."""
 
+import contextlib
 import dataclasses
 import json
+import sys
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from jaxkfac.planning import OPTION_NAMES, OptionName
+
+_QUIET = 2.0  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,15 +22,21 @@ class PlanArguments:
     fits, and its number of accumulation steps. Exit code 2 says that nothing fits.
 
     For example, full training of a 7B decoder with Adam, and curvature, on 80 GB:
-    `jaxkfac plan --preset llama-7b --device-bytes 80e9 --batch 4 --tokens 2048`
+    `jaxkfac plan --preset llama-7b --device-bytes 80GB --batch 4 --tokens 2048`
     """
 
-    device_bytes: float
-    """What the device's allocator can hand out."""
+    device_bytes: str | float
+    """What the device's allocator can hand out: bytes, or 80GB, or 74.5GiB."""
     preset: str = "llama-7b"
     """Layout: llama-7b, phi-3-mini or t5-xl."""
-    host_bytes: float | None = None
-    """Main memory for curvature; no limit by default."""
+    host_bytes: str | float | None = None
+    """Main memory for curvature, likewise; no limit by default."""
+    headroom: float = 0.1
+    """Share of the device's bytes that stays free."""
+    donate: bool = True
+    """Whether a step writes over its parameters and its optimizer's state."""
+    max_gradients: float | None = None
+    """Most that a step may cost, in gradients; no limit by default."""
     batch: int = 1
     """Examples per step, or per micro-batch with --gradient-accumulation-steps."""
     tokens: int = 2048
@@ -43,12 +55,18 @@ class PlanArguments:
     """Factors with eigenvectors on the device, with eigenvalues only, or no factors."""
     max_dense: int = 16384
     """A larger side of a factor is kept as a diagonal."""
-    max_factor_bytes: float | None = None
+    max_factor_bytes: str | float | None = None
     """Budget of factors on the device; by default what is left over."""
     adapter_rank: int = 8
     """Of the adapters."""
+    basis_rank: int = 512
+    """Eigenvectors of each factor with low_rank."""
     options: tuple[OptionName, ...] = OPTION_NAMES
     """Which may be used."""
+    compiler: Literal["cpu", "h100", "v5e"] | None = None
+    """Ask this compiler for temporaries, instead of counting them; takes minutes."""
+    compiler_python: str | None = None
+    """An interpreter where that compiler is installed; by default this one."""
     json: bool = False
     """Print bytes and words as JSON instead of the table."""
     debug: bool = False
@@ -63,7 +81,6 @@ def run_plan(arguments: PlanArguments) -> None:
         ValueError: an unknown preset, or a number out of range.
     """
     import jax.numpy as jnp
-    from rich.console import Console
 
     from jaxkfac._checks import at_least_one
     from jaxkfac.planning import plan_memory, preset
@@ -75,25 +92,50 @@ def run_plan(arguments: PlanArguments) -> None:
         tokens=arguments.tokens,
         dtype=jnp.dtype(arguments.dtype),
     )
-    budget = arguments.max_factor_bytes
-    with Console(stderr=True).status("compiling what the plan asks for, a minute or two for 7B"):
+    with _progress() as told:
         plan = plan_memory(
             *training,
             optimizer=_optimizer(arguments, *training),
             device_bytes=arguments.device_bytes,
             host_bytes=arguments.host_bytes,
+            headroom=arguments.headroom,
+            donate=arguments.donate,
+            max_gradients=arguments.max_gradients,
             curvature=arguments.curvature != "none",
             vectors=arguments.curvature == "precondition",
-            max_factor_bytes=None if budget is None else int(budget),
+            max_factor_bytes=arguments.max_factor_bytes,
             adapter_rank=arguments.adapter_rank,
+            basis_rank=arguments.basis_rank,
             accumulation_steps=arguments.gradient_accumulation_steps,
             accumulator_dtype=arguments.accumulator_dtype,
             accumulator_memory_kind=arguments.accumulator_memory_kind,
             options=arguments.options,
+            compiler=arguments.compiler,
+            compiler_python=arguments.compiler_python or sys.executable,
+            progress=told,
             max_dense=arguments.max_dense,
         )
     print(json.dumps(plan.to_dict(), allow_nan=False) if arguments.json else plan)
     plan.chosen()
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """What is estimated, on standard error: from two seconds on, since most plans are quicker."""
+    from rich.console import Console
+
+    console, start = Console(stderr=True), time.monotonic()
+    with console.status("planning") as status:
+
+        def told(options: str) -> None:
+            if time.monotonic() - start < _QUIET:
+                return
+            if console.is_terminal:
+                status.update(f"planning: {options}")
+            else:
+                console.print(f"planning: {options}", highlight=False)
+
+        yield told
 
 
 def _optimizer(arguments: PlanArguments, objective: Any, params: Any, batch: Any) -> Any:

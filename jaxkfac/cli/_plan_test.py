@@ -4,18 +4,17 @@ import json
 
 import pytest
 
+from jaxkfac.cli import _plan
 from jaxkfac.cli._plan import PlanArguments, run_plan
 from jaxkfac.memory import MemoryBudgetError
-from jaxkfac.planning import PRESETS, DecoderLayout, _program
+from jaxkfac.planning import PRESETS, DecoderLayout
 
 TINY = {"preset": "tiny", "tokens": 8, "batch": 2}
 
 
 @pytest.fixture(autouse=True)
-def _a_small_layout_without_compilations(monkeypatch):
-    """Activations are measured in the planner's own tests."""
+def _a_small_layout(monkeypatch):
     monkeypatch.setitem(PRESETS, "tiny", DecoderLayout(2, 8, 2, 12, 11, fused=True))
-    monkeypatch.setattr(_program, "_compiled_temporaries", lambda step, *args: 4096)
 
 
 def test_the_table_is_printed_and_what_fits_is_said(capsys):
@@ -74,9 +73,23 @@ def test_a_plan_that_fits_nowhere_is_printed_before_it_is_an_error(capsys):
         ({"preset": "lama-7b"}, "'llama-7b'"),
         ({"batch": 0}, "batch=0: expected at least 1"),
         ({"device_bytes": -1.0}, "device_bytes=-1"),
+        ({"device_bytes": "80XB"}, "device_bytes='80XB': expected .*\"80GB\""),
+        ({"host_bytes": "many"}, "host_bytes='many': expected .*\"74.5GiB\""),
         ({"optimizer": "kfac", "curvature": "analyze"}, 'kfac needs "precondition"'),
     ],
 )
 def test_what_cannot_be_planned_is_explained(changes, message):
     with pytest.raises(ValueError, match=message):
         run_plan(PlanArguments(**{"device_bytes": 1e9, **TINY, **changes}))
+
+
+def test_what_takes_longer_than_two_seconds_says_where_it_is(capsys, monkeypatch):
+    monkeypatch.setattr(_plan, "_QUIET", 0.0)
+    run_plan(PlanArguments(device_bytes="1GB", options=("remat",), **TINY))
+    assert "planning: as it stands\nplanning: remat" in capsys.readouterr().err
+
+
+def test_the_7b_decoder_fits_80_gb_and_the_step_has_a_price(capsys):
+    run_plan(PlanArguments(device_bytes="80GB", preset="llama-7b", dtype="bfloat16", json=True))
+    found = json.loads(capsys.readouterr().out)["smallest"]
+    assert found["device_total"] < 72e9 and found["gradients"] < 100

@@ -12,7 +12,7 @@ from jaxkfac.cli._optimizers import Optimizer
 from jaxkfac.cli._options import TrainArguments
 from jaxkfac.cli._problem import DigitsProblem, build_optimizer, digits_on_host
 from jaxkfac.cli._remedies import Need, RunShapes
-from jaxkfac.planning import plan_memory
+from jaxkfac.planning import IN_TURN, plan_memory
 
 
 def train_shapes(arguments: TrainArguments) -> RunShapes:
@@ -48,10 +48,11 @@ def _need(arguments: TrainArguments, name: Optimizer, problem: DigitsProblem) ->
         options=(),
         fisher=experiment.fisher,
     )
-    rows = dict(plan.now.device)
+    rows = plan.now.at_once
     evaluation = _evaluation_bytes(problem)
-    if evaluation > rows["activations"]:  # never at the same time
-        del rows["activations"]
+    (turn,) = (row for row in rows if row in IN_TURN)
+    if evaluation > rows[turn]:  # never at the same time
+        del rows[turn]
         rows["evaluation on the whole training set"] = evaluation
     return Need(rows)
 

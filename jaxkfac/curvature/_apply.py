@@ -10,6 +10,7 @@ from jaxtyping import Array
 from jaxkfac._checks import one_of
 from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest
 from jaxkfac.curvature._batch import is_small, map_in_batches
+from jaxkfac.curvature._by_slice import solve_block
 from jaxkfac.curvature._coverage import (
     Owner,
     covered_indices,
@@ -87,10 +88,12 @@ def apply_power(
         UnknownLayerError: a layer's parameter is not in ``tree``, with ``missing="raise"``.
         ValueError: negative damping, a cut outside ``[0, 1)``, an unknown option, bases
             without vectors, or a leaf of another shape than its parameter.
-        TypeError: ``bases`` are none, but factors, say.
+        TypeError: ``bases`` are none, but factors, say; or their eigenvectors are in host
+            memory (``HostCurvature(bases_in="host")``), and this is called under ``jit``.
 
     Memory:
-        Two matrices of the largest layer beyond the result, and for the stacked layers
+        Two matrices of the largest layer beyond the result, where eigenvectors are in host
+        memory also those of two iterations of a layer, and for the stacked layers
         their eigenvectors and matrices once more (at most 64 KiB a layer in float32).
 
     Example:
@@ -134,7 +137,7 @@ def apply_power(
         elif layer.name in stacked:
             write_solved(written, layer, stacked[layer.name])
         elif (loaded := load_block(leaves, owner, bases)) is not None:
-            write_solved(written, layer, solve(*loaded, parts))
+            write_solved(written, layer, solve_block(*loaded, parts))
     return jax.tree.unflatten(jax.tree.structure(tree), written.values())
 
 
@@ -149,7 +152,8 @@ def _solve_small(
         if layer.is_diagonal or layer.stack or not small:
             continue
         if (loaded := load_block(leaves, owner, bases)) is not None:
-            problems[layer.name] = loaded
+            form, block = loaded  # eigenvectors may be in host memory
+            problems[layer.name] = form, jax.tree.map(jnp.asarray, block)
     return map_in_batches(lambda form, block: solve(form, block, parts), problems)
 
 

@@ -1,5 +1,8 @@
 """Eigenbases back to factors."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from jaxkfac.curvature._batch import is_small, map_in_batches
@@ -54,8 +57,9 @@ def reconstruct(bases: Eigenbases) -> dict[str, KroneckerFactor | DiagonalFactor
         places[layer.name] = a, g
         _check(basis.a_vectors, layer.name, dense=layer.a_dense)
         _check(basis.g_vectors, layer.name, dense=layer.g_dense)
-        sides[a] = None, Spectrum(basis.a_values, basis.a_vectors)
-        sides[g] = None, Spectrum(basis.g_values, basis.g_vectors)
+        # Eigenvectors may be in host memory.
+        sides[a] = None, jax.tree.map(jnp.asarray, Spectrum(basis.a_values, basis.a_vectors))
+        sides[g] = None, jax.tree.map(jnp.asarray, Spectrum(basis.g_values, basis.g_vectors))
     small = {
         place: side
         for place, side in sides.items()
@@ -76,7 +80,7 @@ def _side(side: Spectrum) -> Array:
     return values if vectors is None else from_spectrum(values, vectors)
 
 
-def _check(vectors: Array | None, name: str, *, dense: bool) -> None:
+def _check(vectors: Array | np.ndarray | None, name: str, *, dense: bool) -> None:
     if dense and vectors is None:
         raise ValueError(
             f"the bases hold no eigenvectors of layer {name!r}; decompose with vectors=True"

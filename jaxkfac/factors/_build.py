@@ -12,6 +12,7 @@ from jaxkfac.factors._fisher import Fisher, estimator_of
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._program import Program
 from jaxkfac.factors._statistics import Scales, Sharing
+from jaxkfac.memory import ByteSize, parse_bytes
 
 
 def value_grad_and_factors(
@@ -29,7 +30,7 @@ def value_grad_and_factors(
     loss_terms: int | None = None,
     samples: int = 1,
     chunk: int = 1,
-    max_factor_bytes: int | None = None,
+    max_factor_bytes: ByteSize | None = None,
     sink: tuple[Any, int] | None = None,
 ) -> FactorCollector | BudgetedCollector:
     r"""Build a function that returns value, gradient and Kronecker factors.
@@ -75,11 +76,11 @@ def value_grad_and_factors(
         loss_terms: Number of rows a scalar loss is the mean of.
         samples: How many labels ``"mc"`` samples for each term.
         chunk: How many vector-Jacobian products of ``"mc"`` and ``"exact"`` run at once.
-        max_factor_bytes: Most bytes of factors on the device at once. Collection runs as many
-            backward passes as that takes, each over some layers and some iterations of a scan;
-            every layer is computed, and no parameter is copied. The callable compiles its
-            passes itself (do not jit it), prints their number, and returns factors in host
-            memory.
+        max_factor_bytes: Most bytes of factors on the device at once, a number or
+            ``"4GB"``. Collection runs as many backward passes as that takes, each over some
+            layers and some iterations of a scan; every layer is computed, and no parameter is
+            copied. The callable compiles its passes itself (do not jit it), prints their number,
+            and returns factors in host memory.
         sink: ``(service, step)``: a ``HostCurvature`` that takes each pass's factors in place
             of returning them; with ``max_factor_bytes`` only.
 
@@ -119,8 +120,6 @@ def value_grad_and_factors(
     one_of("scales", scales, get_args(Scales))
     one_of("uncovered", uncovered, get_args(Uncovered))
     at_least_one(max_dense=max_dense, samples=samples, chunk=chunk)
-    if max_factor_bytes is not None:
-        at_least_one(max_factor_bytes=max_factor_bytes)
     if estimator.unit_outputs and uncovered == "diagonal":
         raise ValueError(
             f'uncovered="diagonal" squares gradients, and fisher="{estimator.name}" has none: '
@@ -142,7 +141,8 @@ def value_grad_and_factors(
         program, estimator, sharing, bias, scales, uncovered, has_aux, loss_terms
     )
     if max_factor_bytes is not None:
-        return BudgetedCollector(collector, max_factor_bytes, sink)
+        budget = parse_bytes(max_factor_bytes, name="max_factor_bytes")
+        return BudgetedCollector(collector, budget, sink)
     if sink is not None:
         raise ValueError(
             "sink= takes the factors of each pass under max_factor_bytes=; without a budget, "

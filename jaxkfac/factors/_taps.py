@@ -11,6 +11,7 @@ not differentiated: it is handed to whoever computes the statistics.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax

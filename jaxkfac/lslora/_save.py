@@ -99,9 +99,9 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     with whole_file(folder / TENSORS, "the adapter", nbytes=len(data)) as file:
         file.write(data)
-    settings = sealed(record, OWN, CONFIG, {TENSORS: data})
-    with whole_file(folder / CONFIG, "the adapter's config", nbytes=len(settings)) as file:
-        file.write(settings)
+    text = sealed(record, OWN, CONFIG, {TENSORS: data})
+    with whole_file(folder / CONFIG, "the adapter's config", nbytes=len(text)) as file:
+        file.write(text)
 
 
 def _check_settings(layer: str, adapter: Adapter, config: Config) -> None:

@@ -23,9 +23,11 @@ from jaxkfac.memory._load import LeafSharding, load_safetensors
 from jaxkfac.memory._place import as_sharding, place_once, put_leaf
 from jaxkfac.memory._resident import resident_bytes
 from jaxkfac.memory._track import Peak, Stage, track
+from jaxkfac.memory._units import ByteSize, parse_bytes
 
 __all__ = [
     "TROUBLESHOOTING_PAGE",
+    "ByteSize",
     "Duplicate",
     "DuplicateReport",
     "Finding",
@@ -47,6 +49,7 @@ __all__ = [
     "inspect_environment",
     "is_out_of_memory",
     "load_safetensors",
+    "parse_bytes",
     "place_once",
     "put_leaf",
     "require",

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from jaxkfac._errors import JaxkfacError
 from jaxkfac.memory._resident import address_space_bytes
+from jaxkfac.memory._units import ByteSize, parse_bytes
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -51,7 +52,7 @@ def free_host_bytes() -> int | None:
 
 
 def require(
-    nbytes: int,
+    nbytes: ByteSize,
     *,
     device: Any,
     what: str,
@@ -64,7 +65,7 @@ def require(
     Nothing is reserved. An unknown limit is no limit.
 
     Args:
-        nbytes: What will be allocated at once, in bytes.
+        nbytes: What will be allocated at once, in bytes or as ``"2GB"``.
         device: The ``jax.Device`` where it is wanted. On the CPU the question is about main memory.
         what: Names the allocation in the error.
         otherwise: Where ``device`` has no room: ``"host"`` answers so, if main memory has;
@@ -87,22 +88,23 @@ def require(
         Traceback (most recent call last):
         jaxkfac.memory._budget.MemoryBudgetError: a factor needs 1.07e+09 GiB on ...
     """
+    needed = parse_bytes(nbytes, name="nbytes") if nbytes else 0
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction must lie in (0, 1], got {fraction}")
     on_cpu = device.platform == "cpu"
     free = free_host_bytes() if on_cpu else free_bytes(device)
-    if free is None or nbytes <= fraction * free:
+    if free is None or needed <= fraction * free:
         return "device"
     asked = [f"{bytes_text(free)} are free there"]
     if otherwise == "host" and not on_cpu:
         host = free_host_bytes()
-        if host is None or nbytes <= fraction * host:
+        if host is None or needed <= fraction * host:
             return "host"
         asked.append(f"{bytes_text(host)} are free in main memory")
     if fraction < 1:
         asked.append(f"of which {fraction:.0%} may be taken")
     raise MemoryBudgetError(
-        f"{what} needs {bytes_text(nbytes)} on {device}; {', '.join(asked)}: {instead}"
+        f"{what} needs {bytes_text(needed)} on {device}; {', '.join(asked)}: {instead}"
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxkfac.memory._budget import bytes_text
 from jaxkfac.memory._leaves import Place, is_numeric_array, places_of
+from jaxkfac.memory._units import ByteSize, parse_bytes
 
 PyTree = Any
 
@@ -64,7 +65,7 @@ class DuplicateReport:
 
 
 def duplicate_report(
-    *, min_bytes: int = 1 << 20, ignore: Sequence[jax.Array] = (), **trees: PyTree
+    *, min_bytes: ByteSize = 1 << 20, ignore: Sequence[jax.Array] = (), **trees: PyTree
 ) -> DuplicateReport:
     """Live arrays with equal values in different memory, whatever their dtypes and devices.
 
@@ -73,7 +74,7 @@ def duplicate_report(
     bias, an optimizer's first moments) says nothing and is left out.
 
     Args:
-        min_bytes: Smaller arrays are not looked at, in bytes over all devices.
+        min_bytes: Smaller arrays are not looked at, in bytes over all devices, or ``"4MiB"``.
         ignore: Arrays that are not looked at unless a tree has them, such as the
             ``jax.live_arrays()`` of before.
         **trees: Trees whose arrays get names, ``params=params``; others are named by what and
@@ -94,10 +95,11 @@ def duplicate_report(
         >>> [d for d in report.duplicates if "params/kernel" in d.names]
         [Duplicate(names=('params/kernel', 'old/kernel'), wasted_bytes=284)]
     """
+    least = parse_bytes(min_bytes, name="min_bytes")
     gc.collect()
     by_shape: dict[Any, list[_Candidate]] = defaultdict(list)
     seen: set[frozenset[Place]] = set()
-    for name, array in [*_named(trees, min_bytes), *_unnamed(min_bytes, ignore)]:
+    for name, array in [*_named(trees, least), *_unnamed(least, ignore)]:
         places = places_of(array)
         if places and places not in seen:
             seen.add(places)
@@ -112,7 +114,7 @@ def duplicate_report(
                 sizes = sorted(_bytes(x.array) for x in [first, *equal])
                 found.append(Duplicate(tuple(x.name for x in [first, *equal]), sum(sizes[1:])))
     found.sort(key=lambda duplicate: -duplicate.wasted_bytes)
-    return DuplicateReport(tuple(found), len(seen), min_bytes)
+    return DuplicateReport(tuple(found), len(seen), least)
 
 
 class _Candidate:

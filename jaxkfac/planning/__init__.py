@@ -13,9 +13,11 @@ from jaxkfac.planning._memory_plan import MemoryPlan
 from jaxkfac.planning._options import OPTION_NAMES, OptionName
 from jaxkfac.planning._plan import plan_memory
 from jaxkfac.planning._presets import PRESETS, Preset, preset, shaped
+from jaxkfac.planning._program_bytes import IN_TURN
 from jaxkfac.planning._search import MemoryEstimate
 
 __all__ = [
+    "IN_TURN",
     "OPTION_NAMES",
     "PRESETS",
     "TARGETS",

@@ -45,12 +45,24 @@ class CurvatureBytes:
         return nbytes([values, self._bases.diagonals])
 
     def workspace(self, *, together: bool = False, from_host: bool = False) -> int:
-        """Scratch of a decomposition on the device.
+        """What a decomposition on the device has beside its scratch: the matrix it overwrites.
 
         Args:
             together: All matrices of one size in one call, as inside ``jit``; else one.
             from_host: The matrix itself is not among the factors on the device.
         """
+        return (1 + from_host) * self._largest(together=together)
+
+    def solver_scratch(self, *, together: bool = False) -> int:
+        """What syevd allocates by itself, two matrices, of LAPACK or of cuSOLVER.
+
+        Args:
+            together: As in :meth:`workspace`.
+        """
+        return (WORKSPACE_MATRICES - 1) * self._largest(together=together)
+
+    def _largest(self, *, together: bool) -> int:
+        """Bytes of the largest matrix, or of all matrices of one size."""
         count: dict[int, int] = collections.Counter()
         for spectrum in self._spectra:
             if spectrum.vectors is not None:
@@ -59,7 +71,56 @@ class CurvatureBytes:
         itemsize = max(
             (x.dtype.itemsize for x in jax.tree.leaves(self._program.factors)), default=4
         )
-        return (WORKSPACE_MATRICES + from_host) * itemsize * max(matrices, default=0)
+        return itemsize * max(matrices, default=0)
+
+    @property
+    def largest_bases(self) -> int:
+        """Bytes of the eigenvectors of one block: of one iteration, where it is scanned."""
+        sizes = [
+            sum(nbytes(x.vectors) // math.prod(x.vectors.shape[:-2]) for x in pair if x.vectors)
+            for pair in self._pairs
+        ]
+        return max(sizes, default=0)
+
+    @property
+    def largest_block(self) -> int:
+        """Bytes of the matrix of one block, likewise."""
+        sizes = [
+            a.values.shape[-1] * g.values.shape[-1] * a.values.dtype.itemsize
+            for a, g in self._pairs
+        ]
+        return max(sizes, default=0)
+
+    @property
+    def _pairs(self) -> list[tuple[Spectrum, Spectrum]]:
+        bases = self._bases
+        return [bases.spectra(layer) for layer in bases.layers if not layer.is_diagonal]
+
+    @property
+    def shapes_of_bases(self) -> Eigenbases:
+        """Shapes of all bases."""
+        return self._bases
+
+    def bases_on_host(self, options: HostOptions) -> int:
+        """Eigenvectors that a service keeps on the host."""
+        return service_bytes(self._program.factors, options).bases
+
+    def bases_kept(self, options: HostOptions) -> int:
+        """All eigenvalues, and eigenvectors in the dtype and of the rank that are kept."""
+        total = self.values
+        for spectrum in self._spectra:
+            if (vectors := spectrum.vectors) is not None:
+                side = vectors.shape[-1]
+                columns = nbytes(vectors) // side * min(options.rank or side, side)
+                half = options.vectors_dtype == "bfloat16"
+                total += columns * 2 // vectors.dtype.itemsize if half else columns
+        return total
+
+    @property
+    def largest_side(self) -> int:
+        """Rows of the largest matrix."""
+        sides = (s.vectors.shape[-1] for s in self._spectra if s.vectors is not None)
+        return max(sides, default=0)
 
     @property
     def in_flight(self) -> int:
@@ -69,7 +130,9 @@ class CurvatureBytes:
     @property
     def on_host(self) -> dict[str, int]:
         """The rows of ``HostCurvature``: what it refuses a smaller ``host_bytes`` for."""
-        return {row.replace("_", " "): size for row, size in self._service._asdict().items()}
+        return {
+            row.replace("_", " "): size for row, size in self._service._asdict().items() if size
+        }
 
     @functools.cached_property
     def _service(self) -> HostBytes:

@@ -23,9 +23,11 @@ class MemoryPlan:
         unavailable: ``{option: reason}``.
         smallest: The smallest set of options that fits; ``None`` if none does.
         best: Of the sets that were tried, the one with the fewest bytes on the device.
-        device_bytes: What there is.
+        device_bytes: What there is, headroom included.
         host_bytes: Likewise in main memory; ``None`` is no limit.
-        compiled_for: Platform of the compiler that the activations come from.
+        headroom: Share of ``device_bytes`` that stays free.
+        max_gradients: What a step may cost, in gradients; ``None`` is no limit.
+        compiled_for: Whose compiler temporaries come from, in words.
     """
 
     now: MemoryEstimate
@@ -33,8 +35,10 @@ class MemoryPlan:
     unavailable: Mapping[str, str]
     smallest: MemoryEstimate | None
     best: MemoryEstimate
-    device_bytes: float | int
-    host_bytes: float | int | None
+    device_bytes: int
+    host_bytes: int | None
+    headroom: float
+    max_gradients: float | None
     compiled_for: str
 
     @property
@@ -47,10 +51,19 @@ class MemoryPlan:
         return self.chosen().steps
 
     def fits(self, estimate: MemoryEstimate | None = None) -> bool:
-        """Whether there are that many bytes; by default for the training as it stands."""
+        """Whether there are that many bytes, headroom left free, and a step costs no more
+        than it may; by default for the training as it stands.
+        """
         estimate = self.now if estimate is None else estimate
+        if self.max_gradients is not None and estimate.gradients > self.max_gradients:
+            return False
         host = self.host_bytes is None or estimate.host_total <= self.host_bytes
-        return host and estimate.device_total <= self.device_bytes
+        return host and estimate.device_total <= self.usable_bytes
+
+    @property
+    def usable_bytes(self) -> float:
+        """``device_bytes`` without the headroom."""
+        return (1 - self.headroom) * self.device_bytes
 
     def chosen(self) -> MemoryEstimate:
         """The smallest set of options that fits.
@@ -63,18 +76,24 @@ class MemoryPlan:
         return self.smallest
 
     def why_not(self) -> str:
-        """What stands in the way of the best set."""
-        best, host = self.best, ""
-        row = best.largest
+        """The nearest set, and what it is short of."""
+        best, short, row = self.best, [], self.best.largest
+        if best.device_total > self.usable_bytes:
+            missing = bytes_text(best.device_total - self.usable_bytes)
+            short.append(f"{missing} on the device, where it needs {bytes_text(best.device_total)}")
         if self.host_bytes is not None and best.host_total > self.host_bytes:
-            host = (
-                f" and {bytes_text(best.host_total)} of {bytes_text(self.host_bytes)} on the host"
+            missing = bytes_text(best.host_total - self.host_bytes)
+            short.append(f"{missing} on the host, where it needs {bytes_text(best.host_total)}")
+        if self.max_gradients is not None and best.gradients > self.max_gradients:
+            short.append(
+                f"{best.gradients - self.max_gradients:.3g} gradients a step, of which it takes "
+                f"{best.gradients:.3g}"
             )
         return (
-            f"nothing fits {bytes_text(self.device_bytes)}: the best set, {_words(best)}, "
-            f"needs {bytes_text(best.device_total)}{host}; its largest row is {row!r} "
-            f"with {bytes_text(best.device[row])}: use a larger device, shard it, or shrink the "
-            "model or the batch"
+            f"nothing fits {_room(self)}: the nearest set, {_words(best)}, is short of "
+            f"{' and of '.join(short)}; its largest row is {row!r} with "
+            f"{bytes_text(best.device[row])}: use a larger device, shard it, or shrink the model "
+            "or the batch"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,6 +106,8 @@ class MemoryPlan:
             "best": _plain(self.best),
             "device_bytes": self.device_bytes,
             "host_bytes": self.host_bytes,
+            "headroom": self.headroom,
+            "max_gradients": self.max_gradients,
             "compiled_for": self.compiled_for,
         }
         return plain
@@ -116,9 +137,10 @@ def _text(plan: MemoryPlan) -> str:
         *_rows([estimate.device for estimate in columns], mark=ESTIMATED),
         ["total", *(bytes_text(estimate.device_total) for estimate in columns)],
         [
-            f"fits {bytes_text(plan.device_bytes)}",
+            f"fits {bytes_text(plan.usable_bytes)}",
             *("yes" if plan.fits(estimate) else "no" for estimate in columns),
         ],
+        ["gradients a step", *(f"{estimate.gradients:.3g}" for estimate in columns)],
     ]
     if any(estimate.host for estimate in columns):
         lines += [
@@ -126,11 +148,11 @@ def _text(plan: MemoryPlan) -> str:
             *_rows([estimate.host for estimate in columns], mark=("workspace",)),
             ["total", *(bytes_text(estimate.host_total) for estimate in columns)],
         ]
-    return "\n".join([*aligned(lines), "", *_remarks(plan), *_verdict(plan)])
+    return "\n".join([*aligned(lines, width=WIDTH), "", *_remarks(plan), *_verdict(plan)])
 
 
 def _rows(tables: Sequence[Mapping[str, int]], mark: Sequence[str]) -> list[list[str]]:
-    names = dict.fromkeys(name for table in tables for name in table)
+    names = dict.fromkeys(name for table in tables for name in table if table[name])
     return [
         [
             f"  {name}" + " ~" * (name in mark),
@@ -144,8 +166,8 @@ def _remarks(plan: MemoryPlan) -> list[str]:
     lines = [f"{OPTIONS[x].title}: {estimate.costs[x]}" for x, estimate in plan.alone.items()]
     lines += [f"{OPTIONS[x].title}: not available: {why}" for x, why in plan.unavailable.items()]
     lines.append(
-        "~: an estimate: activations are the temporaries of the program as compiled for "
-        f"{plan.compiled_for}, workspace is what syevd takes"
+        f"~: an estimate: {plan.compiled_for} was asked for temporaries; of activations, "
+        "workspace and update only the largest is in the total; scratch of libraries is by formula"
     )
     return [line for text in lines for line in _wrapped(text)]
 
@@ -156,13 +178,24 @@ def _verdict(plan: MemoryPlan) -> list[str]:
     if not plan.smallest.options:
         return ["it fits as it is"]
     names = " + ".join(OPTIONS[x].title for x in plan.smallest.options)
-    lines = [f"the smallest set that fits: {names}"]
+    lines = [
+        f"the smallest set that fits {_room(plan)}: {names}; the arithmetic of a step is "
+        f"{plan.smallest.gradients:.3g} times the gradient's"
+    ]
     lines += [f"  {OPTIONS[x].title}: {cost}" for x, cost in plan.smallest.costs.items()]
     return [line for text in lines for line in _wrapped(text)]
 
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="    ", replace_whitespace=False)
+
+
+def _room(plan: MemoryPlan) -> str:
+    """What there is, in words."""
+    left = f" less {plan.headroom:.0%} of headroom" if plan.headroom else ""
+    host = "" if plan.host_bytes is None else f" and {bytes_text(plan.host_bytes)} on the host"
+    cost = "" if plan.max_gradients is None else f" at {plan.max_gradients:.3g} gradients a step"
+    return f"{bytes_text(plan.device_bytes)}{left}{host}{cost}"
 
 
 def _words(estimate: MemoryEstimate) -> str:

@@ -8,19 +8,21 @@ from jaxtyping import PyTree
 
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.factors import Factors
-from jaxkfac.planning._shapes import nbytes
+from jaxkfac.planning._shapes import nbytes, nodes_of
 
 
 class Optimizer(NamedTuple):
     """What an optimizer holds.
 
     Attributes:
+        state: Shapes of what ``init`` would allocate.
         nbytes: Without factors, bases and accumulators.
         averages: How many sets of factors it holds.
         bases: Whether it holds eigenbases, and so decomposes inside its update.
         accumulators: Bytes of what it accumulates over micro-batches, 0 if it does not.
     """
 
+    state: PyTree
     nbytes: int
     averages: int
     bases: bool
@@ -30,11 +32,10 @@ class Optimizer(NamedTuple):
 def optimizer_state(tx: optax.GradientTransformation | None, params: PyTree) -> Optimizer:
     """What ``tx.init`` would allocate."""
     if tx is None:
-        return Optimizer(0, 0, False, 0)
-    state = jax.eval_shape(tx.init, params)
+        return Optimizer((), 0, 0, False, 0)
+    whole = state = jax.eval_shape(tx.init, params)
     multi = optax.MultiStepsState  # jk.multi_steps holds one, too
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, multi))
-    accumulators = nbytes([x.acc_grads for x in nodes if isinstance(x, multi)])
+    accumulators = nbytes([x.acc_grads for x in nodes_of(state, multi)])
     state = jax.tree.map(
         lambda x: x._replace(acc_grads=None) if isinstance(x, multi) else x,
         state,
@@ -43,6 +44,7 @@ def optimizer_state(tx: optax.GradientTransformation | None, params: PyTree) -> 
     kept = (Factors, Eigenbases)
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kept))
     return Optimizer(
+        whole,
         nbytes([x for x in leaves if not isinstance(x, kept)]),
         sum(isinstance(x, Factors) for x in leaves),
         any(isinstance(x, Eigenbases) for x in leaves),

@@ -15,6 +15,8 @@ from jaxkfac import lslora
 from jaxkfac._errors import JaxkfacError
 from jaxkfac.factors import Objective, takes_key
 from jaxkfac.memory import bytes_text
+from jaxkfac.planning._basis_options import HalfBases, HostBases, LowRank
+from jaxkfac.planning._option import Choice, Option
 from jaxkfac.planning._program import TrainingProgram, first_line, shape_of_key
 from jaxkfac.planning._program_bytes import MemoryRows, MicroBatches, ProgramBytes
 from jaxkfac.planning._remat import remat_scans, scans_to_remat
@@ -28,66 +30,6 @@ from jaxkfac.planning._shapes import (
 
 # 4 bits an element; per 64 elements an absmax of 8 bits, per 256 of those a float32.
 NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """What an option sees of the setting that it is a part of.
-
-    Attributes:
-        options: Names of all options of the setting.
-        steps: Parts of the batch; 1 without accumulation.
-        budget: ``max_factor_bytes``, where factors are gathered under one.
-        compiled: Whether activations are those of a compiled program; they are 0 otherwise.
-    """
-
-    options: frozenset[str]
-    steps: int
-    budget: int | None
-    compiled: bool = True
-
-
-class Option:
-    """One change. A method that is not overridden changes nothing.
-
-    Attributes:
-        name: As it is asked for.
-        title: Of its column.
-        needs: The option that it cannot do without; ``""`` is none.
-        changes_program: Whether :meth:`program` is overridden.
-        takes_factors: Whether factors leave the device, and are added up on the host.
-        accumulator_dtype: Of sums over micro-batches, if it changes that.
-    """
-
-    name = title = needs = ""
-    changes_program = False
-    takes_factors = False
-    accumulator_dtype: Any = None
-
-    def needed(self, micro_batches: MicroBatches) -> str:
-        """The option that it cannot do without in this training."""
-        return self.needs
-
-    def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
-        """The program with this option.
-
-        Raises:
-            UnavailableError: it does not have it.
-        """
-        return program
-
-    def check(self, of: ProgramBytes, choice: Choice) -> None:
-        """Raise an ``UnavailableError`` where the optimizer or the curvature rules it out."""
-
-    def temporaries(self, of: ProgramBytes, choice: Choice) -> int | None:
-        """Temporaries of the program that runs, if it is not the one with all factors."""
-
-    def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
-        """Change the rows, which those of the options before it have changed."""
-
-    def cost(self, of: ProgramBytes, choice: Choice) -> str:
-        """What it costs, in words."""
-        raise NotImplementedError
 
 
 class Accumulation(Option):
@@ -142,7 +84,7 @@ class Host(Option):
         # This step's, and those of the last one that are still leaving.
         rows.device["factors"] = held.factors + held.in_flight
         rows.device["bases"] = held.bases if of.wants_vectors else 0
-        rows.device["workspace"] = 0
+        rows.device["workspace"] = rows.device["eigh scratch"] = 0
         rows.host.update(held.on_host)
 
     def cost(self, of: ProgramBytes, choice: Choice) -> str:
@@ -169,6 +111,9 @@ class Remat(Option):
         again = remat_scans(fn)
         objective = dataclasses.replace(objective, apply_fn=again) if wrapped else again
         return dataclasses.replace(program, objective=objective)
+
+    def gradients(self, of: ProgramBytes, choice: Choice) -> float:
+        return 4 / 3
 
     def cost(self, of: ProgramBytes, choice: Choice) -> str:
         return "one more forward pass: about 4/3 gradients"
@@ -213,6 +158,9 @@ class Budget(Option):
         if not of.optimizer.bases:
             rows.device["workspace"] = held.workspace(from_host=True)
 
+    def gradients(self, of: ProgramBytes, choice: Choice) -> float:
+        return float(of.require_factors().passes(choice.budget or 0).gradients)
+
     def cost(self, of: ProgramBytes, choice: Choice) -> str:
         assert choice.budget is not None
         plan = of.require_factors().passes(choice.budget)
@@ -226,6 +174,7 @@ class Adapters(Option):
     """Adapters trained, the rest frozen."""
 
     name, title, changes_program = "adapters", "adapters", True
+    changes_factors = True
 
     def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
         if not isinstance(program.objective, Objective):
@@ -285,13 +234,15 @@ class Nf4(Option):
 
 # The order is that of the search, from the cheapest to the dearest: of two sets of one size, the
 # one whose dearest is cheaper. Accumulation costs no arithmetic, the host its own time, sums in
-# bfloat16 a few roundings, remat a third of a gradient, bfloat16 digits, a budget whole passes;
+# bfloat16 a few roundings, remat a third of a gradient, bfloat16 digits (of eigenvectors fewer
+# than of everything), bases on the host a transfer of all of them, a low rank what it drops, a
+# budget whole passes;
 # adapters train another model, NF4 another one still.
 OPTIONS: dict[str, Option] = {
     option.name: option
     for option in (
-        *(Accumulation(), Host(), HalfAccumulators(), Remat(), HalfPrecision()),
-        *(Budget(), Adapters(), Nf4()),
+        *(Accumulation(), Host(), HalfAccumulators(), Remat(), HalfBases(), HalfPrecision()),
+        *(HostBases(), LowRank(), Budget(), Adapters(), Nf4()),
     )
 }
 OPTION_NAMES = tuple(OPTIONS)

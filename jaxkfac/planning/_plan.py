@@ -1,10 +1,10 @@
 """What a training needs, and what to change so that it fits."""
 
-import math
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-import jax
 import optax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -12,7 +12,9 @@ from jaxtyping import PyTree
 from jaxkfac import lslora
 from jaxkfac._checks import at_least_one, one_of
 from jaxkfac.curvature.host import HostOptions
+from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.optim import MemoryKind, check_memory_kind, checked_accumulator_dtype
+from jaxkfac.planning._compilers import TargetName
 from jaxkfac.planning._memory_plan import MemoryPlan
 from jaxkfac.planning._optimizer import optimizer_state
 from jaxkfac.planning._options import OPTION_NAMES, OPTIONS
@@ -20,6 +22,7 @@ from jaxkfac.planning._program_bytes import Curvature, MicroBatches
 from jaxkfac.planning._search import MemoryEstimate, Search
 from jaxkfac.planning._setting import TrainingPrograms
 from jaxkfac.planning._shapes import UnavailableError, shapes_of
+from jaxkfac.planning._temporaries import Temporaries
 
 
 def plan_memory(
@@ -28,28 +31,41 @@ def plan_memory(
     batch: Any,
     *,
     optimizer: optax.GradientTransformation | None = None,
-    device_bytes: float | int,
-    host_bytes: float | int | None = None,
+    device_bytes: ByteSize,
+    host_bytes: ByteSize | None = None,
+    headroom: float = 0.1,
+    donate: bool = True,
+    max_gradients: float | None = None,
     curvature: bool = True,
     vectors: bool = True,
-    max_factor_bytes: int | None = None,
-    in_flight_bytes: int = HostOptions.in_flight_bytes,
+    max_factor_bytes: ByteSize | None = None,
+    in_flight_bytes: ByteSize = HostOptions.in_flight_bytes,
     adapter_rank: int = 8,
+    basis_rank: int = 512,
     accumulation_steps: int = 1,
     accumulator_dtype: DTypeLike | None = None,
     accumulator_memory_kind: MemoryKind = "device",
     options: Sequence[str] = OPTION_NAMES,
+    compiler: TargetName | None = None,
+    compiler_python: str | Path = sys.executable,
+    progress: Callable[[str], None] | None = None,
     **collection: Any,
 ) -> MemoryPlan:
     r"""Plan the memory of a training from shapes alone: nothing is allocated or run.
 
-    Rows are added up as if all were alive at once, which is what a step with donated
-    parameters and optimizer state comes to at its end. Parameters, gradients, optimizer,
-    factors and bases are exact. Activations are the temporaries of the program of value,
-    gradient and factors as compiled here, an estimate for another device; workspace is the
-    $3 n^2$ elements that syevd takes for the largest side $n$, or, for an optimizer that
-    decomposes inside its update (:func:`jaxkfac.kfac`), for all matrices of one size, and new
-    bases beside the old.
+    Parameters, optimizer, factors and bases are exact. Three rows take turns, so that only the
+    largest of them counts in the total: *activations*, the temporaries of the program of
+    value, gradient and factors; *workspace*, the matrix that a decomposition overwrites; and
+    *update*, the temporaries of preconditioning and of the optimizer. Where nothing happens
+    between gradient and update (no curvature, or :func:`jaxkfac.kfac`, which decomposes inside
+    its update) they are one program, and its temporaries are gradients, factors and
+    activations.
+
+    Temporaries are counted from the equations of the program, without a compiler; with
+    ``compiler=`` they are what that compiler allocates. What libraries allocate by themselves
+    has rows of its own, from formulas: eigh scratch is $2 n^2$ elements for the largest side
+    $n$ (for all matrices of one size inside an update), conv scratch the patches of the
+    largest convolution.
 
     The options, from the cheapest to the dearest, each also a column of the table:
 
@@ -59,7 +75,11 @@ def plan_memory(
       a step's factors, those in flight, and the bases.
     - ``"accumulator"``: with accumulation, ``accumulator_dtype`` is bfloat16.
     - ``"remat"``: ``jax.checkpoint`` around the body of every scan that has none.
+    - ``"half_bases"``: with host, ``vectors_dtype="bfloat16"``.
     - ``"bf16"``: parameters, gradients, optimizer state and floating inputs in bfloat16.
+    - ``"host_bases"``: with host, ``bases="host"``: one block's eigenvectors on the device at
+      a time.
+    - ``"low_rank"``: with host, ``rank=basis_rank``.
     - ``"budget"``: ``max_factor_bytes``, what is left over if none is given; the factors of
       all passes together are on the host.
     - ``"adapters"``: LS-LoRA adapters of all dense layers are trained, the rest is frozen.
@@ -70,30 +90,44 @@ def plan_memory(
         params: Parameters; arrays or ``jax.ShapeDtypeStruct``.
         batch: One step's batch, likewise; examples first.
         optimizer: An optax transformation; its state is what ``init`` would allocate.
-        device_bytes: What the device's allocator can hand out, in bytes.
-        host_bytes: Main memory for curvature, in bytes; ``None`` is no limit.
+        device_bytes: What the device's allocator can hand out: bytes, or ``"80GB"``,
+            ``"74.5GiB"``.
+        host_bytes: Main memory for curvature, likewise; ``None`` is no limit.
+        headroom: Share of ``device_bytes`` that stays free, in [0, 1): for fragmentation, the
+            libraries' own contexts, and what the plan is off by.
+        donate: Whether a step donates its parameters and its optimizer's state; where it does
+            not, the new ones lie beside the old.
+        max_gradients: Most that a step may cost, in gradients of the training as it stands
+            (remat is 4/3, each further pass of a budget about one); ``None`` is no limit.
         curvature: Whether factors are gathered.
         vectors: Whether eigenvectors come back to the device, to precondition with; ``False``
             is an analysis, with eigenvalues only.
         max_factor_bytes: Of the option ``"budget"``.
         in_flight_bytes: Of ``HostCurvature``.
         adapter_rank: Of the adapters.
+        basis_rank: Eigenvectors of each factor with ``"low_rank"``.
         accumulation_steps: Micro-batches a step, of which ``batch`` is one; the option
             ``"accumulation"`` cuts them further. An ``optimizer`` that accumulates by itself
             has a row of its own accumulators, on the device wherever it keeps them.
         accumulator_dtype: Of :func:`jaxkfac.multi_steps`, with every accumulation.
         accumulator_memory_kind: Likewise; with ``"pinned_host"`` the row is on the host. An
             update takes it through the device, where the activations were.
-        options: Which may be used. Each of ``"bf16"``, ``"remat"``, ``"adapters"`` and each
-            number of micro-batches is a compilation.
+        options: Which may be used.
+        compiler: ``"cpu"``, ``"h100"`` or ``"v5e"``: take temporaries from its compiler, which
+            need not have its device here: another platform's runs in a child process. Each of
+            ``"bf16"``, ``"remat"``, ``"adapters"`` and each number of micro-batches is a
+            compilation. ``None`` compiles nothing.
+        compiler_python: An interpreter where that compiler is installed.
+        progress: Called with the options that are estimated next, in words.
         **collection: Of :func:`jaxkfac.value_grad_and_factors`: ``fisher``, ``max_dense``, ...
 
     Returns:
         The plan; ``plan.chosen()`` is the smallest set of options that fits.
 
     Raises:
-        ValueError: a size that is not positive, an unknown option, dtype or memory, or
-            ``accumulation_steps`` beside an optimizer that accumulates.
+        ValueError: what is no size, an unknown option, compiler, dtype or memory, a number out
+            of range, or ``accumulation_steps`` beside an optimizer that accumulates.
+        CompilerNotFoundError: ``compiler`` is not installed; what to install is said.
         UncoveredParameterError: a parameter is in no layer: see ``uncovered``.
 
     Example:
@@ -103,37 +137,46 @@ def plan_memory(
         >>> objective = jk.Objective(lambda p, x: x @ p["kernel"], jk.Gaussian())
         >>> plan = plan_memory(
         ...     objective, {"kernel": shape(100, 50)}, (shape(8, 100), shape(8, 50)),
-        ...     optimizer=optax.adam(1e-3), device_bytes=300e3, options=("accumulation", "host"))
+        ...     optimizer=optax.adam(1e-3), device_bytes="330kB", options=("accumulation", "host"))
         >>> plan.now.device["optimizer"], plan.now.device["factors"], plan.fits()
         (40004, 50008, False)
         >>> plan.smallest.options
         ('host',)
     """
-    _check_sizes(device_bytes=device_bytes, host_bytes=host_bytes)
+    device_bytes = parse_bytes(device_bytes, name="device_bytes")
+    in_flight_bytes = parse_bytes(in_flight_bytes, name="in_flight_bytes")
+    if host_bytes is not None:
+        host_bytes = parse_bytes(host_bytes, name="host_bytes")
+    if max_factor_bytes is not None:
+        max_factor_bytes = parse_bytes(max_factor_bytes, name="max_factor_bytes")
+    if not 0 <= headroom < 1:
+        raise ValueError(f"headroom={headroom}: expected a share in [0, 1), as 0.1")
+    if max_gradients is not None and not max_gradients >= 1:
+        raise ValueError(f"max_gradients={max_gradients}: expected at least 1, the gradient's own")
     for name in options:
         one_of("options", name, tuple(OPTIONS))
     asked = [name for name in OPTIONS if name in options]
     at_least_one(
-        adapter_rank=adapter_rank,
-        in_flight_bytes=in_flight_bytes,
-        accumulation_steps=accumulation_steps,
+        adapter_rank=adapter_rank, basis_rank=basis_rank, accumulation_steps=accumulation_steps
     )
     check_memory_kind(accumulator_memory_kind)
     dtype = checked_accumulator_dtype(accumulator_dtype)
-    if max_factor_bytes is not None:
-        at_least_one(max_factor_bytes=max_factor_bytes)
+    temporaries = Temporaries(compiler, compiler_python)
     params, batch = shapes_of(params), shapes_of(batch)
     config = lslora.Config(rank=adapter_rank)
     search = Search(
-        TrainingPrograms(objective, params, batch, config, collection),
+        TrainingPrograms(objective, params, batch, config, collection, temporaries),
         batch,
         optimizer,
-        Curvature(vectors, in_flight_bytes) if curvature else None,
-        device_bytes=device_bytes,
+        Curvature(vectors, in_flight_bytes, basis_rank) if curvature else None,
+        device_bytes=(1 - headroom) * device_bytes,
         host_bytes=host_bytes,
         max_factor_bytes=max_factor_bytes,
         options=asked,
         micro_batches=MicroBatches(accumulation_steps, dtype, accumulator_memory_kind),
+        donate=donate,
+        max_gradients=max_gradients,
+        progress=progress,
     )
     if accumulation_steps > 1 and optimizer_state(optimizer, params).accumulators:
         raise ValueError(
@@ -156,11 +199,7 @@ def plan_memory(
         best=search.best() if smallest is None else smallest,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
-        compiled_for=jax.default_backend(),
+        headroom=headroom,
+        max_gradients=max_gradients,
+        compiled_for=temporaries.title,
     )
-
-
-def _check_sizes(**sizes: float | int | None) -> None:
-    for name, size in sizes.items():
-        if size is not None and not (math.isfinite(size) and size > 0):
-            raise ValueError(f"{name}={size}: expected a positive number of bytes, as 80e9")

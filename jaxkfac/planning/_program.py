@@ -1,6 +1,5 @@
 """A training as a program: what it trains, on which shapes, and what XLA allocates for it."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -14,7 +13,9 @@ from jaxkfac import lslora
 from jaxkfac._errors import JaxkfacError
 from jaxkfac.factors import FactorCollector, Factors, Pass, takes_key, value_grad_and_factors
 from jaxkfac.interception import Layer, Window
-from jaxkfac.planning._shapes import UnavailableError, as_float16
+from jaxkfac.planning._scratch import convolution_scratch
+from jaxkfac.planning._shapes import UnavailableError
+from jaxkfac.planning._temporaries import Temporaries
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,6 +31,8 @@ class TrainingProgram:
         collection: For ``value_grad_and_factors``.
         config: Of adapters, if there are to be any.
         has_aux: Whether the objective returns ``(value, aux)``.
+        temporaries: Who says what a program needs beside its arguments and results.
+        same_factors: A program with factors of the same shapes, which are not traced again.
     """
 
     objective: Any
@@ -40,12 +43,13 @@ class TrainingProgram:
     collection: Mapping[str, Any]
     config: lslora.Config
     has_aux: bool
+    temporaries: Temporaries
+    same_factors: "TrainingProgram | None" = None
 
     @functools.cached_property
     def gradient_temporaries(self) -> int:
         """Bytes beside arguments and results of value and gradient."""
-        step = jax.value_and_grad(self.objective, has_aux=self.has_aux, allow_int=True)
-        return self._temporaries(step, self.keys)
+        return self.temporaries(self.gradient, self.trained, self.batch, *self.keys)
 
     @functools.cached_property
     def factor_temporaries(self) -> int:
@@ -54,7 +58,7 @@ class TrainingProgram:
         A few per cent more than the gradient's where activations rule; but 28 GB instead of
         14 in a rematted 7B decoder, where triangles of large factors are put together.
         """
-        return self._temporaries(self.collector, (shape_of_key(),))
+        return self.temporaries(self.collector, self.trained, self.batch, shape_of_key())
 
     def pass_temporaries(self, one: Pass) -> int:
         """Bytes beside arguments and results of the gradient and one pass's factors."""
@@ -65,20 +69,18 @@ class TrainingProgram:
             call = self.collector.checked(batch, key)
             return self.collector.gather(trained, call, parts=dict(one.parts), windows=windows)
 
-        return self._temporaries(run, (shape_of_key(), jax.ShapeDtypeStruct((), np.int32)))
+        at = jax.ShapeDtypeStruct((), np.int32)
+        return self.temporaries(run, self.trained, self.batch, shape_of_key(), at)
 
-    def _temporaries(self, step: Callable[..., Any], keys: tuple[Any, ...]) -> int:
-        """What XLA allocates for a program.
+    @functools.cached_property
+    def convolution_scratch(self) -> int:
+        """What cuDNN may allocate by itself: the patches of the largest convolution."""
+        return convolution_scratch(self.objective, self.trained, self.batch, *self.keys)
 
-        It computes bfloat16 on the CPU in float32, and keeps both: 158 GB for a program that
-        takes 130 in float32 and 87 in float16. So on the CPU the bytes are those of float16,
-        where the program takes that.
-        """
-        args = (self.trained, self.batch)
-        if jax.default_backend() == "cpu" and (halves := as_float16(args)) != args:
-            with contextlib.suppress(TypeError, ValueError):
-                return _compiled_temporaries(step, *halves, *keys)
-        return _compiled_temporaries(step, *args, *keys)
+    @property
+    def gradient(self) -> Callable[..., Any]:
+        """``gradient(trained, batch[, key])``: the value and the gradient."""
+        return jax.value_and_grad(self.objective, has_aux=self.has_aux, allow_int=True)
 
     @property
     def keys(self) -> tuple[Any, ...]:
@@ -96,17 +98,9 @@ class TrainingProgram:
     @functools.cached_property
     def factors(self) -> Factors:
         """Shapes of all factors."""
+        if self.same_factors is not None:
+            return self.same_factors.factors
         return jax.eval_shape(self.collector, self.trained, self.batch, shape_of_key()).factors
-
-
-def _compiled_temporaries(step: Callable[..., Any], *args: Any) -> int:
-    analysis = jax.jit(step).lower(*args).compile().memory_analysis()
-    if analysis is None:
-        raise NotImplementedError(
-            f"the compiler for {jax.default_backend()} does not say what a program allocates: "
-            "plan under JAX_PLATFORMS=cpu"
-        )
-    return int(analysis.temp_size_in_bytes)
 
 
 def check_traces(program: TrainingProgram) -> None:

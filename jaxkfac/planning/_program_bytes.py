@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,10 +14,21 @@ from jaxkfac.planning._curvature_bytes import CurvatureBytes
 from jaxkfac.planning._optimizer import optimizer_state
 from jaxkfac.planning._program import TrainingProgram
 from jaxkfac.planning._shapes import UnavailableError, nbytes
+from jaxkfac.planning._step import update_alone, whole_step
 
 Compiled = Literal["all", "gradient", "none"]
 
-ESTIMATED = ("activations", "workspace")
+# Never alive together: the gradient's temporaries, a decomposition's, the update's.
+IN_TURN = ("activations", "workspace", "update")
+# What a library allocates by itself, by formula: no compiler sees it.
+SCRATCH = ("eigh scratch", "conv scratch")
+ESTIMATED = (*IN_TURN, *SCRATCH)
+
+
+def at_once(rows: Mapping[str, int]) -> dict[str, int]:
+    """The rows that are alive together: of those that take turns, the largest."""
+    largest = max(IN_TURN, key=lambda row: rows.get(row, 0))
+    return {row: size for row, size in rows.items() if row not in IN_TURN or row == largest}
 
 
 class MemoryRows(NamedTuple):
@@ -24,6 +36,11 @@ class MemoryRows(NamedTuple):
 
     device: dict[str, int]
     host: dict[str, int]
+
+    @property
+    def device_total(self) -> int:
+        """Bytes at once."""
+        return sum(at_once(self.device).values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +50,12 @@ class Curvature:
     Attributes:
         vectors: Whether eigenvectors come back to the device, to precondition with.
         in_flight_bytes: Of ``HostCurvature``.
+        rank: Likewise, with the option ``"low_rank"``.
     """
 
     vectors: bool
     in_flight_bytes: int
+    rank: int = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +81,15 @@ class ProgramBytes:
         tx: The optimizer of what it trains.
         curvature: ``None`` where no factors are gathered.
         micro_batches: Of the training as it stands.
+        donate: Whether a step writes over its parameters and its optimizer's state.
+        updates: Temporaries of updates that are known, of all programs that train the same.
 
     Attributes:
         program: As given.
         micro_batches: As given.
         optimizer: What the optimizer holds.
         wants_vectors: Whether eigenvectors come back to the device.
+        basis_rank: Of the option ``"low_rank"``.
     """
 
     def __init__(
@@ -76,10 +98,16 @@ class ProgramBytes:
         tx: optax.GradientTransformation | None,
         curvature: Curvature | None,
         micro_batches: MicroBatches,
+        *,
+        donate: bool,
+        updates: dict[Any, int],
     ) -> None:
         self.program, self.optimizer = program, optimizer_state(tx, program.trained)
+        self._tx, self._donate = tx, donate
+        self._updates = updates
         self.micro_batches = micro_batches
         self._accumulators: dict[tuple[bool, Any], int] = {}
+        self.basis_rank = 0 if curvature is None else curvature.rank
         self.wants_vectors = curvature is not None and curvature.vectors
         self._of = None if curvature is None else CurvatureBytes(program, curvature.in_flight_bytes)
 
@@ -131,8 +159,14 @@ class ProgramBytes:
             self._accumulators[known] = nbytes(state.accumulation.acc_grads)
         return self._accumulators[known]
 
-    def rows(self, activations: int, accumulators: int) -> MemoryRows:
-        """Bytes of every row as the program stands, around its activations and accumulators."""
+    def rows(self, activations: int, accumulators: int, update: int) -> MemoryRows:
+        """Bytes of every row as the program stands.
+
+        Args:
+            activations: Temporaries of the gradient's program.
+            accumulators: Of sums over micro-batches.
+            update: Temporaries of the update's program.
+        """
         program, optimizer, of = self.program, self.optimizer, self._of
         on_host = accumulators if self.micro_batches.memory_kind == "pinned_host" else 0
         device = {
@@ -142,6 +176,8 @@ class ProgramBytes:
             "accumulation": optimizer.accumulators + accumulators - on_host,
             "batch": nbytes(program.batch) - nbytes(program.frozen),
             "activations": activations,
+            "update": update + self.undonated,
+            "conv scratch": program.convolution_scratch,
         }
         if of is not None:
             device["factors"] = of.factors * (1 + optimizer.averages)
@@ -151,7 +187,72 @@ class ProgramBytes:
             else:
                 device["bases"] = of.bases if self.wants_vectors else of.values
                 device["workspace"] = of.workspace()
+            device["eigh scratch"] = of.solver_scratch(together=optimizer.bases)
         return MemoryRows(device, {"accumulation": on_host} if on_host else {})
+
+    @property
+    def undonated(self) -> int:
+        """The new parameters and state, where they do not take the place of the old."""
+        return 0 if self._donate else nbytes((self.program.trained, self.optimizer.state))
+
+    @property
+    def is_one_program(self) -> bool:
+        """Whether gradient and update can be one program: nothing happens between them."""
+        between = self._of is not None and not self.optimizer.bases
+        return not between and self.micro_batches.steps == 1
+
+    @functools.cached_property
+    def step_temporaries(self) -> int | None:
+        """Temporaries of gradient and update in one program, ``None`` where they are not."""
+        if not self.is_one_program:
+            return None
+        return whole_step(
+            self.program,
+            self._tx,
+            self.optimizer.state,
+            factors=self._of is not None,
+            donate=self._donate,
+        )
+
+    def in_one_program(self, rows: MemoryRows) -> None:
+        """Change the rows to those of a step that is one program.
+
+        A compiler lets values die earlier there: a gradient that has been used, a parameter
+        that has been written over. What the program has beyond its arguments and results is
+        ascribed to gradients and factors first, the rest to activations.
+        """
+        temporaries, device = self.step_temporaries, rows.device
+        if temporaries is None:
+            return
+        device["gradients"] = min(device["gradients"], temporaries)
+        temporaries -= device["gradients"]
+        if self._of is not None:
+            one = min(self._of.factors, temporaries)
+            device["factors"] = self._of.factors * self.optimizer.averages + one
+            temporaries -= one
+            device["workspace"] = 0
+        device["activations"], device["update"] = temporaries, 0
+        if self.undonated:
+            device["undonated"] = self.undonated
+
+    def update_temporaries(self, *, bases: bool) -> int:
+        """Temporaries of the update's program.
+
+        Args:
+            bases: Whether it preconditions with bases on the device.
+        """
+        known = (id(self.program.trained), bases)
+        if known not in self._updates:
+            held = self._of.shapes_of_bases if bases and self._of is not None else None
+            self._updates[known] = update_alone(
+                self.program, self._tx, self.optimizer.state, bases=held, donate=self._donate
+            )
+        return self._updates[known]
+
+    @property
+    def preconditions(self) -> bool:
+        """Whether the update takes bases."""
+        return self.wants_vectors and not self.optimizer.bases
 
     def temporaries(self, compiled: Compiled) -> int:
         """Temporaries of the program that runs as it stands; see :meth:`Setting.rows`."""

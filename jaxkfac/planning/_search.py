@@ -2,13 +2,21 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import optax
 
 from jaxkfac.planning._options import OPTIONS, Accumulation, Budget
-from jaxkfac.planning._program_bytes import Curvature, MemoryRows, MicroBatches, ProgramBytes
+from jaxkfac.planning._program_bytes import (
+    SCRATCH,
+    Compiled,
+    Curvature,
+    MemoryRows,
+    MicroBatches,
+    ProgramBytes,
+    at_once,
+)
 from jaxkfac.planning._setting import Setting, TrainingPrograms
 from jaxkfac.planning._shapes import UnavailableError, divisors, num_examples
 
@@ -26,6 +34,7 @@ class MemoryEstimate:
         host: Bytes of main memory by row.
         costs: What each option costs, in words.
         factor_budget: ``max_factor_bytes``, where ``"budget"`` is among the options.
+        gradients: What a step costs, in gradients of the training as it stands.
     """
 
     options: tuple[str, ...]
@@ -34,11 +43,22 @@ class MemoryEstimate:
     host: Mapping[str, int]
     costs: Mapping[str, str]
     factor_budget: int | None
+    gradients: float
 
     @property
     def device_total(self) -> int:
-        """The sum of the device's rows."""
-        return sum(self.device.values())
+        """The device's rows at once: of activations, workspace and update the largest."""
+        return sum(self.at_once.values())
+
+    @property
+    def at_once(self) -> dict[str, int]:
+        """The device's rows that are alive together."""
+        return at_once(self.device)
+
+    @property
+    def scratch(self) -> int:
+        """Of it, what libraries allocate by themselves, by formula: no compiler sees it."""
+        return sum(self.device.get(row, 0) for row in SCRATCH)
 
     @property
     def host_total(self) -> int:
@@ -48,7 +68,7 @@ class MemoryEstimate:
     @property
     def largest(self) -> str:
         """The device's largest row."""
-        return max(self.device, key=self.device.__getitem__)
+        return max(self.at_once, key=self.device.__getitem__)
 
 
 class Search:
@@ -64,6 +84,9 @@ class Search:
         max_factor_bytes: The budget of ``"budget"``; ``None`` takes what is left over.
         options: Which may be used.
         micro_batches: Of the training as it stands.
+        donate: Whether a step writes over its parameters and its optimizer's state.
+        max_gradients: What a step may cost, in gradients; ``None`` is no limit.
+        progress: Told, in words, what is estimated next.
     """
 
     def __init__(
@@ -78,12 +101,18 @@ class Search:
         max_factor_bytes: int | None,
         options: Sequence[str],
         micro_batches: MicroBatches,
+        donate: bool = True,
+        max_gradients: float | None = None,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
         self._programs, self._batch, self._tx = programs, batch, tx
         self._curvature, self._budget = curvature, max_factor_bytes
         self._device_bytes, self._host_bytes = device_bytes, host_bytes
         self._options, self._micro_batches = options, micro_batches
+        self._donate, self._max_gradients = donate, max_gradients
+        self._progress = progress
         self._bytes: dict[int, ProgramBytes] = {}
+        self._updates: dict[Any, int] = {}
         self._estimates: dict[Setting, MemoryEstimate] = {}
 
     @property
@@ -92,7 +121,9 @@ class Search:
         return list(self._estimates.values())
 
     def fits(self, estimate: MemoryEstimate) -> bool:
-        """Whether there are that many bytes."""
+        """Whether there are that many bytes, and a step costs no more than it may."""
+        if self._max_gradients is not None and estimate.gradients > self._max_gradients:
+            return False
         host = self._host_bytes is None or estimate.host_total <= self._host_bytes
         return host and estimate.device_total <= self._device_bytes
 
@@ -122,8 +153,8 @@ class Search:
     def smallest(self) -> MemoryEstimate | None:
         """What the smallest set of options that fits needs, ``None`` if none does.
 
-        Of sets of one size the one whose dearest option is the cheapest. A set whose other rows
-        alone are too large is passed over without a compilation.
+        Of sets of one size the one whose dearest option is the cheapest. A set is passed over
+        whose other rows alone are too large, or those with the gradient's activations alone.
         """
         for options in self._sets():
             try:
@@ -138,7 +169,7 @@ class Search:
         floors: list[tuple[int, tuple[str, ...]]] = []
         for options in self._sets():
             try:
-                floors.append((sum(self._floor(options)[0].values()), options))
+                floors.append((self._floor(options).device_total, options))
             except UnavailableError:
                 continue
         self.estimate(min(floors, key=lambda found: found[0])[1])
@@ -161,23 +192,32 @@ class Search:
             raise UnavailableError("the batch is one example")
         return steps
 
-    def _floor(self, options: Sequence[str]) -> MemoryRows:
-        """Rows without activations, at the most micro-batches and the least budget."""
+    def _floor(self, options: Sequence[str], compiled: Compiled = "none") -> MemoryRows:
+        """Least rows: at the most micro-batches and the least budget, without activations."""
         steps = self._steps()[-1] if Accumulation.name in options else 1
         setting = Setting(frozenset(options), steps)
         of = self._bytes_of(setting)
-        return setting.rows(of, self._least(of, setting), compiled="none")
+        return setting.rows(of, self._least(of, setting), compiled=compiled)
 
     def _may_fit(self, options: Sequence[str]) -> bool:
-        device, host = self._floor(options)
-        fits_host = self._host_bytes is None or sum(host.values()) <= self._host_bytes
-        return fits_host and sum(device.values()) <= self._device_bytes
+        bounds: tuple[Compiled, ...] = ("none", "gradient")
+        for compiled in bounds:
+            rows = self._floor(options, compiled)
+            fits_host = self._host_bytes is None or sum(rows.host.values()) <= self._host_bytes
+            if not (fits_host and rows.device_total <= self._device_bytes):
+                return False
+        return True
 
     def _bytes_of(self, setting: Setting) -> ProgramBytes:
         program = self._programs(setting)
         if id(program) not in self._bytes:
             self._bytes[id(program)] = ProgramBytes(
-                program, self._tx, self._curvature, self._micro_batches
+                program,
+                self._tx,
+                self._curvature,
+                self._micro_batches,
+                donate=self._donate,
+                updates=self._updates,
             )
         return self._bytes[id(program)]
 
@@ -188,25 +228,41 @@ class Search:
 
     def _estimate(self, setting: Setting) -> MemoryEstimate:
         if setting not in self._estimates:
+            if self._progress is not None:
+                self._progress(" + ".join(x.title for x in setting.ordered) or "as it stands")
             of = self._bytes_of(setting)
             budget = None
             if Budget.name in setting:
                 budget = self._budget or self._affordable(of, setting)
             rows, costs = setting.rows(of, budget), setting.costs(of, budget)
             steps = setting.steps * self._micro_batches.steps
-            self._estimates[setting] = MemoryEstimate(tuple(costs), steps, *rows, costs, budget)
+            gradients = setting.gradients(of, budget)
+            self._estimates[setting] = MemoryEstimate(
+                tuple(costs), steps, *rows, costs, budget, gradients
+            )
         return self._estimates[setting]
 
     def _affordable(self, of: ProgramBytes, setting: Setting) -> int:
         """A budget that leaves room for the other rows, the least there is if none does."""
         least = of.smallest_budget
-        device = setting.rows(of, least, compiled="gradient").device
-        room = int(self._device_bytes) - sum(device.values()) + device["factors"]
+        rows = setting.rows(of, least, compiled="gradient")
+        room = int(self._device_bytes) - rows.device_total + rows.device["factors"]
         budget = min(max(room, least), of.largest_budget)
-        # A pass allocates more than its factors; how much more, only its compilation says.
+        # A pass allocates more than its factors; how much more, only its program says.
+        too_much: int | None = None
         for _ in range(_ROUNDS):
-            over = sum(setting.rows(of, budget).device.values()) - int(self._device_bytes)
+            over = self._over(of, setting, budget)
             if over <= 0 or budget == least:
                 break
-            budget = max(budget - over, least)
+            too_much, budget = budget, max(budget - over, least)
+        if too_much is None or self._over(of, setting, budget) > 0:
+            return budget
+        # What was taken off was often too much, and larger passes are fewer.
+        middle = (budget + too_much) // 2
+        if self._over(of, setting, middle) <= 0:
+            budget = middle
         return budget
+
+    def _over(self, of: ProgramBytes, setting: Setting, budget: int) -> int:
+        """Bytes beyond the device's under a budget."""
+        return setting.rows(of, budget).device_total - int(self._device_bytes)

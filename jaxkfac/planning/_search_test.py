@@ -10,11 +10,12 @@ import pytest
 from jaxkfac import lslora
 from jaxkfac.factors import Categorical, Gaussian, Objective
 from jaxkfac.memory import MemoryBudgetError
-from jaxkfac.planning import OPTION_NAMES, _program, plan_memory
+from jaxkfac.planning import OPTION_NAMES, plan_memory
 from jaxkfac.planning._program_bytes import Curvature, MicroBatches
 from jaxkfac.planning._search import Search
 from jaxkfac.planning._setting import Setting, TrainingPrograms
-from jaxkfac.planning._shapes import UnavailableError
+from jaxkfac.planning._shapes import UnavailableError, nbytes
+from jaxkfac.planning._temporaries import Temporaries
 
 PLENTY = 1e15
 
@@ -39,20 +40,23 @@ def problem():
 
 @pytest.fixture(scope="module", autouse=True)
 def _activations_by_rule():
-    """In place of compilations, which the search only asks for their result."""
+    """In place of programs, of which the search only asks what they need."""
 
-    def allocated(step, trained, batch, *key):
-        return jax.tree.leaves(batch)[-1].shape[0] * 4000
+    def allocated(self, step, *args, donate_argnums=None, in_turn=False):
+        whole = donate_argnums is not None and not in_turn  # gradients are among its temporaries
+        batch = args[2] if whole else args[1]
+        activations = 0 if in_turn else jax.tree.leaves(batch)[-1].shape[0] * 4000
+        return activations + whole * nbytes(args[0])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_program, "_compiled_temporaries", allocated)
+        patch.setattr(Temporaries, "__call__", allocated)
         yield
 
 
 @pytest.fixture(scope="module")
 def programs():
     """The programs, shared by all searches."""
-    return TrainingPrograms(*problem(), lslora.Config(rank=2), {})
+    return TrainingPrograms(*problem(), lslora.Config(rank=2), {}, Temporaries())
 
 
 def search(programs, device_bytes, host_bytes=None, options=OPTION_NAMES):
@@ -147,7 +151,8 @@ def planned(device_bytes, **changes):
         Objective(lambda p, x: x @ p["kernel"], Gaussian()),
         {"kernel": shape(1000, 1000)},
         (shape(2, 1000), shape(2, 1000)),
-        **{"optimizer": optax.adam(1e-3), "device_bytes": device_bytes, **changes},
+        **{"optimizer": optax.adam(1e-3), "headroom": 0.0, **changes},
+        device_bytes=device_bytes,
     )
 
 
@@ -169,7 +174,10 @@ def test_where_nothing_fits_the_best_set_and_its_largest_row_are_said():
     plan = planned(1e6, curvature=False, options=("bf16", "adapters"))
     assert plan.smallest is None and not plan.fits()
     assert plan.best.options == ("bf16", "adapters") and plan.best.largest == "parameters"
-    message = r"nothing fits 977 KiB: the best set, bf16 \+ adapters, needs .* 'parameters' with"
+    message = (
+        r"nothing fits 977 KiB: the nearest set, bf16 \+ adapters, is short of .* on the device, "
+        r"where it needs .*; its largest row is 'parameters' with"
+    )
     with pytest.raises(MemoryBudgetError, match=message):
         plan.chosen()
     with pytest.raises(MemoryBudgetError):
@@ -189,3 +197,45 @@ def test_options_that_a_training_lacks_say_why():
     )
     assert single.unavailable["accumulation"] == "the batch is one example"
     assert "jk.Objective" in single.unavailable["nf4"]
+
+
+def test_headroom_stays_free():
+    state = {"curvature": False, "options": ()}
+    total = planned(1e9, **state).now.device_total
+    for headroom, fits in ((0.0, True), (0.1, False)):
+        assert planned(total, headroom=headroom, **state).fits() is fits
+    plan = planned(total / 0.9 + 1, headroom=0.1, **state)
+    assert plan.fits() and plan.usable_bytes == pytest.approx(total, abs=1)
+    with pytest.raises(ValueError, match=r"headroom=1.0: expected a share in \[0, 1\)"):
+        planned(1e9, headroom=1.0)
+
+
+def test_an_option_may_cost_too_much(programs):
+    device = search(programs, 1.0).estimate(("remat", "budget"))
+    assert device.gradients == pytest.approx(
+        4 / 3 * float(device.costs["budget"].split()[-4]), 0.01
+    )
+    dear = search(programs, device.device_total, options=("remat", "budget"))
+    found = dear.smallest()
+    assert found is not None and found.gradients > 4 / 3
+    dear._max_gradients = 4 / 3
+    assert dear.smallest() is None
+
+
+def test_what_costs_too_much_is_said():
+    limits = {"options": ("budget",), "max_gradients": 1.0, "vectors": False, "headroom": 0.0}
+    least = plan_memory(*problem(), device_bytes=1, **limits).alone["budget"].device_total
+    plan = plan_memory(*problem(), device_bytes=least, **limits)
+    with pytest.raises(MemoryBudgetError, match=r"is short of .* gradients a step, of which"):
+        plan.chosen()
+    with pytest.raises(ValueError, match="max_gradients=0.5: expected at least 1"):
+        planned(1e9, max_gradients=0.5)
+
+
+def test_undonated_steps_hold_parameters_and_state_twice():
+    state = {"curvature": False, "options": ()}
+    donated, undonated = (planned(1e9, donate=d, **state).now for d in (True, False))
+    kept = donated.device["parameters"] + donated.device["optimizer"]
+    assert undonated.device["undonated"] == kept
+    # A gradient may lie where the new state will, and no lower: the old state is read.
+    assert kept / 2 <= undonated.device_total - donated.device_total <= kept

@@ -1,6 +1,7 @@
 """A set of options: the program that it leads to, its rows, and what it costs."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,10 +9,13 @@ from jaxtyping import PyTree
 
 from jaxkfac import lslora
 from jaxkfac.factors import Objective
-from jaxkfac.planning._options import Choice, Option, ordered
+from jaxkfac.interception import partition
+from jaxkfac.planning._option import Choice, Option
+from jaxkfac.planning._options import ordered
 from jaxkfac.planning._program import TrainingProgram, check_traces
 from jaxkfac.planning._program_bytes import Compiled, MemoryRows, ProgramBytes
 from jaxkfac.planning._shapes import UnavailableError
+from jaxkfac.planning._temporaries import Temporaries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,11 @@ class Setting:
         """The options that change the program; where factors and weights are kept does not."""
         names = frozenset(option.name for option in self.ordered if option.changes_program)
         return Setting(names, self.steps)
+
+    @property
+    def of_factors(self) -> "Setting":
+        """The options that change the shapes of factors."""
+        return Setting(frozenset(option.name for option in self.ordered if option.changes_factors))
 
     def program(self, plain: TrainingProgram) -> TrainingProgram:
         """The program with these options.
@@ -73,20 +82,33 @@ class Setting:
             option.check(of, choice)
         own = (o.temporaries(of, choice) for o in self.ordered) if compiled == "all" else ()
         kept = next((found for found in own if found is not None), None)
+        on_device = of.preconditions and not any(o.takes_bases for o in self.ordered)
+        update = of.update_temporaries(bases=on_device) if compiled == "all" else 0
         rows = of.rows(
-            of.temporaries(compiled) if kept is None else kept, self._accumulator_bytes(of)
+            of.temporaries(compiled) if kept is None else kept, self._accumulator_bytes(of), update
         )
+        if compiled == "all" and self.steps == 1 and not self._takes_factors:
+            of.in_one_program(rows)
         for option in self.ordered:
             option.change(rows, of, choice)
         return rows
 
+    @property
+    def _takes_factors(self) -> bool:
+        return any(option.takes_factors for option in self.ordered)
+
     def _accumulator_bytes(self, of: ProgramBytes) -> int:
         # Where factors leave the device, the micro-batches of a step are added up on the host.
-        gathered = not any(option.takes_factors for option in self.ordered)
+        gathered = not self._takes_factors
         dtypes = [o.accumulator_dtype for o in self.ordered if o.accumulator_dtype is not None]
         return of.accumulator_bytes(
             self.steps, gathered=gathered, dtype=dtypes[0] if dtypes else None
         )
+
+    def gradients(self, of: ProgramBytes, budget: int | None) -> float:
+        """What a step costs in gradients, Gram products and decompositions aside."""
+        choice = Choice(self.options, self.steps, budget)
+        return math.prod((option.gradients(of, choice) for option in self.ordered), start=1.0)
 
     def costs(self, of: ProgramBytes, budget: int | None) -> dict[str, str]:
         """What each option costs, in words."""
@@ -103,6 +125,7 @@ class TrainingPrograms:
         batch: Shapes.
         config: Of the adapters.
         collection: For ``value_grad_and_factors``.
+        temporaries: Who says what a program needs beside its arguments and results.
     """
 
     def __init__(
@@ -112,12 +135,17 @@ class TrainingPrograms:
         batch: Any,
         config: lslora.Config,
         collection: Mapping[str, Any],
+        temporaries: Temporaries,
     ) -> None:
         collection = dict(collection)
         if not isinstance(objective, Objective):
             collection.setdefault("loss_terms", 1)  # shapes do not depend on it
         aux = bool(getattr(objective, "has_aux", collection.get("has_aux", False)))
-        self._plain = TrainingProgram(objective, params, batch, None, (), collection, config, aux)
+        self._plain = TrainingProgram(
+            objective, params, batch, None, (), collection, config, aux, temporaries
+        )
+        # Of float64 parameters in bfloat16 the factors are float32, and so others.
+        self._single = all(x.dtype.itemsize < 8 for x in partition(params)[0].values())
         self._known: dict[Setting, TrainingProgram | UnavailableError] = {}
 
     def __call__(self, setting: Setting) -> TrainingProgram:
@@ -129,7 +157,10 @@ class TrainingPrograms:
         own = setting.of_program
         if own not in self._known:
             try:
-                self._known[own] = own.program(self._plain)
+                program = own.program(self._plain)
+                if own.of_factors != own and self._single:
+                    program = dataclasses.replace(program, same_factors=self(own.of_factors))
+                self._known[own] = program
             except UnavailableError as reason:
                 self._known[own] = reason
         found = self._known[own]

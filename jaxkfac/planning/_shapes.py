@@ -35,6 +35,12 @@ def nelements(tree: PyTree) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
+def nodes_of(tree: PyTree, kind: type | tuple[type, ...]) -> list[Any]:
+    """The nodes of a tree that are of a kind."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in leaves if isinstance(x, kind)]
+
+
 def in_half(tree: PyTree) -> PyTree:
     """Floating leaves in bfloat16."""
     return jax.tree.map(

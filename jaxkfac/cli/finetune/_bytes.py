@@ -72,7 +72,7 @@ def _need(experiment: Finetuning, problem: FinetuneProblem) -> Need:
         uncovered="ignore",
         max_dense=kfac.max_dense,
     )
-    rows = dict(plan.now.device)
+    rows = plan.now.at_once
     base = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     rows["batch"] -= base
     rows["base model"] = base

@@ -187,6 +187,13 @@ def _check_vectors(bases: Eigenbases) -> None:
                 f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with "
                 "vectors=True"
             )
+        for spectrum in bases.spectra(layer):
+            if spectrum.vectors is not None and len(set(spectrum.vectors.shape[-2:])) > 1:
+                rows, columns = spectrum.vectors.shape[-2:]
+                raise ValueError(
+                    f"a factor of layer {layer.name!r} has {columns} eigenvectors of {rows}: "
+                    "measured eigenvalues need all of them, that is bases without rank="
+                )
 
 
 def _check_layers(table: LayerTable, layers: list[Layer]) -> None:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
+from jaxkfac.curvature.host import HostCurvature
 from jaxkfac.curvature.host._copies import as_step
 from jaxkfac.curvature.host._service_test import LAYERS, LIKE, same, service, threads
 from jaxkfac.factors._explicit_net_test import layer, random_factors
@@ -106,3 +107,16 @@ def test_bad_pushes_are_named_and_leave_nothing_behind(factors):
         running.push(dataclasses.replace(factors[0], a_sums={}, diagonals={}), 0)
         assert same(running.average(), factors[0])
         running.bases(0)
+
+
+@pytest.mark.parametrize("size", ["100XB", "0GB", "a lot"])
+@pytest.mark.parametrize("name", ["host_bytes", "in_flight_bytes"])
+def test_sizes_have_units(name, size, tmp_path):
+    with pytest.raises(ValueError, match=f'{name}={size!r}: expected .*"74.5GiB"'):
+        service(**{name: size})
+    with service(**{name: "1 MiB"}) as running:
+        running.save(tmp_path / "saved")
+        assert getattr(running._state.options, name) == 2**20
+    with pytest.raises(ValueError, match=f"{name}={size!r}"):
+        HostCurvature.load(tmp_path / "saved", **{name: size})
+    assert not threads()

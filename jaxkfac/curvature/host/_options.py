@@ -16,6 +16,8 @@ from jaxkfac.factors import Factors, check_decay
 from jaxkfac.linalg import check_clipping
 
 Initial = Literal["wait", "identity"]
+BasesIn = Literal["device", "host"]
+VectorsDtype = Literal["bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,9 @@ class HostOptions:
     keep_previous: int = 3
     reuse_tolerance: float | None = None
     storage: Storage = "float32"
+    bases_in: BasesIn = "device"
+    vectors_dtype: VectorsDtype | None = None
+    rank: int | None = None
     workers: int = 1
     in_flight_bytes: int = 1 << 30
     host_bytes: int | None = None
@@ -45,6 +50,8 @@ class HostOptions:
         one_of("placement", self.placement, get_args(Placement))
         one_of("initial", self.initial, get_args(Initial))
         one_of("storage", self.storage, get_args(Storage))
+        one_of("bases_in", self.bases_in, get_args(BasesIn))
+        one_of("vectors_dtype", self.vectors_dtype, (None, *get_args(VectorsDtype)))
         for name in ("refresh_every", "lag", "stagger", "keep_previous", "workers"):
             if not isinstance(getattr(self, name), SupportsIndex):
                 raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
@@ -68,6 +75,13 @@ class HostOptions:
             raise ValueError(f"timeout must be positive seconds, got {self.timeout}")
         if self.reuse_tolerance is not None and not 0 <= self.reuse_tolerance < 1:
             raise ValueError(f"reuse_tolerance must be in [0, 1), got {self.reuse_tolerance}")
+        if self.rank is not None and self.rank < 1:
+            raise ValueError(f"rank must be at least 1, got {self.rank}")
+        if self.rank is not None and self.reuse_tolerance is not None:
+            raise ValueError(
+                f"reuse_tolerance={self.reuse_tolerance} keeps whole eigenbases, and "
+                f"rank={self.rank} drops eigenvectors: give one of them"
+            )
         if self.disk is not None and not self.disk.is_dir():
             raise ValueError(f"disk={str(self.disk)!r} is no folder; create it first")
         if self.workers > 1 and os.environ.get("OPENBLAS_NUM_THREADS") != "1":
@@ -93,6 +107,7 @@ class HostBytes(NamedTuple):
         bases_in_work: Until their hand-over.
         workspace: A worker holds the mean and what LAPACK takes; one matrix is being folded.
         in_flight: Pushed and not yet averaged; an array larger than what may be goes alone.
+        bases: Eigenvectors in use, where they are kept on the host.
     """
 
     averages: int
@@ -100,6 +115,7 @@ class HostBytes(NamedTuple):
     bases_in_work: int
     workspace: int
     in_flight: int
+    bases: int
 
     @property
     def fixed(self) -> int:
@@ -110,7 +126,8 @@ class HostBytes(NamedTuple):
     def movable(self) -> dict[str, int]:
         """What may lie on disk, in words."""
         own = {"averages": self.averages, "snapshots": self.snapshots}
-        return {**own, "bases in work": self.bases_in_work}
+        own |= {"bases in work": self.bases_in_work}
+        return {**own, "bases in use": self.bases} if self.bases else own
 
 
 def service_bytes(like: Factors, options: HostOptions) -> HostBytes:
@@ -136,12 +153,20 @@ def layout_bytes(layout: Layout, options: HostOptions, *, double: bool) -> HostB
     folded *= 2 if options.storage == "bfloat16" else itemsize
     largest = max((entry.size for entry in entries if entry.dense), default=0)
     in_flight = max(options.in_flight_bytes, *whole.values(), 0)
+    bases = sum(size for entry, size in whole.items() if entry.dense)
+    kept = sum(
+        size * min(options.rank or entry.size, entry.size) // entry.size
+        for entry, size in whole.items()
+        if entry.dense
+    )
+    share = itemsize // 2 if options.vectors_dtype == "bfloat16" else 1
     return HostBytes(
         averages=folded,
         snapshots=folded,
-        bases_in_work=sum(size for entry, size in whole.items() if entry.dense),
+        bases_in_work=bases,
         workspace=(4 * options.workers + 1) * itemsize * largest**2,
         in_flight=min(in_flight, sum(whole.values())),
+        bases=kept // share if options.bases_in == "host" else 0,
     )
 
 

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -14,6 +15,7 @@ from jaxkfac.curvature._layout import EigenBlock, Layout, Place
 from jaxkfac.curvature._sharding import UNCOMMITTED, ResultSharding, detached, put_result
 from jaxkfac.curvature.host._average import Averages, Snapshot
 from jaxkfac.curvature.host._decompose import Decomposer, failure
+from jaxkfac.curvature.host._options import BasesIn, VectorsDtype
 from jaxkfac.curvature.host._store import Store
 from jaxkfac.curvature.host._threads import Monitor, Workers
 from jaxkfac.linalg import HostSpectrum, Spectrum
@@ -105,7 +107,7 @@ class Decompositions:
             mean,
             name=name,
             device=self._shardings.get(block.source.place, UNCOMMITTED).device,
-            previous=None if old is None else old[index],
+            previous=None if old is None else old[index].astype(mean.dtype, copy=False),
         )
 
     def _old_vectors(self, place: Place) -> np.ndarray | None:
@@ -167,15 +169,30 @@ class ActiveBases:
         floor: For reading the bases.
         keep_previous: How many refreshes in a row a spectrum may be kept because its
             decomposition failed.
+        bases_in: ``"host"`` keeps eigenvectors in host memory.
+        vectors_dtype: Of eigenvectors; ``None`` is that of the factors.
+        rank: How many leading eigenvectors are kept; ``None`` is all.
 
     Attributes:
         tables: ``{place: spectrum, or the mean of a diagonal}``.
+        rank_errors: ``{block name: relative error}`` of what ``rank`` drops.
         kept: ``{block name: refreshes in a row that it was kept for}``.
     """
 
-    def __init__(self, max_condition: float, floor: float, keep_previous: int) -> None:
+    def __init__(
+        self,
+        max_condition: float,
+        floor: float,
+        keep_previous: int,
+        bases_in: BasesIn = "device",
+        vectors_dtype: VectorsDtype | None = None,
+        rank: int | None = None,
+    ) -> None:
         self._max_condition, self._floor = max_condition, floor
         self._keep_previous = keep_previous
+        self._in_host, self._vectors_dtype = bases_in == "host", vectors_dtype
+        self._rank = rank
+        self.rank_errors: dict[str, float] = {}
         self.tables: dict[Place, Any] = {}
         self.kept: dict[str, int] = {}
         self._bases: Eigenbases | None = None
@@ -188,13 +205,23 @@ class ActiveBases:
         return self._bases
 
     def take(self, bases: Eigenbases) -> None:
-        """Use ``bases`` as they are."""
-        self._bases = bases
+        """Use ``bases``, their eigenvectors where and as they are kept."""
+        self._bases = None
         for table in _TABLES:
-            for key, spectrum in getattr(bases, table).items():
-                self.tables[Place(table, key)] = spectrum
+            for key, (values, vectors) in getattr(bases, table).items():
+                if vectors is not None and (self._in_host or self._vectors_dtype or self._rank):
+                    vectors = self.stored(np.asarray(vectors), UNCOMMITTED)
+                self.tables[Place(table, key)] = Spectrum(values, vectors)
         for key, diagonal in bases.diagonals.items():
             self.tables[Place("diagonals", key)] = diagonal
+
+    def stored(self, vectors: np.ndarray, where: ResultSharding) -> Any:
+        """Eigenvectors in the memory, the dtype and the number in which they are kept."""
+        if self._rank is not None and self._rank < vectors.shape[-1]:
+            vectors = np.ascontiguousarray(vectors[..., -self._rank :])
+        if self._vectors_dtype is not None:
+            vectors = vectors.astype(jnp.dtype(self._vectors_dtype))
+        return vectors if self._in_host else put_result(vectors, where)
 
     def hand_over(
         self,
@@ -220,10 +247,12 @@ class ActiveBases:
             where = shardings.get(block.source.place, UNCOMMITTED)
             self.tables.pop(place, None)
             values, vectors = results[place]
+            if vectors is not None and self._rank is not None:
+                values, self.rank_errors[block.name] = _with_mean_rest(values, self._rank)
             if place.table == "diagonals":
                 self.tables[place] = put_result(values, where)
             else:
-                columns = None if vectors is None else put_result(vectors, where)
+                columns = None if vectors is None else self.stored(vectors, where)
                 self.tables[place] = Spectrum(put_result(values, where), columns)
             del results[place], values, vectors
             self.kept.pop(block.name, None)
@@ -239,3 +268,19 @@ class ActiveBases:
             RuntimeWarning,
             stacklevel=5,  # whoever called the service
         )
+
+
+def _with_mean_rest(values: np.ndarray, rank: int) -> tuple[np.ndarray, float]:
+    """Eigenvalues whose rest beyond a rank is its mean, and the largest error of a slice.
+
+    The mean keeps the trace. The error is that of the factor in the Frobenius norm, relative.
+    """
+    rest = values[..., : max(values.shape[-1] - rank, 0)]
+    if not rest.size:
+        return values, 0.0
+    off = rest - rest.mean(-1, keepdims=True)
+    whole = np.linalg.norm(values, axis=-1)
+    errors = np.linalg.norm(off, axis=-1) / np.where(whole > 0, whole, 1)
+    changed = values.copy()
+    changed[..., : rest.shape[-1]] -= off
+    return changed, float(errors.max())

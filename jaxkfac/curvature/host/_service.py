@@ -18,7 +18,13 @@ from jaxkfac.curvature._sharding import result_sharding
 from jaxkfac.curvature.host._average import Averages
 from jaxkfac.curvature.host._copies import Copy, arrays_of, as_step, start_copy
 from jaxkfac.curvature.host._decompose import Decomposer
-from jaxkfac.curvature.host._options import HostOptions, Initial, is_double
+from jaxkfac.curvature.host._options import (
+    BasesIn,
+    HostOptions,
+    Initial,
+    VectorsDtype,
+    is_double,
+)
 from jaxkfac.curvature.host._refresh import ActiveBases
 from jaxkfac.curvature.host._schedule import Action, Schedule
 from jaxkfac.curvature.host._state import FORM, MACHINE, State, restore_state, save_state
@@ -26,6 +32,9 @@ from jaxkfac.curvature.host._store import Storage, Store
 from jaxkfac.curvature.host._threads import Monitor, Workers
 from jaxkfac.factors import Factors, check_same_layers
 from jaxkfac.files import Archive
+from jaxkfac.memory import ByteSize, parse_bytes
+
+_SIZES = ("in_flight_bytes", "host_bytes")
 
 
 class HostCurvature:
@@ -73,12 +82,23 @@ class HostCurvature:
         storage: ``"bfloat16"`` stores averages in half of the bytes, with arithmetic in the
             dtype of the factors; each element is then off by at most $2^{-8} / (1 - \beta)$
             of the largest sum.
+        bases_in: ``"host"`` keeps eigenvectors in host memory, as NumPy arrays:
+            :func:`jaxkfac.natural_gradient` and :func:`jaxkfac.scale_by_bases`, called outside
+            of ``jit``, then send one layer's at a time to the device, of a scanned layer one
+            iteration's. All of them cross at every step.
+        vectors_dtype: ``"bfloat16"`` keeps eigenvectors in half of the bytes; each element is
+            off by at most $2^{-9}$ of itself, and the arithmetic stays in the factors' dtype. The
+            natural gradient is off by more, since the vectors are no longer quite orthogonal
+            and it divides by small eigenvalues: 2 % in a small net with a damping of 1e-2.
+        rank: Keep the eigenvectors of so many largest eigenvalues of each factor, and for all
+            other directions the mean of the other eigenvalues; ``rank_errors`` says what that
+            is off by. Measured eigenvalues (:func:`jaxkfac.correct_eigenvalues`) need all.
         workers: Threads that decompose. More than one need ``OPENBLAS_NUM_THREADS=1``.
-        in_flight_bytes: Bytes of factors pushed and not yet in the average; :meth:`push` waits
-            for room. A larger factor goes alone.
-        host_bytes: Host memory for averages, snapshots, bases that wait for their hand-over,
-            workspace and copies in flight; ``None`` is no limit. It must hold the first refresh,
-            which is of all layers whatever ``stagger`` is.
+        in_flight_bytes: Bytes of factors pushed and not yet in the average, a number or
+            ``"1GiB"``; :meth:`push` waits for room. A larger factor goes alone.
+        host_bytes: Host memory, likewise, for averages, snapshots, bases that wait for their
+            hand-over, workspace and copies in flight; ``None`` is no limit. It must hold the
+            first refresh, which is of all layers whatever ``stagger`` is.
         disk: Folder of memory-mapped files for what is beyond ``host_bytes``.
         timeout: Seconds after which any wait gives up.
 
@@ -88,12 +108,14 @@ class HostCurvature:
     Memory:
         On the host, with $F$ the bytes of the folded factors (half of the whole ones):
         $2 F$ for average and snapshot, bases in use (on the CPU) and those in work,
-        ``workers * 4 n**2`` elements and the bytes in flight. Those in work are a share of
-        ``1 / stagger``, but in the first refresh all: none are in use then, unless there are
-        identities. With ``reuse_tolerance`` on an accelerator a host copy of the old
-        eigenvectors of what is decomposed, a stack at a time. On the device: the bases; at a
-        hand-over one factor's more, unless the caller holds the bases of before (``del bases``
-        first). ``OPENBLAS_NUM_THREADS`` must be the same in two runs for equal bits.
+        ``workers * 4 n**2`` elements and the bytes in flight. With ``bases_in="host"`` the
+        eigenvectors in use are there too, and on the device those of two blocks of one layer.
+        Those in work are a share of ``1 / stagger``, but in the first refresh all: none are
+        in use then, unless there are identities. With ``reuse_tolerance`` on an accelerator
+        a host copy of the old eigenvectors of what is decomposed, a stack at a time. On the
+        device: the bases; at a hand-over one factor's more, unless the caller holds the
+        bases of before (``del bases`` first). ``OPENBLAS_NUM_THREADS`` must be the same in
+        two runs for equal bits.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -124,9 +146,12 @@ class HostCurvature:
         keep_previous: int = HostOptions.keep_previous,
         reuse_tolerance: float | None = HostOptions.reuse_tolerance,
         storage: Storage = HostOptions.storage,
+        bases_in: BasesIn = HostOptions.bases_in,
+        vectors_dtype: VectorsDtype | None = HostOptions.vectors_dtype,
+        rank: int | None = HostOptions.rank,
         workers: int = HostOptions.workers,
-        in_flight_bytes: int = HostOptions.in_flight_bytes,
-        host_bytes: int | None = HostOptions.host_bytes,
+        in_flight_bytes: ByteSize = HostOptions.in_flight_bytes,
+        host_bytes: ByteSize | None = HostOptions.host_bytes,
         disk: str | Path | None = HostOptions.disk,
         timeout: float = HostOptions.timeout,
     ) -> None:
@@ -142,9 +167,11 @@ class HostCurvature:
             keep_previous=keep_previous,
             reuse_tolerance=reuse_tolerance,
             storage=storage,
+            bases_in=bases_in,
+            vectors_dtype=vectors_dtype,
+            rank=rank,
             workers=workers,
-            in_flight_bytes=in_flight_bytes,
-            host_bytes=host_bytes,
+            **_sizes(in_flight_bytes=in_flight_bytes, host_bytes=host_bytes),
             disk=None if disk is None else Path(disk),
             timeout=timeout,
         )
@@ -165,7 +192,14 @@ class HostCurvature:
             monitor,
             schedule,
             Store(options.host_bytes, options.disk),
-            ActiveBases(options.max_condition, options.floor, options.keep_previous),
+            ActiveBases(
+                options.max_condition,
+                options.floor,
+                options.keep_previous,
+                options.bases_in,
+                options.vectors_dtype,
+                options.rank,
+            ),
             Decomposer(options.placement, options.reuse_tolerance),
         )
         if like is not None:
@@ -274,7 +308,7 @@ class HostCurvature:
                 del copies, job
 
     @contextlib.contextmanager
-    def room(self, factors: Factors | int) -> Iterator[None]:
+    def room(self, factors: Factors | ByteSize) -> Iterator[None]:
         """Take bytes in flight before factors are dispatched rather than when they are pushed.
 
         JAX allocates an output when its computation is enqueued, so a loop that runs ahead
@@ -290,7 +324,7 @@ class HostCurvature:
             leaves = jax.tree.leaves(tables)
             factors = sum(x.size * x.dtype.itemsize for x in leaves)
         self._monitor.check_process("room")
-        with self._averaging.room(factors):
+        with self._averaging.room(parse_bytes(factors, name="factors")):
             yield
 
     def flush(self) -> None:
@@ -377,6 +411,11 @@ class HostCurvature:
         return dict(self._state.active.kept)
 
     @property
+    def rank_errors(self) -> dict[str, float]:
+        r"""``{factor: error}`` of ``rank``, $\lVert M - M_r \rVert_F / \lVert M \rVert_F$."""
+        return dict(self._state.active.rank_errors)
+
+    @property
     def placements(self) -> dict[str, str]:
         """``{"size/dtype": "device" or "host"}``, what ``placement="auto"`` has chosen."""
         return dict(self._state.decomposer.chosen)
@@ -422,6 +461,7 @@ class HostCurvature:
             raise TypeError(f"load takes {', '.join(MACHINE)}, got {', '.join(unknown)}")
         if machine.get("disk") is not None:
             machine["disk"] = Path(machine["disk"])
+        machine |= _sizes(**{name: machine[name] for name in _SIZES if name in machine})
         with Archive(Path(path), FORM, "saved service") as saved:
             options = HostOptions(**saved.about["options"], **machine)
             service = cls.__new__(cls)
@@ -469,3 +509,8 @@ class HostCurvature:
             return
         with contextlib.suppress(Exception):  # the error on its way says more
             self.close()
+
+
+def _sizes(**sizes: ByteSize | None) -> dict[str, Any]:
+    """Arguments that are sizes, in bytes."""
+    return {k: None if size is None else parse_bytes(size, name=k) for k, size in sizes.items()}

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.curvature._layout import Layout, Place, layout_of
-from jaxkfac.curvature._sharding import ResultSharding, detached
+from jaxkfac.curvature._sharding import UNCOMMITTED, ResultSharding, detached
 from jaxkfac.curvature.host._average import Averages, Running
 from jaxkfac.curvature.host._decompose import Decomposer
 from jaxkfac.curvature.host._options import HostOptions, layout_bytes
@@ -107,6 +107,7 @@ def save_state(state: State, path: Path) -> None:
         "schedule": state.schedule.to_dict(),
         "chosen": state.decomposer.chosen,
         "kept": state.active.kept,
+        "rank_errors": state.active.rank_errors,
         "layers": None,
     }
     if state.layout is not None and state.averages is not None:
@@ -129,6 +130,7 @@ def restore_state(state: State, saved: Archive) -> None:
     about = saved.about
     state.decomposer.chosen.update(about["chosen"])
     state.active.kept.update(about["kept"])
+    state.active.rank_errors.update(about["rank_errors"])
     if about["layers"] is not None:
         layers = tuple(_layer(values) for values in about["layers"])
         double = any(values["dtype"] == "float64" for values in about["averages"])
@@ -141,7 +143,7 @@ def restore_state(state: State, saved: Archive) -> None:
     for place, values, vectors in _read_spectra("bases", about["bases"], saved):
         on_device = _on_device(values)
         if place.table != "diagonals":
-            columns = None if vectors is None else _on_device(vectors)
+            columns = None if vectors is None else state.active.stored(vectors, UNCOMMITTED)
             on_device = Spectrum(on_device, columns)
         state.active.tables[place] = on_device
     if "results" in about:

@@ -1,0 +1,338 @@
+"""Planned totals against compiled ones, for a CPU and for an H100.
+
+Run: python -m benchmarks.plan [--targets cpu h100] [--python PYTHON] [--json F] [--markdown F]
+
+Each training is compiled as it would run: gradient and update in one program where nothing
+happens between them, else one program after the other. Compiled bytes of a program are arguments,
+temporaries and results, donated ones once, and what else is alive meanwhile. The largest over the
+programs is compared with the plan's total without the scratch of libraries, which no compiler
+sees. The plan is from shapes alone, no compiler is asked. ``PYTHON`` is an interpreter that has
+the targets' compilers.
+"""
+
+import argparse
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxkfac as jk
+from benchmarks._record import shown, stamp, write
+from jaxkfac.interception import Window
+from jaxkfac.planning import (
+    EncoderDecoderLayout,
+    MemoryEstimate,
+    compiled_bytes,
+    plan_memory,
+    shaped,
+)
+
+MIB = 2**20
+PLENTY = "1PB"
+ADAM = optax.adam(1e-3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A program of a training.
+
+    Attributes:
+        fn: What is compiled.
+        args: Shapes.
+        donated: Arguments that are written over.
+        beside: Bytes of what is alive and is no argument.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    donated: tuple[int, ...] = ()
+    beside: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A training, as it is planned and as it runs.
+
+    Attributes:
+        problem: Objective, parameters and batch.
+        plan: Arguments of ``plan_memory``.
+        option: The option whose estimate is compared; ``None`` is the training as it stands.
+        parts: Its programs.
+        leaving_out: Rows of programs that are not compiled here.
+    """
+
+    problem: tuple[Any, Any, Any]
+    plan: dict[str, Any]
+    option: str | None
+    parts: Sequence[Part]
+    leaving_out: tuple[str, ...] = ()
+
+    def estimate(self, **how: Any) -> MemoryEstimate:
+        """What the plan says."""
+        options = () if self.option is None else (self.option, "adapters", "host")
+        plan = plan_memory(*self.problem, device_bytes=PLENTY, options=options, **self.plan, **how)
+        return plan.now if self.option is None else plan.alone[self.option]
+
+    def compiled(self, target: Any, **how: Any) -> int:
+        """What its programs allocate."""
+        return max(_peak(part, target, **how) for part in self.parts)
+
+
+def planned_bytes(training: Training, estimate: MemoryEstimate) -> int:
+    """The total without scratch of libraries, nor what is not compiled."""
+    rows = {k: size for k, size in estimate.device.items() if k not in training.leaving_out}
+    return dataclasses.replace(estimate, device=rows).device_total - estimate.scratch
+
+
+def trainings(scale: int = 4) -> Iterator[tuple[str, Training]]:
+    """The configurations; ``scale`` multiplies widths."""
+    for remat, donate in ((False, True), (False, False), (True, True)):
+        name = "scanned" + ", rematted" * remat + ", undonated" * (not donate)
+        yield name, _stepped(_decoder(scale, remat=remat), donate=donate)
+    yield "dense", _stepped(_dense(scale))
+    yield "convolution", _stepped(_convolution(scale), tx=optax.sgd(1e-2, momentum=0.9))
+    yield "encoder-decoder", _stepped(_encoder_decoder(scale))
+    yield "adapters", _adapters(_decoder(scale), quantised=False)
+    yield "NF4", _adapters(_decoder(scale), quantised=True)
+    yield "K-FAC in graph", _in_graph(_dense(scale))
+    yield "host", _on_host(_decoder(scale, remat=True))
+    yield "budget", _budgeted(_decoder(scale, remat=True))
+    yield "accumulation", _accumulated(_decoder(scale))
+
+
+def _decoder(scale: int, *, remat: bool = False) -> tuple[Any, Any, Any]:
+    heads, width, hidden, vocabulary = 4, 64 * scale, 160 * scale, 512 * scale
+
+    def block(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        h = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * p["norm"]
+        q, k, v = (
+            (h @ p[name]).reshape(*h.shape[:2], heads, -1).transpose(0, 2, 1, 3) for name in "qkv"
+        )
+        scores = q @ k.mT / (width // heads) ** 0.5
+        seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        mixed = jax.nn.softmax(jnp.where(seen, scores, -1e9)) @ v
+        x = x + mixed.transpose(0, 2, 1, 3).reshape(x.shape) @ p["o"]
+        return x + jax.nn.silu(x @ p["up"]) @ p["down"], None
+
+    def apply_fn(params: Any, ids: jax.Array) -> jax.Array:
+        body = jax.checkpoint(block, prevent_cse=False) if remat else block
+        x, _ = jax.lax.scan(body, params["embedding"][ids], params["blocks"])
+        return x @ params["head"]
+
+    kernels = {**dict.fromkeys("qkvo", (width, width)), "up": (width, hidden)}
+    kernels |= {"down": (hidden, width), "norm": (width,)}
+    params = {
+        "embedding": _shape(vocabulary, width),
+        "blocks": {name: _shape(4, *sizes) for name, sizes in kernels.items()},
+        "head": _shape(width, vocabulary),
+    }
+    ids = _shape(4, 32 * scale, dtype=jnp.int32)
+    return jk.Objective(apply_fn, jk.Categorical()), params, (ids, ids)
+
+
+def _encoder_decoder(scale: int) -> tuple[Any, Any, Any]:
+    layout = EncoderDecoderLayout(3, 64 * scale, 4, 160 * scale, 512 * scale)
+    return tuple(shaped(layout, examples=4, tokens=32 * scale))
+
+
+def _dense(scale: int) -> tuple[Any, Any, Any]:
+    def apply_fn(params: Any, x: jax.Array) -> jax.Array:
+        for layer in params[:-1]:
+            x = jax.nn.gelu(x @ layer["kernel"] + layer["bias"])
+        return x @ params[-1]["kernel"] + params[-1]["bias"]
+
+    width = 128 * scale
+    sizes = [width] * 4 + [10]
+    params = [
+        {"kernel": _shape(i, o), "bias": _shape(o)} for i, o in zip(sizes, sizes[1:], strict=False)
+    ]
+    batch = _shape(4 * width, width), _shape(4 * width, dtype=jnp.int32)
+    return jk.Objective(apply_fn, jk.Categorical()), params, batch
+
+
+def _convolution(scale: int) -> tuple[Any, Any, Any]:
+    def apply_fn(params: Any, x: jax.Array) -> jax.Array:
+        for kernel in params["kernels"]:
+            axes = ("NHWC", "HWIO", "NHWC")
+            x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=axes)
+            x = jax.nn.relu(x)
+        return x.mean((1, 2)) @ params["head"]
+
+    width = 16 * scale
+    kernels = [_shape(3, 3, 3, width), _shape(3, 3, width, width), _shape(3, 3, width, width)]
+    batch = _shape(8 * scale, 16, 16, 3), _shape(8 * scale, dtype=jnp.int32)
+    params = {"kernels": kernels, "head": _shape(width, 10)}
+    return jk.Objective(apply_fn, jk.Categorical()), params, batch
+
+
+def _stepped(problem: Any, *, tx: Any = ADAM, donate: bool = True, **plan: Any) -> Training:
+    objective, params, batch = problem
+    step = _step(jax.value_and_grad(objective), tx)
+    part = Part(step, (params, _state(tx, params), batch), (0, 1) * donate)
+    arguments = {"optimizer": tx, "curvature": False, "donate": donate, **plan}
+    return Training(problem, arguments, None, [part])
+
+
+def _step(gradient: Callable[..., Any], tx: Any, **extra: Any) -> Callable[..., Any]:
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, grads = gradient(params, batch)
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def _adapters(problem: Any, *, quantised: bool) -> Training:
+    objective, params, batch = problem
+    config = jk.lslora.Config(rank=8)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    adapters = jax.eval_shape(
+        lambda p, x, key: jk.lslora.init(config, objective.apply_fn, p, x, key=key),
+        *(params, batch[0], key),
+    )
+    table, base = jk.find_layers(objective.apply_fn, params, batch[0]), params
+    if quantised:
+        base = jk.nf4.quantize(params, layers="|".join(map(re.escape, adapters)), table=table)
+    adapted = jk.lslora.attach(objective.apply_fn, config)
+    own = dataclasses.replace(objective, apply_fn=lambda a, bx: adapted(bx[0], a, bx[1]))
+    step = _step(jax.value_and_grad(own), ADAM)
+    part = Part(step, (adapters, _state(ADAM, adapters), ((base, batch[0]), batch[1])), (0, 1))
+    arguments = {"optimizer": ADAM, "curvature": False}
+    return Training(problem, arguments, "nf4" if quantised else "adapters", [part])
+
+
+def _in_graph(problem: Any) -> Training:
+    objective, params, batch = problem
+    stats = jk.value_grad_and_factors(objective)
+    tx = jk.kfac(1e-3, like=stats.factor_shapes(params, batch), damping=1e-3)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, grads, factors = stats(params, batch)
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, updates), state, value
+
+    part = Part(step, (params, _state(tx, params), batch), (0, 1))
+    return Training(problem, {"optimizer": tx}, None, [part])
+
+
+def _on_host(problem: Any) -> Training:
+    objective, params, batch = problem
+    stats = jk.value_grad_and_factors(objective)
+    like, state = stats.factor_shapes(params, batch), _state(ADAM, params)
+    bases = jax.eval_shape(lambda f: jk.eigendecompose(f, placement="device"), like)
+
+    def update(params: Any, state: Any, grads: Any, bases: Any) -> Any:
+        grads = jk.natural_gradient(grads, bases, damping=1e-3)
+        updates, state = ADAM.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    # Those of this step, and those of the last that are on their way.
+    in_flight = _nbytes(like)
+    collect = Part(stats, (params, batch), (), _nbytes((state, bases)) + in_flight)
+    apply = Part(update, (params, state, params, bases), (0, 1), _nbytes(batch) + 2 * in_flight)
+    return Training(problem, {"optimizer": ADAM}, "host", [collect, apply])
+
+
+def _budgeted(problem: Any) -> Training:
+    objective, params, batch = problem
+    stats = jk.value_grad_and_factors(objective)
+    like = stats.factor_shapes(params, batch)
+    budget = 4 * _nbytes(like) // 5
+    plan = jk.value_grad_and_factors(objective, max_factor_bytes=budget).plan(params, batch)
+    first = plan.passes[0]
+
+    def run(params: Any, batch: Any) -> Any:
+        rows = {name: part.rows for name, part in first.parts.items() if part.rows is not None}
+        windows = {name: Window(first.start, count) for name, count in rows.items()}
+        return stats.gather(params, stats.checked(batch), parts=dict(first.parts), windows=windows)
+
+    bases = jax.eval_shape(lambda f: jk.eigendecompose(f, placement="device", vectors=False), like)
+    part = Part(run, (params, batch), (), _nbytes((_state(ADAM, params), bases)))
+    arguments = {"optimizer": ADAM, "max_factor_bytes": budget, "vectors": False}
+    # What comes back from the host is decomposed one matrix at a time, between two steps.
+    return Training(problem, arguments, "budget", [part], leaving_out=("workspace",))
+
+
+def _accumulated(problem: Any) -> Training:
+    objective, params, batch = problem
+    tx = jk.multi_steps(ADAM, 4)
+    step = _step(jax.value_and_grad(objective), tx, terms=jnp.float32(batch[1].size))
+    part = Part(step, (params, _state(tx, params), batch), (0, 1))
+    arguments = {"optimizer": ADAM, "curvature": False, "accumulation_steps": 4}
+    return Training(problem, arguments, None, [part])
+
+
+def _peak(part: Part, target: Any, **how: Any) -> int:
+    found = compiled_bytes(part.fn, *part.args, target=target, donate_argnums=part.donated, **how)
+    return found.peak + part.beside
+
+
+def _state(tx: Any, params: Any) -> Any:
+    return jax.eval_shape(tx.init, params)
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def compare(training: Training, target: Any, python: str) -> dict[str, float]:
+    """Planned and compiled MiB."""
+    planned = planned_bytes(training, training.estimate())
+    compiled = training.compiled(target, python=python)
+    return {
+        "compiled_mib": compiled / MIB,
+        "planned_mib": planned / MIB,
+        "planned_over_compiled": planned / compiled,
+    }
+
+
+def table(record: dict[str, Any], targets: Sequence[str]) -> str:
+    """The record as a page."""
+    columns = ("compiled", "planned", "planned / compiled")
+    head = ["training", *(f"{target}: {x}" for target in targets for x in columns)]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for name in dict.fromkeys(name for target in targets for name in record[target]):
+        cells = [name]
+        for target in targets:
+            found = record[target].get(name, {})
+            cells += [f"{x:.4g}" for x in found.values()] or ["–"] * len(columns)
+        lines.append(cells)
+    rows = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    intro, _, about = (__doc__ or "").partition("\n\n")
+    _, _, about = about.partition("\n\n")
+    return f"# {intro}\n\n{about}\nMiB.\n\n{rows}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--targets", nargs="+", default=["cpu", "h100"])
+    parser.add_argument("--python", default=sys.executable, help="has the targets' compilers")
+    parser.add_argument("--only", nargs="+", help="these trainings")
+    parser.add_argument("--scale", type=int, default=4, help="multiplies widths")
+    parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument("--markdown", type=Path, help="write the table here")
+    args = parser.parse_args()
+    record: dict[str, Any] = stamp(scale=args.scale)
+    for target in args.targets:
+        record[target] = {}
+        for name, training in trainings(args.scale):
+            if args.only is None or name in args.only:
+                record[target][name] = compare(training, target, python=args.python)
+                shown(f"{target} {name}", record[target][name])
+    write(record, args.json)
+    if args.markdown is not None:
+        args.markdown.write_text(table(record, args.targets))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""The equations of a program in one line: calls inside of it expanded, equal ones found."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxkfac.interception import body_of, call_kind, is_var, open_jaxpr, scan_counts
+
+# Computed once although several equations read the result: a recomputation would cost time.
+DEAR = frozenset(
+    "exp exp2 log log1p expm1 tanh logistic erf erf_inv erfc sin cos tan pow sqrt rsqrt cbrt div "
+    "rem atan2 digamma lgamma random_bits threefry2x32".split()
+)
+# What a compiler computes element by element inside of what reads it.
+_FUSED = DEAR | frozenset(
+    "add add_any sub mul neg abs sign max min and or xor not eq ne lt le gt ge select_n clamp "
+    "convert_element_type broadcast_in_dim iota integer_pow is_finite round floor ceil square copy "
+    "shift_left shift_right_logical shift_right_arithmetic slice pad concatenate rev real imag "
+    "transpose reduce_precision dynamic_slice nextafter".split()
+)
+_REDUCTIONS = frozenset(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split()
+)
+# Written over an operand that nobody reads afterwards.
+_IN_PLACE = frozenset("dynamic_update_slice scatter scatter-add scatter_mul eigh cholesky".split())
+_VIEWS = frozenset("reshape squeeze expand_dims stop_gradient copy_p".split())
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """A result of an equation, or what is given.
+
+    Attributes:
+        nbytes: Its size.
+        maker: Index of its equation, -1 for what is given.
+        fused: Whether a compiler would compute it where it is read.
+        branch: Of the choice by platform that it is, the one that is taken.
+    """
+
+    nbytes: int = 0
+    maker: int = -1
+    fused: bool = False
+    branch: int | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Body:
+    """What a loop or a conditional runs.
+
+    Attributes:
+        program: Its equations.
+        results: What the next iteration, or the program around it, takes.
+        stacked: What is copied into stacked arrays as soon as it is made.
+    """
+
+    program: "Program"
+    results: Sequence[Value]
+    stacked: Sequence[Value] = ()
+
+
+@dataclasses.dataclass(eq=False)
+class Equation:
+    """An equation.
+
+    Attributes:
+        name: Of its primitive.
+        reads: Its operands.
+        makes: Its results.
+        bodies: What it runs, if it is a loop or a conditional.
+    """
+
+    name: str
+    reads: Sequence[Value]
+    makes: Sequence[Value]
+    bodies: Sequence[Body] = ()
+
+    @property
+    def fuses(self) -> bool:
+        """Whether it computes what it reads."""
+        return self.name in _FUSED or self.name in _REDUCTIONS
+
+    @property
+    def writes_over(self) -> bool:
+        """Whether its result may lie where an operand was."""
+        return self.fuses or self.name in _IN_PLACE
+
+
+class Program:
+    """Equations in the order of the trace.
+
+    Args:
+        platform: Of what ``jax.lax.platform_dependent`` chooses.
+    """
+
+    def __init__(self, platform: str) -> None:
+        self.equations: list[Equation] = []
+        self._platform = platform
+        self._equal: dict[Any, Sequence[Value]] = {}
+
+    def expand(self, jaxpr: Any, operands: Sequence[Value]) -> list[Value]:
+        """Append the equations of ``jaxpr`` and return its results."""
+        known: dict[Any, Value] = {v: Value() for v in jaxpr.constvars}
+        known |= dict(zip(jaxpr.invars, operands, strict=True))
+
+        def read(atom: Any) -> Value:
+            return known[atom] if is_var(atom) else Value()
+
+        for eqn in jaxpr.eqns:
+            makes = self._results(eqn, [read(x) for x in eqn.invars])
+            known.update(zip(eqn.outvars, makes, strict=True))
+        return [read(x) for x in jaxpr.outvars]
+
+    def _results(self, eqn: Any, reads: list[Value]) -> Sequence[Value]:
+        name, kind = eqn.primitive.name, call_kind(eqn)
+        if kind in ("jit", "checkpoint", "custom", "shard_map"):
+            return self.expand(body_of(eqn)[0], reads)
+        if name == "platform_index":
+            return [Value(branch=_branch_of(self._platform, eqn.params["platforms"]))]
+        if kind == "cond" and reads[0].branch is not None:
+            taken, _ = open_jaxpr(eqn.params["branches"][reads[0].branch])
+            return self.expand(taken, reads[1:])
+        if name in _VIEWS:
+            return reads[: len(eqn.outvars)]
+        if name == "optimization_barrier":  # so that what follows is not found equal
+            return [self._append(name, [x], [x.nbytes], fused=True)[0] for x in reads]
+        equal = _signature(eqn, reads)
+        if equal not in self._equal:
+            if kind == "scan":
+                bodies = [self._iteration(eqn)]
+                reads = self._without_constants(eqn, reads)
+            else:
+                bodies = [self._body(x) for x in _inner(eqn)] if kind in ("while", "cond") else []
+            sizes = [_nbytes(v) for v in eqn.outvars]
+            self._equal[equal] = self._append(name, reads, sizes, name in _FUSED, bodies)
+        return self._equal[equal]
+
+    def _append(
+        self,
+        name: str,
+        reads: Sequence[Value],
+        sizes: Sequence[int],
+        fused: bool,
+        bodies: Sequence[Body] = (),
+    ) -> list[Value]:
+        makes = [Value(size, len(self.equations), fused) for size in sizes]
+        self.equations.append(Equation(name, reads, makes, bodies))
+        return makes
+
+    def _body(self, jaxpr: Any) -> Body:
+        inner, _ = open_jaxpr(jaxpr)
+        program = Program(self._platform)
+        return Body(program, program.expand(inner, [Value() for _ in inner.invars]))
+
+    def _iteration(self, eqn: Any) -> Body:
+        """One iteration: what it is given is there, and its slices are read where they lie."""
+        inner, _ = body_of(eqn)
+        num_consts, num_carry = scan_counts(eqn)
+        program = Program(self._platform)
+        given = [Value() for _ in inner.invars[: num_consts + num_carry]]
+        for var in inner.invars[num_consts + num_carry :]:
+            given += program._append("dynamic_slice", [], [_nbytes(var)], fused=True)
+        outs = program.expand(inner, given)
+        return Body(program, outs[:num_carry], outs[num_carry:])
+
+    def _without_constants(self, eqn: Any, reads: list[Value]) -> list[Value]:
+        """Operands of a scan; an array that is one number everywhere is never made for one."""
+        num_consts, num_carry = scan_counts(eqn)
+        carry = range(num_consts, num_consts + num_carry)
+        return [v for i, v in enumerate(reads) if i in carry or not self._is_constant(v)]
+
+    def _is_constant(self, value: Value) -> bool:
+        if value.maker < 0:
+            return True
+        reads = self.equations[value.maker].reads
+        return value.fused and all(self._is_constant(v) for v in reads if v.nbytes)
+
+    def ordered(self, results: Sequence[Value], *, depth_first: bool) -> list[Equation]:
+        """The equations that results need; values are renumbered to it.
+
+        Args:
+            results: What is returned.
+            depth_first: One result after the other, each with all that it needs; else in the
+                order of the trace.
+        """
+        order: list[int] = []
+        seen: set[int] = set()
+        for result in results:
+            stack = [(result.maker, False)]
+            while stack:
+                k, ready = stack.pop()
+                if ready:
+                    order.append(k)
+                elif k >= 0 and k not in seen:
+                    seen.add(k)
+                    stack.append((k, True))
+                    stack += [(v.maker, False) for v in reversed(self.equations[k].reads)]
+        self.equations = [self.equations[k] for k in (order if depth_first else sorted(order))]
+        for k, equation in enumerate(self.equations):
+            for v in equation.makes:
+                v.maker = k
+        return self.equations
+
+
+def _signature(eqn: Any, reads: Sequence[Value]) -> Any:
+    """Equal for two equations that compute the same from the same operands."""
+    if eqn.effects or call_kind(eqn) or any(v.maker < 0 for v in reads):
+        return object()
+    return eqn.primitive.name, tuple(map(id, reads)), repr(eqn.params)
+
+
+def _inner(eqn: Any) -> list[Any]:
+    p = eqn.params
+    return [*p.get("branches", ()), *(p[k] for k in ("body_jaxpr", "cond_jaxpr") if k in p)]
+
+
+def _branch_of(platform: str, choices: Sequence[Sequence[str] | None]) -> int:
+    """Which branch a platform takes; ``None`` stands for all others."""
+    return next(i for i, names in enumerate(choices) if names is None or platform in names)
+
+
+def _nbytes(var: Any) -> int:
+    shape, dtype = getattr(var.aval, "shape", None), getattr(var.aval, "dtype", None)
+    return 0 if shape is None or dtype is None else math.prod(shape) * dtype.itemsize

@@ -1,0 +1,33 @@
+"""Scratch of convolutions: what no compiler sees, from a formula."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jaxkfac.interception import body_of, call_kind
+
+
+def convolution_scratch(fn: Callable[..., Any], *args: Any) -> int:
+    """Bytes of the patches of the largest convolution: what an explicit product would read.
+
+    cuDNN chooses among algorithms when it runs. The implicit ones take next to nothing, the
+    explicit one the patches, ``outputs * window * input features`` elements.
+    """
+    return max(map(_patch_bytes, _convolutions(jax.make_jaxpr(fn)(*args).jaxpr)), default=0)
+
+
+def _convolutions(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "conv_general_dilated":
+            yield eqn
+        elif call_kind(eqn) in ("jit", "checkpoint", "custom", "scan", "shard_map"):
+            yield from _convolutions(body_of(eqn)[0])
+
+
+def _patch_bytes(eqn: Any) -> int:
+    numbers, kernel, out = eqn.params["dimension_numbers"], eqn.invars[1].aval, eqn.outvars[0].aval
+    window = math.prod(kernel.shape) // kernel.shape[numbers.rhs_spec[0]]
+    positions = math.prod(out.shape) // out.shape[numbers.out_spec[1]]
+    return positions * window * out.dtype.itemsize

@@ -1,0 +1,93 @@
+"""What a step runs beside the gradient: the update, alone or in one program with the gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from jaxkfac._errors import CompilerError, JaxkfacError
+from jaxkfac.curvature import Eigenbases, natural_gradient
+from jaxkfac.optim import ScaleByBasesState
+from jaxkfac.planning._program import TrainingProgram, shape_of_key
+from jaxkfac.planning._shapes import nodes_of
+
+# What a transformation raises that needs more than a plan has: a line search needs the value.
+_NOT_TRACED = (TypeError, ValueError, KeyError, AttributeError, JaxkfacError)
+
+
+def whole_step(
+    program: TrainingProgram,
+    tx: optax.GradientTransformation | None,
+    state: Any,
+    *,
+    factors: bool,
+    donate: bool,
+) -> int | None:
+    """Temporaries of gradient and update in one program; gradients are among them.
+
+    Args:
+        program: The program.
+        tx: The optimizer; ``None`` leaves the parameters as they are.
+        state: Shapes of its state.
+        factors: Whether factors are gathered and handed to the optimizer.
+        donate: Whether parameters and state are written over.
+
+    Returns:
+        Bytes; ``None`` where the optimizer's update cannot be traced here.
+    """
+    if tx is None:
+        return None
+    update = optax.with_extra_args_support(tx).update
+
+    def step(trained: Any, state: Any, batch: Any, *keys: Any) -> Any:
+        extra = {}
+        if factors:
+            value, grads, found = program.collector(trained, batch, keys[0])
+            extra = {"factors": found}
+        else:
+            value, grads = program.gradient(trained, batch, *keys)
+        updates, state = update(grads, state, trained, **extra)
+        return optax.apply_updates(trained, updates), state, value
+
+    keys = (shape_of_key(),) if factors else program.keys
+    args = (program.trained, state, program.batch, *keys)
+    return _traced(lambda: program.temporaries(step, *args, donate_argnums=(0, 1) * donate))
+
+
+def update_alone(
+    program: TrainingProgram,
+    tx: optax.GradientTransformation | None,
+    state: Any,
+    *,
+    bases: Eigenbases | None,
+    donate: bool,
+) -> int:
+    """Temporaries of the update, given gradients and perhaps bases to precondition them with.
+
+    0 where the update cannot be traced here.
+    """
+    if tx is None and bases is None:
+        return 0
+    update = optax.with_extra_args_support(tx or optax.identity()).update
+    reads_bases = bool(nodes_of(state, ScaleByBasesState))
+
+    def run(trained: Any, state: Any, grads: Any, bases: Any) -> Any:
+        if bases is not None and not reads_bases:
+            grads = natural_gradient(grads, bases, damping=1.0, missing="identity")
+        extra = {"bases": bases} if reads_bases else {}
+        updates, state = update(grads, state, trained, **extra)
+        return optax.apply_updates(trained, updates), state
+
+    args = (program.trained, state, program.trained, bases)
+    how = {"donate_argnums": (0, 1) * donate, "in_turn": True}
+    found = _traced(lambda: program.temporaries(run, *args, **how))
+    return found or 0
+
+
+def _traced(measure: Callable[[], int]) -> int | None:
+    try:
+        return measure()
+    except CompilerError:
+        raise
+    except _NOT_TRACED:
+        return None
