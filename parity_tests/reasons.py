@@ -172,5 +172,6 @@ NAMES = {
     "kronecker_power": _PIECE,
     "out_of_eigenbasis": _PIECE,
     "power_or_zero": _PIECE,
+    "scaled_power": _PIECE,
     "scale_in_eigenbasis": _PIECE,
 }

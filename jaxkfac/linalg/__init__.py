@@ -4,11 +4,13 @@ from jaxkfac.linalg._chunks import map_over_chunks, sum_over_chunks
 from jaxkfac.linalg._damping import (
     Damping,
     DampingMode,
+    ScaledPower,
     check_damping,
     diagonal_power,
     kronecker_damping,
     kronecker_power,
     power_or_zero,
+    scaled_power,
 )
 from jaxkfac.linalg._eigh import (
     ClippedEigh,
@@ -46,6 +48,7 @@ __all__ = [
     "Damping",
     "DampingMode",
     "HostSpectrum",
+    "ScaledPower",
     "Spectrum",
     "above_rcond",
     "check_clipping",
@@ -74,6 +77,7 @@ __all__ = [
     "panel_shapes",
     "power_or_zero",
     "scale_in_eigenbasis",
+    "scaled_power",
     "statistics_dtype",
     "sum_over_chunks",
     "unfold_triangle",
