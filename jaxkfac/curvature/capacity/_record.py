@@ -57,7 +57,9 @@ class CapacityRecord:
 
     Attributes:
         dimension: Number of eigenvalues: of parameters.
-        num_positive: How many are positive. Rounding also leaves small positive ones.
+        num_positive: How many are positive: the rank. Of products, those whose two factors are
+            above $n \varepsilon \lambda_{\max}$ of their matrix, of size n, with $\varepsilon$
+            of its dtype; below, they are rounding errors of zeros.
         participation_ratio: $(\sum\lambda)^2 / \sum\lambda^2$, in [1, dimension]; "effective
             rank" in some papers.
         spectral_entropy: $H = -\sum p \ln p$ of $p = \lambda / \sum\lambda$, nats.
@@ -75,7 +77,7 @@ class CapacityRecord:
         largest: $\lambda_{\max}$.
         smallest: $\lambda_{\min}$.
         log_determinant: $\sum \ln\lambda$; ``None`` (minus infinity) where an eigenvalue
-            is 0.
+            is not positive, as ``num_positive`` counts.
         log_pseudo_determinant: $\sum \ln\lambda$ over the ``num_positive`` positive ones.
         num_above: Eigenvalues above the threshold.
         num_above_a: Eigenvalues of the factor A above the threshold, summed over stacked
