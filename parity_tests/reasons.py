@@ -173,5 +173,6 @@ NAMES = {
     "out_of_eigenbasis": _PIECE,
     "power_or_zero": _PIECE,
     "scaled_power": _PIECE,
+    "host_dtype": _CHECK,
     "scale_in_eigenbasis": _PIECE,
 }

@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, DTypeLike
 
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature._placement import (
@@ -21,7 +22,15 @@ from jaxkfac.curvature._placement import (
 )
 from jaxkfac.curvature._sharding import put_result, result_sharding
 from jaxkfac.factors import DiagonalFactor, Factors
-from jaxkfac.linalg import Spectrum, check_clipping, eigh_checked, eigh_in_turn, eigh_on_host
+from jaxkfac.linalg import (
+    HostDType,
+    Spectrum,
+    check_clipping,
+    eigh_checked,
+    eigh_in_turn,
+    eigh_on_host,
+    host_dtype,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +50,7 @@ def eigendecompose(
     floor: float = 0.0,
     placement: Placement = "auto",
     vectors: bool = True,
+    dtype: DTypeLike = "float64",
 ) -> Eigenbases:
     r"""Eigendecompose every factor of a model, each distinct one once.
 
@@ -52,32 +62,40 @@ def eigendecompose(
     layers. On the CPU, which decomposes one matrix at a time whatever the batch, and on the
     host there is one call for each factor, so that the peak is that of one layer.
 
+    The host decomposes in float64 and rounds the results to the factors' dtype: the error of
+    a float32 decomposition is divided by the smallest eigenvalues. A device decomposes in the
+    factors' dtype.
+
     Args:
         factors: Sums and counts; their means are decomposed.
         max_condition: $\kappa \ge 1$: values read as at least $\lambda_{\max}/\kappa$.
         floor: Values read as at least this, in the factor's own units.
         placement: ``"device"``: where the factors live. ``"host"``: in host memory; results
-            return to where the factors live. ``"auto"``: ``"device"`` inside a trace and on
-            the CPU; on an accelerator, on the device in batches whose workspace of
-            ``3 n**2`` elements fits in half of the free memory, and on the host where one
-            alone does not. No factor is left out.
-        vectors: ``False`` keeps the values only, for spectra and capacity.
+            return to where the factors live. ``"auto"``: ``"device"`` inside a trace;
+            ``"host"`` on the CPU; on an accelerator, on the device in batches whose
+            workspace of ``3 n**2`` elements fits in half of the free memory, and on the host
+            where one alone does not. No factor is left out.
+        vectors: ``False`` keeps the values only, for spectra and capacity: the same values,
+            bit by bit, and the same work.
+        dtype: In which the host decomposes, ``"float64"`` or ``"float32"``. Factors in
+            float64 are decomposed in float64 whatever it is.
 
     Returns:
         The bases, in the factors' dtype. Raw values are stored; clipping is on read.
 
     Raises:
-        ValueError: ``max_condition < 1``, ``floor < 0``, an unknown ``placement``, or
-            ``"host"`` inside a trace.
+        ValueError: ``max_condition < 1``, ``floor < 0``, an unknown ``placement`` or ``dtype``,
+            or ``"host"`` inside a trace.
         TypeError: ``factors`` are none, but a gradient, say.
         NonFiniteFactorError: naming the layer; outside a trace with ``"auto"`` and
-            ``"host"``, after a retry on the host in the factor's dtype and in float64.
+            ``"host"``, after a retry on the host.
             Inside a trace and with ``"device"`` nothing raises: the values of that factor
             are NaN, and ``bases.is_finite()`` says so.
 
     Memory:
         The results (``n**2 + n`` elements for each factor of size ``n``), one batch of
-        inputs, and the workspace.
+        inputs, and the workspace; on the host 36 bytes times ``n**2`` for float32 factors,
+        16 with ``dtype="float32"``.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -100,13 +118,14 @@ def eigendecompose(
         )
     check_clipping(max_condition, floor)
     check_placement(placement)
+    on_host = functools.partial(_on_host, vectors=vectors, dtype=host_dtype(dtype))
     blocks, tables = _split(factors)
     if placement == "host" and any(is_traced(block.matrix) for block in blocks):
         raise ValueError(
             "placement='host' needs concrete factors, and these are traced; inside jit use "
             "'auto' or 'device', or call eigendecompose outside"
         )
-    for block, spectrum in _decompose(blocks, placement, vectors):
+    for block, spectrum in _decompose(blocks, placement, vectors, on_host):
         tables[block.table][block.key] = spectrum
     return Eigenbases(
         a=tables["a"],
@@ -148,17 +167,20 @@ def _split(factors: Factors) -> tuple[list[_Block], dict[str, dict[str, Any]]]:
 
 
 def _decompose(
-    blocks: list[_Block], placement: Placement, vectors: bool
+    blocks: list[_Block],
+    placement: Placement,
+    vectors: bool,
+    solve_on_host: Callable[[_Block], Spectrum],
 ) -> list[tuple[_Block, Spectrum]]:
     if placement == "host":
-        return [(block, _on_host(block, vectors)) for block in blocks]
+        return [(block, solve_on_host(block)) for block in blocks]
     groups: dict[Any, list[_Block]] = defaultdict(list)
     results: list[tuple[_Block, Spectrum]] = []
     for block in blocks:
         matrix = block.matrix
         on_host = isinstance(matrix, np.ndarray)  # of a byte budget: too much for the device
         if on_host and placement == "auto":
-            results.append((block, _on_host(block, vectors)))
+            results.append((block, solve_on_host(block)))
             continue
         where = frozenset()
         if not on_host and not is_traced(matrix):
@@ -168,15 +190,15 @@ def _decompose(
         first = members[0].matrix
         checked = placement == "auto" and not is_traced(first)
         limit = matrices_that_fit(n, dtype, device_of(first)) if checked else None
-        cheaper = not vectors and checked and device_of(first).platform == "cpu"
-        if checked and (limit == 0 or is_on_host(first) or cheaper):
-            results += [(block, _on_host(block, vectors)) for block in members]
+        is_host = limit is None and checked and device_of(first).platform == "cpu"
+        if checked and (limit == 0 or is_host or is_on_host(first)):
+            results += [(block, solve_on_host(block)) for block in members]
             continue
         after = results[-1][1].values if results and is_traced(first) else None
         spectra = _of_one_size([jnp.asarray(b.matrix) for b in members], limit, vectors, after)
         for block, spectrum in zip(members, spectra, strict=True):
             if checked and not np.isfinite(np.asarray(spectrum.values)).all():
-                spectrum = _on_host(block, vectors)
+                spectrum = solve_on_host(block)
             results.append((block, spectrum))
     return results
 
@@ -212,8 +234,8 @@ def _batched(matrices: list[Array], *, limit: int | None, vectors: bool) -> list
     return results
 
 
-def _on_host(block: _Block, vectors: bool) -> Spectrum:
-    values, columns = eigh_on_host(block.matrix, name=block.name, vectors=vectors)
+def _on_host(block: _Block, *, vectors: bool, dtype: HostDType) -> Spectrum:
+    values, columns = eigh_on_host(block.matrix, name=block.name, vectors=vectors, dtype=dtype)
     where = result_sharding(block.matrix)
     placed = None if columns is None else put_result(columns, where)
     return Spectrum(put_result(values, where), placed)

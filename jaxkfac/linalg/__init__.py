@@ -23,7 +23,7 @@ from jaxkfac.linalg._eigh import (
     eigh_in_turn,
     in_sequence,
 )
-from jaxkfac.linalg._eigh_host import HostSpectrum, eigh_on_host
+from jaxkfac.linalg._eigh_host import HostDType, HostSpectrum, eigh_on_host, host_dtype
 from jaxkfac.linalg._gram import (
     PANELS_FROM,
     gram,
@@ -47,6 +47,7 @@ __all__ = [
     "ClippedEigh",
     "Damping",
     "DampingMode",
+    "HostDType",
     "HostSpectrum",
     "ScaledPower",
     "Spectrum",
@@ -65,6 +66,7 @@ __all__ = [
     "from_spectrum",
     "gram",
     "gram_panels",
+    "host_dtype",
     "in_sequence",
     "into_eigenbasis",
     "kronecker_above_rcond",

@@ -12,7 +12,7 @@ from jaxkfac.curvature._placement import Placement, check_placement
 from jaxkfac.curvature.host._layout import Layout
 from jaxkfac.curvature.host._store import Storage
 from jaxkfac.factors import Factors, check_decay
-from jaxkfac.linalg import check_clipping
+from jaxkfac.linalg import HostDType, check_clipping
 
 Initial = Literal["wait", "identity"]
 
@@ -32,6 +32,7 @@ class HostOptions:
     keep_previous: int = 3
     reuse_tolerance: float | None = None
     storage: Storage = "float32"
+    dtype: HostDType = "float64"
     workers: int = 1
     in_flight_bytes: int = 1 << 30
     host_bytes: int | None = None
@@ -42,7 +43,8 @@ class HostOptions:
         check_decay(self.decay)
         check_clipping(self.max_condition, self.floor)
         check_placement(self.placement)
-        for name, choices in (("initial", get_args(Initial)), ("storage", get_args(Storage))):
+        kinds = {"initial": Initial, "storage": Storage, "dtype": HostDType}
+        for name, choices in ((name, get_args(kind)) for name, kind in kinds.items()):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
         for name in ("refresh_every", "lag", "stagger", "keep_previous", "workers"):
@@ -91,7 +93,8 @@ class HostBytes(NamedTuple):
         averages: The running averages; with the next two, what may lie on disk.
         snapshots: Their copies; the first refresh is of all groups.
         bases_in_work: Until their hand-over.
-        workspace: A worker holds the mean and what LAPACK takes; one matrix is being folded.
+        workspace: A worker holds the mean and, in the dtype of the decomposition, what LAPACK
+            takes; one matrix is being folded.
         in_flight: Pushed and not yet averaged; an array larger than what may be goes alone.
     """
 
@@ -118,7 +121,7 @@ def service_bytes(like: Factors, options: HostOptions) -> HostBytes:
 
     Args:
         like: Factors of one step, or ``stats.factor_shapes(params, batch)``.
-        options: Of the service; ``workers``, ``in_flight_bytes`` and ``storage`` count.
+        options: Of the service; ``workers``, ``in_flight_bytes``, ``storage`` and ``dtype`` count.
 
     Returns:
         Bytes by what they are for; ``HostCurvature(like=like, host_bytes=...)`` accepts their
@@ -135,12 +138,15 @@ def layout_bytes(layout: Layout, options: HostOptions, *, double: bool) -> HostB
     folded = sum(entry.elements for entry in entries)
     folded *= 2 if options.storage == "bfloat16" else itemsize
     largest = max((entry.size for entry in entries if entry.dense), default=0)
+    of_worker = 4 * itemsize  # the mean, the copy that is overwritten, and two of scratch
+    if options.dtype == "float64" and not double:
+        of_worker = itemsize + 4 * 8  # the mean; a copy, its eigenvectors and two of scratch
     in_flight = max(options.in_flight_bytes, *whole.values(), 0)
     return HostBytes(
         averages=folded,
         snapshots=folded,
         bases_in_work=sum(size for entry, size in whole.items() if entry.dense),
-        workspace=(4 * options.workers + 1) * itemsize * largest**2,
+        workspace=(options.workers * of_worker + itemsize) * largest**2,
         in_flight=min(in_flight, sum(whole.values())),
     )
 

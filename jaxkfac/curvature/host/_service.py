@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 import jax
+from jaxtyping import DTypeLike
 
 from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.curvature._eigenbases import Eigenbases, identity_bases
@@ -26,6 +27,7 @@ from jaxkfac.curvature.host._state import MACHINE, State, restore_state, save_st
 from jaxkfac.curvature.host._store import Storage, Store
 from jaxkfac.curvature.host._threads import Monitor, Workers
 from jaxkfac.factors import Factors, check_same_layers
+from jaxkfac.linalg import host_dtype
 
 
 class HostCurvature:
@@ -46,7 +48,7 @@ class HostCurvature:
     A contribution that is not finite is left out of the average with its count
     (``left_out``). So is one whose sum with the average is not, and that average begins anew. A
     factor to which nothing has been added since its last refresh for these reasons, or whose
-    decomposition is not finite in its own dtype nor in float64, keeps its previous basis for
+    decomposition is not finite, keeps its previous basis for
     at most ``keep_previous`` refreshes, with a ``RuntimeWarning`` each time; then
     :meth:`bases` raises. An exception in a thread is raised by the next call.
 
@@ -72,6 +74,8 @@ class HostCurvature:
         storage: ``"bfloat16"`` stores averages in half of the bytes, with arithmetic in the
             dtype of the factors; each element is then off by at most $2^{-8} / (1 - \beta)$
             of the largest sum.
+        dtype: In which the host decomposes, as in :func:`jaxkfac.eigendecompose`; the bases have
+            the dtype of the factors.
         workers: Threads that decompose. More than one need ``OPENBLAS_NUM_THREADS=1``.
         in_flight_bytes: Bytes of factors pushed and not yet in the average; :meth:`push` waits
             for room. A larger factor goes alone.
@@ -87,12 +91,13 @@ class HostCurvature:
     Memory:
         On the host, with $F$ the bytes of the folded factors (half of the whole ones):
         $2 F$ for average and snapshot, bases in use (on the CPU) and those in work,
-        ``workers * 4 n**2`` elements and the bytes in flight. Those in work are a share of
-        ``1 / stagger``, but in the first refresh all: none are in use then, unless there are
-        identities. With ``reuse_tolerance`` on an accelerator a host copy of the old
-        eigenvectors of what is decomposed, a stack at a time. On the device: the bases; at a
-        hand-over one factor's more, unless the caller holds the bases of before (``del bases``
-        first). ``OPENBLAS_NUM_THREADS`` must be the same in two runs for equal bits.
+        ``workers * 36 n**2`` bytes (``16 n**2`` with ``dtype="float32"``) and the bytes in
+        flight. Those in work are a share of ``1 / stagger``, but in the first refresh all: none
+        are in use then, unless there are identities. With ``reuse_tolerance`` on an
+        accelerator a host copy of the old eigenvectors of what is decomposed, a stack at a time.
+        On the device: the bases; at a hand-over one factor's more, unless the caller holds the
+        bases of before (``del bases`` first). ``OPENBLAS_NUM_THREADS`` must be the same in two
+        runs for equal bits.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -123,6 +128,7 @@ class HostCurvature:
         keep_previous: int = HostOptions.keep_previous,
         reuse_tolerance: float | None = HostOptions.reuse_tolerance,
         storage: Storage = HostOptions.storage,
+        dtype: DTypeLike = HostOptions.dtype,
         workers: int = HostOptions.workers,
         in_flight_bytes: int = HostOptions.in_flight_bytes,
         host_bytes: int | None = HostOptions.host_bytes,
@@ -141,6 +147,7 @@ class HostCurvature:
             keep_previous=keep_previous,
             reuse_tolerance=reuse_tolerance,
             storage=storage,
+            dtype=host_dtype(dtype),
             workers=workers,
             in_flight_bytes=in_flight_bytes,
             host_bytes=host_bytes,
@@ -165,7 +172,7 @@ class HostCurvature:
             schedule,
             Store(options.host_bytes, options.disk),
             ActiveBases(options.max_condition, options.floor, options.keep_previous),
-            Decomposer(options.placement, options.reuse_tolerance),
+            Decomposer(options.placement, options.reuse_tolerance, options.dtype),
         )
         if like is not None:
             self._state.use_layout(Layout(like.layers, like.bias), double=is_double(like))
