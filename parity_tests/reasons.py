@@ -109,6 +109,7 @@ NAMES = {
     "smallest_budget": _PART,
     "takes_key": _CHECK,
     "zeros_like": _PART,
+    "LongSum": "sums in float32; torch_ref sums in float64",
     # curvature
     "covered_indices": "which parameters have factors; there is no number",
     "identity_bases": "identity matrices: preconditioning by them changes nothing",
