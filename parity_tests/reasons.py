@@ -175,5 +175,7 @@ NAMES = {
     "power_or_zero": _PIECE,
     "scaled_power": _PIECE,
     "host_dtype": _CHECK,
+    "HostDType": _TYPE,
+    "ScaledPower": _PIECE,
     "scale_in_eigenbasis": _PIECE,
 }
