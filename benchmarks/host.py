@@ -102,14 +102,14 @@ def step_ratio(how: str, stats: Any, params: Any, batch: Any, steps: int) -> dic
     solve, gate = _decompose.eigh_on_host, threading.Event()
     block = 5
 
-    def wait_then_solve(matrix: np.ndarray, *, name: str) -> Any:
+    def wait_then_solve(matrix: np.ndarray, **options: Any) -> Any:
         gate.wait(600)
-        return solve(matrix, name=name)
+        return solve(matrix, **options)
 
-    def again(matrix: np.ndarray, *, name: str) -> Any:
+    def again(matrix: np.ndarray, **options: Any) -> Any:
         while not gate.is_set():
-            solve(matrix, name=name)
-        return solve(matrix, name=name)
+            solve(matrix, **options)
+        return solve(matrix, **options)
 
     def one(service: HostCurvature, step: int) -> float:
         start = time.perf_counter()

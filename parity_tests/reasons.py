@@ -113,6 +113,7 @@ NAMES = {
     "smallest_budget": _PART,
     "takes_key": _CHECK,
     "zeros_like": _PART,
+    "LongSum": "sums in float32; torch_ref sums in float64",
     # curvature
     "covered_indices": "which parameters have factors; there is no number",
     "identity_bases": "identity matrices: preconditioning by them changes nothing",
@@ -180,5 +181,9 @@ NAMES = {
     "kronecker_power": _PIECE,
     "out_of_eigenbasis": _PIECE,
     "power_or_zero": _PIECE,
+    "scaled_power": _PIECE,
+    "host_dtype": _CHECK,
+    "HostDType": _TYPE,
+    "ScaledPower": _PIECE,
     "scale_in_eigenbasis": _PIECE,
 }

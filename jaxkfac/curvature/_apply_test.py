@@ -411,3 +411,42 @@ def test_bad_arguments_are_named():
         natural_gradient(tree, bases, damping=0.1, cut=1.0)
     with pytest.raises(ValueError, match="vectors=True"):
         natural_gradient(tree, eigendecompose(factors, vectors=False), damping=0.1)
+
+
+def small_factors(bias="joint"):
+    """Of rows and gradients of size 1e-11, in float32, which cannot hold their fourth power."""
+    layers = DENSE + STACKED + SWAPPED + TABLE
+    factors = random_factors(layers, jax.random.key(1), bias=bias, dtype=jnp.float32)
+    shrink = lambda sums: {name: x * 1e-22 for name, x in sums.items()}
+    return dataclasses.replace(
+        factors, a_sums=shrink(factors.a_sums), g_sums=shrink(factors.g_sums)
+    )
+
+
+@pytest.mark.parametrize("bias", ["joint", "separate"])
+@pytest.mark.parametrize("power", [-1.0, -0.5])
+@pytest.mark.parametrize(
+    ("damping", "mode"),
+    [(0.0, "exact"), (1e-37, "exact"), (1e-37, "factored"), (1e-37, "pi"), ((1e-23, 1e-22), "pi")],
+)
+def test_products_of_eigenvalues_below_the_smallest_float32_are_not_lost(
+    bias, power, damping, mode
+):
+    factors = small_factors(bias)
+    tree = {k: (1e-22 * x).astype(jnp.float32) for k, x in tree_for(factors.layers).items()}
+    double = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float64), tree)
+    got = apply_power(tree, eigendecompose(factors), power, damping, mode)
+    wanted = apply_power(double(tree), eigendecompose(double(factors)), power, damping, mode)
+    for path, exact in wanted.items():
+        size = jnp.abs(exact).max()
+        assert size > 0 and got[path].dtype == jnp.float32
+        assert jnp.abs(double(got[path]) - exact).max() < 1e-3 * size, path
+
+
+def test_a_damping_far_above_the_eigenvalues_is_a_plain_division():
+    factors = small_factors()
+    tree = {k: x.astype(jnp.float32) for k, x in tree_for(factors.layers).items()}
+    for damping in (1e-3, 1e20):
+        solved = natural_gradient(tree, eigendecompose(factors), damping=damping)
+        for path in tree:
+            assert jnp.allclose(solved[path] * damping, tree[path], rtol=1e-5, atol=1e-6)

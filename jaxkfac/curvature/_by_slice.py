@@ -10,13 +10,13 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from jaxkfac.curvature._layer_power import Block, Form, Power, solve
+from jaxkfac.curvature._layer_power import Form, Operands, Power, solve
 from jaxkfac.curvature._sharding import put_result, result_sharding
 
 _Solved = tuple[Array | None, Array | None]
 
 
-def solve_block(form: Form, block: Block, power: Power) -> _Solved:
+def solve_block(form: Form, block: Operands, power: Power) -> _Solved:
     """:func:`solve`, by the way that the eigenvectors ask for.
 
     In host memory: one iteration's at a time cross to the device, outside of ``jit``. In fewer
@@ -36,7 +36,7 @@ def solve_block(form: Form, block: Block, power: Power) -> _Solved:
     return solve(form, block, power)
 
 
-def _from_host(form: Form, block: Block, power: Power) -> _Solved:
+def _from_host(form: Form, block: Operands, power: Power) -> _Solved:
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((block, power.damping))):
         raise TypeError(
             "the eigenvectors are in host memory, and cross to the device one layer at a time: "
@@ -58,7 +58,7 @@ def _from_host(form: Form, block: Block, power: Power) -> _Solved:
 
 @functools.partial(jax.jit, static_argnames=("form", "rest"), donate_argnames="out")
 def _solved_into(
-    out: _Solved, one: Block, index: Any, damping: Any, *, form: Form, rest: tuple[Any, ...]
+    out: _Solved, one: Operands, index: Any, damping: Any, *, form: Form, rest: tuple[Any, ...]
 ) -> _Solved:
     exponent, mode, cut = rest
     solved = solve(form, one, Power(exponent, damping, mode, cut))
@@ -73,13 +73,13 @@ def _zeros(like: Array | None) -> Array | None:
     return None if like is None else jnp.zeros_like(like)
 
 
-def _flattened(block: Block) -> Block:
+def _flattened(block: Operands) -> Operands:
     """The axes of the stack as one, of length 1 where there is none."""
     axes = block.basis.a_values.ndim - 1
     return jax.tree.map(lambda x: x.reshape(math.prod(x.shape[:axes]), *x.shape[axes:]), block)
 
 
-def _restored(solved: _Solved, block: Block) -> _Solved:
+def _restored(solved: _Solved, block: Operands) -> _Solved:
     stack = block.basis.a_values.shape[:-1]
     weight, bias = (None if x is None else x.reshape(*stack, *x.shape[1:]) for x in solved)
     return weight, bias

@@ -2,13 +2,14 @@
 
 import functools
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array
+from jaxtyping import Array, DTypeLike
 
 from jaxkfac._checks import one_of
 from jaxkfac.curvature._eigenbases import Eigenbases
@@ -21,7 +22,15 @@ from jaxkfac.curvature._placement import (
 )
 from jaxkfac.curvature._sharding import put_result, result_sharding
 from jaxkfac.factors import Factors, mean_of
-from jaxkfac.linalg import Spectrum, check_clipping, eigh_checked, eigh_in_turn, eigh_on_host
+from jaxkfac.linalg import (
+    HostDType,
+    Spectrum,
+    check_clipping,
+    eigh_checked,
+    eigh_in_turn,
+    eigh_on_host,
+    host_dtype,
+)
 
 
 class _DenseMean(NamedTuple):
@@ -38,6 +47,7 @@ def eigendecompose(
     floor: float = 0.0,
     placement: Placement = "auto",
     vectors: bool = True,
+    dtype: DTypeLike = "float64",
 ) -> Eigenbases:
     r"""Eigendecompose every factor of a model, each distinct one once.
 
@@ -49,32 +59,40 @@ def eigendecompose(
     layers. On the CPU, which decomposes one matrix at a time whatever the batch, and on the
     host there is one call for each factor, so that the peak is that of one layer.
 
+    The host decomposes in float64 and rounds the results to the factors' dtype: the error of
+    a float32 decomposition is divided by the smallest eigenvalues. A device decomposes in the
+    factors' dtype.
+
     Args:
         factors: Sums and counts; their means are decomposed.
         max_condition: $\kappa \ge 1$: values read as at least $\lambda_{\max}/\kappa$.
         floor: Values read as at least this, in the factor's own units.
         placement: ``"device"``: where the factors live. ``"host"``: in host memory; results
-            return to where the factors live. ``"auto"``: ``"device"`` inside a trace and on
-            the CPU; on an accelerator, on the device in batches whose workspace of
-            ``3 n**2`` elements fits in half of the free memory, and on the host where one
-            alone does not. No factor is left out.
-        vectors: ``False`` keeps the values only, for spectra and capacity.
+            return to where the factors live. ``"auto"``: ``"device"`` inside a trace;
+            ``"host"`` on the CPU; on an accelerator, on the device in batches whose
+            workspace of ``3 n**2`` elements fits in half of the free memory, and on the host
+            where one alone does not. No factor is left out.
+        vectors: ``False`` keeps the values only, for spectra and capacity: the same values,
+            bit by bit, and the same work.
+        dtype: In which the host decomposes, ``"float64"`` or ``"float32"``. Factors in
+            float64 are decomposed in float64 whatever it is.
 
     Returns:
         The bases, in the factors' dtype. Raw values are stored; clipping is on read.
 
     Raises:
-        ValueError: ``max_condition < 1``, ``floor < 0``, an unknown ``placement``, or
-            ``"host"`` inside a trace.
+        ValueError: ``max_condition < 1``, ``floor < 0``, an unknown ``placement`` or ``dtype``,
+            or ``"host"`` inside a trace.
         TypeError: ``factors`` are none, but a gradient, say.
         NonFiniteFactorError: naming the layer; outside a trace with ``"auto"`` and
-            ``"host"``, after a retry on the host in the factor's dtype and in float64.
+            ``"host"``, after a retry on the host.
             Inside a trace and with ``"device"`` nothing raises: the values of that factor
             are NaN, and ``bases.is_finite()`` says so.
 
     Memory:
         The results (``n**2 + n`` elements for each factor of size ``n``), one batch of
-        inputs, and the workspace.
+        inputs, and the workspace; on the host 36 bytes times ``n**2`` for float32 factors,
+        16 with ``dtype="float32"``.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -97,6 +115,7 @@ def eigendecompose(
         )
     check_clipping(max_condition, floor)
     one_of("placement", placement, get_args(Placement))
+    on_host = functools.partial(_on_host, vectors=vectors, dtype=host_dtype(dtype))
     layout = layout_of(factors.layers, factors.bias)
     sides: list[_DenseMean] = []
     spectra: dict[Place, Any] = {}
@@ -113,7 +132,7 @@ def eigendecompose(
             "placement='host' needs concrete factors, and these are traced; inside jit use "
             "'auto' or 'device', or call eigendecompose outside"
         )
-    for side, spectrum in _decompose(sides, placement, vectors):
+    for side, spectrum in _decompose(sides, placement, vectors, on_host):
         spectra[side.block.place] = spectrum
     return Eigenbases.of_blocks(layout, spectra, max_condition=max_condition, floor=floor)
 
@@ -132,17 +151,20 @@ def _mean(factors: Factors, block: EigenBlock) -> Array | np.ndarray:
 
 
 def _decompose(
-    sides: list[_DenseMean], placement: Placement, vectors: bool
+    sides: list[_DenseMean],
+    placement: Placement,
+    vectors: bool,
+    solve_on_host: Callable[[_DenseMean], Spectrum],
 ) -> list[tuple[_DenseMean, Spectrum]]:
     if placement == "host":
-        return [(side, _on_host(side, vectors)) for side in sides]
+        return [(side, solve_on_host(side)) for side in sides]
     groups: dict[Any, list[_DenseMean]] = defaultdict(list)
     results: list[tuple[_DenseMean, Spectrum]] = []
     for side in sides:
         matrix = side.matrix
         on_host = isinstance(matrix, np.ndarray)  # of a byte budget: too much for the device
         if on_host and placement == "auto":
-            results.append((side, _on_host(side, vectors)))
+            results.append((side, solve_on_host(side)))
             continue
         where = frozenset()
         if not on_host and not isinstance(matrix, Tracer):
@@ -152,9 +174,9 @@ def _decompose(
         first = members[0].matrix
         checked = placement == "auto" and not isinstance(first, Tracer)
         limit = matrices_that_fit(n, dtype, device_of(first)) if checked else None
-        cheaper = not vectors and checked and device_of(first).platform == "cpu"
-        if checked and (limit == 0 or is_on_host(first) or cheaper):
-            results += [(side, _on_host(side, vectors)) for side in members]
+        is_host = limit is None and checked and device_of(first).platform == "cpu"
+        if checked and (limit == 0 or is_host or is_on_host(first)):
+            results += [(side, solve_on_host(side)) for side in members]
             continue
         after = results[-1][1].values if results and isinstance(first, Tracer) else None
         spectra = _of_one_size(
@@ -162,7 +184,7 @@ def _decompose(
         )
         for side, spectrum in zip(members, spectra, strict=True):
             if checked and not np.isfinite(np.asarray(spectrum.values)).all():
-                spectrum = _on_host(side, vectors)
+                spectrum = solve_on_host(side)
             results.append((side, spectrum))
     return results
 
@@ -198,8 +220,9 @@ def _batched(matrices: list[Array], *, limit: int | None, vectors: bool) -> list
     return results
 
 
-def _on_host(side: _DenseMean, vectors: bool) -> Spectrum:
-    values, columns = eigh_on_host(side.matrix, name=side.block.name, vectors=vectors)
+def _on_host(side: _DenseMean, *, vectors: bool, dtype: HostDType) -> Spectrum:
+    name = side.block.name
+    values, columns = eigh_on_host(side.matrix, name=name, vectors=vectors, dtype=dtype)
     where = result_sharding(side.matrix)
     placed = None if columns is None else put_result(columns, where)
     return Spectrum(put_result(values, where), placed)

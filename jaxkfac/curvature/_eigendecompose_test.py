@@ -55,18 +55,18 @@ def test_unclipped_bases_rebuild_the_factors(placement, bias):
 @pytest.mark.parametrize("accelerator", [True, False])
 def test_each_distinct_factor_is_decomposed_once(factors, monkeypatch, accelerator):
     calls = []
-    batched, in_turn = module.eigh_checked, module.eigh_in_turn
+    batched, on_host = module.eigh_checked, module.eigh_on_host
 
     def counted(matrix, **kwargs):
         calls.append(matrix.shape)
         return batched(matrix, **kwargs)
 
-    def counted_in_turn(matrices, **kwargs):
-        calls.extend(matrix.shape for matrix in matrices)
-        return in_turn(matrices, **kwargs)
+    def counted_on_host(matrix, **kwargs):
+        calls.append(matrix.shape)
+        return on_host(matrix, **kwargs)
 
     monkeypatch.setattr(module, "eigh_checked", counted)
-    monkeypatch.setattr(module, "eigh_in_turn", counted_in_turn)
+    monkeypatch.setattr(module, "eigh_on_host", counted_on_host)
     if accelerator:  # where the room for workspace is known
         monkeypatch.setattr(module, "matrices_that_fit", lambda *_: 100)
     bases = eigendecompose(factors)
@@ -138,9 +138,18 @@ def test_rank_deficient_and_empty_factors_decompose(factors):
     assert all(bool((v == 0).all()) for v in (empty["q"].a_values, empty["scale"].diagonal))
 
 
-def test_vectors_false_keeps_the_same_values(factors):
-    with_vectors, without = eigendecompose(factors), eigendecompose(factors, vectors=False)
-    assert_close(with_vectors["stacked"].g_values, without["stacked"].g_values)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("placement", ["auto", "device", "host"])
+def test_vectors_false_keeps_the_same_values_bit_by_bit(factors, placement, dtype):
+    factors = jax.tree.map(lambda x: x.astype(jnp.float32), factors)
+    options = {"placement": placement, "dtype": dtype}
+    with_vectors = eigendecompose(factors, **options)
+    without = eigendecompose(factors, vectors=False, **options)
+    values = lambda bases: jax.tree.leaves(
+        [s.values for table in (bases.a, bases.a_without_ones, bases.g) for s in table.values()]
+    )
+    for x, y in zip(values(with_vectors), values(without), strict=True):
+        assert x.dtype == jnp.float32 and np.array_equal(x, y)
     assert without["stacked"].g_vectors is None and without["q"].a_vectors is None
     with pytest.raises(ValueError, match="no eigenvectors of layer 'q'.*vectors=True"):
         reconstruct(without)

@@ -16,13 +16,14 @@ from jaxkfac.interception import Layer, ParameterMatrix
 from jaxkfac.linalg import (
     Damping,
     DampingMode,
+    ScaledPower,
     above_rcond,
     diagonal_power,
     kronecker_above_rcond,
     kronecker_damping,
     kronecker_power,
-    power_or_zero,
     scale_in_eigenbasis,
+    scaled_power,
 )
 
 
@@ -110,20 +111,24 @@ def solve(form: Form, operands: Operands, power: Power) -> tuple[Array | None, A
     if form.joint:
         assert kernel is not None and row is not None
         both = jnp.concatenate([kernel, row], axis=-2)
-        scale = powered_eigenvalues(basis, power)
-        both = scale_in_eigenbasis(both, scale, basis.a_vectors, basis.g_vectors)
+        both = _apply(powered_eigenvalues(basis, power), both, basis)
         kernel, row = both[..., :-1, :], both[..., -1:, :]
     else:
         if kernel is not None:
-            scale = powered_eigenvalues(basis, power)
-            kernel = scale_in_eigenbasis(kernel, scale, basis.a_vectors, basis.g_vectors)
+            kernel = _apply(powered_eigenvalues(basis, power), kernel, basis)
         if row is not None:  # the bias's block is G
             scale = _powered_output_eigenvalues(basis, power)[..., None, :]
             row = scale_in_eigenbasis(row, scale, None, basis.g_vectors)
     return kernel if form.writes_weight else None, row if form.writes_bias else None
 
 
-def powered_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> Array:
+def _apply(power: ScaledPower, matrix: Array, basis: KroneckerEigenbasis) -> Array:
+    # The root before and after: one square of it may be out of range where the result is not.
+    vectors = basis.a_vectors, basis.g_vectors
+    return scale_in_eigenbasis(matrix * power.root, power.values, *vectors) * power.root
+
+
+def powered_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> ScaledPower:
     r"""The damped power of every eigenvalue of a layer's block, ``(stack..., in[+1], out)``.
 
     Raw eigenvalues for positive powers, clipped ones for negative powers; what the cut
@@ -141,7 +146,7 @@ def powered_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> Array:
             rows = measured.reshape(*measured.shape[:-2], -1)
             kept = above_rcond(rows, power.cut).reshape(measured.shape)
             damped = jnp.where(kept, damped, 0)
-        return power_or_zero(damped, power.exponent)
+        return scaled_power(damped, power.exponent)
     return kronecker_power(
         a,
         g,

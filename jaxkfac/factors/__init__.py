@@ -10,6 +10,7 @@ from jaxkfac.factors._example_sums import gradient_rows
 from jaxkfac.factors._factors import BiasMode, DiagonalFactor, Factors, KroneckerFactor, mean_of
 from jaxkfac.factors._fisher import FISHER_TYPES, estimator_of, over_count
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from jaxkfac.factors._long_sum import LongSum
 from jaxkfac.factors._objective import Batch, Objective, as_batch, kept_targets, takes_key
 from jaxkfac.factors._passes import Pass, PassPlan, largest_budget, plan_passes, smallest_budget
 from jaxkfac.factors._program import Program
@@ -30,6 +31,7 @@ __all__ = [
     "Gaussian",
     "KroneckerFactor",
     "Likelihood",
+    "LongSum",
     "Objective",
     "Pass",
     "PassPlan",

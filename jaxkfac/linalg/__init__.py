@@ -4,11 +4,13 @@ from jaxkfac.linalg._chunks import map_over_chunks, sum_over_chunks
 from jaxkfac.linalg._damping import (
     Damping,
     DampingMode,
+    ScaledPower,
     check_damping,
     diagonal_power,
     kronecker_damping,
     kronecker_power,
     power_or_zero,
+    scaled_power,
 )
 from jaxkfac.linalg._eigh import (
     ClippedEigh,
@@ -21,7 +23,7 @@ from jaxkfac.linalg._eigh import (
     eigh_in_turn,
     in_sequence,
 )
-from jaxkfac.linalg._eigh_host import HostSpectrum, eigh_on_host
+from jaxkfac.linalg._eigh_host import HostDType, HostSpectrum, eigh_on_host, host_dtype
 from jaxkfac.linalg._gram import (
     PANELS_FROM,
     gram,
@@ -45,7 +47,9 @@ __all__ = [
     "ClippedEigh",
     "Damping",
     "DampingMode",
+    "HostDType",
     "HostSpectrum",
+    "ScaledPower",
     "Spectrum",
     "above_rcond",
     "check_clipping",
@@ -62,6 +66,7 @@ __all__ = [
     "from_spectrum",
     "gram",
     "gram_panels",
+    "host_dtype",
     "in_sequence",
     "into_eigenbasis",
     "kronecker_above_rcond",
@@ -74,6 +79,7 @@ __all__ = [
     "panel_shapes",
     "power_or_zero",
     "scale_in_eigenbasis",
+    "scaled_power",
     "statistics_dtype",
     "sum_over_chunks",
     "unfold_triangle",

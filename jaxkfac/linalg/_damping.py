@@ -1,8 +1,9 @@
 """Damped powers of Kronecker-structured eigenvalues."""
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -11,6 +12,24 @@ from jaxtyping import Array, Bool, Float
 
 DampingMode = Literal["exact", "factored", "pi"]
 Damping = ArrayLike | tuple[ArrayLike, ArrayLike]
+
+
+class ScaledPower(NamedTuple):
+    """A power of eigenvalues in range: each is ``values * root * root``.
+
+    Attributes:
+        values: ``(stack..., in, out)``, of eigenvalues whose largest is near 1.
+        root: ``(stack..., 1, 1)``: the same power of a power of two near the square root of the
+            largest. A matrix is multiplied by it before and after, exactly for integer powers.
+    """
+
+    values: Array
+    root: Array
+
+    @property
+    def product(self) -> Array:
+        """The powers themselves, 0 or infinite where the dtype does not reach."""
+        return self.values * self.root * self.root
 
 
 def check_damping(damping: Any, mode: str) -> None:
@@ -54,8 +73,12 @@ def kronecker_power(
     damping: Damping = 0.0,
     mode: DampingMode = "exact",
     kept: Bool[Array, "*stack n_in n_out"] | None = None,
-) -> Float[Array, "*stack n_in n_out"]:
+) -> ScaledPower:
     r"""Eigenvalues of the damped power of $A \otimes G$, one for each element of the matrix.
+
+    Eigenvalues are divided by powers of two near the largest before they are multiplied: where
+    rows and gradients are of size 1e-11, $\lambda_A \lambda_G$ of 1e-44 is less than float32
+    holds, and its inverse more. Nothing else changes, not by a bit for integer powers.
 
     With $\delta$ the damping and $p$ the power,
 
@@ -78,7 +101,7 @@ def kronecker_power(
             see :func:`jaxkfac.linalg.kronecker_above_rcond`; ``None`` keeps all.
 
     Returns:
-        The scale of every element in the eigenbasis, dtype of ``a_values``.
+        The power of every element in the eigenbasis, dtype of ``a_values``.
 
     Raises:
         ValueError: unknown mode or negative damping.
@@ -91,13 +114,41 @@ def kronecker_power(
     a, g = jnp.maximum(a_values, 0), jnp.maximum(g_values, 0)
     if not isinstance(damping, tuple) and mode == "exact":
         delta = jnp.asarray(damping, a.dtype)
-        damped = a[..., :, None] * g[..., None, :] + delta
-        return power_or_zero(damped if kept is None else jnp.where(kept, damped, 0), power)
+        (a, of_a), (g, of_g) = _near_one(a, -1), _near_one(g, -1)
+        of_product = (of_a * of_g)[..., None]
+        # Of the damping where that is larger: the eigenvalues are lost beside it either way.
+        root = jnp.maximum(of_product, _root(delta))
+        shrink = of_product / root
+        damped = a[..., :, None] * g[..., None, :] * shrink * shrink + delta / root / root
+        values = power_or_zero(damped if kept is None else jnp.where(kept, damped, 0), power)
+        return ScaledPower(values, power_or_zero(root, power))
     to_a, to_g = _per_factor(a, g, damping, mode)
+    (a, of_a), (g, of_g) = _near_one(a + to_a, -1), _near_one(g + to_g, -1)
     # Raised before they are multiplied: n_in + n_out powers instead of n_in * n_out.
-    a, g = power_or_zero(a + to_a, power), power_or_zero(g + to_g, power)
-    scale = a[..., :, None] * g[..., None, :]
-    return scale if kept is None else jnp.where(kept, scale, 0)
+    a, g = power_or_zero(a, power), power_or_zero(g, power)
+    values = a[..., :, None] * g[..., None, :]
+    root = power_or_zero((of_a * of_g)[..., None], power)
+    return ScaledPower(values if kept is None else jnp.where(kept, values, 0), root)
+
+
+def scaled_power(values: Float[Array, "*stack n_in n_out"], power: float) -> ScaledPower:
+    """The power of damped eigenvalues that are no products, scaled like those that are."""
+    values, root = _near_one(values, (-2, -1))
+    return ScaledPower(power_or_zero(values, power), power_or_zero(root, power))
+
+
+def _near_one(values: Array, axes: int | tuple[int, int]) -> tuple[Array, Array]:
+    """Values divided by the square of a power of two, so that the largest is near 1, and it."""
+    root = _root(values.max(axes, keepdims=True))
+    root = jnp.where(root > 0, root, 1)
+    return values / root / root, root  # in turn: the square may be out of range
+
+
+def _root(x: Array) -> Array:
+    """A power of two near the square root; 0 of 0, and 1 where there is none."""
+    bits = jnp.finfo(x.dtype).nexp
+    root = jax.lax.reduce_precision(jnp.sqrt(x), exponent_bits=bits, mantissa_bits=0)
+    return jax.lax.stop_gradient(jnp.where(jnp.isfinite(root), root, 1))
 
 
 def kronecker_damping(
@@ -135,7 +186,8 @@ def _per_factor(a: Array, g: Array, damping: Damping, mode: str) -> tuple[Array,
 def _pi_split(a: Array, g: Array, root: Array) -> tuple[Array, Array]:
     mean_a, mean_g = a.mean(-1, keepdims=True), g.mean(-1, keepdims=True)
     usable = (mean_a > 0) & (mean_g > 0)
-    pi = jnp.where(usable, jnp.sqrt(jnp.where(usable, mean_a, 1) / jnp.where(usable, mean_g, 1)), 1)
+    root_a, root_g = (jnp.sqrt(jnp.where(usable, mean, 1)) for mean in (mean_a, mean_g))
+    pi = root_a / root_g  # roots first: the ratio of the means may be out of range
     return root * pi, root / pi
 
 

@@ -1,13 +1,16 @@
-"""Symmetric eigendecomposition in host memory, with a retry in double precision."""
+"""Symmetric eigendecomposition in host memory, in double precision by default."""
 
-from typing import NamedTuple
+import functools
+from typing import Literal, NamedTuple, cast, get_args
 
 import jax
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, DTypeLike
 
 from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.linalg._eigh import Spectrum, check_square, eigh_checked
+
+HostDType = Literal["float32", "float64"]
 
 
 class HostSpectrum(NamedTuple):
@@ -17,72 +20,90 @@ class HostSpectrum(NamedTuple):
     vectors: np.ndarray | None
 
 
-@jax.jit
-def _lapack(matrix: Array) -> Spectrum:
-    return eigh_checked(matrix)
+def host_dtype(dtype: DTypeLike) -> HostDType:
+    """The name of a dtype in which the host can decompose.
+
+    Raises:
+        ValueError: it is neither float32 nor float64.
+    """
+    name = np.dtype(dtype).name
+    if name not in get_args(HostDType):
+        raise ValueError(f"dtype must be one of {get_args(HostDType)}, got {name!r}")
+    return cast(HostDType, name)
 
 
-def _first_try(host: np.ndarray) -> HostSpectrum:
+@functools.partial(jax.jit, static_argnames="dtype")
+def _lapack(matrix: Array, *, dtype: np.dtype) -> Spectrum:
+    """One matrix of a batch after the other, so that only one is ever in double precision."""
+
+    def solve(one: Array) -> tuple[Array, Array]:
+        values, vectors = eigh_checked(one.astype(dtype))
+        assert vectors is not None
+        return values.astype(one.dtype), vectors.astype(one.dtype)
+
+    if matrix.ndim == 2:
+        return Spectrum(*solve(matrix))
+    values, vectors = jax.lax.map(solve, matrix.reshape(-1, *matrix.shape[-2:]))
+    return Spectrum(values.reshape(matrix.shape[:-1]), vectors.reshape(matrix.shape))
+
+
+def _first_try(host: np.ndarray, dtype: np.dtype) -> HostSpectrum:
     try:
         cpu = jax.devices("cpu")[0]
     except RuntimeError:  # jax_platforms="cuda" leaves the CPU backend out
         return HostSpectrum(np.full(host.shape[:-1], np.nan), None)
-    with jax.enable_x64(host.dtype == np.float64):  # else a double would become a single
-        values, columns = _lapack(jax.device_put(host, cpu))
+    with jax.enable_x64(dtype == np.float64):  # else a double would become a single
+        values, columns = _lapack(jax.device_put(host, cpu), dtype=dtype)
     return HostSpectrum(np.asarray(values), np.asarray(columns))
 
 
-def _values_alone(host: np.ndarray) -> HostSpectrum:
-    """LAPACK without eigenvectors, which JAX would compute and drop."""
+def _numpy_float64(matrix: np.ndarray) -> HostSpectrum:
     try:
-        return HostSpectrum(np.linalg.eigvalsh(host), None)
+        values, columns = np.linalg.eigh(matrix.astype(np.float64))
     except np.linalg.LinAlgError:
-        return HostSpectrum(np.full(host.shape[:-1], np.nan), None)
+        return HostSpectrum(np.full(matrix.shape[:-1], np.nan, matrix.dtype), None)
+    return HostSpectrum(np.asarray(values, matrix.dtype), np.asarray(columns, matrix.dtype))
 
 
-def _numpy_float64(matrix: np.ndarray, *, vectors: bool) -> HostSpectrum:
-    double = matrix.astype(np.float64)
-    try:
-        if not vectors:
-            return HostSpectrum(np.linalg.eigvalsh(double), None)
-        values, columns = np.linalg.eigh(double)
-    except np.linalg.LinAlgError:
-        return HostSpectrum(np.full(matrix.shape[:-1], np.nan), None)
-    return HostSpectrum(values, columns)
+def eigh_on_host(
+    matrix: Array | np.ndarray,
+    *,
+    name: str,
+    vectors: bool = True,
+    dtype: DTypeLike = "float64",
+) -> HostSpectrum:
+    r"""Eigendecompose in host memory, whatever device the matrix lives on.
 
+    A jitted LAPACK call on an array committed to the CPU (it holds no GIL); if its result is not
+    finite, NumPy in float64; if that is not either, an error. Where JAX was started without its
+    CPU backend, NumPy does the first try too.
 
-def _as_given(spectrum: HostSpectrum, dtype: np.dtype) -> HostSpectrum:
-    values, vectors = spectrum
-    return HostSpectrum(
-        np.asarray(values, dtype), None if vectors is None else np.asarray(vectors, dtype)
-    )
-
-
-def eigh_on_host(matrix: Array | np.ndarray, *, name: str, vectors: bool = True) -> HostSpectrum:
-    """Eigendecompose in host memory, whatever device the matrix lives on.
-
-    A jitted LAPACK call on an array committed to the CPU (it holds no GIL), in the
-    matrix's own dtype; if that is not finite, NumPy in float64; if that is not either, an
-    error. Where JAX was started without its CPU backend, NumPy does the first try too.
+    In float32 every eigenvalue is off by about $\varepsilon \lambda_{\max}$: near
+    $\lambda_{\max} / \kappa$ by $\varepsilon \kappa$ of itself. In float64 each is right to the
+    last digits of float32, to which it is rounded.
 
     Args:
         matrix: Symmetric, float32 or float64, ``(n, n)`` or a batch of such.
         name: What to call the matrix in an error, the layer's name and side.
-        vectors: Whether to return the eigenvectors.
+        vectors: Whether to return the eigenvectors. They are computed either way, because
+            LAPACK's values without vectors are others in the last digits.
+        dtype: That of the decomposition, ``"float64"`` or ``"float32"``; a float64 matrix is
+            decomposed in float64 whatever it is.
 
     Returns:
         The spectrum as NumPy arrays in the dtype of ``matrix``.
 
     Raises:
-        ValueError: ``matrix`` is not square, or neither float32 nor float64.
+        ValueError: ``matrix`` is not square, or ``matrix`` or ``dtype`` is neither float32 nor
+            float64.
         NonFiniteFactorError: naming the layer, if the matrix holds NaN or infinity in
             either triangle, or no decomposition is finite.
 
     Memory:
-        About ``3 n**2`` elements beyond the input; the retry about ``10 n**2``, one matrix
-        of a batch at a time.
+        About ``4 n**2`` elements of ``dtype`` beyond the input and the result, for one matrix of
+        a batch at a time; the retry about ``10 n**2``.
     """
-    host = np.asarray(matrix)
+    host, work = np.asarray(matrix), host_dtype(dtype)
     check_square(host)
     finite = np.isfinite(host).all((-2, -1))
     if not finite.all():
@@ -91,20 +112,18 @@ def eigh_on_host(matrix: Array | np.ndarray, *, name: str, vectors: bool = True)
             f"factor {name}{where} holds {_describe(host)}; look for a diverged loss or an "
             "overflow in this layer, and leave non-finite batches out of the average"
         )
-    spectrum = _first_try(host) if vectors else _values_alone(host)
-    if np.isfinite(spectrum.values).all():
-        return _as_given(spectrum, host.dtype)
-    flat = [_numpy_float64(m, vectors=vectors) for m in host.reshape(-1, *host.shape[-2:])]
-    values = np.stack([s.values for s in flat]).reshape(host.shape[:-1])
+    values, columns = _first_try(host, np.promote_types(host.dtype, work))
     if not np.isfinite(values).all():
-        raise NonFiniteFactorError(
-            f"factor {name} is finite but its eigendecomposition is not, in {host.dtype} "
-            f"(LAPACK) nor in float64 (NumPy); shape {host.shape}, largest entry "
-            f"{np.abs(host).max():.3g}"
-        )
-    columns = [s.vectors for s in flat if s.vectors is not None]
-    stacked = np.stack(columns).reshape(host.shape) if vectors else None
-    return _as_given(HostSpectrum(values, stacked), host.dtype)
+        flat = [_numpy_float64(m) for m in host.reshape(-1, *host.shape[-2:])]
+        values = np.stack([s.values for s in flat]).reshape(host.shape[:-1])
+        if not np.isfinite(values).all():
+            raise NonFiniteFactorError(
+                f"factor {name} is finite but its eigendecomposition is not, in {work} "
+                f"(LAPACK) nor in float64 (NumPy); shape {host.shape}, largest entry "
+                f"{np.abs(host).max():.3g}"
+            )
+        columns = np.stack([s.vectors for s in flat if s.vectors is not None]).reshape(host.shape)
+    return HostSpectrum(values, columns if vectors else None)
 
 
 def _first_false(flags: np.ndarray) -> tuple[int, ...]:

@@ -114,26 +114,38 @@ def test_float64_numpy_input_stays_float64_where_jax_has_no_x64():
         assert np.ptp(eigh_on_host(m, name="").values) == pytest.approx(1e-12, rel=1e-3)
 
 
-def _failing(matrix, *, vectors=True):
-    nan = np.full(matrix.shape[:-1], np.nan)
-    return HostSpectrum(nan, np.full(matrix.shape, np.nan) if vectors else None)
+def _failing(matrix, *, dtype=None):
+    del dtype
+    return HostSpectrum(np.full(matrix.shape[:-1], np.nan), np.full(matrix.shape, np.nan))
 
 
-def _no_convergence(matrix):
-    raise np.linalg.LinAlgError
-
-
-def test_host_retries_in_float64_when_lapack_fails(monkeypatch):
+def test_host_retries_with_numpy_when_lapack_fails(monkeypatch):
     monkeypatch.setattr(module, "_lapack", _failing)
     m = gram(3, 4, stack=(2,), dtype=np.float32)
     out = eigh_on_host(m, name="x")
     assert out.values.dtype == np.float32
     assert np.allclose(from_spectrum(*map(jnp.asarray, out)), m, atol=1e-5)
-    single = np.linalg.eigvalsh
-    monkeypatch.setattr(
-        np.linalg, "eigvalsh", lambda m: (_no_convergence if m.dtype == np.float32 else single)(m)
-    )
-    assert np.allclose(eigh_on_host(m, name="x", vectors=False).values, out.values, atol=1e-5)
+    assert np.array_equal(eigh_on_host(m, name="x", vectors=False).values, out.values)
+
+
+@pytest.mark.parametrize("stack", [(), (2,)])
+def test_host_decomposes_single_precision_in_double_and_rounds(stack):
+    m = np.asarray(gram(9, 40, stack=stack, dtype=np.float32))
+    with jax.enable_x64(False):  # as users have it
+        values, vectors = eigh_on_host(m, name="")
+        alone = eigh_on_host(m, name="", vectors=False)
+        single = eigh_on_host(m, name="", dtype=np.float32)
+    exact = np.linalg.eigvalsh(m.astype(np.float64))
+    # To the last digit, the smallest as well; in float32 those are off by thousands of digits.
+    assert np.allclose(values, exact, rtol=2e-7, atol=1e-13 * exact.max())
+    assert not np.allclose(single.values, exact, rtol=2e-7, atol=1e-13 * exact.max())
+    assert values.dtype == vectors.dtype == single.values.dtype == np.float32
+    assert np.array_equal(alone.values, values) and alone.vectors is None
+
+
+def test_an_unknown_dtype_of_the_host_is_named():
+    with pytest.raises(ValueError, match="dtype must be one of.*got 'bfloat16'"):
+        eigh_on_host(gram(3, 4), name="x", dtype=jnp.bfloat16)
 
 
 def test_host_names_the_layer_when_every_retry_fails(monkeypatch):

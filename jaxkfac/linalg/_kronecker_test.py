@@ -45,7 +45,7 @@ def dense_power(matrix, power):
 
 def apply(a, g, w, **kwargs):
     (a_values, a_vectors), (g_values, g_vectors) = eigh_checked(a), eigh_checked(g)
-    scale = kronecker_power(a_values, g_values, **kwargs)
+    scale = kronecker_power(a_values, g_values, **kwargs).product
     return scale_in_eigenbasis(w, scale, a_vectors, g_vectors)
 
 
@@ -73,31 +73,35 @@ def test_no_vectors_is_the_identity_basis():
     values = jnp.diag(a)
     dense = apply(jnp.diag(values), g, w, power=-1.0, damping=TAU)
     g_values, g_vectors = eigh_checked(g)
-    scale = kronecker_power(values, g_values, power=-1.0, damping=TAU)
+    scale = kronecker_power(values, g_values, power=-1.0, damping=TAU).product
     assert jnp.allclose(scale_in_eigenbasis(w, scale, None, g_vectors), dense, rtol=1e-10)
 
 
 @pytest.mark.parametrize("power", [-1.0, -0.5, 0.0, 1.0])
 @pytest.mark.parametrize("mode", ["exact", "factored", "pi"])
 def test_zero_eigenvalue_without_damping_gives_zero(mode, power):
-    scale = kronecker_power(jnp.array([0.0, 2.0]), jnp.array([0.0, 4.0]), power=power, mode=mode)
+    scale = kronecker_power(
+        jnp.array([0.0, 2.0]), jnp.array([0.0, 4.0]), power=power, mode=mode
+    ).product
     assert jnp.allclose(scale, jnp.array([[0.0, 0.0], [0.0, 8.0**power]]), rtol=1e-14)
 
 
 @pytest.mark.parametrize("mode", ["exact", "factored", "pi"])
 def test_zero_factor_with_damping_is_the_damping_alone(mode):
-    scale = kronecker_power(jnp.zeros(2), jnp.zeros(3), power=-1.0, damping=4.0, mode=mode)
+    scale = kronecker_power(jnp.zeros(2), jnp.zeros(3), power=-1.0, damping=4.0, mode=mode).product
     assert jnp.allclose(scale, 0.25 * jnp.ones((2, 3)))
 
 
 def test_nan_is_not_taken_for_zero():
-    assert jnp.isnan(kronecker_power(jnp.array([jnp.nan]), jnp.ones(1), power=-1.0)).all()
+    assert jnp.isnan(kronecker_power(jnp.array([jnp.nan]), jnp.ones(1), power=-1.0).product).all()
     assert jnp.isnan(power_or_zero(jnp.array([jnp.nan]), -0.5)).all()
 
 
 def test_negative_rounding_counts_as_zero():
     a = jnp.array([-1e-9, 1.0])
-    assert jnp.array_equal(kronecker_power(a, jnp.ones(1), power=0.5), jnp.array([[0.0], [1.0]]))
+    assert jnp.array_equal(
+        kronecker_power(a, jnp.ones(1), power=0.5).product, jnp.array([[0.0], [1.0]])
+    )
 
 
 def test_a_diagonal_adds_the_second_of_a_pair():
@@ -110,7 +114,7 @@ def test_a_diagonal_adds_the_second_of_a_pair():
 
 def test_traced_damping_of_another_dtype_keeps_the_factors_dtype():
     values = jnp.ones(2, jnp.float32)
-    traced = jax.jit(lambda d: kronecker_power(values, values, power=-1.0, damping=d))
+    traced = jax.jit(lambda d: kronecker_power(values, values, power=-1.0, damping=d).product)
     assert traced(jnp.float64(1.0)).dtype == jnp.float32
 
 
@@ -136,3 +140,19 @@ def test_damping_that_is_no_number_is_refused_inside_and_outside_jit(shape):
 def test_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="damping_mode must be one of"):
         check_damping(0.1, "both")  # below the runtime type hook of kronecker_power
+
+
+@pytest.mark.parametrize("power", [-1.0, 1.0, 2.0])
+@pytest.mark.parametrize(
+    ("mode", "damping"),
+    [("exact", TAU), ("factored", TAU), ("pi", TAU), ("exact", (DELTA_A, DELTA_G))],
+)
+def test_powers_of_two_of_the_eigenvalues_and_dampings_scale_the_power_exactly(
+    mode, damping, power
+):
+    a, g = jnp.array([0.3, 1.7, 5.1]), jnp.array([0.0, 0.9, 2.3, 7.7])
+    unit = 2.0**20
+    scaled = tuple(d * unit for d in damping) if isinstance(damping, tuple) else damping * unit**2
+    plain = kronecker_power(a, g, power=power, damping=damping, mode=mode).product
+    times = kronecker_power(a * unit, g * unit, power=power, damping=scaled, mode=mode)
+    assert jnp.array_equal(times.product, plain * unit ** (2 * power))

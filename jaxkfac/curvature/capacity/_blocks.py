@@ -25,11 +25,13 @@ class CapacityBlock(NamedTuple):
         rows: The shorter list, float64, ascending, not negative.
         columns: The longer one, likewise.
         clipped: The smallest and the largest product after clipping.
+        rounding: Up to which rows and columns are rounding errors of zeros.
     """
 
     rows: np.ndarray
     columns: np.ndarray
     clipped: tuple[float, float]
+    rounding: tuple[float, float] = (0.0, 0.0)
 
     @property
     def size(self) -> int:
@@ -102,12 +104,13 @@ def _slices(bases: Eigenbases, layer: Layer) -> list[Slice]:
     basis = bases.basis(layer)
     if isinstance(basis, DiagonalEigenbasis):
         raw, clipped = (diagonal_rows(layer, x) for x in (basis.raw_diagonal, basis.diagonal))
-        return [Slice(block) for block in _listed(raw, clipped, layer)]
+        return [Slice(block) for block in _listed(raw, clipped, layer, rounding=0.0)]
     a = _on_host(basis.a_raw_values, layer)
-    g_blocks = _listed(basis.g_raw_values, basis.g_values, layer)
+    rounding = _rounding(basis.g_raw_values, layer.g_dense)
+    g_blocks = _listed(basis.g_raw_values, basis.g_values, layer, rounding=rounding)
     weights, biases = _weights(basis, layer), [None] * len(g_blocks)
     if basis.bias_raw_values is not None:
-        biases = _listed(basis.bias_raw_values, basis.bias_values, layer)
+        biases = _listed(basis.bias_raw_values, basis.bias_values, layer, rounding=0.0)
     elif bases.bias == "separate" and layer.bias is not None:
         biases = g_blocks
     a_rows = a.reshape(len(g_blocks), a.shape[-1])
@@ -117,26 +120,48 @@ def _slices(bases: Eigenbases, layer: Layer) -> list[Slice]:
 def _weights(basis: KroneckerEigenbasis, layer: Layer) -> list[CapacityBlock]:
     if basis.raw_values is not None and basis.values is not None:  # measured one by one
         raw, clipped = (x.reshape(*x.shape[:-2], -1) for x in (basis.raw_values, basis.values))
-        return _listed(raw, clipped, layer)
+        return _listed(raw, clipped, layer, rounding=0.0)
     raw_a, raw_g, clipped_a, clipped_g = (
         _on_host(x, layer)
         for x in (basis.a_raw_values, basis.g_raw_values, basis.a_values, basis.g_values)
     )
     indices = np.ndindex(raw_a.shape[:-1])
-    return [_block(raw_a[i], raw_g[i], (clipped_a[i], clipped_g[i])) for i in indices]
+    rounding = (
+        _rounding(basis.a_raw_values, layer.a_dense),
+        _rounding(basis.g_raw_values, layer.g_dense),
+    )
+    return [_block(raw_a[i], raw_g[i], (clipped_a[i], clipped_g[i]), rounding) for i in indices]
 
 
-def _listed(raw: Any, clipped: Any, layer: Layer) -> list[CapacityBlock]:
+def _listed(raw: Any, clipped: Any, layer: Layer, *, rounding: float) -> list[CapacityBlock]:
     """The blocks of eigenvalues ``(stack..., n)`` that are no products."""
     raw, clipped = _on_host(raw, layer), _on_host(clipped, layer)
-    return [_block(_ONE, raw[i], (_ONE, clipped[i])) for i in np.ndindex(raw.shape[:-1])]
+    indices = np.ndindex(raw.shape[:-1])
+    return [_block(_ONE, raw[i], (_ONE, clipped[i]), (0.0, rounding)) for i in indices]
 
 
-def _block(a: np.ndarray, g: np.ndarray, clipped: tuple[np.ndarray, np.ndarray]) -> CapacityBlock:
+def _rounding(values: Any, dense: bool) -> float:
+    r"""$n \varepsilon$ of a decomposed matrix, $\varepsilon$ of its own dtype; 0 of a diagonal.
+
+    The factor was rounded in its dtype when it was summed, so that a zero eigenvalue of it reads
+    as up to about $n \varepsilon \lambda_{\max}$, in whatever precision it was decomposed.
+    Diagonals and measured eigenvalues are sums of squares, right to their last digits.
+    """
+    return values.shape[-1] * float(np.finfo(values.dtype).eps) if dense else 0.0
+
+
+def _block(
+    a: np.ndarray,
+    g: np.ndarray,
+    clipped: tuple[np.ndarray, np.ndarray],
+    rounding: tuple[float, float],
+) -> CapacityBlock:
     # Rounding leaves small negative eigenvalues of a positive semi-definite matrix: they are 0.
-    rows, columns = sorted((np.sort(np.maximum(x, 0)) for x in (a, g)), key=len)
+    sides = [(np.sort(np.maximum(x, 0)), share) for x, share in zip((a, g), rounding, strict=True)]
+    (rows, of_rows), (columns, of_columns) = sorted(sides, key=lambda side: len(side[0]))
     low, high = (math.prod(max(float(end(x)), 0.0) for x in clipped) for end in (np.min, np.max))
-    return CapacityBlock(rows, columns, (low, high))
+    errors = float(of_rows * rows[-1]), float(of_columns * columns[-1])
+    return CapacityBlock(rows, columns, (low, high), errors)
 
 
 def diagonal_rows(layer: Layer, diagonal: Any) -> Any:

@@ -342,3 +342,37 @@ def test_what_cannot_be_measured_is_refused_with_what_to_do(bases):
         capacity_interval([measure(bases)])
     with pytest.raises(ValueError, match="confidence"):
         capacity_interval([measure(bases)] * 2, confidence=1.0)
+
+
+@pytest.mark.parametrize("placement", ["auto", "device", "host"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("stack", [0, 1])
+def test_the_rank_of_a_factor_of_few_rows_is_their_number(placement, dtype, stack):
+    layers = (layer("w", (*[2] * stack, 64, 48), stack=stack),)
+    factors = random_factors(layers, jax.random.key(3), rows=10, dtype=dtype)
+    metrics = measure(eigendecompose(factors, placement=placement, vectors=False), powers=())
+    assert [record.num_positive for record in metrics["w"].parts] == [100] * (1 + stack)
+    exact = lambda x: np.log(np.sort(np.linalg.eigvalsh(x.astype(np.float64)))[..., -10:]).sum()
+    wanted = 10 * (exact(factors["w"].a) + exact(factors["w"].g))
+    np.testing.assert_allclose(metrics["w"].log_pseudo_determinant, wanted, rtol=1e-4)
+    assert metrics["w"].log_determinant is None
+
+
+def test_small_values_of_a_diagonal_side_are_no_rounding_errors():
+    tiny = jnp.asarray([1e-30, 1e-9, 1.0], jnp.float32)
+    table = layer("t", (3, 2), kind="embedding", a_dense=False)
+    spectra = {"t": Spectrum(tiny, None)}, {"t": Spectrum(jnp.ones(2, jnp.float32), None)}
+    bases = Eigenbases(spectra[0], {}, spectra[1], {}, (table,), "joint", 1e6, 0.0)
+    assert measure(bases)["t"].num_positive == 6
+
+
+def test_products_below_the_smallest_float32_count_like_others():
+    factors = random_factors((layer("w", (5, 4)),), jax.random.key(3), dtype=jnp.float32)
+    small = jax.tree.map(lambda x: x * 1e-22, factors)  # the counts as well
+    small = dataclasses.replace(small, a_counts=factors.a_counts, terms=factors.terms)
+    of, of_small = (measure(eigendecompose(x, vectors=False), powers=()) for x in (factors, small))
+    for name in ("num_positive", "entropy_rank", "participation_ratio", "condition"):
+        np.testing.assert_allclose(
+            getattr(of_small["w"], name), getattr(of["w"], name), rtol=1e-4, err_msg=name
+        )
+    np.testing.assert_allclose(of_small["w"].trace, of["w"].trace * 1e-44, rtol=1e-5)

@@ -32,7 +32,7 @@ class Sums(NamedTuple):
         entropy: Of $p = \lambda / \sum \lambda$, nats.
         powers: $\sum \lambda^p$ for each asked p.
         log_positive: $\sum \ln \lambda$ over the positive ones.
-        positive: How many are positive.
+        positive: How many are positive: more than rounding, of their factors.
         above: How many exceed the threshold.
         smallest: Smallest eigenvalue.
         largest: Largest eigenvalue.
@@ -61,6 +61,8 @@ class Sums(NamedTuple):
 def sums_of(block: CapacityBlock, settings: Settings) -> Sums:
     """All sums of a block, in O(m + n) memory."""
     a, g = (x[x > 0] for x in (block.rows, block.columns))
+    sides = zip((block.rows, block.columns), block.rounding, strict=True)
+    sure_a, sure_g = (x[x > rounding] for x, rounding in sides)
     n, delta = settings.num_examples, settings.damping
     zeros = block.size - len(a) * len(g)
     scaled = lambda x: n * x + delta
@@ -75,8 +77,8 @@ def sums_of(block: CapacityBlock, settings: Settings) -> Sums:
         squares=float((a**2).sum() * (g**2).sum()),
         entropy=_entropy(a) + _entropy(g) if len(a) and len(g) else 0.0,
         powers=tuple(float((a**p).sum() * (g**p).sum()) for p in settings.powers),
-        log_positive=float(len(g) * np.log(a).sum() + len(a) * np.log(g).sum()),
-        positive=len(a) * len(g),
+        log_positive=float(len(sure_g) * np.log(sure_a).sum() + len(sure_a) * np.log(sure_g).sum()),
+        positive=len(sure_a) * len(sure_g),
         above=count_above(block, settings.threshold),
         smallest=float(block.rows[0] * block.columns[0]),
         largest=float(block.rows[-1] * block.columns[-1]),

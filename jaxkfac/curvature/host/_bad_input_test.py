@@ -28,10 +28,11 @@ def factors():
         ({"max_condition": 0.5}, "max_condition must be at least 1"),
         ({"timeout": 0.0}, "timeout must be positive"),
         ({"reuse_tolerance": 1.5}, "reuse_tolerance must be in"),
+        ({"dtype": "bfloat16"}, "dtype must be one of.*bfloat16"),
         ({"initial": "identity"}, "needs like="),
         ({"disk": "/nowhere/at/all"}, "is no folder"),
         ({"host_bytes": 100, "like": LIKE}, "host_bytes=100 is too small.*raise host_bytes"),
-        ({"host_bytes": 2000, "like": LIKE}, "host_bytes=2000 is too small.*folder as disk="),
+        ({"host_bytes": 2500, "like": LIKE}, "host_bytes=2500 is too small.*folder as disk="),
     ],
 )
 def test_bad_arguments_are_named(bad, message):

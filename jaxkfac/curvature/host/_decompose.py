@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.curvature._placement import Placement, matrices_that_fit
-from jaxkfac.linalg import HostSpectrum, eigh_checked, eigh_on_host
+from jaxkfac.linalg import HostDType, HostSpectrum, eigh_checked, eigh_on_host
 
 _TIMED_SIZE = 1024  # larger ones are judged by their leading block: the device only gains
 
@@ -18,7 +18,7 @@ class Decomposer:
     r"""Decomposes matrices, from any thread.
 
     The order of attempts: where ``reuse_tolerance`` is given, the basis there is; on the
-    device, where that is chosen; on the host in the matrix's dtype; on the host in float64
+    device, where that is chosen; on the host in ``dtype``; there with NumPy in float64
     (:func:`eigh_on_host`). A matrix that is not finite fails at once.
 
     Args:
@@ -30,14 +30,18 @@ class Decomposer:
             $Q^\top M Q$ is at most $\tau \lVert M \rVert_F$ in the Frobenius norm. Then
             $\lVert Q \operatorname{diag}(\lambda) Q^\top - M \rVert_F \le
             \tau \lVert M \rVert_F$, and no eigenvalue is off by more.
+        dtype: In which the host decomposes.
 
     Attributes:
         chosen: ``{"size/dtype": "device" or "host"}``, what ``"auto"`` has decided.
         num_reused: How many decompositions were saved.
     """
 
-    def __init__(self, placement: Placement, reuse_tolerance: float | None) -> None:
+    def __init__(
+        self, placement: Placement, reuse_tolerance: float | None, dtype: HostDType
+    ) -> None:
         self._placement, self._tolerance = placement, reuse_tolerance
+        self._dtype: HostDType = dtype
         self.chosen: dict[str, str] = {}
         self.num_reused = 0
         self._lock = threading.Lock()
@@ -66,7 +70,7 @@ class Decomposer:
             spectrum = _on_device(matrix, device)
             if spectrum is not None:
                 return spectrum
-        return eigh_on_host(matrix, name=name)
+        return eigh_on_host(matrix, name=name, dtype=self._dtype)
 
     def _where(self, matrix: np.ndarray, device: Any) -> str:
         if self._placement != "auto":
@@ -76,28 +80,24 @@ class Decomposer:
         key = f"{len(matrix)}/{matrix.dtype}"
         with self._lock:
             if key not in self.chosen:
-                self.chosen[key] = _faster(matrix, device)
+                self.chosen[key] = _faster(matrix, device, self._dtype)
             return self.chosen[key]
 
 
-def _faster(matrix: np.ndarray, device: Any) -> str:
+def _faster(matrix: np.ndarray, device: Any, dtype: HostDType) -> str:
     if matrices_that_fit(len(matrix), matrix.dtype, device) == 0:
         return "host"
     block = np.ascontiguousarray(matrix[:_TIMED_SIZE, :_TIMED_SIZE])
     if not np.isfinite(block).all():
         block = np.eye(len(block), dtype=block.dtype)
+    on_host = lambda matrix, _: eigh_on_host(matrix, name="used to compare speeds", dtype=dtype)
     seconds = {}
-    for where, solve in (("device", _on_device), ("host", _on_host)):
+    for where, solve in (("device", _on_device), ("host", on_host)):
         solve(block, device)  # compiles
         start = time.perf_counter()
         solve(block, device)
         seconds[where] = time.perf_counter() - start
     return min(seconds, key=seconds.__getitem__)
-
-
-def _on_host(matrix: np.ndarray, device: Any) -> HostSpectrum:
-    del device
-    return eigh_on_host(matrix, name="used to compare speeds")
 
 
 _eigh = jax.jit(eigh_checked)

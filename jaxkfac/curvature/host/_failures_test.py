@@ -112,10 +112,10 @@ def test_a_first_decomposition_that_fails_raises_at_once(factors):
             running.bases(0)
 
 
-def test_a_failed_float32_decomposition_is_retried_in_float64(factors, monkeypatch):
+def test_a_failed_decomposition_is_retried_with_numpy(factors, monkeypatch):
     from jaxkfac.linalg import _eigh_host
 
-    def nothing(host):
+    def nothing(host, dtype):
         return _eigh_host.HostSpectrum(np.full(host.shape[:-1], np.nan), None)
 
     monkeypatch.setattr(_eigh_host, "_first_try", nothing)

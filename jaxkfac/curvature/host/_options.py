@@ -13,7 +13,7 @@ from jaxkfac.curvature._layout import Layout, layout_of
 from jaxkfac.curvature._placement import Placement
 from jaxkfac.curvature.host._store import Storage
 from jaxkfac.factors import Factors, check_decay
-from jaxkfac.linalg import check_clipping
+from jaxkfac.linalg import HostDType, check_clipping
 
 Initial = Literal["wait", "identity"]
 BasesIn = Literal["device", "host"]
@@ -38,6 +38,7 @@ class HostOptions:
     bases_in: BasesIn = "device"
     vectors_dtype: VectorsDtype | None = None
     rank: int | None = None
+    dtype: HostDType = "float64"
     workers: int = 1
     in_flight_bytes: int = 1 << 30
     host_bytes: int | None = None
@@ -50,6 +51,7 @@ class HostOptions:
         one_of("placement", self.placement, get_args(Placement))
         one_of("initial", self.initial, get_args(Initial))
         one_of("storage", self.storage, get_args(Storage))
+        one_of("dtype", self.dtype, get_args(HostDType))
         one_of("bases_in", self.bases_in, get_args(BasesIn))
         one_of("vectors_dtype", self.vectors_dtype, (None, *get_args(VectorsDtype)))
         for name in ("refresh_every", "lag", "stagger", "keep_previous", "workers"):
@@ -105,7 +107,8 @@ class HostBytes(NamedTuple):
         averages: The running averages; with the next two, what may lie on disk.
         snapshots: Their copies; the first refresh is of all groups.
         bases_in_work: Until their hand-over.
-        workspace: A worker holds the mean and what LAPACK takes; one matrix is being folded.
+        workspace: A worker holds the mean and, in the dtype of the decomposition, what LAPACK
+            takes; one matrix is being folded.
         in_flight: Pushed and not yet averaged; an array larger than what may be goes alone.
         bases: Eigenvectors in use, where they are kept on the host.
     """
@@ -135,7 +138,7 @@ def service_bytes(like: Factors, options: HostOptions) -> HostBytes:
 
     Args:
         like: Factors of one step, or ``stats.factor_shapes(params, batch)``.
-        options: Of the service; ``workers``, ``in_flight_bytes`` and ``storage`` count.
+        options: Of the service; ``workers``, ``in_flight_bytes``, ``storage`` and ``dtype`` count.
 
     Returns:
         Bytes by what they are for; ``HostCurvature(like=like, host_bytes=...)`` accepts their
@@ -152,6 +155,9 @@ def layout_bytes(layout: Layout, options: HostOptions, *, double: bool) -> HostB
     folded = sum(entry.elements for entry in entries)
     folded *= 2 if options.storage == "bfloat16" else itemsize
     largest = max((entry.size for entry in entries if entry.dense), default=0)
+    of_worker = 4 * itemsize  # the mean, the copy that is overwritten, and two of scratch
+    if options.dtype == "float64" and not double:
+        of_worker = itemsize + 4 * 8  # the mean; a copy, its eigenvectors and two of scratch
     in_flight = max(options.in_flight_bytes, *whole.values(), 0)
     bases = sum(size for entry, size in whole.items() if entry.dense)
     kept = sum(
@@ -164,7 +170,7 @@ def layout_bytes(layout: Layout, options: HostOptions, *, double: bool) -> HostB
         averages=folded,
         snapshots=folded,
         bases_in_work=bases,
-        workspace=(4 * options.workers + 1) * itemsize * largest**2,
+        workspace=(options.workers * of_worker + itemsize) * largest**2,
         in_flight=min(in_flight, sum(whole.values())),
         bases=kept // share if options.bases_in == "host" else 0,
     )

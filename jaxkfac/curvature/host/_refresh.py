@@ -26,8 +26,8 @@ _TABLES = ("a", "a_without_ones", "g")
 class Decompositions:
     """The blocks of one refresh.
 
-    A stacked factor is decomposed one slice at a time, so that a worker needs room for the
-    matrix, the copy that LAPACK overwrites and its scratch: four matrices. A snapshot is
+    A stacked factor is decomposed one slice at a time, so that a worker needs room for one
+    matrix, the copy that LAPACK overwrites and its scratch. A snapshot is
     freed as soon as its last slice is done. The results do not depend on which worker does
     what, or when.
 

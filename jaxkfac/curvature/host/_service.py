@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
 
 import jax
+from jaxtyping import DTypeLike
 
 from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.curvature._eigenbases import Eigenbases, identity_bases
@@ -32,6 +33,7 @@ from jaxkfac.curvature.host._store import Storage, Store
 from jaxkfac.curvature.host._threads import Monitor, Workers
 from jaxkfac.factors import Factors, check_same_layers
 from jaxkfac.files import Archive
+from jaxkfac.linalg import host_dtype
 from jaxkfac.memory import ByteSize, parse_bytes
 
 _SIZES = ("in_flight_bytes", "host_bytes")
@@ -55,7 +57,7 @@ class HostCurvature:
     A contribution that is not finite is left out of the average with its count
     (``left_out``). So is one whose sum with the average is not, and that average begins anew. A
     factor to which nothing has been added since its last refresh for these reasons, or whose
-    decomposition is not finite in its own dtype nor in float64, keeps its previous basis for
+    decomposition is not finite, keeps its previous basis for
     at most ``keep_previous`` refreshes, with a ``RuntimeWarning`` each time; then
     :meth:`bases` raises. An exception in a thread is raised by the next call. A forked process has
     none of the threads: every call there raises at once.
@@ -93,6 +95,8 @@ class HostCurvature:
         rank: Keep the eigenvectors of so many largest eigenvalues of each factor, and for all
             other directions the mean of the other eigenvalues; ``rank_errors`` says what that
             is off by. Measured eigenvalues (:func:`jaxkfac.correct_eigenvalues`) need all.
+        dtype: In which the host decomposes, as in :func:`jaxkfac.eigendecompose`; the bases have
+            the dtype of the factors.
         workers: Threads that decompose. More than one need ``OPENBLAS_NUM_THREADS=1``.
         in_flight_bytes: Bytes of factors pushed and not yet in the average, a number or
             ``"1GiB"``; :meth:`push` waits for room. A larger factor goes alone.
@@ -108,14 +112,14 @@ class HostCurvature:
     Memory:
         On the host, with $F$ the bytes of the folded factors (half of the whole ones):
         $2 F$ for average and snapshot, bases in use (on the CPU) and those in work,
-        ``workers * 4 n**2`` elements and the bytes in flight. With ``bases_in="host"`` the
-        eigenvectors in use are there too, and on the device those of two blocks of one layer.
-        Those in work are a share of ``1 / stagger``, but in the first refresh all: none are
-        in use then, unless there are identities. With ``reuse_tolerance`` on an accelerator
-        a host copy of the old eigenvectors of what is decomposed, a stack at a time. On the
-        device: the bases; at a hand-over one factor's more, unless the caller holds the
-        bases of before (``del bases`` first). ``OPENBLAS_NUM_THREADS`` must be the same in
-        two runs for equal bits.
+        ``workers * 36 n**2`` bytes (``16 n**2`` with ``dtype="float32"``) and the bytes in
+        flight. With ``bases_in="host"`` the eigenvectors in use are there too, and on the device
+        those of two blocks of one layer. Those in work are a share of ``1 / stagger``, but in the
+        first refresh all: none are in use then, unless there are identities. With
+        ``reuse_tolerance`` on an accelerator a host copy of the old eigenvectors of what is
+        decomposed, a stack at a time. On the device: the bases; at a hand-over one factor's more,
+        unless the caller holds the bases of before (``del bases`` first).
+        ``OPENBLAS_NUM_THREADS`` must be the same in two runs for equal bits.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -149,6 +153,7 @@ class HostCurvature:
         bases_in: BasesIn = HostOptions.bases_in,
         vectors_dtype: VectorsDtype | None = HostOptions.vectors_dtype,
         rank: int | None = HostOptions.rank,
+        dtype: DTypeLike = HostOptions.dtype,
         workers: int = HostOptions.workers,
         in_flight_bytes: ByteSize = HostOptions.in_flight_bytes,
         host_bytes: ByteSize | None = HostOptions.host_bytes,
@@ -170,6 +175,7 @@ class HostCurvature:
             bases_in=bases_in,
             vectors_dtype=vectors_dtype,
             rank=rank,
+            dtype=host_dtype(dtype),
             workers=workers,
             **_sizes(in_flight_bytes=in_flight_bytes, host_bytes=host_bytes),
             disk=None if disk is None else Path(disk),
@@ -200,7 +206,7 @@ class HostCurvature:
                 options.vectors_dtype,
                 options.rank,
             ),
-            Decomposer(options.placement, options.reuse_tolerance),
+            Decomposer(options.placement, options.reuse_tolerance, options.dtype),
         )
         if like is not None:
             self._state.use_layout(layout_of(like.layers, like.bias), double=is_double(like))

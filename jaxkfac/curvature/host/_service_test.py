@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac.curvature import eigendecompose, reconstruct
+from jaxkfac.curvature import eigendecompose, natural_gradient, reconstruct
 from jaxkfac.curvature.host import HostCurvature, HostOptions, _decompose, _refresh, service_bytes
 from jaxkfac.factors import update_average
 from jaxkfac.factors._explicit_net_test import layer, random_factors
+from jaxkfac.linalg import Spectrum
 
 LAYERS = (
     layer("q", (3, 4), bias="q_bias"),
@@ -88,10 +89,10 @@ class Gate:
     def __init__(self, monkeypatch, closed=True):
         self.open, self.calls, solve = threading.Event(), [], _decompose.eigh_on_host
 
-        def gated(matrix, *, name):
+        def gated(matrix, *, name, dtype):
             self.calls.append(name)
             assert self.open.wait(60), "the gate was never opened"
-            return solve(matrix, name=name)
+            return solve(matrix, name=name, dtype=dtype)
 
         monkeypatch.setattr(_decompose, "eigh_on_host", gated)
         if not closed:
@@ -433,14 +434,14 @@ def test_auto_takes_the_faster_place_that_has_room(monkeypatch, free, seconds, c
         clock[0] += seconds
         return on_device(matrix, cpu)
 
-    def timed_host(matrix, *, name):
+    def timed_host(matrix, *, name, dtype):
         clock[0] += 0.02
-        return on_host(matrix, name=name)
+        return on_host(matrix, name=name, dtype=dtype)
 
     monkeypatch.setattr(_decompose, "_on_device", timed_device)
     monkeypatch.setattr(_decompose, "eigh_on_host", timed_host)
     monkeypatch.setattr(_decompose.time, "perf_counter", lambda: clock[0])
-    decomposer = _decompose.Decomposer("auto", None)
+    decomposer = _decompose.Decomposer("auto", None, "float64")
     matrix = np.diag(np.arange(1, 6, dtype=np.float32))
     arguments = {"name": "x", "device": _Accelerator(free), "previous": None}
     spectrum = decomposer.decompose(matrix, **arguments)
@@ -449,6 +450,52 @@ def test_auto_takes_the_faster_place_that_has_room(monkeypatch, free, seconds, c
     before = len(used)
     decomposer.decompose(matrix, **arguments)  # measured once
     assert len(used) - before == (chosen == "device")
+
+
+def factors_of_condition(condition, stack):
+    """Float32 factors of one layer whose eigenvalues fall evenly, in logarithms, to the last."""
+    rng, sums = np.random.default_rng(0), []
+    for n in (48, 32):
+        q = np.linalg.qr(rng.normal(size=(*stack, n, n)))[0]
+        values = np.logspace(0, -np.log10(condition), n)
+        sums.append(jnp.asarray((q * values) @ np.swapaxes(q, -1, -2), jnp.float32))
+    made = random_factors((layer("w", (*stack, 48, 32), stack=len(stack)),), jax.random.key(0))
+    one = jnp.ones((), jnp.float32)
+    counts = {"w": jnp.ones(stack, jnp.float32)}
+    return dataclasses.replace(
+        made, a_sums={"w": sums[0]}, a_counts=counts, g_sums={"w": sums[1]}, terms=one
+    )
+
+
+@pytest.mark.parametrize("stack", [(), (2,)])
+@pytest.mark.parametrize("where", ["auto", "host", "service"])
+def test_the_natural_gradient_is_that_of_a_rounded_float64_decomposition(where, stack):
+    factors = factors_of_condition(1e6, stack)
+    tree = {"w": jax.random.normal(jax.random.key(1), (*stack, 48, 32), jnp.float32)}
+
+    def bases(dtype):
+        if where != "service":
+            return eigendecompose(factors, placement=where, dtype=dtype)
+        with HostCurvature(dtype=dtype) as running:
+            running.push(factors, 0)
+            return running.bases(0)
+
+    (a, q_a), (g, q_g) = (np.linalg.eigh(np.asarray(m, np.float64)) for m in factors["w"])
+    rounded = dataclasses.replace(
+        bases("float64"),
+        a={"w": Spectrum(jnp.asarray(a, jnp.float32), jnp.asarray(q_a, jnp.float32))},
+        g={"w": Spectrum(jnp.asarray(g, jnp.float32), jnp.asarray(q_g, jnp.float32))},
+    )
+    a, g = (np.maximum(x, x.max(-1, keepdims=True) / 1e6) for x in (a, g))
+    turned = np.swapaxes(q_a, -1, -2) @ np.asarray(tree["w"], np.float64) @ q_g
+    exact = q_a @ (turned / (a[..., :, None] * g[..., None, :])) @ np.swapaxes(q_g, -1, -2)
+
+    def error(bases):
+        found = natural_gradient(tree, bases, damping=0.0)["w"]
+        return np.linalg.norm(np.asarray(found, np.float64) - exact) / np.linalg.norm(exact)
+
+    assert error(bases(np.float64)) <= 1.5 * error(rounded) < 1e-5
+    assert error(bases(np.float32)) > 0.01  # as much as is lost without
 
 
 @pytest.mark.gpu

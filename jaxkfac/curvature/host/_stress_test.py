@@ -22,9 +22,9 @@ def jittered(monkeypatch, seed, seconds):
     """Every decomposition and every contribution takes some time of its own."""
     rng, solve, advance = random.Random(seed), _decompose.eigh_on_host, _average._advance
 
-    def slow_solve(matrix, *, name):
+    def slow_solve(matrix, *, name, dtype):
         time.sleep(rng.random() * seconds)
-        return solve(matrix, name=name)
+        return solve(matrix, name=name, dtype=dtype)
 
     def slow_advance(*args):
         if rng.random() < 0.05:
@@ -173,13 +173,13 @@ def test_an_interpreter_ends_without_close(how):
         from jaxkfac.curvature.host import HostCurvature, _decompose
         from jaxkfac.factors._explicit_net_test import layer, random_factors
         how, begun, solve = {how!r}, threading.Event(), _decompose.eigh_on_host
-        def eigh(matrix, *, name):
+        def eigh(matrix, *, name, dtype):
             begun.set()
             if how == "asleep":
                 time.sleep(1000)
             end = time.monotonic() + 1.5
             while time.monotonic() < end:  # in and out of XLA, which must not be cut short
-                spectrum = solve(matrix, name=name)
+                spectrum = solve(matrix, name=name, dtype=dtype)
             return spectrum
         _decompose.eigh_on_host = eigh
         factors = random_factors((layer("a", (3, 60)),), jax.random.key(0), rows=2)
