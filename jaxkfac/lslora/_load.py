@@ -138,11 +138,11 @@ def load(
         return adapters, config
     fused, config = fuse(adapters, config, model.config.parts)
     if both := sorted(fused.keys() & replaced.keys()):
+        other = {"modules_to_save": None, "exclude_modules": record.get("modules_to_save")}
         raise ValueError(
-            f"{where / CONFIG}: modules_to_save replaces a part of {both}, or some slices, and "
-            "the file has adapters of others; here a kernel is replaced or adapted, not both. "
-            "Write these modules into the base model, and load the adapter onto that one with "
-            'assume={"modules_to_save": None}'
+            f"{where / CONFIG}: modules_to_save replaces some slices or a part of {both}, and the "
+            "file adapts others of them; here a kernel is replaced or adapted, not both. Write "
+            f"these modules into the base model, and load the adapter onto that with assume={other}"
         )
     return {**fused, **replaced}, config
 
