@@ -28,6 +28,7 @@ NAMES = {
     "NonFiniteFactorError": _ERROR,
     "UncoveredParameterError": _ERROR,
     "UnknownLayerError": _ERROR,
+    "DamagedFileError": _ERROR,
     "MemoryBudgetError": _ERROR,
     # types
     "Damping": _TYPE,
@@ -87,6 +88,13 @@ NAMES = {
     "scan_counts": _PART,
     "scan_like": _PART,
     "selector": _PART,
+    "open_jaxpr": _PART,
+    # files
+    "Archive": "reads what was written; the bits are compared beside it",
+    "PARTIAL": "the end of a file's name",
+    "whole_file": "writes bytes",
+    "write_archive": "writes bytes",
+    "write_text": "writes bytes",
     # factors
     "Estimator": _PART,
     "FISHER_TYPES": _PART,
@@ -122,7 +130,7 @@ NAMES = {
     "WORKSPACE_MATRICES": "predicts bytes, of which torch_ref has no table",
     "diagonal_rows": _PIECE,
     "METRICS": "the table of the metrics, whose numbers have cases",
-    "Measured": "what a metric is a function of",
+    "MeasuredSpectrum": "what a metric is a function of",
     "Metric": _TYPE,
     "columns": "headings of tables",
     "legend": "the line below a table",
@@ -140,6 +148,7 @@ NAMES = {
     "FunctionOperator": "the user's own product",
     "from_function": "the user's own product",
     # lslora
+    "PretrainedModel": _TYPE,
     "ApproximateMerge": "what approximate_merge returns",
     "approximate_merge": f"least squares of a branch on a batch: {_NO_TWIN_BESIDE}",
     "fuse": "moves columns of B between layers; the test beside it compares outputs",

@@ -132,6 +132,7 @@ def pure(params):
     return leaves
 
 
+@pytest.mark.exhaustive
 @pytest.mark.standard_promotion  # Flax and jax.nn mix float32 constants into float64
 @pytest.mark.parametrize("remat", [True, False])
 def test_nnx_scan_and_remat(x64, remat):
@@ -149,6 +150,7 @@ def test_nnx_scan_and_remat(x64, remat):
     )
 
 
+@pytest.mark.exhaustive
 def test_nnx_dropout_in_scan_follows_the_key():
     apply_fn, params = jk.from_nnx(Stacked(nnx.Rngs(0)))
     batch = (normal(1, 3, 4), labels(2, 3))
@@ -410,6 +412,7 @@ def test_donation_to_an_inner_jit_is_kept_or_harmless(x64):
     check(model, p, BATCH(), oracle_model=plain)
 
 
+@pytest.mark.slow
 def test_tracing_twice_leaks_nothing(x64):
     with jax.checking_leaks():
         jax.jit(jk.value_grad_and_factors(objective_of(scanned)))(

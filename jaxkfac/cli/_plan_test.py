@@ -89,6 +89,7 @@ def test_what_takes_longer_than_two_seconds_says_where_it_is(capsys, monkeypatch
     assert "planning: as it stands\nplanning: remat" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_7b_decoder_fits_80_gb_and_the_step_has_a_price(capsys):
     run_plan(PlanArguments(device_bytes="80GB", preset="llama-7b", dtype="bfloat16", json=True))
     found = json.loads(capsys.readouterr().out)["smallest"]

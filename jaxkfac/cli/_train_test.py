@@ -91,6 +91,7 @@ def test_a_run_writes_report_metrics_and_checkpoints(finished):
     assert "K-FAC" in (finished / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_speed_memory_and_the_time_left_are_shown(finished, tmp_path, no_page, capsys):
     metrics = json.loads((finished / "metrics.json").read_text())
     for name, run_ in metrics["runs"].items():
@@ -104,6 +105,7 @@ def test_speed_memory_and_the_time_left_are_shown(finished, tmp_path, no_page, c
     assert capsys.readouterr().err.count(" s an update, 6 updates)") == 1
 
 
+@pytest.mark.slow
 def test_an_epoch_is_read_once_and_its_state_is_donated(tmp_path, no_page, monkeypatch, reads):
     programs, counts = [], []
     compile_epoch, whole = loop_module.compile_epoch, train_module.train

@@ -170,8 +170,8 @@ def test_a_rank_that_is_no_bound_changes_nothing(problem):
     [
         ({"rank": 0}, "rank must be at least 1"),
         ({"rank": 3, "reuse_tolerance": 0.1}, "give one of them"),
-        ({"bases_in": "disk"}, "bases_in must be one of"),
-        ({"vectors_dtype": "int8"}, "vectors_dtype must be one of"),
+        ({"bases_in": "disk"}, "bases_in='disk': expected one of"),
+        ({"vectors_dtype": "int8"}, "vectors_dtype='int8': expected one of"),
     ],
 )
 def test_bad_arguments_are_named(bad, message, monkeypatch):

@@ -31,7 +31,7 @@ class Stack(NamedTuple):
     modules: list[str]
 
 
-class Slice(NamedTuple):
+class ModuleSettings(NamedTuple):
     """One module: what the settings say of it."""
 
     rank: int
@@ -116,12 +116,14 @@ def stacked(
     return Adapter(**arrays), widest.rank, widest.alpha
 
 
-def _slice(record: Mapping[str, Any], module: str) -> Slice:
+def _slice(record: Mapping[str, Any], module: str) -> ModuleSettings:
     rank = pattern_value(record, "rank_pattern", module, record["r"])
     alpha = pattern_value(record, "alpha_pattern", module, record["lora_alpha"])
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank {rank!r} of {module}: expected at least 1, a whole number")
-    return Slice(rank, alpha, alpha / (math.sqrt(rank) if record.get("use_rslora") else rank))
+    return ModuleSettings(
+        rank, alpha, alpha / (math.sqrt(rank) if record.get("use_rslora") else rank)
+    )
 
 
 def _nothing(stack: Stack, rank: int, dtype: Any, phi: Nonlinearity | None) -> dict[str, Any]:

@@ -295,6 +295,7 @@ def test_accumulation_inside_accumulation_is_refused(inner, name):
         multi_steps(inner(), 3).init({"w": jnp.zeros(2)})
 
 
+@pytest.mark.slow
 def test_optax_multi_steps_around_kfac_takes_the_last_factors_for_all_and_says_nothing(params):
     rows = 32
     x, y, _ = net_batch(jax.random.key(0), K * rows)

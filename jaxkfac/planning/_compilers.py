@@ -20,7 +20,7 @@ TargetName = Literal["cpu", "h100", "v5e"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class CompilerTarget:
     """A device that a program can be compiled for.
 
     Attributes:
@@ -70,9 +70,9 @@ def _h100() -> dict[str, str]:
     return {"platform": "cuda", "target_config": text, "topology": "1x1x1"}
 
 
-TARGETS: Mapping[TargetName, Target] = {
-    "cpu": Target("this CPU", "cpu", "jax", "jax", {"JAX_PLATFORMS": "cpu"}, None),
-    "h100": Target(
+TARGETS: Mapping[TargetName, CompilerTarget] = {
+    "cpu": CompilerTarget("this CPU", "cpu", "jax", "jax", {"JAX_PLATFORMS": "cpu"}, None),
+    "h100": CompilerTarget(
         title="NVIDIA H100 SXM5 80 GB",
         platform="cuda",
         module="jax_plugins.xla_cuda12",
@@ -88,7 +88,7 @@ TARGETS: Mapping[TargetName, Target] = {
         },
         topology=_h100(),
     ),
-    "v5e": Target(
+    "v5e": CompilerTarget(
         title="TPU v5e",
         platform="tpu",
         module="libtpu",
@@ -104,7 +104,7 @@ TARGETS: Mapping[TargetName, Target] = {
 }
 
 
-def target_of(name: str) -> Target:
+def target_of(name: str) -> CompilerTarget:
     """The target of a name.
 
     Raises:
@@ -117,7 +117,7 @@ def target_of(name: str) -> Target:
 def compiled_bytes(
     fn: Callable[..., Any],
     *args: Any,
-    target: str | Target,
+    target: str | CompilerTarget,
     donate_argnums: int | Sequence[int] = (),
     python: str | Path = sys.executable,
     timeout: float | None = None,
@@ -177,7 +177,7 @@ def _described(aval: Any) -> tuple[tuple[int, ...], str]:
 
 
 def _ask(
-    request: dict[str, Any], to: Target, python: str | Path, timeout: float | None
+    request: dict[str, Any], to: CompilerTarget, python: str | Path, timeout: float | None
 ) -> dict[str, Any]:
     """What the child answers."""
     child = Path(__file__).with_name("_compile_child.py")

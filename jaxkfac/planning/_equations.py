@@ -54,7 +54,7 @@ class Body:
         stacked: What is copied into stacked arrays as soon as it is made.
     """
 
-    program: "Program"
+    program: "EquationList"
     results: Sequence[Value]
     stacked: Sequence[Value] = ()
 
@@ -86,7 +86,7 @@ class Equation:
         return self.fuses or self.name in _IN_PLACE
 
 
-class Program:
+class EquationList:
     """Equations in the order of the trace.
 
     Args:
@@ -149,14 +149,14 @@ class Program:
 
     def _body(self, jaxpr: Any) -> Body:
         inner, _ = open_jaxpr(jaxpr)
-        program = Program(self._platform)
+        program = EquationList(self._platform)
         return Body(program, program.expand(inner, [Value() for _ in inner.invars]))
 
     def _iteration(self, eqn: Any) -> Body:
         """One iteration: what it is given is there, and its slices are read where they lie."""
         inner, _ = body_of(eqn)
         num_consts, num_carry = scan_counts(eqn)
-        program = Program(self._platform)
+        program = EquationList(self._platform)
         given = [Value() for _ in inner.invars[: num_consts + num_carry]]
         for var in inner.invars[num_consts + num_carry :]:
             given += program._append("dynamic_slice", [], [_nbytes(var)], fused=True)

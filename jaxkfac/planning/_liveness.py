@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxkfac.planning._equations import DEAR, Equation, Program, Value
+from jaxkfac.planning._equations import DEAR, Equation, EquationList, Value
 
 
 def live_bytes(
@@ -40,7 +40,7 @@ def live_bytes(
         Bytes. A compiler that fuses less, as XLA does for a CPU, allocates more. Scratch that
         libraries allocate by themselves is not among them.
     """
-    program, jaxpr = Program(platform), jax.make_jaxpr(fn)(*args).jaxpr
+    program, jaxpr = EquationList(platform), jax.make_jaxpr(fn)(*args).jaxpr
     results = program.expand(jaxpr, [Value() for _ in jaxpr.invars])
     donated = [x for i in donate_argnums for x in jax.tree.leaves(args[i])]
     kinds = [(x.shape, x.dtype) for x in donated]

@@ -284,6 +284,7 @@ def test_an_examination_that_ctrl_c_breaks_off_is_held_after_resuming(
     assert_same_end(whole, parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

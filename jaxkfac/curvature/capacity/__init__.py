@@ -4,7 +4,7 @@ from jaxkfac.curvature.capacity._blocks import diagonal_rows
 from jaxkfac.curvature.capacity._comparison import CapacityComparison, Change, compare_capacity
 from jaxkfac.curvature.capacity._definitions import METRICS
 from jaxkfac.curvature.capacity._interval import CapacityInterval, Interval, capacity_interval
-from jaxkfac.curvature.capacity._metric import Measured, Metric, columns, legend, metric
+from jaxkfac.curvature.capacity._metric import MeasuredSpectrum, Metric, columns, legend, metric
 from jaxkfac.curvature.capacity._metrics import CapacityMetrics, OverLayers, capacity_metrics
 from jaxkfac.curvature.capacity._record import CapacityRecord
 
@@ -16,7 +16,7 @@ __all__ = [
     "CapacityRecord",
     "Change",
     "Interval",
-    "Measured",
+    "MeasuredSpectrum",
     "Metric",
     "OverLayers",
     "capacity_interval",

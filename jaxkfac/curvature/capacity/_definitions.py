@@ -2,7 +2,7 @@ r"""The capacity metrics, one function each, of the eigenvalues $\lambda$."""
 
 import math
 
-from jaxkfac.curvature.capacity._metric import METRICS, Measured, metric
+from jaxkfac.curvature.capacity._metric import METRICS, MeasuredSpectrum, metric
 from jaxkfac.curvature.capacity._order import quantiles as quantiles_of
 from jaxkfac.curvature.capacity._sums import sum_log1p
 
@@ -12,13 +12,13 @@ __all__ = ["METRICS"]  # which has them all once this module is read
 
 
 @metric("scale-free", heading="dim.")
-def dimension(measured: Measured) -> int:
+def dimension(measured: MeasuredSpectrum) -> int:
     """Number of eigenvalues: of parameters."""
     return measured.sums.size
 
 
 @metric("scale-free")
-def num_positive(measured: Measured) -> int:
+def num_positive(measured: MeasuredSpectrum) -> int:
     r"""How many are positive: the rank. Of products, those whose two factors are above
     $n \varepsilon \lambda_{\max}$ of their matrix, of size n, with $\varepsilon$ of its dtype;
     below, they are rounding errors of zeros.
@@ -27,40 +27,40 @@ def num_positive(measured: Measured) -> int:
 
 
 @metric("scale-free", heading="part.\nratio", legend="(Σλ)² / Σλ²")
-def participation_ratio(measured: Measured) -> float:
+def participation_ratio(measured: MeasuredSpectrum) -> float:
     r"""$(\sum\lambda)^2 / \sum\lambda^2$, in [1, dimension]; "effective rank" in some papers."""
     trace = measured.sums.trace
     return trace**2 / measured.sums.squares if trace > 0 else 0.0
 
 
 @metric("scale-free", is_logarithm=True)
-def spectral_entropy(measured: Measured) -> float:
+def spectral_entropy(measured: MeasuredSpectrum) -> float:
     r"""$H = -\sum p \ln p$ of $p = \lambda / \sum\lambda$, nats."""
     return measured.sums.entropy
 
 
 @metric("scale-free", heading="entropy\nrank", legend="exp(entropy)")
-def entropy_rank(measured: Measured) -> float:
+def entropy_rank(measured: MeasuredSpectrum) -> float:
     """$e^H$, in [1, dimension]; the effective rank of Roy and Vetterli."""
     return math.exp(measured.sums.entropy) if measured.sums.trace > 0 else 0.0
 
 
 @metric("scale-free", heading="stable\nrank", legend="Σλ² / λmax²")
-def stable_rank(measured: Measured) -> float:
+def stable_rank(measured: MeasuredSpectrum) -> float:
     r"""$\sum\lambda^2 / \lambda_{\max}^2$, the stable rank of the matrix."""
     sums = measured.sums
     return sums.squares / sums.largest**2 if sums.trace > 0 else 0.0
 
 
 @metric("scale-free")
-def intrinsic_dimension(measured: Measured) -> float:
+def intrinsic_dimension(measured: MeasuredSpectrum) -> float:
     r"""$\sum\lambda / \lambda_{\max}$, the stable rank of its root."""
     sums = measured.sums
     return sums.trace / sums.largest if sums.trace > 0 else 0.0
 
 
 @metric("scale-free", heading="condition", legend="λmax / λmin")
-def condition(measured: Measured) -> float | None:
+def condition(measured: MeasuredSpectrum) -> float | None:
     r"""$\lambda_{\max} / \lambda_{\min}$, for one block $\kappa_A \kappa_G$; ``None`` (infinite)
     where an eigenvalue is 0.
     """
@@ -68,13 +68,13 @@ def condition(measured: Measured) -> float | None:
 
 
 @metric("scale-free", heading="clipped", legend="the same after clipping")
-def condition_clipped(measured: Measured) -> float | None:
+def condition_clipped(measured: MeasuredSpectrum) -> float | None:
     """The same after clipping."""
     return _ratio(measured.sums.largest_clipped, measured.sums.smallest_clipped)
 
 
 @metric("scale-free")
-def local_effective_dimension(measured: Measured) -> float | None:
+def local_effective_dimension(measured: MeasuredSpectrum) -> float | None:
     r"""$\sum \ln(1 + \kappa \hat\lambda) / \ln \kappa$ with $\hat\lambda$ scaled to a mean of 1
     and $\kappa = N / (2 \pi \ln N)$, at one point; ``None`` where $\kappa \le 1$ (N < 19) or all
     eigenvalues are 0.
@@ -90,31 +90,31 @@ def local_effective_dimension(measured: Measured) -> float | None:
 
 
 @metric("mean", heading="trace", legend="Σλ")
-def trace(measured: Measured) -> float:
+def trace(measured: MeasuredSpectrum) -> float:
     r"""$\sum\lambda$."""
     return measured.sums.trace
 
 
 @metric("mean")
-def frobenius(measured: Measured) -> float:
+def frobenius(measured: MeasuredSpectrum) -> float:
     r"""$\sqrt{\sum\lambda^2}$."""
     return math.sqrt(measured.sums.squares)
 
 
 @metric("mean")
-def largest(measured: Measured) -> float:
+def largest(measured: MeasuredSpectrum) -> float:
     r"""$\lambda_{\max}$."""
     return measured.sums.largest
 
 
 @metric("mean")
-def smallest(measured: Measured) -> float:
+def smallest(measured: MeasuredSpectrum) -> float:
     r"""$\lambda_{\min}$."""
     return measured.sums.smallest
 
 
 @metric("mean", is_logarithm=True)
-def log_determinant(measured: Measured) -> float | None:
+def log_determinant(measured: MeasuredSpectrum) -> float | None:
     r"""$\sum \ln\lambda$; ``None`` (minus infinity) where an eigenvalue is not positive, as
     ``num_positive`` counts.
     """
@@ -123,19 +123,19 @@ def log_determinant(measured: Measured) -> float | None:
 
 
 @metric("mean", is_logarithm=True)
-def log_pseudo_determinant(measured: Measured) -> float:
+def log_pseudo_determinant(measured: MeasuredSpectrum) -> float:
     r"""$\sum \ln\lambda$ over the ``num_positive`` positive ones."""
     return measured.sums.log_positive
 
 
 @metric("mean", label="number above {threshold:g}")
-def num_above(measured: Measured) -> int:
+def num_above(measured: MeasuredSpectrum) -> int:
     """Eigenvalues above the threshold."""
     return measured.sums.above
 
 
 @metric("mean", of_factors=True)
-def num_above_a(measured: Measured) -> int | None:
+def num_above_a(measured: MeasuredSpectrum) -> int | None:
     """Eigenvalues of the factor A above the threshold, summed over stacked slices; ``None`` for
     diagonals and for the whole model.
     """
@@ -143,19 +143,19 @@ def num_above_a(measured: Measured) -> int | None:
 
 
 @metric("mean", of_factors=True)
-def num_above_g(measured: Measured) -> int | None:
+def num_above_g(measured: MeasuredSpectrum) -> int | None:
     """Likewise of G."""
     return measured.above[1] if measured.above else None
 
 
 @metric("mean")
-def trace_powers(measured: Measured) -> dict[float, float]:
+def trace_powers(measured: MeasuredSpectrum) -> dict[float, float]:
     """``{p: tr F^p}``."""
     return dict(zip(measured.settings.powers, measured.sums.powers, strict=True))
 
 
 @metric("mean")
-def quantiles(measured: Measured) -> dict[float, float]:
+def quantiles(measured: MeasuredSpectrum) -> dict[float, float]:
     """``{q: the smallest eigenvalue that at least q of all do not exceed}``."""
     return quantiles_of(measured.blocks, measured.settings.quantiles)
 
@@ -164,7 +164,7 @@ def quantiles(measured: Measured) -> dict[float, float]:
 
 
 @metric("sum", heading="eff.\ndim.", legend="Σ Nλ / (Nλ + δ)")
-def effective_dimension(measured: Measured) -> float:
+def effective_dimension(measured: MeasuredSpectrum) -> float:
     r"""$\sum N\lambda / (N\lambda + \delta)$, directions that the data determine better than a
     prior of precision $\delta$ does.
     """
@@ -172,7 +172,7 @@ def effective_dimension(measured: Measured) -> float:
 
 
 @metric("sum", is_logarithm=True)
-def log_determinant_damped(measured: Measured) -> float | None:
+def log_determinant_damped(measured: MeasuredSpectrum) -> float | None:
     r"""$\sum \ln(N\lambda + \delta)$; ``None`` where that is minus infinity ($\delta = 0$ and an
     eigenvalue is 0).
     """
@@ -181,7 +181,7 @@ def log_determinant_damped(measured: Measured) -> float | None:
 
 
 @metric("sum", label="PAC-Bayes complexity")
-def pac_bayes_complexity(measured: Measured) -> float:
+def pac_bayes_complexity(measured: MeasuredSpectrum) -> float:
     r"""$\sqrt{\sum\lambda / N}$."""
     return math.sqrt(measured.sums.trace / measured.settings.num_examples)
 

@@ -14,7 +14,7 @@ Scalar = float | int | None
 Value = Scalar | dict[float, float]
 
 
-class Measured(NamedTuple):
+class MeasuredSpectrum(NamedTuple):
     """What metrics are functions of: the eigenvalues of a block, or of several together.
 
     Attributes:
@@ -31,7 +31,7 @@ class Measured(NamedTuple):
     above: tuple[int, int] | None
 
 
-Definition = Callable[[Measured], Value]
+Definition = Callable[[MeasuredSpectrum], Value]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def metric(
     All else follows from it: JSON, tables, intervals, comparisons, the record's docstring::
 
         @metric("mean", heading="mean λ", legend="Σλ / dim.")
-        def mean_eigenvalue(measured: Measured) -> float:
+        def mean_eigenvalue(measured: MeasuredSpectrum) -> float:
             return measured.sums.trace / measured.sums.size
 
     Raises:

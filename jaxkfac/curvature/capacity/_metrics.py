@@ -8,7 +8,7 @@ from typing import Any
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature.capacity._blocks import CapacityBlock, LayerBlocks, Slice, layer_blocks
-from jaxkfac.curvature.capacity._metric import Measured
+from jaxkfac.curvature.capacity._metric import MeasuredSpectrum
 from jaxkfac.curvature.capacity._order import count_above
 from jaxkfac.curvature.capacity._record import CapacityRecord, record_of, scales
 from jaxkfac.curvature.capacity._sums import Settings, Sums, combined, sums_of
@@ -162,7 +162,7 @@ def capacity_metrics(
     counted = [block for blocks in found for block in blocks.counted]
     return CapacityMetrics(
         layers=layers,
-        model=record_of(Measured(_sums(counted, settings, known), counted, settings, None)),
+        model=record_of(MeasuredSpectrum(_sums(counted, settings, known), counted, settings, None)),
         over_layers=_over_layers([r for record in layers.values() for r in record.parts]),
         not_counted=tuple(blocks.name for blocks in found if not blocks.counted),
         num_examples=settings.num_examples,
@@ -176,7 +176,9 @@ def _measure_layer(
 ) -> CapacityRecord:
     above = [_above_per_factor(part, settings.threshold) for part in layer.slices]
     slices = [
-        record_of(Measured(_sums(part.blocks, settings, known), part.blocks, settings, count))
+        record_of(
+            MeasuredSpectrum(_sums(part.blocks, settings, known), part.blocks, settings, count)
+        )
         for part, count in zip(layer.slices, above, strict=True)
     ]
     if not layer.stacked:
@@ -184,7 +186,7 @@ def _measure_layer(
     blocks = [block for part in layer.slices for block in part.blocks]
     counts = [count for count in above if count is not None]
     total = (sum(a for a, _ in counts), sum(g for _, g in counts)) if counts else None
-    measured = Measured(_sums(blocks, settings, known), blocks, settings, total)
+    measured = MeasuredSpectrum(_sums(blocks, settings, known), blocks, settings, total)
     return record_of(measured, tuple(slices))
 
 

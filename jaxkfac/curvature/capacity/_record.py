@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 from jaxkfac._errors import nearest
 from jaxkfac.curvature.capacity._definitions import METRICS
-from jaxkfac.curvature.capacity._metric import Measured, Scalar, Scale, Value
+from jaxkfac.curvature.capacity._metric import MeasuredSpectrum, Scalar, Scale, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,9 @@ class CapacityRecord:
         return {**self.scalars(), **slices}
 
 
-def record_of(measured: Measured, slices: tuple[CapacityRecord, ...] = ()) -> CapacityRecord:
+def record_of(
+    measured: MeasuredSpectrum, slices: tuple[CapacityRecord, ...] = ()
+) -> CapacityRecord:
     """Every registered metric of what was measured."""
     return CapacityRecord({name: m.definition(measured) for name, m in METRICS.items()}, slices)
 

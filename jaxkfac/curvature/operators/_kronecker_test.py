@@ -85,6 +85,7 @@ def test_missing_parameters_are_treated_as_in_apply_power():
         kronecker(bases, damping=-1.0)
 
 
+@pytest.mark.exhaustive
 def test_a_kronecker_operator_is_an_argument_of_jit():
     problem = mlp_problem()
     operator = kronecker(bases_of(problem), problem[1], power=-1.0, damping=0.1)

@@ -74,6 +74,7 @@ def pair():
     return jk.lslora.attach(pretrained.apply_fn, config), a, b
 
 
+@pytest.mark.slow
 def test_adapters_answer_through_the_same_program():
     pretrained, (adapted, a, b) = model(), pair()
     answers, read = {}, jax.jit(adapted)
