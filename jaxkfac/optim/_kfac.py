@@ -16,6 +16,7 @@ from jaxkfac.curvature import (
     natural_gradient,
 )
 from jaxkfac.factors import Factors, check_decay, check_same_layers, update_average, zeros_like
+from jaxkfac.interception import Staged, TraceCache
 from jaxkfac.linalg import Damping, DampingMode, check_clipping
 from jaxkfac.optim._descent import (
     advance_momentum,
@@ -35,6 +36,7 @@ from jaxkfac.optim._trees import (
     cast_like,
     covered_leaves,
     gradients_only,
+    is_concrete,
     with_constants,
 )
 
@@ -170,6 +172,7 @@ def kfac(
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
     clipping: dict[str, Any] = {"max_condition": max_condition, "floor": floor}
     covered = covered_indices(like.layers)
+    staged: TraceCache[Staged] = TraceCache()
 
     def not_ours(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda ours: not ours, covered_leaves(tree, covered))
@@ -201,6 +204,15 @@ def kfac(
         if params is None and weight_decay:
             raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
         check_same_layers(factors, like)
+        call = (grads, state, params, factors, extra)
+        # Outside of jit a later call runs equations alone: a new lax.cond compiles its branches.
+        if all(is_concrete(x) for x in jax.tree.leaves(call)):
+            return staged.get(call, lambda: Staged.of(advance, *call))(*call)
+        return advance(*call)
+
+    def advance(
+        grads: PyTree, state: KfacState, params: PyTree | None, factors: Factors, extra: Any
+    ) -> tuple[PyTree, KfacState]:
         own = gradients_only(grads)
 
         def step() -> tuple[PyTree, KfacState]:

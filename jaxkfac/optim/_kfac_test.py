@@ -119,6 +119,29 @@ def test_scan_equals_a_loop(problem):
     assert_close(scanned_state.average, state.average)
 
 
+def test_outside_jit_one_trace_serves_every_step_and_changes_no_bit(problem):
+    params, batches, like = problem
+    traces = []
+
+    def rate(step):
+        traces.append(step)
+        return 0.1 / (1.0 + step.astype(float))
+
+    tx = kfac(rate, like=like, damping=0.2, momentum=0.9)
+    state = as_written = tx.init(params)
+    for batch in batches:
+        grads, factors = net_statistics(params, batch)
+        updates, state = tx.update(grads, state, params, factors=factors)
+    assert len(traces) == 1
+    for batch in batches:  # NumPy's arrays are not staged
+        grads, factors = net_statistics(params, batch)
+        on_host = jax.tree.map(np.asarray, params)
+        expected, as_written = tx.update(grads, as_written, on_host, factors=factors)
+    assert len(traces) == 1 + len(batches)
+    ours, theirs = jax.tree.leaves((updates, state)), jax.tree.leaves((expected, as_written))
+    assert all(jnp.array_equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
 def test_bases_change_every_n_steps_and_on_the_first(problem):
     params, batches, like = problem
     tx = kfac(0.1, like=like, refresh_every=3)

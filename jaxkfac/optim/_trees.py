@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
@@ -65,3 +66,8 @@ def inner_product(left: PyTree, right: PyTree, counted: PyTree) -> Float[Array, 
 def covered_leaves(tree: PyTree, covered: Collection[str]) -> PyTree:
     """True on the leaves at the covered paths."""
     return jax.tree_util.tree_map_with_path(lambda p, _: path_of(p) in covered, tree)
+
+
+def is_concrete(x: Any) -> bool:
+    """Whether ``x`` is an array with values: not traced, not a float0, not a number of Python's."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
