@@ -23,8 +23,8 @@ _REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split()
 )
 # Written over an operand that nobody reads afterwards.
-_IN_PLACE = frozenset("dynamic_update_slice scatter scatter-add scatter_mul eigh cholesky".split())
-_VIEWS = frozenset("reshape squeeze expand_dims stop_gradient copy_p".split())
+_IN_PLACE = frozenset("dynamic_update_slice scatter scatter-add scatter-mul eigh cholesky".split())
+_VIEWS = frozenset("reshape squeeze".split())
 
 
 @dataclasses.dataclass(eq=False)

@@ -28,6 +28,7 @@ class MemoryPlan:
         headroom: Share of ``device_bytes`` that stays free.
         max_gradients: What a step may cost, in gradients; ``None`` is no limit.
         compiled_for: Whose compiler temporaries come from, in words.
+        not_traced: Why temporaries of the update are not counted; ``""`` where they are.
     """
 
     now: MemoryEstimate
@@ -40,6 +41,7 @@ class MemoryPlan:
     headroom: float
     max_gradients: float | None
     compiled_for: str
+    not_traced: str = ""
 
     @property
     def accumulation_steps(self) -> int:
@@ -165,6 +167,8 @@ def _rows(tables: Sequence[Mapping[str, int]], mark: Sequence[str]) -> list[list
 def _remarks(plan: MemoryPlan) -> list[str]:
     lines = [f"{OPTIONS[x].title}: {estimate.costs[x]}" for x, estimate in plan.alone.items()]
     lines += [f"{OPTIONS[x].title}: not available: {why}" for x, why in plan.unavailable.items()]
+    if plan.not_traced:
+        lines.append(f"temporaries of the update are not counted: {plan.not_traced}")
     lines.append(
         f"~: an estimate: {plan.compiled_for} was asked for temporaries; of activations, "
         "workspace and update only the largest is in the total; scratch of libraries is by formula"

@@ -77,7 +77,7 @@ def plan_memory(
     - ``"remat"``: ``jax.checkpoint`` around the body of every scan that has none.
     - ``"half_bases"``: with host, ``vectors_dtype="bfloat16"``.
     - ``"bf16"``: parameters, gradients, optimizer state and floating inputs in bfloat16.
-    - ``"host_bases"``: with host, ``bases="host"``: one block's eigenvectors on the device at
+    - ``"host_bases"``: with host, ``bases_in="host"``: one block's eigenvectors on the device at
       a time.
     - ``"low_rank"``: with host, ``rank=basis_rank``.
     - ``"budget"``: ``max_factor_bytes``, what is left over if none is given; the factors of
@@ -202,4 +202,5 @@ def plan_memory(
         headroom=headroom,
         max_gradients=max_gradients,
         compiled_for=temporaries.title,
+        not_traced=search.not_traced,
     )

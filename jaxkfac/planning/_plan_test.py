@@ -14,7 +14,7 @@ from jaxkfac import lslora
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.curvature import eigendecompose
 from jaxkfac.curvature.host import HostCurvature
-from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
+from jaxkfac.factors import Categorical, Gaussian, Objective, value_grad_and_factors
 from jaxkfac.memory import MemoryBudgetError
 from jaxkfac.optim import MultiStepsState, kfac, multi_steps
 from jaxkfac.planning import DecoderLayout, plan_memory, shaped
@@ -405,3 +405,32 @@ def test_an_unknown_option_and_an_uncovered_parameter_are_named():
             (jax.ShapeDtypeStruct((4, 3), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)),
             device_bytes=1e9,
         )
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(1e-3)])
+def test_what_just_fits_as_it_is_needs_no_option(tx):
+    params = {name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in "abc"}
+    batch = (jax.ShapeDtypeStruct((32, 64), jnp.float32),) * 2
+
+    def apply_fn(params, x):
+        for kernel in params.values():
+            x = jnp.tanh(x @ kernel)
+        return x
+
+    def plan(device_bytes):
+        objective = Objective(apply_fn, Gaussian())
+        return plan_memory(
+            objective, params, batch, optimizer=tx, device_bytes=device_bytes, headroom=0.0,
+            options=("bf16", "accumulation"),
+        )  # fmt: skip
+
+    smallest = plan(plan(1e12).now.device_total).smallest
+    assert smallest is not None and smallest.options == ()
+
+
+def test_an_update_that_cannot_be_traced_is_said():
+    params = {"kernel": jax.ShapeDtypeStruct((4, 2), jnp.float32)}
+    batch = (jax.ShapeDtypeStruct((3, 4), jnp.float32), jax.ShapeDtypeStruct((3, 2), jnp.float32))
+    objective = Objective(lambda params, x: x @ params["kernel"], Gaussian())
+    found = plan_memory(objective, params, batch, optimizer=optax.lbfgs(), device_bytes=1e9)
+    assert "update are not counted: TypeError" in " ".join(str(found).split())

@@ -100,11 +100,12 @@ class ProgramBytes:
         micro_batches: MicroBatches,
         *,
         donate: bool,
-        updates: dict[Any, int],
+        updates: dict[Any, int | str],
     ) -> None:
         self.program, self.optimizer = program, optimizer_state(tx, program.trained)
         self._tx, self._donate = tx, donate
         self._updates = updates
+        self.not_traced = ""  # why the update's temporaries are not counted
         self.micro_batches = micro_batches
         self._accumulators: dict[tuple[bool, Any], int] = {}
         self.basis_rank = 0 if curvature is None else curvature.rank
@@ -206,13 +207,20 @@ class ProgramBytes:
         """Temporaries of gradient and update in one program, ``None`` where they are not."""
         if not self.is_one_program:
             return None
-        return whole_step(
+        found = whole_step(
             self.program,
             self._tx,
             self.optimizer.state,
             factors=self._of is not None,
             donate=self._donate,
         )
+        return self._counted(found)
+
+    def _counted(self, found: int | str) -> int | None:
+        if isinstance(found, str):
+            self.not_traced = self.not_traced or found
+            return None
+        return found
 
     def in_one_program(self, rows: MemoryRows) -> None:
         """Change the rows to those of a step that is one program.
@@ -235,6 +243,12 @@ class ProgramBytes:
         if self.undonated:
             device["undonated"] = self.undonated
 
+    def bound_of_one_program(self, rows: MemoryRows) -> None:
+        """Change the rows to a lower bound of :meth:`in_one_program`, without its temporaries."""
+        averages = self._of.factors * self.optimizer.averages if self._of is not None else 0
+        bound = {"gradients": 0, "factors": averages, "workspace": 0, "activations": 0}
+        rows.device.update({row: bound[row] for row in rows.device.keys() & bound})
+
     def update_temporaries(self, *, bases: bool) -> int:
         """Temporaries of the update's program.
 
@@ -247,7 +261,7 @@ class ProgramBytes:
             self._updates[known] = update_alone(
                 self.program, self._tx, self.optimizer.state, bases=held, donate=self._donate
             )
-        return self._updates[known]
+        return self._counted(self._updates[known]) or 0
 
     @property
     def preconditions(self) -> bool:

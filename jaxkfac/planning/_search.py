@@ -112,13 +112,18 @@ class Search:
         self._donate, self._max_gradients = donate, max_gradients
         self._progress = progress
         self._bytes: dict[int, ProgramBytes] = {}
-        self._updates: dict[Any, int] = {}
+        self._updates: dict[Any, int | str] = {}
         self._estimates: dict[Setting, MemoryEstimate] = {}
 
     @property
     def tried(self) -> list[MemoryEstimate]:
         """Every estimate that was computed in full."""
         return list(self._estimates.values())
+
+    @property
+    def not_traced(self) -> str:
+        """Why the update's temporaries are not counted; ``""`` where they are."""
+        return next((of.not_traced for of in self._bytes.values() if of.not_traced), "")
 
     def fits(self, estimate: MemoryEstimate) -> bool:
         """Whether there are that many bytes, and a step costs no more than it may."""

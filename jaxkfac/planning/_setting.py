@@ -87,8 +87,11 @@ class Setting:
         rows = of.rows(
             of.temporaries(compiled) if kept is None else kept, self._accumulator_bytes(of), update
         )
-        if compiled == "all" and self.steps == 1 and not self._takes_factors:
-            of.in_one_program(rows)
+        if self.steps == 1 and not self._takes_factors:
+            if compiled == "all":
+                of.in_one_program(rows)
+            elif of.is_one_program:
+                of.bound_of_one_program(rows)
         for option in self.ordered:
             option.change(rows, of, choice)
         return rows

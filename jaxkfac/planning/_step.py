@@ -22,7 +22,7 @@ def whole_step(
     *,
     factors: bool,
     donate: bool,
-) -> int | None:
+) -> int | str:
     """Temporaries of gradient and update in one program; gradients are among them.
 
     Args:
@@ -33,10 +33,10 @@ def whole_step(
         donate: Whether parameters and state are written over.
 
     Returns:
-        Bytes; ``None`` where the optimizer's update cannot be traced here.
+        Bytes, or why the update cannot be traced here.
     """
     if tx is None:
-        return None
+        return ""
     update = optax.with_extra_args_support(tx).update
 
     def step(trained: Any, state: Any, batch: Any, *keys: Any) -> Any:
@@ -61,10 +61,10 @@ def update_alone(
     *,
     bases: Eigenbases | None,
     donate: bool,
-) -> int:
+) -> int | str:
     """Temporaries of the update, given gradients and perhaps bases to precondition them with.
 
-    0 where the update cannot be traced here.
+    Or why the update cannot be traced here.
     """
     if tx is None and bases is None:
         return 0
@@ -80,14 +80,13 @@ def update_alone(
 
     args = (program.trained, state, program.trained, bases)
     how = {"donate_argnums": (0, 1) * donate, "in_turn": True}
-    found = _traced(lambda: program.temporaries(run, *args, **how))
-    return found or 0
+    return _traced(lambda: program.temporaries(run, *args, **how))
 
 
-def _traced(measure: Callable[[], int]) -> int | None:
+def _traced(measure: Callable[[], int]) -> int | str:
     try:
         return measure()
     except CompilerError:
         raise
-    except _NOT_TRACED:
-        return None
+    except _NOT_TRACED as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
