@@ -89,7 +89,8 @@ def apply_power(
         ValueError: negative damping, a cut outside ``[0, 1)``, an unknown option, bases
             without vectors, or a leaf of another shape than its parameter.
         TypeError: ``bases`` are none, but factors, say; or their eigenvectors are in host
-            memory (``HostCurvature(bases_in="host")``), and this is called under ``jit``.
+            memory (``HostCurvature(bases_in="host")``) and are closed over under ``jit``. (As
+            arguments of a jitted function they are on the device already, all at once.)
 
     Memory:
         Two matrices of the largest layer beyond the result, where eigenvectors are in host

@@ -10,6 +10,7 @@ import pytest
 
 from jaxkfac.curvature import (
     HostCurvature,
+    _by_slice,
     correct_eigenvalues,
     eigendecompose,
     natural_gradient,
@@ -64,11 +65,12 @@ def test_one_layer_at_a_time_from_the_host_gives_the_same(problem):
 
 def test_from_the_host_a_call_sends_one_iteration_at_a_time(problem, monkeypatch):
     _, grads, factors = problem
-    sent = []
-    put = jax.device_put
-    monkeypatch.setattr(jax, "device_put", lambda x, *a, **k: sent.append(np.size(x)) or put(x, *a))
-    natural_gradient(grads, bases_of(factors, bases_in="host"), damping=1e-3)
-    assert max(sent, default=0) <= (WIDTH + 1) ** 2
+    held, sent, put = bases_of(factors, bases_in="host"), [], _by_slice.put_result
+    monkeypatch.setattr(_by_slice, "put_result", lambda x, *a: sent.append(x.shape) or put(x, *a))
+    natural_gradient(grads, held, damping=1e-3)
+    stacked = sorted(x for x in sent if x[0] in (WIDTH, WIDTH + 1))
+    assert all(len(x) == 2 for x in sent)
+    assert stacked.count((WIDTH, WIDTH)) >= DEPTH and stacked.count((WIDTH + 1,) * 2) >= DEPTH
 
 
 def test_under_jit_eigenvectors_in_host_memory_are_refused(problem):
@@ -170,6 +172,7 @@ def test_a_rank_that_is_no_bound_changes_nothing(problem):
     [
         ({"rank": 0}, "rank must be at least 1"),
         ({"rank": 3, "reuse_tolerance": 0.1}, "give one of them"),
+        ({"vectors_dtype": "bfloat16", "reuse_tolerance": 0.1}, "orthonormal .* give one of them"),
         ({"bases_in": "disk"}, "bases_in='disk': expected one of"),
         ({"vectors_dtype": "int8"}, "vectors_dtype='int8': expected one of"),
     ],

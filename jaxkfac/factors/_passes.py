@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from jaxkfac.factors._statistics import PassPart, Statistics
 from jaxkfac.interception import Layer, walked_by
+from jaxkfac.linalg import panel_shapes
 from jaxkfac.memory import MemoryBudgetError, bytes_text
 
 FURTHER = 0.75  # a rematted pass without parameter gradients: 3 of 4 products of a layer
@@ -162,6 +163,9 @@ def _sides(statistics: Statistics, vjps: int) -> Iterator[_Side]:
             yield _Side(layer, True, _bytes(a), _extra(a, sums), _bytes(sums), walker)
         sums = (made.diagonals | made.g_sums)[layer.name]
         extra = _extra(g, sums) + vjps * _bytes(g)
+        if statistics.unpacks(layer) and "g" in g:
+            panels = panel_shapes(layer.out_features)
+            extra += sum(rows * columns for rows, columns in panels) * g["g"].dtype.itemsize
         yield _Side(layer, False, _bytes(g), extra, _bytes(sums), walker)
 
 

@@ -147,7 +147,10 @@ class Statistics:
         In the body of a loop the matrix would wait for its place in the stack, beside the rest of
         the backward pass, and cost what the cotangent costs.
         """
-        layer = self.traced.table[use.layer or ""]
+        return self.unpacks(self.traced.table[use.layer or ""])
+
+    def unpacks(self, layer: Layer) -> bool:
+        """Whether G is made of panels in the backward pass itself, and is whole in its slot."""
         uses = self.traced.uses_of(layer)
         large = layer.g_dense and layer.out_features >= PANELS_FROM and packs(uses, "g")
         by_row = not (self.forward or self.by_example(layer))

@@ -43,6 +43,7 @@ class TraceCache(Generic[Trace]):
             jax.sharding.get_abstract_mesh(),
             jnp.result_type(float),
             jax.config.jax_default_matmul_precision,  # pyright: ignore[reportAttributeAccessIssue]
+            jax.config.jax_default_prng_impl,  # pyright: ignore[reportAttributeAccessIssue]
         )
         known = (static, tree, tuple(map(jax.typeof, leaves)), settings)
         if known in self._kept:

@@ -30,6 +30,7 @@ from jaxkfac.optim._schedules import (
     at_step,
     check_learning_rate,
     check_scheduled_damping,
+    has_schedule,
 )
 from jaxkfac.optim._trees import (
     all_finite,
@@ -172,6 +173,7 @@ def kfac(
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
     clipping: dict[str, Any] = {"max_condition": max_condition, "floor": floor}
     covered = covered_indices(like.layers)
+    scheduled: tuple[Any, ...] = learning_rate, damping
     staged: TraceCache[Staged] = TraceCache()
 
     def not_ours(tree: PyTree) -> PyTree:
@@ -204,16 +206,24 @@ def kfac(
         if params is None and weight_decay:
             raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
         check_same_layers(factors, like)
-        call = (grads, state, params, factors, extra)
+        numbers = tuple(at_step(x, state.step) if has_schedule(x) else None for x in scheduled)
+        call = (grads, state, params, factors, numbers, extra)
         # Outside of jit a later call runs equations alone: a new lax.cond compiles its branches.
-        if all(is_concrete(x) for x in jax.tree.leaves(call)):
+        # Schedules are read at every call, and what `others` may read is not known.
+        if rest is None and all(is_concrete(x) for x in jax.tree.leaves(call)):
             return staged.get(call, lambda: Staged.of(advance, *call))(*call)
         return advance(*call)
 
     def advance(
-        grads: PyTree, state: KfacState, params: PyTree | None, factors: Factors, extra: Any
+        grads: PyTree,
+        state: KfacState,
+        params: PyTree | None,
+        factors: Factors,
+        numbers: tuple[Any, ...],
+        extra: Any,
     ) -> tuple[PyTree, KfacState]:
         own = gradients_only(grads)
+        rate, delta = (x if now is None else now for x, now in zip(scheduled, numbers, strict=True))
 
         def step() -> tuple[PyTree, KfacState]:
             average = update_average(state.average, factors, decay)
@@ -224,11 +234,10 @@ def kfac(
                 ),
                 lambda: (state.bases, jnp.zeros((), jnp.int32)),
             )
-            rate = at_step(learning_rate, state.step)
             steps = natural_gradient(
                 own,
                 bases,
-                damping=at_step(damping, state.step),
+                damping=delta,
                 damping_mode=damping_mode,
                 missing="identity",
             )

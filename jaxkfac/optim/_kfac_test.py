@@ -119,15 +119,12 @@ def test_scan_equals_a_loop(problem):
     assert_close(scanned_state.average, state.average)
 
 
-def test_outside_jit_one_trace_serves_every_step_and_changes_no_bit(problem):
+def test_outside_jit_one_trace_serves_every_step_and_changes_no_bit(problem, monkeypatch):
     params, batches, like = problem
-    traces = []
-
-    def rate(step):
-        traces.append(step)
-        return 0.1 / (1.0 + step.astype(float))
-
-    tx = kfac(rate, like=like, damping=0.2, momentum=0.9)
+    traces, solve = [], module.natural_gradient
+    count = lambda *args, **options: traces.append(args) or solve(*args, **options)
+    monkeypatch.setattr(module, "natural_gradient", count)
+    tx = kfac(0.1, like=like, damping=0.2, momentum=0.9)
     state = as_written = tx.init(params)
     for batch in batches:
         grads, factors = net_statistics(params, batch)
@@ -140,6 +137,18 @@ def test_outside_jit_one_trace_serves_every_step_and_changes_no_bit(problem):
     assert len(traces) == 1 + len(batches)
     ours, theirs = jax.tree.leaves((updates, state)), jax.tree.leaves((expected, as_written))
     assert all(jnp.array_equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+def test_outside_jit_a_schedule_is_read_at_every_step_and_may_be_pythons(problem):
+    params, batches, like = problem
+    grads, factors = net_statistics(params, batches[0])
+    table = [0.1, 0.1, 0.0]
+    tx = kfac(lambda step: jnp.asarray(table[int(step)]), like=like, damping=0.2, **PLAIN)
+    first, state = tx.update(grads, tx.init(params), params, factors=factors)
+    second, state = tx.update(grads, state, params, factors=factors)
+    third, _ = tx.update(grads, state, params, factors=factors)
+    assert_close(first, second)
+    assert_close(third, jax.tree.map(jnp.zeros_like, params))
 
 
 def test_bases_change_every_n_steps_and_on_the_first(problem):

@@ -33,3 +33,8 @@ def at_step(value: Any, step: Array) -> Any:
     if isinstance(value, tuple):
         return tuple(at_step(part, step) for part in value)
     return value(step) if callable(value) else value
+
+
+def has_schedule(value: Any) -> bool:
+    """Whether the value, or one of a pair, changes with the step."""
+    return any(map(callable, value if isinstance(value, tuple) else (value,)))

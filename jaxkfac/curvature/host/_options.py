@@ -84,6 +84,11 @@ class HostOptions:
                 f"reuse_tolerance={self.reuse_tolerance} keeps whole eigenbases, and "
                 f"rank={self.rank} drops eigenvectors: give one of them"
             )
+        if self.vectors_dtype is not None and self.reuse_tolerance is not None:
+            raise ValueError(
+                f"reuse_tolerance={self.reuse_tolerance} bounds the error of orthonormal "
+                f"eigenvectors, which vectors_dtype={self.vectors_dtype!r} rounds: give one of them"
+            )
         if self.disk is not None and not self.disk.is_dir():
             raise ValueError(f"disk={str(self.disk)!r} is no folder; create it first")
         if self.workers > 1 and os.environ.get("OPENBLAS_NUM_THREADS") != "1":

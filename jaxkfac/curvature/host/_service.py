@@ -87,14 +87,16 @@ class HostCurvature:
         bases_in: ``"host"`` keeps eigenvectors in host memory, as NumPy arrays:
             :func:`jaxkfac.natural_gradient` and :func:`jaxkfac.scale_by_bases`, called outside
             of ``jit``, then send one layer's at a time to the device, of a scanned layer one
-            iteration's. All of them cross at every step.
+            iteration's. All of them cross at every step. As arguments of a function under
+            ``jit`` they all go to the device at once.
         vectors_dtype: ``"bfloat16"`` keeps eigenvectors in half of the bytes; each element is
             off by at most $2^{-9}$ of itself, and the arithmetic stays in the factors' dtype. The
             natural gradient is off by more, since the vectors are no longer quite orthogonal
             and it divides by small eigenvalues: 2 % in a small net with a damping of 1e-2.
         rank: Keep the eigenvectors of so many largest eigenvalues of each factor, and for all
             other directions the mean of the other eigenvalues; ``rank_errors`` says what that
-            is off by. Measured eigenvalues (:func:`jaxkfac.correct_eigenvalues`) need all.
+            is off by. Measured eigenvalues (:func:`jaxkfac.correct_eigenvalues`) need all, and
+            capacity metrics are those of the spectrum with that mean.
         dtype: In which the host decomposes, as in :func:`jaxkfac.eigendecompose`; the bases have
             the dtype of the factors.
         workers: Threads that decompose. More than one need ``OPENBLAS_NUM_THREADS=1``.
@@ -469,7 +471,8 @@ class HostCurvature:
             machine["disk"] = Path(machine["disk"])
         machine |= _sizes(**{name: machine[name] for name in _SIZES if name in machine})
         with Archive(Path(path), FORM, "saved service") as saved:
-            options = HostOptions(**saved.about["options"], **machine)
+            # Files of before there was a choice go on as they were made.
+            options = HostOptions(**({"dtype": "float32"} | saved.about["options"]), **machine)
             service = cls.__new__(cls)
             service._start(options, Schedule.from_dict(saved.about["schedule"]), None)
             try:

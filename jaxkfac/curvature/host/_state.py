@@ -130,7 +130,7 @@ def restore_state(state: State, saved: Archive) -> None:
     about = saved.about
     state.decomposer.chosen.update(about["chosen"])
     state.active.kept.update(about["kept"])
-    state.active.rank_errors.update(about["rank_errors"])
+    state.active.rank_errors.update(about.get("rank_errors", {}))
     if about["layers"] is not None:
         layers = tuple(_layer(values) for values in about["layers"])
         double = any(values["dtype"] == "float64" for values in about["averages"])

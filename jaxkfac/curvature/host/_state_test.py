@@ -125,6 +125,9 @@ def test_a_file_of_version_1_is_loaded(saved):
     with HostCurvature.load(saved) as running:
         expected = running.bases(6)
     manifest = json.loads(parts["manifest.json"]) | {"version": 1}
+    del manifest["rank_errors"]
+    for later in ("dtype", "rank", "bases_in", "vectors_dtype"):
+        del manifest["options"][later]
     with np.load(saved) as arrays:
         for name, held in manifest["arrays"].items():
             held["crc"] = zlib.crc32(arrays[name].tobytes())
