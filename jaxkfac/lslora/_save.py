@@ -64,7 +64,7 @@ def save(
         ValueError: a name that cannot be used, two slices with one module name, values that are
             not finite, adapters of another rank or placement than ``config``'s, or plain LoRA in
             the dialect ``"lslora"``.
-        OSError: the files cannot be written; an older adapter of that name is as it was.
+        OSError: the files cannot be written; what is in the folder then is said.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, jaxkfac.lslora as lslora
