@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from jaxkfac import DamagedFileError
+from jaxkfac._errors import DamagedFileError
 from jaxkfac.cli._adapter import run_adapter_inspect
 from jaxkfac.lslora import Adapter, Config, save
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxkfac import DamagedFileError
+from jaxkfac._errors import DamagedFileError
 from jaxkfac.lslora import Config, attach, init, load, read_modules, save
 
 PARAMS = {"layers": {"kernel": jnp.ones((2, 4, 4))}, "head": {"kernel": jnp.ones((4, 3))}}
