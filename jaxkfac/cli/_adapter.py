@@ -1,6 +1,7 @@
 """`jaxkfac adapter inspect`: the nonlinearity of every layer of a saved adapter."""
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jaxkfac._errors import DamagedFileError
 from jaxkfac.cli._options import AdapterArguments
-from jaxkfac.lslora import Diagnosis, Nonlinearity, diagnose, read_modules
+from jaxkfac.lslora import Diagnosis, Nonlinearity, SavedModules, diagnose, read_modules
 
 _NUMBERS = {"sigma": "σ", "deviation": "deviation", "nonlinearity": "nonlin."}
 
@@ -24,6 +26,8 @@ def run_adapter(arguments: AdapterArguments) -> None:
 def run_adapter_inspect(folder: Path, *, name: str = "default", as_json: bool = False) -> None:
     """Print settings and diagnosis of an adapter written here or by PEFT; no model is needed.
 
+    Files that do not have the checksums that they were written with are shown, with a warning.
+
     Args:
         folder: Of the adapters.
         name: Of the adapter.
@@ -31,9 +35,9 @@ def run_adapter_inspect(folder: Path, *, name: str = "default", as_json: bool = 
 
     Raises:
         FileNotFoundError: there is no such adapter.
-        ValueError: the files are damaged, or of something else than LoRA or LS-LoRA.
+        ValueError: the files cannot be read, or are of something else than LoRA or LS-LoRA.
     """
-    record, modules, phi = read_modules(folder, name)
+    record, modules, phi = _read(folder, name)
     found = {} if phi is None else jax.device_get(diagnose(modules, nonlinearity=phi.name))
     rows = {}
     for module, adapter in modules.items():
@@ -53,6 +57,15 @@ def run_adapter_inspect(folder: Path, *, name: str = "default", as_json: bool = 
     console.print(", ".join(words) + plain, highlight=False)
     if phi is not None:
         console.print(_legend(phi), style="dim")
+
+
+def _read(folder: Path, name: str) -> SavedModules:
+    try:
+        return read_modules(folder, name)
+    except DamagedFileError as error:
+        found = read_modules(folder, name, verify=False)
+        print(f"warning: {error}", file=sys.stderr)
+        return found
 
 
 def _legend(phi: Nonlinearity) -> str:

@@ -5,6 +5,7 @@ import json
 import jax.numpy as jnp
 import pytest
 
+from jaxkfac._errors import DamagedFileError
 from jaxkfac.cli._adapter import run_adapter_inspect
 from jaxkfac.lslora import Adapter, Config, save
 
@@ -52,6 +53,19 @@ def test_plain_lora_is_said_to_be_plain(tmp_path, capsys):
     save(tmp_path, plain, Config(rank=3, fourier_placement="none"), dialect="peft")
     run_adapter_inspect(tmp_path)
     assert "plain LoRA: there is no nonlinearity" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_edited_config_is_shown_with_a_warning(tmp_path, capsys):
+    save(tmp_path, {"q/kernel": CURVED}, Config(rank=3))
+    file = tmp_path / "adapter_config.json"
+    file.write_text(file.read_text().replace('"lora_dropout": 0.0', '"lora_dropout": 0.25'))
+    run_adapter_inspect(tmp_path, as_json=True)
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["config"]["lora_dropout"] == 0.25
+    assert shown.err.startswith(f"warning: {file} is damaged, or was edited")
+    file.write_text("{")
+    with pytest.raises(DamagedFileError):
+        run_adapter_inspect(tmp_path)
 
 
 def test_a_folder_without_an_adapter_says_so(tmp_path):

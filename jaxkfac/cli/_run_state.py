@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -32,11 +33,23 @@ def is_whole(*trees: PyTree) -> bool:
 
 
 def restore_state(
-    checkpoint: Checkpoint, params: PyTree, optimizer_state: PyTree, config: dict[str, Any]
+    checkpoint: Checkpoint,
+    params: PyTree,
+    optimizer_state: PyTree,
+    config: dict[str, Any],
+    *,
+    lacking: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[PyTree, PyTree]:
     """The stored values in the structure of ``params`` and ``optimizer_state``.
 
     Both may be of ``jax.ShapeDtypeStruct``: nothing is read of them but shapes and dtypes.
+
+    Args:
+        checkpoint: That is restored.
+        params: Of the run.
+        optimizer_state: Of the run.
+        config: Of the run.
+        lacking: What options are where an older version wrote the checkpoint without them.
 
     Raises:
         CheckpointMismatchError: the checkpoint is of another model or configuration; every
@@ -46,7 +59,7 @@ def restore_state(
     expected = leaves_by_path(tree)
     ignored = {"kfac": "adamw", "adamw": "kfac"}[checkpoint.optimizer]
     differences = [
-        *_option_differences(checkpoint.config, config, ignored),
+        *_option_differences(_filled(checkpoint.config, lacking), config, ignored),
         *sorted(_leaf_differences(checkpoint.leaves, expected), key=_parameters_first),
     ]
     if differences:
@@ -79,6 +92,15 @@ def _leaf_differences(stored: dict[str, Any], expected: dict[str, Any]) -> Itera
         elif (leaf.shape, leaf.dtype) != (expected[path].shape, expected[path].dtype):
             was, want = (f"{x.dtype}{list(x.shape)}" for x in (leaf, expected[path]))
             yield f"{path}: {was} in the checkpoint, expected {want}"
+
+
+def _filled(stored: dict[str, Any], lacking: Mapping[str, Any]) -> dict[str, Any]:
+    inner = {
+        name: _filled(stored.get(name, {}), value)
+        for name, value in lacking.items()
+        if isinstance(value, Mapping)
+    }
+    return {**lacking, **stored, **inner}
 
 
 def _option_differences(

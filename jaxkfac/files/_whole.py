@@ -5,7 +5,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,13 +42,12 @@ def whole_file(
         ...     (pathlib.Path(folder) / "x").read_bytes()
         b'whole'
     """
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+    partial = _beside(path)
     try:
         try:
             with partial.open("xb") as file:
                 yield file
-                file.flush()
-                os.fsync(file.fileno())
+                _to_disk(file)
             os.replace(partial, path)
         except BaseException:
             partial.unlink(missing_ok=True)
@@ -62,6 +61,45 @@ def write_text(path: Path, text: str, what: str, **words: Any) -> None:
     data = text.encode()
     with whole_file(path, what, nbytes=len(data), **words) as file:
         file.write(data)
+
+
+def write_together(contents: Mapping[Path, bytes], what: str) -> None:
+    """Write files of one folder that belong together: none is renamed before all are on the disk.
+
+    Args:
+        contents: Of each; they are renamed in this order.
+        what: What is written, for errors.
+
+    Raises:
+        OSError: as of :func:`whole_file`.
+    """
+    nbytes = sum(map(len, contents.values()))
+    partials = {path: _beside(path) for path in contents}
+    path, remains = next(iter(contents)), "older files of that folder are as they were"
+    try:
+        try:
+            for path, partial in partials.items():
+                with partial.open("xb") as file:
+                    file.write(contents[path])
+                    _to_disk(file)
+            for path, partial in partials.items():
+                os.replace(partial, path)
+                remains = f"{path.name} is new already: save once more"
+        except BaseException:
+            for partial in partials.values():
+                partial.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise _explained(error, path, what, nbytes, remains) from error
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+
+
+def _to_disk(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _explained(error: OSError, path: Path, what: str, nbytes: int | None, remains: str) -> OSError:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxkfac.files import PARTIAL, whole_file, write_text
+from jaxkfac.files import PARTIAL, whole_file, write_text, write_together
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
@@ -75,3 +75,10 @@ def test_the_kind_of_an_error_of_the_system_is_kept(tmp_path):
     (tmp_path / "taken").mkdir()
     with pytest.raises(IsADirectoryError, match="the report could not be saved to .*taken"):
         write_text(tmp_path / "taken", "x", "the report")
+
+
+def test_files_that_belong_together_say_which_of_them_is_new(tmp_path):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(IsADirectoryError, match="the pair could not be saved.*; x is new already"):
+        write_together({tmp_path / "x": b"new", tmp_path / "taken": b"new"}, "the pair")
+    assert {path.name for path in tmp_path.iterdir()} == {"x", "taken"}

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxkfac._errors import DamagedFileError
+
 KEY = "checksums"
 _ZERO = "0" * 8
 
@@ -46,11 +48,11 @@ def check_config(path: Path, text: str, sums: Mapping[str, str]) -> None:
     """Compare a record's text with its own checksum.
 
     Raises:
-        ValueError: they differ.
+        DamagedFileError: they differ.
     """
     said = str(sums.get(path.name))
     if checksum(_with(text, path.name, said, _ZERO).encode()) != said:
-        raise ValueError(
+        raise DamagedFileError(
             f"{path} is damaged, or was edited: its checksum is not {said!r}. If you edited it, "
             "pass verify=False"
         )
@@ -69,14 +71,14 @@ def check_tensors(
         each: Checksums of the tensors, by key.
 
     Raises:
-        ValueError: they differ.
+        DamagedFileError: they differ.
     """
     if checksum(data) == sums.get(path.name):
         return
     each = each if isinstance(each, dict) else {}
     wrong = [key for key, x in tensors.items() if key in each and each[key] != tensor_checksum(x)]
     what = "every tensor" if len(wrong) == len(tensors) else ", ".join(wrong) or "its header"
-    raise ValueError(
+    raise DamagedFileError(
         f"{path} is damaged, or of another save than the config beside it ({what}): its checksum "
         f"is not {sums.get(path.name)!r}. If you changed it, pass verify=False"
     )

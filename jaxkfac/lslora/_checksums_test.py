@@ -1,6 +1,9 @@
 """Damage anywhere in an adapter's files is named, and nothing else is called damage."""
 
+import errno
+import itertools
 import json
+import os
 import shutil
 
 import jax
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxkfac._errors import DamagedFileError
 from jaxkfac.lslora import Config, attach, init, load, read_modules, save
 
 PARAMS = {"layers": {"kernel": jnp.ones((2, 4, 4))}, "head": {"kernel": jnp.ones((4, 3))}}
@@ -73,7 +77,7 @@ def test_a_damaged_tensor_is_named(tmp_path):
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     del header["__metadata__"]
     last = max(header, key=lambda key: header[key]["data_offsets"])
-    with pytest.raises(ValueError, match=rf"is damaged, .*\({last}\)"):
+    with pytest.raises(DamagedFileError, match=rf"is damaged, .*\({last}\)"):
         load(tmp_path)
 
 
@@ -83,7 +87,7 @@ def test_a_shortened_file_is_named(tmp_path):
         data = (tmp_path / name).read_bytes()
         for end in (0, 1, len(data) // 2, len(data) - 1):
             (tmp_path / name).write_bytes(data[:end])
-            with pytest.raises(ValueError, match=f"{name} is damaged"):
+            with pytest.raises(DamagedFileError, match=f"{name} is damaged"):
                 load(tmp_path)
         (tmp_path / name).unlink()
         with pytest.raises(FileNotFoundError, match=f"it has no {name}"):
@@ -96,7 +100,7 @@ def test_files_of_two_saves_do_not_pass_for_one_adapter(tmp_path):
     written(tmp_path / "one")
     written(tmp_path / "two", scale=2.0)
     shutil.copy(tmp_path / "two" / FILES[1], tmp_path / "one" / FILES[1])
-    with pytest.raises(ValueError, match="of another save than the config beside it"):
+    with pytest.raises(DamagedFileError, match="of another save than the config beside it"):
         load(tmp_path / "one")
 
 
@@ -104,11 +108,40 @@ def test_an_edited_config_is_read_when_its_reader_says_so(tmp_path):
     adapters = written(tmp_path)
     record = json.loads((tmp_path / FILES[0]).read_text())
     (tmp_path / FILES[0]).write_text(json.dumps(record | {"lora_dropout": 0.25}))
-    with pytest.raises(ValueError, match="damaged, or was edited: .*verify=False"):
+    with pytest.raises(DamagedFileError, match="damaged, or was edited: .*verify=False"):
         load(tmp_path)
     again, config = load(tmp_path, verify=False)
     assert config.dropout == 0.25
+    assert read_modules(tmp_path, verify=False).record["lora_dropout"] == 0.25
     jax.tree.map(np.testing.assert_array_equal, again, adapters)
+
+
+def test_a_setting_that_the_files_lack_is_assumed_for_their_modules(tmp_path):
+    written(tmp_path)
+    record = json.loads((tmp_path / FILES[0]).read_text())
+    del record["jaxkfac"], record["init_sigma"]
+    (tmp_path / FILES[0]).write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="pass assume="):
+        read_modules(tmp_path)
+    found = read_modules(tmp_path, assume={"init_sigma": 1.0})
+    assert list(found.modules) == ["head", "layers.0", "layers.1"]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_disk_that_is_full_at_either_file_leaves_the_older_adapter(number, tmp_path, monkeypatch):
+    older = written(tmp_path)
+    calls, fsync = itertools.count(1), os.fsync
+
+    def full(descriptor):
+        if next(calls) == number:
+            raise OSError(errno.ENOSPC, "full")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="the adapter could not be saved.* are as they were"):
+        written(tmp_path, scale=2.0)
+    assert {path.name for path in tmp_path.iterdir()} == set(FILES)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path)[0], older)
 
 
 def test_folders_of_an_older_version_have_no_checksums_and_are_read(tmp_path):

@@ -10,7 +10,7 @@ import optax
 import pytest
 import safetensors.numpy
 
-from jaxkfac._errors import CheckpointMismatchError
+from jaxkfac._errors import CheckpointMismatchError, DamagedFileError
 from jaxkfac.lslora import (
     Config,
     RmsSigma,
@@ -247,11 +247,11 @@ def test_damaged_files_and_configs_of_something_else_are_refused(tmp_path):
     data, record = file.read_bytes(), text.read_text()
     for damaged in (data[:-7], data[:5], b"\xff" * 64, b""):
         file.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"adapter_model.safetensors is damaged"):
+        with pytest.raises(DamagedFileError, match=r"adapter_model.safetensors is damaged"):
             load(tmp_path)
     file.write_bytes(data)
     text.write_text(record[:-9])
-    with pytest.raises(ValueError, match=r"adapter_config.json is damaged"):
+    with pytest.raises(DamagedFileError, match=r"adapter_config.json is damaged"):
         load(tmp_path)
     text.write_text(record)
     changed(tmp_path, None, peft_type="IA3")
@@ -297,7 +297,7 @@ def test_damaged_metadata_is_named_with_its_file(tmp_path):
         json.dumps({"layers": {}}),
     ):
         safetensors.numpy.save_file(stored, file, metadata={"jaxkfac": damaged})
-        with pytest.raises(ValueError, match=r"adapter_model.safetensors is damaged: metadata"):
+        with pytest.raises(DamagedFileError, match=r"model.safetensors is damaged: metadata"):
             load(tmp_path)
 
 

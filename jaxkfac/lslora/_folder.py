@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkfac._errors import CheckpointMismatchError
+from jaxkfac._errors import CheckpointMismatchError, DamagedFileError
 from jaxkfac.lslora._adapter import Adapter
 from jaxkfac.lslora._checksums import KEY, check_config, check_tensors
 from jaxkfac.lslora._nonlinearity import Nonlinearity
@@ -52,7 +52,8 @@ def read_folder(
 
     Raises:
         FileNotFoundError: there is no adapter, or one of its files is missing.
-        ValueError: one of its files is damaged, or of something else; named.
+        DamagedFileError: one of its files is damaged; named.
+        ValueError: one of its files is of something else; named.
     """
     for path in (folder / CONFIG, folder / TENSORS):
         if not path.is_file():
@@ -61,7 +62,7 @@ def read_folder(
         text = (folder / CONFIG).read_bytes().decode()
         record = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{folder / CONFIG} is damaged: {error}") from None
+        raise DamagedFileError(f"{folder / CONFIG} is damaged: {error}") from None
     sums = _checksums(record) if verify else None
     if sums is not None:
         check_config(folder / CONFIG, text, sums)
@@ -94,7 +95,7 @@ def _own_part(path: Path, metadata: Mapping[str, str]) -> Any:
         return own | {"whole": dict(own["whole"])}
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} is damaged: metadata {OWN!r}: {reason}") from error
+        raise DamagedFileError(f"{path} is damaged: metadata {OWN!r}: {reason}") from error
 
 
 def adapter_folder(folder: Path | str, name: str) -> Path:
@@ -113,19 +114,28 @@ def check_finite(tensors: Mapping[str, np.ndarray], where: str = "") -> None:
         raise ValueError(f"{where}NaN or infinity in {', '.join(bad)}")
 
 
-def read_modules(folder: Path | str, name: str = "default") -> SavedModules:
+def read_modules(
+    folder: Path | str,
+    name: str = "default",
+    *,
+    assume: Mapping[str, Any] | None = None,
+    verify: bool = True,
+) -> SavedModules:
     """What the files of an adapter hold; :func:`load` fits it to a model.
 
     Args:
         folder: That :func:`save` was given, or PEFT's ``save_pretrained``.
         name: Of the adapter.
+        assume: As for :func:`load`.
+        verify: As for :func:`load`.
 
     Raises:
         CheckpointMismatchError: a module lacks one of its tensors.
+        DamagedFileError: one of the files is damaged.
         FileNotFoundError: there is no such adapter.
-        ValueError: the files are damaged, or of something else than LoRA or LS-LoRA.
+        ValueError: the files are of something else than LoRA or LS-LoRA.
     """
-    record, tensors, _ = read_folder(adapter_folder(folder, name))
+    record, tensors, _ = read_folder(adapter_folder(folder, name), assume=assume, verify=verify)
     phi = nonlinearity_of(record)
     parts = tensor_keys(phi)
     ends = tuple(f".{key}" for key in parts.values())

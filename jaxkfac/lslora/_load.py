@@ -70,7 +70,8 @@ def load(
     Raises:
         CheckpointMismatchError: keys that are missing, not expected or of another shape, all
             named.
-        ValueError: the file is damaged, not finite, of another ``peft_type``, or has a setting
+        DamagedFileError: a file is damaged, or of another save than the one beside it.
+        ValueError: the file is not finite, of another ``peft_type``, or has a setting
             that makes another model; its nonlinearity is not known; ``model`` is needed; or
             ``modules_to_save`` replaces one part of a kernel of ``model`` and another is adapted.
         FileNotFoundError: there is no such adapter.

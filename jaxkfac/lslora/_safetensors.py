@@ -8,6 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkfac._errors import DamagedFileError
+
 _DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -20,13 +22,14 @@ def parsed(path: Path, data: bytes) -> tuple[dict[str, np.ndarray], dict[str, st
     """``(tensors, metadata)`` of a file's content.
 
     Raises:
-        ValueError: the file is damaged, or holds a dtype that no adapter has.
+        DamagedFileError: it is no whole safetensors file.
+        ValueError: it holds a dtype that no adapter has.
     """
     safetensors = _package("safetensors")
     try:
         found = safetensors.deserialize(data)
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from None
+        raise DamagedFileError(f"{path} is damaged, or no safetensors file: {error}") from None
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     tensors = {}
     for key, value in found:

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxkfac.files import whole_file
+from jaxkfac.files import write_together
 from jaxkfac.lslora._adapter import Adapter, Adapters, only_adapters
 from jaxkfac.lslora._checksums import KEY, sealed, tensor_checksum
 from jaxkfac.lslora._config import Config
@@ -41,8 +41,8 @@ def save(
     ``.lora_B.weight`` (out, r), ``.fourier_params.weight`` (4,), ``.fourier_params.sigma`` ().
     Another nonlinearity than the Fourier one has its own name there.
     Keys carry no adapter name. ``"default"`` is at the folder's root, others in
-    ``folder/name``. Each file appears whole or not at all, and has a checksum that :func:`load`
-    compares.
+    ``folder/name``. Neither file takes its name before both are on the disk, and each has a
+    checksum that :func:`load` compares.
 
     Args:
         folder: Made if it is missing.
@@ -64,6 +64,7 @@ def save(
         ValueError: a name that cannot be used, two slices with one module name, values that are
             not finite, adapters of another rank or placement than ``config``'s, or plain LoRA in
             the dialect ``"lslora"``.
+        OSError: the files cannot be written; what is in the folder then is said.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -97,11 +98,8 @@ def save(
     data = rendered(tensors, {"format": "pt", OWN: own})
     folder = adapter_folder(folder, name)
     folder.mkdir(parents=True, exist_ok=True)
-    with whole_file(folder / TENSORS, "the adapter", nbytes=len(data)) as file:
-        file.write(data)
     text = sealed(record, OWN, CONFIG, {TENSORS: data})
-    with whole_file(folder / CONFIG, "the adapter's config", nbytes=len(text)) as file:
-        file.write(text)
+    write_together({folder / TENSORS: data, folder / CONFIG: text}, "the adapter")
 
 
 def _check_settings(layer: str, adapter: Adapter, config: Config) -> None:

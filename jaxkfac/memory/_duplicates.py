@@ -74,7 +74,8 @@ def duplicate_report(
     bias, an optimizer's first moments) says nothing and is left out.
 
     Args:
-        min_bytes: Smaller arrays are not looked at, in bytes over all devices, or ``"4MiB"``.
+        min_bytes: Smaller arrays are not looked at, in bytes over all devices, or ``"4MiB"``;
+            0 looks at all.
         ignore: Arrays that are not looked at unless a tree has them, such as the
             ``jax.live_arrays()`` of before.
         **trees: Trees whose arrays get names, ``params=params``; others are named by what and
@@ -95,7 +96,7 @@ def duplicate_report(
         >>> [d for d in report.duplicates if "params/kernel" in d.names]
         [Duplicate(names=('params/kernel', 'old/kernel'), wasted_bytes=284)]
     """
-    least = parse_bytes(min_bytes, name="min_bytes")
+    least = parse_bytes(min_bytes, name="min_bytes") if min_bytes else 0
     gc.collect()
     by_shape: dict[Any, list[_Candidate]] = defaultdict(list)
     seen: set[frozenset[Place]] = set()

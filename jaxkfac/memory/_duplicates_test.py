@@ -50,6 +50,11 @@ def test_constants_and_small_arrays_are_not_named():
     assert names_with(duplicate_report(min_bytes=16, **trees), "s")
 
 
+def test_no_array_is_too_small_for_zero_bytes():
+    trees = {"s": jnp.arange(3.0), "t": jnp.arange(3.0)}
+    assert names_with(duplicate_report(min_bytes=0, **trees), "s")
+
+
 def test_arrays_that_differ_in_one_entry_are_two():
     x = jnp.arange(47.0)
     assert not names_with(duplicate_report(min_bytes=4, x=x, y=x.at[2].set(9.0)), "x")

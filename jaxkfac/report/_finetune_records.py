@@ -86,8 +86,9 @@ class FinetuneRecords(NamedTuple):
 
     @property
     def samples_per_second(self) -> float:
-        """Over all updates; 0 before the first."""
-        return sum(self.examples) / sum(self.seconds) if self.seconds else 0.0
+        """Over all updates but those of versions that did not count; 0 before the first."""
+        seconds = self.seconds[len(self.seconds) - len(self.examples) :]
+        return sum(self.examples) / sum(seconds) if seconds else 0.0
 
     def to_plain(self) -> dict[str, Any]:
         """Dictionaries and lists only."""

@@ -128,6 +128,10 @@ class Finetuning:
             raise ValueError(f"clip_norm must be positive, not {self.clip_norm}")
 
 
+# Options that checkpoints of older versions lack, and what those versions did.
+OLDER = {"attention": "xla", "adapter": {"nonlinearity": "fourier", "split": False}}
+
+
 @dataclasses.dataclass(frozen=True)
 class FinetuneArguments:
     """Teach a pretrained decoder with an LS-LoRA adapter, and examine it before and after.

@@ -13,7 +13,7 @@ from flax import nnx
 
 import jaxkfac as jk
 from jaxkfac.cli import _held_once, main
-from jaxkfac.cli._checkpoint import find_checkpoint, load_checkpoint
+from jaxkfac.cli._checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from jaxkfac.cli.finetune import _load, _loop
 from jaxkfac.cli.finetune import _run as run_module
 from jaxkfac.cli.finetune._exam import Examiner
@@ -373,6 +373,21 @@ def test_epochs_end_with_an_update_of_what_is_left(run, plain, folder, tmp_path)
     moved = load_checkpoint(tmp_path / "checkpoints").leaves
     steps = [int(x) for path, x in moved.items() if path.endswith("gradient_step")]
     assert steps == [2]
+
+
+def test_a_checkpoint_without_later_options_is_resumed_as_it_was_made(run, plain, tmp_path, capsys):
+    words = ("--questions", "0", "--samples", "0")
+    assert run(*words, "--steps", "1") == 0
+    folder = tmp_path / "checkpoints"
+    stored = load_checkpoint(folder)
+    del stored.config["attention"], stored.config["adapter"]["split"]
+    del stored.config["adapter"]["nonlinearity"]
+    find_checkpoint(folder).unlink()
+    save_checkpoint(folder, stored)
+    assert run(*words, "--steps", "1", "--resume") == 0
+    assert run(*words, "--steps", "1", "--resume", "--adapter.split") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "option adapter.split: False in the checkpoint, True requested" in said
 
 
 def test_a_resumed_run_says_that_its_data_have_changed(run, plain, folder, capsys):

@@ -19,7 +19,7 @@ from jaxkfac.cli._run_state import DATA_CRC, as_config, flatten_state, restore_s
 from jaxkfac.cli.finetune._exam import Examiner
 from jaxkfac.cli.finetune._loggers import open_loggers
 from jaxkfac.cli.finetune._loop import TuneState, Tuning
-from jaxkfac.cli.finetune._options import FinetuneArguments
+from jaxkfac.cli.finetune._options import OLDER, FinetuneArguments
 from jaxkfac.cli.finetune._problem import FinetuneProblem, build_optimizer, total_updates
 from jaxkfac.cli.finetune._watch import Watch, words_of
 from jaxkfac.report import FinetuneRecords
@@ -116,7 +116,9 @@ def _start(
     if folder is not None and find_checkpoint(folder):
         stored = load_checkpoint(folder)
         template = jax.eval_shape(tx.init, problem.adapters)
-        adapters, optimizer = restore_state(stored, problem.adapters, template, config)
+        adapters, optimizer = restore_state(
+            stored, problem.adapters, template, config, lacking=OLDER
+        )
         records = FinetuneRecords.from_plain(stored.records)
         return TuneState(adapters, optimizer, stored.step, records)
     adapters = problem.initial()
