@@ -95,6 +95,7 @@ NAMES = {
     "whole_file": "writes bytes",
     "write_archive": "writes bytes",
     "write_text": "writes bytes",
+    "write_together": "writes bytes",
     # factors
     "Estimator": _PART,
     "FISHER_TYPES": _PART,
