@@ -2,8 +2,8 @@
 
 A CPU's compiler fuses less than is counted, so that the bound is wide; for an H100 the record is
 ``benchmarks/results/plan.md``. Beside frozen weights it keeps half as much again: adapters and NF4
-are not compared. The step of K-FAC in graph, decompositions and all, is counted 33 % too low; why is
-not known yet.
+are not compared. The step of K-FAC in graph, decompositions and all, is counted 33 % too low; why
+is not known yet.
 """
 
 import pytest
