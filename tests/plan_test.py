@@ -2,8 +2,7 @@
 
 A CPU's compiler fuses less than is counted, so that the bound is wide; for an H100 the record is
 ``benchmarks/results/plan.md``. Beside frozen weights it keeps half as much again: adapters and NF4
-are not compared. The step of K-FAC in graph, decompositions and all, is counted 33 % too low; why
-is not known yet.
+are not compared.
 """
 
 import pytest
@@ -14,12 +13,18 @@ TRAININGS = {k: v for k, v in trainings(scale=2) if k not in ("adapters", "NF4")
 QUICK = ("scanned, rematted", "dense", "convolution")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in TRAININGS]
-)
+TOO_LOW = pytest.mark.xfail(reason="33 % too low, decompositions and all; why is not known yet")
+
+
+def _marks(name):
+    slow = [] if name in QUICK else [pytest.mark.slow]
+    return [*slow, TOO_LOW] if name == "K-FAC in graph" else slow
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=_marks(x)) for x in TRAININGS])
 def test_a_total_from_shapes_is_near_that_with_a_compilers_temporaries(name):
     training = TRAININGS[name]
     planned, asked = (
         planned_bytes(training, training.estimate(compiler=compiler)) for compiler in (None, "cpu")
     )
-    assert planned == pytest.approx(asked, rel=0.4 if name == "K-FAC in graph" else 0.3)
+    assert planned == pytest.approx(asked, rel=0.3)
