@@ -1,4 +1,4 @@
-"""Every program of the zoo is covered as its row says, with the gradient and factors of brute force."""
+"""Every program of the zoo: coverage as its row says, gradient and factors of brute force."""
 
 import pytest
 
