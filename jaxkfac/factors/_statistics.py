@@ -169,7 +169,7 @@ class Statistics:
         """See ``_taps.Gathered``."""
         kind = use.kind
         if kind.elementwise:
-            return self._emit_elements(site, use, like, operands, cotangent, weights)
+            return self._emit_elements(site, use, like, operands, cotangent, weights, constants)
         out: Slot = {}
         examples = self.traced.examples
         if "a" in like:
@@ -195,11 +195,15 @@ class Statistics:
         operands: list[Any],
         cotangent: Float[Array, "*result"],
         weights: Bool[Array, "..."] | None,
+        constants: Slot | None,
     ) -> Slot:
         dtype = next(iter(like.values())).dtype
         ones = masked(jnp.ones(cotangent.shape, dtype), weights)
         cotangent = ones if self.forward else masked(cotangent, weights).astype(dtype)
-        gradient = masked(use.kind.gradient(use, operands, cotangent), weights)
+        gradient = use.kind.gradient(use, operands, cotangent)
+        if constants:  # of what is read with respect to the parameter
+            gradient = gradient * constants["derivative"].astype(dtype)
+        gradient = masked(gradient, weights)
         if "diagonal" in like:
             parts = {"diagonal": jnp.square(gradient), "count": ones}
             return {key: sum_to(parts[key], part.shape) for key, part in like.items()}

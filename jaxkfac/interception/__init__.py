@@ -45,6 +45,7 @@ from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import (
     Eqn,
     automatic,
+    bind,
     body_of,
     call_kind,
     cast_varying,
@@ -109,6 +110,7 @@ __all__ = [
     "View",
     "Window",
     "automatic",
+    "bind",
     "body_of",
     "call_kind",
     "cast_varying",

@@ -10,7 +10,16 @@ from jaxkfac.interception._facts import Facts, reasons_of
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._products import without_product
 from jaxkfac.interception._propagate import fresh
-from jaxkfac.interception._values import Consumed, Data, Derived, Value, View
+from jaxkfac.interception._values import (
+    Combined,
+    Consumed,
+    Data,
+    Derived,
+    Parameter,
+    Value,
+    View,
+    views_in,
+)
 from jaxkfac.interception._views import reversal
 
 Scope = tuple[int, ...]  # identities of the scans around an equation, outermost first
@@ -28,7 +37,7 @@ def walk_scan(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: S
     # A carry is another value in each iteration, so it does not keep the number of its first;
     # only a parameter that is carried unchanged does.
     carry = [
-        v if isinstance(v, View) else dataclasses.replace(without_product(v), number=facts.unique())
+        v if views_in(v) else dataclasses.replace(without_product(v), number=facts.unique())
         for v in ins[nc : nc + nk]
     ]
     while True:  # a carry that becomes data may make another one data in the next iteration
@@ -44,7 +53,7 @@ def walk_scan(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: S
             break
         carry, facts.findings = grown, findings
     for before, after in zip(ins[nc : nc + nk], carry, strict=True):
-        if isinstance(before, View | Derived) and isinstance(after, Data):
+        if isinstance(before, Parameter) and isinstance(after, Data):
             facts.report(before, "is carried through `scan` and modified")
     last = [dataclasses.replace(v, number=facts.unique()) for v in carry]
     return [*last, *(_stacked(facts, v, length) for v in outs[nk:])], plan
@@ -56,7 +65,13 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
     number = facts.number((scan, "xs", value.number))
     if isinstance(value, Data):
         return Data(number, value.axes[1:])
+    if isinstance(value, Combined):
+        each = (_slice_of(facts, view, scan, length) for view in value.views)
+        views = tuple(v for value in each for v in views_in(value))
+        return dataclasses.replace(value, number=number, views=views)
     if isinstance(value, View):
+        elements = facts.number((scan, "xs", value.elements))
+        value = dataclasses.replace(value, elements=elements)
         if value.axes is None:
             return dataclasses.replace(value, number=number)
         if reversal(facts.table, value, value.axes[0]) != "none":  # row i is not iteration i's
@@ -76,7 +91,7 @@ def _join(facts: Facts, before: Value, after: Value, *, unchanged: bool) -> Valu
         return before
     if isinstance(after, Data):
         return Data(facts.unique(), after.axes)
-    if isinstance(before, View) and unchanged:
+    if views_in(before) and unchanged:
         return before
     reasons = reasons_of((before, after), "`scan`")
     if not reasons or (isinstance(before, Derived) and dict(reasons) == dict(before.reasons)):
@@ -89,8 +104,8 @@ def _stacked(facts: Facts, value: Value, length: int) -> Value:
     number = facts.unique()
     if isinstance(value, Data):
         return Data(number, (facts.table.new(length, "derived"), *value.axes))
-    if isinstance(value, View):
-        return Derived(number, ((value.path, "`scan`"),))
+    if views_in(value):
+        return Derived(number, reasons_of([value], "`scan`"))
     return dataclasses.replace(value, number=number)
 
 
@@ -102,7 +117,7 @@ def walk_shard_map(
     inside: list[Value] = []
     for value, outer, inner in zip(ins, eqn.invars, body.invars, strict=True):
         value, same = without_product(value), outer.aval.shape == inner.aval.shape
-        if isinstance(value, View) and not same:
+        if views_in(value) and not same:
             facts.report(value, "is split over mesh axes by `shard_map`")
             value = Data(facts.unique(), fresh(facts.table, inner.aval.shape))
         elif isinstance(value, Data) and not same:

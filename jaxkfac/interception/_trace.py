@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import Atoms
+from jaxkfac.interception._elements import Elements
 from jaxkfac.interception._encoded import (
     DeferredParameter,
     decoded_shapes,
@@ -110,14 +111,17 @@ class Traced:
         check_entries(slots, entries)
         by_path = collections.defaultdict(dict)
         walkers = collections.defaultdict(set)
+        elementwise = {x.name for x in self.table.layers if x.is_elementwise}
         for use in self.analysis.plan.all_uses():
             if use.layer is not None and use.layer in slots:
-                by_path[use.view.path][use.layer] = slots[use.layer]
+                slot = slots[use.layer]
+                by_path[use.view.path][use.layer] = (
+                    Elements(slot) if use.layer in elementwise else slot
+                )
                 walkers[use.layer].update(c.walker for c in use.view.consumed)
         rewriter = Rewriter(
             table=self.analysis.table,
             handler=handler,
-            elementwise=frozenset(x.name for x in self.table.layers if x.is_elementwise),
             entries=entries,
             marks=tuple(m.axes for m in self.analysis.plan.all_marks()),
             walkers=walkers,

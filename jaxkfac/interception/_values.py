@@ -41,6 +41,10 @@ class View:
         scaled: Value numbers of the constants it was multiplied by.
         reversed: Atoms along which it is seen back to front.
         lost_by: The primitive behind which the axes can no longer be followed.
+        function: The first primitive that made it a function of the parameter's elements, one by
+            one, and no multiple of them (``exp``, a product of two parameters); it is no matrix
+            of the parameter then.
+        elements: Two views of a parameter with one number hold its elements in one arrangement.
     """
 
     number: int
@@ -52,6 +56,23 @@ class View:
     scaled: tuple[int, ...] = ()
     reversed: Atoms = ()
     lost_by: str = ""
+    function: str = ""
+    elements: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Combined:
+    """Parameters that meet one another, element by element or side by side, before data.
+
+    Attributes:
+        number: Value number.
+        views: Each of them, as a view of the shape of this value.
+        reasons: As in ``Derived``, of the parameters that are in it but are not seen in it.
+    """
+
+    number: int
+    views: tuple[View, ...]
+    reasons: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +110,15 @@ class Data:
     product_axes: tuple[Atoms | None, ...] = ()
 
 
-Value = Constant | View | Derived | Data
+Parameter = View | Combined | Derived
+Value = Constant | Parameter | Data
+
+
+def views_in(value: Value) -> tuple[View, ...]:
+    """The parameters that are seen in a value."""
+    if isinstance(value, Combined):
+        return value.views
+    return (value,) if isinstance(value, View) else ()
 
 
 @dataclasses.dataclass(eq=False)

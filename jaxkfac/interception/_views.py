@@ -9,6 +9,7 @@ from jax.extend import core as jex
 
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import Eqn, read_order
+from jaxkfac.interception._facts import Facts
 from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._values import Constant, Consumed, Value, View
 
@@ -16,21 +17,35 @@ SAME_ELEMENTS = frozenset(
     "convert_element_type copy copy_p reduce_precision optimization_barrier name pvary pcast "
     "sharding_constraint reshard layout_constraint".split()
 )
+# Each element of the result is a function of one element of each operand.
+ELEMENT_BY_ELEMENT = frozenset(
+    "add sub mul div max min pow integer_pow exp exp2 log log1p expm1 tanh logistic sin cos tan "
+    "asin acos atan sinh cosh asinh acosh atanh sqrt rsqrt cbrt neg abs sign square erf erfc "
+    "erf_inv lgamma digamma select_n clamp add_any atan2 rem".split()
+)
 _SELECTIONS = frozenset("slice dynamic_slice gather split pad broadcast_in_dim".split())
 
 
-def view_of(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> list[View] | None:
+def view_of(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[View] | None:
     """The views that the results are, or ``None`` if the equation is no view.
 
     Exactly one operand must be a view and every other one constant.
     """
-    views = _views(table, eqn, ins, number)
+    first = facts.equation_number(eqn, ins)
+    views = _views(facts.table, eqn, ins, first)
     if views is None:
         return None
     name = eqn.primitive.name
+    (view,) = (v for v in ins if isinstance(v, View))
+    same = name in SAME_ELEMENTS | ELEMENT_BY_ELEMENT
     return [
-        dataclasses.replace(v, lost_by=name) if v.axes is None and not v.lost_by else v
-        for v in views
+        dataclasses.replace(
+            v,
+            number=facts.equation_number(eqn, ins, k),
+            elements=view.elements if same else facts.arrangement(eqn, view, ins, k),
+            lost_by=v.lost_by or (name if v.axes is None else ""),
+        )
+        for k, v in enumerate(views)
     ]
 
 
@@ -82,13 +97,15 @@ def is_negated(eqn: Eqn, position: int) -> bool:
 
 
 def _scaled(table: AxisTable, eqn: Eqn, view: View, position: int, number: int) -> View:
-    """Times a constant: a scalar keeps the matrix, an array (a mask) only the elements."""
+    """Times a constant: a scalar keeps the matrix, an array only the elements."""
     other = eqn.invars[1 - position]
     mine, out = eqn.invars[position].aval.shape, eqn.outvars[0].aval.shape
-    axes = view.axes
-    if getattr(other.aval, "size", 1) != 1 or mine != out:
-        axes = None
-    return dataclasses.replace(view, number=number, axes=axes, scaled=(*view.scaled, number))
+    function = view.function
+    if getattr(other.aval, "size", 1) != 1:
+        function = function or eqn.primitive.name
+    axes = view.axes if mine == out else None
+    scaled = (*view.scaled, number)
+    return dataclasses.replace(view, number=number, axes=axes, scaled=scaled, function=function)
 
 
 def _moved(table: AxisTable, eqn: Eqn, axes: Axes | None) -> Axes | None:
