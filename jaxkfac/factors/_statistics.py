@@ -104,7 +104,7 @@ class Statistics:
         """Zeros for one layer."""
         dtype, uses = self._dtype(layer), self.traced.uses_of(layer)
         if layer.is_elementwise:
-            shape, kinds = self.traced.shapes[layer.weight.path], ("diagonal", "count")
+            shape, kinds = self.traced.part_shape(layer.weight), ("diagonal", "count")
             if self.by_example(layer):
                 shape = (*shape, self.traced.num_examples)
                 kinds = ("gradient", "counts")

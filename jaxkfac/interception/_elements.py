@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Shaped
 
 from jaxkfac.interception._compat import Eqn, bind
+from jaxkfac.interception._index import Index, shape_of, slices
 from jaxkfac.interception._slots import Entries, Slot, SlotEntry
 from jaxkfac.interception._views import SAME_ELEMENTS
 
@@ -30,6 +31,17 @@ class Elements(NamedTuple):
 
     slot: Slot
     derivative: Array | None = None
+
+    @classmethod
+    def of(cls, slot: Slot, index: Index, shape: Sequence[int]) -> "Elements":
+        """The slot of ``parameter[index]`` beside the parameter of ``shape``."""
+        if not index:
+            return cls(slot)
+        lead = len(shape_of(index, shape))
+        return cls({
+            key: jnp.zeros((*shape, *s.shape[lead:]), s.dtype).at[slices(index)].set(s)
+            for key, s in slot.items()
+        })
 
     def at_use(self) -> Slot:
         """The slot as a handler has it."""
@@ -115,6 +127,44 @@ def move_elements(
     return [
         Elements({key: s[k] for key, s in slots.items()}, d) for k, d in enumerate(derivatives)
     ]
+
+
+def join_elements(
+    eqn: Eqn, parts: Mapping[int, Elements], values: Sequence[ArrayLike], entries: Entries
+) -> Elements:
+    """Behind parameters put side by side: zeros where others stand."""
+    if eqn.primitive.name == "pad":
+        return move_elements(eqn, parts[0], 0, values, entries)[0]
+    lead = [jnp.shape(v) for v in values]
+    first = next(iter(parts.values()))
+    by_example = is_by_example(first.slot, entries)
+
+    def joined(arrays: Mapping[int, Array], tail: tuple[int, ...], dtype: DTypeLike) -> Array:
+        whole = [
+            jnp.broadcast_to(arrays[i], (*shape, *tail))
+            if i in arrays
+            else jnp.zeros((*shape, *tail), dtype)
+            for i, shape in enumerate(lead)
+        ]
+        if eqn.primitive.name == "stack":
+            return jnp.stack(whole, eqn.params["axis"])
+        return jnp.concatenate(whole, eqn.params["dimension"])
+
+    slot = {
+        key: joined(
+            {i: part.slot[key] for i, part in parts.items()},
+            s.shape[-1:] if by_example else (),
+            s.dtype,
+        )
+        for key, s in first.slot.items()
+    }
+    if all(part.derivative is None for part in parts.values()):
+        return Elements(slot)
+    ones = {i: jnp.ones((), values[i].dtype) for i in parts}
+    derivatives = {
+        i: ones[i] if part.derivative is None else part.derivative for i, part in parts.items()
+    }
+    return Elements(slot, joined(derivatives, (), next(iter(derivatives.values())).dtype))
 
 
 def _move_by_example(

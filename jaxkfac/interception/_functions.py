@@ -11,17 +11,32 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from jaxkfac.interception._axes import AxisTable
+from jaxkfac.interception._axes import Atoms
 from jaxkfac.interception._compat import Eqn, body_of, call_kind
-from jaxkfac.interception._facts import Facts, reasons_of
-from jaxkfac.interception._values import Combined, Data, Derived, Parameter, Value, View, views_in
+from jaxkfac.interception._facts import Facts
+from jaxkfac.interception._joins import Join
+from jaxkfac.interception._values import (
+    Combined,
+    Constant,
+    Data,
+    Derived,
+    Parameter,
+    Value,
+    View,
+    views_in,
+)
 from jaxkfac.interception._views import ELEMENT_BY_ELEMENT, SAME_ELEMENTS, is_negated, view_of
 
+JOINS = frozenset("concatenate stack pad".split())
 _SUMS = frozenset("add sub add_any".split())  # of which each operand is a view
 
 
 def seen_in(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value] | None:
     """What the results of an equation of parameters show of them; ``None`` if that is nothing."""
+    if any(isinstance(v, Data) for v in ins) and eqn.primitive.name != "dynamic_slice":
+        return None
+    if eqn.primitive.name in JOINS:
+        return _joined(facts, eqn, ins)
     parameters = [i for i, v in enumerate(ins) if isinstance(v, Parameter)]
     if len(parameters) == 1 and views_in(ins[parameters[0]]):
         if (views := _each_viewed(facts, eqn, ins, parameters[0])) is not None:
@@ -63,24 +78,87 @@ def _each_viewed(
     value = ins[position]
     if isinstance(value, View):
         views = view_of(facts, eqn, ins)
-        return None if views is None else list(views)
+        return None if views is None else [_value(v.number, [v], {}) for v in views]
     before = list(views_in(value))
     each = [view_of(facts, eqn, [*ins[:position], v, *ins[position + 1 :]]) for v in before]
     if any(views is None for views in each):
         return None
-    reasons = reasons_of([Derived(0, value.reasons)], "") if isinstance(value, Combined) else ()
-    out: list[Value] = []
-    for k in range(len(eqn.outvars)):
-        number = facts.equation_number(eqn, ins, k)
-        views = (dataclasses.replace(v[k], number=number) for v in each if v is not None)
-        out.append(Combined(number, tuple(views), reasons))
-    return out
+    return [
+        _value(facts.equation_number(eqn, ins, k), [v[k] for v in each if v], _reasons_in([value]))
+        for k in range(len(eqn.outvars))
+    ]
+
+
+def _joined(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value] | None:
+    """Parameters side by side: each is a part of the result along one axis, or several."""
+    name, number, views = eqn.primitive.name, facts.equation_number(eqn, ins), []
+    if name == "pad":
+        if isinstance(ins[1], Parameter):
+            return None
+        views = [_padded(facts, eqn, view) for view in views_in(ins[0])]
+    else:
+        axis = eqn.params["axis" if name == "stack" else "dimension"]
+        whole = facts.table.new(eqn.outvars[0].aval.shape[axis], "parameter")
+        start = 0
+        for value, operand in zip(ins, eqn.invars, strict=True):
+            size = 1 if name == "stack" else operand.aval.shape[axis]
+            for view in views_in(value):
+                views.append(_beside(view, name, axis, whole, start, size))
+            start += size
+    arranged: dict[str, list[object]] = {}  # by path: all of it is one arrangement
+    for view in views:
+        arranged.setdefault(view.path, []).append((view.elements, view.joins[-1:]))
+    views = [
+        dataclasses.replace(
+            v,
+            number=number,
+            elements=facts.number((name, str(eqn.params), *arranged[v.path])),
+            lost_by=v.lost_by or ("" if v.axes is not None else name),
+        )
+        for v in views
+    ]
+    return [_value(number, views, _reasons_in(ins))]
+
+
+def _beside(view: View, name: str, axis: int, whole: Atoms, start: int, size: int) -> View:
+    if view.axes is None or not whole:
+        return view
+    own = () if name == "stack" else view.axes[axis]
+    after = view.axes[axis if name == "stack" else axis + 1 :]
+    axes = (*view.axes[:axis], whole, *after)
+    return dataclasses.replace(view, axes=axes, joins=(*view.joins, Join(whole, start, size, own)))
+
+
+def _padded(facts: Facts, eqn: Eqn, view: View) -> View:
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    for d, (low, high, between) in enumerate(eqn.params["padding_config"]):
+        if low < 0 or high < 0 or between:
+            return dataclasses.replace(view, axes=None)
+        if low or high:
+            whole = facts.table.new(after[d], "parameter")
+            view = _beside(view, "pad", d, whole, low, before[d])
+    return view
+
+
+def _reasons_in(values: Sequence[Value]) -> dict[str, str]:
+    return {path: why for v in values for path, why in getattr(v, "reasons", ())}
+
+
+def _value(number: int, views: Sequence[View], reasons: dict[str, str]) -> Value:
+    """A value in which these are seen; nothing is, of a part that was sliced away."""
+    views = [v for v in views if v.path not in reasons and all(j.size for j in v.joins)]
+    lost = tuple(sorted(reasons.items()))
+    if len(views) == 1 and not reasons:
+        return views[0]
+    if views:
+        return Combined(number, tuple(views), lost)
+    return Derived(number, lost) if reasons else Constant(number)
 
 
 def _function(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value]:
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     number = facts.equation_number(eqn, ins)
-    reasons = dict(reasons_of([Derived(0, getattr(v, "reasons", ())) for v in ins], ""))
+    reasons = _reasons_in(ins)
     found: dict[str, View] = {}
     for position, value in enumerate(ins):
         for view in views_in(value):
@@ -94,12 +172,7 @@ def _function(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value]:
             elif is_negated(eqn, position):
                 view = dataclasses.replace(view, scaled=(*view.scaled, number))
             found[view.path] = dataclasses.replace(view, number=number)
-    views = tuple(view for path, view in found.items() if path not in reasons)
-    if not views:
-        return [Derived(number, tuple(sorted(reasons.items())))]
-    if len(views) == 1 and not reasons:
-        return list(views)
-    return [Combined(number, views, tuple(sorted(reasons.items())))]
+    return [_value(number, list(found.values()), reasons)]
 
 
 def _place(view: View) -> tuple[object, ...]:

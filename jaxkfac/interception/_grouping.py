@@ -3,10 +3,12 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._index import Range, index_name
+from jaxkfac.interception._joins import cuts_of, own_atoms, pieces_of
 from jaxkfac.interception._kind import Kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.interception._table import selector
@@ -93,8 +95,20 @@ def group_uses(
 
 def _positions(table: AxisTable, view: View) -> tuple[dict[int, int], tuple[int, ...]]:
     """Atom -> position, and the atoms' sizes, of the (indexed) parameter."""
-    atoms = [a for axis in view.origin[len(view.index) :] for a in table.atoms(axis)]
+    atoms = [a for axis in view.own for a in table.atoms(axis)]
     return {a: i for i, a in enumerate(atoms)}, tuple(table.size(a) for a in atoms)
+
+
+def _of_elements(view: View) -> View:
+    """The view whose elements a diagonal covers: a range of the parameter, else all of it."""
+    ranged = any(isinstance(at, Range) for at in view.index)
+    return view if ranged else dataclasses.replace(view, index=())
+
+
+def _own_axes(table: AxisTable, view: View) -> Callable[[Atoms], Atoms]:
+    """From an axis of a view to the parameter's own atoms."""
+    pieces = pieces_of(table, view.joins) or {}
+    return lambda axis: own_atoms(table, pieces, axis)
 
 
 def stack_of(use: Use, experts: str | None) -> tuple[tuple[int, Atoms], ...]:
@@ -114,22 +128,21 @@ def _reads_experts(use: Use, experts: str | None) -> bool:
 
 
 def _matrix(table: AxisTable, use: Use, experts: str | None) -> ParameterMatrix:
-    view = use.view
-    if use.kind.elementwise:
-        view = dataclasses.replace(view, index=())  # a diagonal covers the whole parameter
+    view = _of_elements(use.view) if use.kind.elementwise else use.view
+    own_axis = _own_axes(table, view)
     where, sizes = _positions(table, view)
     atoms = list(sizes)
     stack: list[int] = []
     stacked: set[int] = set()
     for size, axis in stack_of(use, experts):
-        own = [where[a] for a in table.atoms(axis)]
+        own = [where[a] for a in own_axis(axis)]
         if size == 1 and not own:  # a scanned axis of length one has no atoms
             own = [len(atoms)]
             atoms.append(1)
         stack += own
         stacked.update(own)
-    inputs = {where[a] for axis in use.in_axes for a in table.atoms(axis)}
-    outputs = {where[a] for axis in use.out_axes for a in table.atoms(axis)} - stacked
+    inputs = {where[a] for axis in use.in_axes for a in own_axis(axis)}
+    outputs = {where[a] for axis in use.out_axes for a in own_axis(axis)} - stacked
     if use.kind.elementwise:
         outputs = set(range(len(sizes))) - stacked
     return ParameterMatrix(
@@ -146,7 +159,9 @@ def _blocks(table: AxisTable, uses: Iterable[Use], experts: str | None) -> list[
     found: dict[Any, _UseGroup] = {}
     for use in uses:
         weight = _matrix(table, use, experts)
-        key = (weight.path, "diagonal") if use.kind.elementwise else (weight, use.kind)
+        key = (weight, use.kind)
+        if use.kind.elementwise:
+            key = (weight.path, weight.index, "diagonal")
         block = found.setdefault(key, _UseGroup(use.kind, weight, []))
         block.uses.append(use)
     return list(found.values())
@@ -227,8 +242,7 @@ def _name(blocks: list[_UseGroup]) -> list[CoverageNote]:
     """Name every block; where a parameter has several, the dense one keeps the path."""
     notes, by_path = [], collections.defaultdict(list)
     for block in blocks:
-        path, index = block.weight.path, block.weight.index
-        by_path[path + "".join(f"[{i}]" for i in index)].append(block)
+        by_path[block.weight.path + index_name(block.weight.index)].append(block)
     for path, group in by_path.items():
         taken: set[str] = set()
         for block in sorted(group, key=lambda b: b.kind.rank):
@@ -269,4 +283,8 @@ def _use_key(table: AxisTable, use: Use) -> tuple[Any, ...]:
 def _reading(table: AxisTable, use: Use) -> str:
     """How the equation reads its data operand, in the parameter's own order."""
     where, _ = _positions(table, use.view)
-    return use.kind.reading(use, lambda axis: [where[a] for a in table.atoms(axis)])
+    own_axis = _own_axes(table, use.view)
+    pieces = pieces_of(table, use.view.joins) or {}
+    cuts = [cuts_of(table, pieces, axis) for axis in (*use.in_axes, *use.batch_axes)]
+    reading = use.kind.reading(use, lambda axis: [where[a] for a in own_axis(axis)])
+    return f"{reading} {cuts}" if any(cuts) else reading

@@ -18,7 +18,12 @@ from jaxtyping import Array, Bool
 from jaxkfac.interception import _compat
 from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._compat import Eqn, Literal, Var
-from jaxkfac.interception._elements import Elements, move_elements, through_function
+from jaxkfac.interception._elements import (
+    Elements,
+    join_elements,
+    move_elements,
+    through_function,
+)
 from jaxkfac.interception._encoded import (
     DeferredParameter,
     Operand,
@@ -26,7 +31,7 @@ from jaxkfac.interception._encoded import (
     bind_view,
     refuse_deferred,
 )
-from jaxkfac.interception._functions import is_function
+from jaxkfac.interception._functions import JOINS, is_function
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._row_masks import RowMask, row_weights
@@ -205,6 +210,9 @@ class Rewriter:
         for name, seen in parts.items():
             if is_function(eqn):
                 outs[0][name] = through_function(eqn, run, seen, values, self.entries)
+                continue
+            if eqn.primitive.name in JOINS:
+                outs[0][name] = join_elements(eqn, seen, values, self.entries)
                 continue
             ((position, part),) = seen.items()
             moved = move_elements(eqn, part, position, values, self.entries)

@@ -20,9 +20,10 @@ from jaxkfac.interception._encoded import (
     is_encoded,
     refuse_deferred,
 )
-from jaxkfac.interception._examples import analyse, split_lost
+from jaxkfac.interception._examples import analyse, split_lost, split_parts
 from jaxkfac.interception._grouping import group_uses
-from jaxkfac.interception._layer import Layer
+from jaxkfac.interception._index import shape_of
+from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.interception._paths import leaves_by_path
 from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._rewrite import Around, Handler, Rewriter
@@ -59,6 +60,10 @@ class Traced:
         """Axis atoms of an output leaf, or ``None`` if it does not depend on data."""
         value = self.analysis.outputs[index]
         return value.axes if isinstance(value, Data) else None
+
+    def part_shape(self, matrix: ParameterMatrix) -> tuple[int, ...]:
+        """Shape of the part of a parameter that a matrix covers."""
+        return shape_of(matrix.index, self.shapes[matrix.path])
 
     @property
     def num_examples(self) -> int:
@@ -111,13 +116,13 @@ class Traced:
         check_entries(slots, entries)
         by_path = collections.defaultdict(dict)
         walkers = collections.defaultdict(set)
-        elementwise = {x.name for x in self.table.layers if x.is_elementwise}
         for use in self.analysis.plan.all_uses():
             if use.layer is not None and use.layer in slots:
                 slot = slots[use.layer]
-                by_path[use.view.path][use.layer] = (
-                    Elements(slot) if use.layer in elementwise else slot
-                )
+                path, layer = use.view.path, self.table[use.layer]
+                if layer.is_elementwise:
+                    slot = Elements.of(slot, layer.weight.index, self.shapes[path])
+                by_path[path][use.layer] = slot
                 walkers[use.layer].update(c.walker for c in use.view.consumed)
         rewriter = Rewriter(
             table=self.analysis.table,
@@ -163,6 +168,7 @@ def trace(
     num_args = len(closed.jaxpr.invars) - len(paths)
     analysis = analyse(closed, [*paths, *[None] * num_args])
     uses, lost = split_lost(analysis, examples_lead=examples_lead)
+    uses, cut = split_parts(analysis.table, uses)
     found, notes = group_uses(
         analysis.table,
         uses,
@@ -171,7 +177,7 @@ def trace(
         pattern=layers,
         scale_blocks=scale_blocks,
     )
-    findings = [*analysis.findings, *lost, *notes]
+    findings = [*analysis.findings, *lost, *cut, *notes]
     held = {part.path for layer in found for part in (layer.weight, layer.bias) if part}
     touched = {f.path for f in findings} | {u.view.path for u in uses}
     shapes_of = {path: tuple(getattr(leaf, "shape", ())) for path, leaf in paths.items()}

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from jaxkfac.interception._axes import Atoms
 from jaxkfac.interception._compat import Eqn
+from jaxkfac.interception._index import Index, Range
+from jaxkfac.interception._joins import Join
 from jaxkfac.interception._kind import Kind
 from jaxkfac.interception._propagate import Axes
 
@@ -31,11 +33,11 @@ class View:
     Attributes:
         number: Value number; equal numbers are equal values.
         path: The parameter.
-        index: Static index into its leading axes.
+        index: Static index into its leading axes: a number, or a range of them.
         axes: One entry per axis in atoms of the parameter, or ``None`` where the view
             cannot be followed axis by axis (a range, a constant gather): such a view can
             still be a bias or a scale, but not a matrix.
-        origin: The parameter's own axes.
+        origin: The parameter's own axes; of a range, the range.
         consumed: Stacked axes used up so far, outermost first: scan iterations and
             dynamic indices.
         scaled: Value numbers of the constants it was multiplied by.
@@ -44,6 +46,9 @@ class View:
         function: The first primitive that made it a function of the parameter's elements, one by
             one, and no multiple of them (``exp``, a product of two parameters); it is no matrix
             of the parameter then.
+        joins: The axes along which it is a part of the value only.
+        members: Where the value is one iteration's of a stack of parameters, all of them, in the
+            order of the iterations; ``path`` is the first.
         elements: Two views of a parameter with one number hold its elements in one arrangement.
     """
 
@@ -51,13 +56,21 @@ class View:
     path: str
     origin: Axes
     axes: Axes | None
-    index: tuple[int, ...] = ()
+    index: Index = ()
     consumed: tuple["Consumed", ...] = ()
     scaled: tuple[int, ...] = ()
     reversed: Atoms = ()
     lost_by: str = ""
     function: str = ""
+    joins: tuple[Join, ...] = ()
+    members: tuple["View", ...] = ()
     elements: int = 0
+
+    @property
+    def own(self) -> Axes:
+        """The axes of the parameter that the static index leaves."""
+        kept = [i for i, at in enumerate(self.index) if isinstance(at, Range)]
+        return tuple(self.origin[i] for i in (*kept, *range(len(self.index), len(self.origin))))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,6 +57,8 @@ class Embedding(TwoSided):
         problem = matrix_problem(table, view, "gather")
         if problem := problem or order_problem(table, view, view.axes or (), "gather"):
             return problem
+        if any(axis in (j.whole for j in view.joins) for axis in view.axes[:1]):
+            return "is one of the tables that are joined before `gather`"
         use = Use(self, eqn, position, view, scope, data=ins[1])
         use.in_axes, use.out_axes = (view.axes[0],), tuple(view.axes[1:])
         use.rows = tuple(ins[1].axes[:-1])
