@@ -64,7 +64,7 @@ from jaxkfac.interception._encoded import (
     is_encoded,
 )
 from jaxkfac.interception._index import Index, Range, slices
-from jaxkfac.interception._joins import Piece, own_atoms, pieces_of
+from jaxkfac.interception._joins import Piece, cuts_of, own_atoms, pieces_of
 from jaxkfac.interception._kind import Axes, Kind, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.interception._nnx import NnxApply, from_nnx
@@ -119,6 +119,7 @@ __all__ = [
     "body_of",
     "call_kind",
     "cast_varying",
+    "cuts_of",
     "decoded_shapes",
     "encoded_paths",
     "evaluate",

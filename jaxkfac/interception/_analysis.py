@@ -270,6 +270,7 @@ class Analysis(Facts):
             axes = propagate(self.table, eqn, axes_in)[0]
         for use in uses:
             use.kind.place(use, axes)
+            use.parts = uses
         product = uses[0].kind.product_axes(uses[0], len(axes))
         if product is None:
             return Data(number, axes)

@@ -43,6 +43,10 @@ class Elements(NamedTuple):
             for key, s in slot.items()
         })
 
+    def scanned(self, length: int) -> "Elements":
+        """With as many entries along the first axis as a scan has iterations."""
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (length, *x.shape[1:])), self)
+
     def at_use(self) -> Slot:
         """The slot as a handler has it."""
         if self.derivative is None:
@@ -165,6 +169,23 @@ def join_elements(
         i: ones[i] if part.derivative is None else part.derivative for i, part in parts.items()
     }
     return Elements(slot, joined(derivatives, (), next(iter(derivatives.values())).dtype))
+
+
+def stack_elements(parts: Sequence[Elements | None]) -> Elements:
+    """One slot for the layers of a stack: each has its own entry in it, and zeros in the others.
+
+    ``None`` stands for a layer that has no slot.
+    """
+    there = [part for part in parts if part is not None]
+    slot = jax.tree.map(lambda *x: sum(x[1:], x[0]), *[part.slot for part in there])
+    like = next((p.derivative for p in there if p.derivative is not None), None)
+    if like is None:
+        return Elements(slot)
+    rows = [
+        jnp.ones_like(like[k]) if part is None or part.derivative is None else part.derivative[k]
+        for k, part in enumerate(parts)
+    ]
+    return Elements(slot, jnp.stack(rows))
 
 
 def _move_by_example(

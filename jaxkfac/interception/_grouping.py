@@ -17,13 +17,17 @@ from jaxkfac.interception._values import CoverageNote, Use, View
 
 @dataclasses.dataclass(eq=False)
 class _UseGroup:
-    """The uses that read one parameter the same way."""
+    """The uses that read one parameter the same way.
+
+    ``member`` is which one of a stack of parameters, whose uses are the same equations.
+    """
 
     kind: Kind
     weight: ParameterMatrix
     uses: list[Use]
     bias: ParameterMatrix | None = None
     name: str = ""
+    member: int | None = None
 
 
 def group_uses(
@@ -58,6 +62,7 @@ def group_uses(
     lone = [u for u in biases if u not in joined]
     blocks += _blocks(table, lone, experts)
     order = {id(u): i for i, u in enumerate(uses)}
+    blocks = [member for block in blocks for member in _members(block, biases)]
     blocks.sort(key=lambda b: order[id(b.uses[0])])
     notes += _name(blocks)
     selected = selector(pattern, [b.name for b in blocks])
@@ -70,7 +75,8 @@ def group_uses(
     for block in blocks:
         owner = owners[id(block)]
         for use in block.uses:
-            use.layer = block.name
+            use.layer = use.layer or block.name
+            use.layers = (*use.layers, block.name)
             use.free_stack = _reads_experts(use, experts)
         ones = any(owners[id(b)] is owner and b.bias is not None for b in blocks)
         elementwise, diagonal = block.kind.elementwise, block.kind.diagonal_inputs
@@ -167,6 +173,28 @@ def _blocks(table: AxisTable, uses: Iterable[Use], experts: str | None) -> list[
     return list(found.values())
 
 
+def _members(block: _UseGroup, adds: Sequence[Use]) -> list[_UseGroup]:
+    """A block for each of the parameters that were stacked for a scan."""
+    members = block.uses[0].view.members
+    if not members:
+        return [block]
+
+    rows = next((b.view.members for b in adds if b.join in block.uses), ())
+
+    def of(matrix: ParameterMatrix, view: View) -> ParameterMatrix:
+        return dataclasses.replace(matrix, path=view.path, index=view.index)
+
+    return [
+        dataclasses.replace(
+            block,
+            member=k,
+            weight=of(block.weight, view),
+            bias=of(block.bias, rows[k]) if block.bias else None,
+        )
+        for k, view in enumerate(members)
+    ]
+
+
 def _join_biases(
     table: AxisTable, blocks: list[_UseGroup], biases: list[Use], experts: str | None
 ) -> set[Use]:
@@ -203,9 +231,10 @@ def _bias_matrix(
     product = add.join
     assert product is not None and add.data is not None and add.view.axes is not None
     own: dict[int, Atoms] = {}  # atom of the product's parameter -> axis of the bias
+    its_axis, my_axis = _own_axes(table, product.view), _own_axes(table, add.view)
     for free, axis in zip(add.data.product_axes, add.view.axes, strict=True):
-        parts = table.atoms(free or ())
-        split = table.regroup([axis], [table.size(a) for a in parts])
+        parts = its_axis(free or ())
+        split = table.regroup([my_axis(axis)], [table.size(a) for a in parts])
         if split is None:
             return None
         own.update(zip(parts, split, strict=True))
@@ -214,7 +243,7 @@ def _bias_matrix(
     stack = [(c.size, c.atoms) for c in add.view.consumed]
     atoms, positions = list(sizes), []
     steps = stack_of(product, experts)[len(product.view.consumed) :]
-    stacked = [a for _, axis in steps for a in table.atoms(axis)]
+    stacked = [a for _, axis in steps for a in its_axis(axis)]
     stack += [(0, own.get(a, ())) for a in stacked]
     for size, axis in stack:
         at = [where[a] for a in table.atoms(axis) if a in where]
@@ -222,7 +251,7 @@ def _bias_matrix(
             at = [len(atoms)]
             atoms.append(1)
         positions += at
-    free = {a for axis in product.out_axes for a in table.atoms(axis)} - set(stacked)
+    free = {a for axis in product.out_axes for a in its_axis(axis)} - set(stacked)
     outputs = [
         where[b]
         for a in sorted(free, key=weight_at.__getitem__)
@@ -261,7 +290,7 @@ def _name(blocks: list[_UseGroup]) -> list[CoverageNote]:
 def _owners(table: AxisTable, blocks: list[_UseGroup]) -> dict[int, _UseGroup]:
     """For each block, the first block that reads the same inputs in the same way."""
     first: dict[Any, _UseGroup] = {}
-    return {id(b): first.setdefault(_input_key(table, b), b) for b in blocks}
+    return {id(b): first.setdefault((_input_key(table, b), b.member), b) for b in blocks}
 
 
 def _input_key(table: AxisTable, block: _UseGroup) -> Any:
@@ -276,8 +305,7 @@ def _input_key(table: AxisTable, block: _UseGroup) -> Any:
 
 def _use_key(table: AxisTable, use: Use) -> tuple[Any, ...]:
     assert use.data is not None
-    walkers = tuple(c.walker for c in use.view.consumed)
-    return (use.data.number, use.scope, walkers, _reading(table, use))
+    return (use.data.number, use.scope, use.view.walkers, _reading(table, use))
 
 
 def _reading(table: AxisTable, use: Use) -> str:

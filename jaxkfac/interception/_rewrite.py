@@ -22,6 +22,7 @@ from jaxkfac.interception._elements import (
     Elements,
     join_elements,
     move_elements,
+    stack_elements,
     through_function,
 )
 from jaxkfac.interception._encoded import (
@@ -263,8 +264,24 @@ class Rewriter:
     ) -> list[Any]:
         (nc, nk), length = _compat.scan_counts(eqn), eqn.params["length"]
         fixed = along[: nc + nk]  # a parameter carried unchanged is a constant
+        stacks = {
+            u.layer: u.layers
+            for u in inner.all_uses()
+            if u.layer and u.view.members and u.view.stacked_for == inner.scan
+        }
+        along = [
+            *along[: nc + nk],
+            *(stacked_slots(d, stacks) for d in along[nc + nk :]),
+        ]
         opening = self.windows.keys() - around.active.keys()  # an inner scan is inside the window
-        rows = [{k: s for k, s in d.items() if k not in opening} for d in along[nc + nk :]]
+        rows = [
+            {
+                k: s.scanned(length) if isinstance(s, Elements) else s
+                for k, s in d.items()
+                if k not in opening
+            }
+            for d in along[nc + nk :]
+        ]
         buffers = [{k: s for k, s in d.items() if k in opening} for d in along[nc + nk :]]
         iterations = jnp.arange(length) if any(buffers) else None
 
@@ -289,10 +306,34 @@ class Rewriter:
         return [*state, *ys]
 
 
+def stacked_slots(
+    slots: Mapping[str, Slot | Elements], stacks: Mapping[str, Sequence[str]]
+) -> dict[str, Slot | Elements]:
+    """The slots of layers whose parameters were stacked for a scan, stacked likewise."""
+    joined = {name for names in stacks.values() for name in names}
+    out = {name: slot for name, slot in slots.items() if name not in joined}
+    for first, names in stacks.items():
+        held = [slots.get(name) for name in names]
+        there = [slot for slot in held if slot is not None]
+        if not there:
+            continue
+        if isinstance(there[0], Elements):
+            out[first] = stack_elements(held)
+            continue
+        keys = dict.fromkeys(key for slot in there for key in slot)
+        likes = {key: next(s[key] for s in there if key in s) for key in keys}
+        each = [
+            {k: (s or {}).get(k, jax.tree.map(jnp.zeros_like, like)) for k, like in likes.items()}
+            for s in held
+        ]
+        out[first] = jax.tree.map(lambda *parts: jnp.stack(parts), *each)
+    return out
+
+
 def _at_use(slot: Slot | Elements) -> Slot:
     return slot.at_use() if isinstance(slot, Elements) else slot
 
 
 def tapped_layers(plan: Plan) -> set[str]:
     """Names of the layers with a tapped use inside a plan."""
-    return {u.layer for u in plan.all_uses() if u.layer is not None}
+    return {name for u in plan.all_uses() for name in u.layers}

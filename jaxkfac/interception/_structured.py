@@ -1,10 +1,11 @@
 """Equations whose body sees other values than their operands: scan and shard_map."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from jax.typing import ArrayLike
 
+from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._compat import Eqn, Jaxpr, body_of, scan_counts
 from jaxkfac.interception._facts import Facts, reasons_of
 from jaxkfac.interception._plan import Plan
@@ -55,6 +56,7 @@ def walk_scan(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: S
     for before, after in zip(ins[nc : nc + nk], carry, strict=True):
         if isinstance(before, Parameter) and isinstance(after, Data):
             facts.report(before, "is carried through `scan` and modified")
+    plan.scan = scan
     last = [dataclasses.replace(v, number=facts.unique()) for v in carry]
     return [*last, *(_stacked(facts, v, length) for v in outs[nk:])], plan
 
@@ -65,6 +67,8 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
     number = facts.number((scan, "xs", value.number))
     if isinstance(value, Data):
         return Data(number, value.axes[1:])
+    if isinstance(value, Combined) and (first := _of_stack(facts, value, scan)) is not None:
+        return dataclasses.replace(first, number=number)
     if isinstance(value, Combined):
         each = (_slice_of(facts, view, scan, length) for view in value.views)
         views = tuple(v for value in each for v in views_in(value))
@@ -80,6 +84,39 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
         axes, consumed = value.axes[1:], (*value.consumed, step)
         return dataclasses.replace(value, number=number, axes=axes, consumed=consumed)
     return dataclasses.replace(value, number=number)
+
+
+def _of_stack(facts: Facts, value: Combined, scan: int) -> View | None:
+    """What one iteration sees of parameters that were stacked for a scan, if they are alike."""
+    table, first = facts.table, value.views[0]
+    alike = {_layout(table, view) for view in value.views}
+    if value.reasons or None in alike or len(alike) > 1:
+        return None
+    lie = [join for v in value.views for join in v.joins if join.whole == (v.axes or ())[0]]
+    if [(j.start, j.size, j.own) for j in lie] != [(i, 1, ()) for i in range(table.size(*lie[0].whole))]:
+        return None
+    assert first.axes is not None
+    joins = tuple(j for j in first.joins if j is not lie[0])
+    elements = facts.number(("stack", scan, *(view.elements for view in value.views)))
+    return dataclasses.replace(
+        first,
+        axes=first.axes[1:],
+        joins=joins,
+        members=value.views,
+        stacked_for=scan,
+        elements=elements,
+    )
+
+
+def _layout(table: AxisTable, view: View) -> Hashable:
+    """How a view behind its first axis reads its parameter; ``None`` if that is not known."""
+    if not view.axes or len(view.joins) != 1 or view.joins[0].whole != view.axes[0]:
+        return None
+    if view.consumed or view.reversed or view.members:
+        return None
+    own = [a for axis in view.own for a in table.atoms(axis)]
+    read = [tuple(map(own.index, table.atoms(axis))) for axis in view.axes[1:]]
+    return (tuple(map(table.size, own)), tuple(read), view.function, len(view.scaled))
 
 
 def _join(facts: Facts, before: Value, after: Value, *, unchanged: bool) -> Value:

@@ -84,8 +84,8 @@ class Traced:
     def _uses(self) -> dict[str, list[Use]]:
         found = collections.defaultdict(list)
         for use in self.analysis.plan.all_uses():
-            if use.layer is not None:
-                found[use.layer].append(use)
+            for name in use.layers:
+                found[name].append(use)
         return found
 
     def emit(
@@ -117,13 +117,13 @@ class Traced:
         by_path = collections.defaultdict(dict)
         walkers = collections.defaultdict(set)
         for use in self.analysis.plan.all_uses():
-            if use.layer is not None and use.layer in slots:
-                slot = slots[use.layer]
-                path, layer = use.view.path, self.table[use.layer]
-                if layer.is_elementwise:
-                    slot = Elements.of(slot, layer.weight.index, self.shapes[path])
-                by_path[path][use.layer] = slot
-                walkers[use.layer].update(c.walker for c in use.view.consumed)
+            for name in slots.keys() & use.layers:
+                slot, weight = slots[name], self.table[name].weight
+                if self.table[name].is_elementwise:
+                    slot = Elements.of(slot, weight.index, self.shapes[weight.path])
+                by_path[weight.path][name] = slot
+                for layer in (name, use.layer or name):
+                    walkers[layer].update(c.walker for c in use.view.consumed)
         rewriter = Rewriter(
             table=self.analysis.table,
             handler=handler,
@@ -179,7 +179,8 @@ def trace(
     )
     findings = [*analysis.findings, *lost, *cut, *notes]
     held = {part.path for layer in found for part in (layer.weight, layer.bias) if part}
-    touched = {f.path for f in findings} | {u.view.path for u in uses}
+    touched = {f.path for f in findings}
+    touched |= {v.path for u in uses for v in (u.view, *u.view.members)}
     shapes_of = {path: tuple(getattr(leaf, "shape", ())) for path, leaf in paths.items()}
     unread = [
         (

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import Eqn
-from jaxkfac.interception._kind import kind_reading
+from jaxkfac.interception._kind import kind_named, kind_reading
 from jaxkfac.interception._values import Use, Value, View, views_in
 from jaxkfac.interception._views import reversal
 
@@ -29,6 +29,10 @@ def uses_of(
         for view in views_in(ins[position]):
             alone = [*ins[:position], view, *ins[position + 1 :]]
             uses = kind.find(table, eqn, alone, [position], scope)
+            if isinstance(uses, str) and kind.unless_matrix is not None:
+                other = kind_named(kind.unless_matrix)
+                instead = other.find(table, eqn, alone, [position], scope)
+                uses = uses if isinstance(instead, str) else instead
             if isinstance(uses, str):
                 return uses
             found += uses

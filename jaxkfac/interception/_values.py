@@ -1,6 +1,7 @@
 """What the analysis knows of a value: constant, parameter seen through views, or data."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxkfac.interception._axes import Atoms
@@ -47,8 +48,9 @@ class View:
             one, and no multiple of them (``exp``, a product of two parameters); it is no matrix
             of the parameter then.
         joins: The axes along which it is a part of the value only.
-        members: Where the value is one iteration's of a stack of parameters, all of them, in the
-            order of the iterations; ``path`` is the first.
+        members: Where it is one iteration's of a stack of parameters: each of them, in the order
+            of the iterations. The view itself is the first one's.
+        stacked_for: The scan that walks along that stack.
         elements: Two views of a parameter with one number hold its elements in one arrangement.
     """
 
@@ -64,7 +66,14 @@ class View:
     function: str = ""
     joins: tuple[Join, ...] = ()
     members: tuple["View", ...] = ()
+    stacked_for: int = 0
     elements: int = 0
+
+    @property
+    def walkers(self) -> tuple[tuple[str, int], ...]:
+        """What walks along stacks of it, outermost first: scans and dynamic indices."""
+        stacked = (("scan", self.stacked_for),) if self.members else ()
+        return (*stacked, *(c.walker for c in self.consumed))
 
     @property
     def own(self) -> Axes:
@@ -152,8 +161,10 @@ class Use:
         data: The data operand, if there is one.
         from_constant: Whether that operand is a constant (the zeros that a recurrent state
             starts from), whose rows the program joins with those of data only later.
+        parts: Where the parameter is a part of an array: the uses of all its parts.
         join: For a bias: the product it is added to, if nothing else reads that product.
         layer: Name of the layer this use belongs to, or ``None`` while it is not tapped.
+        layers: Names of all of them, where each iteration's is another layer.
         free_stack: Whether its first free axis is read as a stack of experts.
         groups: Of a convolution: the sizes of ``batch_axes``.
         reversed: Of a convolution: for each of its spatial axes, whether the kernel is seen
@@ -172,8 +183,10 @@ class Use:
     result: Axes = ()
     data: Data | None = None
     from_constant: bool = False
+    parts: Sequence["Use"] = ()
     join: "Use | None" = None
     layer: str | None = None
+    layers: tuple[str, ...] = ()
     free_stack: bool = False
     groups: tuple[int, ...] = ()
     reversed: tuple[bool, ...] = ()

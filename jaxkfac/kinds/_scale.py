@@ -16,7 +16,7 @@ class Scale(Elementwise):
     """Its gradient at a position is the cotangent times the derivative there, often the data."""
 
     name = "scale"
-    primitives = frozenset("mul div pow max min atan2".split())
+    primitives = frozenset("mul div pow max min".split())
     suffix = "scale"
 
     def find(
