@@ -64,7 +64,7 @@ from jaxkfac.interception._encoded import (
 )
 from jaxkfac.interception._kind import Axes, Kind, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
-from jaxkfac.interception._nnx import NnxApply, from_nnx
+from jaxkfac.interception._nnx import NnxApply, as_state, from_nnx
 from jaxkfac.interception._paths import (
     is_differentiable,
     leaves_by_path,
@@ -108,6 +108,7 @@ __all__ = [
     "Use",
     "View",
     "Window",
+    "as_state",
     "automatic",
     "body_of",
     "call_kind",

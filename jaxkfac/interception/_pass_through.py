@@ -1,0 +1,61 @@
+"""Which results of a program are operands of it, handed on unchanged.
+
+Loops and rematerialised functions of NNX return every variable of a module, written or not, so
+that nothing but the program tells the two apart.
+"""
+
+from typing import Any
+
+from jaxkfac.interception._compat import (
+    ClosedJaxpr,
+    Eqn,
+    Jaxpr,
+    body_of,
+    call_kind,
+    is_var,
+    open_jaxpr,
+    scan_counts,
+)
+
+
+def passed_through(jaxpr: Jaxpr | ClosedJaxpr) -> list[int | None]:
+    """For each result of a program, the operand that it is, or ``None``.
+
+    Through jit, checkpoint, custom derivatives, scan (a carry that no iteration writes, a scanned
+    operand that is stacked again) and cond. Anything else may have changed what it returns.
+    """
+    opened, _ = open_jaxpr(jaxpr)
+    source: dict[Any, int | None] = {v: i for i, v in enumerate(opened.invars)}
+    for eqn in opened.eqns:
+        for var, operand in zip(eqn.outvars, _through(eqn), strict=True):
+            if operand is not None and is_var(eqn.invars[operand]):
+                source[var] = source.get(eqn.invars[operand])
+    return [source.get(v) if is_var(v) else None for v in opened.outvars]
+
+
+def _through(eqn: Eqn) -> list[int | None]:
+    """For each result of an equation, the operand that it is, or ``None``."""
+    kind, nothing = call_kind(eqn), [None] * len(eqn.outvars)
+    if kind in ("jit", "checkpoint", "custom"):
+        return passed_through(body_of(eqn)[0])
+    if kind == "scan":
+        constants, carries = scan_counts(eqn)
+        found = passed_through(body_of(eqn)[0])
+        return [
+            i if i is not None and _same_place(out, i, constants, carries) else None
+            for out, i in enumerate(found)
+        ]
+    if kind == "cond":
+        branches = [passed_through(branch) for branch in eqn.params["branches"]]
+        return [
+            ways[0] + 1 if ways[0] is not None and len(set(ways)) == 1 else None
+            for ways in zip(*branches, strict=True)
+        ]
+    return nothing
+
+
+def _same_place(out: int, operand: int, constants: int, carries: int) -> bool:
+    """Whether a result of a scan's body keeps the operand in the form in which it came."""
+    if out < carries:
+        return operand == constants + out
+    return operand >= constants + carries
