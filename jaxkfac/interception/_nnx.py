@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Key, PyTree
 
-from jaxkfac.interception._pass_through import passed_through
+from jaxkfac.interception._dataflow import passed_through, reading
 from jaxkfac.interception._paths import leaves_by_path
 
 Path = tuple[Any, ...]
@@ -78,31 +78,49 @@ class NnxApply:
     def _check(self, call: "_Call", held: tuple[nnx.State, ...], inputs: Any, key: Any) -> None:
         """Refuse what a pure function would lose without a word."""
         suspects = [path for path in call.after if self._is_suspect(call, path, key)]
+        if not suspects:
+            return
         known = [path for path in suspects if path in call.before]
-        if known:  # they may be handed on by a loop, unwritten: only the program tells
-
-            def ends(*held: nnx.State) -> list[tuple[Any, Any]]:
-                again = self._run(held, inputs, key)
-                return [(again.before[path], again.after[path]) for path in known]
-
-            found = iter(passed_through(jax.make_jaxpr(ends)(*held)))
-            same = {p for p, *ends in zip(known, found, found) if ends[0] == ends[1] is not None}
-            suspects = [path for path in suspects if path not in same]
-        drawn = [path for path in suspects if issubclass(call.kinds[path], nnx.RngState)]
-        if drawn:
+        unwritten, draws = self._traced(known, held, inputs, key)
+        changed = [path for path in suspects if path not in unwritten]
+        drawn = [path for path in changed if issubclass(call.kinds[path], nnx.RngState)]
+        changed = [path for path in changed if path not in drawn]
+        if drawn and draws:
             streams = _joined([path[:-1] for path in drawn])
             raise ValueError(
                 f"the model draws random numbers ({streams}) and would draw the same ones at "
                 "every call: pass key=, or take it apart in evaluation mode (model.eval())"
             )
-        if suspects:
-            kinds = ", ".join(sorted({f"nnx.{call.kinds[path].__name__}" for path in suspects}))
+        if changed:
+            kinds = ", ".join(sorted({f"nnx.{call.kinds[path].__name__}" for path in changed}))
             raise ValueError(
-                f"a call of the model changes {_joined(suspects)}, which would stay at its first "
+                f"a call of the model changes {_joined(changed)}, which would stay at its first "
                 f"value: name it with jk.from_nnx(model, mutable={kinds}) and carry the state, "
                 "take the model apart in evaluation mode (model.eval()), or drop the changes "
                 "knowingly with mutable=()"
             )
+
+    def _traced(
+        self,
+        paths: list[Path],
+        held: tuple[nnx.State, ...],
+        inputs: Any,
+        key: Any,
+    ) -> tuple[set[Path], bool]:
+        """Which of these variables a loop only handed on, and whether random numbers are used."""
+
+        def ends(*held: nnx.State) -> Any:
+            again = self._run(held, inputs, key)
+            carried = [again.after[path] for path in self._state.paths]
+            return [(again.before[path], again.after[path]) for path in paths], again.out, carried
+
+        closed = jax.make_jaxpr(ends)(*held)
+        found = iter(passed_through(closed)[: 2 * len(paths)])
+        pairs = zip(paths, found, found, strict=True)
+        unwritten = {path for path, before, after in pairs if before == after is not None}
+        variables = jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        random = [isinstance(v, nnx.RngState) for v in variables for _ in jax.tree.leaves(v)]
+        return unwritten, any(reading(closed, random)[2 * len(paths) :])
 
     def _is_suspect(self, call: "_Call", path: Path, key: Any) -> bool:
         """Whether a variable that nothing carries on may have another value than before."""

@@ -94,6 +94,13 @@ def test_dropout_without_a_key_raises(make, mutable):
     assert (masks[0] != masks[1]).any()
 
 
+def test_keys_that_are_drawn_for_nothing_need_no_key():
+    """A recurrent cell draws one for its zeros."""
+    rnn = nnx.RNN(nnx.LSTMCell(3, 4, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+    apply_fn, params = from_nnx(rnn)
+    np.testing.assert_allclose(apply_fn(params, X[None]), rnn(X[None]), rtol=1e-6)
+
+
 def test_random_streams_can_be_the_state_that_is_carried():
     apply_fn, params = from_nnx(Net(0.5, norm=False), mutable=nnx.RngState)
     model, state = Net(0.5, norm=False), apply_fn.state

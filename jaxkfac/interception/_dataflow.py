@@ -1,9 +1,10 @@
-"""Which results of a program are operands of it, handed on unchanged.
+"""Which results of a program are operands of it, handed on unchanged, and which read an operand.
 
-Loops and rematerialised functions of NNX return every variable of a module, written or not, so
-that nothing but the program tells the two apart.
+Loops and rematerialised functions of NNX return every variable of a module, written or not, and
+its recurrent cells draw keys for zeros: nothing but the program tells what was changed or used.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxkfac.interception._compat import (
@@ -31,6 +32,36 @@ def passed_through(jaxpr: Jaxpr | ClosedJaxpr) -> list[int | None]:
             if operand is not None and is_var(eqn.invars[operand]):
                 source[var] = source.get(eqn.invars[operand])
     return [source.get(v) if is_var(v) else None for v in opened.outvars]
+
+
+def reading(jaxpr: Jaxpr | ClosedJaxpr, read: Sequence[bool]) -> list[bool]:
+    """For each result of a program, whether it may depend on one of the operands marked."""
+    opened, _ = open_jaxpr(jaxpr)
+    marked = {v for v, mark in zip(opened.invars, read, strict=True) if mark}
+    for eqn in opened.eqns:
+        into = [is_var(v) and v in marked for v in eqn.invars]
+        if any(into):
+            marked.update(v for v, out in zip(eqn.outvars, _reading(eqn, into), strict=True) if out)
+    return [is_var(v) and v in marked for v in opened.outvars]
+
+
+def _reading(eqn: Eqn, read: list[bool]) -> list[bool]:
+    """For each result of an equation, whether it may depend on one of the operands marked."""
+    kind = call_kind(eqn)
+    if kind in ("jit", "checkpoint", "custom"):
+        return reading(body_of(eqn)[0], read)
+    if kind == "cond" and not read[0]:
+        branches = [reading(branch, read[1:]) for branch in eqn.params["branches"]]
+        return [any(ways) for ways in zip(*branches, strict=True)]
+    if kind == "scan":
+        constants, carries = scan_counts(eqn)
+        while True:  # until no further carry reads one
+            out = reading(body_of(eqn)[0], read)
+            grown = [a or b for a, b in zip(read[constants : constants + carries], out)]
+            if grown == read[constants : constants + carries]:
+                return out
+            read = [*read[:constants], *grown, *read[constants + carries :]]
+    return [True] * len(eqn.outvars)
 
 
 def _through(eqn: Eqn) -> list[int | None]:
