@@ -66,7 +66,8 @@ def _reading(eqn: Eqn, read: list[bool]) -> list[bool]:
 
 def _through(eqn: Eqn) -> list[int | None]:
     """For each result of an equation, the operand that it is, or ``None``."""
-    kind, nothing = call_kind(eqn), [None] * len(eqn.outvars)
+    kind = call_kind(eqn)
+    nothing: list[int | None] = [None] * len(eqn.outvars)
     if kind in ("jit", "checkpoint", "custom"):
         return passed_through(body_of(eqn)[0])
     if kind == "scan":
