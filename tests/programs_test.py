@@ -183,7 +183,7 @@ def test_nnx_batch_norm_keeps_its_statistics_and_leaves_the_model_alone(training
     model = BatchNormed(nnx.Rngs(0))
     model.set_attributes(use_running_average=not training)
     before = jax.tree.map(np.asarray, nnx.state(model, nnx.BatchStat))
-    apply_fn, params = jk.from_nnx(model)
+    apply_fn, params = jk.from_nnx(model, mutable=() if training else None)
     assert set(pure(params)["norm"]) == {"scale", "bias"}
     objective, batch = classifier(apply_fn), (normal(1, 6, 4), labels(2, 6))
     # while training, the scale meets 1/σ of the batch, which has no example axis: it may be

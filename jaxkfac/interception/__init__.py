@@ -67,7 +67,7 @@ from jaxkfac.interception._index import Index, Range, slices
 from jaxkfac.interception._joins import Piece, cuts_of, own_atoms, pieces_of
 from jaxkfac.interception._kind import Axes, Kind, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
-from jaxkfac.interception._nnx import NnxApply, from_nnx
+from jaxkfac.interception._nnx import NnxApply, as_state, from_nnx
 from jaxkfac.interception._paths import (
     is_differentiable,
     leaves_by_path,
@@ -114,6 +114,7 @@ __all__ = [
     "Use",
     "View",
     "Window",
+    "as_state",
     "automatic",
     "bind",
     "body_of",
