@@ -85,7 +85,8 @@ class Statistics:
         if kind_named(layer.kind).by_position:
             return False
         whole = layer.is_elementwise and self.scales != "diagonal"
-        return whole or self.sharing == "reduce"
+        sums = any(use.whole_examples for use in self.traced.uses_of(layer))
+        return whole or sums or self.sharing == "reduce"
 
     # -- slots ------------------------------------------------------------------------
 
@@ -105,6 +106,12 @@ class Statistics:
         if layer.is_elementwise:
             shape, kinds = self.traced.part_shape(layer.weight), ("diagonal", "count")
             if self.by_example(layer):
+                if not self.traced.out_shapes[0].shape:
+                    raise ValueError(
+                        f"the diagonal of {layer.name!r} is one of whole examples' gradients, and "
+                        "a scalar loss does not show its examples: give a jk.Objective, or leave "
+                        "the parameter out with layers="
+                    )
                 shape = (*shape, self.traced.num_examples)
                 kinds = ("gradient", "counts")
             return {key: jnp.zeros(shape, dtype) for key in kinds[: 1 + self.forward]}
@@ -172,9 +179,7 @@ class Statistics:
             whole = jnp.ones(cotangent.shape, dtype) if self.forward else cotangent.astype(dtype)
             derivative = (constants or {}).get("derivative")
             examples = self.traced.examples
-            return kind.elements(
-                site, use, like, operands, whole, weights, examples, derivative
-            )
+            return kind.elements(site, use, like, operands, whole, weights, examples, derivative)
         out: Slot = {}
         examples = self.traced.examples
         if "a" in like:
