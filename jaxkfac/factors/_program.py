@@ -56,6 +56,7 @@ class Program:
         objective: An ``Objective``, or a scalar loss.
         finding: How layers are found; see ``trace``.
         cover: Whether an uncovered parameter raises.
+        second_pass: Whether the caller may take a second pass over it instead.
         has_aux: Of a scalar loss.
     """
 
@@ -65,10 +66,11 @@ class Program:
         finding: Mapping[str, Any],
         *,
         cover: bool,
+        second_pass: bool = False,
         has_aux: bool = False,
     ) -> None:
         self.objective: Any = objective
-        self._finding, self._cover = finding, cover
+        self._finding, self._cover, self._second_pass = finding, cover, second_pass
         self._has_aux = has_aux
         self._traces: TraceCache[Traced] = TraceCache()
 
@@ -95,7 +97,7 @@ class Program:
         def make() -> Traced:
             traced = trace(self._forward, *args, examples_lead=lead, **self._finding)
             if self._cover:
-                traced.table.raise_uncovered()
+                traced.table.raise_uncovered(second_pass=self._second_pass)
             return traced
 
         return self._traces.get(args, make)

@@ -95,10 +95,11 @@ def through_function(
     position, part = next(iter(parts.items()))
     if values[position].shape == shape:
         return Elements(part.slot, derivative)
-    by_example = is_by_example(part.slot, entries)  # a scalar, which is everywhere
-    ones = (1,) * len(shape)
+    by_example = is_by_example(part.slot, entries)
     spread = {
-        key: s.reshape(*ones, *s.shape[-1:]) if by_example else jnp.broadcast_to(s, shape)
+        key: s.reshape(*(1,) * (len(shape) + 1 - s.ndim), *s.shape)
+        if by_example  # axes that are broadcast stay at size one
+        else jnp.broadcast_to(s, shape)
         for key, s in part.slot.items()
     }
     return Elements(spread, derivative)

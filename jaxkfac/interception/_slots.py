@@ -16,7 +16,7 @@ from jaxtyping import Array, PyTree, Shaped
 
 from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._encoded import Operand
-from jaxkfac.interception._views import ELEMENT_BY_ELEMENT, is_negated
+from jaxkfac.interception._views import is_negated
 
 Slot = dict[str, PyTree]  # arrays, or their shapes, by entry
 
@@ -59,23 +59,20 @@ def check_entries(slots: Mapping[str, Slot], entries: Entries) -> None:
 
 def scale_slot(
     eqn: Eqn, slot: Slot, position: int, values: Sequence[Operand], entries: Entries
-) -> Slot | None:
+) -> Slot:
     """A slot behind a view of the operand at ``position``: a scalar constant multiplies it.
 
-    ``None`` behind a function of the parameter, which is no matrix of it.
+    Behind a function of the parameter, which is no matrix of it, no use reads the slot.
     """
     name = eqn.primitive.name
     if is_negated(eqn, position):
         return _times(slot, jnp.asarray(-1.0), entries)
     if name in ("mul", "div") and position <= (name == "mul"):
         c = jnp.asarray(values[1 - position])
-        if c.size != 1:
-            return None
-        c = c.reshape(())
-        return _times(slot, c if name == "mul" else 1 / c, entries)
-    if name in ("add", "add_any", "sub") or name not in ELEMENT_BY_ELEMENT:
-        return slot
-    return None
+        if c.size == 1:
+            c = c.reshape(())
+            return _times(slot, c if name == "mul" else 1 / c, entries)
+    return slot
 
 
 def _times(slot: Slot, c: Shaped[Array, ""], entries: Entries) -> Slot:
