@@ -12,6 +12,7 @@ from jaxkfac.factors._fisher import Fisher, estimator_of
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._program import Program
 from jaxkfac.factors._statistics import Scales, Sharing
+from jaxkfac.interception import check_function
 from jaxkfac.memory import ByteSize, parse_bytes
 
 
@@ -114,6 +115,8 @@ def value_grad_and_factors(
         Approximate Curvature", 2015. Runa Eschenhagen et al., "Kronecker-Factored Approximate
         Curvature for Modern Neural Network Architectures", 2023.
     """
+    if not isinstance(objective, Objective):
+        check_function("objective", objective, "loss(params, batch), or a jk.Objective")
     estimator = estimator_of(fisher, samples=samples, chunk=chunk)
     one_of("sharing", sharing, get_args(Sharing))
     one_of("bias", bias, ("joint", "separate"))

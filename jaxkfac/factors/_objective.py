@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
 from jaxkfac.factors._likelihoods import Likelihood, Outputs, masked_mean
+from jaxkfac.interception import check_function
 
 
 class Batch(NamedTuple):
@@ -166,6 +167,9 @@ class Objective:
     has_aux: bool = False
 
     def __post_init__(self) -> None:
+        check_function("apply_fn", self.apply_fn)
+        if isinstance(self.apply_fn, Objective):
+            raise TypeError("apply_fn: expected apply_fn(params, inputs), got an Objective already")
         if isinstance(self.likelihood, type):
             name = self.likelihood.__name__
             raise TypeError(f"likelihood: expected an instance, write jk.{name}()")

@@ -16,6 +16,9 @@ from jaxkfac.interception import (
     TraceCache,
     Traced,
     Window,
+    check_arrays,
+    check_params,
+    leaves_by_path,
     partition,
     trace,
     with_leaves,
@@ -84,6 +87,8 @@ class Program:
             UncoveredParameterError: a parameter is covered by no layer, where that matters.
             ValueError: there are no parameters.
         """
+        check_arrays("params", params)
+        check_params(leaves_by_path(params))
         if not jax.tree.leaves(params):
             raise ValueError("params: the tree holds no arrays")
         lead = isinstance(self.objective, Objective)
