@@ -11,7 +11,8 @@ from jaxkfac.factors._factors import BiasMode, DiagonalFactor, Factors, Kronecke
 from jaxkfac.factors._fisher import FISHER_TYPES, estimator_of, over_count
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from jaxkfac.factors._long_sum import LongSum
-from jaxkfac.factors._objective import Batch, Objective, as_batch, kept_targets, takes_key
+from jaxkfac.factors._loss_terms import Head, LossTerms, kept_targets
+from jaxkfac.factors._objective import Batch, Objective, as_batch, call_with, takes_key
 from jaxkfac.factors._passes import Pass, PassPlan, largest_budget, plan_passes, smallest_budget
 from jaxkfac.factors._program import Program
 from jaxkfac.factors._statistics import Statistics
@@ -29,9 +30,11 @@ __all__ = [
     "FactorCollector",
     "Factors",
     "Gaussian",
+    "Head",
     "KroneckerFactor",
     "Likelihood",
     "LongSum",
+    "LossTerms",
     "Objective",
     "Pass",
     "PassPlan",
@@ -39,6 +42,7 @@ __all__ = [
     "Statistics",
     "ValueGradAndFactors",
     "as_batch",
+    "call_with",
     "check_decay",
     "check_label_values",
     "check_same_layers",

@@ -14,8 +14,9 @@ from jaxtyping import Array, Bool, Key, PyTree, Shaped
 from jaxkfac.factors._diagonal_pass import diagonal_layers, per_example_diagonals
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.factors._objective import Objective, as_batch
+from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._program import Program
+from jaxkfac.factors._scalar_loss import check_marked, check_scalar_loss
 from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
 from jaxkfac.interception import (
     Staged,
@@ -101,7 +102,7 @@ class FactorCollector:
         """
         call = self.checked(batch, key, positions, labels)
         if isinstance(self._program.objective, Objective):
-            outputs = self.traced(params, call).out_shapes[0]
+            outputs = self._program.output_shapes(self.traced(params, call))
             call.estimator.check_values(self._program.objective, outputs, call.batch)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, call))):
             return self.gather(params, call)
@@ -122,13 +123,9 @@ class FactorCollector:
     ) -> Call:
         """The arguments as the program takes them; raises where they do not go together."""
         if isinstance(self._program.objective, Objective):
-            batch = as_batch(batch)
+            batch = self._program.objective.batch(batch)
             return Call(batch, key, positions, self._estimator.bound(key, labels, batch))
-        if positions is not None or labels is not None:
-            raise ValueError(
-                "positions= and labels= need an Objective: a scalar loss has no outputs"
-            )
-        return Call(batch, key, None, self._estimator)
+        return Call(batch, key, positions, self._estimator.bound(key, labels, None))
 
     def statistics(self, traced: Traced, parts: Mapping[str, PassPart] | None = None) -> Statistics:
         """The statistics of a traced program, or some parts of them."""
@@ -156,7 +153,12 @@ class FactorCollector:
         objective = self._program.objective
         params = jax.tree.map(jnp.asarray, params)  # a number of Python's is a parameter too
         traced = self.traced(params, call)
+        if not isinstance(objective, Objective):
+            self._check_scalar(traced, call)
         statistics = self.statistics(traced, parts)
+        if traced.marks:
+            weights = self._program.row_weights(traced, params, call.batch, call.key)
+            statistics = dataclasses.replace(statistics, row_weights=weights)
         at = self._program.linearise(
             traced,
             statistics,
@@ -169,13 +171,27 @@ class FactorCollector:
             differentiate=gradient,
         )
         outputs = call.estimator.gathered(objective, at, call.batch, statistics.outputs)
-        factors = statistics.factors(at.emitted, outputs, at.terms)
+        factors = statistics.factors(at.emitted, outputs, at.terms, at.squares_to_sums)
         if self._uncovered == "diagonal" and traced.table.uncovered and gradient:
             factors = self._with_diagonals(traced, params, call, factors)
         value = at.value
         if self._has_aux or (isinstance(objective, Objective) and objective.has_aux):
             value = (at.value, at.aux)
         return ValueGradAndFactors(value, _gradient(params, at.grads), factors)
+
+    def _check_scalar(self, traced: Traced, call: Call) -> None:
+        """Refuse what only outputs give, where a loss marks none."""
+        if traced.marks:
+            check_marked(traced, call.estimator, self._uncovered, self._loss_terms)
+            return
+        if call.positions is not None or call.estimator.labels is not None:
+            raise ValueError(
+                "positions= and labels= need an Objective, or jk.mark_outputs inside the loss: a "
+                "scalar loss has no outputs"
+            )
+        check_scalar_loss(
+            call.estimator, self._sharing, self._scales, self._uncovered, self._loss_terms
+        )
 
     def factor_shapes(
         self,

@@ -19,7 +19,7 @@ from jaxkfac.factors._example_sums import (
     outer_products,
 )
 from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.interception import Entries, Layer, Site, Slot, Traced, Use, kind_named
+from jaxkfac.interception import Entries, Layer, Site, Slot, SlotEntry, Traced, Use, kind_named
 from jaxkfac.kinds import masked, moments, packs, sum_to
 from jaxkfac.linalg import PANELS_FROM, panel_shapes, statistics_dtype, unpack_panels
 
@@ -58,6 +58,10 @@ class Statistics:
         scales: How scales and lone biases are read.
         forward: Whether output gradients count as the identity.
         parts: What to gather of which layers; everything of all if ``None``.
+        row_weights: For some layers, the weight of each use's input rows.
+
+    Raises:
+        ValueError: rows are weighed, and the layer is read by example.
     """
 
     traced: Traced
@@ -66,6 +70,7 @@ class Statistics:
     scales: Scales = "diagonal"
     forward: bool = False
     parts: Mapping[str, PassPart] | None = None
+    row_weights: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -94,7 +99,8 @@ class Statistics:
     def entries(self) -> Entries:
         """How the entries of slots follow their parameter."""
         kinds = {layer.kind for layer in self.layers}
-        return {k: v for name in kinds for k, v in kind_named(name).entries.items()}
+        entries = {k: v for name in kinds for k, v in kind_named(name).entries.items()}
+        return {**entries, "constants": {"row_weights": SlotEntry(0)}}
 
     def slots(self) -> dict[str, Slot]:
         """Zeros for every layer; their cotangents are the statistics, their values unread."""
@@ -119,10 +125,19 @@ class Statistics:
             slot["g"] = _moment(layer.stack, layer.out_features, layer.g_dense, packed, dtype)
         if layer.input != layer.name or not part.inputs:
             return slot
+        if rows and layer.name in self.row_weights:
+            raise ValueError(
+                f"layer {layer.name!r} is used on rows that lead to different jk.mark_outputs, "
+                'which weigh its inputs by position: take sharing="expand", not "reduce"'
+            )
         if rows:
             slot["a_rows"] = jnp.zeros((*layer.stack, *rows, layer.in_features), dtype)
             slot["a_numbers"] = jnp.zeros((*layer.stack, *rows), dtype)
             return slot
+        if layer.name in self.row_weights:
+            weights = self.row_weights[layer.name].astype(dtype)
+            each = jnp.broadcast_to(weights, (*layer.stack, *weights.shape))
+            slot["constants"] = {"row_weights": each}
         packed = packs(uses, "a")
         slot["a"] = _moment(layer.stack, layer.in_features, layer.a_dense, packed, dtype)
         slot["a_count"] = jnp.zeros(layer.stack, dtype)
@@ -174,6 +189,9 @@ class Statistics:
         examples = self.traced.examples
         if "a" in like:
             out |= kind.input_moments(site, use, like, operands, weights)
+            if constants is not None:
+                number = self.traced.uses_of(self.traced.table[use.layer or ""]).index(use)
+                out = _weighed(out, constants["row_weights"][..., number])
         elif "a_rows" in like:
             side = kind.summed_input_rows(site, use, operands, weights)
             out["a_rows"] = example_sums(site, use, side, examples, like["a_rows"])
@@ -249,12 +267,15 @@ class Statistics:
         return slot.get("g")
 
     def factors(
-        self, emitted: Mapping[str, Slot], outputs: Mapping[str, Any], terms: Float[Array, ""]
+        self,
+        emitted: Mapping[str, Slot],
+        outputs: Mapping[str, Any],
+        terms: Float[Array, ""],
+        scale: Float[Array, ""],
     ) -> Factors:
         """``Factors`` from one backward pass and the output sides.
 
-        The taps saw gradients of the *mean* loss; times the number of terms, these are
-        gradients of each example's sum, which is what the conventions ask for.
+        The latter are multiplied by ``scale``; see ``Linearised.squares_to_sums``.
         """
         a_sums, a_counts = self.inputs(emitted)
         g_sums, diagonals = {}, {}
@@ -265,9 +286,7 @@ class Statistics:
                 mean = self._unit_output(layer, emitted[layer.name])
                 total = mean * terms.astype(mean.dtype)
             else:
-                total = jax.tree.map(
-                    lambda x: x * jnp.square(terms.astype(x.dtype)), outputs[layer.name]
-                )
+                total = jax.tree.map(lambda x: x * scale.astype(x.dtype), outputs[layer.name])
                 total = unpack_panels(total) if isinstance(total, tuple) else total
             (diagonals if layer.is_diagonal else g_sums)[layer.name] = total
             if layer.is_elementwise and not layer.is_diagonal:  # a dense block beside an A of one
@@ -293,6 +312,13 @@ class Statistics:
 
 def _diagonal_matrix(values: Float[Array, "*stack n"]) -> Float[Array, "*stack n n"]:
     return values[..., None] * jnp.eye(values.shape[-1], dtype=values.dtype)
+
+
+def _weighed(moments: Slot, weight: Float[Array, "*stack"]) -> Slot:
+    """Sums over rows, the rows weighed."""
+    return jax.tree.map(
+        lambda x: x * jnp.expand_dims(weight, range(weight.ndim, x.ndim)).astype(x.dtype), moments
+    )
 
 
 def _floats(use: Use) -> list[Any]:

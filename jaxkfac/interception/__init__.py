@@ -53,6 +53,7 @@ from jaxkfac.interception._compat import (
     open_jaxpr,
     scan_counts,
     scan_like,
+    varying_axes,
     whole,
 )
 from jaxkfac.interception._encoded import (
@@ -64,6 +65,14 @@ from jaxkfac.interception._encoded import (
 )
 from jaxkfac.interception._kind import Axes, Kind, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
+from jaxkfac.interception._mark_outputs import (
+    MARK_OUTPUTS,
+    Marked,
+    OutputMark,
+    lifted,
+    mark_outputs,
+    marks_of,
+)
 from jaxkfac.interception._nnx import NnxApply, from_nnx
 from jaxkfac.interception._paths import (
     is_differentiable,
@@ -76,7 +85,7 @@ from jaxkfac.interception._rewrite import Handler, Site
 from jaxkfac.interception._row_masks import RowMask, mark_rows
 from jaxkfac.interception._slots import Entries, Slot, SlotEntry
 from jaxkfac.interception._table import LayerTable, selector
-from jaxkfac.interception._trace import Traced, find_layers, trace
+from jaxkfac.interception._trace import Traced, find_layers, trace, trace_marked
 from jaxkfac.interception._trace_cache import Staged, TraceCache
 from jaxkfac.interception._uses import matrix_problem, order_problem
 from jaxkfac.interception._values import Data, Use, View
@@ -84,6 +93,7 @@ from jaxkfac.interception._views import reversal
 from jaxkfac.interception._windows import Window, walked_by
 
 __all__ = [
+    "MARK_OUTPUTS",
     "Atoms",
     "Axes",
     "AxisTable",
@@ -96,7 +106,9 @@ __all__ = [
     "Kind",
     "Layer",
     "LayerTable",
+    "Marked",
     "NnxApply",
+    "OutputMark",
     "ParameterMatrix",
     "RowMask",
     "Site",
@@ -122,7 +134,10 @@ __all__ = [
     "is_var",
     "kind_named",
     "leaves_by_path",
+    "lifted",
+    "mark_outputs",
     "mark_rows",
+    "marks_of",
     "matrix_problem",
     "open_jaxpr",
     "order_problem",
@@ -134,6 +149,8 @@ __all__ = [
     "scan_like",
     "selector",
     "trace",
+    "trace_marked",
+    "varying_axes",
     "walked_by",
     "whole",
     "with_leaves",

@@ -5,7 +5,6 @@ import re
 from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Key, PyTree
 
 from jaxkfac._checks import at_least_one, one_of
@@ -18,7 +17,6 @@ from jaxkfac.factors import (
     Estimator,
     Objective,
     Program,
-    as_batch,
     estimator_of,
     per_example_diagonals,
 )
@@ -62,12 +60,13 @@ class EigenvalueCorrector:
                 ``positions`` cannot be followed to it.
             ValueError: a layer is not the one of the bases, or the batch does not fit.
         """
-        batch, bases = as_batch(batch), self._bases
+        batch, bases = self._program.objective.batch(batch), self._bases
         estimator = self._estimator.bound(key, labels, batch)
         traced = self._program.traced(params, batch, key)
         extra = [layer for layer in bases.layers if not layer.is_covered]
         _check_layers(traced.table, [layer for layer in bases.layers if layer.is_covered])
-        estimator.check_values(self._program.objective, traced.out_shapes[0], batch)
+        shapes = self._program.output_shapes(traced)
+        estimator.check_values(self._program.objective, shapes, batch)
         squared = SquaredGradients(traced, bases, self._per)
         at = self._program.linearise(
             traced,
@@ -82,8 +81,8 @@ class EigenvalueCorrector:
         squares = estimator.gathered(
             objective, at, batch, lambda emitted: squared.outputs(emitted, bases)
         )
-        # The taps saw the mean loss: times the terms, these are each example's sum.
-        squares = jax.tree.map(lambda x: x * jnp.square(at.terms.astype(x.dtype)), squares)
+        scale = at.squares_to_sums
+        squares = jax.tree.map(lambda x: x * scale.astype(x.dtype), squares)
         sums = squares.values
         if extra:
             sums = sums | per_example_diagonals(objective, params, batch, extra, estimator, key=key)

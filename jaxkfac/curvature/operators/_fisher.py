@@ -16,7 +16,7 @@ from jaxkfac.curvature.operators._products import (
     expected_products,
     outer_products,
 )
-from jaxkfac.factors import LABEL_FOLD, as_batch, estimator_of
+from jaxkfac.factors import LABEL_FOLD, estimator_of
 from jaxkfac.linalg import map_over_chunks
 
 FisherType = Literal["exact", "empirical", "mc"]
@@ -36,7 +36,7 @@ def fisher(
     *,
     fisher: FisherType = "exact",
     key: Key[Array, ""] | None = None,
-    labels: Array | None = None,
+    labels: PyTree = None,
     samples: int = 1,
     chunk: int | None = None,
     only: str | None = None,
@@ -64,7 +64,8 @@ def fisher(
         key: For dropout, and for the labels of ``"mc"``. An example's labels depend on the
             key and its place in the batch, not on the chunk. They are not those that
             ``value_grad_and_factors`` samples from the same key: pass both ``labels=``.
-        labels: ``(samples, *targets)`` for ``"mc"``, in place of sampled ones.
+        labels: ``(samples, *targets)`` for ``"mc"``, in place of sampled ones; a tree of them
+            in the form of the likelihoods.
         samples: How many labels ``"mc"`` samples for each term.
         chunk: Examples at once, as for :func:`ggn`.
         only: Full-match pattern over parameter paths, as for :func:`ggn`.
@@ -98,7 +99,7 @@ def fisher(
     objective = checked_objective("fisher", objective)
     one_of("fisher", fisher, tuple(_PRODUCTS))
     at_least_one(samples=samples)
-    batch = as_batch(batch)
+    batch = objective.batch(batch)
     estimator = estimator_of(fisher, samples=samples, chunk=1).bound(key, labels, batch)
     checked = checked_batch(objective, params, batch, key, chunk, labels)
     rule = _PRODUCTS[fisher]
@@ -109,18 +110,22 @@ def fisher(
     if labels is None:
         by_example = _sample(operator, samples)
     else:
-        by_example = jnp.moveaxis(labels, 0, 1)
+        by_example = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), labels)
     return ExactOperator(params, checked, by_example, key, objective, rule, chunk, paths)
 
 
-def _sample(operator: ExactOperator, samples: int) -> Array:
+def _sample(operator: ExactOperator, samples: int) -> PyTree:
     """Labels ``(N, samples, *targets)`` from the model's outputs."""
     base = jax.random.fold_in(operator.key, LABEL_FOLD)
-    number = operator.batch.targets.shape[0]
+    number = operator.batch.num_examples
     keys = jax.vmap(lambda n: jax.random.split(jax.random.fold_in(base, n), samples))
-    sample = operator.objective.likelihood.sample
 
-    def labels(chunk: Chunk) -> Array:
+    def sample(key: Any, outputs: PyTree) -> PyTree:
+        """Labels of one example, given without its leading axis."""
+        whole = jax.tree.map(lambda y: y[None], outputs)
+        return jax.tree.map(lambda y: y[0], operator.objective.sample(key, whole))
+
+    def labels(chunk: Chunk) -> PyTree:
         outputs = jax.lax.stop_gradient(chunk.outputs(chunk.leaves))
         # the keys ride where labels will be
         return jax.vmap(lambda ks, y: jax.vmap(lambda k: sample(k, y))(ks))(chunk.labels, outputs)
