@@ -12,6 +12,7 @@ from jaxkfac.factors._fisher import FISHER_TYPES, estimator_of, over_count
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from jaxkfac.factors._long_sum import LongSum
 from jaxkfac.factors._loss_terms import Head, LossTerms, kept_targets
+from jaxkfac.factors._marked_terms import MarkedTerms
 from jaxkfac.factors._objective import Batch, Objective, as_batch, call_with, takes_key
 from jaxkfac.factors._passes import Pass, PassPlan, largest_budget, plan_passes, smallest_budget
 from jaxkfac.factors._program import Program
@@ -35,6 +36,7 @@ __all__ = [
     "Likelihood",
     "LongSum",
     "LossTerms",
+    "MarkedTerms",
     "Objective",
     "Pass",
     "PassPlan",

@@ -1,7 +1,6 @@
 """Value, gradient and every factor in one backward pass."""
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -9,14 +8,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Key, PyTree, Shaped
+from jaxtyping import Array, Bool, Key, PyTree
 
 from jaxkfac.factors._diagonal_pass import diagonal_layers, per_example_diagonals
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._program import Program
-from jaxkfac.factors._scalar_loss import check_marked, check_scalar_loss
+from jaxkfac.factors._scalar_loss import check_marked, check_scalar_loss, refuse_sum
 from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
 from jaxkfac.interception import (
     Staged,
@@ -77,7 +76,7 @@ class FactorCollector:
         batch: PyTree,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: Shaped[Array, "samples ..."] | None = None,
+        labels: PyTree = None,
     ) -> ValueGradAndFactors:
         """Value, gradient and factors of one batch.
 
@@ -89,7 +88,8 @@ class FactorCollector:
             positions: ``(N, S)`` bool: which positions exist. Rows outside it are left out
                 of every factor with their count. Its axes are those of the outputs.
             labels: ``(samples, *targets)``: labels for ``fisher="mc"`` in place of sampled
-                ones, as a test or another framework wants them.
+                ones, as a test or another framework wants them. Of several likelihoods a tree of
+                their form; of a loss that marks its outputs a list, one for each mark.
 
         Returns:
             ``(value, grads, factors)``; value is ``(value, aux)`` with ``has_aux``.
@@ -106,7 +106,12 @@ class FactorCollector:
             call.estimator.check_values(self._program.objective, outputs, call.batch)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, call))):
             return self.gather(params, call)
-        stage = functools.partial(Staged.of, self.gather, params, call)
+
+        def stage() -> Staged:
+            if not isinstance(self._program.objective, Objective) and self._loss_terms != 1:
+                refuse_sum(lambda some: self._program.value(params, some, call.key), call.batch)
+            return Staged.of(self.gather, params, call)
+
         return self._staged.get((params, call), stage)(params, call)
 
     @property
@@ -119,7 +124,7 @@ class FactorCollector:
         batch: PyTree,
         key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: Shaped[Array, "samples ..."] | None = None,
+        labels: PyTree = None,
     ) -> Call:
         """The arguments as the program takes them; raises where they do not go together."""
         if isinstance(self._program.objective, Objective):

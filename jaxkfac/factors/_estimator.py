@@ -137,6 +137,8 @@ class Estimator(abc.ABC):
         if batch is None:  # of a loss that marks its outputs
             return
         form = jax.tree.structure(batch.targets)
+        if jax.tree_util.treedef_is_leaf(form):
+            check_array("labels", labels)
         if jax.tree.structure(labels) != form:
             raise ValueError(f"labels: expected the form of the targets, {form}")
         number = None

@@ -2,6 +2,7 @@
 summed.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -67,7 +68,7 @@ class MonteCarlo(Estimator):
         batch: Batch,
         contribution: Callable[[PyTree], PyTree],
     ) -> PyTree:
-        def at_labels(targets: Array) -> PyTree:
+        def at_labels(targets: PyTree) -> PyTree:
             return contribution(objective.scores(outputs, targets, batch.mask))
 
         samples, labels = self.samples, self.labels
@@ -101,8 +102,15 @@ class Exact(Estimator):
         batch: Batch,
         contribution: Callable[[PyTree], PyTree],
     ) -> PyTree:
-        totals = []
-        for columns, rows, column in objective.columns(outputs, batch.mask):
+        totals, every = [], objective.columns(outputs, batch.mask)
+        if any(head.coupled for head in objective.heads(outputs, None, batch.mask)):
+            number = sum(columns * rows for columns, rows, _ in every)
+            print(
+                f"jaxkfac: a marked output couples examples, so that fisher={self.name!r} takes "
+                f'{number} backward passes; "mc" takes one',
+                file=sys.stderr,
+            )
+        for columns, rows, column in every:
 
             def at_column(index: Int[Array, ""], columns=columns, column=column) -> PyTree:
                 return contribution(column(index % columns, index // columns))

@@ -30,6 +30,7 @@ class Head(NamedTuple):
         mask: ``(*terms,)``, or ``None`` for all.
         weight: Of its mean in the loss.
         name: For messages.
+        coupled: Whether a term of one example may depend on rows of another.
     """
 
     likelihood: Any
@@ -38,12 +39,18 @@ class Head(NamedTuple):
     mask: Any = None
     weight: Any = 1.0
     name: str = ""
+    coupled: bool = False
 
     @property
     def terms_shape(self) -> tuple[int, ...]:
         """The shape of its terms."""
         shape = self.outputs.shape
         return shape if len(shape) < 2 else shape[:-1]
+
+    @property
+    def terms_at_once(self) -> tuple[int, ...]:
+        """The shape of the terms whose columns are not propagated back together."""
+        return self.terms_shape if self.coupled else self.terms_shape[1:]
 
     def with_one_output(self) -> "Head":
         """Outputs and targets with a last axis, where there is none."""
@@ -91,6 +98,11 @@ class Head(NamedTuple):
             )
         if self.targets is None:
             return
+        shape = tuple(self.outputs.shape)
+        if len(shape) == 1 and self.targets.shape != shape:
+            raise ValueError(
+                f"{where}targets have shape {self.targets.shape}, expected {shape}, as the outputs"
+            )
         head = self.with_one_output()
         try:
             self.likelihood.check(head.outputs, head.targets, self.mask)
@@ -225,9 +237,9 @@ class LossTerms(abc.ABC):
         """The square root of the outputs' Fisher, output by output.
 
         Returns:
-            For each output its number of columns, its number of terms of an example, and a
-            function of a column and of a term (``None`` for all terms) that gives cotangents of
-            all outputs, zero but at this one.
+            For each output its number of columns, its number of terms of an example (of all
+            examples where they are coupled), and a function of a column and of a term (``None``
+            for all terms) that gives cotangents of all outputs, zero but at this one.
         """
         heads = self.heads(outputs, None, mask)
         seeds = _seeds(heads)
@@ -238,7 +250,7 @@ class LossTerms(abc.ABC):
             def column(index: Int[Array, ""], term: Int[Array, ""] | None) -> PyTree:
                 one = times(head.column(index), share)
                 if term is not None:
-                    shape = head.terms_shape[1:]
+                    shape = head.terms_at_once
                     here = (jnp.arange(math.prod(shape)) == term).reshape(shape)
                     here = here if one.ndim < 2 else here[..., None]
                     one = jnp.where(here, one, jnp.zeros((), one.dtype))
@@ -248,7 +260,7 @@ class LossTerms(abc.ABC):
             return column
 
         return [
-            (head.columns, math.prod(head.terms_shape[1:]), of(at)) for at, head in enumerate(heads)
+            (head.columns, math.prod(head.terms_at_once), of(at)) for at, head in enumerate(heads)
         ]
 
 

@@ -18,11 +18,13 @@ class MarkedTerms(LossTerms):
         marks: The marks.
         weights: Weights that are arrays, by mark.
         masks: Masks, by mark.
+        coupled: Marks whose terms depend on rows of several examples.
     """
 
     marks: Sequence[OutputMark]
     weights: Mapping[int, Any]
     masks: Mapping[int, Any]
+    coupled: frozenset[int] = frozenset()
 
     def heads(self, outputs: PyTree, targets: PyTree = None, mask: PyTree = None) -> list[Head]:
         """The mask is the marks' own, whatever is given."""
@@ -34,6 +36,7 @@ class MarkedTerms(LossTerms):
                 self.masks.get(k),
                 self.weights[k] if one.weight is None else one.weight,
                 f"jk.mark_outputs: mark {k}",
+                k in self.coupled,
             )
             for k, (one, x) in enumerate(zip(self.marks, outputs, strict=True))
         ]

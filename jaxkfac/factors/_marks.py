@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.factors._loss_terms import Head
-from jaxkfac.interception import Layer, Traced, marks_of
+from jaxkfac.interception import Layer, Traced, leading_to, marks_of
 
 
 def refuse_marks(traced: Traced) -> None:
@@ -15,8 +15,8 @@ def refuse_marks(traced: Traced) -> None:
     if marks_of(traced.closed.jaxpr):
         raise ValueError(
             "jk.mark_outputs stands inside the apply_fn of a jk.Objective, whose likelihood says "
-            "what its outputs are: leave the mark out, give a dictionary of likelihoods for several "
-            "outputs, or give the whole scalar loss in place of the Objective"
+            "what its outputs are: leave the mark out, give a dictionary of likelihoods for "
+            "several outputs, or give the whole scalar loss in place of the Objective"
         )
 
 
@@ -36,6 +36,50 @@ def refuse_unmarked(traced: Traced) -> None:
             f"layers {names} lead to none of the loss's jk.mark_outputs, and would have factors of "
             "zeros: mark the outputs that they lead to, or leave them out with layers="
         )
+
+
+def check_marked_outputs(heads: Sequence[Head]) -> None:
+    """Refuse outputs that do not fit their likelihood."""
+    for head in heads:
+        head.check()
+        one = getattr(head.likelihood, "one_output", False)
+        if len(head.outputs.shape) < (1 if one else 2):
+            name = type(head.likelihood).__name__
+            raise ValueError(
+                f"{head.name} is of shape {head.outputs.shape}, expected (examples, ..., outputs) "
+                f"for {name}: mark the outputs themselves, not a function of them"
+            )
+
+
+def refuse_chained(traced: Traced) -> None:
+    """Refuse marks that follow each other: the first one's cotangent holds the second's."""
+    last = len(traced.closed.jaxpr.invars) - len(traced.marks)
+    for mark in range(len(traced.marks)):
+        inputs = leading_to(traced.analysis.plan, mark)[1]
+        before = [k for k in range(len(traced.marks)) if last + k in inputs]
+        if before:
+            raise ValueError(
+                f"jk.mark_outputs: mark {mark} is computed from mark {before[0]}, whose own "
+                "cotangent holds that of both, and the two have unlike shares of the loss: take "
+                'fisher="mc" or "exact"'
+            )
+
+
+def coupled(traced: Traced) -> frozenset[int]:
+    """The marks that lead back to rows which do not run along their own examples.
+
+    One term then depends on rows of several examples, as in a contrastive loss, or is not known
+    not to.
+    """
+    table, found = traced.analysis.table, set()
+    for mark in range(len(traced.marks)):
+        axes = traced.output_axes(mark) or ()
+        examples = {a for axis in axes[:1] for a in table.atoms(axis)}
+        for use in leading_to(traced.analysis.plan, mark)[0]:
+            rows = {a for axis in use.rows for a in table.atoms(axis)}
+            if examples and use.data is not None and not examples <= rows:
+                found.add(mark)
+    return frozenset(found)
 
 
 def row_weights(traced: Traced, heads: Sequence[Head]) -> dict[str, Float[Array, " uses"]]:

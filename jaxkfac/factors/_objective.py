@@ -13,6 +13,7 @@ from jaxtyping import Array, Key, PyTree
 
 from jaxkfac.factors._likelihoods import Likelihood
 from jaxkfac.factors._loss_terms import Head, LossTerms, shares, times
+from jaxkfac.interception import check_likelihood
 
 
 class Batch(NamedTuple):
@@ -51,7 +52,7 @@ def as_batch(batch: PyTree) -> Batch:
                 raise ValueError(f"batch: {what} must be arrays, got {_form(leaf)}")
     for at, mask in _with_path(out.mask):
         what = f"batch: the mask{jax.tree_util.keystr(at)}"
-        check_array(what, mask)
+        check_array(what if hasattr(mask, "shape") else "batch: the mask", mask)
         if mask.dtype != jnp.bool_:
             raise ValueError(f"{what} has dtype {mask.dtype}, expected bool (write mask > 0)")
         abstract = isinstance(mask, Tracer | jax.ShapeDtypeStruct)
@@ -87,9 +88,9 @@ class Objective(LossTerms):
 
     Args:
         apply_fn: ``apply_fn(params, inputs) -> outputs``, or with a ``key=`` argument for
-            dropout. An exact tuple of inputs is unpacked into positional arguments; a
-            NamedTuple, like any other tree, is one. Outputs have the examples first and one
-            term's outputs last: ``(N, classes)``, ``(N, tokens, vocabulary)``; for
+            dropout. An exact tuple of inputs is unpacked into positional arguments where it
+            takes as many; a NamedTuple, like any other tree, is one. Outputs have the examples
+            first and one term's outputs last: ``(N, classes)``, ``(N, tokens, vocabulary)``; for
             ``Bernoulli()`` and ``Gaussian()`` also ``(N,)``, one number for each example.
         likelihood: ``Categorical()``, ``Bernoulli()`` or ``Gaussian()``; or a dictionary or tuple
             of them. Outputs and targets are then of that form, and so is the mask, with
@@ -109,7 +110,7 @@ class Objective(LossTerms):
 
     def __post_init__(self) -> None:
         for at, likelihood in jax.tree_util.tree_leaves_with_path(self.likelihood):
-            _check_likelihood(f"likelihood{jax.tree_util.keystr(at)}", likelihood)
+            check_likelihood(f"likelihood{jax.tree_util.keystr(at)}", likelihood)
         if not self._likelihoods:
             raise TypeError(
                 f"likelihood: expected jk.Categorical(), jk.Bernoulli(), jk.Gaussian(), or a "
@@ -216,27 +217,23 @@ class Objective(LossTerms):
 
 
 def call_with(apply_fn: Callable[..., Any], params: PyTree, inputs: PyTree, key: Any = None) -> Any:
-    """``apply_fn`` of its inputs, an exact tuple unpacked; the key is passed on if it takes one.
+    """``apply_fn`` of its inputs; the key is passed on if it takes one.
 
-    Raises:
-        TypeError: it does not take that many.
+    An exact tuple is unpacked into positional arguments, but for a function that does not take as
+    many: ``fn(params, inputs)`` gets the tuple itself.
     """
     kwargs = {"key": key} if takes_key(apply_fn) else {}
-    if type(inputs) is not tuple:
-        return apply_fn(params, inputs, **kwargs)
-    try:
-        signature = inspect.signature(apply_fn)
-    except (TypeError, ValueError):  # it has none, and says itself what it does not take
+    if type(inputs) is tuple and _takes(apply_fn, params, *inputs, **kwargs):
         return apply_fn(params, *inputs, **kwargs)
+    return apply_fn(params, inputs, **kwargs)
+
+
+def _takes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     try:
-        signature.bind(params, *inputs, **kwargs)
-    except TypeError as error:
-        raise TypeError(
-            f"apply_fn: a tuple of {len(inputs)} inputs is unpacked into as many positional "
-            f"arguments, which it does not take ({error}); give a NamedTuple or a dictionary "
-            "where one argument holds several arrays"
-        ) from None
-    return apply_fn(params, *inputs, **kwargs)
+        inspect.signature(fn).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # too many or too few, or no signature to ask
+        return False
+    return True
 
 
 def _nothing(targets: Array) -> None:
@@ -258,17 +255,6 @@ def _sketch(tree: PyTree) -> str:
     if isinstance(tree, Likelihood):
         return "an array"
     return str(jax.tree.map(lambda x: type(x).__name__, tree)).replace("'", "")
-
-
-def _check_likelihood(what: str, likelihood: object) -> None:
-    if isinstance(likelihood, type):
-        raise TypeError(f"{what}: expected an instance, write jk.{likelihood.__name__}()")
-    if not isinstance(likelihood, Likelihood):
-        raise TypeError(
-            f"{what}: expected jk.Categorical(), jk.Bernoulli(), jk.Gaussian(), or an "
-            "object with their methods check, terms, sample and fisher_column, got "
-            f"{likelihood!r}"
-        )
 
 
 def _check_outputs(head: Head) -> None:

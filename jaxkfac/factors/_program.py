@@ -10,7 +10,15 @@ from jaxtyping import Array, Float, Key, PyTree, Shaped
 from jaxkfac._errors import LostRowsError
 from jaxkfac.factors._loss_terms import LossTerms, common_scale, number_kept
 from jaxkfac.factors._marked_terms import MarkedTerms
-from jaxkfac.factors._marks import refuse_marks, refuse_unmarked, row_weights, weighed
+from jaxkfac.factors._marks import (
+    check_marked_outputs,
+    coupled,
+    refuse_chained,
+    refuse_marks,
+    refuse_unmarked,
+    row_weights,
+    weighed,
+)
 from jaxkfac.factors._objective import Batch, Objective, check_array, takes_key
 from jaxkfac.factors._taps import Gathered, tap
 from jaxkfac.interception import (
@@ -124,7 +132,9 @@ class Program:
 
         return self._traces.get(args, make)
 
-    def row_weights(self, traced: Traced, params: PyTree, batch: PyTree, key: Any) -> dict[str, Any]:
+    def row_weights(
+        self, traced: Traced, params: PyTree, batch: PyTree, key: Any
+    ) -> dict[str, Any]:
         """See ``_marks.row_weights``; the forward pass runs for masks and weights alone."""
         if not weighed(traced):
             return {}
@@ -155,11 +165,16 @@ class Program:
         )
         none = jax.tree.map(jnp.zeros_like, outputs)
         grads, emitted, cotangents = vjp((none, jnp.ones_like(value)))
-        terms_of, fixed = MarkedTerms(traced.marks, weights, masks), jax.lax.stop_gradient(outputs)
+        terms_of = MarkedTerms(traced.marks, weights, masks, coupled(traced))
+        fixed = jax.lax.stop_gradient(outputs)
         heads = terms_of.heads(fixed)
-        for head in heads:
-            head.check()
+        check_marked_outputs(heads)
         scale = common_scale(heads)
+
+        def own() -> PyTree:
+            refuse_chained(traced)
+            return terms_of.rescaled(fixed, cotangents, None)
+
         return Linearised(
             value,
             aux,
@@ -170,13 +185,17 @@ class Program:
             lambda g: vjp((g, jnp.zeros_like(value)))[1],
             terms_of,
             Batch(None, None, None),
-            None if scale is not None else lambda: terms_of.rescaled(fixed, cotangents, None),
+            own if scale is None else None,
             scale,
         )
 
     def output_shapes(self, traced: Traced) -> PyTree:
         """Shapes of the outputs that have a likelihood, in its form."""
         return self.objective.tree(traced.out_shapes[: traced.num_outputs])
+
+    def value(self, params: PyTree, data: PyTree, key: Key[Array, ""] | None) -> Float[Array, ""]:
+        """A scalar loss, no layer tapped."""
+        return self._forward(params, data, key)[0]
 
     def _forward(self, params: PyTree, data: PyTree, key: Key[Array, ""] | None) -> PyTree:
         if isinstance(self.objective, Objective):

@@ -93,6 +93,11 @@ class Statistics:
         whole = layer.is_elementwise and self.scales != "diagonal"
         return whole or self.sharing == "reduce"
 
+    @property
+    def _num_examples(self) -> int:
+        """How many examples there are on all their axes."""
+        return sum(size for _, size in self.traced.example_axes)
+
     # -- slots ------------------------------------------------------------------------
 
     @property
@@ -100,7 +105,7 @@ class Statistics:
         """How the entries of slots follow their parameter."""
         kinds = {layer.kind for layer in self.layers}
         entries = {k: v for name in kinds for k, v in kind_named(name).entries.items()}
-        return {**entries, "constants": {"row_weights": SlotEntry(0)}}
+        return entries | ({"constants": {"row_weights": SlotEntry(0)}} if self.row_weights else {})
 
     def slots(self) -> dict[str, Slot]:
         """Zeros for every layer; their cotangents are the statistics, their values unread."""
@@ -112,11 +117,11 @@ class Statistics:
         if layer.is_elementwise:
             shape, kinds = self.traced.shapes[layer.weight.path], ("diagonal", "count")
             if self.by_example(layer):
-                shape = (*shape, self.traced.num_examples)
+                shape = (*shape, self._num_examples)
                 kinds = ("gradient", "counts")
             return {key: jnp.zeros(shape, dtype) for key in kinds[: 1 + self.forward]}
         part = self._part(layer)
-        rows, slot = (self.traced.num_examples,) if self.by_example(layer) else None, {}
+        rows, slot = (self._num_examples,) if self.by_example(layer) else None, {}
         gradients = part.outputs and not self.forward
         if gradients and rows:
             slot["g_rows"] = jnp.zeros((*layer.stack, *rows, layer.out_features), dtype)
@@ -135,6 +140,12 @@ class Statistics:
             slot["a_numbers"] = jnp.zeros((*layer.stack, *rows), dtype)
             return slot
         if layer.name in self.row_weights:
+            if part.rows is not None:  # a window has no value of an iteration's own
+                raise ValueError(
+                    f"layer {layer.name!r} is used on rows that lead to different "
+                    "jk.mark_outputs, and max_factor_bytes= would gather some of its iterations "
+                    "at a time: leave the layer out with layers=, or take a larger budget"
+                )
             weights = self.row_weights[layer.name].astype(dtype)
             each = jnp.broadcast_to(weights, (*layer.stack, *weights.shape))
             slot["constants"] = {"row_weights": each}
@@ -186,7 +197,7 @@ class Statistics:
         if kind.elementwise:
             return self._emit_elements(site, use, like, operands, cotangent, weights)
         out: Slot = {}
-        examples = self.traced.examples
+        examples = self.traced.example_axes
         if "a" in like:
             out |= kind.input_moments(site, use, like, operands, weights)
             if constants is not None:
@@ -222,7 +233,7 @@ class Statistics:
             parts = {"diagonal": jnp.square(gradient), "count": ones}
             return {key: sum_to(parts[key], part.shape) for key, part in like.items()}
         parts = {"gradient": gradient, "counts": ones}
-        examples = self.traced.examples
+        examples = self.traced.example_axes
         return {
             key: example_gradients(site, use, parts[key], examples, part)
             for key, part in like.items()

@@ -69,6 +69,7 @@ from jaxkfac.interception._mark_outputs import (
     MARK_OUTPUTS,
     Marked,
     OutputMark,
+    check_likelihood,
     lifted,
     mark_outputs,
     marks_of,
@@ -81,6 +82,7 @@ from jaxkfac.interception._paths import (
     path_of,
     with_leaves,
 )
+from jaxkfac.interception._reach import leading_to
 from jaxkfac.interception._rewrite import Handler, Site
 from jaxkfac.interception._row_masks import RowMask, mark_rows
 from jaxkfac.interception._slots import Entries, Slot, SlotEntry
@@ -124,6 +126,7 @@ __all__ = [
     "body_of",
     "call_kind",
     "cast_varying",
+    "check_likelihood",
     "decoded_shapes",
     "encoded_paths",
     "evaluate",
@@ -133,6 +136,7 @@ __all__ = [
     "is_encoded",
     "is_var",
     "kind_named",
+    "leading_to",
     "leaves_by_path",
     "lifted",
     "mark_outputs",

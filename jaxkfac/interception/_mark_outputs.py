@@ -39,10 +39,10 @@ def mark_outputs(
 ) -> Float[Array, "..."]:
     r"""Say, inside a scalar loss, what its outputs are. An identity.
 
-    The mark states: *the loss holds* ``weight`` *times the mean, over the* $T$ *kept terms of* ``x``,
-    *of* $-\log p(\text{target} \mid x)$. The targets stay the loss's own. With its marks a scalar
-    loss has every Fisher type, sharing and mask that an ``Objective`` has. Several marks add up,
-    each with its weight and its own $T$; see ``value_grad_and_factors``.
+    The mark states: *the loss holds* ``weight`` *times the mean, over the* $T$ *kept terms of*
+    ``x``, *of* $-\log p(\text{target} \mid x)$. The targets stay the loss's own. With its marks a
+    scalar loss has every Fisher type, sharing and mask that an ``Objective`` has. Several marks add
+    up, each with its weight and its own $T$.
 
     Args:
         x: Outputs, ``(examples, ..., c)`` with one term's outputs last; for ``jk.Bernoulli()`` and
@@ -75,6 +75,7 @@ def mark_outputs(
         [[1. 0.]
          [0. 1.]]
     """
+    check_likelihood("mark_outputs: likelihood", likelihood)
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"mark_outputs: x has dtype {x.dtype}, expected outputs that are floating")
@@ -90,7 +91,8 @@ def mark_outputs(
         if not hasattr(mask, "dtype") or mask.dtype != jnp.bool_ or mask.shape not in shapes:
             found = f"{mask.dtype} of shape {mask.shape}" if hasattr(mask, "dtype") else mask
             raise ValueError(
-                f"mark_outputs: mask is {found}, expected bool with one entry per term, {shapes[-1]}"
+                f"mark_outputs: mask is {found}, expected bool with one entry per term, "
+                f"{shapes[-1]}"
             )
     if x.ndim == 0 and not one:
         raise ValueError(
@@ -105,6 +107,18 @@ def mark_outputs(
         weight=weight if isinstance(weight, float) else None,
         masked=mask is not None,
     )
+
+
+def check_likelihood(what: str, likelihood: object) -> None:
+    """Refuse what is no likelihood: its four methods are all that is asked."""
+    if isinstance(likelihood, type):
+        raise TypeError(f"{what}: expected an instance, write jk.{likelihood.__name__}()")
+    if not all(hasattr(likelihood, m) for m in ("check", "terms", "sample", "fisher_column")):
+        raise TypeError(
+            f"{what}: expected jk.Categorical(), jk.Bernoulli(), jk.Gaussian(), or an "
+            "object with their methods check, terms, sample and fisher_column, got "
+            f"{likelihood!r}"
+        )
 
 
 _primitive.def_impl(lambda x, *_, **__: x)
@@ -122,8 +136,9 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple
         return _primitive.bind(*operands, **params), axis
     if any(a is not batching.not_mapped for a in axes[1:]):
         raise HiddenMarkError(
-            "jk.mark_outputs: its mask or weight is mapped by jax.vmap, and the mean of each call's "
-            "mean is not the mean over all terms; mark the outputs after vmap, with the whole mask"
+            "jk.mark_outputs: its mask or weight is mapped by jax.vmap, and the mean over calls of "
+            "each call's mean is not the mean over all terms; mark the outputs after vmap, with "
+            "the whole mask"
         )
     if params["masked"]:
         rows = operands[-1]

@@ -25,8 +25,8 @@ from jaxkfac.interception._layer import Layer
 from jaxkfac.interception._mark_outputs import OutputMark, lifted, marks_of
 from jaxkfac.interception._paths import leaves_by_path
 from jaxkfac.interception._propagate import Axes
-from jaxkfac.interception._rewrite import Around, Handler, Rewriter
 from jaxkfac.interception._reach import leading_to
+from jaxkfac.interception._rewrite import Around, Handler, Rewriter
 from jaxkfac.interception._row_masks import RowMask
 from jaxkfac.interception._slots import Entries, Slot, check_entries
 from jaxkfac.interception._table import LayerTable

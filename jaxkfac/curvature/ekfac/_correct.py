@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
@@ -60,13 +61,26 @@ class EigenvalueCorrector:
                 ``positions`` cannot be followed to it.
             ValueError: a layer is not the one of the bases, or the batch does not fit.
         """
-        batch, bases = self._program.objective.batch(batch), self._bases
-        estimator = self._estimator.bound(key, labels, batch)
+        objective, bases = self._program.objective, self._bases
+        known = isinstance(objective, Objective)
+        batch = objective.batch(batch) if known else batch
+        estimator = self._estimator.bound(key, labels, batch if known else None)
         traced = self._program.traced(params, batch, key)
+        if not known and not traced.marks:
+            raise TypeError(
+                "correct_eigenvalues needs a model and a likelihood, to tell examples apart: give "
+                "a jk.Objective, or name the outputs inside the loss with jk.mark_outputs, not "
+                f"{objective!r}"
+            )
         extra = [layer for layer in bases.layers if not layer.is_covered]
         _check_layers(traced.table, [layer for layer in bases.layers if layer.is_covered])
-        shapes = self._program.output_shapes(traced)
-        estimator.check_values(self._program.objective, shapes, batch)
+        if known:
+            estimator.check_values(objective, self._program.output_shapes(traced), batch)
+        elif extra:
+            raise ValueError(
+                f"parameter {extra[0].weight.path!r} is covered by no layer, and a scalar loss "
+                "does not run each example by itself: give a jk.Objective"
+            )
         squared = SquaredGradients(traced, bases, self._per)
         at = self._program.linearise(
             traced,
@@ -77,7 +91,6 @@ class EigenvalueCorrector:
             positions=positions,
             differentiate=False,
         )
-        objective = self._program.objective
         squares = estimator.gathered(
             objective, at, batch, lambda emitted: squared.outputs(emitted, bases)
         )
@@ -91,7 +104,7 @@ class EigenvalueCorrector:
 
 
 def correct_eigenvalues(
-    objective: Objective,
+    objective: Callable[..., Any],
     bases: Eigenbases,
     *,
     fisher: MeasuredFisher | Estimator = "empirical",
@@ -113,7 +126,7 @@ def correct_eigenvalues(
     than with the products, and the traces agree.
 
     Args:
-        objective: The objective.
+        objective: The objective, or a scalar loss that marks its outputs.
         bases: From :func:`eigendecompose`, with vectors.
         fisher: Whose gradients: ``"empirical"``, ``"mc"`` or ``"exact"``, as in
             :func:`value_grad_and_factors`, or an ``Estimator`` of your own.
@@ -135,7 +148,7 @@ def correct_eigenvalues(
 
     Raises:
         ValueError: an unknown option, or bases without vectors.
-        TypeError: ``objective`` is no ``Objective``.
+        TypeError: when called: ``objective`` is no ``Objective``, and marks no outputs.
 
     Memory:
         The forward pass and the backward pass to the inputs of layers; no gradient of the
@@ -158,11 +171,6 @@ def correct_eigenvalues(
         Thomas George et al., "Fast Approximate Natural Gradient Descent in a
         Kronecker-factored Eigenbasis", 2018.
     """
-    if not isinstance(objective, Objective):
-        raise TypeError(
-            "correct_eigenvalues needs a model and a likelihood, to tell examples apart: give a "
-            f"jk.Objective, not {type(objective).__name__}"
-        )
     estimator = estimator_of(fisher, samples=samples, chunk=chunk)
     if not estimator.of_examples:
         choices = [name for name, cls in FISHER_TYPES.items() if cls.of_examples]

@@ -9,14 +9,15 @@ from jaxtyping import Array, Key, PyTree
 
 from jaxkfac._checks import at_least_one, one_of
 from jaxkfac.curvature.operators._exact import ExactOperator, checked_batch, chosen_paths
-from jaxkfac.curvature.operators._ggn import checked_objective
+from jaxkfac.curvature.operators._marked import marked_gauss_newton
+from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import (
     Chunk,
     Leaves,
     expected_products,
     outer_products,
 )
-from jaxkfac.factors import LABEL_FOLD, estimator_of
+from jaxkfac.factors import LABEL_FOLD, Objective, estimator_of
 from jaxkfac.linalg import map_over_chunks
 
 FisherType = Literal["exact", "empirical", "mc"]
@@ -40,7 +41,7 @@ def fisher(
     samples: int = 1,
     chunk: int | None = None,
     only: str | None = None,
-) -> ExactOperator:
+) -> Operator:
     r"""The Fisher information of the mean loss, as an operator.
 
     Over $N$ examples of $R$ loss terms (with a mask, the kept terms in place of $NR$), with
@@ -54,7 +55,8 @@ def fisher(
     :func:`ggn`; another likelihood goes through its ``fisher_column``, one column at a time.
 
     Args:
-        objective: A ``jk.Objective``.
+        objective: A ``jk.Objective``; or, for ``"exact"``, a scalar loss that marks its outputs
+            (``jk.mark_outputs``).
         params: Parameters; integer leaves and keys are held out.
         batch: ``(inputs, targets)`` or ``(inputs, targets, mask)``.
         fisher: ``"exact"``: the expectation over the model's own labels. ``"empirical"``:
@@ -75,7 +77,7 @@ def fisher(
         for each product; per-example gradients are never formed.
 
     Raises:
-        TypeError: ``objective`` is no ``jk.Objective``.
+        TypeError: ``objective`` is no ``jk.Objective``, and marks no outputs.
         UnknownLayerError: ``only`` matches no parameter.
         ValueError: an unknown type, ``"mc"`` without a key or labels, or a batch that does
             not fit.
@@ -96,9 +98,15 @@ def fisher(
         Frederik Kunstner, Lukas Balles and Philipp Hennig, "Limitations of the Empirical
         Fisher Approximation", 2019.
     """
-    objective = checked_objective("fisher", objective)
     one_of("fisher", fisher, tuple(_PRODUCTS))
     at_least_one(samples=samples)
+    if not isinstance(objective, Objective):
+        if fisher != "exact":
+            raise ValueError(
+                f'fisher="{fisher}" needs gradients of examples, which a scalar loss does not '
+                'show: give a jk.Objective, or take fisher="exact"'
+            )
+        return marked_gauss_newton("fisher", objective, params, batch, key, chunk, only)
     batch = objective.batch(batch)
     estimator = estimator_of(fisher, samples=samples, chunk=1).bound(key, labels, batch)
     checked = checked_batch(objective, params, batch, key, chunk, labels)

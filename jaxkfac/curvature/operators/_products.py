@@ -79,21 +79,22 @@ def fisher_by_columns(chunk: Chunk, vector: Leaves) -> Leaves:
     outputs, vjp = jax.vjp(chunk.outputs, chunk.leaves)
     pushed = [head.outputs for head in chunk.heads(_push(chunk, vector))]
     curved = [
-        over_count(_curved(head, y), count)
+        fisher_of_terms(head, y, count)
         for head, y, count in zip(chunk.heads(outputs), pushed, chunk.counts, strict=True)
     ]
     return vjp(chunk.objective.tree(curved))[0]
 
 
-def _curved(head: Head, pushed: Array) -> Array:
-    """The Fisher of each kept term, times a vector of outputs."""
+def fisher_of_terms(head: Head, vector: Array, count: Array) -> Array:
+    """The Fisher of each kept term times a vector of outputs, over ``count``."""
 
     def add(index: Array, total: Array) -> Array:
         column = head.column(index)
-        along = column * pushed
+        along = column * vector
         return total + column * (along if along.ndim < 2 else along.sum(-1, keepdims=True))
 
-    return jax.lax.fori_loop(0, head.columns, add, jnp.zeros_like(pushed))
+    curved = jax.lax.fori_loop(0, head.columns, add, jnp.zeros_like(vector))
+    return over_count(curved, count)
 
 
 def outer_products(chunk: Chunk, vector: Leaves) -> Leaves:
