@@ -42,6 +42,7 @@ from jaxkfac.factors import (
 from jaxkfac.interception import (
     Layer,
     LayerTable,
+    as_state,
     find_layers,
     from_nnx,
     mark_outputs,
@@ -79,6 +80,7 @@ __all__ = [
     "UncoveredParameterError",
     "UnknownLayerError",
     "apply_power",
+    "as_state",
     "capacity_interval",
     "capacity_metrics",
     "cast_once",

@@ -13,7 +13,14 @@ from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likel
 from jaxkfac.factors._long_sum import LongSum
 from jaxkfac.factors._loss_terms import Head, LossTerms, kept_targets
 from jaxkfac.factors._marked_terms import MarkedTerms
-from jaxkfac.factors._objective import Batch, Objective, as_batch, call_with, takes_key
+from jaxkfac.factors._objective import (
+    Batch,
+    Objective,
+    arguments,
+    as_batch,
+    returned,
+    takes_key,
+)
 from jaxkfac.factors._passes import Pass, PassPlan, largest_budget, plan_passes, smallest_budget
 from jaxkfac.factors._program import Program
 from jaxkfac.factors._statistics import Statistics
@@ -43,8 +50,8 @@ __all__ = [
     "Program",
     "Statistics",
     "ValueGradAndFactors",
+    "arguments",
     "as_batch",
-    "call_with",
     "check_decay",
     "check_label_values",
     "check_same_layers",
@@ -56,6 +63,7 @@ __all__ = [
     "over_count",
     "per_example_diagonals",
     "plan_passes",
+    "returned",
     "smallest_budget",
     "takes_key",
     "update_average",

@@ -37,12 +37,14 @@ class Call(NamedTuple):
         key: The model's own.
         positions: Which positions exist, or ``None``.
         estimator: The Fisher type, with the call's key and labels.
+        state: What a call of the model changes, or ``None``.
     """
 
     batch: Any
     key: Any
     positions: Any
     estimator: Estimator
+    state: Any = None
 
 
 class ValueGradAndFactors(NamedTuple):
@@ -77,6 +79,7 @@ class FactorCollector:
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
         labels: PyTree = None,
+        state: PyTree | None = None,
     ) -> ValueGradAndFactors:
         """Value, gradient and factors of one batch.
 
@@ -90,9 +93,12 @@ class FactorCollector:
             labels: ``(samples, *targets)``: labels for ``fisher="mc"`` in place of sampled
                 ones, as a test or another framework wants them. Of several likelihoods a tree of
                 their form; of a loss that marks its outputs a list, one for each mark.
+            state: What a call changes (batch statistics), for a function with a ``state=``
+                argument.
 
         Returns:
-            ``(value, grads, factors)``; value is ``(value, aux)`` with ``has_aux``.
+            ``(value, grads, factors)``; value is ``(value, aux)`` with ``has_aux``, ``(value,
+            changed)`` with a state, and ``(value, (aux, changed))`` with both.
 
         Raises:
             UncoveredParameterError: a parameter is covered by no layer.
@@ -100,7 +106,7 @@ class FactorCollector:
                 for, and the rows cannot be followed to a layer.
             ValueError: a batch that is empty, or does not fit the likelihood.
         """
-        call = self.checked(batch, key, positions, labels)
+        call = self.checked(batch, key, positions, labels, state)
         if isinstance(self._program.objective, Objective):
             outputs = self._program.output_shapes(self.traced(params, call))
             call.estimator.check_values(self._program.objective, outputs, call.batch)
@@ -109,7 +115,10 @@ class FactorCollector:
 
         def stage() -> Staged:
             if not isinstance(self._program.objective, Objective) and self._loss_terms != 1:
-                refuse_sum(lambda some: self._program.value(params, some, call.key), call.batch)
+                refuse_sum(
+                    lambda some: self._program.value(params, some, call.key, call.state),
+                    call.batch,
+                )
             return Staged.of(self.gather, params, call)
 
         return self._staged.get((params, call), stage)(params, call)
@@ -125,12 +134,13 @@ class FactorCollector:
         key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
         labels: PyTree = None,
+        state: PyTree | None = None,
     ) -> Call:
         """The arguments as the program takes them; raises where they do not go together."""
-        if isinstance(self._program.objective, Objective):
-            batch = self._program.objective.batch(batch)
-            return Call(batch, key, positions, self._estimator.bound(key, labels, batch))
-        return Call(batch, key, positions, self._estimator.bound(key, labels, None))
+        known = isinstance(self._program.objective, Objective)
+        batch = self._program.objective.batch(batch) if known else batch
+        estimator = self._estimator.bound(key, labels, batch if known else None)
+        return Call(batch, key, positions, estimator, state)
 
     def statistics(self, traced: Traced, parts: Mapping[str, PassPart] | None = None) -> Statistics:
         """The statistics of a traced program, or some parts of them."""
@@ -139,7 +149,7 @@ class FactorCollector:
 
     def traced(self, params: PyTree, call: Call) -> Traced:
         """The program for these shapes."""
-        return self._program.traced(params, call.batch, call.key)
+        return self._program.traced(params, call.batch, call.key, call.state)
 
     def gather(
         self,
@@ -162,7 +172,7 @@ class FactorCollector:
             self._check_scalar(traced, call)
         statistics = self.statistics(traced, parts)
         if traced.marks:
-            weights = self._program.row_weights(traced, params, call.batch, call.key)
+            weights = self._program.row_weights(traced, params, call.batch, call.key, call.state)
             statistics = dataclasses.replace(statistics, row_weights=weights)
         at = self._program.linearise(
             traced,
@@ -170,6 +180,7 @@ class FactorCollector:
             params,
             call.batch,
             call.key,
+            call.state,
             positions=call.positions,
             loss_terms=self._loss_terms,
             windows=windows,
@@ -180,7 +191,8 @@ class FactorCollector:
         if self._uncovered == "diagonal" and traced.table.uncovered and gradient:
             factors = self._with_diagonals(traced, params, call, factors)
         value = at.value
-        if self._has_aux or (isinstance(objective, Objective) and objective.has_aux):
+        has_aux = objective.has_aux if isinstance(objective, Objective) else self._has_aux
+        if has_aux or call.state is not None:
             value = (at.value, at.aux)
         return ValueGradAndFactors(value, _gradient(params, at.grads), factors)
 
@@ -204,11 +216,12 @@ class FactorCollector:
         batch: PyTree,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
+        state: PyTree | None = None,
     ) -> Factors:
         """``Factors`` of ``jax.ShapeDtypeStruct``; nothing is computed."""
         if key is None and self._estimator.samples_labels:
             key = jax.eval_shape(lambda: jax.random.key(0))
-        return jax.eval_shape(self.__call__, params, batch, key, positions).factors
+        return jax.eval_shape(self.__call__, params, batch, key, positions, None, state).factors
 
     def _with_diagonals(
         self, traced: Traced, params: PyTree, call: Call, factors: Factors
@@ -220,7 +233,13 @@ class FactorCollector:
             file=sys.stderr,
         )
         sums = per_example_diagonals(
-            self._program.objective, params, call.batch, layers, call.estimator, key=call.key
+            self._program.objective,
+            params,
+            call.batch,
+            layers,
+            call.estimator,
+            key=call.key,
+            state=call.state,
         )
         return dataclasses.replace(
             factors,

@@ -50,28 +50,6 @@ def example_counts(
     return jnp.broadcast_to(counts, like.shape)
 
 
-def example_gradients(
-    site: Site, use: Use, gradient: Float[Array, "..."], examples: ExampleAxes, like: ArrayType
-) -> Float[Array, "*parameter examples"]:
-    """Elementwise gradients summed over the positions of each example.
-
-    Args:
-        site: The site of the use.
-        use: A scale or bias.
-        gradient: Gradient at each position, with the axes of the result.
-        examples: The axes of examples.
-        like: The slot, ``(parameter..., examples)``.
-    """
-    shape = like.shape[:-1]
-    lead = gradient.ndim - len(shape)
-    own = [d for d in range(gradient.ndim) if d >= lead and shape[d - lead] != 1]
-    rows = tuple(d for d in range(gradient.ndim) if d not in own)
-    side = Rows(gradient, rows, (), tuple((d, ()) for d in own))
-    axes = [use.result[d] for d in rows]
-    x = _sums(site, use, side, axes, examples, like.dtype)
-    return jnp.moveaxis(x.reshape(x.shape[0], *shape), 0, -1)
-
-
 def _sums(
     site: Site, use: Use, side: Rows, axes: Sequence[Atoms], examples: ExampleAxes, dtype: Any
 ) -> Float[Array, "examples ..."]:

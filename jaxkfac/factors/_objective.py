@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -76,10 +76,70 @@ def _form(x: object) -> str:
 
 def takes_key(fn: Callable[..., Any]) -> bool:
     """Whether a function has a ``key`` argument."""
+    return "key" in _parameters(fn)
+
+
+def returned(
+    what: str, fn: Callable[..., Any], args: tuple[Any, ...], key: Any, state: PyTree, has_aux: bool
+) -> tuple[Any, Any]:
+    """``(result, beside)`` of a function that may take a key and a state.
+
+    Args:
+        what: What to call the function in an error.
+        fn: Returns ``result``, or ``(result, aux)`` with ``has_aux``; with a state, a pair of
+            that and the changed state.
+        args: Its arguments.
+        key: Passed on if the function takes one.
+        state: Passed on if there is one.
+        has_aux: See ``fn``.
+
+    Returns:
+        What was returned beside the result: ``None``, ``aux``, ``changed`` or ``(aux, changed)``.
+
+    Raises:
+        TypeError: a state that the function does not take.
+        ValueError: the function takes a state and none is given, or what it returns is no pair.
+    """
+    kwargs = {"key": key} if takes_key(fn) else {}
+    if state is None:
+        _check_stateless(what, fn)
+        out = fn(*args, **kwargs)
+        return _pair(what, out, "aux") if has_aux else (out, None)
+    if "state" not in _parameters(fn):
+        raise TypeError(
+            f"state=: {what} takes none; write one with a state= argument that returns "
+            "(outputs, changed), or jk.from_nnx(model, mutable=...)"
+        )
+    out, changed = _pair(what, fn(*args, **kwargs, state=state), "changed")
+    if not has_aux:
+        return out, changed
+    out, aux = _pair(what, out, "aux")
+    return out, (aux, changed)
+
+
+def _check_stateless(what: str, fn: Callable[..., Any]) -> None:
+    """Refuse a function whose state is missing: it would start from the first one each time."""
+    parameter = _parameters(fn).get("state")
+    needed = parameter is not None and parameter.default is inspect.Parameter.empty
+    if needed or getattr(fn, "state", None) is not None:
+        raise ValueError(
+            f"{what} changes a state, and none is given: pass state=, at first apply_fn.state or "
+            "the model's own, and carry on what comes back, as in (value, state), grads, factors "
+            "= stats(params, batch, key, state=state)"
+        )
+
+
+def _pair(what: str, out: Any, second: str) -> tuple[Any, Any]:
+    if isinstance(out, tuple) and len(out) == 2:
+        return out
+    raise ValueError(f"{what}: expected a pair (..., {second}) in return, got {_form(out)}")
+
+
+def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        return "key" in inspect.signature(fn).parameters
+        return inspect.signature(fn).parameters
     except (TypeError, ValueError):
-        return False
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,14 +148,17 @@ class Objective(LossTerms):
 
     Args:
         apply_fn: ``apply_fn(params, inputs) -> outputs``, or with a ``key=`` argument for
-            dropout. An exact tuple of inputs is unpacked into positional arguments where it
-            takes as many; a NamedTuple, like any other tree, is one. Outputs have the examples
-            first and one term's outputs last: ``(N, classes)``, ``(N, tokens, vocabulary)``; for
-            ``Bernoulli()`` and ``Gaussian()`` also ``(N,)``, one number for each example.
+            dropout, or with a ``state=`` argument for what a call changes (batch statistics):
+            then it returns ``(outputs, changed)``. An exact tuple of inputs is unpacked into
+            positional arguments where it takes as many; a NamedTuple, like any other tree, is
+            one. Outputs have the examples first and one term's outputs last: ``(N, classes)``,
+            ``(N, tokens, vocabulary)``; for ``Bernoulli()`` and ``Gaussian()`` also ``(N,)``, one
+            number for each example.
         likelihood: ``Categorical()``, ``Bernoulli()`` or ``Gaussian()``; or a dictionary or tuple
             of them. Outputs and targets are then of that form, and so is the mask, with
             ``None`` where every term counts; the loss is the sum of the means.
-        has_aux: Whether ``apply_fn`` returns ``(outputs, aux)``.
+        has_aux: Whether ``apply_fn`` returns ``(outputs, aux)``, with a state
+            ``((outputs, aux), changed)``.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -199,41 +262,58 @@ class Objective(LossTerms):
         )
 
     def outputs(
-        self, params: PyTree, inputs: PyTree, key: Key[Array, ""] | None = None
+        self,
+        params: PyTree,
+        inputs: PyTree,
+        key: Key[Array, ""] | None = None,
+        state: PyTree | None = None,
     ) -> tuple[PyTree, Any]:
-        """``(outputs, aux)``; the key is passed on if the function takes one."""
-        out = call_with(self.apply_fn, params, inputs, key)
-        outputs, aux = out if self.has_aux else (out, None)
+        """The outputs, and what comes beside them; see ``returned``."""
+        args = arguments(self.apply_fn, params, inputs, key, state)
+        outputs, beside = returned("apply_fn", self.apply_fn, args, key, state, self.has_aux)
         for head in self.heads(outputs):
             _check_outputs(head)
-        return outputs, aux
+        return outputs, beside
 
-    def __call__(self, params: PyTree, batch: PyTree, key: Key[Array, ""] | None = None) -> Any:
-        """Mean negative log-likelihood over the batch; ``(loss, aux)`` with ``has_aux``."""
+    def __call__(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        key: Key[Array, ""] | None = None,
+        state: PyTree | None = None,
+    ) -> Any:
+        """The loss of the batch.
+
+        ``(loss, aux)`` with ``has_aux``, ``(loss, changed)`` with a state, and with both
+        ``(loss, (aux, changed))``.
+        """
         inputs, targets, mask = self.batch(batch)
-        outputs, aux = self.outputs(params, inputs, key)
+        outputs, beside = self.outputs(params, inputs, key, state)
         value, _ = self.loss(outputs, targets, mask)
-        return (value, aux) if self.has_aux else value
+        return (value, beside) if self.has_aux or state is not None else value
 
 
-def call_with(apply_fn: Callable[..., Any], params: PyTree, inputs: PyTree, key: Any = None) -> Any:
-    """``apply_fn`` of its inputs; the key is passed on if it takes one.
+def arguments(
+    apply_fn: Callable[..., Any],
+    params: PyTree,
+    inputs: PyTree,
+    key: Any = None,
+    state: PyTree | None = None,
+) -> tuple[Any, ...]:
+    """The positional arguments of ``apply_fn``.
 
-    An exact tuple is unpacked into positional arguments, but for a function that does not take as
-    many: ``fn(params, inputs)`` gets the tuple itself.
+    An exact tuple of inputs is unpacked, but for a function that does not take as many:
+    ``fn(params, inputs)`` gets the tuple itself.
     """
+    if type(inputs) is not tuple:
+        return params, inputs
     kwargs = {"key": key} if takes_key(apply_fn) else {}
-    if type(inputs) is tuple and _takes(apply_fn, params, *inputs, **kwargs):
-        return apply_fn(params, *inputs, **kwargs)
-    return apply_fn(params, inputs, **kwargs)
-
-
-def _takes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    kwargs |= {} if state is None else {"state": state}
     try:
-        inspect.signature(fn).bind(*args, **kwargs)
+        inspect.signature(apply_fn).bind(params, *inputs, **kwargs)
     except (TypeError, ValueError):  # too many or too few, or no signature to ask
-        return False
-    return True
+        return params, inputs
+    return params, *inputs
 
 
 def _nothing(targets: Array) -> None:

@@ -19,7 +19,7 @@ from jaxkfac.factors._marks import (
     row_weights,
     weighed,
 )
-from jaxkfac.factors._objective import Batch, Objective, check_array, takes_key
+from jaxkfac.factors._objective import Batch, Objective, check_array, returned
 from jaxkfac.factors._taps import Gathered, tap
 from jaxkfac.interception import (
     Marked,
@@ -42,7 +42,7 @@ class Linearised(NamedTuple):
 
     Attributes:
         value: The mean loss.
-        aux: What the model returned beside its outputs.
+        aux: What the model returned beside its outputs: aux, the changed state, or both.
         grads: ``{path: gradient}`` of the leaves that have one.
         emitted: Statistics of the gradient's own backward pass.
         terms: Number of loss terms.
@@ -104,7 +104,11 @@ class Program:
         self._traces: TraceCache[Traced] = TraceCache()
 
     def traced(
-        self, params: PyTree, batch: PyTree, key: Key[Array | jax.ShapeDtypeStruct, ""] | None
+        self,
+        params: PyTree,
+        batch: PyTree,
+        key: Key[Array | jax.ShapeDtypeStruct, ""] | None,
+        state: PyTree | None = None,
     ) -> Traced:
         """The trace for these shapes.
 
@@ -115,7 +119,7 @@ class Program:
         if not jax.tree.leaves(params):
             raise ValueError("params: the tree holds no arrays")
         lead = isinstance(self.objective, Objective)
-        args = (params, batch.inputs if lead else batch, key)
+        args = (params, batch.inputs if lead else batch, key, state)
 
         def make() -> Traced:
             outputs = self.objective.num_outputs if lead else 0
@@ -133,7 +137,7 @@ class Program:
         return self._traces.get(args, make)
 
     def row_weights(
-        self, traced: Traced, params: PyTree, batch: PyTree, key: Any
+        self, traced: Traced, params: PyTree, batch: PyTree, key: Any, state: PyTree
     ) -> dict[str, Any]:
         """See ``_marks.row_weights``; the forward pass runs for masks and weights alone."""
         if not weighed(traced):
@@ -141,7 +145,7 @@ class Program:
         shifts = [jnp.zeros(mark.shape.shape, mark.shape.dtype) for mark in traced.marks]
         weights, masks = {}, {}
         if any(mark.masked or mark.weight is None for mark in traced.marks):
-            out = traced.emit(_no_handler, params, {}, batch, key, shifts)
+            out = traced.emit(_no_handler, params, {}, batch, key, state, shifts)
             weights, masks = jax.lax.stop_gradient((out.weights, out.masks))
         return row_weights(traced, MarkedTerms(traced.marks, weights, masks).heads(shifts))
 
@@ -193,22 +197,24 @@ class Program:
         """Shapes of the outputs that have a likelihood, in its form."""
         return self.objective.tree(traced.out_shapes[: traced.num_outputs])
 
-    def value(self, params: PyTree, data: PyTree, key: Key[Array, ""] | None) -> Float[Array, ""]:
+    def value(self, params: PyTree, data: PyTree, key: Any, state: PyTree) -> Float[Array, ""]:
         """A scalar loss, no layer tapped."""
-        return self._forward(params, data, key)[0]
+        return self._forward(params, data, key, state)[0]
 
-    def _forward(self, params: PyTree, data: PyTree, key: Key[Array, ""] | None) -> PyTree:
+    def _forward(
+        self, params: PyTree, data: PyTree, key: Key[Array, ""] | None, state: PyTree | None
+    ) -> PyTree:
         if isinstance(self.objective, Objective):
-            return self.objective.outputs(params, data, key)
-        passes_key = takes_key(self.objective)
-        out = self.objective(params, data, key=key) if passes_key else self.objective(params, data)
-        value, aux = out if self._has_aux else (out, None)
+            return self.objective.outputs(params, data, key, state)
+        value, beside = returned(
+            "the loss", self.objective, (params, data), key, state, self._has_aux
+        )
         if jnp.shape(value) != ():
             raise ValueError(
                 f"the loss has shape {jnp.shape(value)}, expected a scalar mean over rows; "
                 "give a model and a likelihood as jk.Objective instead"
             )
-        return value, aux
+        return value, beside
 
     def linearise(
         self,
@@ -217,6 +223,7 @@ class Program:
         params: PyTree,
         batch: PyTree,
         key: Key[Array, ""] | None,
+        state: PyTree | None = None,
         *,
         positions: Shaped[Array, "..."] | None = None,
         loss_terms: int | None = None,
@@ -231,6 +238,7 @@ class Program:
             params: The parameters.
             batch: A ``Batch``, or whatever the scalar loss takes.
             key: The model's own.
+            state: What a call of the model changes, if anything.
             positions: Which positions exist.
             loss_terms: Number of terms of a scalar loss.
             windows: For some layers, the iterations of a scan that their slots stand for.
@@ -260,6 +268,7 @@ class Program:
                 held,
                 data,
                 key,
+                state,
                 *more,
                 entries=gathered.entries,
                 masks=masks,

@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float
 
 from jaxkfac.factors._example_sums import (
     example_counts,
-    example_gradients,
     example_sums,
     gradient_block,
     input_means,
@@ -20,7 +19,7 @@ from jaxkfac.factors._example_sums import (
 )
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.interception import Entries, Layer, Site, Slot, SlotEntry, Traced, Use, kind_named
-from jaxkfac.kinds import masked, moments, packs, sum_to
+from jaxkfac.kinds import moments, packs
 from jaxkfac.linalg import PANELS_FROM, panel_shapes, statistics_dtype, unpack_panels
 
 Sharing = Literal["expand", "reduce"]
@@ -115,9 +114,9 @@ class Statistics:
         """Zeros for one layer."""
         dtype, uses = self._dtype(layer), self.traced.uses_of(layer)
         if layer.is_elementwise:
-            shape, kinds = self.traced.shapes[layer.weight.path], ("diagonal", "count")
+            shape, kinds = self.traced.part_shape(layer.weight), ("diagonal", "count")
             if self.by_example(layer):
-                shape = (*shape, self._num_examples)
+                shape = (*shape, self.traced.num_examples)  # others have lost their rows
                 kinds = ("gradient", "counts")
             return {key: jnp.zeros(shape, dtype) for key in kinds[: 1 + self.forward]}
         part = self._part(layer)
@@ -195,14 +194,17 @@ class Statistics:
         """See ``_taps.Gathered``."""
         kind = use.kind
         if kind.elementwise:
-            return self._emit_elements(site, use, like, operands, cotangent, weights)
+            dtype = next(iter(like.values())).dtype
+            whole = jnp.ones(cotangent.shape, dtype) if self.forward else cotangent.astype(dtype)
+            derivative = (constants or {}).get("derivative")
+            examples = self.traced.examples
+            return kind.elements(site, use, like, operands, whole, weights, examples, derivative)
         out: Slot = {}
         examples = self.traced.example_axes
         if "a" in like:
             out |= kind.input_moments(site, use, like, operands, weights)
             if constants is not None:
-                number = self.traced.uses_of(self.traced.table[use.layer or ""]).index(use)
-                out = _weighed(out, constants["row_weights"][..., number])
+                out = _weighed(out, constants["row_weights"][..., self._number_of(use)])
         elif "a_rows" in like:
             side = kind.summed_input_rows(site, use, operands, weights)
             out["a_rows"] = example_sums(site, use, side, examples, like["a_rows"])
@@ -216,28 +218,11 @@ class Statistics:
             out["g_rows"] = example_sums(site, use, side, examples, like["g_rows"])
         return out
 
-    def _emit_elements(
-        self,
-        site: Site,
-        use: Use,
-        like: Slot,
-        operands: list[Any],
-        cotangent: Float[Array, "*result"],
-        weights: Bool[Array, "..."] | None,
-    ) -> Slot:
-        dtype = next(iter(like.values())).dtype
-        ones = masked(jnp.ones(cotangent.shape, dtype), weights)
-        cotangent = ones if self.forward else masked(cotangent, weights).astype(dtype)
-        gradient = masked(use.kind.gradient(use, operands, cotangent), weights)
-        if "diagonal" in like:
-            parts = {"diagonal": jnp.square(gradient), "count": ones}
-            return {key: sum_to(parts[key], part.shape) for key, part in like.items()}
-        parts = {"gradient": gradient, "counts": ones}
-        examples = self.traced.example_axes
-        return {
-            key: example_gradients(site, use, parts[key], examples, part)
-            for key, part in like.items()
-        }
+    def _number_of(self, use: Use) -> int:
+        """Which of its layer's uses it is."""
+        every = (self.traced.uses_of(x) for x in self.layers if x.name in self.row_weights)
+        uses = next(uses for uses in every if any(u.eqn is use.eqn for u in uses))
+        return next(k for k, u in enumerate(uses) if u.eqn is use.eqn)
 
     # -- after it ---------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ class EigenvalueCorrector:
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
         labels: Any = None,
+        state: PyTree | None = None,
     ) -> Eigenbases:
         """The bases with the eigenvalues of one batch.
 
@@ -51,6 +52,7 @@ class EigenvalueCorrector:
             key: For dropout, and for the labels of ``fisher="mc"``.
             positions: ``(N, S)`` bool: which positions exist. Rows outside it count nowhere.
             labels: ``(samples, *targets)`` for ``fisher="mc"``, in place of sampled ones.
+            state: What a call changes (batch statistics); the changes are left out.
 
         Returns:
             The same eigenvectors; ``values`` and ``raw_values`` of each layer are measured.
@@ -65,7 +67,7 @@ class EigenvalueCorrector:
         known = isinstance(objective, Objective)
         batch = objective.batch(batch) if known else batch
         estimator = self._estimator.bound(key, labels, batch if known else None)
-        traced = self._program.traced(params, batch, key)
+        traced = self._program.traced(params, batch, key, state)
         if not known and not traced.marks:
             raise TypeError(
                 "correct_eigenvalues needs a model and a likelihood, to tell examples apart: give "
@@ -88,6 +90,7 @@ class EigenvalueCorrector:
             params,
             batch,
             key,
+            state,
             positions=positions,
             differentiate=False,
         )
@@ -98,7 +101,9 @@ class EigenvalueCorrector:
         squares = jax.tree.map(lambda x: x * scale.astype(x.dtype), squares)
         sums = squares.values
         if extra:
-            sums = sums | per_example_diagonals(objective, params, batch, extra, estimator, key=key)
+            sums = sums | per_example_diagonals(
+                objective, params, batch, extra, estimator, key=key, state=state
+            )
         corrections = Corrections(sums, squares.bias_values, at.terms)
         return dataclasses.replace(bases, corrections=corrections)
 

@@ -30,6 +30,7 @@ class ExactOperator(Operator):
         batch: The batch, whole.
         labels: ``(N, samples, *targets)`` in place of the batch's targets, or ``None``.
         key: For dropout.
+        state: What a call of the model changes, or ``None``.
         objective: The objective, static.
         rule: The product on one chunk, static.
         chunk: Examples a chunk, static.
@@ -40,6 +41,7 @@ class ExactOperator(Operator):
     batch: Any
     labels: Any
     key: Any
+    state: Any
     objective: Any = dataclasses.field(metadata={"static": True})
     rule: Callable[[Chunk, Leaves], Leaves] = dataclasses.field(metadata={"static": True})
     chunk: int | None = dataclasses.field(metadata={"static": True})
@@ -64,14 +66,15 @@ class ExactOperator(Operator):
             key = self.key
             if key is not None and index is not None:
                 key = jax.random.fold_in(key, index)
-            return function(Chunk(self.objective, self.params, chosen, *examples, counts, key))
+            chunk = Chunk(self.objective, self.params, chosen, *examples, counts, key, self.state)
+            return function(chunk)
 
         return per_chunk
 
     def _counts(self) -> list[Array]:
         """Loss terms of the whole batch, for each output; at least one."""
         outputs = jax.eval_shape(
-            lambda params, inputs: self.objective.outputs(params, inputs, self.key)[0],
+            lambda params, inputs: self.objective.outputs(params, inputs, self.key, self.state)[0],
             self.params,
             self.batch.inputs,
         )
@@ -101,6 +104,7 @@ def checked_batch(
     key: Any,
     chunk: int | None,
     labels: Any = None,
+    state: PyTree | None = None,
 ) -> Batch:
     """The batch, once it and any ``labels`` fit the objective and it can be cut.
 
@@ -112,7 +116,7 @@ def checked_batch(
     check_chunk(chunk, out)
 
     def check(params: PyTree, inputs: Any) -> None:
-        outputs, _ = objective.outputs(params, inputs, key)
+        outputs, _ = objective.outputs(params, inputs, key, state)
         objective.check(outputs, out.targets, out.mask)
         if labels is not None:
             check_label_values(objective, outputs, labels, out.mask)

@@ -1,5 +1,6 @@
 """The Fisher information matrix of a batch."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -41,6 +42,7 @@ def fisher(
     samples: int = 1,
     chunk: int | None = None,
     only: str | None = None,
+    state: PyTree | None = None,
 ) -> Operator:
     r"""The Fisher information of the mean loss, as an operator.
 
@@ -71,6 +73,7 @@ def fisher(
         samples: How many labels ``"mc"`` samples for each term.
         chunk: Examples at once, as for :func:`ggn`.
         only: Full-match pattern over parameter paths, as for :func:`ggn`.
+        state: What a call changes, as for :func:`ggn`.
 
     Returns:
         A positive semi-definite :class:`Operator`. Two forward passes and one backward pass
@@ -106,20 +109,20 @@ def fisher(
                 f'fisher="{fisher}" needs gradients of examples, which a scalar loss does not '
                 'show: give a jk.Objective, or take fisher="exact"'
             )
-        return marked_gauss_newton("fisher", objective, params, batch, key, chunk, only)
+        return marked_gauss_newton("fisher", objective, params, batch, key, chunk, only, state)
     batch = objective.batch(batch)
     estimator = estimator_of(fisher, samples=samples, chunk=1).bound(key, labels, batch)
-    checked = checked_batch(objective, params, batch, key, chunk, labels)
+    checked = checked_batch(objective, params, batch, key, chunk, labels, state)
     rule = _PRODUCTS[fisher]
     paths = chosen_paths(only, params)
-    operator = ExactOperator(params, checked, None, key, objective, rule, chunk, paths)
+    operator = ExactOperator(params, checked, None, key, state, objective, rule, chunk, paths)
     if not estimator.samples_labels:
         return operator
     if labels is None:
         by_example = _sample(operator, samples)
     else:
         by_example = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), labels)
-    return ExactOperator(params, checked, by_example, key, objective, rule, chunk, paths)
+    return dataclasses.replace(operator, labels=by_example)
 
 
 def _sample(operator: ExactOperator, samples: int) -> PyTree:

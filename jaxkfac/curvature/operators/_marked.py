@@ -24,13 +24,16 @@ def marked_gauss_newton(
     key: Any,
     chunk: int | None,
     only: str | None,
+    state: PyTree = None,
 ) -> "MarkedGaussNewton":
     """The operator, once the loss marks its outputs.
 
     Raises:
         TypeError: it does not.
-        ValueError: ``chunk`` is given: the loss runs on the whole batch.
+        ValueError: ``chunk`` is given, and the loss runs on the whole batch; or a state.
     """
+    if state is not None:
+        raise ValueError(f"{name}: state= needs a jk.Objective, not a scalar loss")
     closed = jax.make_jaxpr(lambda *args: _call(function, *args))(params, batch, key)
     if not marks_of(closed.jaxpr):
         raise TypeError(

@@ -25,6 +25,7 @@ class Chunk(NamedTuple):
         counts: For each output, the number of its loss terms in the *whole* batch, by which a
             sum becomes its share of the mean. Dividing first keeps 16-bit cotangents in range.
         key: For dropout, or ``None``.
+        state: What a call of the model changes, or ``None``.
     """
 
     objective: Any
@@ -34,11 +35,12 @@ class Chunk(NamedTuple):
     labels: Any
     counts: Any
     key: Any
+    state: Any = None
 
     def outputs(self, leaves: Leaves) -> PyTree:
         """The model's outputs as a function of the chosen leaves."""
         params = with_leaves(self.params, leaves)
-        return self.objective.outputs(params, self.batch.inputs, self.key)[0]
+        return self.objective.outputs(params, self.batch.inputs, self.key, self.state)[0]
 
     def heads(self, outputs: PyTree, targets: PyTree = None) -> list[Head]:
         """The outputs and what belongs to each."""

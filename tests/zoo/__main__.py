@@ -1,0 +1,36 @@
+"""The table of the zoo: ``python -m tests.zoo`` prints it, ``--write`` puts it into docs/zoo.md."""
+
+import sys
+from itertools import groupby
+from pathlib import Path
+
+from tests.zoo import all_programs
+
+PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
+HEAD = """# The zoo: programs that are tried
+
+Every row is a program of the test suite: `pytest tests/zoo` takes each one, looks which parameters
+are covered, compares value and gradient with plain JAX, and the factors with what the last column
+names. "Brute force" means every row of every layer written out in NumPy, in float64, to 1e-10.
+This page is made by `python -m tests.zoo --write`.
+"""
+
+
+def table() -> str:
+    """The page, a section for each family."""
+    lines = [HEAD]
+    rows = sorted(all_programs().values(), key=lambda row: row.family)
+    for family, members in groupby(rows, key=lambda row: row.family):
+        lines += [f"## {family}", "", "| Program | Covered | Checked against |", "|---|---|---|"]
+        for row in members:
+            missing = "; ".join(f"all but `{path}` ({why})" for path, why in row.uncovered.items())
+            lines.append(f"| {row.name} | {missing or 'all'} | {row.checked} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(table())
+    else:
+        print(table())

@@ -1,0 +1,106 @@
+"""A row of the zoo, and how it is checked."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxkfac as jk
+from tests._checks import assert_factors_close, assert_tree_close
+from tests._likelihoods import mean_loss
+from tests._oracle import Block, oracle
+from tests._taps import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program with data, in float64 where the model allows.
+
+    ``twin`` is the same program written with taps (``tests._taps``), from which brute force has
+    the factors; ``factors`` are those of some layers where they come from elsewhere. A case with
+    neither is checked by its coverage and its gradient alone, and the table says so.
+    """
+
+    objective: Callable  # a jk.Objective, or a scalar loss of (params, batch)
+    params: Any
+    batch: Any
+    twin: Model | None = None
+    factors: Mapping[str, Block] | None = None
+    likelihood: str = "categorical"
+    options: Mapping[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # of value_grad_and_factors
+    call: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # key=, state=, positions=
+    tolerance: float = 1e-10
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What the table says of a program."""
+
+    name: str
+    family: str
+    checked: str  # against what
+    build: Callable[[], Case]
+    uncovered: Mapping[str, str]  # path: what its reason holds; empty where all is covered
+    needs: tuple[str, ...]  # packages that the tests' environment may lack
+
+    @property
+    def available(self) -> bool:
+        return all(importlib.util.find_spec(package) for package in self.needs)
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(
+    name: str,
+    *,
+    family: str,
+    checked: str,
+    uncovered: Mapping[str, str] | None = None,
+    needs: tuple[str, ...] = (),
+) -> Callable[[Callable[[], Case]], Callable[[], Case]]:
+    """Enter a builder under ``name``, as a reader of the table knows the program."""
+
+    def enter(build: Callable[[], Case]) -> Callable[[], Case]:
+        if name in PROGRAMS:
+            raise ValueError(f"two programs of the zoo are called {name!r}")
+        PROGRAMS[name] = Program(name, family, checked, build, dict(uncovered or {}), needs)
+        return build
+
+    return enter
+
+
+def check_coverage(row: Program, case: Case) -> None:
+    """Exactly the parameters that the row names are uncovered, for the reasons it names."""
+    table = jk.find_layers(case.objective, case.params, case.batch, **case.call)
+    reasons = {
+        path: [why for p, why in table.uncovered if p == path] for path, _ in table.uncovered
+    }
+    assert set(reasons) == set(row.uncovered), reasons
+    for path, words in row.uncovered.items():
+        assert any(words in why for why in reasons[path]), (path, reasons[path])
+
+
+def check_factors(row: Program, case: Case) -> None:
+    """The value and gradient of plain JAX, and the factors of brute force."""
+    options = ({"uncovered": "ignore"} if row.uncovered else {}) | dict(case.options)
+    stats = jax.jit(jk.value_grad_and_factors(case.objective, **options))
+    value, grads, factors = stats(case.params, case.batch, **case.call)
+    plain = jax.jit(jax.value_and_grad(case.objective, has_aux="state" in case.call))
+    loss, gradient = plain(case.params, case.batch, **case.call)
+    for found, expected in zip(jax.tree.leaves(value), jax.tree.leaves(loss), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=case.tolerance)
+    assert_tree_close(grads, gradient, case.tolerance)
+    expected = dict(case.factors or {})
+    if case.twin is not None:
+        twin_loss = mean_loss(case.twin, case.likelihood, case.params, case.batch)
+        np.testing.assert_allclose(twin_loss, jax.tree.leaves(loss)[0], rtol=case.tolerance)
+        expected |= oracle(case.twin, case.params, case.batch, likelihood=case.likelihood)
+    if case.twin is not None and not row.uncovered:
+        assert set(factors) == set(expected)
+    assert_factors_close({name: factors[name] for name in expected}, expected, case.tolerance)

@@ -1,0 +1,32 @@
+"""Every program of the zoo: coverage as its row says, gradient and factors of brute force."""
+
+import pytest
+
+from tests.zoo import Program, all_programs
+from tests.zoo.__main__ import PAGE, table
+from tests.zoo._program import check_coverage, check_factors
+
+ROWS = all_programs()
+HERE = [pytest.param(row, id=name) for name, row in ROWS.items() if row.available]
+FAMILIES = {row.family: name for name, row in reversed(ROWS.items()) if row.available}
+NUMBERS = [
+    pytest.param(row, id=name, marks=[] if FAMILIES[row.family] == name else pytest.mark.slow)
+    for name, row in ROWS.items()
+    if row.available
+]
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("row", HERE)
+def test_coverage_is_what_the_row_says(row: Program, x64):
+    check_coverage(row, row.build())
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("row", NUMBERS)
+def test_value_gradient_and_factors(row: Program, x64):
+    check_factors(row, row.build())
+
+
+def test_the_page_shows_every_row():
+    assert PAGE.read_text() == table(), "run: python -m tests.zoo --write"
