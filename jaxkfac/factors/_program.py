@@ -87,6 +87,7 @@ class Program:
         objective: An ``Objective``, or a scalar loss.
         finding: How layers are found; see ``trace``.
         cover: Whether an uncovered parameter raises.
+        second_pass: Whether the caller may take a second pass over it instead.
         has_aux: Of a scalar loss.
     """
 
@@ -96,10 +97,11 @@ class Program:
         finding: Mapping[str, Any],
         *,
         cover: bool,
+        second_pass: bool = False,
         has_aux: bool = False,
     ) -> None:
         self.objective: Any = objective
-        self._finding, self._cover = finding, cover
+        self._finding, self._cover, self._second_pass = finding, cover, second_pass
         self._has_aux = has_aux
         self._traces: TraceCache[Traced] = TraceCache()
 
@@ -131,7 +133,7 @@ class Program:
                 traced = trace_marked(traced, *args, **self._finding)
                 refuse_unmarked(traced)
             if self._cover:
-                traced.table.raise_uncovered()
+                traced.table.raise_uncovered(second_pass=self._second_pass)
             return traced
 
         return self._traces.get(args, make)

@@ -5,6 +5,7 @@ from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._compat import ClosedJaxpr
 from jaxkfac.interception._joins import pieces_of
 from jaxkfac.interception._row_masks import own_axes
+from jaxkfac.interception._table import EXAMPLES_LOST
 from jaxkfac.interception._values import CoverageNote, Data, Use
 
 
@@ -65,7 +66,7 @@ def split_lost(analysis: Analysis, *, num_outputs: int) -> tuple[list[Use], list
         if use.data is None or walked & examples or _runs_along(table, use, examples):
             kept.append(use)
         else:
-            reason = f"has the example axis lost at `{use.eqn.primitive.name}`"
+            reason = f"{EXAMPLES_LOST} at `{use.eqn.primitive.name}`"
             findings.append(CoverageNote(use.view.path, reason, fatal=True))
     return kept, findings
 
