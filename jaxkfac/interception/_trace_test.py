@@ -284,6 +284,7 @@ def test_a_parameter_that_is_no_matrix_has_a_diagonal_in_a_product(fn, shape):
     [
         (lambda x, k: convolve(x, k[..., ::-1]), (3, 4, 2), "`rev`.*`conv_general_dilated`"),
         (lambda x, k: convolve(x, k[:, ::-1]), (3, 4, 2), "`rev`.*`conv_general_dilated`"),
+        (lambda x, k: convolve(x, k[::-1][0]), (2, 3, 4, 2), "`slice`.*`conv_general_dilated`"),
         (lambda x, k: k[::-1][x.argmax(-1)], (9, 2), "`rev`.*`gather`"),
         (lambda x, k: convolve(k, jnp.ones((3, 4, 2)) * x.sum()), (5, 7, 4), "is the signal"),
         (
@@ -300,6 +301,12 @@ def test_a_parameter_that_is_no_matrix_in_its_own_order_is_reported(fn, shape, r
     found = find_layers(model, weights(k=shape), jnp.ones((5, 7, 4))).uncovered
     assert [path for path, _ in found] == ["k"]
     assert re.search(reason, found[0][1]), found
+
+
+@pytest.mark.parametrize("fn", [lambda x, k: x @ k[::-1], lambda x, k: x @ k[:, ::-1]])
+def test_a_matrix_that_is_back_to_front_is_no_dense_layer(fn):
+    table = find_layers(lambda p, x: fn(x, p["k"]), weights(k=(4, 2)), jnp.ones((5, 4)))
+    assert "dense" not in [layer.kind for layer in table.layers]
 
 
 def test_a_parameter_reversed_twice_is_as_it_was():
