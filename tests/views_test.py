@@ -232,3 +232,13 @@ def test_an_adapter_of_a_range_of_a_kernel():
     up, gate = jk.lslora.attach(apply_fn, config)(params, adapters, x)
     np.testing.assert_allclose(up, x @ params["w"][:, :3], rtol=1e-12)
     assert np.abs(gate - x @ params["w"][:, 3:]).max() > 1e-3
+
+
+def test_a_saved_service_knows_ranges(tmp_path):
+    case = all_programs()["parameters as one flat vector"].build()
+    factors = jk.value_grad_and_factors(case.objective)(case.params, case.batch).factors
+    with jk.HostCurvature(refresh_every=1, lag=1) as service:
+        service.push(factors, 0)
+        service.save(tmp_path / "service")
+    with jk.HostCurvature.load(tmp_path / "service") as service:
+        assert service.average().layers == factors.layers

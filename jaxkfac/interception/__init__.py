@@ -28,10 +28,10 @@ make queries and keys the same axis.
 calls. ``Traced.emit`` runs it, the equations between them as they were, through jit, checkpoint
 (policy kept), scan and shard_map. Each layer has a **slot**, a dictionary of extra inputs, which
 rides along with its parameter: a scanned parameter has a stacked slot, and one multiplied by a
-constant has its slot multiplied by the power of it that each entry declares (``SlotEntry``). A slot
-shaped like the parameter has a derivative beside it instead, applied at the use (``_elements``). At a
-use the handler gets the site and the operands, and returns the result. A handler whose backward
-rule returns statistics as the slot's cotangent has them summed over uses and stacked over
+constant has its slot multiplied by the power of it that each entry declares (``SlotEntry``). A
+slot shaped like the parameter has a derivative beside it instead, applied at the use. At a use
+the handler gets the site and the operands, and returns the result. A handler whose backward rule
+returns statistics as the slot's cotangent has them summed over uses and stacked over
 iterations by differentiation itself.
 
 Example:
