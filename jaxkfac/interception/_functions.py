@@ -80,9 +80,7 @@ def _is_step(eqn: Eqn) -> bool:
     return name in ELEMENT_BY_ELEMENT | SAME_ELEMENTS or not jnp.issubdtype(out, jnp.inexact)
 
 
-def _each_viewed(
-    facts: Facts, eqn: Eqn, ins: Sequence[Value], position: int
-) -> list[Value] | None:
+def _each_viewed(facts: Facts, eqn: Eqn, ins: Sequence[Value], position: int) -> list[Value] | None:
     """The results of a view of one value: each parameter in it is seen through that view."""
     value = ins[position]
     if isinstance(value, View):

@@ -108,9 +108,7 @@ def _masked(eqn: Eqn, view: View, position: int, number: int) -> View:
     """Times zeros and ones."""
     same = eqn.invars[position].aval.shape == eqn.outvars[0].aval.shape
     masked = view.masked or eqn.primitive.name
-    return dataclasses.replace(
-        view, number=number, masked=masked, axes=view.axes if same else None
-    )
+    return dataclasses.replace(view, number=number, masked=masked, axes=view.axes if same else None)
 
 
 def _scaled(table: AxisTable, eqn: Eqn, view: View, position: int, number: int) -> View:
