@@ -1,6 +1,13 @@
 """Kronecker factors: objectives, Fisher types, collection, averages."""
 
-from jaxkfac.factors._average import check_decay, check_same_layers, update_average, zeros_like
+from jaxkfac.factors._average import (
+    check_decay,
+    check_factors,
+    check_like,
+    check_same_layers,
+    update_average,
+    zeros_like,
+)
 from jaxkfac.factors._budgeted import BudgetedCollector
 from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
@@ -53,7 +60,9 @@ __all__ = [
     "arguments",
     "as_batch",
     "check_decay",
+    "check_factors",
     "check_label_values",
+    "check_like",
     "check_same_layers",
     "estimator_of",
     "gradient_rows",

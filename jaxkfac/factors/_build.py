@@ -13,6 +13,7 @@ from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._program import Program
 from jaxkfac.factors._scalar_loss import check_scalar_loss
 from jaxkfac.factors._statistics import Scales, Sharing
+from jaxkfac.interception import check_function
 from jaxkfac.memory import ByteSize, parse_bytes
 
 
@@ -115,6 +116,8 @@ def value_grad_and_factors(
         Approximate Curvature", 2015. Runa Eschenhagen et al., "Kronecker-Factored Approximate
         Curvature for Modern Neural Network Architectures", 2023.
     """
+    if not isinstance(objective, Objective):
+        check_function("objective", objective, "loss(params, batch), or a jk.Objective")
     estimator = estimator_of(fisher, samples=samples, chunk=chunk)
     one_of("sharing", sharing, get_args(Sharing))
     one_of("bias", bias, ("joint", "separate"))

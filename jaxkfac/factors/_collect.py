@@ -22,6 +22,7 @@ from jaxkfac.interception import (
     TraceCache,
     Traced,
     Window,
+    check_arrays,
     leaves_by_path,
     with_leaves,
 )
@@ -220,6 +221,8 @@ class FactorCollector:
         state: PyTree | None = None,
     ) -> Factors:
         """``Factors`` of ``jax.ShapeDtypeStruct``; nothing is computed."""
+        check_arrays("params", params)
+        check_arrays("batch", batch)
         if key is None and self._estimator.samples_labels:
             key = jax.eval_shape(lambda: jax.random.key(0))
         return jax.eval_shape(self.__call__, params, batch, key, positions, None, state).factors

@@ -13,7 +13,7 @@ from jaxtyping import Array, Key, PyTree
 
 from jaxkfac.factors._likelihoods import Likelihood
 from jaxkfac.factors._loss_terms import Head, LossTerms, shares, times
-from jaxkfac.interception import check_likelihood
+from jaxkfac.interception import check_function, check_likelihood
 
 
 class Batch(NamedTuple):
@@ -172,6 +172,9 @@ class Objective(LossTerms):
     has_aux: bool = False
 
     def __post_init__(self) -> None:
+        check_function("apply_fn", self.apply_fn)
+        if isinstance(self.apply_fn, Objective):
+            raise TypeError("apply_fn: expected apply_fn(params, inputs), got an Objective already")
         for at, likelihood in jax.tree_util.tree_leaves_with_path(self.likelihood):
             check_likelihood(f"likelihood{jax.tree_util.keystr(at)}", likelihood)
         if not self._likelihoods:

@@ -29,6 +29,9 @@ from jaxkfac.interception import (
     TraceCache,
     Traced,
     Window,
+    check_arrays,
+    check_params,
+    leaves_by_path,
     partition,
     trace,
     trace_marked,
@@ -118,6 +121,8 @@ class Program:
             UncoveredParameterError: a parameter is covered by no layer, where that matters.
             ValueError: there are no parameters.
         """
+        check_arrays("params", params)
+        check_params(leaves_by_path(params))
         if not jax.tree.leaves(params):
             raise ValueError("params: the tree holds no arrays")
         lead = isinstance(self.objective, Objective)

@@ -90,7 +90,8 @@ class Statistics:
         if kind_named(layer.kind).by_position:
             return False
         whole = layer.is_elementwise and self.scales != "diagonal"
-        return whole or self.sharing == "reduce"
+        sums = any(use.whole_examples for use in self.traced.uses_of(layer))
+        return whole or sums or self.sharing == "reduce"
 
     @property
     def _num_examples(self) -> int:
@@ -116,7 +117,13 @@ class Statistics:
         if layer.is_elementwise:
             shape, kinds = self.traced.part_shape(layer.weight), ("diagonal", "count")
             if self.by_example(layer):
-                shape = (*shape, self.traced.num_examples)  # others have lost their rows
+                if not self.traced.out_shapes[0].shape and not self.traced.marks:
+                    raise ValueError(
+                        f"the diagonal of {layer.name!r} is one of whole examples' gradients, and "
+                        "a scalar loss does not show its examples: give a jk.Objective, mark the "
+                        "outputs with jk.mark_outputs, or leave the parameter out with layers="
+                    )
+                shape = (*shape, self.traced.num_examples)
                 kinds = ("gradient", "counts")
             return {key: jnp.zeros(shape, dtype) for key in kinds[: 1 + self.forward]}
         part = self._part(layer)

@@ -41,6 +41,7 @@ Example:
     True
 """
 
+from jaxkfac.interception._arguments import check_arrays, check_function, check_params
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import (
     Eqn,
@@ -134,7 +135,10 @@ __all__ = [
     "body_of",
     "call_kind",
     "cast_varying",
+    "check_arrays",
+    "check_function",
     "check_likelihood",
+    "check_params",
     "cuts_of",
     "decoded_shapes",
     "encoded_paths",

@@ -78,7 +78,8 @@ def split_parts(table: AxisTable, uses: list[Use]) -> tuple[list[Use], list[Cove
         if pieces_of(table, use.view.joins) is not None:
             kept.append(use)
         else:
-            reason = f"is joined with others and cut across, where it meets data in `{use.eqn.primitive.name}`"
+            where = f"where it meets data in `{use.eqn.primitive.name}`"
+            reason = f"is joined with others and cut across them, {where}"
             findings.append(CoverageNote(use.view.path, reason, fatal=True))
     return kept, findings
 

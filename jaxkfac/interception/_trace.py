@@ -12,6 +12,7 @@ import jax
 from jaxtyping import PyTree
 
 from jaxkfac.interception._analysis import Analysis
+from jaxkfac.interception._arguments import check_arrays, check_function
 from jaxkfac.interception._axes import Atoms
 from jaxkfac.interception._elements import Elements
 from jaxkfac.interception._encoded import (
@@ -198,7 +199,10 @@ def trace(
     ``scale_blocks`` gives scales and lone biases a dense block; ``num_outputs`` says of how many
     leaves that the result begins with the first axis is the examples.
     """
+    check_function("fn", fn, "fn(params, *args)")
     encoded, params = encoded_paths(params), decoded_shapes(params)
+    check_arrays("params", params)
+    check_arrays("the arguments beside params", args)
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, *args)
     paths = leaves_by_path(params)
     num_args = len(closed.jaxpr.invars) - len(paths)

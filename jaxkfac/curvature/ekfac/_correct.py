@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Key, PyTree
 from jaxkfac._checks import at_least_one, one_of
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature._corrections import Corrections
-from jaxkfac.curvature._eigenbases import Eigenbases
+from jaxkfac.curvature._eigenbases import Eigenbases, check_bases
 from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients
 from jaxkfac.factors import (
     FISHER_TYPES,
@@ -130,6 +130,10 @@ def correct_eigenvalues(
     in that basis: $\lVert Q \operatorname{diag}(\lambda) Q^\top - F \rVert_F$ is never more
     than with the products, and the traces agree.
 
+    Where a parameter is read in two orientations (a tied embedding and head), the gradient is the
+    sum of both uses', measured in the bases of the block that the optimizer uses, the head's. The
+    other block's values are those of its own use.
+
     Args:
         objective: The objective, or a scalar loss that marks its outputs.
         bases: From :func:`eigendecompose`, with vectors.
@@ -182,6 +186,7 @@ def correct_eigenvalues(
         one_of("fisher", estimator.name, choices)
     one_of("per", per, get_args(Per))
     at_least_one(samples=samples, chunk=chunk)
+    check_bases(bases)
     _check_vectors(bases)
     names = [layer.name for layer in bases.layers if layer.is_covered]
     finding = {"layers": "|".join(map(re.escape, names)), "experts": experts}

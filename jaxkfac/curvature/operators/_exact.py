@@ -14,7 +14,7 @@ from jaxkfac.curvature.operators._chunks import check_chunk
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import Chunk, Leaves
 from jaxkfac.factors import Batch, Objective, check_label_values
-from jaxkfac.interception import leaves_by_path, partition
+from jaxkfac.interception import check_arrays, check_params, leaves_by_path, partition
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
 PyTree = Any
@@ -112,6 +112,8 @@ def checked_batch(
         ValueError: targets, labels or a mask that do not fit the outputs, or arrays without the
             examples first.
     """
+    check_arrays("params", params)
+    check_params(leaves_by_path(params))
     out = objective.batch(batch)
     check_chunk(chunk, out)
 
