@@ -115,12 +115,13 @@ class FactorCollector:
             return self.gather(params, call)
 
         def stage() -> Staged:
+            staged = Staged.of(self.gather, params, call)
             if not isinstance(self._program.objective, Objective) and self._loss_terms != 1:
                 refuse_sum(
                     lambda some: self._program.value(params, some, call.key, call.state),
                     call.batch,
                 )
-            return Staged.of(self.gather, params, call)
+            return staged
 
         return self._staged.get((params, call), stage)(params, call)
 

@@ -287,7 +287,7 @@ class Statistics:
                 continue
             if self.forward:
                 mean = self._unit_output(layer, emitted[layer.name])
-                total = mean * terms.astype(mean.dtype)
+                total = mean * (terms + 0 * scale).astype(mean.dtype)  # NaN where the loss is
             else:
                 total = jax.tree.map(lambda x: x * scale.astype(x.dtype), outputs[layer.name])
                 total = unpack_panels(total) if isinstance(total, tuple) else total
