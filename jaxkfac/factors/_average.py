@@ -1,5 +1,6 @@
 """Running averages of factors."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
+from jaxtyping import Array
 
 from jaxkfac._errors import nearest
 from jaxkfac.factors._factors import BiasMode, Factors
@@ -56,7 +58,8 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
     $$ \frac{\sum_t \beta^{T-t} \Sigma_t}{\sum_t \beta^{T-t} n_t}, $$
 
     is debiased by itself: after the first step it is that step's mean, with no
-    $1 - \beta^t$ to divide by, and a step of twice as many rows weighs twice as much.
+    $1 - \beta^t$ to divide by, and a step of twice as many rows weighs twice as much. A sum whose
+    count is zero is nothing new: its average stays as it is.
 
     Corrected eigenbases (:func:`correct_eigenvalues`) are averaged alike: their measured
     eigenvalues are, in the eigenvectors of ``average``, in which both must have been measured.
@@ -93,10 +96,29 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
         raise TypeError(f"update_average: cannot add {kinds}")
     if not isinstance(average, Factors):
         return average.decayed_sum(factors, decay)
-    check_same_layers(cast(Factors, factors), average)
-    return jax.tree.map(
-        lambda x, new: jnp.asarray(decay, x.dtype) * x + new.astype(x.dtype), average, factors
+    factors = cast(Factors, factors)
+    check_same_layers(factors, average)
+    rows = {name: _decay_of(count, decay) for name, count in factors.a_counts.items()}
+    terms = _decay_of(factors.terms, decay)
+    decays = dataclasses.replace(
+        factors,
+        a_sums=rows,
+        a_counts=rows,
+        g_sums=dict.fromkeys(factors.g_sums, terms),
+        diagonals=dict.fromkeys(factors.diagonals, terms),
+        terms=terms,
     )
+    return jax.tree.map(
+        lambda x, beta, new: jnp.asarray(beta, x.dtype) * x + new.astype(x.dtype),
+        average,
+        decays,
+        factors,
+    )
+
+
+def _decay_of(count: Any, decay: ArrayLike) -> Array:
+    """How much of an average stays beside a contribution: all of it, where that is empty."""
+    return jnp.where(jnp.any(count > 0), decay, 1.0)
 
 
 def check_decay(decay: Any) -> None:

@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
 from jaxkfac.factors._example_sums import (
     example_counts,
@@ -20,7 +21,7 @@ from jaxkfac.factors._example_sums import (
 )
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.interception import Entries, Layer, Site, Slot, Traced, Use, kind_named
-from jaxkfac.kinds import masked, moments, packs, sum_to
+from jaxkfac.kinds import Products, masked, output_moments, packs, sum_to
 from jaxkfac.linalg import PANELS_FROM, panel_shapes, statistics_dtype, unpack_panels
 
 Sharing = Literal["expand", "reduce"]
@@ -58,6 +59,8 @@ class Statistics:
         scales: How scales and lone biases are read.
         forward: Whether output gradients count as the identity.
         parts: What to gather of which layers; everything of all if ``None``.
+        products: How Gram products are formed. Its key is for those after the backward pass:
+            inside it the taps are handed one.
     """
 
     traced: Traced
@@ -66,6 +69,7 @@ class Statistics:
     scales: Scales = "diagonal"
     forward: bool = False
     parts: Mapping[str, PassPart] | None = None
+    products: Products = Products()
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -139,6 +143,20 @@ class Statistics:
         readers = [x for x in self.traced.table.layers if x.input == layer.name]
         return self.bias == "joint" and any(x.bias is not None for x in readers)
 
+    def products_of(self, layer: str, key: Key[Array, ""] | None) -> Products:
+        """How the Gram products of one layer are formed: the rows of each are drawn by itself."""
+        if key is not None:
+            key = jax.random.fold_in(key, zlib.crc32(layer.encode()))
+        return self.products._replace(key=key)
+
+    def _after(self, layer: Layer) -> dict[str, Any]:
+        """The same of those that are formed after the backward pass."""
+        products = self.products_of(layer.name, self.products.key)
+        return {
+            "products": products,
+            "precision": products.precision_of(self.traced.uses_of(layer)[0].eqn),
+        }
+
     # -- in the backward pass ---------------------------------------------------------
 
     def comes_first(self, use: Use) -> bool:
@@ -172,8 +190,9 @@ class Statistics:
             return self._emit_elements(site, use, like, operands, cotangent, weights)
         out: Slot = {}
         examples = self.traced.examples
+        products = self.products_of(use.layer or "", (constants or {}).get("rows_key"))
         if "a" in like:
-            out |= kind.input_moments(site, use, like, operands, weights)
+            out |= kind.input_moments(site, use, like, operands, weights, products)
         elif "a_rows" in like:
             side = kind.summed_input_rows(site, use, operands, weights)
             out["a_rows"] = example_sums(site, use, side, examples, like["a_rows"])
@@ -181,7 +200,10 @@ class Statistics:
             out["a_numbers"] = example_counts(site, use, each, weights, examples, numbers)
         if "g" in like:
             side = kind.output_rows(site, use, cotangent, weights)
-            out["g"] = moments(site, use, side, like["g"], panels=self.comes_first(use))
+            panels = self.comes_first(use)
+            out["g"] = output_moments(
+                site, use, side, like["g"], weights, products, panels=panels
+            )
         elif "g_rows" in like:
             side = kind.output_rows(site, use, cotangent, weights)
             out["g_rows"] = example_sums(site, use, side, examples, like["g_rows"])
@@ -220,9 +242,12 @@ class Statistics:
             if "a" in slot:
                 sums[layer.name], counts[layer.name] = _with_ones(slot), slot["a_count"]
             elif "a_rows" in slot:
-                ones = self._has_ones(layer)
                 sums[layer.name], counts[layer.name] = input_means(
-                    slot["a_rows"], slot["a_numbers"], ones=ones, dense=layer.a_dense
+                    slot["a_rows"],
+                    slot["a_numbers"],
+                    ones=self._has_ones(layer),
+                    dense=layer.a_dense,
+                    **self._after(layer),
                 )
         return sums, counts
 
@@ -240,12 +265,12 @@ class Statistics:
             return None
         if "gradient" in slot:
             if layer.g_dense:
-                return gradient_block(layer, slot["gradient"])
+                return gradient_block(layer, slot["gradient"], **self._after(layer))
             return jnp.square(slot["gradient"]).sum(-1)
         if "diagonal" in slot:
             return slot["diagonal"]
         if "g_rows" in slot:
-            return outer_products(slot["g_rows"], dense=layer.g_dense)
+            return outer_products(slot["g_rows"], dense=layer.g_dense, **self._after(layer))
         return slot.get("g")
 
     def factors(

@@ -72,25 +72,34 @@ class Gathered(Protocol):
             cotangent: Cotangent of the result; of an insertion, of the parameter as it was
                 broadcast.
             weights: Which rows exist, with the axes of ``use.rows``.
-            constants: What the slot held under ``"constants"``.
+            constants: What the slot held under ``"constants"``, and what every tap is handed.
         """
         ...
 
 
-def tap(gathered: Gathered) -> Handler:
-    """The handler that emits statistics."""
+def tap(gathered: Gathered, constants: Slot | None = None) -> Handler:
+    """The handler that emits statistics.
+
+    Args:
+        gathered: What is gathered.
+        constants: Arrays that every tap is handed, beside those in its slot.
+    """
 
     def handler(site: Site, operands: list[Any]) -> Any:
         bare = site.without_values()
+        slots = [
+            {**slot, "constants": {**constants, **slot.get("constants", {})}} if constants else slot
+            for slot in site.slots
+        ]
         if site.uses[0].kind.inserts:
             operands = list(operands)
             for k, use in enumerate(site.uses):
                 parameter = operands[use.operand]
                 shape = _shape_inside(site, parameter)
-                op = _tapped(_broadcast_to(shape), gathered, bare, use, site.slots[k])
+                op = _tapped(_broadcast_to(shape), gathered, bare, use, slots[k])
                 operands[use.operand] = op([parameter], site.rows[k], site.active[k])
             return site.bind(*operands)
-        op = _tapped(bare.bind, gathered, bare, site.uses[0], site.slots[0])
+        op = _tapped(bare.bind, gathered, bare, site.uses[0], slots[0])
         return op(operands, site.rows[0], site.active[0])
 
     return handler

@@ -5,7 +5,8 @@ from jaxkfac.kinds._convolution import Convolution
 from jaxkfac.kinds._dense import Dense
 from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._embedding import Embedding
-from jaxkfac.kinds._moments import moments, packs, sum_to
+from jaxkfac.kinds._moments import output_moments, packs, sum_to
+from jaxkfac.kinds._products import Precision, Products
 from jaxkfac.kinds._rows import Rows, by_example, in_own_order, masked
 from jaxkfac.kinds._scale import Scale
 from jaxkfac.kinds._squares import Array, Basis, rotate_gradients
@@ -20,6 +21,8 @@ __all__ = [
     "Dense",
     "Elementwise",
     "Embedding",
+    "Precision",
+    "Products",
     "Rows",
     "Scale",
     "TwoSided",
@@ -27,7 +30,7 @@ __all__ = [
     "by_example",
     "in_own_order",
     "masked",
-    "moments",
+    "output_moments",
     "packs",
     "rotate_gradients",
     "sum_to",
