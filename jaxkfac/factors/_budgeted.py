@@ -135,8 +135,8 @@ class BudgetedCollector:
         value, grads = self._gradient(params, call)
         if self._sink is not None:
             return ValueGradAndFactors(value, grads, _Whole(()).factors())
-        shapes = jax.eval_shape(self._collector.gather, params, call).factors
-        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        like = self._collector.types(params, call)
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
         return ValueGradAndFactors(value, grads, zeros)
 
     def _run_gradient(self, params: PyTree, call: Call) -> tuple[PyTree, PyTree]:

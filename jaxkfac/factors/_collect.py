@@ -28,6 +28,7 @@ from jaxkfac.interception import (
     with_leaves,
 )
 from jaxkfac.kinds import Precision, Products
+from jaxkfac.linalg import statistics_dtype
 
 ROWS_FOLD = 0x726F  # folded into the caller's key for the rows of ``subsample=``
 
@@ -242,7 +243,7 @@ class FactorCollector:
         params = jax.tree.map(jnp.asarray, params)
         traced = self.traced(params, call)
         if like is None:
-            like = jax.eval_shape(self.gather, params, call).factors
+            like = self.types(params, call)
         at = self._program.linearise(
             traced,
             self.statistics(traced, {}),
@@ -271,7 +272,23 @@ class FactorCollector:
         if key is None and (self._estimator.samples_labels or self._subsample is not None):
             key = jax.eval_shape(lambda: jax.random.key(0))
         call = self.checked(batch, key, positions)
-        return jax.eval_shape(self.gather, params, call).factors
+        if positions is not None:  # which may be lost on the way to a layer
+            return jax.eval_shape(self.gather, params, call).factors
+        return self.types(params, call)
+
+    def types(self, params: PyTree, call: Call) -> Factors:
+        """The same of a call; from the layers alone, where one pass covers them."""
+        traced, objective = self.traced(params, call), self._program.objective
+        if self._uncovered == "diagonal" and traced.table.uncovered:
+            return jax.eval_shape(self.gather, params, call).factors
+        outputs = traced.out_shapes[0]
+        if not isinstance(objective, Objective):
+            terms = jax.ShapeDtypeStruct((), statistics_dtype(outputs.dtype))
+        else:
+            call.estimator.check_values(objective, outputs, call.batch)
+            _, targets, mask = call.batch
+            terms = jax.eval_shape(objective.loss, outputs, targets, mask)[1]
+        return self.statistics(traced).shapes(terms)
 
     def _with_diagonals(
         self, traced: Traced, params: PyTree, call: Call, factors: Factors

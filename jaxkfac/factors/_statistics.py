@@ -1,9 +1,10 @@
 """Which statistics of which layer are gathered, and how they become ``Factors``."""
 
+import collections
 import dataclasses
 import functools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -20,7 +21,17 @@ from jaxkfac.factors._example_sums import (
     outer_products,
 )
 from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.interception import Entries, Layer, Site, Slot, Traced, Use, kind_named
+from jaxkfac.interception import (
+    Atoms,
+    Entries,
+    Layer,
+    Site,
+    Slot,
+    Traced,
+    Use,
+    equation_signature,
+    kind_named,
+)
 from jaxkfac.kinds import Products, masked, output_moments, packs, sum_to
 from jaxkfac.linalg import PANELS_FROM, panel_shapes, statistics_dtype, unpack_panels
 
@@ -140,8 +151,11 @@ class Statistics:
 
     def _has_ones(self, layer: Layer) -> bool:
         """Whether the input factor stored under ``layer`` has a ones column."""
-        readers = [x for x in self.traced.table.layers if x.input == layer.name]
-        return self.bias == "joint" and any(x.bias is not None for x in readers)
+        return self.bias == "joint" and layer.name in self._inputs_with_bias
+
+    @functools.cached_property
+    def _inputs_with_bias(self) -> frozenset[str]:
+        return frozenset(x.input for x in self.traced.table.layers if x.bias is not None)
 
     def products_of(self, layer: str, key: Key[Array, ""] | None) -> Products:
         """How the Gram products of one layer are formed: the rows of each are drawn by itself."""
@@ -166,6 +180,42 @@ class Statistics:
         the backward pass, and cost what the cotangent costs.
         """
         return self.unpacks(self.traced.table[use.layer or ""])
+
+    def signature(self, site: Site, use: Use) -> Hashable:
+        """See ``_taps.Gathered``: of what is read alike, axes are known by where they recur.
+
+        A loop is traced once as it is, and rows are drawn for each layer by itself.
+        """
+        if use.scope or self.products.fraction < 1:
+            return None
+        alike = self._signature(use)
+        return alike if self._alike[alike] > 1 else None
+
+    @functools.cached_property
+    def _alike(self) -> Mapping[Hashable, int]:
+        """How many uses there are of each signature."""
+        uses = (use for layer in self.layers for use in self.traced.uses_of(layer))
+        return collections.Counter(self._signature(use) for use in uses if not use.scope)
+
+    def _signature(self, use: Use) -> Hashable:
+        layer, table = self.traced.table[use.layer or ""], self.traced.analysis.table
+        numbers: dict[int, int] = {}
+
+        def atoms(axis: Atoms) -> Hashable:
+            parts = table.atoms(axis)
+            return tuple((numbers.setdefault(a, len(numbers)), table.size(a)) for a in parts)
+
+        origin = use.view.origin[len(use.view.index) :]
+        axes = (origin, use.in_axes, use.out_axes, use.batch_axes, use.rows, use.result)
+        return (
+            equation_signature(use.eqn),
+            use.kind,
+            use.operand,
+            tuple(tuple(map(atoms, group)) for group in axes),
+            atoms(self.traced.examples),
+            (use.free_stack, use.groups, use.reversed),
+            (layer.kind, layer.stack, layer.g_dense, self.unpacks(layer)),
+        )
 
     def unpacks(self, layer: Layer) -> bool:
         """Whether G is made of panels in the backward pass itself, and is whole in its slot."""
@@ -233,6 +283,30 @@ class Statistics:
         }
 
     # -- after it ---------------------------------------------------------------------
+
+    def shapes(self, terms: jax.ShapeDtypeStruct) -> Factors:
+        """Shapes of the factors, from the layers alone."""
+        a_sums, a_counts, g_sums, diagonals = {}, {}, {}, {}
+        for layer in self.layers:
+            part, dtype = self._part(layer), self._dtype(layer)
+
+            def shaped(*sizes: int, of: Layer = layer, dtype: Any = dtype) -> Any:
+                return jax.ShapeDtypeStruct((*of.stack, *sizes), dtype)
+
+            if part.outputs and layer.is_diagonal:
+                shape = self.traced.shapes[layer.weight.path]
+                diagonals[layer.name] = jax.ShapeDtypeStruct(shape, dtype)
+            elif part.outputs:
+                n = layer.out_features
+                g_sums[layer.name] = shaped(n, n) if layer.g_dense else shaped(n)
+            if layer.is_elementwise:
+                if part.outputs and not layer.is_diagonal:
+                    a_sums[layer.name], a_counts[layer.name] = shaped(1), shaped()
+            elif layer.input == layer.name and part.inputs:
+                n = layer.in_features + self._has_ones(layer)
+                a_sums[layer.name] = shaped(n, n) if layer.a_dense else shaped(n)
+                a_counts[layer.name] = shaped()
+        return Factors(a_sums, a_counts, g_sums, diagonals, terms, self.layers, self.bias)
 
     def inputs(self, emitted: Mapping[str, Slot]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Sums and counts of the input sides; the same for every Fisher type."""

@@ -11,7 +11,7 @@ not differentiated: it is handed to whoever computes the statistics.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -52,6 +52,14 @@ class Gathered(Protocol):
         """Whether the statistics of a use are whole before its cotangent is propagated."""
         ...
 
+    def signature(self, site: Site, use: Use) -> Hashable:
+        """What the tap of a use depends on beside its operands.
+
+        Taps that agree in it are traced once, and lowered to one function. ``None``: this one
+        is traced by itself.
+        """
+        ...
+
     def emit(
         self,
         site: Site,
@@ -84,6 +92,7 @@ def tap(gathered: Gathered, constants: Slot | None = None) -> Handler:
         gathered: What is gathered.
         constants: Arrays that every tap is handed, beside those in its slot.
     """
+    shared: dict[Hashable, Callable[..., Array]] = {}
 
     def handler(site: Site, operands: list[Any]) -> Any:
         bare = site.without_values()
@@ -96,21 +105,49 @@ def tap(gathered: Gathered, constants: Slot | None = None) -> Handler:
             for k, use in enumerate(site.uses):
                 parameter = operands[use.operand]
                 shape = _shape_inside(site, parameter)
-                op = _tapped(_broadcast_to(shape), gathered, bare, use, slots[k])
+                op = _tapped(_broadcast_to(shape), gathered, bare, use, slots[k], shared)
                 operands[use.operand] = op([parameter], site.rows[k], site.active[k])
             return site.bind(*operands)
-        op = _tapped(bare.bind, gathered, bare, site.uses[0], slots[0])
+        op = _tapped(bare.bind, gathered, bare, site.uses[0], slots[0], shared)
         return op(operands, site.rows[0], site.active[0])
 
     return handler
 
 
 def _tapped(
-    fn: Callable[..., Array], gathered: Gathered, site: Site, use: Use, slot: Slot
+    fn: Callable[..., Array],
+    gathered: Gathered,
+    site: Site,
+    use: Use,
+    slot: Slot,
+    shared: dict[Hashable, Callable[..., Array]],
 ) -> Callable[[list[Any], Weights, Active], Array]:
     constants = slot.get("constants")
     slot = {key: value for key, value in slot.items() if key != "constants"}
     like = jax.tree.map(jax.typeof, slot)  # a backward rule may close over nothing but types
+    signature = gathered.signature(site, use)
+    if signature is None:
+        op = _operation(fn, gathered, site, use, like)
+    else:
+        types, tree = jax.tree.flatten(like)
+        known = signature, tree, tuple(types)
+        if known not in shared:
+            shared[known] = jax.jit(_operation(fn, gathered, site, use, like))
+        op = shared[known]
+
+    def run(operands: list[Any], rows: Weights, active: Active) -> Array:
+        operands = jax.tree.map(jnp.asarray, operands)  # a constant may be NumPy's
+        data = operands[1 - use.operand] if len(operands) > 1 else operands[0]
+        varying = jax.tree.map(lambda s: cast_varying(s, data), slot)
+        return op(operands, rows, active, constants, varying)
+
+    return run
+
+
+def _operation(
+    fn: Callable[..., Array], gathered: Gathered, site: Site, use: Use, like: Slot
+) -> Callable[..., Array]:
+    """``fn`` of operands, rows, active, constants and slot, with the backward rule of a tap."""
 
     @jax.custom_vjp
     def op(
@@ -147,14 +184,7 @@ def _tapped(
         return list(cotangents), None, None, None, out
 
     op.defvjp(forward, backward)
-
-    def run(operands: list[Any], rows: Weights, active: Active) -> Array:
-        operands = jax.tree.map(jnp.asarray, operands)  # a constant may be NumPy's
-        data = operands[1 - use.operand] if len(operands) > 1 else operands[0]
-        varying = jax.tree.map(lambda s: cast_varying(s, data), slot)
-        return op(operands, rows, active, constants, varying)
-
-    return run
+    return op
 
 
 def _shape_inside(site: Site, parameter: ArrayType) -> tuple[int, ...]:
