@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import zlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -113,9 +113,17 @@ class Statistics:
 
     def slots(self) -> dict[str, Slot]:
         """Zeros for every layer; their cotangents are the statistics, their values unread."""
-        return {layer.name: self.slot(layer) for layer in self.layers}
+        known: dict[Any, Array] = {}
 
-    def slot(self, layer: Layer) -> Slot:
+        def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+            """One array for all slots of its shape."""
+            if (shape, dtype) not in known:
+                known[shape, dtype] = jnp.zeros(shape, dtype)
+            return known[shape, dtype]
+
+        return {layer.name: self.slot(layer, zeros) for layer in self.layers}
+
+    def slot(self, layer: Layer, zeros: Callable[..., Array] = jnp.zeros) -> Slot:
         """Zeros for one layer."""
         dtype, uses = self._dtype(layer), self.traced.uses_of(layer)
         if layer.is_elementwise:
@@ -123,26 +131,26 @@ class Statistics:
             if self.by_example(layer):
                 shape = (*shape, self.traced.num_examples)
                 kinds = ("gradient", "counts")
-            return {key: jnp.zeros(shape, dtype) for key in kinds[: 1 + self.forward]}
+            return {key: zeros(shape, dtype) for key in kinds[: 1 + self.forward]}
         part = self._part(layer)
         rows, slot = (self.traced.num_examples,) if self.by_example(layer) else None, {}
         gradients = part.outputs and not self.forward
         if gradients and rows:
-            slot["g_rows"] = jnp.zeros((*layer.stack, *rows, layer.out_features), dtype)
+            slot["g_rows"] = zeros((*layer.stack, *rows, layer.out_features), dtype)
         elif gradients:
             packed = packs(uses, "g") and any(u.scope for u in uses)
-            slot["g"] = _moment(layer.stack, layer.out_features, layer.g_dense, packed, dtype)
+            slot["g"] = _moment(layer.stack, layer.out_features, layer.g_dense, packed, dtype, zeros)
         if layer.input != layer.name or not part.inputs:
             return slot
         if rows:
-            slot["a_rows"] = jnp.zeros((*layer.stack, *rows, layer.in_features), dtype)
-            slot["a_numbers"] = jnp.zeros((*layer.stack, *rows), dtype)
+            slot["a_rows"] = zeros((*layer.stack, *rows, layer.in_features), dtype)
+            slot["a_numbers"] = zeros((*layer.stack, *rows), dtype)
             return slot
         packed = packs(uses, "a")
-        slot["a"] = _moment(layer.stack, layer.in_features, layer.a_dense, packed, dtype)
-        slot["a_count"] = jnp.zeros(layer.stack, dtype)
+        slot["a"] = _moment(layer.stack, layer.in_features, layer.a_dense, packed, dtype, zeros)
+        slot["a_count"] = zeros(layer.stack, dtype)
         if self._has_ones(layer):
-            slot["a_sum"] = jnp.zeros((*layer.stack, layer.in_features), dtype)
+            slot["a_sum"] = zeros((*layer.stack, layer.in_features), dtype)
         return slot
 
     def _dtype(self, layer: Layer) -> Any:
@@ -400,13 +408,18 @@ def _floats(use: Use) -> list[Any]:
 
 
 def _moment(
-    stack: tuple[int, ...], size: int, dense: bool, packed: bool, dtype: DTypeLike
+    stack: tuple[int, ...],
+    size: int,
+    dense: bool,
+    packed: bool,
+    dtype: DTypeLike,
+    zeros: Callable[..., Array],
 ) -> Array | tuple[Array, ...]:
     if not dense:
-        return jnp.zeros((*stack, size), dtype)
+        return zeros((*stack, size), dtype)
     if packed and not stack and size >= PANELS_FROM:
-        return tuple(jnp.zeros((*stack, *shape), dtype) for shape in panel_shapes(size))
-    return jnp.zeros((*stack, size, size), dtype)
+        return tuple(zeros((*stack, *shape), dtype) for shape in panel_shapes(size))
+    return zeros((*stack, size, size), dtype)
 
 
 def _with_ones(slot: Slot) -> Array:
