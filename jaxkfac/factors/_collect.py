@@ -285,7 +285,6 @@ class FactorCollector:
         if not isinstance(objective, Objective):
             terms = jax.ShapeDtypeStruct((), statistics_dtype(outputs.dtype))
         else:
-            call.estimator.check_values(objective, outputs, call.batch)
             _, targets, mask = call.batch
             terms = jax.eval_shape(objective.loss, outputs, targets, mask)[1]
         return self.statistics(traced).shapes(terms)

@@ -430,10 +430,4 @@ def _with_ones(slot: Slot) -> Array:
     total, count = slot["a_sum"], slot["a_count"]
     if not isinstance(a, tuple) and a.ndim == total.ndim:  # a diagonal side
         return jnp.concatenate([a, count[..., None]], -1)
-    panels, start = [], 0
-    for panel in a if isinstance(a, tuple) else (a,):
-        stop = start + panel.shape[-2]
-        column = total[..., start:stop, None]
-        panels.append(jnp.concatenate([panel, column], -1))
-        start = stop
-    return unpack_panels((*panels, count[..., None, None]))
+    return unpack_panels(a if isinstance(a, tuple) else (a,), (total, count))

@@ -90,22 +90,36 @@ def gram_panels(
 
 
 @jax.jit  # traced once per shape, not once per layer
-def unpack_panels(panels: tuple[Any, ...]) -> Float[Array, "... n n"]:
+def unpack_panels(panels: tuple[Any, ...], border: tuple[Any, Any] | None = None) -> Any:
     """The full symmetric matrix whose block rows, from the diagonal on, are given.
 
     Blocks below the diagonal are transposes of those above. (Mirroring entry by entry is
     several times slower on the CPU, and a ``where`` over a matrix and its transpose can hang
     XLA's CPU compiler.)
+
+    Args:
+        panels: ``(stack..., rows, columns)``; see ``panel_shapes``.
+        border: Elements of one more row and column, and the corner where those meet:
+            ``(stack..., n)`` and ``(stack...)``.
+
+    Returns:
+        ``(stack..., n, n)``, or with a border ``(stack..., n + 1, n + 1)``.
     """
     rows, edges = [], [0]
     for panel in panels:
         edges.append(edges[-1] + panel.shape[-2])
     for i, panel in enumerate(panels):
-        below = [
+        row = [
             jax.lax.slice_in_dim(p, edges[i] - edges[j], edges[i + 1] - edges[j], axis=-1).swapaxes(
                 -1, -2
             )
             for j, p in enumerate(panels[:i])
         ]
-        rows.append(jnp.concatenate([*below, panel], axis=-1))
+        row.append(panel)
+        if border is not None:
+            row.append(border[0][..., edges[i] : edges[i + 1], None])
+        rows.append(jnp.concatenate(row, axis=-1))
+    if border is not None:
+        last = jnp.concatenate([border[0], border[1][..., None]], axis=-1)
+        rows.append(last[..., None, :])
     return jnp.concatenate(rows, axis=-2)
