@@ -48,6 +48,7 @@ class BudgetedCollector:
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
         labels: Shaped[Array, "samples ..."] | None = None,
+        state: PyTree | None = None,
         *,
         step: int | None = None,
     ) -> ValueGradAndFactors:
@@ -59,6 +60,7 @@ class BudgetedCollector:
             key: For dropout and sampled labels; the same in every pass.
             positions: Which positions exist.
             labels: In place of sampled ones.
+            state: What a call changes; the same in every pass.
             step: In place of the sink's, and for ``every=``.
 
         Returns:
@@ -69,17 +71,17 @@ class BudgetedCollector:
             MemoryBudgetError: one side of one layer is larger than the budget.
             TypeError: called under ``jit``.
         """
-        args = (params, batch, key, positions, labels)
+        args = (params, batch, key, positions, labels, state)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
             raise TypeError(
                 "max_factor_bytes: the factors of one pass leave the device before the next "
                 "begins, so this function compiles its passes itself: call it outside of jit"
             )
-        plan = self.plan(params, batch, key, positions, labels)
+        plan = self.plan(*args)
         if str(plan) not in self._announced:
             print(f"jaxkfac: {plan}", file=sys.stderr)
             self._announced.add(str(plan))
-        call = self._collector.checked(batch, key, positions, labels)
+        call = self._collector.checked(batch, key, positions, labels, state)
         if not self._collector.is_due(step):
             return self._without_factors(params, call)
         layers = self._collector.traced(params, call).table.layers
@@ -105,9 +107,10 @@ class BudgetedCollector:
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
         labels: Shaped[Array, "samples ..."] | None = None,
+        state: PyTree | None = None,
     ) -> PassPlan:
         """The passes for these shapes; nothing is computed."""
-        call = self._collector.checked(batch, key, positions, labels)
+        call = self._collector.checked(batch, key, positions, labels, state)
         traced = self._collector.traced(params, call)
         return plan_passes(
             self._collector.statistics(traced), self._budget, vjps=self._collector.vjps

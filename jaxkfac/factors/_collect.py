@@ -43,12 +43,14 @@ class Call(NamedTuple):
         key: The model's own.
         positions: Which positions exist, or ``None``.
         estimator: The Fisher type, with the call's key and labels.
+        state: What a call of the model changes, or ``None``.
     """
 
     batch: Any
     key: Any
     positions: Any
     estimator: Estimator
+    state: Any = None
 
 
 class ValueGradAndFactors(NamedTuple):
@@ -86,6 +88,7 @@ class FactorCollector:
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
         labels: Shaped[Array, "samples ..."] | None = None,
+        state: PyTree | None = None,
         *,
         step: ArrayLike | None = None,
     ) -> ValueGradAndFactors:
@@ -100,12 +103,15 @@ class FactorCollector:
                 of every factor with their count. Its axes are those of the outputs.
             labels: ``(samples, *targets)``: labels for ``fisher="mc"`` in place of sampled
                 ones, as a test or another framework wants them.
+            state: What a call changes (batch statistics), for a function with a ``state=``
+                argument.
             step: The number of the step, for ``every=``: factors are collected where it is a
                 multiple of that.
 
         Returns:
-            ``(value, grads, factors)``; value is ``(value, aux)`` with ``has_aux``. Factors of a
-            step without collection are zeros, their counts as well.
+            ``(value, grads, factors)``; value is ``(value, aux)`` with ``has_aux``, ``(value,
+            changed)`` with a state, and ``(value, (aux, changed))`` with both. Factors of a step
+            without collection are zeros, their counts as well.
 
         Raises:
             UncoveredParameterError: a parameter is covered by no layer.
@@ -114,7 +120,7 @@ class FactorCollector:
             ValueError: a batch that is empty, or does not fit the likelihood; no ``step``
                 beside ``every=``, no ``key`` beside ``subsample=``.
         """
-        call, due = self.checked(batch, key, positions, labels), self.is_due(step)
+        call, due = self.checked(batch, key, positions, labels, state), self.is_due(step)
         if isinstance(self._program.objective, Objective):
             outputs = self.traced(params, call).out_shapes[0]
             call.estimator.check_values(self._program.objective, outputs, call.batch)
@@ -165,18 +171,20 @@ class FactorCollector:
         key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
         labels: Shaped[Array, "samples ..."] | None = None,
+        state: PyTree | None = None,
     ) -> Call:
         """The arguments as the program takes them; raises where they do not go together."""
         if self._subsample is not None and key is None:
             raise ValueError(f"subsample={self._subsample} draws rows: pass key=")
         if isinstance(self._program.objective, Objective):
             batch = as_batch(batch)
-            return Call(batch, key, positions, self._estimator.bound(key, labels, batch))
+            estimator = self._estimator.bound(key, labels, batch)
+            return Call(batch, key, positions, estimator, state)
         if positions is not None or labels is not None:
             raise ValueError(
                 "positions= and labels= need an Objective: a scalar loss has no outputs"
             )
-        return Call(batch, key, None, self._estimator)
+        return Call(batch, key, None, self._estimator, state)
 
     def statistics(
         self,
@@ -191,7 +199,7 @@ class FactorCollector:
 
     def traced(self, params: PyTree, call: Call) -> Traced:
         """The program for these shapes."""
-        return self._program.traced(params, call.batch, call.key)
+        return self._program.traced(params, call.batch, call.key, call.state)
 
     def gather(
         self,
@@ -218,6 +226,7 @@ class FactorCollector:
             params,
             call.batch,
             call.key,
+            call.state,
             positions=call.positions,
             loss_terms=self._loss_terms,
             windows=windows,
@@ -228,7 +237,7 @@ class FactorCollector:
         factors = statistics.factors(at.emitted, outputs, at.terms)
         if self._uncovered == "diagonal" and traced.table.uncovered and gradient:
             factors = self._with_diagonals(traced, params, call, factors)
-        return ValueGradAndFactors(self._value(at), _gradient(params, at.grads), factors)
+        return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
 
     def without_factors(
         self, params: PyTree, call: Call, like: Factors | None = None
@@ -250,16 +259,17 @@ class FactorCollector:
             params,
             call.batch,
             call.key,
+            call.state,
             loss_terms=self._loss_terms,
         )
         return ValueGradAndFactors(
-            self._value(at), _gradient(params, at.grads), zeros_like(like)
+            self._value(at, call), _gradient(params, at.grads), zeros_like(like)
         )
 
-    def _value(self, at: Linearised) -> Any:
+    def _value(self, at: Linearised, call: Call) -> Any:
         objective = self._program.objective
-        has_aux = self._has_aux or (isinstance(objective, Objective) and objective.has_aux)
-        return (at.value, at.aux) if has_aux else at.value
+        has_aux = objective.has_aux if isinstance(objective, Objective) else self._has_aux
+        return (at.value, at.aux) if has_aux or call.state is not None else at.value
 
     def factor_shapes(
         self,
@@ -267,11 +277,12 @@ class FactorCollector:
         batch: PyTree,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
+        state: PyTree | None = None,
     ) -> Factors:
         """``Factors`` of ``jax.ShapeDtypeStruct``; nothing is computed."""
         if key is None and (self._estimator.samples_labels or self._subsample is not None):
             key = jax.eval_shape(lambda: jax.random.key(0))
-        call = self.checked(batch, key, positions)
+        call = self.checked(batch, key, positions, None, state)
         if positions is not None:  # which may be lost on the way to a layer
             return jax.eval_shape(self.gather, params, call).factors
         return self.types(params, call)
@@ -299,7 +310,13 @@ class FactorCollector:
             file=sys.stderr,
         )
         sums = per_example_diagonals(
-            self._program.objective, params, call.batch, layers, call.estimator, key=call.key
+            self._program.objective,
+            params,
+            call.batch,
+            layers,
+            call.estimator,
+            key=call.key,
+            state=call.state,
         )
         return dataclasses.replace(
             factors,

@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Key
 
 from jaxkfac.factors._example_sums import (
     example_counts,
-    example_gradients,
     example_sums,
     gradient_block,
     input_means,
@@ -29,10 +28,11 @@ from jaxkfac.interception import (
     Slot,
     Traced,
     Use,
+    call_kind,
     equation_signature,
     kind_named,
 )
-from jaxkfac.kinds import Products, masked, output_moments, packs, sum_to
+from jaxkfac.kinds import EVERY_ROW, Products, output_moments, packs
 from jaxkfac.linalg import PANELS_FROM, panel_shapes, statistics_dtype, unpack_panels
 
 Sharing = Literal["expand", "reduce"]
@@ -80,7 +80,7 @@ class Statistics:
     scales: Scales = "diagonal"
     forward: bool = False
     parts: Mapping[str, PassPart] | None = None
-    products: Products = Products()
+    products: Products = EVERY_ROW
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -127,7 +127,7 @@ class Statistics:
         """Zeros for one layer."""
         dtype, uses = self._dtype(layer), self.traced.uses_of(layer)
         if layer.is_elementwise:
-            shape, kinds = self.traced.shapes[layer.weight.path], ("diagonal", "count")
+            shape, kinds = self.traced.part_shape(layer.weight), ("diagonal", "count")
             if self.by_example(layer):
                 shape = (*shape, self.traced.num_examples)
                 kinds = ("gradient", "counts")
@@ -139,7 +139,9 @@ class Statistics:
             slot["g_rows"] = zeros((*layer.stack, *rows, layer.out_features), dtype)
         elif gradients:
             packed = packs(uses, "g") and any(u.scope for u in uses)
-            slot["g"] = _moment(layer.stack, layer.out_features, layer.g_dense, packed, dtype, zeros)
+            slot["g"] = _moment(
+                layer.stack, layer.out_features, layer.g_dense, packed, dtype, zeros
+            )
         if layer.input != layer.name or not part.inputs:
             return slot
         if rows:
@@ -192,18 +194,24 @@ class Statistics:
     def signature(self, site: Site, use: Use) -> Hashable:
         """See ``_taps.Gathered``: of what is read alike, axes are known by where they recur.
 
-        A loop is traced once as it is, and rows are drawn for each layer by itself.
+        A loop is traced once as it is, rows are drawn for each layer by itself, and what is seen
+        through more than plain views is left alone.
         """
-        if use.scope or self.products.fraction < 1:
+        if not self._is_plain(use) or self.products.fraction < 1:
             return None
         alike = self._signature(use)
         return alike if self._alike[alike] > 1 else None
+
+    def _is_plain(self, use: Use) -> bool:
+        view = use.view
+        joined = view.joins or view.members or view.function or len(use.parts) > 1
+        return not (use.scope or joined or len(use.layers) > 1 or call_kind(use.eqn))
 
     @functools.cached_property
     def _alike(self) -> Mapping[Hashable, int]:
         """How many uses there are of each signature."""
         uses = (use for layer in self.layers for use in self.traced.uses_of(layer))
-        return collections.Counter(self._signature(use) for use in uses if not use.scope)
+        return collections.Counter(self._signature(use) for use in uses if self._is_plain(use))
 
     def _signature(self, use: Use) -> Hashable:
         layer, table = self.traced.table[use.layer or ""], self.traced.analysis.table
@@ -213,8 +221,7 @@ class Statistics:
             parts = table.atoms(axis)
             return tuple((numbers.setdefault(a, len(numbers)), table.size(a)) for a in parts)
 
-        origin = use.view.origin[len(use.view.index) :]
-        axes = (origin, use.in_axes, use.out_axes, use.batch_axes, use.rows, use.result)
+        axes = (use.view.own, use.in_axes, use.out_axes, use.batch_axes, use.rows, use.result)
         return (
             equation_signature(use.eqn),
             use.kind,
@@ -245,7 +252,11 @@ class Statistics:
         """See ``_taps.Gathered``."""
         kind = use.kind
         if kind.elementwise:
-            return self._emit_elements(site, use, like, operands, cotangent, weights)
+            dtype = next(iter(like.values())).dtype
+            whole = jnp.ones(cotangent.shape, dtype) if self.forward else cotangent.astype(dtype)
+            derivative = (constants or {}).get("derivative")
+            examples = self.traced.examples
+            return kind.elements(site, use, like, operands, whole, weights, examples, derivative)
         out: Slot = {}
         examples = self.traced.examples
         products = self.products_of(use.layer or "", (constants or {}).get("rows_key"))
@@ -259,36 +270,11 @@ class Statistics:
         if "g" in like:
             side = kind.output_rows(site, use, cotangent, weights)
             panels = self.comes_first(use)
-            out["g"] = output_moments(
-                site, use, side, like["g"], weights, products, panels=panels
-            )
+            out["g"] = output_moments(site, use, side, like["g"], weights, products, panels=panels)
         elif "g_rows" in like:
             side = kind.output_rows(site, use, cotangent, weights)
             out["g_rows"] = example_sums(site, use, side, examples, like["g_rows"])
         return out
-
-    def _emit_elements(
-        self,
-        site: Site,
-        use: Use,
-        like: Slot,
-        operands: list[Any],
-        cotangent: Float[Array, "*result"],
-        weights: Bool[Array, "..."] | None,
-    ) -> Slot:
-        dtype = next(iter(like.values())).dtype
-        ones = masked(jnp.ones(cotangent.shape, dtype), weights)
-        cotangent = ones if self.forward else masked(cotangent, weights).astype(dtype)
-        gradient = masked(use.kind.gradient(use, operands, cotangent), weights)
-        if "diagonal" in like:
-            parts = {"diagonal": jnp.square(gradient), "count": ones}
-            return {key: sum_to(parts[key], part.shape) for key, part in like.items()}
-        parts = {"gradient": gradient, "counts": ones}
-        examples = self.traced.examples
-        return {
-            key: example_gradients(site, use, parts[key], examples, part)
-            for key, part in like.items()
-        }
 
     # -- after it ---------------------------------------------------------------------
 
@@ -302,7 +288,7 @@ class Statistics:
                 return jax.ShapeDtypeStruct((*of.stack, *sizes), dtype)
 
             if part.outputs and layer.is_diagonal:
-                shape = self.traced.shapes[layer.weight.path]
+                shape = self.traced.part_shape(layer.weight)
                 diagonals[layer.name] = jax.ShapeDtypeStruct(shape, dtype)
             elif part.outputs:
                 n = layer.out_features

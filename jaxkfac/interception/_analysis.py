@@ -27,14 +27,25 @@ from jaxkfac.interception._compat import (
     is_var,
 )
 from jaxkfac.interception._facts import Facts, reasons_of
+from jaxkfac.interception._functions import is_function, seen_in
 from jaxkfac.interception._kind import kind_reading
+from jaxkfac.interception._masks import holds_mask, is_mask
 from jaxkfac.interception._plan import MARK_ROWS, Mark, Plan
 from jaxkfac.interception._products import follow_product
 from jaxkfac.interception._propagate import fresh, propagate
 from jaxkfac.interception._structured import Scope, Walked, walk_scan, walk_shard_map
 from jaxkfac.interception._uses import uses_of
-from jaxkfac.interception._values import Constant, CoverageNote, Data, Derived, Use, Value, View
-from jaxkfac.interception._views import view_of
+from jaxkfac.interception._values import (
+    Constant,
+    CoverageNote,
+    Data,
+    Derived,
+    Parameter,
+    Use,
+    Value,
+    View,
+    views_in,
+)
 
 _NOT_EXAMPLES = (
     "with a constant (whose rows are not seen to be the examples: the leading axis of the first "
@@ -81,7 +92,8 @@ class Analysis(Facts):
             ] = None
             return Constant(self.unique())
         axes = fresh(self.table, aval.shape, "parameter")
-        return View(self.unique(), path, origin=axes, axes=axes)
+        number = self.unique()
+        return View(number, path, origin=axes, axes=axes, elements=number)
 
     # -- the walk ---------------------------------------------------------------------
 
@@ -96,14 +108,14 @@ class Analysis(Facts):
         readers = collections.Counter(
             v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v)
         ) + collections.Counter(v for v in jaxpr.outvars if is_var(v))
-        held = [Constant(self.number(id(c))) for c in consts]
+        held = [Constant(self.number(id(c)), holds_mask(c)) for c in consts]
         env: dict[Var, Value] = dict(zip(jaxpr.constvars, held, strict=True))
         env.update(zip(jaxpr.invars, ins, strict=True))
 
         def read(operand: Var | Literal) -> Value:
             if isinstance(operand, Literal):
                 key = str(operand.aval), np.asarray(operand.val).tobytes()
-                return Constant(self.number(key))
+                return Constant(self.number(key), holds_mask(operand.val))
             value = env[operand]
             # A second reader sees the product without what is added for the first: a bias of
             # one of them has another gradient than the product.
@@ -120,11 +132,9 @@ class Analysis(Facts):
     def _equation(
         self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
     ) -> list[Value]:
-        for v in ins:
-            if isinstance(v, View):
-                self.reads.add(v.path)
+        self.reads.update(view.path for v in ins for view in views_in(v))
         kind = call_kind(eqn)
-        has_parameters = any(isinstance(v, View | Derived) for v in ins)
+        has_parameters = any(isinstance(v, Parameter) for v in ins)
         if kind == "jit" and eqn.params.get("name") == MARK_ROWS:
             return self._mark(eqn, position, ins, plan)
         if kind in ("jit", "checkpoint") or (kind == "custom" and not has_parameters):
@@ -132,13 +142,15 @@ class Analysis(Facts):
             if kind != "custom":
                 plan.calls[position] = inner
             if kind == "jit":
-                inner.exports_views = any(isinstance(v, View) for v in outs)
+                inner.exports_views = any(map(views_in, outs))
             return outs if kind == "jit" else [self.outside(v, eqn) for v in outs]
         if kind in ("scan", "shard_map"):
             into = walk_scan if kind == "scan" else walk_shard_map
             outs, plan.calls[position] = into(self, self._walk, eqn, ins, scope)
             return outs
-        if kind is not None or not has_parameters:
+        alone = not any(isinstance(v, Data) for v in ins)
+        function = kind == "custom" and alone and is_function(eqn)
+        if not has_parameters or (kind is not None and not function):
             return self._opaque(eqn, ins)
         return self._parameter_equation(eqn, position, ins, plan, scope)
 
@@ -154,9 +166,10 @@ class Analysis(Facts):
         out = [self.equation_number(eqn, ins, k) for k in range(len(eqn.outvars))]
         # What a mutable array holds, or the host returns, may be data whatever the operands are.
         data = is_stateful(eqn) or any(isinstance(v, Data) for v in ins)
-        parameters = [v for v in ins if isinstance(v, View | Derived)]
+        parameters = [v for v in ins if isinstance(v, Parameter)]
         if not data and not parameters:
-            return [Constant(n) for n in out]
+            mask = is_mask(eqn, ins)
+            return [Constant(n, mask) for n in out]
         if not data:
             reasons = reasons_of(parameters, f"`{name}`")
             return [
@@ -196,27 +209,30 @@ class Analysis(Facts):
         if not any(_differentiable(v) for v in eqn.outvars):
             for v in ins:
                 self.report(v, f"is read without gradient by `{name}`", fatal=False)
-            quiet = [Constant(v.number) if isinstance(v, View | Derived) else v for v in ins]
+            quiet = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
             return self._opaque(eqn, quiet)
         if name == "optimization_barrier":
             plan.views[position] = None
             return list(ins)
-        views = view_of(self.table, eqn, ins, number)
-        if views is not None:
-            before = next(v for v in ins if isinstance(v, View))
-            new = views[0].consumed[len(before.consumed) :]
-            plan.views[position] = new[0].walker if new else None
-            return list(views)
+        seen = seen_in(self, eqn, ins)
+        if seen is not None:
+            plan.views[position] = _walker(ins, seen)
+            return seen
         if not any(isinstance(v, Data) for v in ins):
             return self._product_of_constant(eqn, position, ins, plan, scope)
         kind = kind_reading(name)
         if kind is not None and kind.inserts and eqn.outvars[0].aval.shape == ():
             for v in ins:
                 self.report(v, "is also in a parameter-only term", fatal=False)
-            quiet = [Constant(v.number) if isinstance(v, View | Derived) else v for v in ins]
+            quiet = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
             return self._opaque(eqn, quiet)
-        if any(isinstance(v, Derived) for v in ins):
-            return self._opaque(eqn, ins, f"meets data in `{name}`")
+        for v in ins:
+            if reasons := getattr(v, "reasons", ()):
+                self.report(Derived(0, reasons), f"meets data in `{name}`")
+        if not any(map(views_in, ins)):
+            return self._opaque(
+                eqn, [v if isinstance(v, Data) else Constant(v.number) for v in ins]
+            )
         uses = uses_of(self.table, eqn, ins, scope)
         if isinstance(uses, str):
             return self._opaque(eqn, ins, uses)
@@ -233,7 +249,7 @@ class Analysis(Facts):
         """
         number = self.equation_number(eqn, ins)
         kind = kind_reading(eqn.primitive.name)
-        derived = any(isinstance(v, Derived) for v in ins)
+        derived = not any(map(views_in, ins))
         if kind is None or not kind.product or derived:
             return self._opaque(eqn, ins)
         if id(eqn) in self._refused:
@@ -258,6 +274,7 @@ class Analysis(Facts):
             axes = propagate(self.table, eqn, axes_in)[0]
         for use in uses:
             use.kind.place(use, axes)
+            use.parts = uses
         product = uses[0].kind.product_axes(uses[0], len(axes))
         if product is None:
             return Data(number, axes)
@@ -266,3 +283,10 @@ class Analysis(Facts):
 
 def _differentiable(var: Var) -> bool:
     return jnp.issubdtype(getattr(var.aval, "dtype", np.dtype(bool)), jnp.inexact)
+
+
+def _walker(ins: Sequence[Value], outs: Sequence[Value]) -> tuple[str, int] | None:
+    """The index that walks along a stack in a view, if one does."""
+    before = next((len(v.consumed) for value in ins for v in views_in(value)), 0)
+    new = next((v.consumed[before:] for value in outs for v in views_in(value)), ())
+    return new[0].walker if new else None

@@ -31,6 +31,7 @@ class Plan:
         marks: Position of a ``mark_rows`` -> what it marks.
         calls: Position of a structured equation -> the plan of its body.
         exports_views: Whether a result of the jaxpr is a view of a parameter.
+        scan: The identity of the scan whose body it is, or 0.
         steps: The plan as the rewriter runs it, made by the rewriter once.
     """
 
@@ -41,6 +42,7 @@ class Plan:
     marks: dict[int, Mark] = dataclasses.field(default_factory=dict)
     calls: dict[int, "Plan"] = dataclasses.field(default_factory=dict)
     exports_views: bool = False
+    scan: int = 0
     steps: list[Any] | None = None
 
     def all_uses(self) -> list[Use]:

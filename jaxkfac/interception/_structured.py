@@ -1,16 +1,26 @@
 """Equations whose body sees other values than their operands: scan and shard_map."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from jax.typing import ArrayLike
 
+from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._compat import Eqn, Jaxpr, body_of, scan_counts
 from jaxkfac.interception._facts import Facts, reasons_of
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._products import without_product
 from jaxkfac.interception._propagate import fresh
-from jaxkfac.interception._values import Consumed, Data, Derived, Value, View
+from jaxkfac.interception._values import (
+    Combined,
+    Consumed,
+    Data,
+    Derived,
+    Parameter,
+    Value,
+    View,
+    views_in,
+)
 from jaxkfac.interception._views import reversal
 
 Scope = tuple[int, ...]  # identities of the scans around an equation, outermost first
@@ -28,7 +38,7 @@ def walk_scan(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: S
     # A carry is another value in each iteration, so it does not keep the number of its first;
     # only a parameter that is carried unchanged does.
     carry = [
-        v if isinstance(v, View) else dataclasses.replace(without_product(v), number=facts.unique())
+        v if views_in(v) else dataclasses.replace(without_product(v), number=facts.unique())
         for v in ins[nc : nc + nk]
     ]
     while True:  # a carry that becomes data may make another one data in the next iteration
@@ -44,8 +54,9 @@ def walk_scan(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: S
             break
         carry, facts.findings = grown, findings
     for before, after in zip(ins[nc : nc + nk], carry, strict=True):
-        if isinstance(before, View | Derived) and isinstance(after, Data):
+        if isinstance(before, Parameter) and isinstance(after, Data):
             facts.report(before, "is carried through `scan` and modified")
+    plan.scan = scan
     last = [dataclasses.replace(v, number=facts.unique()) for v in carry]
     return [*last, *(_stacked(facts, v, length) for v in outs[nk:])], plan
 
@@ -56,7 +67,15 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
     number = facts.number((scan, "xs", value.number))
     if isinstance(value, Data):
         return Data(number, value.axes[1:])
+    if isinstance(value, Combined) and (first := _of_stack(facts, value, scan)) is not None:
+        return dataclasses.replace(first, number=number)
+    if isinstance(value, Combined):
+        each = (_slice_of(facts, view, scan, length) for view in value.views)
+        views = tuple(v for value in each for v in views_in(value))
+        return dataclasses.replace(value, number=number, views=views)
     if isinstance(value, View):
+        elements = facts.number((scan, "xs", value.elements))
+        value = dataclasses.replace(value, elements=elements)
         if value.axes is None:
             return dataclasses.replace(value, number=number)
         if reversal(facts.table, value, value.axes[0]) != "none":  # row i is not iteration i's
@@ -65,6 +84,41 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
         axes, consumed = value.axes[1:], (*value.consumed, step)
         return dataclasses.replace(value, number=number, axes=axes, consumed=consumed)
     return dataclasses.replace(value, number=number)
+
+
+def _of_stack(facts: Facts, value: Combined, scan: int) -> View | None:
+    """What one iteration sees of parameters that were stacked for a scan, if they are alike."""
+    table, first = facts.table, value.views[0]
+    alike = {_layout(table, view) for view in value.views}
+    if value.reasons or None in alike or len(alike) > 1:
+        return None
+    lie = [join for v in value.views for join in v.joins if join.whole == (v.axes or ())[0]]
+    if [(j.start, j.size, j.own) for j in lie] != [
+        (i, 1, ()) for i in range(table.size(*lie[0].whole))
+    ]:
+        return None
+    assert first.axes is not None
+    joins = tuple(j for j in first.joins if j is not lie[0])
+    elements = facts.number(("stack", scan, *(view.elements for view in value.views)))
+    return dataclasses.replace(
+        first,
+        axes=first.axes[1:],
+        joins=joins,
+        members=value.views,
+        stacked_for=scan,
+        elements=elements,
+    )
+
+
+def _layout(table: AxisTable, view: View) -> Hashable:
+    """How a view behind its first axis reads its parameter; ``None`` if that is not known."""
+    if not view.axes or len(view.joins) != 1 or view.joins[0].whole != view.axes[0]:
+        return None
+    if view.consumed or view.reversed or view.members:
+        return None
+    own = [a for axis in view.own for a in table.atoms(axis)]
+    read = [tuple(map(own.index, table.atoms(axis))) for axis in view.axes[1:]]
+    return (tuple(map(table.size, own)), tuple(read), view.function, len(view.scaled))
 
 
 def _join(facts: Facts, before: Value, after: Value, *, unchanged: bool) -> Value:
@@ -76,7 +130,7 @@ def _join(facts: Facts, before: Value, after: Value, *, unchanged: bool) -> Valu
         return before
     if isinstance(after, Data):
         return Data(facts.unique(), after.axes)
-    if isinstance(before, View) and unchanged:
+    if views_in(before) and unchanged:
         return before
     reasons = reasons_of((before, after), "`scan`")
     if not reasons or (isinstance(before, Derived) and dict(reasons) == dict(before.reasons)):
@@ -89,8 +143,8 @@ def _stacked(facts: Facts, value: Value, length: int) -> Value:
     number = facts.unique()
     if isinstance(value, Data):
         return Data(number, (facts.table.new(length, "derived"), *value.axes))
-    if isinstance(value, View):
-        return Derived(number, ((value.path, "`scan`"),))
+    if views_in(value):
+        return Derived(number, reasons_of([value], "`scan`"))
     return dataclasses.replace(value, number=number)
 
 
@@ -102,7 +156,7 @@ def walk_shard_map(
     inside: list[Value] = []
     for value, outer, inner in zip(ins, eqn.invars, body.invars, strict=True):
         value, same = without_product(value), outer.aval.shape == inner.aval.shape
-        if isinstance(value, View) and not same:
+        if views_in(value) and not same:
             facts.report(value, "is split over mesh axes by `shard_map`")
             value = Data(facts.unique(), fresh(facts.table, inner.aval.shape))
         elif isinstance(value, Data) and not same:

@@ -67,6 +67,9 @@ class Products(NamedTuple):
         return number if self.key is None else max(1, round(self.fraction * number))
 
 
+EVERY_ROW = Products()
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))  # traced once per size, not once per layer
 def draw_rows(
     key: Key[Array, ""], number: int, kept: int, there: Bool[Array, " number"] | None

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.interception import is_differentiable
 from jaxkfac.linalg import Spectrum
+from jaxkfac.optim._injected import may_be_positive
 from jaxkfac.optim._trees import covered_leaves, inner_product, scaled
 
 PyTree = Any
@@ -41,7 +42,7 @@ def keep_where_not_finite(new: Eigenbases, old: Eigenbases) -> tuple[Eigenbases,
 
 
 def constrain_norm(
-    steps: PyTree, grads: PyTree, covered: Collection[str], rate: ArrayLike, limit: float
+    steps: PyTree, grads: PyTree, covered: Collection[str], rate: ArrayLike, limit: ArrayLike
 ) -> PyTree:
     r"""Scale the steps so that $\eta^2 \langle p, \nabla \rangle \le$ ``limit``.
 
@@ -51,7 +52,7 @@ def constrain_norm(
     product = inner_product(steps, grads, ours)
     squared = jnp.square(jnp.asarray(rate, product.dtype)) * product
     tiny = jnp.finfo(product.dtype).tiny
-    factor = jnp.sqrt(limit / jnp.maximum(squared, tiny))
+    factor = jnp.sqrt(jnp.asarray(limit, product.dtype) / jnp.maximum(squared, tiny))
 
     def scale(factor: Array, steps: PyTree) -> PyTree:
         return jax.tree.map(lambda mine, p: scaled(factor, p) if mine else p, ours, steps)
@@ -73,7 +74,7 @@ def zero_momentum(params: PyTree, covered: Collection[str], *, everywhere: bool)
     )
 
 
-def advance_momentum(decay: float, momentum: PyTree, steps: PyTree) -> PyTree:
+def advance_momentum(decay: ArrayLike, momentum: PyTree, steps: PyTree) -> PyTree:
     r"""$m \leftarrow \mu m + p$ where there is a momentum, in its dtype."""
     return jax.tree.map(
         lambda p, m: m if isinstance(m, optax.MaskedNode) else scaled(decay, m) + p.astype(m.dtype),
@@ -83,7 +84,7 @@ def advance_momentum(decay: float, momentum: PyTree, steps: PyTree) -> PyTree:
 
 
 def descend(
-    momentum: PyTree, grads: PyTree, params: PyTree | None, rate: ArrayLike, weight_decay: float
+    momentum: PyTree, grads: PyTree, params: PyTree | None, rate: ArrayLike, weight_decay: ArrayLike
 ) -> PyTree:
     r"""$-\eta (m + w \theta)$ where there is a momentum, the gradient elsewhere.
 
@@ -98,6 +99,6 @@ def descend(
     def step(g: Array, m: Any) -> Array:
         return g if isinstance(m, optax.MaskedNode) else -scaled(rate, m).astype(g.dtype)
 
-    if weight_decay:
+    if may_be_positive(weight_decay):
         momentum = jax.tree.map(decayed, params, momentum)
     return jax.tree.map(step, grads, momentum)

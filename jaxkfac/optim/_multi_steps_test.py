@@ -87,9 +87,7 @@ def test_micro_batches_weigh_by_their_terms_for_plain_transformations():
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
 def test_gradients_count_by_terms_where_factors_are_of_some_micro_batches(params, dtype):
     """As between the collections of ``every=``: factors of nothing beside a gradient."""
-    tx = multi_steps(
-        kfac(0.1, like=like_for(params), refresh_every=1), K, accumulator_dtype=dtype
-    )
+    tx = multi_steps(kfac(0.1, like=like_for(params), refresh_every=1), K, accumulator_dtype=dtype)
     state, micro = tx.init(params), group(0)[0]
     collected = None
     for i, batch in enumerate(micro):
