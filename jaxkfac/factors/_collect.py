@@ -1,7 +1,6 @@
 """Value, gradient and every factor in one backward pass."""
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -10,20 +9,22 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Key, PyTree, Shaped
+from jaxtyping import Array, Bool, Key, PyTree
 
 from jaxkfac.factors._average import zeros_like
 from jaxkfac.factors._diagonal_pass import diagonal_layers, per_example_diagonals
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.factors._objective import Objective, as_batch
+from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._program import Linearised, Program
+from jaxkfac.factors._scalar_loss import check_marked, check_scalar_loss, refuse_sum
 from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
 from jaxkfac.interception import (
     Staged,
     TraceCache,
     Traced,
     Window,
+    check_arrays,
     leaves_by_path,
     with_leaves,
 )
@@ -87,7 +88,7 @@ class FactorCollector:
         batch: PyTree,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: Shaped[Array, "samples ..."] | None = None,
+        labels: PyTree = None,
         state: PyTree | None = None,
         *,
         step: ArrayLike | None = None,
@@ -102,7 +103,8 @@ class FactorCollector:
             positions: ``(N, S)`` bool: which positions exist. Rows outside it are left out
                 of every factor with their count. Its axes are those of the outputs.
             labels: ``(samples, *targets)``: labels for ``fisher="mc"`` in place of sampled
-                ones, as a test or another framework wants them.
+                ones, as a test or another framework wants them. Of several likelihoods a tree of
+                their form; of a loss that marks its outputs a list, one for each mark.
             state: What a call changes (batch statistics), for a function with a ``state=``
                 argument.
             step: The number of the step, for ``every=``: factors are collected where it is a
@@ -122,14 +124,22 @@ class FactorCollector:
         """
         call, due = self.checked(batch, key, positions, labels, state), self.is_due(step)
         if isinstance(self._program.objective, Objective):
-            outputs = self.traced(params, call).out_shapes[0]
+            outputs = self._program.output_shapes(self.traced(params, call))
             call.estimator.check_values(self._program.objective, outputs, call.batch)
         if isinstance(due, Tracer):
             return self._gather_where(due, params, call)
         run = self.gather if due else self.without_factors
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, call))):
             return run(params, call)
-        stage = functools.partial(Staged.of, run, params, call)
+
+        def stage() -> Staged:
+            if not isinstance(self._program.objective, Objective) and self._loss_terms != 1:
+                refuse_sum(
+                    lambda some: self._program.value(params, some, call.key, call.state),
+                    call.batch,
+                )
+            return Staged.of(run, params, call)
+
         return self._staged.get((params, call), stage, static=due)(params, call)
 
     def is_due(self, step: ArrayLike | None) -> bool | Bool[Array, ""]:
@@ -170,21 +180,16 @@ class FactorCollector:
         batch: PyTree,
         key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: Shaped[Array, "samples ..."] | None = None,
+        labels: PyTree = None,
         state: PyTree | None = None,
     ) -> Call:
         """The arguments as the program takes them; raises where they do not go together."""
         if self._subsample is not None and key is None:
             raise ValueError(f"subsample={self._subsample} draws rows: pass key=")
-        if isinstance(self._program.objective, Objective):
-            batch = as_batch(batch)
-            estimator = self._estimator.bound(key, labels, batch)
-            return Call(batch, key, positions, estimator, state)
-        if positions is not None or labels is not None:
-            raise ValueError(
-                "positions= and labels= need an Objective: a scalar loss has no outputs"
-            )
-        return Call(batch, key, None, self._estimator, state)
+        known = isinstance(self._program.objective, Objective)
+        batch = self._program.objective.batch(batch) if known else batch
+        estimator = self._estimator.bound(key, labels, batch if known else None)
+        return Call(batch, key, positions, estimator, state)
 
     def statistics(
         self,
@@ -219,7 +224,12 @@ class FactorCollector:
         params = jax.tree.map(jnp.asarray, params)  # a number of Python's is a parameter too
         traced = self.traced(params, call)
         key = None if self._subsample is None else jax.random.fold_in(call.key, ROWS_FOLD)
+        if not isinstance(objective, Objective):
+            self._check_scalar(traced, call)
         statistics = self.statistics(traced, parts, key)
+        if traced.marks:
+            weights = self._program.row_weights(traced, params, call.batch, call.key, call.state)
+            statistics = dataclasses.replace(statistics, row_weights=weights)
         at = self._program.linearise(
             traced,
             statistics,
@@ -234,7 +244,7 @@ class FactorCollector:
             rows_key=key,
         )
         outputs = call.estimator.gathered(objective, at, call.batch, statistics.outputs)
-        factors = statistics.factors(at.emitted, outputs, at.terms)
+        factors = statistics.factors(at.emitted, outputs, at.terms, at.squares_to_sums)
         if self._uncovered == "diagonal" and traced.table.uncovered and gradient:
             factors = self._with_diagonals(traced, params, call, factors)
         return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
@@ -271,6 +281,20 @@ class FactorCollector:
         has_aux = objective.has_aux if isinstance(objective, Objective) else self._has_aux
         return (at.value, at.aux) if has_aux or call.state is not None else at.value
 
+    def _check_scalar(self, traced: Traced, call: Call) -> None:
+        """Refuse what only outputs give, where a loss marks none."""
+        if traced.marks:
+            check_marked(traced, call.estimator, self._uncovered, self._loss_terms)
+            return
+        if call.positions is not None or call.estimator.labels is not None:
+            raise ValueError(
+                "positions= and labels= need an Objective, or jk.mark_outputs inside the loss: a "
+                "scalar loss has no outputs"
+            )
+        check_scalar_loss(
+            call.estimator, self._sharing, self._scales, self._uncovered, self._loss_terms
+        )
+
     def factor_shapes(
         self,
         params: PyTree,
@@ -280,6 +304,8 @@ class FactorCollector:
         state: PyTree | None = None,
     ) -> Factors:
         """``Factors`` of ``jax.ShapeDtypeStruct``; nothing is computed."""
+        check_arrays("params", params)
+        check_arrays("batch", batch)
         if key is None and (self._estimator.samples_labels or self._subsample is not None):
             key = jax.eval_shape(lambda: jax.random.key(0))
         call = self.checked(batch, key, positions, None, state)
@@ -290,14 +316,16 @@ class FactorCollector:
     def types(self, params: PyTree, call: Call) -> Factors:
         """The same of a call; from the layers alone, where one pass covers them."""
         traced, objective = self.traced(params, call), self._program.objective
-        if self._uncovered == "diagonal" and traced.table.uncovered:
+        second_pass = self._uncovered == "diagonal" and traced.table.uncovered
+        if second_pass or traced.marks:
             return jax.eval_shape(self.gather, params, call).factors
-        outputs = traced.out_shapes[0]
         if not isinstance(objective, Objective):
-            terms = jax.ShapeDtypeStruct((), statistics_dtype(outputs.dtype))
+            self._check_scalar(traced, call)
+            terms = jax.ShapeDtypeStruct((), statistics_dtype(traced.out_shapes[0].dtype))
         else:
-            _, targets, mask = call.batch
+            outputs, (_, targets, mask) = self._program.output_shapes(traced), call.batch
             terms = jax.eval_shape(objective.loss, outputs, targets, mask)[1]
+        jax.eval_shape(self.statistics(traced).slots)  # which refuses what cannot be gathered
         return self.statistics(traced).shapes(terms)
 
     def _with_diagonals(

@@ -71,6 +71,9 @@ def group_uses(
         if masked and not block.kind.elementwise:
             reason = f"is masked by a constant in `{masked}`; its factors are those of the product"
             notes.append(CoverageNote(block.weight.path, reason, fatal=False))
+        if any(u.whole_examples for u in block.uses):
+            reason = "has a diagonal of whole examples' gradients: a weight is formed for each"
+            notes.append(CoverageNote(block.weight.path, reason, fatal=False))
         if block.name not in selected:
             notes.append(CoverageNote(block.weight.path, "is left out by layers=", fatal=False))
     blocks = [b for b in blocks if b.name in selected]
