@@ -200,7 +200,15 @@ class FactorCollector:
         """The statistics of a traced program, or some parts of them."""
         forward = self._estimator.unit_outputs
         products = Products(self._subsample or 1.0, self._precision, rows_key)
-        return Statistics(traced, self._bias, self._sharing, self._scales, forward, parts, products)
+        return Statistics(
+            traced,
+            self._bias,
+            self._sharing,
+            self._scales,
+            forward,
+            parts,
+            products=products,
+        )
 
     def traced(self, params: PyTree, call: Call) -> Traced:
         """The program for these shapes."""
