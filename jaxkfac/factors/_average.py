@@ -98,23 +98,23 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
         raise TypeError(f"update_average: cannot add {kinds}")
     if not isinstance(average, Factors):
         return average.decayed_sum(factors, decay)
-    factors = cast(Factors, factors)
-    check_same_layers(factors, average)
-    rows = {name: _decay_of(count, decay) for name, count in factors.a_counts.items()}
-    terms = _decay_of(factors.terms, decay)
+    new = cast(Factors, factors)
+    check_same_layers(new, average)
+    rows = {name: _decay_of(count, decay) for name, count in new.a_counts.items()}
+    terms = _decay_of(new.terms, decay)
     decays = dataclasses.replace(
-        factors,
+        new,
         a_sums=rows,
         a_counts=rows,
-        g_sums=dict.fromkeys(factors.g_sums, terms),
-        diagonals=dict.fromkeys(factors.diagonals, terms),
+        g_sums=dict.fromkeys(new.g_sums, terms),
+        diagonals=dict.fromkeys(new.diagonals, terms),
         terms=terms,
     )
     return jax.tree.map(
-        lambda x, beta, new: jnp.asarray(beta, x.dtype) * x + new.astype(x.dtype),
+        lambda x, beta, y: jnp.asarray(beta, x.dtype) * x + y.astype(x.dtype),
         average,
         decays,
-        factors,
+        new,
     )
 
 

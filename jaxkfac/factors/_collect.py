@@ -142,8 +142,8 @@ class FactorCollector:
 
         return self._staged.get((params, call), stage, static=due)(params, call)
 
-    def is_due(self, step: ArrayLike | None) -> bool | Bool[Array, ""]:
-        """Whether factors are collected at a step; traced where the step is.
+    def is_due(self, step: ArrayLike | None) -> Any:
+        """Whether factors are collected at a step, a bool; traced where the step is.
 
         Raises:
             ValueError: ``every=`` is above 1 and there is no step.
