@@ -107,6 +107,7 @@ NAMES = {
     "call_kind": _PART,
     "decoded_shapes": _PART,
     "encoded_paths": _PART,
+    "equation_signature": _PART,
     "evaluate": _PART,
     "is_differentiable": _CHECK,
     "is_encoded": _PART,
