@@ -242,3 +242,17 @@ def test_a_saved_service_knows_ranges(tmp_path):
         service.save(tmp_path / "service")
     with jk.HostCurvature.load(tmp_path / "service") as service:
         assert service.average().layers == factors.layers
+
+
+def test_stacks_put_one_after_the_other_for_a_scan_have_diagonals():
+    def apply_fn(p, x):
+        w = jnp.concatenate([p["first"], p["second"]])
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0] @ p["head"]
+
+    params, batch = tree(0, first=(2, 4, 4), second=(1, 4, 4), head=(4, 3)), tokens()
+    objective = classifier(apply_fn)
+    _, grads, factors = jk.value_grad_and_factors(objective)(params, batch)
+    assert_tree_close(grads, jax.grad(objective)(params, batch), 1e-12)
+    expected = squares_by_example(objective, params, batch, terms=3)
+    for name in ("first", "second"):
+        np.testing.assert_allclose(factors[name].diagonal, expected[name], rtol=1e-10)

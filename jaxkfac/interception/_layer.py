@@ -104,10 +104,12 @@ class Layer:
     """One block of the curvature: static, hashable, comparable across traces.
 
     Attributes:
-        name: Path of the parameter, ``path[i]`` for an indexed slice; where one
-            parameter has several blocks, the further ones end in ``@`` and a reason.
+        name: Path of the parameter, ``path[i]`` for an indexed slice, ``path[2:5]`` or
+            ``path[:,0:3]`` for a range; where one parameter has several blocks, the further ones
+            end in ``@`` and a reason.
         kind: ``dense``, ``conv`` and ``embedding`` have Kronecker factors; ``scale`` and
-            ``bias`` (a bias that belongs to no product) have a diagonal, or one dense block;
+            ``bias`` (a bias that belongs to no product) have a diagonal, or one dense block, and
+            so has ``transformed`` (a function of the parameter in a product, ``x @ exp(w)``);
             ``diagonal`` (a parameter that no rule covers, by a second pass) has a diagonal.
         weight: The parameter as a matrix.
         bias: The bias added to this layer's product and to nothing else, or ``None``. One that

@@ -78,6 +78,8 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
         value = dataclasses.replace(value, elements=elements)
         if value.axes is None:
             return dataclasses.replace(value, number=number)
+        if any(join.whole == value.axes[0] for join in value.joins):  # some iterations are its
+            return dataclasses.replace(value, number=number, axes=None, lost_by="scan")
         if reversal(facts.table, value, value.axes[0]) != "none":  # row i is not iteration i's
             return dataclasses.replace(value, number=number, axes=None, lost_by="rev")
         step = Consumed(length, value.axes[0], ("scan", scan))

@@ -209,6 +209,9 @@ def trace(
     analysis = analyse(closed, [*paths, *[None] * num_args])
     uses, lost = split_lost(analysis, num_outputs=num_outputs)
     uses, cut = split_parts(analysis.table, uses)
+    # The diagonal of some readings of a function of a parameter is nobody's diagonal.
+    missing = {f.path for f in (*analysis.findings, *lost, *cut) if f.fatal}
+    uses = [u for u in uses if not (u.view.function and u.view.path in missing)]
     found, notes = group_uses(
         analysis.table,
         uses,

@@ -35,14 +35,14 @@ class Consumed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A parameter seen through views that select, rename or scale its elements.
+    """A parameter seen through views that select, rename or scale its elements, or a function.
 
     Attributes:
         number: Value number; equal numbers are equal values.
         path: The parameter.
         index: Static index into its leading axes: a number, or a range of them.
         axes: One entry per axis in atoms of the parameter, or ``None`` where the view
-            cannot be followed axis by axis (a range, a constant gather): such a view can
+            cannot be followed axis by axis (strides, a constant gather): such a view can
             still be a bias or a scale, but not a matrix.
         origin: The parameter's own axes; of a range, the range.
         consumed: Stacked axes used up so far, outermost first: scan iterations and

@@ -148,7 +148,7 @@ class Adapted:
                 key,
                 layers=pattern if names else None,
                 experts=self.config.experts,
-                examples_lead=True,
+                num_outputs=1,
             )
         except UnknownLayerError:
             traced = None
@@ -211,8 +211,8 @@ def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool =
 
     Curvature of the adapters needs nothing new: in
     ``jk.Objective(lambda adapters, inputs: adapted(params, adapters, inputs), ...)`` every A and
-    B is a dense layer. Coefficients and $\sigma$ are read inside a custom derivative, which no
-    layer rule looks into: they are reported as not covered, which raises by default. Pass
+    B is a dense layer and $\sigma$ a scale. Coefficients are read inside a custom derivative, which
+    no layer rule looks into: they are reported as not covered, which raises by default. Pass
     ``uncovered="diagonal"``, a second pass over them, or ``"ignore"``. Under ``jax.jit`` build
     the objective inside the jitted function, with ``params`` an argument of it: what a jitted
     function closes over is copied into the program.
@@ -227,7 +227,7 @@ def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool =
         config: The settings.
         forward_mode: Leave the derivative of $\varphi$ to JAX, so that ``jax.jvp`` and the
             matrix-free operators work. It keeps more for the backward pass; coefficients are
-            then scales and biases to ``find_layers``, and only sigma is not covered.
+            then scales and biases to ``find_layers``.
 
     Returns:
         An :class:`Adapted`: ``adapted(params, adapters, inputs, key=None, adapter=None)``.

@@ -189,7 +189,8 @@ def collector(experiment: Finetuning, objective: jk.Objective) -> Any:
     return jk.value_grad_and_factors(
         objective,
         fisher=experiment.kfac.fisher,
-        uncovered="ignore",  # coefficients and sigma: AdamW has them
+        layers=r".*(?<!/sigma)",  # AdamW has sigma, and the coefficients, which no layer covers
+        uncovered="ignore",
         max_dense=experiment.kfac.max_dense,
     )
 
