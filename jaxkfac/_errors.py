@@ -20,6 +20,10 @@ class LostRowsError(JaxkfacError, ValueError):
     """A mask was given and the rows of a layer use could not be identified."""
 
 
+class HiddenMarkError(JaxkfacError, ValueError):
+    """A mark of outputs stands where a transformation hides its terms."""
+
+
 class NonFiniteFactorError(JaxkfacError, FloatingPointError):
     """A factor, or its decomposition, holds NaN or infinity."""
 

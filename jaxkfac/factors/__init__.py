@@ -18,11 +18,13 @@ from jaxkfac.factors._factors import BiasMode, DiagonalFactor, Factors, Kronecke
 from jaxkfac.factors._fisher import FISHER_TYPES, estimator_of, over_count
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from jaxkfac.factors._long_sum import LongSum
+from jaxkfac.factors._loss_terms import Head, LossTerms, kept_targets
+from jaxkfac.factors._marked_terms import MarkedTerms
 from jaxkfac.factors._objective import (
     Batch,
     Objective,
+    arguments,
     as_batch,
-    kept_targets,
     returned,
     takes_key,
 )
@@ -43,15 +45,19 @@ __all__ = [
     "FactorCollector",
     "Factors",
     "Gaussian",
+    "Head",
     "KroneckerFactor",
     "Likelihood",
     "LongSum",
+    "LossTerms",
+    "MarkedTerms",
     "Objective",
     "Pass",
     "PassPlan",
     "Program",
     "Statistics",
     "ValueGradAndFactors",
+    "arguments",
     "as_batch",
     "check_decay",
     "check_factors",

@@ -7,8 +7,11 @@ every value what it can be:
 - a **parameter** is an input to find layers for;
 - a **view** is a parameter whose elements were selected, renamed or scaled by constants
   (transposed, reshaped, cast, one slice of a scan), so that a gradient of it is one of the
-  parameter;
-- a **derived** value depends on parameters alone and is no view (``exp(w)``, ``w @ u``);
+  parameter; or a function of the parameter element by element (``exp(w)``), so that it is one
+  times a derivative;
+- a **combined** value is several parameters, each of them in view: a product element by element,
+  or arrays put side by side;
+- a **derived** value depends on parameters alone and shows none of them (``w @ u``);
 - **data** depends on data.
 
 Where a view meets data, the equation is a *use* of the layer by its *kind* (``Kind``), or a row
@@ -25,9 +28,10 @@ make queries and keys the same axis.
 calls. ``Traced.emit`` runs it, the equations between them as they were, through jit, checkpoint
 (policy kept), scan and shard_map. Each layer has a **slot**, a dictionary of extra inputs, which
 rides along with its parameter: a scanned parameter has a stacked slot, and one multiplied by a
-constant has its slot multiplied by the power of it that each entry declares (``SlotEntry``). At a
-use the handler gets the site and the operands, and returns the result. A handler whose backward
-rule returns statistics as the slot's cotangent has them summed over uses and stacked over
+constant has its slot multiplied by the power of it that each entry declares (``SlotEntry``). A
+slot shaped like the parameter has a derivative beside it instead, applied at the use. At a use
+the handler gets the site and the operands, and returns the result. A handler whose backward rule
+returns statistics as the slot's cotangent has them summed over uses and stacked over
 iterations by differentiation itself.
 
 Example:
@@ -50,11 +54,13 @@ from jaxkfac.interception._compat import (
     body_of,
     call_kind,
     cast_varying,
+    equation_signature,
     evaluate,
     is_var,
     open_jaxpr,
     scan_counts,
     scan_like,
+    varying_axes,
     whole,
 )
 from jaxkfac.interception._encoded import (
@@ -68,6 +74,15 @@ from jaxkfac.interception._index import Index, Range, slices
 from jaxkfac.interception._joins import Piece, cuts_of, own_atoms, pieces_of
 from jaxkfac.interception._kind import Axes, Kind, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
+from jaxkfac.interception._mark_outputs import (
+    MARK_OUTPUTS,
+    Marked,
+    OutputMark,
+    check_likelihood,
+    lifted,
+    mark_outputs,
+    marks_of,
+)
 from jaxkfac.interception._nnx import NnxApply, as_state, from_nnx
 from jaxkfac.interception._paths import (
     is_differentiable,
@@ -76,11 +91,12 @@ from jaxkfac.interception._paths import (
     path_of,
     with_leaves,
 )
+from jaxkfac.interception._reach import leading_to
 from jaxkfac.interception._rewrite import Handler, Site
 from jaxkfac.interception._row_masks import RowMask, mark_rows
 from jaxkfac.interception._slots import Entries, Slot, SlotEntry
 from jaxkfac.interception._table import LayerTable, selector
-from jaxkfac.interception._trace import Traced, find_layers, trace
+from jaxkfac.interception._trace import Traced, find_layers, trace, trace_marked
 from jaxkfac.interception._trace_cache import Staged, TraceCache
 from jaxkfac.interception._uses import matrix_problem, order_problem
 from jaxkfac.interception._values import Data, Use, View
@@ -88,6 +104,7 @@ from jaxkfac.interception._views import reversal
 from jaxkfac.interception._windows import Window, walked_by
 
 __all__ = [
+    "MARK_OUTPUTS",
     "Atoms",
     "Axes",
     "AxisTable",
@@ -101,7 +118,9 @@ __all__ = [
     "Kind",
     "Layer",
     "LayerTable",
+    "Marked",
     "NnxApply",
+    "OutputMark",
     "ParameterMatrix",
     "Piece",
     "Range",
@@ -123,10 +142,12 @@ __all__ = [
     "cast_varying",
     "check_arrays",
     "check_function",
+    "check_likelihood",
     "check_params",
     "cuts_of",
     "decoded_shapes",
     "encoded_paths",
+    "equation_signature",
     "evaluate",
     "find_layers",
     "from_nnx",
@@ -134,8 +155,12 @@ __all__ = [
     "is_encoded",
     "is_var",
     "kind_named",
+    "leading_to",
     "leaves_by_path",
+    "lifted",
+    "mark_outputs",
     "mark_rows",
+    "marks_of",
     "matrix_problem",
     "open_jaxpr",
     "order_problem",
@@ -150,6 +175,8 @@ __all__ = [
     "selector",
     "slices",
     "trace",
+    "trace_marked",
+    "varying_axes",
     "walked_by",
     "whole",
     "with_leaves",

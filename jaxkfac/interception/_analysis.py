@@ -230,7 +230,9 @@ class Analysis(Facts):
             if reasons := getattr(v, "reasons", ()):
                 self.report(Derived(0, reasons), f"meets data in `{name}`")
         if not any(map(views_in, ins)):
-            return self._opaque(eqn, [v if isinstance(v, Data) else Constant(v.number) for v in ins])
+            return self._opaque(
+                eqn, [v if isinstance(v, Data) else Constant(v.number) for v in ins]
+            )
         uses = uses_of(self.table, eqn, ins, scope)
         if isinstance(uses, str):
             return self._opaque(eqn, ins, uses)

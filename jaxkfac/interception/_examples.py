@@ -37,7 +37,7 @@ def _is_use(analysis: Analysis, use: Use) -> bool:
     return rows.issuperset(table.atoms(first.axes[0]))
 
 
-def split_lost(analysis: Analysis, *, examples_lead: bool) -> tuple[list[Use], list[CoverageNote]]:
+def split_lost(analysis: Analysis, *, num_outputs: int) -> tuple[list[Use], list[CoverageNote]]:
     """The uses that keep their examples, and a finding for each that does not.
 
     A scale multiplied by a batch statistic (BatchNorm in training), or a weight multiplied
@@ -46,14 +46,14 @@ def split_lost(analysis: Analysis, *, examples_lead: bool) -> tuple[list[Use], l
 
     Args:
         analysis: The analysis of the function.
-        examples_lead: Whether the first axis of the first output is known to be the
-            examples. If not, or if that axis cannot be followed back to an input, any
-            axis that comes from data may be.
+        num_outputs: Of how many outputs the first axis is known to be the examples. If of
+            none, or if those axes cannot be followed back to an input, any axis that comes
+            from data may be.
     """
-    table, first = analysis.table, analysis.outputs[0]
+    table = analysis.table
     inputs = [a for axes in analysis.data_axes for axis in axes for a in table.atoms(axis)]
-    leading = first.axes[:1] if examples_lead and isinstance(first, Data) else ()
-    examples = {a for axis in leading for a in table.atoms(axis)}
+    outputs = [v for v in analysis.outputs[:num_outputs] if isinstance(v, Data)]
+    examples = {a for v in outputs for axis in v.axes[:1] for a in table.atoms(axis)}
     single = any(axes and not table.atoms(axes[0]) for axes in analysis.data_axes)
     if not examples & set(inputs):  # not followed back to an input: any axis of data may be it
         examples = set(inputs)
@@ -78,7 +78,8 @@ def split_parts(table: AxisTable, uses: list[Use]) -> tuple[list[Use], list[Cove
         if pieces_of(table, use.view.joins) is not None:
             kept.append(use)
         else:
-            reason = f"is joined with others and cut across, where it meets data in `{use.eqn.primitive.name}`"
+            where = f"where it meets data in `{use.eqn.primitive.name}`"
+            reason = f"is joined with others and cut across them, {where}"
             findings.append(CoverageNote(use.view.path, reason, fatal=True))
     return kept, findings
 

@@ -1,13 +1,14 @@
 """The layer table: what was found in a function, and what was not."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping
 
 from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest
 from jaxkfac._text import ruled
+from jaxkfac.interception._index import Index
 from jaxkfac.interception._layer import Layer
-
 
 EXAMPLES_LOST = "has the example axis lost"
 
@@ -35,13 +36,16 @@ class LayerTable(Mapping[str, Layer]):
     problems: list[tuple[str, str]]
 
     def __getitem__(self, name: str) -> Layer:
-        for layer in self.layers:
-            if layer.name == name:
-                return layer
+        if name in self._by_name:
+            return self._by_name[name]
         raise UnknownLayerError(f"no layer {name!r}; the nearest names are {nearest(name, self)}")
 
     def __contains__(self, name: object) -> bool:
-        return any(layer.name == name for layer in self.layers)
+        return name in self._by_name
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Layer]:
+        return {layer.name: layer for layer in self.layers}
 
     def __iter__(self) -> Iterator[str]:
         return (layer.name for layer in self.layers)
@@ -52,7 +56,7 @@ class LayerTable(Mapping[str, Layer]):
     @property
     def num_covered(self) -> int:
         """Number of parameter elements that lie in a layer; none is counted twice."""
-        slices: dict[str, dict[tuple[int, ...], int]] = {}
+        slices: dict[str, dict[Index, int]] = {}
         for layer in self.layers:
             for part in filter(None, (layer.weight, layer.bias)):
                 slices.setdefault(part.path, {})[part.index] = part.size

@@ -74,7 +74,7 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
     if name in ("mul", "div"):
         if name == "div" and position == 1:
             return None
-        if name == "mul" and others[0].mask:
+        if name == "mul" and all(isinstance(v, Constant) and v.mask for v in others):
             return [_masked(eqn, view, position, number)]
         return [_scaled(table, eqn, view, position, number)]
     if name == "select_n" and position > 0:  # elsewhere it is a constant, whose derivative is 0
@@ -108,9 +108,7 @@ def _masked(eqn: Eqn, view: View, position: int, number: int) -> View:
     """Times zeros and ones."""
     same = eqn.invars[position].aval.shape == eqn.outvars[0].aval.shape
     masked = view.masked or eqn.primitive.name
-    return dataclasses.replace(
-        view, number=number, masked=masked, axes=view.axes if same else None
-    )
+    return dataclasses.replace(view, number=number, masked=masked, axes=view.axes if same else None)
 
 
 def _scaled(table: AxisTable, eqn: Eqn, view: View, position: int, number: int) -> View:

@@ -64,4 +64,4 @@ def _two_inputs():
 
     apply_fn, params = jk.from_nnx(Net(nnx.Rngs(0)))
     batch = ((normal(1, 2, 3, 4), normal(2, 2, 5, 4)), labels(3, 2, 3, classes=4))
-    return Case(classifier(lambda p, streams: apply_fn(p, *streams)), params, batch)
+    return Case(classifier(apply_fn), params, batch)
