@@ -148,7 +148,7 @@ class Adapted:
                 key,
                 layers=pattern if names else None,
                 experts=self.config.experts,
-                examples_lead=True,
+                num_outputs=1,
             )
         except UnknownLayerError:
             traced = None
