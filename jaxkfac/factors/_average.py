@@ -129,7 +129,7 @@ def check_decay(decay: Any) -> None:
         return
     if not isinstance(decay, ArrayLike) or np.shape(decay) != ():
         raise TypeError(f"decay: expected a number in [0, 1), got {named(decay)}")
-    if not 0 <= float(decay) < 1:
+    if not 0 <= float(np.asarray(decay)) < 1:
         raise ValueError(f"decay must be in [0, 1), got {decay}")
 
 

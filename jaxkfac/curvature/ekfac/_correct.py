@@ -21,7 +21,7 @@ from jaxkfac.factors import (
     estimator_of,
     per_example_diagonals,
 )
-from jaxkfac.interception import Layer, LayerTable
+from jaxkfac.interception import Layer, LayerTable, check_function
 
 MeasuredFisher = Literal["empirical", "mc", "exact"]
 
@@ -180,6 +180,8 @@ def correct_eigenvalues(
         Thomas George et al., "Fast Approximate Natural Gradient Descent in a
         Kronecker-factored Eigenbasis", 2018.
     """
+    if not isinstance(objective, Objective):
+        check_function("objective", objective, "loss(params, batch), or a jk.Objective")
     estimator = estimator_of(fisher, samples=samples, chunk=chunk)
     if not estimator.of_examples:
         choices = [name for name, cls in FISHER_TYPES.items() if cls.of_examples]

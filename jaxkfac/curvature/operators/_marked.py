@@ -12,7 +12,15 @@ from jaxkfac.curvature.operators._exact import chosen_paths, shapes
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import Leaves, fisher_of_terms
 from jaxkfac.factors import MarkedTerms, takes_key
-from jaxkfac.interception import Marked, leaves_by_path, lifted, marks_of, with_leaves
+from jaxkfac.interception import (
+    Marked,
+    check_arrays,
+    check_function,
+    leaves_by_path,
+    lifted,
+    marks_of,
+    with_leaves,
+)
 from jaxkfac.linalg import statistics_dtype
 
 
@@ -34,6 +42,9 @@ def marked_gauss_newton(
     """
     if state is not None:
         raise ValueError(f"{name}: state= needs a jk.Objective, not a scalar loss")
+    check_function("objective", function, "loss(params, batch), or a jk.Objective")
+    check_arrays("params", params)
+    check_arrays("batch", batch)
     closed = jax.make_jaxpr(lambda *args: _call(function, *args))(params, batch, key)
     if not marks_of(closed.jaxpr):
         raise TypeError(
