@@ -3,6 +3,7 @@
 from jaxkfac import lslora, memory
 from jaxkfac._errors import (
     CheckpointMismatchError,
+    CoupledExamplesError,
     DamagedFileError,
     JaxkfacError,
     LostRowsError,
@@ -51,6 +52,7 @@ __all__ = [
     "CapacityMetrics",
     "Categorical",
     "CheckpointMismatchError",
+    "CoupledExamplesError",
     "DamagedFileError",
     "DiagonalFactor",
     "Eigenbases",

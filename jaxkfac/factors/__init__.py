@@ -4,7 +4,7 @@ from jaxkfac.factors._average import check_decay, check_same_layers, update_aver
 from jaxkfac.factors._budgeted import BudgetedCollector
 from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
-from jaxkfac.factors._diagonal_pass import per_example_diagonals
+from jaxkfac.factors._diagonal_pass import check_alone, per_example_diagonals
 from jaxkfac.factors._estimator import LABEL_FOLD, Estimator, check_label_values
 from jaxkfac.factors._example_sums import gradient_rows
 from jaxkfac.factors._factors import BiasMode, DiagonalFactor, Factors, KroneckerFactor, mean_of
@@ -39,6 +39,7 @@ __all__ = [
     "Statistics",
     "ValueGradAndFactors",
     "as_batch",
+    "check_alone",
     "check_decay",
     "check_label_values",
     "check_same_layers",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Key, PyTree, Shaped
 
-from jaxkfac.factors._diagonal_pass import diagonal_layers, per_example_diagonals
+from jaxkfac.factors._diagonal_pass import check_alone, diagonal_layers, per_example_diagonals
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.factors._objective import Objective, as_batch
@@ -193,6 +193,7 @@ class FactorCollector:
         self, traced: Traced, params: PyTree, call: Call, factors: Factors
     ) -> Factors:
         layers = diagonal_layers(traced.table, params)
+        check_alone(traced, layers)
         print(
             f"jaxkfac: {len(layers)} parameters are covered by a second pass over "
             f"{traced.num_examples} examples, about one more gradient",

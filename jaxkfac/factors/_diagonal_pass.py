@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
+from jaxkfac._errors import CoupledExamplesError
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._fisher import number_of_terms
 from jaxkfac.factors._objective import Batch, Objective
@@ -11,6 +12,7 @@ from jaxkfac.interception import (
     Layer,
     LayerTable,
     ParameterMatrix,
+    Traced,
     leaves_by_path,
     whole,
     with_leaves,
@@ -31,6 +33,22 @@ def diagonal_layers(table: LayerTable, params: PyTree) -> list[Layer]:
             Layer(name, "diagonal", matrix, None, 1, matrix.size, (), 1, name, False, False)
         )
     return layers
+
+
+def check_alone(traced: Traced, layers: list[Layer]) -> None:
+    """Refuse to run each example by itself where its output depends on other examples.
+
+    Raises:
+        CoupledExamplesError: naming the layers, and where examples meet.
+    """
+    if traced.coupled_inputs:
+        names = ", ".join(repr(layer.name) for layer in layers)
+        raise CoupledExamplesError(
+            f"{names}: uncovered='diagonal' runs each example alone, and the model's examples "
+            f"meet {traced.coupled_inputs} (batch statistics, a product along the batch). Leave "
+            "these parameters out with layers= or uncovered='ignore', or put the model in "
+            "evaluation mode"
+        )
 
 
 def per_example_diagonals(

@@ -3,6 +3,7 @@ summed.
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -88,10 +89,35 @@ class Exact(Estimator):
     r"""The expectation over labels.
 
     For each loss term $r$ and each column $c$ of the square root of that term's Fisher, the
-    column at $r$ and zero at every other term is propagated back.
+    column at $r$ and zero at every other term is propagated back: of all examples at once, and
+    where examples are coupled (batch statistics) of one by one.
     """
 
     name = "exact"
+
+    def gathered(
+        self,
+        objective: Callable[..., PyTree],
+        at: Linearised,
+        batch: PyTree,
+        outputs: Callable[[Mapping[str, Slot]], PyTree],
+    ) -> PyTree:
+        if at.traced is None or not at.traced.coupled:
+            return super().gathered(objective, at, batch, outputs)
+        assert isinstance(objective, Objective)
+        print(
+            f"jaxkfac: examples meet {at.traced.coupled}, so fisher={self.name!r} runs "
+            f"{math.prod(at.outputs.shape)} vector-Jacobian products: one for each example, loss "
+            'term and column. fisher="mc" is unbiased with one',
+            file=sys.stderr,
+        )
+        return self._of_terms(
+            objective,
+            at.outputs,
+            batch,
+            lambda cotangent: outputs(at.vjp(cotangent)),
+            terms=at.outputs.shape[:-1],
+        )
 
     def expectation(
         self,
@@ -100,11 +126,23 @@ class Exact(Estimator):
         batch: Batch,
         contribution: Callable[[Array], PyTree],
     ) -> PyTree:
-        columns, rows = outputs.shape[-1], math.prod(outputs.shape[1:-1])
+        return self._of_terms(objective, outputs, batch, contribution, terms=outputs.shape[1:-1])
+
+    def _of_terms(
+        self,
+        objective: Objective,
+        outputs: Float[Array, "n *terms c"],
+        batch: Batch,
+        contribution: Callable[[Array], PyTree],
+        *,
+        terms: tuple[int, ...],
+    ) -> PyTree:
+        """One by one over the trailing axes ``terms`` of the loss terms, at once over the rest."""
+        columns, rows = outputs.shape[-1], math.prod(terms)
         column = _column_of(objective, outputs, batch)
 
         def at_column(index: Int[Array, ""]) -> PyTree:
-            here = (jnp.arange(rows) == index // columns).reshape(outputs.shape[1:-1])
+            here = (jnp.arange(rows) == index // columns).reshape(terms)
             return contribution(column(index % columns, here))
 
         return _sum(at_column, jnp.arange(columns * rows), self.chunk)
@@ -119,6 +157,20 @@ class ExactIfTermsDoNotMix(Estimator):
 
     name = "exact_if_terms_do_not_mix"
     of_examples = False
+
+    def gathered(
+        self,
+        objective: Callable[..., PyTree],
+        at: Linearised,
+        batch: PyTree,
+        outputs: Callable[[Mapping[str, Slot]], PyTree],
+    ) -> PyTree:
+        if at.traced is not None and at.traced.coupled:
+            raise ValueError(
+                f"fisher={self.name!r}: examples meet {at.traced.coupled}, so one product for all "
+                'of them mixes their terms: choose "mc" or "exact"'
+            )
+        return super().gathered(objective, at, batch, outputs)
 
     def expectation(
         self,

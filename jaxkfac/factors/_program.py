@@ -35,6 +35,7 @@ class Linearised(NamedTuple):
         outputs: Outputs of the model; ``None`` for a scalar loss.
         vjp: From a cotangent of the outputs to the statistics of another backward pass of
             the same linearisation; ``None`` for a scalar loss.
+        traced: The program.
     """
 
     value: Any
@@ -44,6 +45,7 @@ class Linearised(NamedTuple):
     terms: Any
     outputs: Any = None
     vjp: Any = None
+    traced: Traced | None = None
 
 
 class Program:
@@ -85,8 +87,8 @@ class Program:
 
         def make() -> Traced:
             traced = trace(self._forward, *args, examples_lead=lead, **self._finding)
-            if self._cover:
-                traced.table.raise_uncovered()
+            if self._cover and traced.table.problems:
+                traced.table.raise_uncovered(alone=lead and not traced.coupled_inputs)
             return traced
 
         return self._traces.get(args, make)
@@ -174,7 +176,7 @@ class Program:
         value, loss_vjp, terms = jax.vjp(loss, outputs, has_aux=True)
         grads, emitted = vjp(loss_vjp(jnp.ones_like(value))[0])
         fixed = jax.lax.stop_gradient(outputs)
-        return Linearised(value, aux, grads, emitted, terms, fixed, lambda g: vjp(g)[1])
+        return Linearised(value, aux, grads, emitted, terms, fixed, lambda g: vjp(g)[1], traced)
 
 
 def _masks(traced: Traced, positions: Shaped[Array, "..."] | None) -> list[RowMask]:

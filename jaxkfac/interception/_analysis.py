@@ -7,8 +7,9 @@ parameter ends up as a use, a view or a finding: that is the completeness argume
 """
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Sequence, Set
+from collections.abc import Hashable, Iterator, Sequence, Set
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +27,7 @@ from jaxkfac.interception._compat import (
     is_stateful,
     is_var,
 )
+from jaxkfac.interception._coupling import mixed_atoms
 from jaxkfac.interception._facts import Facts, reasons_of
 from jaxkfac.interception._kind import kind_reading
 from jaxkfac.interception._plan import MARK_ROWS, Mark, Plan
@@ -48,8 +50,9 @@ class Analysis(Facts):
     Args:
         closed: The traced function.
         paths: For each input, the parameter's path, or ``None`` for data.
-        refused: Products of a parameter and a constant that are no layer uses, by ``id`` of
-            their equations.
+        refused: Products of a parameter and a constant that are no layer uses.
+        constants: Equations whose data has no example axis: beside a parameter it is a constant
+            of the rows that it meets later, and the parameter still a view of itself.
 
     Attributes:
         plan: The plan of the outermost jaxpr.
@@ -60,10 +63,12 @@ class Analysis(Facts):
         self,
         closed: ClosedJaxpr,
         paths: Sequence[str | None],
-        refused: Set[int] = frozenset(),
+        refused: Set[Hashable] = frozenset(),
+        constants: Set[Hashable] = frozenset(),
     ) -> None:
         super().__init__()
-        self._refused = refused
+        self._refused, self._constants = refused, constants
+        self._around: tuple[int, ...] = ()  # positions of the calls around an equation
         ins = [self._input(v, path) for v, path in zip(closed.jaxpr.invars, paths, strict=True)]
         self.outputs, self.plan = self._walk(closed.jaxpr, closed.consts, ins, ())
         for out in self.outputs:
@@ -128,7 +133,8 @@ class Analysis(Facts):
         if kind == "jit" and eqn.params.get("name") == MARK_ROWS:
             return self._mark(eqn, position, ins, plan)
         if kind in ("jit", "checkpoint") or (kind == "custom" and not has_parameters):
-            outs, inner = self._walk(*body_of(eqn), ins, scope)
+            with self._inside(position):
+                outs, inner = self._walk(*body_of(eqn), ins, scope)
             if kind != "custom":
                 plan.calls[position] = inner
             if kind == "jit":
@@ -136,11 +142,21 @@ class Analysis(Facts):
             return outs if kind == "jit" else [self.outside(v, eqn) for v in outs]
         if kind in ("scan", "shard_map"):
             into = walk_scan if kind == "scan" else walk_shard_map
-            outs, plan.calls[position] = into(self, self._walk, eqn, ins, scope)
+            with self._inside(position):
+                outs, plan.calls[position] = into(self, self._walk, eqn, ins, scope)
             return outs
         if kind is not None or not has_parameters:
             return self._opaque(eqn, ins)
         return self._parameter_equation(eqn, position, ins, plan, scope)
+
+    @contextlib.contextmanager
+    def _inside(self, position: int) -> Iterator[None]:
+        self._around, around = (*self._around, position), self._around
+        yield
+        self._around = around
+
+    def _where(self, eqn: Eqn) -> Hashable:
+        return (*self._around, id(eqn))
 
     def _mark(self, eqn: Eqn, position: int, ins: list[Value], plan: Plan) -> list[Value]:
         x = ins[0]
@@ -153,7 +169,7 @@ class Analysis(Facts):
         name = eqn.primitive.name
         out = [self.equation_number(eqn, ins, k) for k in range(len(eqn.outvars))]
         # What a mutable array holds, or the host returns, may be data whatever the operands are.
-        data = is_stateful(eqn) or any(isinstance(v, Data) for v in ins)
+        data = is_stateful(eqn) or any(isinstance(v, Data) or _is_rowless(v) for v in ins)
         parameters = [v for v in ins if isinstance(v, View | Derived)]
         if not data and not parameters:
             return [Constant(n) for n in out]
@@ -172,6 +188,7 @@ class Analysis(Facts):
             results = [fresh(self.table, s) for s in shapes]
         else:
             results = propagate(self.table, eqn, axes)
+            self.mixes(eqn, mixed_atoms(eqn, axes))
         datas = [Data(n, a) for n, a in zip(out, results, strict=True)]
         first_data = ins[0] if ins else None
         if isinstance(first_data, Data) and first_data.product is not None:
@@ -202,6 +219,9 @@ class Analysis(Facts):
             plan.views[position] = None
             return list(ins)
         views = view_of(self.table, eqn, ins, number)
+        if views is None and self._where(eqn) in self._constants:
+            views = view_of(self.table, eqn, [_as_constant(v) for v in ins], number)
+            views = views and [dataclasses.replace(v, rowless=name) for v in views]
         if views is not None:
             before = next(v for v in ins if isinstance(v, View))
             new = views[0].consumed[len(before.consumed) :]
@@ -220,6 +240,8 @@ class Analysis(Facts):
         uses = uses_of(self.table, eqn, ins, scope)
         if isinstance(uses, str):
             return self._opaque(eqn, ins, uses)
+        for use in uses:
+            use.where = self._where(eqn)
         plan.uses[position] = uses
         return [self._result(eqn, ins, uses, number)]
 
@@ -236,7 +258,7 @@ class Analysis(Facts):
         derived = any(isinstance(v, Derived) for v in ins)
         if kind is None or not kind.product or derived:
             return self._opaque(eqn, ins)
-        if id(eqn) in self._refused:
+        if self._where(eqn) in self._refused:
             return [Derived(number, reasons_of(ins, f"`{eqn.primitive.name}` {_NOT_EXAMPLES}"))]
         rows: list[Value] = [
             Data(v.number, fresh(self.table, a.aval.shape, "feature"))
@@ -247,7 +269,7 @@ class Analysis(Facts):
         uses = uses_of(self.table, eqn, rows, scope)
         if isinstance(uses, str):
             return self._opaque(eqn, ins)
-        uses[0].from_constant = True
+        uses[0].from_constant, uses[0].where = True, self._where(eqn)
         plan.uses[position] = uses
         return [self._result(eqn, rows, uses, number)]
 
@@ -256,12 +278,21 @@ class Analysis(Facts):
         if axes is None:
             axes_in = [v.axes if isinstance(v, Data) else None for v in ins]
             axes = propagate(self.table, eqn, axes_in)[0]
+            self.mixes(eqn, mixed_atoms(eqn, axes_in))
         for use in uses:
             use.kind.place(use, axes)
         product = uses[0].kind.product_axes(uses[0], len(axes))
         if product is None:
             return Data(number, axes)
         return Data(number, axes, uses[0], product)
+
+
+def _is_rowless(value: Value) -> bool:
+    return isinstance(value, View) and bool(value.rowless)
+
+
+def _as_constant(value: Value) -> Value:
+    return Constant(value.number) if isinstance(value, Data) else value
 
 
 def _differentiable(var: Var) -> bool:

@@ -67,6 +67,11 @@ def body_of(eqn: Eqn) -> tuple[Jaxpr, list[ArrayLike]]:
     raise KeyError(eqn.primitive.name)
 
 
+def branches_of(eqn: Eqn) -> list[tuple[Jaxpr, list[ArrayLike]]]:
+    """The jaxprs inside a cond equation, and their constants."""
+    return [open_jaxpr(branch) for branch in eqn.params["branches"]]
+
+
 def read_order(eqn: Eqn) -> tuple[int, ...]:
     """The order in which a reshape reads its operand's axes (``vmap`` makes some transpose)."""
     return tuple(eqn.params.get("dimensions") or range(len(eqn.invars[0].aval.shape)))

@@ -1,27 +1,45 @@
 """Uses whose rows do not run along the examples: their statistics would be wrong."""
 
+from collections.abc import Hashable
+
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._compat import ClosedJaxpr
 from jaxkfac.interception._row_masks import own_axes
 from jaxkfac.interception._values import CoverageNote, Data, Use
 
+_OF_ROWS = frozenset("mul div add sub add_any".split())
 
-def analyse(closed: ClosedJaxpr, paths: list[str | None]) -> Analysis:
-    """The analysis of a traced function, constants times parameters told apart.
 
-    Such a product is a layer use where its rows are the examples (the zeros that a recurrent
-    state starts from). Anywhere else (a table of positions, a penalty) its cotangent is a sum
-    over examples, and what it gives is a value of the parameter alone. Which it is shows only
-    at the end: each is taken for a use first, and the walk repeated without those that are none.
+def analyse(
+    closed: ClosedJaxpr, paths: list[str | None], *, examples_lead: bool = False
+) -> Analysis:
+    """The analysis of a traced function, constants told apart from rows.
+
+    A constant times a parameter is a layer use where its rows are the examples (the zeros that
+    a recurrent state starts from). Anywhere else (a table of positions, a penalty) its cotangent
+    is a sum over examples, and what it gives is a value of the parameter alone. Which it is shows
+    only at the end: each is taken for a use first, and the walk repeated without those that are
+    none.
+
+    So it is with a scale or bias that meets data without the example axis (a batch statistic, in
+    ``(x - mean) * (rsqrt(var) * scale)``): such data is a constant of every row that it meets
+    later, and the parameter is used there.
     """
-    refused: set[int] = set()
+    refused: set[Hashable] = set()
+    constants: set[Hashable] = set()
     while True:
-        analysis = Analysis(closed, paths, refused)
-        wrong = {id(use.eqn) for use in analysis.plan.all_uses() if not _is_use(analysis, use)}
-        if not wrong:
+        analysis = Analysis(closed, paths, refused, constants)
+        wrong = {u.where for u in analysis.plan.all_uses() if not _is_use(analysis, u)}
+        lost = {
+            u.where
+            for u in _lost_uses(analysis, examples_lead=examples_lead)
+            if u.eqn.primitive.name in _OF_ROWS and not u.from_constant
+        }
+        if not wrong and lost <= constants:
             return analysis
         refused |= wrong
+        constants |= lost
 
 
 def _is_use(analysis: Analysis, use: Use) -> bool:
@@ -38,9 +56,8 @@ def _is_use(analysis: Analysis, use: Use) -> bool:
 def split_lost(analysis: Analysis, *, examples_lead: bool) -> tuple[list[Use], list[CoverageNote]]:
     """The uses that keep their examples, and a finding for each that does not.
 
-    A scale multiplied by a batch statistic (BatchNorm in training), or a weight multiplied
-    by a mean over the batch, receives a cotangent that is already summed over examples; its
-    square is nobody's statistic.
+    A weight multiplied by a mean over the batch receives a cotangent that is already summed
+    over examples; its square is nobody's statistic.
 
     Args:
         analysis: The analysis of the function.
@@ -48,6 +65,19 @@ def split_lost(analysis: Analysis, *, examples_lead: bool) -> tuple[list[Use], l
             examples. If not, or if that axis cannot be followed back to an input, any
             axis that comes from data may be.
     """
+    uses = analysis.plan.all_uses()
+    lost = set(_lost_uses(analysis, examples_lead=examples_lead))
+    findings = [
+        CoverageNote(
+            use.view.path, f"has the example axis lost at `{use.eqn.primitive.name}`", fatal=True
+        )
+        for use in uses
+        if use in lost
+    ]
+    return [use for use in uses if use not in lost], findings
+
+
+def _lost_uses(analysis: Analysis, *, examples_lead: bool) -> list[Use]:
     table, first = analysis.table, analysis.outputs[0]
     inputs = [a for axes in analysis.data_axes for axis in axes for a in table.atoms(axis)]
     leading = first.axes[:1] if examples_lead and isinstance(first, Data) else ()
@@ -55,18 +85,14 @@ def split_lost(analysis: Analysis, *, examples_lead: bool) -> tuple[list[Use], l
     single = any(axes and not table.atoms(axes[0]) for axes in analysis.data_axes)
     if not examples & set(inputs):  # not followed back to an input: any axis of data may be it
         examples = set(inputs)
-    uses = analysis.plan.all_uses()
     if single:  # a single example: nothing can be lost
-        return uses, []
-    kept, findings = [], []
-    for use in uses:
+        return []
+    lost = []
+    for use in analysis.plan.all_uses():
         walked = {a for scan in use.scope for a in table.atoms(analysis.walked[scan])}
-        if use.data is None or walked & examples or _runs_along(table, use, examples):
-            kept.append(use)
-        else:
-            reason = f"has the example axis lost at `{use.eqn.primitive.name}`"
-            findings.append(CoverageNote(use.view.path, reason, fatal=True))
-    return kept, findings
+        if not (use.data is None or walked & examples or _runs_along(table, use, examples)):
+            lost.append(use)
+    return lost
 
 
 def _runs_along(table: AxisTable, use: Use, examples: set[int]) -> bool:

@@ -18,6 +18,7 @@ class Facts:
         reads: Paths of the parameters that some equation reads.
         data_axes: Axes of the data arguments.
         walked: For each scan, the axes of data that it walks along (``lax.map``).
+        mixing: By ``id`` of an equation, the atoms that it mixes (see ``_coupling``).
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class Facts:
         self.reads: set[str] = set()
         self.data_axes: list[Axes] = []
         self.walked: dict[int, Atoms] = {}
+        self.mixing: dict[int, set[int]] = {}
         self._numbers: dict[Hashable, int] = {}
 
     def unique(self) -> int:
@@ -50,9 +52,16 @@ class Facts:
         except TypeError:
             return self.unique()
 
+    def mixes(self, eqn: Eqn, atoms: Sequence[int]) -> None:
+        """Note that an equation mixes some atoms."""
+        if atoms:
+            self.mixing.setdefault(id(eqn), set()).update(atoms)
+
     def report(self, value: Value, reason: str, *, fatal: bool = True) -> None:
         """Say something of the parameters that a value is made of; nothing of other values."""
         if isinstance(value, View):
+            if value.rowless:  # what leads to no use has lost its examples, whatever reads it
+                reason, fatal = f"has the example axis lost at `{value.rowless}`", True
             self.findings[CoverageNote(value.path, reason, fatal)] = None
         elif isinstance(value, Derived):
             for path, first in value.reasons:

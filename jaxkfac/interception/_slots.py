@@ -68,7 +68,7 @@ def scale_slot(
         return _times(slot, jnp.asarray(-1.0), entries)
     if name not in ("mul", "div"):
         return slot
-    c = jnp.asarray(values[1 - position]).reshape(())
+    c = jax.lax.stop_gradient(jnp.asarray(values[1 - position])).reshape(())  # may be data
     return _times(slot, c if name == "mul" else 1 / c, entries)
 
 
@@ -139,7 +139,8 @@ def _move_one(
 ) -> list[Shaped[Array, "..."]]:
     name = eqn.primitive.name
     if name in ("mul", "div"):
-        constant = jnp.asarray(values[1 - position]).astype(slot.dtype) ** entry.power
+        constant = jax.lax.stop_gradient(jnp.asarray(values[1 - position]))  # may be data
+        constant = constant.astype(slot.dtype) ** entry.power
         return [slot * constant if name == "mul" else slot / constant]
     if is_negated(eqn, position) and entry.power % 2:
         slot = -slot

@@ -24,6 +24,8 @@ def walk_scan(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: S
     (nc, nk), length = scan_counts(eqn), eqn.params["length"]
     scan = len(facts.walked) + 1
     facts.walked[scan] = tuple(a for v in ins[nc + nk :] if isinstance(v, Data) for a in v.axes[0])
+    if any(body.outvars[k] is not body.invars[nc + k] for k in range(nk)):
+        facts.mixes(eqn, facts.walked[scan])
     xs = [_slice_of(facts, v, scan, length) for v in ins[nc + nk :]]
     # A carry is another value in each iteration, so it does not keep the number of its first;
     # only a parameter that is carried unchanged does.

@@ -8,6 +8,8 @@ from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest
 from jaxkfac._text import ruled
 from jaxkfac.interception._layer import Layer
 
+_DIAGONAL = "uncovered='diagonal' (a second pass) or "
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerTable(Mapping[str, Layer]):
@@ -54,8 +56,11 @@ class LayerTable(Mapping[str, Layer]):
                 slices.setdefault(part.path, {})[part.index] = part.size
         return sum(min(self.sizes[p], sum(held.values())) for p, held in slices.items())
 
-    def raise_uncovered(self) -> None:
+    def raise_uncovered(self, *, alone: bool = True) -> None:
         """Raise for the parameters that nothing covers.
+
+        Args:
+            alone: Whether examples can be run alone, as ``uncovered="diagonal"`` does.
 
         Raises:
             UncoveredParameterError: naming each parameter and the reason.
@@ -64,8 +69,8 @@ class LayerTable(Mapping[str, Layer]):
             rows = "\n".join(f"  {path}: {reason}" for path, reason in self.problems)
             raise UncoveredParameterError(
                 f"{len(self.problems)} uses of parameters are covered by no layer:\n{rows}\n"
-                "Leave them out with layers=, or pass uncovered='diagonal' (a second pass) or "
-                "'ignore'."
+                "Leave them out with layers=, or pass "
+                f"{_DIAGONAL if alone else ''}uncovered='ignore'."
             )
 
     def __str__(self) -> str:

@@ -12,6 +12,8 @@ from jaxtyping import PyTree
 
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import Atoms
+from jaxkfac.interception._compat import Eqn
+from jaxkfac.interception._coupling import visit_live
 from jaxkfac.interception._encoded import (
     DeferredParameter,
     decoded_shapes,
@@ -69,6 +71,43 @@ class Traced:
         """Atoms of the first output's leading axis, the examples; none for a single one."""
         axes = self.output_axes()
         return self.analysis.table.atoms(axes[0]) if axes else ()
+
+    @functools.cached_property
+    def coupled(self) -> str:
+        """The equation in which examples meet on their way to the first output, in words.
+
+        Empty where every example's output depends on that example alone, as far as is known.
+        """
+        inputs = {a for axes in self.analysis.data_axes for axis in axes for a in self._atoms(axis)}
+        return self._meeting(inputs.intersection(self.examples))
+
+    @functools.cached_property
+    def coupled_inputs(self) -> str:
+        """The same of the leading axes of all data, whether they are known to be examples or not.
+
+        Where it is empty, the function of one entry of every input is that entry's output.
+        """
+        leading = {
+            a for axes in self.analysis.data_axes for a in self._atoms(axes[0] if axes else ())
+        }
+        return self._meeting(leading | set(self.examples))
+
+    def _atoms(self, axis: Atoms) -> Atoms:
+        return self.analysis.table.atoms(axis)
+
+    def _meeting(self, atoms: set[int]) -> str:
+        axes, mixing, found = self.output_axes(), self.analysis.mixing, []
+        if axes is None or not atoms:
+            return ""
+        if any(atoms.intersection(self._atoms(axis)) for axis in axes[1:]):
+            return "in pairs of examples"
+
+        def visit(eqn: Eqn) -> None:
+            if atoms.intersection(self._atoms(tuple(mixing.get(id(eqn), ())))):
+                found.append(f"at `{eqn.primitive.name}`")
+
+        visit_live(self.closed.jaxpr, [i == 0 for i in range(len(self.out_shapes))], visit)
+        return found[-1] if found else ""
 
     def uses_of(self, layer: Layer) -> list[Use]:
         """The uses of a layer, in program order."""
@@ -157,7 +196,7 @@ def trace(
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, *args)
     paths = leaves_by_path(params)
     num_args = len(closed.jaxpr.invars) - len(paths)
-    analysis = analyse(closed, [*paths, *[None] * num_args])
+    analysis = analyse(closed, [*paths, *[None] * num_args], examples_lead=examples_lead)
     uses, lost = split_lost(analysis, examples_lead=examples_lead)
     found, notes = group_uses(
         analysis.table,

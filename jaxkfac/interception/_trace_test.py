@@ -139,13 +139,21 @@ def test_a_tie_in_opposite_orientations_keeps_both_blocks():
     assert any("has 2 blocks" in note for _, note in table.notes)
 
 
-def test_a_batch_statistic_has_lost_its_examples():
+def test_a_batch_statistic_is_a_constant_of_the_rows_it_meets_later():
     def model(p, x):
         return (x - x.mean(0)) * (jax.lax.rsqrt(x.var(0) + 1) * p["scale"])
 
-    ((path, reason),) = find_layers(model, weights(scale=(3,)), jnp.ones((5, 3))).uncovered
-    assert path == "scale"
-    assert reason == "has the example axis lost at `mul`"
+    table = find_layers(model, weights(scale=(3,)), jnp.ones((5, 3)))
+    assert not table.uncovered
+    assert (table["scale"].kind, table["scale"].uses) == ("scale", 1)
+
+
+def test_a_product_of_a_batch_statistic_has_lost_its_examples():
+    def model(p, x):
+        return jnp.tanh(x + x.mean(0) @ p["w"])
+
+    ((path, reason),) = find_layers(model, weights(w=(3, 3)), jnp.ones((5, 3))).uncovered
+    assert (path, reason) == ("w", "has the example axis lost at `dot_general`")
 
 
 def test_a_single_example_has_nothing_to_lose():

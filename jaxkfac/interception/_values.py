@@ -1,6 +1,7 @@
 """What the analysis knows of a value: constant, parameter seen through views, or data."""
 
 import dataclasses
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from jaxkfac.interception._axes import Atoms
@@ -41,6 +42,7 @@ class View:
         scaled: Value numbers of the constants it was multiplied by.
         reversed: Atoms along which it is seen back to front.
         lost_by: The primitive behind which the axes can no longer be followed.
+        rowless: The primitive in which data without the example axis multiplied or shifted it.
     """
 
     number: int
@@ -52,6 +54,7 @@ class View:
     scaled: tuple[int, ...] = ()
     reversed: Atoms = ()
     lost_by: str = ""
+    rowless: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +119,7 @@ class Use:
         groups: Of a convolution: the sizes of ``batch_axes``.
         reversed: Of a convolution: for each of its spatial axes, whether the kernel is seen
             back to front along it.
+        where: The equation and the calls around it; the same in every walk of one program.
     """
 
     kind: Kind
@@ -135,6 +139,7 @@ class Use:
     free_stack: bool = False
     groups: tuple[int, ...] = ()
     reversed: tuple[bool, ...] = ()
+    where: Hashable = None
 
 
 @dataclasses.dataclass(frozen=True)
