@@ -55,9 +55,10 @@ def value_grad_and_factors(
             the same linearisation. ``"exact"``: the expectation over labels; one VJP for
             each loss term of an example and each output column, right where outputs mix
             tokens. Where examples are coupled (batch statistics), one for each example besides;
-            the number is printed. ``"forward"``: G is the identity. ``"exact_if_terms_do_not_mix"``: one
-            VJP for each column, shared by all terms: equal to ``"exact"`` under expand where
-            no layer mixes the terms of an example, and biased elsewhere. Or an ``Estimator`` of
+            the number is printed. ``"forward"``: G is the identity.
+            ``"exact_if_terms_do_not_mix"``: one VJP for each column, shared by all terms: equal to
+            ``"exact"`` under expand where no layer mixes the terms of an example, and biased
+            elsewhere (refused where examples are coupled). Or an ``Estimator`` of
             your own, with its own samples and chunk.
         sharing: ``"expand"``: every position is a row; ``"reduce"``: every example is one,
             over all positions, uses and iterations. Embeddings use expand under either.

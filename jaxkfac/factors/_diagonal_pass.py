@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
-from jaxkfac._errors import CoupledExamplesError
+from jaxkfac._errors import CoupledExamplesError, UncoveredParameterError
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._fisher import number_of_terms
 from jaxkfac.factors._objective import Batch, Objective
@@ -23,9 +23,18 @@ CHUNK = 8  # examples whose gradients are alive at once
 
 
 def diagonal_layers(table: LayerTable, params: PyTree) -> list[Layer]:
-    """A diagonal block for each uncovered parameter."""
+    """A diagonal block for each uncovered parameter.
+
+    Raises:
+        UncoveredParameterError: one is complex.
+    """
     leaves, layers = leaves_by_path(params), []
     for path in dict.fromkeys(path for path, _ in table.uncovered):
+        if jnp.issubdtype(leaves[path].dtype, jnp.complexfloating):
+            raise UncoveredParameterError(
+                f"{path!r} is complex ({leaves[path].dtype}): the square of a complex gradient is "
+                "no diagonal of a Fisher; leave it out with uncovered='ignore'"
+            )
         shape = tuple(leaves[path].shape)
         name = f"{path}@diagonal" if path in table else path
         matrix = ParameterMatrix(path, (), shape, (), (), tuple(range(len(shape))))

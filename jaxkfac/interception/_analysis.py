@@ -23,6 +23,7 @@ from jaxkfac.interception._compat import (
     Var,
     body_of,
     call_kind,
+    is_complex,
     is_mutable,
     is_stateful,
     is_var,
@@ -41,6 +42,11 @@ from jaxkfac.interception._views import view_of
 _NOT_EXAMPLES = (
     "with a constant (whose rows are not seen to be the examples: the leading axis of the first "
     "output; a recurrent state may start from data instead, as in `h + 0 * x[:, :1]`)"
+)
+
+_COMPLEX = (
+    "is complex ({}): factors are of real parameters; hold its real and imaginary parts as two, "
+    "or leave it out with uncovered='ignore'"
 )
 
 
@@ -84,6 +90,9 @@ class Analysis(Facts):
             self.findings[
                 CoverageNote(path, f"is held out: {aval.dtype} has no gradient", False)
             ] = None
+            return Constant(self.unique())
+        if is_complex(var):
+            self.findings[CoverageNote(path, _COMPLEX.format(aval.dtype), True)] = None
             return Constant(self.unique())
         axes = fresh(self.table, aval.shape, "parameter")
         return View(self.unique(), path, origin=axes, axes=axes)
@@ -174,7 +183,8 @@ class Analysis(Facts):
         if not data and not parameters:
             return [Constant(n) for n in out]
         if not data:
-            reasons = reasons_of(parameters, f"`{name}`")
+            into = " to complex numbers" if is_complex(eqn.outvars[0]) else ""
+            reasons = reasons_of(parameters, f"`{name}`{into}")
             return [
                 Derived(n, reasons) if _differentiable(v) else Constant(n)
                 for n, v in zip(out, eqn.outvars, strict=True)

@@ -40,6 +40,12 @@ def is_stateful(eqn: Eqn) -> bool:
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
+def is_complex(operand: Var | Literal) -> bool:
+    """Whether an operand holds complex numbers."""
+    dtype = getattr(operand.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.complexfloating)
+
+
 def is_mutable(operand: Var | Literal) -> bool:
     """Whether an operand is a mutable array (``jax.Ref``)."""
     return hasattr(operand.aval, "inner_aval")

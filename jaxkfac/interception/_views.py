@@ -46,7 +46,7 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
         return None
     position = views[0]
     view: View = ins[position]  # type: ignore[assignment]
-    if not jnp.issubdtype(out.dtype, jnp.inexact):
+    if not jnp.issubdtype(out.dtype, jnp.floating):  # times complex data, it is no real product
         return None
     if name in SAME_ELEMENTS:
         return [dataclasses.replace(view, number=number)]
