@@ -146,6 +146,19 @@ def test_batch_statistics_inside_a_scan_over_layers(x64):
     check(scanned, unrolled, params, mlp_batch())
 
 
+def test_a_weight_times_a_batch_statistic_is_a_layer_of_the_product(x64):
+    """Its inputs are those of the weight itself: times the statistic."""
+
+    def model(p, x, tap):
+        return (x @ (p["w"] * jnp.mean(x * x))) / jnp.std(x)
+
+    def twin(p, x, tap):
+        scaled = x * jnp.mean(x * x)
+        return tap.dense("w", scaled, scaled @ p["w"]) / jnp.std(x)
+
+    check(model, twin, tree(0, w=(4, 3)), mlp_batch())
+
+
 def test_sampled_labels_are_right_one_by_one(x64):
     drawn = labels(7, 2, 6)
     check(

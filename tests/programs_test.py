@@ -1009,10 +1009,6 @@ def _ragged(p, x):
     return lax.ragged_dot(x, p["w"], jnp.asarray([1, 3]))
 
 
-def _cond(p, x):
-    return lax.cond(x[0, 0] > 0, lambda: x @ p["w"], lambda: 2 * x @ p["w"])
-
-
 def _foreign_derivative(p, x):
     @jax.custom_vjp
     def matmul(w, x):
@@ -1042,7 +1038,7 @@ def _modified_in_the_carry(p, x):
 
 
 def _data_dependent_weight(p, x):
-    return x @ (p["w"] * jnp.mean(x))
+    return x @ (p["w"] * (x.T @ x)[:, :3])
 
 
 def _sorted(p, x):
@@ -1069,7 +1065,6 @@ REPORTED = {
     "masked W": (_masked, dict(w=(4, 3)), "w", "mul|masked .* before `dot_general`"),
     "tanh of W": (_nonlinear, dict(w=(4, 3)), "w", "tanh"),
     "ragged_dot": (_ragged, dict(w=(2, 4, 3)), "w", "ragged_dot"),
-    "cond": (_cond, dict(w=(4, 3)), "w", "cond"),
     "custom_vjp": (_foreign_derivative, dict(w=(4, 3)), "w", "custom_vjp"),
     "custom_jvp": (_custom_jvp, dict(w=(4, 3)), "w", "custom_jvp"),
     "carry, modified": (_modified_in_the_carry, dict(w=(4, 3)), "w", "scan|sub|dot_general|carr"),

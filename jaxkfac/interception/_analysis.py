@@ -1,6 +1,6 @@
 """Abstract interpretation of a traced function: where parameters meet data.
 
-One walk over the jaxpr, down through jit, checkpoint, scan and shard_map, follows three
+One walk over the jaxpr, down through jit, checkpoint, scan, cond and shard_map, follows three
 things at once: parameters through views (``_views``), axes through data (``_propagate``),
 and value numbers, by which uses that read the same input are recognised. Whatever reads a
 parameter ends up as a use, a view or a finding: that is the completeness argument.
@@ -34,16 +34,18 @@ from jaxkfac.interception._kind import kind_reading
 from jaxkfac.interception._plan import MARK_ROWS, Mark, Plan
 from jaxkfac.interception._products import follow_product
 from jaxkfac.interception._propagate import fresh, propagate
-from jaxkfac.interception._structured import Scope, Walked, walk_scan, walk_shard_map
+from jaxkfac.interception._structured import Scope, Walked, walk_cond, walk_scan, walk_shard_map
 from jaxkfac.interception._uses import uses_of
 from jaxkfac.interception._values import Constant, CoverageNote, Data, Derived, Use, Value, View
-from jaxkfac.interception._views import view_of
+from jaxkfac.interception._views import broadcast_axes, view_of
 
 _NOT_EXAMPLES = (
     "with a constant (whose rows are not seen to be the examples: the leading axis of the first "
     "output; a recurrent state may start from data instead, as in `h + 0 * x[:, :1]`)"
 )
 
+_FROZEN = "is frozen by `stop_gradient`"
+_WALKERS = {"scan": walk_scan, "cond": walk_cond, "shard_map": walk_shard_map}
 _COMPLEX = (
     "is complex ({}): factors are of real parameters; hold its real and imaginary parts as two, "
     "or leave it out with uncovered='ignore'"
@@ -149,8 +151,8 @@ class Analysis(Facts):
             if kind == "jit":
                 inner.exports_views = any(isinstance(v, View) for v in outs)
             return outs if kind == "jit" else [self.outside(v, eqn) for v in outs]
-        if kind in ("scan", "shard_map"):
-            into = walk_scan if kind == "scan" else walk_shard_map
+        if kind in _WALKERS:
+            into = _WALKERS[kind]
             with self._inside(position):
                 outs, plan.calls[position] = into(self, self._walk, eqn, ins, scope)
             return outs
@@ -216,7 +218,9 @@ class Analysis(Facts):
         number = self.equation_number(eqn, ins)
         if name == "stop_gradient":
             for v in ins:
-                self.report(v, "is frozen by `stop_gradient`", fatal=False)
+                self.report(v, _FROZEN, fatal=False)
+                if isinstance(v, View):
+                    self.stopped[number] = v
             return [Constant(number)]
         if any(map(is_mutable, eqn.invars)):  # what is written into it is not followed
             return self._opaque(eqn, ins)
@@ -229,6 +233,8 @@ class Analysis(Facts):
             plan.views[position] = None
             return list(ins)
         views = view_of(self.table, eqn, ins, number)
+        if views is None and name == "select_n":
+            views = self._chosen(ins, position, plan, number)
         if views is None and self._where(eqn) in self._constants:
             views = view_of(self.table, eqn, [_as_constant(v) for v in ins], number)
             views = views and [dataclasses.replace(v, rowless=name) for v in views]
@@ -254,6 +260,29 @@ class Analysis(Facts):
             use.where = self._where(eqn)
         plan.uses[position] = uses
         return [self._result(eqn, ins, uses, number)]
+
+    def _chosen(
+        self, ins: list[Value], position: int, plan: Plan, number: int
+    ) -> list[View] | None:
+        """The view that ``select_n(which, stop_gradient(w), w)`` is: ``w``, for some rows.
+
+        ``vmap`` makes it of a cond whose predicate differs from row to row: all branches run on
+        all rows, each on parameters that have a gradient only in the rows that take it.
+        """
+        which, other, view = ins[0], ins[1], ins[-1]
+        if not (isinstance(which, Data) and isinstance(view, View) and view.axes is not None):
+            return None
+        stopped = self.stopped.get(other.number)
+        if stopped is None or stopped.number != view.number:
+            return None
+        rows = broadcast_axes(self.table, view.axes)
+        own = [a for d, axis in enumerate(which.axes) if d not in rows for a in axis]
+        if any(self.table.kinds(a) - {"feature"} for a in self.table.atoms(tuple(own))):
+            return None
+        self.findings.pop(CoverageNote(view.path, _FROZEN, False), None)
+        plan.choices[position] = rows
+        choice = tuple((view.axes[d], which.axes[d]) for d in rows)
+        return [dataclasses.replace(view, number=number, chosen=(*view.chosen, choice))]
 
     def _product_of_constant(
         self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope

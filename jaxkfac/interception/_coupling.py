@@ -6,6 +6,7 @@ and whether the first output depends on such an equation, is asked only by whoev
 """
 
 from collections.abc import Callable, Sequence
+from typing import SupportsIndex
 
 from jaxkfac.interception._axes import REDUCTIONS, Atoms
 from jaxkfac.interception._compat import (
@@ -46,7 +47,7 @@ def mixed_atoms(eqn: Eqn, ins: Sequence[Axes | None]) -> Atoms:
     return tuple(a for axes, mixed in pairs if axes is not None for d in mixed for a in axes[d])
 
 
-def _mixed_axes(eqn: Eqn) -> Sequence[Sequence[int]]:
+def _mixed_axes(eqn: Eqn) -> Sequence[Sequence[SupportsIndex]]:
     """For each operand, the axes along which it is mixed."""
     name, params = eqn.primitive.name, eqn.params
     first = [v.aval.shape for v in eqn.invars[:1]]

@@ -17,7 +17,9 @@ class Facts:
         findings: What the coverage report says beside the uses.
         reads: Paths of the parameters that some equation reads.
         data_axes: Axes of the data arguments.
-        walked: For each scan, the axes of data that it walks along (``lax.map``).
+        walked: For each scan, the axes of data that it walks along (``lax.map``); for each branch,
+            none.
+        stopped: By the number of a constant, the parameter whose gradient was stopped.
         mixing: By ``id`` of an equation, the atoms that it mixes (see ``_coupling``).
     """
 
@@ -28,6 +30,7 @@ class Facts:
         self.data_axes: list[Axes] = []
         self.walked: dict[int, Atoms] = {}
         self.mixing: dict[int, set[int]] = {}
+        self.stopped: dict[int, View] = {}
         self._numbers: dict[Hashable, int] = {}
 
     def unique(self) -> int:

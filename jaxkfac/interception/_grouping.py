@@ -251,7 +251,7 @@ def _owners(table: AxisTable, blocks: list[_UseGroup]) -> dict[int, _UseGroup]:
 
 
 def _input_key(table: AxisTable, block: _UseGroup) -> Any:
-    if block.kind.elementwise or any(u.view.scaled for u in block.uses):
+    if block.kind.elementwise or any(u.view.scaled or u.view.chosen for u in block.uses):
         return id(block)
     return (
         block.kind.name,

@@ -28,6 +28,7 @@ class Plan:
         consts: Its constants.
         uses: Position of an equation -> the layer uses in it.
         views: Position of a view -> the index that walks along a stack in it, if any.
+        choices: Position of a view for some rows -> its axes along which the rows run.
         marks: Position of a ``mark_rows`` -> what it marks.
         calls: Position of a structured equation -> the plan of its body.
         exports_views: Whether a result of the jaxpr is a view of a parameter.
@@ -38,6 +39,7 @@ class Plan:
     consts: list[ArrayLike]
     uses: dict[int, list[Use]] = dataclasses.field(default_factory=dict)
     views: dict[int, tuple[str, int] | None] = dataclasses.field(default_factory=dict)
+    choices: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     marks: dict[int, Mark] = dataclasses.field(default_factory=dict)
     calls: dict[int, "Plan"] = dataclasses.field(default_factory=dict)
     exports_views: bool = False

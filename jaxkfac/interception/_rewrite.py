@@ -2,10 +2,11 @@
 
 Each layer has a *slot*: a pytree of extra inputs. A slot rides along with the variable that
 holds its parameter, through views, jit, checkpoint, scan (stacked where the parameter is
-scanned, constant where it is constant) and shard_map, down to the handler.
+scanned, constant where it is constant), cond and shard_map, down to the handler.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from jaxkfac.interception._encoded import (
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._row_masks import RowMask, row_weights
-from jaxkfac.interception._slots import Entries, Slot, Slots, move_elements, scale_slot
+from jaxkfac.interception._slots import CHOSEN, Entries, Slot, Slots, move_elements, scale_slot
 from jaxkfac.interception._steps import Segment, steps_of
 from jaxkfac.interception._values import Use
 from jaxkfac.interception._windows import Window, row_of
@@ -135,7 +136,8 @@ class Rewriter:
                 out = [values[0]]
             elif step in plan.views:
                 out = bind_view(eqn, values)
-                moved = self._through_view(eqn, plan.views[step], values, along)
+                rows = plan.choices.get(step)
+                moved = self._through_view(eqn, plan.views[step], rows, values, along)
                 riding.update((v, s) for v, s in zip(eqn.outvars, moved, strict=True) if s)
             elif plan.calls[step].exports_views:  # a jitted indexing helper: run it in place
                 out, moved = self._run(plan.calls[step], values, along, around)
@@ -164,9 +166,19 @@ class Rewriter:
         uses = [u for u in uses if u.layer in self.walkers]
         if not uses:
             return bind(eqn)(*values)
-        slots = [along[u.operand][u.layer or ""] for u in uses]
+        slots = [dict(along[u.operand][u.layer or ""]) for u in uses]
+        chosen = [
+            [
+                RowMask(mask, [axis for _, axis in choice], complete=False)
+                for mask, choice in zip(s.pop(CHOSEN, ()), u.view.chosen, strict=False)
+            ]
+            for s, u in zip(slots, uses, strict=True)
+        ]
         # A bias or scale squares per-position gradients: a row that is not there has none.
-        rows = [row_weights(self.table, u, around.masks, self.marks) for u in uses]
+        rows = [
+            row_weights(self.table, u, [*around.masks, *own], self.marks)
+            for u, own in zip(uses, chosen, strict=True)
+        ]
         wanted = [around.active.get(u.layer or "") for u in uses]
         return self.handler(Site(eqn, uses, slots, rows, wanted, self.table), values)
 
@@ -174,6 +186,7 @@ class Rewriter:
         self,
         eqn: Eqn,
         walker: tuple[str, int] | None,
+        rows: tuple[int, ...] | None,
         values: list[Any],
         along: list[Slots],
     ) -> list[Slots]:
@@ -190,6 +203,9 @@ class Rewriter:
                 moved = move_elements(eqn, slot, position, values, self.entries)
                 for k, out in enumerate(outs):
                     out[name] = {key: parts[k] for key, parts in moved.items()}
+            elif rows is not None:
+                over = tuple(d for d in range(values[0].ndim) if d not in rows)
+                outs[0][name] = {**slot, CHOSEN: (*slot.get(CHOSEN, ()), values[0].any(over))}
             elif walker is not None:
                 if walker in self.walkers[name]:
                     outs[0][name] = jax.tree.map(
@@ -206,7 +222,9 @@ class Rewriter:
         kind = _compat.call_kind(eqn)
         if kind == "scan":
             return self._scan(eqn, inner, values, along, around)
-        masks = around.masks
+        masks, index = around.masks, None
+        if kind == "cond":
+            index, values, along = values[0], values[1:], along[1:]
         if kind == "shard_map":
             split = [
                 (i, values[i])
@@ -221,7 +239,7 @@ class Rewriter:
         arrays = [None if isinstance(v, DeferredParameter) else v for v in values]
         extras, tree = jax.tree.flatten((along, [m.mask for m in masks], around.active, deferred))
 
-        def body(*flat: Any) -> list[Any]:
+        def run(plan: Plan, *flat: Any) -> list[Any]:
             n = len(arrays)
             slots, mask_values, active, held = jax.tree.unflatten(tree, flat[n:])
             operands = [h if h is not None else v for v, h in zip(flat[:n], held, strict=True)]
@@ -229,7 +247,14 @@ class Rewriter:
                 RowMask(v, m.axes, complete=m.complete)
                 for v, m in zip(mask_values, masks, strict=True)
             ]
-            return self.run(inner, operands, slots, Around(inside, active))
+            return self.run(plan, operands, slots, Around(inside, active))
+
+        if kind == "cond":
+            branches = [functools.partial(run, inner.calls[k]) for k in sorted(inner.calls)]
+            return jax.lax.switch(index, branches, *arrays, *extras)
+
+        def body(*flat: Any) -> list[Any]:
+            return run(inner, *flat)
 
         if kind == "checkpoint":
             return _compat.checkpoint_like(eqn, body)(*arrays, *extras)

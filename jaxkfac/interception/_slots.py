@@ -22,6 +22,8 @@ from jaxkfac.interception._views import SAME_ELEMENTS, is_negated
 Slot = dict[str, PyTree]  # arrays, or their shapes, by entry
 Slots = dict[str, Slot]  # by layer
 
+CHOSEN = "chosen"  # beside the entries of a slot: which rows a view of its parameter is chosen for
+
 
 class SlotEntry(NamedTuple):
     """How one entry of a slot follows its parameter.
@@ -63,7 +65,10 @@ def scale_slot(
     eqn: Eqn, slot: Slot, position: int, values: Sequence[Operand], entries: Entries
 ) -> Slot:
     """A slot behind a view of the operand at ``position``: a scalar constant multiplies it."""
-    name = eqn.primitive.name
+    name, chosen = eqn.primitive.name, slot.get(CHOSEN)
+    if chosen is not None:
+        slot = {key: part for key, part in slot.items() if key != CHOSEN}
+        return {**scale_slot(eqn, slot, position, values, entries), CHOSEN: chosen}
     if is_negated(eqn, position):
         return _times(slot, jnp.asarray(-1.0), entries)
     if name not in ("mul", "div"):
@@ -127,7 +132,13 @@ def _move(
     )(slot)
 
 
-_KEEPS_BROADCAST = (SAME_ELEMENTS - {"pvary", "pcast"}) | {"transpose", "mul", "div", "neg"}
+_KEEPS_BROADCAST = (SAME_ELEMENTS - {"pvary", "pcast"}) | {
+    "transpose",
+    "mul",
+    "div",
+    "neg",
+    "select_n",
+}
 
 
 def _move_one(
@@ -144,7 +155,7 @@ def _move_one(
         return [slot * constant if name == "mul" else slot / constant]
     if is_negated(eqn, position) and entry.power % 2:
         slot = -slot
-    if name == "neg":
+    if name in ("neg", "select_n"):  # rows that do not choose it have no cotangent
         return [slot]
     if name in ("add", "sub", "add_any"):
         return [jnp.broadcast_to(slot, eqn.outvars[0].aval.shape)]

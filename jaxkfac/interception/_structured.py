@@ -1,19 +1,19 @@
-"""Equations whose body sees other values than their operands: scan and shard_map."""
+"""Equations whose body sees other values than their operands: scan, cond and shard_map."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 
 from jax.typing import ArrayLike
 
-from jaxkfac.interception._compat import Eqn, Jaxpr, body_of, scan_counts
+from jaxkfac.interception._compat import Eqn, Jaxpr, body_of, branches_of, scan_counts
 from jaxkfac.interception._facts import Facts, reasons_of
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._products import without_product
-from jaxkfac.interception._propagate import fresh
-from jaxkfac.interception._values import Consumed, Data, Derived, Value, View
+from jaxkfac.interception._propagate import fresh, merge
+from jaxkfac.interception._values import Constant, Consumed, Data, Derived, Value, View
 from jaxkfac.interception._views import reversal
 
-Scope = tuple[int, ...]  # identities of the scans around an equation, outermost first
+Scope = tuple[int, ...]  # identities of the scans and branches around an equation
 Walked = tuple[list[Value], Plan]
 Walk = Callable[[Jaxpr, Sequence[ArrayLike], Sequence[Value], Scope], Walked]
 
@@ -61,6 +61,8 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
     if isinstance(value, View):
         if value.axes is None:
             return dataclasses.replace(value, number=number)
+        if value.chosen:  # its rows are not those of the iterations
+            return dataclasses.replace(value, number=number, axes=None, lost_by="select_n")
         if reversal(facts.table, value, value.axes[0]) != "none":  # row i is not iteration i's
             return dataclasses.replace(value, number=number, axes=None, lost_by="rev")
         step = Consumed(length, value.axes[0], ("scan", scan))
@@ -94,6 +96,39 @@ def _stacked(facts: Facts, value: Value, length: int) -> Value:
     if isinstance(value, View):
         return Derived(number, ((value.path, "`scan`"),))
     return dataclasses.replace(value, number=number)
+
+
+def walk_cond(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: Scope) -> Walked:
+    """The results of a cond, and a plan whose calls are the plans of its branches."""
+    index, *operands = map(without_product, ins)
+    branches = []
+    for body, consts in branches_of(eqn):
+        # A scope of its own: what one branch reads of an input is not counted in another.
+        branch = len(facts.walked) + 1
+        facts.walked[branch] = ()
+        branches.append(walk(body, consts, operands, (*scope, branch)))
+    plan = Plan(branches_of(eqn)[0][0], [], calls={k: p for k, (_, p) in enumerate(branches)})
+    results = zip(*[outs for outs, _ in branches], strict=True)
+    return [
+        _any_of(facts, eqn, [index, *values], v.aval.shape)
+        for v, values in zip(eqn.outvars, results, strict=True)
+    ], plan
+
+
+def _any_of(facts: Facts, eqn: Eqn, values: Sequence[Value], shape: tuple[int, ...]) -> Value:
+    """What is known of a result that is one of some values; the index of the branch leads."""
+    results = values[1:]
+    if all(v == results[0] for v in results) and not isinstance(results[0], Data):
+        return facts.outside(results[0], eqn)
+    if any(isinstance(v, Data) for v in values):
+        for v in results:
+            facts.report(v, "is returned by a branch of `cond`")
+        axes = [v.axes for v in results if isinstance(v, Data)]
+        return Data(
+            facts.unique(), merge(facts.table, axes, shape) if axes else fresh(facts.table, shape)
+        )
+    reasons = reasons_of(results, "`cond`")
+    return Derived(facts.unique(), reasons) if reasons else Constant(facts.unique())
 
 
 def walk_shard_map(

@@ -42,6 +42,8 @@ class View:
         scaled: Value numbers of the constants it was multiplied by.
         reversed: Atoms along which it is seen back to front.
         lost_by: The primitive behind which the axes can no longer be followed.
+        chosen: Of each choice of some rows (a cond under ``vmap``): for each axis that was
+            broadcast to those rows, its atoms, and those of the choice.
         rowless: The primitive in which data without the example axis multiplied or shifted it.
     """
 
@@ -54,6 +56,7 @@ class View:
     scaled: tuple[int, ...] = ()
     reversed: Atoms = ()
     lost_by: str = ""
+    chosen: tuple[tuple[tuple[Atoms, Atoms], ...], ...] = ()
     rowless: str = ""
 
 
@@ -104,7 +107,7 @@ class Use:
         eqn: The equation.
         operand: Position of the parameter among the operands.
         view: The parameter's view there.
-        scope: Identities of the scans around it, outermost first.
+        scope: Identities of the scans and branches around it, outermost first.
         in_axes: Atoms of the contracted axes, in the equation's order.
         out_axes: Atoms of the free axes, in the equation's order.
         batch_axes: Atoms of the axes shared with the data (experts, feature groups).
@@ -116,6 +119,8 @@ class Use:
         join: For a bias: the product it is added to, if nothing else reads that product.
         layer: Name of the layer this use belongs to, or ``None`` while it is not tapped.
         free_stack: Whether its first free axis is read as a stack of experts.
+        row_batch: Of a dense layer: which pairs of shared axes are rows, the parameter having
+            been broadcast along them.
         groups: Of a convolution: the sizes of ``batch_axes``.
         reversed: Of a convolution: for each of its spatial axes, whether the kernel is seen
             back to front along it.
@@ -137,6 +142,7 @@ class Use:
     join: "Use | None" = None
     layer: str | None = None
     free_stack: bool = False
+    row_batch: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
     reversed: tuple[bool, ...] = ()
     where: Hashable = None

@@ -76,6 +76,15 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
     return None
 
 
+def broadcast_axes(table: AxisTable, axes: Axes) -> tuple[int, ...]:
+    """The axes along which a view was broadcast, and nothing else."""
+    return tuple(
+        d
+        for d, axis in enumerate(axes)
+        if table.atoms(axis) and all(table.kinds(a) == {"broadcast"} for a in table.atoms(axis))
+    )
+
+
 def is_negated(eqn: Eqn, position: int) -> bool:
     """Whether an operand is multiplied by −1, which rows beside a column of ones do see."""
     return eqn.primitive.name == "neg" or (eqn.primitive.name == "sub" and position == 1)

@@ -14,12 +14,12 @@ from jaxkfac.kinds import Dense, Elementwise
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-class Numerator(Elementwise):
-    """A parameter divided by data."""
+class Remainder(Elementwise):
+    """The remainder of a parameter divided by data: as far as it goes, the parameter."""
 
-    name = "numerator"
-    primitives = frozenset(("div",))
-    suffix = "numerator"
+    name = "remainder"
+    primitives = frozenset(("rem",))
+    suffix = "remainder"
 
     def find(self, table, eqn, ins, positions, scope):
         (position,) = positions
@@ -28,17 +28,17 @@ class Numerator(Elementwise):
         return [Use(self, eqn, 0, ins[0], scope, data=ins[1], rows=ins[1].axes)]
 
     def gradient(self, use, operands, cotangent):
-        return cotangent / operands[1].astype(cotangent.dtype)
+        return cotangent
 
 
 @pytest.fixture
-def numerator(monkeypatch):
+def remainder(monkeypatch):
     monkeypatch.setattr(_kind, "_KINDS", dict(_kind._KINDS))
-    return register_kind(Numerator)
+    return register_kind(Remainder)
 
 
 def model(p, x):
-    return jnp.tanh(x @ p["w"]) + (3.0 * p["n"]) / (2 + jnp.square(x))
+    return jnp.tanh(x @ p["w"]) * jax.lax.rem(jnp.broadcast_to(3.0 * p["n"], x.shape), 2 + x * x)
 
 
 def problem():
@@ -55,20 +55,20 @@ def example_gradients(objective, params, batch):
 
 
 def test_without_the_kind_its_name_says_nothing():
-    with pytest.raises(ValueError, match="no kind of layer is called 'numerator'"):
-        kind_named("numerator")
+    with pytest.raises(ValueError, match="no kind of layer is called 'remainder'"):
+        kind_named("remainder")
 
 
 def test_without_the_kind_its_parameter_is_uncovered():
     objective, params, batch = problem()
-    with pytest.raises(UncoveredParameterError, match="n: is read by `div`"):
+    with pytest.raises(UncoveredParameterError, match="n: is read by `rem`"):
         value_grad_and_factors(objective)(params, batch)
 
 
-def test_it_is_found_and_gives_value_and_gradient(numerator):
+def test_it_is_found_and_gives_value_and_gradient(remainder):
     objective, params, batch = problem()
     layer = find_layers(model, params, batch[0])["n"]
-    assert (layer.kind, layer.is_diagonal, layer.out_features) == ("numerator", True, 4)
+    assert (layer.kind, layer.is_diagonal, layer.out_features) == ("remainder", True, 4)
     value, grads, _ = value_grad_and_factors(objective)(params, batch)
     expected = jax.value_and_grad(objective)(params, batch)
     jax.tree.map(
@@ -77,7 +77,7 @@ def test_it_is_found_and_gives_value_and_gradient(numerator):
 
 
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
-def test_its_diagonal_is_that_of_the_fisher(numerator, fisher):
+def test_its_diagonal_is_that_of_the_fisher(remainder, fisher):
     """Each example's gradient, squared, with the constant 3 accounted for."""
     objective, params, batch = problem()
     options = {"fisher": fisher, "scales": "exact_diagonal"}
@@ -90,7 +90,7 @@ def test_its_diagonal_is_that_of_the_fisher(numerator, fisher):
     np.testing.assert_allclose(found, squares / 15, rtol=1e-12)
 
 
-def test_its_dense_block_is_measured_in_its_eigenvectors(numerator):
+def test_its_dense_block_is_measured_in_its_eigenvectors(remainder):
     objective, params, batch = problem()
     gradients = np.asarray(example_gradients(objective, params, batch)["n"])
     stats = value_grad_and_factors(objective, scales="full_block")
@@ -103,16 +103,16 @@ def test_its_dense_block_is_measured_in_its_eigenvectors(numerator):
     np.testing.assert_allclose(np.ravel(found["n"].raw_values), expected, rtol=1e-8, atol=1e-14)
 
 
-def test_no_two_kinds_share_a_name_or_a_primitive(numerator):
-    first = kind_named("numerator")
-    register_kind(Numerator)  # the same class: a cell of a notebook, run again
-    assert kind_named("numerator") is not first
+def test_no_two_kinds_share_a_name_or_a_primitive(remainder):
+    first = kind_named("remainder")
+    register_kind(Remainder)  # the same class: a cell of a notebook, run again
+    assert kind_named("remainder") is not first
 
     class Same(Dense):
-        name = "numerator"
+        name = "remainder"
         primitives = frozenset()
 
-    with pytest.raises(ValueError, match="'numerator' is the name of another kind"):
+    with pytest.raises(ValueError, match="'remainder' is the name of another kind"):
         register_kind(Same)
 
     class Other(Dense):
