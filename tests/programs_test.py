@@ -1009,21 +1009,14 @@ def _ragged(p, x):
     return lax.ragged_dot(x, p["w"], jnp.asarray([1, 3]))
 
 
-def _foreign_derivative(p, x):
+def _rounded(p, x):
+    """The rule passes the cotangent on, where the primal's own derivative is zero."""
+
     @jax.custom_vjp
     def matmul(w, x):
-        return x @ w
+        return jnp.round(8 * x @ w) / 8
 
-    matmul.defvjp(lambda w, x: (x @ w, (w, x)), lambda r, g: (r[1].T @ g, g @ r[0].T))
-    return matmul(p["w"], x)
-
-
-def _custom_jvp(p, x):
-    @jax.custom_jvp
-    def matmul(w, x):
-        return x @ w
-
-    matmul.defjvp(lambda primals, t: (matmul(*primals), primals[1] @ t[0] + t[1] @ primals[0]))
+    matmul.defvjp(lambda w, x: (matmul(w, x), (w, x)), lambda r, g: (r[1].T @ g, g @ r[0].T))
     return matmul(p["w"], x)
 
 
@@ -1065,8 +1058,7 @@ REPORTED = {
     "masked W": (_masked, dict(w=(4, 3)), "w", "mul|masked .* before `dot_general`"),
     "tanh of W": (_nonlinear, dict(w=(4, 3)), "w", "tanh"),
     "ragged_dot": (_ragged, dict(w=(2, 4, 3)), "w", "ragged_dot"),
-    "custom_vjp": (_foreign_derivative, dict(w=(4, 3)), "w", "custom_vjp"),
-    "custom_jvp": (_custom_jvp, dict(w=(4, 3)), "w", "custom_jvp"),
+    "custom_vjp": (_rounded, dict(w=(4, 3)), "w", "custom_vjp_call`, where `round`"),
     "carry, modified": (_modified_in_the_carry, dict(w=(4, 3)), "w", "scan|sub|dot_general|carr"),
     "W times data": (_data_dependent_weight, dict(w=(4, 3)), "w", "mul"),
     "sorted W": (_sorted, dict(w=(4, 3)), "w", "sort"),

@@ -29,6 +29,12 @@ from jaxkfac.interception._compat import (
     is_var,
 )
 from jaxkfac.interception._coupling import mixed_atoms
+from jaxkfac.interception._custom import (
+    is_rule,
+    step_without_derivative,
+    walk_primal,
+    walk_rule,
+)
 from jaxkfac.interception._facts import Facts, reasons_of
 from jaxkfac.interception._kind import kind_reading
 from jaxkfac.interception._plan import MARK_ROWS, Mark, Plan
@@ -156,6 +162,8 @@ class Analysis(Facts):
             with self._inside(position):
                 outs, plan.calls[position] = into(self, self._walk, eqn, ins, scope)
             return outs
+        if kind == "custom" and any(isinstance(v, Data) for v in ins):
+            return self._custom(eqn, position, ins, plan, scope)
         if kind is not None or not has_parameters:
             return self._opaque(eqn, ins)
         return self._parameter_equation(eqn, position, ins, plan, scope)
@@ -168,6 +176,20 @@ class Analysis(Facts):
 
     def _where(self, eqn: Eqn) -> Hashable:
         return (*self._around, id(eqn))
+
+    def _custom(
+        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
+    ) -> list[Value]:
+        step = "" if is_rule(eqn) else step_without_derivative(eqn)
+        if step:
+            name = eqn.primitive.name
+            return self._opaque(
+                eqn, ins, f"is read inside `{name}`, where `{step}` has no derivative"
+            )
+        with self._inside(position):
+            walk = walk_rule if is_rule(eqn) else walk_primal
+            outs, plan.calls[position] = walk(self, self._walk, eqn, ins, scope)
+        return outs
 
     def _mark(self, eqn: Eqn, position: int, ins: list[Value], plan: Plan) -> list[Value]:
         x = ins[0]

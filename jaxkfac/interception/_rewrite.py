@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool
 from jaxkfac.interception import _compat
 from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._compat import Eqn, Literal, Var
+from jaxkfac.interception._custom import run_beside
 from jaxkfac.interception._encoded import (
     DeferredParameter,
     Operand,
@@ -222,6 +223,10 @@ class Rewriter:
         kind = _compat.call_kind(eqn)
         if kind == "scan":
             return self._scan(eqn, inner, values, along, around)
+        if kind == "custom":
+            refuse_deferred(enumerate(values), lambda _: f"`{eqn.primitive.name}`")
+            beside = functools.partial(self.run, inner, around=around)
+            return run_beside(eqn, beside, values, along)
         masks, index = around.masks, None
         if kind == "cond":
             index, values, along = values[0], values[1:], along[1:]
