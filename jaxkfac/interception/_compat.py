@@ -109,6 +109,13 @@ def bind(eqn: Eqn) -> Callable[..., Any]:
     return run
 
 
+def copy_like(operand: Var) -> Eqn:
+    """An equation that copies a value of an operand's shape and dtype."""
+    like = jax.ShapeDtypeStruct(operand.aval.shape, operand.aval.dtype)
+    (eqn,) = jax.make_jaxpr(jax.numpy.copy)(like).jaxpr.eqns
+    return eqn
+
+
 def scan_counts(eqn: Eqn) -> tuple[int, int]:
     """How many operands of a scan are constants and how many carries; the rest are scanned."""
     p = eqn.params

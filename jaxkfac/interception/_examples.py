@@ -6,6 +6,7 @@ from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._compat import ClosedJaxpr
 from jaxkfac.interception._row_masks import own_axes
+from jaxkfac.interception._structured import MODIFIED
 from jaxkfac.interception._values import CoverageNote, Data, Use
 
 _OF_ROWS = frozenset("mul div add sub add_any".split())
@@ -68,13 +69,15 @@ def split_lost(analysis: Analysis, *, examples_lead: bool) -> tuple[list[Use], l
     uses = analysis.plan.all_uses()
     lost = set(_lost_uses(analysis, examples_lead=examples_lead))
     findings = [
-        CoverageNote(
-            use.view.path, f"has the example axis lost at `{use.eqn.primitive.name}`", fatal=True
-        )
-        for use in uses
-        if use in lost
+        CoverageNote(use.view.path, _reason(use), fatal=True) for use in uses if use in lost
     ]
     return [use for use in uses if use not in lost], findings
+
+
+def _reason(use: Use) -> str:
+    if isinstance(use.where, tuple) and use.where[0] == MODIFIED:
+        return MODIFIED
+    return f"has the example axis lost at `{use.eqn.primitive.name}`"
 
 
 def _lost_uses(analysis: Analysis, *, examples_lead: bool) -> list[Use]:

@@ -30,6 +30,8 @@ class Plan:
         views: Position of a view -> the index that walks along a stack in it, if any.
         choices: Position of a view for some rows -> its axes along which the rows run.
         marks: Position of a ``mark_rows`` -> what it marks.
+        entries: Of a scan's body: position of an operand of the scan -> the use that a parameter is
+            there, as the state that the first iteration starts from.
         calls: Position of a structured equation -> the plan of its body.
         exports_views: Whether a result of the jaxpr is a view of a parameter.
         steps: The plan as the rewriter runs it, made by the rewriter once.
@@ -41,13 +43,14 @@ class Plan:
     views: dict[int, tuple[str, int] | None] = dataclasses.field(default_factory=dict)
     choices: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     marks: dict[int, Mark] = dataclasses.field(default_factory=dict)
+    entries: dict[int, Use] = dataclasses.field(default_factory=dict)
     calls: dict[int, "Plan"] = dataclasses.field(default_factory=dict)
     exports_views: bool = False
     steps: list[Any] | None = None
 
     def all_uses(self) -> list[Use]:
         """Every use, in program order."""
-        found = []
+        found = list(self.entries.values())
         for position in sorted(self.uses.keys() | self.calls.keys()):
             found += self.uses.get(position, [])
             found += self.calls[position].all_uses() if position in self.calls else []

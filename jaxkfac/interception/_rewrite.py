@@ -272,6 +272,9 @@ class Rewriter:
         self, eqn: Eqn, inner: Plan, values: list[Operand], along: list[Slots], around: Around
     ) -> list[Any]:
         (nc, nk), length = _compat.scan_counts(eqn), eqn.params["length"]
+        values = list(values)
+        for k, use in inner.entries.items():  # states that the first iteration starts from
+            values[k] = self._use(use.eqn, [use], [values[k]], [along[k]], around)
         fixed = along[: nc + nk]  # a parameter carried unchanged is a constant
         opening = self.windows.keys() - around.active.keys()  # an inner scan is inside the window
         rows = [{k: s for k, s in d.items() if k not in opening} for d in along[nc + nk :]]

@@ -5,14 +5,16 @@ from collections.abc import Callable, Sequence
 
 from jax.typing import ArrayLike
 
-from jaxkfac.interception._compat import Eqn, Jaxpr, body_of, branches_of, scan_counts
+from jaxkfac.interception._compat import Eqn, Jaxpr, body_of, branches_of, copy_like, scan_counts
 from jaxkfac.interception._facts import Facts, reasons_of
+from jaxkfac.interception._kind import kind_reading
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._products import without_product
 from jaxkfac.interception._propagate import fresh, merge
-from jaxkfac.interception._values import Constant, Consumed, Data, Derived, Value, View
+from jaxkfac.interception._values import Constant, Consumed, Data, Derived, Use, Value, View
 from jaxkfac.interception._views import reversal
 
+MODIFIED = "is carried through `scan` and modified"
 Scope = tuple[int, ...]  # identities of the scans and branches around an equation
 Walked = tuple[list[Value], Plan]
 Walk = Callable[[Jaxpr, Sequence[ArrayLike], Sequence[Value], Scope], Walked]
@@ -45,11 +47,25 @@ def walk_scan(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: S
         if all(a is b for a, b in zip(grown, carry, strict=True)):
             break
         carry, facts.findings = grown, findings
-    for before, after in zip(ins[nc : nc + nk], carry, strict=True):
-        if isinstance(before, View | Derived) and isinstance(after, Data):
-            facts.report(before, "is carried through `scan` and modified")
+    for k, (before, after) in enumerate(zip(ins[nc : nc + nk], carry, strict=True), start=nc):
+        if isinstance(before, View) and isinstance(after, Data):
+            plan.entries[k] = _start_of(eqn, k, before, after, scope)
+        elif isinstance(before, Derived) and isinstance(after, Data):
+            facts.report(before, MODIFIED)
     last = [dataclasses.replace(v, number=facts.unique()) for v in carry]
     return [*last, *(_stacked(facts, v, length) for v in outs[nk:])], plan
+
+
+def _start_of(eqn: Eqn, operand: int, view: View, carry: Data, scope: Scope) -> Use:
+    """A learned initial state: what is set beside data once, as a class token is."""
+    kind = kind_reading("add")
+    assert kind is not None
+    # Whether the parameter is repeated for every example, or one thing that the loop modifies,
+    # shows in the carry's axes; see ``_examples``.
+    use = Use(kind, copy_like(eqn.invars[operand]), 0, view, scope, data=carry, rows=carry.axes)
+    use.where = (MODIFIED, id(eqn), operand, scope)
+    kind.place(use, carry.axes)
+    return use
 
 
 def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
