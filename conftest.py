@@ -9,7 +9,9 @@ import ctypes
 import gc
 import importlib.metadata
 import os
+import platform
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -23,6 +25,14 @@ if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+# What it has compiled is kept from run to run, for programs that have not changed. Code compiled
+# for one machine does not run on every other, so each has a folder of its own.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    os.path.expanduser(f"~/.cache/jaxkfac-tests/{platform.node()}"),
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the thread count changes the last bits
 os.environ.setdefault("MPLBACKEND", "Agg")
 
@@ -53,6 +63,15 @@ hypothesis.settings.register_profile(
     "ci", parent=hypothesis.settings.get_profile("local"), derandomize=True, print_blob=True
 )
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiled programs of old code go when they have come to 2 GiB together."""
+    kept = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    if kept.parent.name != "jaxkfac-tests" or hasattr(config, "workerinput"):
+        return
+    if sum(entry.stat().st_size for entry in kept.glob("*")) > 2 << 30:
+        shutil.rmtree(kept, ignore_errors=True)
 
 
 @pytest.fixture
@@ -107,12 +126,30 @@ def _promotion(request: pytest.FixtureRequest):
             yield
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests marked ``gpu`` out where there is none."""
+    """Leave tests marked ``gpu`` out where there is none, and most cases of ``sampled`` ones."""
+    _leave_to_exhaustive(items)
     if jax.default_backend() != "gpu":
         twins = [item for item in items if item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=twins)
         items[:] = [item for item in items if item not in set(twins)]
+
+
+def _leave_to_exhaustive(items: list[pytest.Item]) -> None:
+    """Of the cases of a test marked ``sampled(n)``, all but n, spread evenly, are exhaustive."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "sampled" in marks and not marks & {"exhaustive", "slow", "gpu"}:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for members in cases.values():
+        (wanted,) = members[0].get_closest_marker("sampled").args
+        last = len(members) - 1
+        taken = {round(i * last / max(1, wanted - 1)) for i in range(wanted)}
+        for i, item in enumerate(members):
+            if i not in taken:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 # ---------------------------------------------------------------- CI fails on an unknown skip

@@ -39,7 +39,7 @@ from jaxkfac.factors import (
     update_average,
     value_grad_and_factors,
 )
-from jaxkfac.interception import Layer, LayerTable, find_layers, from_nnx, mark_rows
+from jaxkfac.interception import Layer, LayerTable, as_state, find_layers, from_nnx, mark_rows
 from jaxkfac.lslora import nf4
 from jaxkfac.memory import MemoryBudgetError, cast_once, load_safetensors, place_once
 from jaxkfac.optim import has_updated, kfac, multi_steps, scale_by_bases
@@ -72,6 +72,7 @@ __all__ = [
     "UncoveredParameterError",
     "UnknownLayerError",
     "apply_power",
+    "as_state",
     "capacity_interval",
     "capacity_metrics",
     "cast_once",

@@ -131,26 +131,33 @@ def cases(
 def over(table: Sequence[Case]) -> pytest.MarkDecorator:
     """Parametrise a test over a table, one mark for each case that is not in the default run.
 
-    Cases of a GPU are ``gpu``. Float64 is the closer comparison; of the others on a CPU the first
-    of each part is in the default run, and the rest are ``exhaustive``.
+    Cases of a GPU are ``gpu``. In the default run are a quarter of those of float64, the closer
+    comparison, spread evenly and at least three, and the first of each part in each other dtype;
+    ``make parity`` runs all.
     """
     names = [str(case) for case in table]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"parity cases of one name: {twice}")
+    close = [case for case in table if (case.device, case.dtype) == ("cpu", "float64")]
+    wanted = max(3, len(close) // 4)
+    sampled = [close[i * (len(close) - 1) // (wanted - 1)] for i in range(wanted)] if close else []
     return pytest.mark.parametrize(
         "case",
         [
-            pytest.param(case, id=name, marks=_marks(case, table[:i]))
+            pytest.param(case, id=name, marks=_marks(case, table[:i], sampled))
             for i, (case, name) in enumerate(zip(table, names, strict=True))
         ],
     )
 
 
-def _marks(case: Case, before: Sequence[Case]) -> list[pytest.MarkDecorator]:
+def _marks(
+    case: Case, before: Sequence[Case], sampled: Sequence[Case]
+) -> list[pytest.MarkDecorator]:
     if case.device == "gpu":
         return [pytest.mark.gpu]
-    if case.dtype == "float64":
-        return []
     alike = [(x.part, x.dtype, x.device) for x in before]
-    return [pytest.mark.exhaustive] if (case.part, case.dtype, case.device) in alike else []
+    first = (case.part, case.dtype, case.device) not in alike
+    return (
+        [] if case in sampled or (first and case.dtype != "float64") else [pytest.mark.exhaustive]
+    )

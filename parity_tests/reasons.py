@@ -45,6 +45,8 @@ NAMES = {
     # interception
     "Handler": _PART,
     "NnxApply": "what from_nnx returns; the perceptron and the images are such models",
+    "as_state": "another form of the same gradients, for NNX's optimizer",
+    "returned": _PART,
     "ParameterMatrix": _PART,
     "Site": _PART,
     "Traced": _PART,

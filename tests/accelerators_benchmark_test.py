@@ -45,6 +45,7 @@ def test_the_page_has_a_line_for_every_row_beside_the_gradient():
     assert lines[2].startswith("| decomposition | 3.0 | 1.500 |")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", steps())
 def test_every_step_of_the_record_traces_in_bfloat16(name):
     fn, args = steps()[name](Steps(SIZES["small"], DTYPES["bfloat16"]))

@@ -36,6 +36,7 @@ def _batch(masked=False):
     return (normal(1, N, S, D, scale=1.0), labels(2, N), *mask)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_a_loop_written_out_has_the_factors_of_the_scan(x64, sharing, masked):
@@ -56,6 +57,7 @@ def _with_bias(p, x, tap, state):
     return tap.dense("head", h, h @ p["head"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("state", STATES)

@@ -272,21 +272,23 @@ def test_kfac_trains_a_residual_net_of_nnx(x64):
             x = self.block(nnx.relu(self.norm(self.stem(x))))
             return self.head(x.mean((1, 2)))
 
-    apply_fn, params = jk.from_nnx(Net(nnx.Rngs(0)))
+    apply_fn, params = jk.from_nnx(Net(nnx.Rngs(0)), mutable=nnx.BatchStat)
     params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     objective = jk.Objective(apply_fn, jk.Categorical())
     batch = (normal(1, 8, 6, 6, 2).astype(jnp.float32), labels(2, 8))
     stats = jk.value_grad_and_factors(objective)
-    tx = jk.kfac(0.1, like=stats.factor_shapes(params, batch), damping=0.1)
+    held = apply_fn.state
+    like = stats.factor_shapes(params, batch, state=held)
+    tx = jk.kfac(0.1, like=like, damping=0.1)
 
     @jax.jit
-    def step(params, state):
-        value, grads, factors = stats(params, batch)
+    def step(params, state, held):
+        (value, held), grads, factors = stats(params, batch, state=held)
         updates, state = tx.update(grads, state, params, factors=factors)
-        return optax.apply_updates(params, updates), state, value
+        return optax.apply_updates(params, updates), state, held, value
 
     state, values = tx.init(params), []
     for _ in range(8):
-        params, state, value = step(params, state)
+        params, state, held, value = step(params, state, held)
         values.append(float(value))
     assert values[-1] < 0.7 * values[0]

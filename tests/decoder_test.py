@@ -110,6 +110,7 @@ def assert_logits(ours, theirs):
     np.testing.assert_allclose(np.asarray(ours), theirs, atol=1e-4, rtol=0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_those_of_transformers(name, tmp_path):
     kind, options = CASES[name]

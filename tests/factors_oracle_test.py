@@ -50,6 +50,7 @@ def test_rows_with_positions(x64):
     check(mlp, mlp_params(), (normal(1, 3, 5, 4), labels(2, 3, 5)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("likelihood", ["bernoulli", "gaussian"])
 @pytest.mark.parametrize("terms", [(), (3,)])
 def test_other_likelihoods(x64, likelihood, terms):
@@ -195,6 +196,7 @@ def test_embedding_by_take(x64):
 OUT_OF_RANGE = ((0, 6, 9), (-1, -7, 100), (-8, 3, -30))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int64])
 @pytest.mark.parametrize("mode", ["clip", "fill"])
 def test_tokens_out_of_range_count_for_the_rows_that_are_read(x64, mode, dtype):
@@ -375,6 +377,7 @@ def test_convolution_in_one_dimension(x64, strides, padding):
     check(model, tree(19, k=(3, 2, 4), b=(4,), w=(4, 3)), (normal(1, 3, 7, 2), labels(2, 3)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize(
     "strides, padding", [((1, 1), ((0, 0), (0, 0))), ((2, 1), ((1, 1), (0, 1)))]
@@ -500,6 +503,7 @@ def _layer_by_wrapping(wrap):
     return model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "wrap",
     [

@@ -61,6 +61,7 @@ def classifier(apply_fn):
 # ------------------------------------------------------------------ bit for bit
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "model, params, batch",
     [
@@ -182,7 +183,7 @@ def test_nnx_batch_norm_keeps_its_statistics_and_leaves_the_model_alone(training
     model = BatchNormed(nnx.Rngs(0))
     model.set_attributes(use_running_average=not training)
     before = jax.tree.map(np.asarray, nnx.state(model, nnx.BatchStat))
-    apply_fn, params = jk.from_nnx(model)
+    apply_fn, params = jk.from_nnx(model, mutable=() if training else None)
     assert set(pure(params)["norm"]) == {"scale", "bias"}
     objective, batch = classifier(apply_fn), (normal(1, 6, 4), labels(2, 6))
     # while training, the scale meets 1/σ of the batch, which has no example axis: it may be
@@ -198,6 +199,7 @@ def test_nnx_batch_norm_keeps_its_statistics_and_leaves_the_model_alone(training
     assert_tree_close(after, before, 0.0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cell", [nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell])
 def test_nnx_recurrent_cells_have_one_block_per_parameter(cell):
     class Net(nnx.Module):
@@ -290,6 +292,7 @@ def test_fori_loop_over_data(x64):
     check(model, p, batch, oracle_model=recurrent_unrolled)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scales", ["diagonal", "full_block"])
 def test_a_bias_added_to_a_sum_of_products_belongs_to_neither(x64, scales):
     """It could be the ones column of either; as it is written, so it is read."""
@@ -312,6 +315,7 @@ def test_a_bias_added_to_a_sum_of_products_belongs_to_neither(x64, scales):
     assert factors.layer("w").bias.path == "b" and factors.layer("u").bias is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("constant", [3.0, 0.5, -1.0, "neg"])
 def test_a_bias_times_a_constant_is_a_block_of_its_own(x64, constant):
     """The ones column of its product would be c, which A does not know."""
@@ -523,6 +527,7 @@ def test_shard_map_with_scan_and_explicit_cast(x64):
         )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("split", ["rows", "outputs"])
 def test_meshes_with_explicit_axis_types(x64, split):
     with two_devices():
@@ -721,6 +726,7 @@ def test_precision_and_preferred_type_of_a_product_are_kept():
     assert kept
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weight", ["w[None]", "w.T", "reshape", "cast", "w * 1.0"])
 def test_views_of_a_parameter(x64, weight):
     def plain(p, x, tap):
@@ -1073,6 +1079,7 @@ def test_program_is_reported_by_path_and_primitive(x64, case):
     assert_reported_and_raises(classifier(apply_fn), p, batch, path, primitive)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", list(REPORTED))
 def test_reported_programs_keep_their_gradient_when_ignored(x64, case):
     apply_fn, shapes, path, _ = REPORTED[case]

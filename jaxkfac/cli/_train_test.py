@@ -214,6 +214,7 @@ def test_analyze_says_that_adamw_keeps_no_factors(finished, capsys):
     assert "keeps no factors" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -234,6 +235,7 @@ def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
     assert_same_end(finished, tmp_path, name)
 
 
+@pytest.mark.slow
 def test_an_epoch_that_a_second_ctrl_c_breaks_off_leaves_the_checkpoint_before(
     tmp_path, interrupted_after, no_page, capsys
 ):
@@ -273,6 +275,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_paths_that_differ(fin
         run(finished, "--resume", "--model.width", "12", "--debug")
 
 
+@pytest.mark.slow
 def test_the_words_about_a_damaged_checkpoint_lead_to_the_end_of_the_run(
     finished, tmp_path, no_page, capsys
 ):

@@ -47,6 +47,7 @@ MIXED = (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", [pytest.param("exact", marks=pytest.mark.exhaustive), "pi"])
 def test_stacking_layers_changes_no_number(mode, monkeypatch):
     tree, bases = problem(MIXED)

@@ -125,6 +125,7 @@ def solved_densely(grads, rebuilt, damping):
     return a_vectors @ inside @ np.swapaxes(g_vectors, -1, -2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bases_in", ["device", "host"])
 @pytest.mark.parametrize("rank", [3, 20])
 def test_a_low_rank_inverts_the_factor_that_it_stands_for(problem, rank, bases_in):
@@ -189,6 +190,7 @@ def test_measured_eigenvalues_need_all_eigenvectors(problem):
         correct_eigenvalues(Objective(apply_fn, Gaussian()), bases_of(factors, rank=9))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"vectors_dtype": "bfloat16"}, {"rank": 2}])
 def test_small_layers_are_solved_together_wherever_their_eigenvectors_are(options):
     keys = jax.random.split(jax.random.key(0), 4)

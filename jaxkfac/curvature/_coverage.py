@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxkfac.interception import Layer, ParameterMatrix, kind_named
+from jaxkfac.interception import Index, Layer, ParameterMatrix, kind_named, slices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ def owners(layers: tuple[Layer, ...]) -> tuple[Owner, ...]:
         its whole parameter are both covered the preferred one is written last.
     """
     ranked = sorted(layers, key=lambda layer: kind_named(layer.kind).rank)
-    taken: set[tuple[str, tuple[int, ...]]] = set()
+    taken: set[tuple[str, Index]] = set()
     chosen = []
     for layer in ranked:
         weight, bias = (_take(matrix, taken) for matrix in (layer.weight, layer.bias))
@@ -46,16 +46,16 @@ def owners(layers: tuple[Layer, ...]) -> tuple[Owner, ...]:
     return tuple(reversed(chosen))
 
 
-def _take(matrix: ParameterMatrix | None, taken: set[tuple[str, tuple[int, ...]]]) -> bool:
+def _take(matrix: ParameterMatrix | None, taken: set[tuple[str, Index]]) -> bool:
     if matrix is None or (matrix.path, matrix.index) in taken:
         return False
     taken.add((matrix.path, matrix.index))
     return True
 
 
-def covered_indices(layers: Sequence[Layer]) -> dict[str, set[tuple[int, ...]]]:
+def covered_indices(layers: Sequence[Layer]) -> dict[str, set[Index]]:
     """``{parameter path: indices of the covered slices}``; ``()`` is all of it."""
-    indices: dict[str, set[tuple[int, ...]]] = {}
+    indices: dict[str, set[Index]] = {}
     for layer in layers:
         for matrix in (layer.weight, layer.bias):
             if matrix is not None:
@@ -63,7 +63,7 @@ def covered_indices(layers: Sequence[Layer]) -> dict[str, set[tuple[int, ...]]]:
     return indices
 
 
-def uncovered_mask(shape: tuple[int, ...], indices: set[tuple[int, ...]]) -> np.ndarray:
+def uncovered_mask(shape: tuple[int, ...], indices: set[Index]) -> np.ndarray:
     """True on the elements of a parameter that no slice covers.
 
     Only as many leading axes as the longest index has are kept: the mask broadcasts
@@ -72,5 +72,5 @@ def uncovered_mask(shape: tuple[int, ...], indices: set[tuple[int, ...]]) -> np.
     depth = max((len(index) for index in indices), default=0)
     mask = np.ones(shape[:depth], bool)
     for index in indices:
-        mask[index] = False
+        mask[slices(index)] = False
     return mask.reshape(*shape[:depth], *[1] * (len(shape) - depth))

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac._serialization import serializable
 from jaxkfac.curvature._corrections import Corrections, clip_block
 from jaxkfac.curvature._layout import Layout, Place, layout_of
 from jaxkfac.factors import BiasMode, Factors, check_same_layers
@@ -67,6 +68,7 @@ else:
     _Named = Mapping  # a runtime type checker would read an item, and so compute it
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Eigenbases(_Named):

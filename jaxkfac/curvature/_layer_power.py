@@ -186,7 +186,7 @@ def scale_diagonal(
     power: Power,
 ) -> None:
     """Write the power of a diagonal block over its part of ``written``; reads ``leaves``."""
-    path, index = layer.weight.path, layer.weight.index
+    path, index = layer.weight.path, layer.weight.at
     if path not in leaves:
         return
     raw = basis.raw_diagonal

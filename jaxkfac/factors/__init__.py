@@ -11,7 +11,14 @@ from jaxkfac.factors._factors import BiasMode, DiagonalFactor, Factors, Kronecke
 from jaxkfac.factors._fisher import FISHER_TYPES, estimator_of, over_count
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from jaxkfac.factors._long_sum import LongSum
-from jaxkfac.factors._objective import Batch, Objective, as_batch, kept_targets, takes_key
+from jaxkfac.factors._objective import (
+    Batch,
+    Objective,
+    as_batch,
+    kept_targets,
+    returned,
+    takes_key,
+)
 from jaxkfac.factors._passes import Pass, PassPlan, largest_budget, plan_passes, smallest_budget
 from jaxkfac.factors._program import Program
 from jaxkfac.factors._statistics import Statistics
@@ -51,6 +58,7 @@ __all__ = [
     "over_count",
     "per_example_diagonals",
     "plan_passes",
+    "returned",
     "smallest_budget",
     "takes_key",
     "update_average",

@@ -47,6 +47,7 @@ class BudgetedCollector:
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
         labels: Shaped[Array, "samples ..."] | None = None,
+        state: PyTree | None = None,
         *,
         step: int | None = None,
     ) -> ValueGradAndFactors:
@@ -58,6 +59,7 @@ class BudgetedCollector:
             key: For dropout and sampled labels; the same in every pass.
             positions: Which positions exist.
             labels: In place of sampled ones.
+            state: What a call changes; the same in every pass.
             step: In place of the sink's.
 
         Returns:
@@ -68,17 +70,17 @@ class BudgetedCollector:
             MemoryBudgetError: one side of one layer is larger than the budget.
             TypeError: called under ``jit``.
         """
-        args = (params, batch, key, positions, labels)
+        args = (params, batch, key, positions, labels, state)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
             raise TypeError(
                 "max_factor_bytes: the factors of one pass leave the device before the next "
                 "begins, so this function compiles its passes itself: call it outside of jit"
             )
-        plan = self.plan(params, batch, key, positions, labels)
+        plan = self.plan(*args)
         if str(plan) not in self._announced:
             print(f"jaxkfac: {plan}", file=sys.stderr)
             self._announced.add(str(plan))
-        call = self._collector.checked(batch, key, positions, labels)
+        call = self._collector.checked(batch, key, positions, labels, state)
         layers = self._collector.traced(params, call).table.layers
         value = grads = None
         whole = _Whole(layers)
@@ -102,9 +104,10 @@ class BudgetedCollector:
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
         labels: Shaped[Array, "samples ..."] | None = None,
+        state: PyTree | None = None,
     ) -> PassPlan:
         """The passes for these shapes; nothing is computed."""
-        call = self._collector.checked(batch, key, positions, labels)
+        call = self._collector.checked(batch, key, positions, labels, state)
         traced = self._collector.traced(params, call)
         return plan_passes(
             self._collector.statistics(traced), self._budget, vjps=self._collector.vjps

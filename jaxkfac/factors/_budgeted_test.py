@@ -106,6 +106,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())) or "-")
 def test_passes_gather_what_one_pass_gathers(x64, options):
     objective, params, batch = nested()
@@ -166,6 +167,7 @@ def test_one_pass_needs_exactly_the_bytes_it_says():
 ROWS = {"remat": 0, "saved": 6 * 256 * (64 + 128) * 4}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kept", ["remat", pytest.param("saved", marks=pytest.mark.exhaustive)])
 def test_a_pass_stays_under_the_gradient_and_the_budget(kept):
     objective, params, batch = transformer(24, 64, remat=kept == "remat", tokens=(4, 64))

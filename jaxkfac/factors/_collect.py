@@ -37,12 +37,14 @@ class Call(NamedTuple):
         key: The model's own.
         positions: Which positions exist, or ``None``.
         estimator: The Fisher type, with the call's key and labels.
+        state: What a call of the model changes, or ``None``.
     """
 
     batch: Any
     key: Any
     positions: Any
     estimator: Estimator
+    state: Any = None
 
 
 class ValueGradAndFactors(NamedTuple):
@@ -77,6 +79,7 @@ class FactorCollector:
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
         labels: Shaped[Array, "samples ..."] | None = None,
+        state: PyTree | None = None,
     ) -> ValueGradAndFactors:
         """Value, gradient and factors of one batch.
 
@@ -89,9 +92,12 @@ class FactorCollector:
                 of every factor with their count. Its axes are those of the outputs.
             labels: ``(samples, *targets)``: labels for ``fisher="mc"`` in place of sampled
                 ones, as a test or another framework wants them.
+            state: What a call changes (batch statistics), for a function with a ``state=``
+                argument.
 
         Returns:
-            ``(value, grads, factors)``; value is ``(value, aux)`` with ``has_aux``.
+            ``(value, grads, factors)``; value is ``(value, aux)`` with ``has_aux``, ``(value,
+            changed)`` with a state, and ``(value, (aux, changed))`` with both.
 
         Raises:
             UncoveredParameterError: a parameter is covered by no layer.
@@ -99,7 +105,7 @@ class FactorCollector:
                 for, and the rows cannot be followed to a layer.
             ValueError: a batch that is empty, or does not fit the likelihood.
         """
-        call = self.checked(batch, key, positions, labels)
+        call = self.checked(batch, key, positions, labels, state)
         if isinstance(self._program.objective, Objective):
             outputs = self.traced(params, call).out_shapes[0]
             call.estimator.check_values(self._program.objective, outputs, call.batch)
@@ -119,16 +125,18 @@ class FactorCollector:
         key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
         labels: Shaped[Array, "samples ..."] | None = None,
+        state: PyTree | None = None,
     ) -> Call:
         """The arguments as the program takes them; raises where they do not go together."""
         if isinstance(self._program.objective, Objective):
             batch = as_batch(batch)
-            return Call(batch, key, positions, self._estimator.bound(key, labels, batch))
+            estimator = self._estimator.bound(key, labels, batch)
+            return Call(batch, key, positions, estimator, state)
         if positions is not None or labels is not None:
             raise ValueError(
                 "positions= and labels= need an Objective: a scalar loss has no outputs"
             )
-        return Call(batch, key, None, self._estimator)
+        return Call(batch, key, None, self._estimator, state)
 
     def statistics(self, traced: Traced, parts: Mapping[str, PassPart] | None = None) -> Statistics:
         """The statistics of a traced program, or some parts of them."""
@@ -137,7 +145,7 @@ class FactorCollector:
 
     def traced(self, params: PyTree, call: Call) -> Traced:
         """The program for these shapes."""
-        return self._program.traced(params, call.batch, call.key)
+        return self._program.traced(params, call.batch, call.key, call.state)
 
     def gather(
         self,
@@ -163,6 +171,7 @@ class FactorCollector:
             params,
             call.batch,
             call.key,
+            call.state,
             positions=call.positions,
             loss_terms=self._loss_terms,
             windows=windows,
@@ -173,7 +182,8 @@ class FactorCollector:
         if self._uncovered == "diagonal" and traced.table.uncovered and gradient:
             factors = self._with_diagonals(traced, params, call, factors)
         value = at.value
-        if self._has_aux or (isinstance(objective, Objective) and objective.has_aux):
+        has_aux = objective.has_aux if isinstance(objective, Objective) else self._has_aux
+        if has_aux or call.state is not None:
             value = (at.value, at.aux)
         return ValueGradAndFactors(value, _gradient(params, at.grads), factors)
 
@@ -183,11 +193,12 @@ class FactorCollector:
         batch: PyTree,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
+        state: PyTree | None = None,
     ) -> Factors:
         """``Factors`` of ``jax.ShapeDtypeStruct``; nothing is computed."""
         if key is None and self._estimator.samples_labels:
             key = jax.eval_shape(lambda: jax.random.key(0))
-        return jax.eval_shape(self.__call__, params, batch, key, positions).factors
+        return jax.eval_shape(self.__call__, params, batch, key, positions, None, state).factors
 
     def _with_diagonals(
         self, traced: Traced, params: PyTree, call: Call, factors: Factors
@@ -200,7 +211,13 @@ class FactorCollector:
             file=sys.stderr,
         )
         sums = per_example_diagonals(
-            self._program.objective, params, call.batch, layers, call.estimator, key=call.key
+            self._program.objective,
+            params,
+            call.batch,
+            layers,
+            call.estimator,
+            key=call.key,
+            state=call.state,
         )
         return dataclasses.replace(
             factors,

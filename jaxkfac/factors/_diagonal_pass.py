@@ -68,10 +68,12 @@ def per_example_diagonals(
     estimator: Estimator,
     *,
     key: Key[Array, ""] | None,
+    state: PyTree | None = None,
 ) -> dict[str, Array]:
     """Sum over examples of the squared gradient of each example's sum of terms.
 
-    The estimator runs on each example by itself; ``key`` is the model's own.
+    The estimator runs on each example by itself; ``key`` and ``state`` are the
+    model's own.
 
     Memory:
         ``CHUNK`` gradients of the uncovered parameters and their activations.
@@ -85,7 +87,7 @@ def per_example_diagonals(
         one = jax.tree.map(lambda x: x[None], one)
 
         def outputs_of(wanted: dict[str, Array]) -> Array:
-            return objective.outputs(with_leaves(params, wanted), one.inputs, key)[0]
+            return objective.outputs(with_leaves(params, wanted), one.inputs, key, state)[0]
 
         outputs, vjp = jax.vjp(outputs_of, wanted)
         terms = number_of_terms(outputs, one)

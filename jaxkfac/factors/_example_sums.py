@@ -43,28 +43,6 @@ def example_counts(
     return jnp.broadcast_to(counts.sum(1, dtype=like.dtype), like.shape)
 
 
-def example_gradients(
-    site: Site, use: Use, gradient: Float[Array, "..."], examples: Atoms, like: ArrayType
-) -> Float[Array, "*parameter examples"]:
-    """Elementwise gradients summed over the positions of each example.
-
-    Args:
-        site: The site of the use.
-        use: A scale or bias.
-        gradient: Gradient at each position, with the axes of the result.
-        examples: The atoms of the example axis.
-        like: The slot, ``(parameter..., examples)``.
-    """
-    shape = like.shape[:-1]
-    lead = gradient.ndim - len(shape)
-    own = [d for d in range(gradient.ndim) if d >= lead and shape[d - lead] != 1]
-    rows = tuple(d for d in range(gradient.ndim) if d not in own)
-    side = Rows(gradient, rows, (), tuple((d, ()) for d in own))
-    axes = [use.result[d] for d in rows]
-    x = by_example(site, side, axes, examples, path=use.view.path).sum(1, dtype=like.dtype)
-    return jnp.moveaxis(x.reshape(x.shape[0], *shape), 0, -1)
-
-
 def input_means(
     a_rows: Float[Array, "*stack examples n"],
     a_numbers: Float[Array, "*stack examples"],

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac._serialization import serializable
 from jaxkfac.interception import Layer
 
 BiasMode = Literal["joint", "separate"]
@@ -35,6 +36,7 @@ else:
     _Named = Mapping  # a runtime type checker would read an item, which Factors of shapes lack
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Factors(_Named):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -67,10 +67,70 @@ def _form(x: object) -> str:
 
 def takes_key(fn: Callable[..., Any]) -> bool:
     """Whether a function has a ``key`` argument."""
+    return "key" in _parameters(fn)
+
+
+def returned(
+    what: str, fn: Callable[..., Any], args: tuple[Any, ...], key: Any, state: PyTree, has_aux: bool
+) -> tuple[Any, Any]:
+    """``(result, beside)`` of a function that may take a key and a state.
+
+    Args:
+        what: What to call the function in an error.
+        fn: Returns ``result``, or ``(result, aux)`` with ``has_aux``; with a state, a pair of
+            that and the changed state.
+        args: Its arguments.
+        key: Passed on if the function takes one.
+        state: Passed on if there is one.
+        has_aux: See ``fn``.
+
+    Returns:
+        What was returned beside the result: ``None``, ``aux``, ``changed`` or ``(aux, changed)``.
+
+    Raises:
+        TypeError: a state that the function does not take.
+        ValueError: the function takes a state and none is given, or what it returns is no pair.
+    """
+    kwargs = {"key": key} if takes_key(fn) else {}
+    if state is None:
+        _check_stateless(what, fn)
+        out = fn(*args, **kwargs)
+        return _pair(what, out, "aux") if has_aux else (out, None)
+    if "state" not in _parameters(fn):
+        raise TypeError(
+            f"state=: {what} takes none; write one with a state= argument that returns "
+            "(outputs, changed), or jk.from_nnx(model, mutable=...)"
+        )
+    out, changed = _pair(what, fn(*args, **kwargs, state=state), "changed")
+    if not has_aux:
+        return out, changed
+    out, aux = _pair(what, out, "aux")
+    return out, (aux, changed)
+
+
+def _check_stateless(what: str, fn: Callable[..., Any]) -> None:
+    """Refuse a function whose state is missing: it would start from the first one each time."""
+    parameter = _parameters(fn).get("state")
+    needed = parameter is not None and parameter.default is inspect.Parameter.empty
+    if needed or getattr(fn, "state", None) is not None:
+        raise ValueError(
+            f"{what} changes a state, and none is given: pass state=, at first apply_fn.state or "
+            "the model's own, and carry on what comes back, as in (value, state), grads, factors "
+            "= stats(params, batch, key, state=state)"
+        )
+
+
+def _pair(what: str, out: Any, second: str) -> tuple[Any, Any]:
+    if isinstance(out, tuple) and len(out) == 2:
+        return out
+    raise ValueError(f"{what}: expected a pair (..., {second}) in return, got {_form(out)}")
+
+
+def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        return "key" in inspect.signature(fn).parameters
+        return inspect.signature(fn).parameters
     except (TypeError, ValueError):
-        return False
+        return {}
 
 
 def kept_targets(targets: Array, mask: Array | None) -> Array:
@@ -87,10 +147,12 @@ class Objective:
 
     Args:
         apply_fn: ``apply_fn(params, inputs) -> outputs``, or with a ``key=`` argument for
-            dropout. Outputs have the examples first and one term's outputs last:
-            ``(N, classes)``, ``(N, tokens, vocabulary)``.
+            dropout, or with a ``state=`` argument for what a call changes (batch statistics):
+            then it returns ``(outputs, changed)``. Outputs have the examples first and one
+            term's outputs last: ``(N, classes)``, ``(N, tokens, vocabulary)``.
         likelihood: ``Categorical()``, ``Bernoulli()`` or ``Gaussian()``.
-        has_aux: Whether ``apply_fn`` returns ``(outputs, aux)``.
+        has_aux: Whether ``apply_fn`` returns ``(outputs, aux)``, with a state
+            ``((outputs, aux), changed)``.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -115,12 +177,16 @@ class Objective:
             )
 
     def outputs(
-        self, params: PyTree, inputs: PyTree, key: Key[Array, ""] | None = None
+        self,
+        params: PyTree,
+        inputs: PyTree,
+        key: Key[Array, ""] | None = None,
+        state: PyTree | None = None,
     ) -> tuple[Float[Array, "n *terms c"], Any]:
-        """``(outputs, aux)``; the key is passed on if the function takes one."""
-        kwargs = {"key": key} if takes_key(self.apply_fn) else {}
-        out = self.apply_fn(params, inputs, **kwargs)
-        outputs, aux = out if self.has_aux else (out, None)
+        """The outputs, and what comes beside them; see ``returned``."""
+        outputs, beside = returned(
+            "apply_fn", self.apply_fn, (params, inputs), key, state, self.has_aux
+        )
         if not hasattr(outputs, "ndim") or outputs.ndim < 2:
             raise ValueError(
                 f"apply_fn: expected one array of outputs (examples, ..., outputs), got "
@@ -128,7 +194,7 @@ class Objective:
             )
         if not jnp.issubdtype(outputs.dtype, jnp.floating):
             raise ValueError(f"apply_fn: outputs have dtype {outputs.dtype}, expected floating")
-        return outputs, aux
+        return outputs, beside
 
     def loss(
         self, outputs: Float[Array, "n *terms c"], targets: Array, mask: Array | None
@@ -147,9 +213,19 @@ class Objective:
             )
         self.likelihood.check(outputs, targets, mask)
 
-    def __call__(self, params: PyTree, batch: PyTree, key: Key[Array, ""] | None = None) -> Any:
-        """Mean negative log-likelihood over the batch; ``(loss, aux)`` with ``has_aux``."""
+    def __call__(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        key: Key[Array, ""] | None = None,
+        state: PyTree | None = None,
+    ) -> Any:
+        """Mean negative log-likelihood over the batch.
+
+        ``(loss, aux)`` with ``has_aux``, ``(loss, changed)`` with a state, and with both
+        ``(loss, (aux, changed))``.
+        """
         inputs, targets, mask = as_batch(batch)
-        outputs, aux = self.outputs(params, inputs, key)
+        outputs, beside = self.outputs(params, inputs, key, state)
         value, _ = self.loss(outputs, targets, mask)
-        return (value, aux) if self.has_aux else value
+        return (value, beside) if self.has_aux or state is not None else value

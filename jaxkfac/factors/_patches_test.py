@@ -133,6 +133,7 @@ def flat(case, side):
     return x.transpose(0, 1, 2, *order).reshape(*x.shape[:3], -1)
 
 
+@pytest.mark.sampled(3)
 @each_case
 def test_patches_are_the_windows_that_the_kernel_meets(x64, case):
     x, k, _ = case.arrays()
@@ -161,6 +162,7 @@ def factors_by_hand(case, x, y, targets, *, sharing, bias):
     return found if case.groups > 1 else tuple(m[0] for m in found)
 
 
+@pytest.mark.sampled(5)
 @each_case
 @pytest.mark.parametrize("sharing, bias", [("expand", "joint"), ("reduce", "joint")])
 def test_factors_equal_sums_over_explicit_patches(x64, case, sharing, bias):
@@ -207,6 +209,7 @@ RUNS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("case", RUNS.values(), ids=RUNS)
 def test_runs_of_positions_add_up_to_all_of_them(x64, monkeypatch, case, masked):
@@ -243,6 +246,7 @@ def test_runs_of_positions_add_up_to_all_of_them(x64, monkeypatch, case, masked)
     assert count == (positions if weights is None else weights.sum())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("masked", [False, True])
 @each_case
 def test_sums_over_positions_equal_summed_windows(x64, case, masked):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree, Shaped
 
 from jaxkfac._errors import LostRowsError
-from jaxkfac.factors._objective import Objective, check_array, takes_key
+from jaxkfac.factors._objective import Objective, check_array, returned
 from jaxkfac.factors._taps import Gathered, tap
 from jaxkfac.interception import (
     RowMask,
@@ -28,7 +28,7 @@ class Linearised(NamedTuple):
 
     Attributes:
         value: The mean loss.
-        aux: What the model returned beside its outputs.
+        aux: What the model returned beside its outputs: aux, the changed state, or both.
         grads: ``{path: gradient}`` of the leaves that have one.
         emitted: Statistics of the gradient's own backward pass.
         terms: Number of loss terms.
@@ -72,7 +72,11 @@ class Program:
         self._traces: TraceCache[Traced] = TraceCache()
 
     def traced(
-        self, params: PyTree, batch: PyTree, key: Key[Array | jax.ShapeDtypeStruct, ""] | None
+        self,
+        params: PyTree,
+        batch: PyTree,
+        key: Key[Array | jax.ShapeDtypeStruct, ""] | None,
+        state: PyTree | None = None,
     ) -> Traced:
         """The trace for these shapes.
 
@@ -83,7 +87,7 @@ class Program:
         if not jax.tree.leaves(params):
             raise ValueError("params: the tree holds no arrays")
         lead = isinstance(self.objective, Objective)
-        args = (params, batch.inputs if lead else batch, key)
+        args = (params, batch.inputs if lead else batch, key, state)
 
         def make() -> Traced:
             traced = trace(self._forward, *args, examples_lead=lead, **self._finding)
@@ -93,18 +97,20 @@ class Program:
 
         return self._traces.get(args, make)
 
-    def _forward(self, params: PyTree, data: PyTree, key: Key[Array, ""] | None) -> PyTree:
+    def _forward(
+        self, params: PyTree, data: PyTree, key: Key[Array, ""] | None, state: PyTree | None
+    ) -> PyTree:
         if isinstance(self.objective, Objective):
-            return self.objective.outputs(params, data, key)
-        passes_key = takes_key(self.objective)
-        out = self.objective(params, data, key=key) if passes_key else self.objective(params, data)
-        value, aux = out if self._has_aux else (out, None)
+            return self.objective.outputs(params, data, key, state)
+        value, beside = returned(
+            "the loss", self.objective, (params, data), key, state, self._has_aux
+        )
         if jnp.shape(value) != ():
             raise ValueError(
                 f"the loss has shape {jnp.shape(value)}, expected a scalar mean over rows; "
                 "give a model and a likelihood as jk.Objective instead"
             )
-        return value, aux
+        return value, beside
 
     def linearise(
         self,
@@ -113,6 +119,7 @@ class Program:
         params: PyTree,
         batch: PyTree,
         key: Key[Array, ""] | None,
+        state: PyTree | None = None,
         *,
         positions: Shaped[Array, "..."] | None = None,
         loss_terms: int | None = None,
@@ -127,6 +134,7 @@ class Program:
             params: The parameters.
             batch: A ``Batch``, or whatever the scalar loss takes.
             key: The model's own.
+            state: What a call of the model changes, if anything.
             positions: Which positions exist.
             loss_terms: Number of terms of a scalar loss.
             windows: For some layers, the iterations of a scan that their slots stand for.
@@ -156,6 +164,7 @@ class Program:
                 held,
                 data,
                 key,
+                state,
                 entries=gathered.entries,
                 masks=masks,
                 windows=windows,

@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float
 
 from jaxkfac.factors._example_sums import (
     example_counts,
-    example_gradients,
     example_sums,
     gradient_block,
     input_means,
@@ -20,7 +19,7 @@ from jaxkfac.factors._example_sums import (
 )
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.interception import Entries, Layer, Site, Slot, Traced, Use, kind_named
-from jaxkfac.kinds import masked, moments, packs, sum_to
+from jaxkfac.kinds import moments, packs
 from jaxkfac.linalg import PANELS_FROM, panel_shapes, statistics_dtype, unpack_panels
 
 Sharing = Literal["expand", "reduce"]
@@ -104,7 +103,7 @@ class Statistics:
         """Zeros for one layer."""
         dtype, uses = self._dtype(layer), self.traced.uses_of(layer)
         if layer.is_elementwise:
-            shape, kinds = self.traced.shapes[layer.weight.path], ("diagonal", "count")
+            shape, kinds = self.traced.part_shape(layer.weight), ("diagonal", "count")
             if self.by_example(layer):
                 shape = (*shape, self.traced.num_examples)
                 kinds = ("gradient", "counts")
@@ -169,7 +168,13 @@ class Statistics:
         """See ``_taps.Gathered``."""
         kind = use.kind
         if kind.elementwise:
-            return self._emit_elements(site, use, like, operands, cotangent, weights)
+            dtype = next(iter(like.values())).dtype
+            whole = jnp.ones(cotangent.shape, dtype) if self.forward else cotangent.astype(dtype)
+            derivative = (constants or {}).get("derivative")
+            examples = self.traced.examples
+            return kind.elements(
+                site, use, like, operands, whole, weights, examples, derivative
+            )
         out: Slot = {}
         examples = self.traced.examples
         if "a" in like:
@@ -186,29 +191,6 @@ class Statistics:
             side = kind.output_rows(site, use, cotangent, weights)
             out["g_rows"] = example_sums(site, use, side, examples, like["g_rows"])
         return out
-
-    def _emit_elements(
-        self,
-        site: Site,
-        use: Use,
-        like: Slot,
-        operands: list[Any],
-        cotangent: Float[Array, "*result"],
-        weights: Bool[Array, "..."] | None,
-    ) -> Slot:
-        dtype = next(iter(like.values())).dtype
-        ones = masked(jnp.ones(cotangent.shape, dtype), weights)
-        cotangent = ones if self.forward else masked(cotangent, weights).astype(dtype)
-        gradient = masked(use.kind.gradient(use, operands, cotangent), weights)
-        if "diagonal" in like:
-            parts = {"diagonal": jnp.square(gradient), "count": ones}
-            return {key: sum_to(parts[key], part.shape) for key, part in like.items()}
-        parts = {"gradient": gradient, "counts": ones}
-        examples = self.traced.examples
-        return {
-            key: example_gradients(site, use, parts[key], examples, part)
-            for key, part in like.items()
-        }
 
     # -- after it ---------------------------------------------------------------------
 

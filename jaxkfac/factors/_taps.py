@@ -87,50 +87,70 @@ def tap(gathered: Gathered) -> Handler:
             for k, use in enumerate(site.uses):
                 parameter = operands[use.operand]
                 shape = _shape_inside(site, parameter)
-                op = _tapped(_broadcast_to(shape), gathered, bare, use, site.slots[k])
-                operands[use.operand] = op([parameter], site.rows[k], site.active[k])
+                op = _tapped(_broadcast_to(shape), gathered, bare, [use], [site.slots[k]])
+                operands[use.operand] = op([parameter], [site.rows[k]], [site.active[k]])
             return site.bind(*operands)
-        op = _tapped(bare.bind, gathered, bare, site.uses[0], site.slots[0])
-        return op(operands, site.rows[0], site.active[0])
+        op = _tapped(bare.bind, gathered, bare, site.uses, site.slots)
+        return op(operands, site.rows, site.active)
 
     return handler
 
 
 def _tapped(
-    fn: Callable[..., Array], gathered: Gathered, site: Site, use: Use, slot: Slot
-) -> Callable[[list[Any], Weights, Active], Array]:
-    constants = slot.get("constants")
-    slot = {key: value for key, value in slot.items() if key != "constants"}
-    like = jax.tree.map(jax.typeof, slot)  # a backward rule may close over nothing but types
+    fn: Callable[..., Array],
+    gathered: Gathered,
+    site: Site,
+    uses: list[Use],
+    slots: list[Slot],
+) -> Callable[[list[Any], list[Weights], list[Active]], Array]:
+    constants = [slot.get("constants") for slot in slots]
+    slots = [{k: v for k, v in slot.items() if k != "constants"} for slot in slots]
+    likes = jax.tree.map(jax.typeof, slots)  # a backward rule may close over nothing but types
 
     @jax.custom_vjp
     def op(
-        operands: list[Array], rows: Weights, active: Active, constants: Slot | None, slot: Slot
+        operands: list[Array],
+        rows: list[Weights],
+        active: list[Active],
+        constants: list[Slot | None],
+        slots: list[Slot],
     ) -> Array:
         return fn(*operands)
 
     def forward(
-        operands: list[Array], rows: Weights, active: Active, constants: Slot | None, slot: Slot
-    ) -> tuple[Array, tuple[list[Array], Weights, Active, Slot | None]]:
+        operands: list[Array],
+        rows: list[Weights],
+        active: list[Active],
+        constants: list[Slot | None],
+        slots: list[Slot],
+    ) -> tuple[Array, tuple[list[Array], list[Weights], list[Active], list[Slot | None]]]:
         return fn(*operands), (operands, rows, active, constants)
 
     def backward(
-        saved: tuple[list[Array], Weights, Active, Slot | None], cotangent: Array
-    ) -> tuple[list[Array | np.ndarray], None, None, None, Slot]:
+        saved: tuple[list[Array], list[Weights], list[Active], list[Slot | None]],
+        cotangent: Array,
+    ) -> tuple[list[Array | np.ndarray], None, None, None, list[Slot]]:
         operands, rows, active, constants = saved
 
         def typed(x: Array, of: ArrayType) -> Array:
             return cast_varying(x.astype(of.dtype), cotangent)
 
-        def emitted() -> Slot:
-            statistics = automatic(functools.partial(gathered.emit, site, use, like), like)
-            return jax.tree.map(typed, statistics(operands, cotangent, rows, constants), like)
+        def statistics(k: int) -> Slot:
+            like = likes[k]
 
-        def nothing() -> Slot:
-            return jax.tree.map(lambda s: typed(jnp.zeros(s.shape, s.dtype), s), like)
+            def emitted() -> Slot:
+                emit = functools.partial(gathered.emit, site, uses[k], like)
+                out = automatic(emit, like)(operands, cotangent, rows[k], constants[k])
+                return jax.tree.map(typed, out, like)
 
-        out = emitted() if active is None else jax.lax.cond(active, emitted, nothing)
-        if gathered.comes_first(use):
+            def nothing() -> Slot:
+                return jax.tree.map(lambda s: typed(jnp.zeros(s.shape, s.dtype), s), like)
+
+            there = active[k]
+            return emitted() if there is None else jax.lax.cond(there, emitted, nothing)
+
+        out = [statistics(k) for k in range(len(uses))]
+        if any(map(gathered.comes_first, uses)):
             # A scheduler puts off what frees nothing at once: these products last, and so the
             # cotangent that they read is kept (of logits: rows x vocabulary) all the way back.
             out, cotangent = jax.lax.optimization_barrier((out, cotangent))
@@ -139,10 +159,10 @@ def _tapped(
 
     op.defvjp(forward, backward)
 
-    def run(operands: list[Any], rows: Weights, active: Active) -> Array:
+    def run(operands: list[Any], rows: list[Weights], active: list[Active]) -> Array:
         operands = jax.tree.map(jnp.asarray, operands)  # a constant may be NumPy's
-        data = operands[1 - use.operand] if len(operands) > 1 else operands[0]
-        varying = jax.tree.map(lambda s: cast_varying(s, data), slot)
+        data = operands[1 - uses[0].operand] if len(operands) > 1 else operands[0]
+        varying = jax.tree.map(lambda s: cast_varying(s, data), slots)
         return op(operands, rows, active, constants, varying)
 
     return run

@@ -45,6 +45,7 @@ from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import (
     Eqn,
     automatic,
+    bind,
     body_of,
     call_kind,
     cast_varying,
@@ -62,9 +63,11 @@ from jaxkfac.interception._encoded import (
     encoded_paths,
     is_encoded,
 )
+from jaxkfac.interception._index import Index, Range, slices
+from jaxkfac.interception._joins import Piece, cuts_of, own_atoms, pieces_of
 from jaxkfac.interception._kind import Axes, Kind, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
-from jaxkfac.interception._nnx import NnxApply, from_nnx
+from jaxkfac.interception._nnx import NnxApply, as_state, from_nnx
 from jaxkfac.interception._paths import (
     is_differentiable,
     leaves_by_path,
@@ -93,11 +96,14 @@ __all__ = [
     "Entries",
     "Eqn",
     "Handler",
+    "Index",
     "Kind",
     "Layer",
     "LayerTable",
     "NnxApply",
     "ParameterMatrix",
+    "Piece",
+    "Range",
     "RowMask",
     "Site",
     "Slot",
@@ -108,11 +114,14 @@ __all__ = [
     "Use",
     "View",
     "Window",
+    "as_state",
     "automatic",
+    "bind",
     "body_of",
     "broadcast_axes",
     "call_kind",
     "cast_varying",
+    "cuts_of",
     "decoded_shapes",
     "encoded_paths",
     "evaluate",
@@ -127,13 +136,16 @@ __all__ = [
     "matrix_problem",
     "open_jaxpr",
     "order_problem",
+    "own_atoms",
     "partition",
     "path_of",
+    "pieces_of",
     "register_kind",
     "reversal",
     "scan_counts",
     "scan_like",
     "selector",
+    "slices",
     "trace",
     "walked_by",
     "whole",

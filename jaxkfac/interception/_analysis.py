@@ -36,14 +36,26 @@ from jaxkfac.interception._custom import (
     walk_rule,
 )
 from jaxkfac.interception._facts import Facts, reasons_of
+from jaxkfac.interception._functions import is_function, seen_in
 from jaxkfac.interception._kind import kind_reading
 from jaxkfac.interception._plan import MARK_ROWS, Mark, Plan
 from jaxkfac.interception._products import follow_product
 from jaxkfac.interception._propagate import fresh, propagate
 from jaxkfac.interception._structured import Scope, Walked, walk_cond, walk_scan, walk_shard_map
 from jaxkfac.interception._uses import uses_of
-from jaxkfac.interception._values import Constant, CoverageNote, Data, Derived, Use, Value, View
-from jaxkfac.interception._views import broadcast_axes, view_of
+from jaxkfac.interception._values import (
+    Combined,
+    Constant,
+    CoverageNote,
+    Data,
+    Derived,
+    Parameter,
+    Use,
+    Value,
+    View,
+    views_in,
+)
+from jaxkfac.interception._views import broadcast_axes
 
 _NOT_EXAMPLES = (
     "with a constant (whose rows are not seen to be the examples: the leading axis of the first "
@@ -103,7 +115,8 @@ class Analysis(Facts):
             self.findings[CoverageNote(path, _COMPLEX.format(aval.dtype), True)] = None
             return Constant(self.unique())
         axes = fresh(self.table, aval.shape, "parameter")
-        return View(self.unique(), path, origin=axes, axes=axes)
+        number = self.unique()
+        return View(number, path, origin=axes, axes=axes, elements=number)
 
     # -- the walk ---------------------------------------------------------------------
 
@@ -142,11 +155,9 @@ class Analysis(Facts):
     def _equation(
         self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
     ) -> list[Value]:
-        for v in ins:
-            if isinstance(v, View):
-                self.reads.add(v.path)
+        self.reads.update(view.path for v in ins for view in views_in(v))
         kind = call_kind(eqn)
-        has_parameters = any(isinstance(v, View | Derived) for v in ins)
+        has_parameters = any(isinstance(v, Parameter) for v in ins)
         if kind == "jit" and eqn.params.get("name") == MARK_ROWS:
             return self._mark(eqn, position, ins, plan)
         if kind in ("jit", "checkpoint") or (kind == "custom" and not has_parameters):
@@ -155,16 +166,18 @@ class Analysis(Facts):
             if kind != "custom":
                 plan.calls[position] = inner
             if kind == "jit":
-                inner.exports_views = any(isinstance(v, View) for v in outs)
+                inner.exports_views = any(map(views_in, outs))
             return outs if kind == "jit" else [self.outside(v, eqn) for v in outs]
         if kind in _WALKERS:
             into = _WALKERS[kind]
             with self._inside(position):
                 outs, plan.calls[position] = into(self, self._walk, eqn, ins, scope)
             return outs
-        if kind == "custom" and any(isinstance(v, Data) for v in ins):
+        alone = not any(isinstance(v, Data) for v in ins)
+        function = kind == "custom" and alone and is_function(eqn)
+        if kind == "custom" and not alone:
             return self._custom(eqn, position, ins, plan, scope)
-        if kind is not None or not has_parameters:
+        if not has_parameters or (kind is not None and not function):
             return self._opaque(eqn, ins)
         return self._parameter_equation(eqn, position, ins, plan, scope)
 
@@ -203,7 +216,7 @@ class Analysis(Facts):
         out = [self.equation_number(eqn, ins, k) for k in range(len(eqn.outvars))]
         # What a mutable array holds, or the host returns, may be data whatever the operands are.
         data = is_stateful(eqn) or any(isinstance(v, Data) or _is_rowless(v) for v in ins)
-        parameters = [v for v in ins if isinstance(v, View | Derived)]
+        parameters = [v for v in ins if isinstance(v, Parameter)]
         if not data and not parameters:
             return [Constant(n) for n in out]
         if not data:
@@ -249,32 +262,33 @@ class Analysis(Facts):
         if not any(_differentiable(v) for v in eqn.outvars):
             for v in ins:
                 self.report(v, f"is read without gradient by `{name}`", fatal=False)
-            quiet = [Constant(v.number) if isinstance(v, View | Derived) else v for v in ins]
+            quiet = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
             return self._opaque(eqn, quiet)
         if name == "optimization_barrier":
             plan.views[position] = None
             return list(ins)
-        views = view_of(self.table, eqn, ins, number)
-        if views is None and name == "select_n":
-            views = self._chosen(ins, position, plan, number)
-        if views is None and self._where(eqn) in self._constants:
-            views = view_of(self.table, eqn, [_as_constant(v) for v in ins], number)
-            views = views and [dataclasses.replace(v, rowless=name) for v in views]
-        if views is not None:
-            before = next(v for v in ins if isinstance(v, View))
-            new = views[0].consumed[len(before.consumed) :]
-            plan.views[position] = new[0].walker if new else None
-            return list(views)
+        seen: list[Value] | None = seen_in(self, eqn, ins)
+        if seen is None and name == "select_n":
+            seen = self._chosen(ins, position, plan, number)
+        if seen is None and self._where(eqn) in self._constants:
+            seen = seen_in(self, eqn, [_as_constant(v) for v in ins])
+            seen = seen and [_rowless(v, name) for v in seen]
+        if seen is not None:
+            plan.views[position] = _walker(ins, seen)
+            return seen
         if not any(isinstance(v, Data) for v in ins):
             return self._product_of_constant(eqn, position, ins, plan, scope)
         kind = kind_reading(name)
         if kind is not None and kind.inserts and eqn.outvars[0].aval.shape == ():
             for v in ins:
                 self.report(v, "is also in a parameter-only term", fatal=False)
-            quiet = [Constant(v.number) if isinstance(v, View | Derived) else v for v in ins]
+            quiet = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
             return self._opaque(eqn, quiet)
-        if any(isinstance(v, Derived) for v in ins):
-            return self._opaque(eqn, ins, f"meets data in `{name}`")
+        for v in ins:
+            if reasons := getattr(v, "reasons", ()):
+                self.report(Derived(0, reasons), f"meets data in `{name}`")
+        if not any(map(views_in, ins)):
+            return self._opaque(eqn, [v if isinstance(v, Data) else Constant(v.number) for v in ins])
         uses = uses_of(self.table, eqn, ins, scope)
         if isinstance(uses, str):
             return self._opaque(eqn, ins, uses)
@@ -316,7 +330,7 @@ class Analysis(Facts):
         """
         number = self.equation_number(eqn, ins)
         kind = kind_reading(eqn.primitive.name)
-        derived = any(isinstance(v, Derived) for v in ins)
+        derived = not any(map(views_in, ins))
         if kind is None or not kind.product or derived:
             return self._opaque(eqn, ins)
         if self._where(eqn) in self._refused:
@@ -342,6 +356,7 @@ class Analysis(Facts):
             self.mixes(eqn, mixed_atoms(eqn, axes_in))
         for use in uses:
             use.kind.place(use, axes)
+            use.parts = uses
         product = uses[0].kind.product_axes(uses[0], len(axes))
         if product is None:
             return Data(number, axes)
@@ -349,7 +364,15 @@ class Analysis(Facts):
 
 
 def _is_rowless(value: Value) -> bool:
-    return isinstance(value, View) and bool(value.rowless)
+    return any(v.rowless for v in views_in(value))
+
+
+def _rowless(value: Value, primitive: str) -> Value:
+    """The value as one that met data without the example axis."""
+    if isinstance(value, Combined):
+        views = tuple(dataclasses.replace(v, rowless=primitive) for v in value.views)
+        return dataclasses.replace(value, views=views)
+    return dataclasses.replace(value, rowless=primitive) if isinstance(value, View) else value
 
 
 def _as_constant(value: Value) -> Value:
@@ -358,3 +381,10 @@ def _as_constant(value: Value) -> Value:
 
 def _differentiable(var: Var) -> bool:
     return jnp.issubdtype(getattr(var.aval, "dtype", np.dtype(bool)), jnp.inexact)
+
+
+def _walker(ins: Sequence[Value], outs: Sequence[Value]) -> tuple[str, int] | None:
+    """The index that walks along a stack in a view, if one does."""
+    before = next((len(v.consumed) for value in ins for v in views_in(value)), 0)
+    new = next((v.consumed[before:] for value in outs for v in views_in(value)), ())
+    return new[0].walker if new else None

@@ -36,6 +36,7 @@ class AxisTable:
         self._size: list[int] = []
         self._kinds: list[set[AxisKind]] = []
         self._split: dict[int, Atoms] = {}
+        self._parts: dict[tuple[Atoms, int, int], Atoms] = {}
 
     def new(self, size: int, kind: AxisKind) -> Atoms:
         """A fresh axis; no atoms if its size is one."""
@@ -45,6 +46,13 @@ class AxisTable:
         self._size.append(size)
         self._kinds.append({kind})
         return (len(self._parent) - 1,)
+
+    def part(self, axis: Atoms, start: int, stop: int) -> Atoms:
+        """A run of the indices of an axis of a parameter: the same atoms for the same run."""
+        key = (self.atoms(axis), start, stop)
+        if key not in self._parts:
+            self._parts[key] = self.new(stop - start, "parameter")
+        return self._parts[key]
 
     def size(self, atom: int) -> int:
         return self._size[self._find(atom)]

@@ -116,6 +116,18 @@ def copy_like(operand: Var) -> Eqn:
     return eqn
 
 
+def of_operands(eqn: Eqn, parent: Jaxpr) -> Callable[..., Any]:
+    """A function of all operands of any equation that has no inner scope of its own.
+
+    An equation with a custom derivative cannot be bound with its parameters alone.
+    """
+    if call_kind(eqn) != "custom":
+        return bind(eqn)
+    taken = [i for i, v in enumerate(eqn.invars) if is_var(v)]
+    run = evaluate([eqn], [eqn.invars[i] for i in taken], eqn.outvars, parent)
+    return lambda *operands: run(*[operands[i] for i in taken])
+
+
 def scan_counts(eqn: Eqn) -> tuple[int, int]:
     """How many operands of a scan are constants and how many carries; the rest are scanned."""
     p = eqn.params

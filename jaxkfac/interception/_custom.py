@@ -19,7 +19,7 @@ from jaxkfac.interception._coupling import visit_live
 from jaxkfac.interception._facts import Facts
 from jaxkfac.interception._propagate import fresh
 from jaxkfac.interception._structured import Scope, Walk, Walked
-from jaxkfac.interception._values import Constant, Data, Derived, Value, View
+from jaxkfac.interception._values import Constant, Data, Parameter, Value
 
 _NO_DERIVATIVE = frozenset(
     "round floor ceil sign nextafter pure_callback io_callback ffi_call pallas_call".split()
@@ -70,7 +70,7 @@ def walk_rule(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: S
     The results are those of the primal with its parameters held; the rule gets them held too, and
     as the parameters the tangents.
     """
-    held = [Constant(v.number) if isinstance(v, View | Derived) else v for v in ins]
+    held = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
     outs, _ = walk(*body_of(eqn), held, scope)
     primals, tangents = _operands(eqn)
     closed = _rule_of(eqn)

@@ -188,11 +188,11 @@ def bind(eqn: Eqn) -> Callable[..., Any]:
     return run
 
 
-def bind_view(eqn: Eqn, values: Sequence[Operand]) -> list[Any]:
-    """The results of a view; of a deferred operand, nothing is computed."""
+def bind_view(eqn: Eqn, values: Sequence[Operand], run: Callable[..., Any]) -> list[Any]:
+    """The results of a view, which ``run`` computes; of a deferred operand, nothing is computed."""
     deferred = [(i, v) for i, v in enumerate(values) if isinstance(v, DeferredParameter)]
     if not deferred:
-        out = _compat.bind(eqn)(*values)
+        out = run(*values)
         return list(out) if eqn.primitive.multiple_results else [out]
     if eqn.primitive.name == "optimization_barrier":
         there = [v for v in values if not isinstance(v, DeferredParameter)]

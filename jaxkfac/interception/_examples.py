@@ -5,6 +5,7 @@ from collections.abc import Hashable
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._compat import ClosedJaxpr
+from jaxkfac.interception._joins import pieces_of
 from jaxkfac.interception._row_masks import own_axes
 from jaxkfac.interception._structured import MODIFIED
 from jaxkfac.interception._values import CoverageNote, Data, Use
@@ -96,6 +97,18 @@ def _lost_uses(analysis: Analysis, *, examples_lead: bool) -> list[Use]:
         if not (use.data is None or walked & examples or _runs_along(table, use, examples)):
             lost.append(use)
     return lost
+
+
+def split_parts(table: AxisTable, uses: list[Use]) -> tuple[list[Use], list[CoverageNote]]:
+    """The uses whose parameter is a whole number of entries of each axis it is a part of."""
+    kept, findings = [], []
+    for use in uses:
+        if pieces_of(table, use.view.joins) is not None:
+            kept.append(use)
+        else:
+            reason = f"is joined with others and cut across, where it meets data in `{use.eqn.primitive.name}`"
+            findings.append(CoverageNote(use.view.path, reason, fatal=True))
+    return kept, findings
 
 
 def _runs_along(table: AxisTable, use: Use, examples: set[int]) -> bool:

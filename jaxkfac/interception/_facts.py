@@ -1,12 +1,13 @@
 """What a walk over a program has found so far."""
 
+import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import Eqn, is_stateful
 from jaxkfac.interception._propagate import Axes
-from jaxkfac.interception._values import CoverageNote, Derived, Value, View
+from jaxkfac.interception._values import CoverageNote, Derived, Parameter, Value, View, views_in
 
 
 class Facts:
@@ -62,30 +63,36 @@ class Facts:
 
     def report(self, value: Value, reason: str, *, fatal: bool = True) -> None:
         """Say something of the parameters that a value is made of; nothing of other values."""
-        if isinstance(value, View):
-            if value.rowless:  # what leads to no use has lost its examples, whatever reads it
-                reason, fatal = f"has the example axis lost at `{value.rowless}`", True
-            self.findings[CoverageNote(value.path, reason, fatal)] = None
-        elif isinstance(value, Derived):
-            for path, first in value.reasons:
-                text = f"goes through {first} and {reason}" if fatal else reason
-                self.findings[CoverageNote(path, text, fatal)] = None
+        for view in views_in(value):
+            if view.rowless:  # what leads to no use has lost its examples, whatever reads it
+                lost = f"has the example axis lost at `{view.rowless}`"
+                self.findings[CoverageNote(view.path, lost, True)] = None
+            else:
+                self.findings[CoverageNote(view.path, reason, fatal)] = None
+        for path, first in getattr(value, "reasons", ()):
+            text = f"goes through {first} and {reason}" if fatal else reason
+            self.findings[CoverageNote(path, text, fatal)] = None
 
     def outside(self, value: Value, eqn: Eqn) -> Value:
         """A value that leaves a structured equation: there it is no longer followed as a view."""
-        if isinstance(value, View):
-            return Derived(self.unique(), ((value.path, f"`{eqn.primitive.name}`"),))
+        if views_in(value):
+            return Derived(self.unique(), reasons_of([value], f"`{eqn.primitive.name}`"))
         return value
+
+    def arrangement(self, eqn: Eqn, view: View, ins: Sequence[Value], result: int = 0) -> int:
+        """The number of the arrangement that an equation makes of a view's elements."""
+        others = [v for v in ins if not isinstance(v, Parameter)]
+        return self.equation_number(eqn, [dataclasses.replace(view, number=view.elements), *others], result)
 
 
 def reasons_of(values: Sequence[Value], this: str) -> tuple[tuple[str, str], ...]:
     """What each parameter went through first: this equation, or an earlier one; in words."""
     reasons: dict[str, str] = {}
     for value in values:
-        if isinstance(value, View):
-            reasons.setdefault(value.path, f"`{value.lost_by}`" if value.lost_by else this)
-        elif isinstance(value, Derived):
-            reasons |= value.reasons
+        for view in views_in(value):
+            first = view.function or view.lost_by
+            reasons.setdefault(view.path, f"`{first}`" if first else this)
+        reasons |= getattr(value, "reasons", ())
     return tuple(sorted(reasons.items()))
 
 

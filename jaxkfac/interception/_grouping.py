@@ -3,10 +3,12 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._index import Range, index_name
+from jaxkfac.interception._joins import cuts_of, own_atoms, pieces_of
 from jaxkfac.interception._kind import Kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.interception._table import selector
@@ -15,13 +17,17 @@ from jaxkfac.interception._values import CoverageNote, Use, View
 
 @dataclasses.dataclass(eq=False)
 class _UseGroup:
-    """The uses that read one parameter the same way."""
+    """The uses that read one parameter the same way.
+
+    ``member`` is which one of a stack of parameters, whose uses are the same equations.
+    """
 
     kind: Kind
     weight: ParameterMatrix
     uses: list[Use]
     bias: ParameterMatrix | None = None
     name: str = ""
+    member: int | None = None
 
 
 def group_uses(
@@ -56,6 +62,7 @@ def group_uses(
     lone = [u for u in biases if u not in joined]
     blocks += _blocks(table, lone, experts)
     order = {id(u): i for i, u in enumerate(uses)}
+    blocks = [member for block in blocks for member in _members(block, biases)]
     blocks.sort(key=lambda b: order[id(b.uses[0])])
     notes += _name(blocks)
     selected = selector(pattern, [b.name for b in blocks])
@@ -68,7 +75,8 @@ def group_uses(
     for block in blocks:
         owner = owners[id(block)]
         for use in block.uses:
-            use.layer = block.name
+            use.layer = use.layer or block.name
+            use.layers = (*use.layers, block.name)
             use.free_stack = _reads_experts(use, experts)
         ones = any(owners[id(b)] is owner and b.bias is not None for b in blocks)
         elementwise, diagonal = block.kind.elementwise, block.kind.diagonal_inputs
@@ -93,8 +101,20 @@ def group_uses(
 
 def _positions(table: AxisTable, view: View) -> tuple[dict[int, int], tuple[int, ...]]:
     """Atom -> position, and the atoms' sizes, of the (indexed) parameter."""
-    atoms = [a for axis in view.origin[len(view.index) :] for a in table.atoms(axis)]
+    atoms = [a for axis in view.own for a in table.atoms(axis)]
     return {a: i for i, a in enumerate(atoms)}, tuple(table.size(a) for a in atoms)
+
+
+def _of_elements(view: View) -> View:
+    """The view whose elements a diagonal covers: a range of the parameter, else all of it."""
+    ranged = any(isinstance(at, Range) for at in view.index)
+    return view if ranged else dataclasses.replace(view, index=())
+
+
+def _own_axes(table: AxisTable, view: View) -> Callable[[Atoms], Atoms]:
+    """From an axis of a view to the parameter's own atoms."""
+    pieces = pieces_of(table, view.joins) or {}
+    return lambda axis: own_atoms(table, pieces, axis)
 
 
 def stack_of(use: Use, experts: str | None) -> tuple[tuple[int, Atoms], ...]:
@@ -114,22 +134,21 @@ def _reads_experts(use: Use, experts: str | None) -> bool:
 
 
 def _matrix(table: AxisTable, use: Use, experts: str | None) -> ParameterMatrix:
-    view = use.view
-    if use.kind.elementwise:
-        view = dataclasses.replace(view, index=())  # a diagonal covers the whole parameter
+    view = _of_elements(use.view) if use.kind.elementwise else use.view
+    own_axis = _own_axes(table, view)
     where, sizes = _positions(table, view)
     atoms = list(sizes)
     stack: list[int] = []
     stacked: set[int] = set()
     for size, axis in stack_of(use, experts):
-        own = [where[a] for a in table.atoms(axis)]
+        own = [where[a] for a in own_axis(axis)]
         if size == 1 and not own:  # a scanned axis of length one has no atoms
             own = [len(atoms)]
             atoms.append(1)
         stack += own
         stacked.update(own)
-    inputs = {where[a] for axis in use.in_axes for a in table.atoms(axis)}
-    outputs = {where[a] for axis in use.out_axes for a in table.atoms(axis)} - stacked
+    inputs = {where[a] for axis in use.in_axes for a in own_axis(axis)}
+    outputs = {where[a] for axis in use.out_axes for a in own_axis(axis)} - stacked
     if use.kind.elementwise:
         outputs = set(range(len(sizes))) - stacked
     return ParameterMatrix(
@@ -146,10 +165,34 @@ def _blocks(table: AxisTable, uses: Iterable[Use], experts: str | None) -> list[
     found: dict[Any, _UseGroup] = {}
     for use in uses:
         weight = _matrix(table, use, experts)
-        key = (weight.path, "diagonal") if use.kind.elementwise else (weight, use.kind)
+        key = (weight, use.kind)
+        if use.kind.elementwise:
+            key = (weight.path, weight.index, "diagonal")
         block = found.setdefault(key, _UseGroup(use.kind, weight, []))
         block.uses.append(use)
     return list(found.values())
+
+
+def _members(block: _UseGroup, adds: Sequence[Use]) -> list[_UseGroup]:
+    """A block for each of the parameters that were stacked for a scan."""
+    members = block.uses[0].view.members
+    if not members:
+        return [block]
+
+    rows = next((b.view.members for b in adds if b.join in block.uses), ())
+
+    def of(matrix: ParameterMatrix, view: View) -> ParameterMatrix:
+        return dataclasses.replace(matrix, path=view.path, index=view.index)
+
+    return [
+        dataclasses.replace(
+            block,
+            member=k,
+            weight=of(block.weight, view),
+            bias=of(block.bias, rows[k]) if block.bias else None,
+        )
+        for k, view in enumerate(members)
+    ]
 
 
 def _join_biases(
@@ -188,9 +231,10 @@ def _bias_matrix(
     product = add.join
     assert product is not None and add.data is not None and add.view.axes is not None
     own: dict[int, Atoms] = {}  # atom of the product's parameter -> axis of the bias
+    its_axis, my_axis = _own_axes(table, product.view), _own_axes(table, add.view)
     for free, axis in zip(add.data.product_axes, add.view.axes, strict=True):
-        parts = table.atoms(free or ())
-        split = table.regroup([axis], [table.size(a) for a in parts])
+        parts = its_axis(free or ())
+        split = table.regroup([my_axis(axis)], [table.size(a) for a in parts])
         if split is None:
             return None
         own.update(zip(parts, split, strict=True))
@@ -199,7 +243,7 @@ def _bias_matrix(
     stack = [(c.size, c.atoms) for c in add.view.consumed]
     atoms, positions = list(sizes), []
     steps = stack_of(product, experts)[len(product.view.consumed) :]
-    stacked = [a for _, axis in steps for a in table.atoms(axis)]
+    stacked = [a for _, axis in steps for a in its_axis(axis)]
     stack += [(0, own.get(a, ())) for a in stacked]
     for size, axis in stack:
         at = [where[a] for a in table.atoms(axis) if a in where]
@@ -207,7 +251,7 @@ def _bias_matrix(
             at = [len(atoms)]
             atoms.append(1)
         positions += at
-    free = {a for axis in product.out_axes for a in table.atoms(axis)} - set(stacked)
+    free = {a for axis in product.out_axes for a in its_axis(axis)} - set(stacked)
     outputs = [
         where[b]
         for a in sorted(free, key=weight_at.__getitem__)
@@ -227,8 +271,7 @@ def _name(blocks: list[_UseGroup]) -> list[CoverageNote]:
     """Name every block; where a parameter has several, the dense one keeps the path."""
     notes, by_path = [], collections.defaultdict(list)
     for block in blocks:
-        path, index = block.weight.path, block.weight.index
-        by_path[path + "".join(f"[{i}]" for i in index)].append(block)
+        by_path[block.weight.path + index_name(block.weight.index)].append(block)
     for path, group in by_path.items():
         taken: set[str] = set()
         for block in sorted(group, key=lambda b: b.kind.rank):
@@ -247,7 +290,7 @@ def _name(blocks: list[_UseGroup]) -> list[CoverageNote]:
 def _owners(table: AxisTable, blocks: list[_UseGroup]) -> dict[int, _UseGroup]:
     """For each block, the first block that reads the same inputs in the same way."""
     first: dict[Any, _UseGroup] = {}
-    return {id(b): first.setdefault(_input_key(table, b), b) for b in blocks}
+    return {id(b): first.setdefault((_input_key(table, b), b.member), b) for b in blocks}
 
 
 def _input_key(table: AxisTable, block: _UseGroup) -> Any:
@@ -262,11 +305,14 @@ def _input_key(table: AxisTable, block: _UseGroup) -> Any:
 
 def _use_key(table: AxisTable, use: Use) -> tuple[Any, ...]:
     assert use.data is not None
-    walkers = tuple(c.walker for c in use.view.consumed)
-    return (use.data.number, use.scope, walkers, _reading(table, use))
+    return (use.data.number, use.scope, use.view.walkers, _reading(table, use))
 
 
 def _reading(table: AxisTable, use: Use) -> str:
     """How the equation reads its data operand, in the parameter's own order."""
     where, _ = _positions(table, use.view)
-    return use.kind.reading(use, lambda axis: [where[a] for a in table.atoms(axis)])
+    own_axis = _own_axes(table, use.view)
+    pieces = pieces_of(table, use.view.joins) or {}
+    cuts = [cuts_of(table, pieces, axis) for axis in (*use.in_axes, *use.batch_axes)]
+    reading = use.kind.reading(use, lambda axis: [where[a] for a in own_axis(axis)])
+    return f"{reading} {cuts}" if any(cuts) else reading

@@ -39,6 +39,9 @@ class Kind(abc.ABC):
         suffix: What a further block of the same parameter is called, behind ``@``.
         elementwise: Whether each element of the parameter meets data by itself: the block is a
             diagonal, or one dense matrix, and has no input side.
+        contracts: Of an elementwise kind: whether rows are summed over, so that none of their axes
+            is the parameter's.
+        unless_matrix: The kind of a parameter that is read like this and is no matrix.
         inserts: Whether the parameter stands beside data rather than times it: several may in one
             equation, and where the result is a scalar it is a penalty.
         product: Whether its result is a product of rows: a bias may be joined to it, and its rows
@@ -58,6 +61,8 @@ class Kind(abc.ABC):
     rank: ClassVar[int] = 0
     suffix: ClassVar[str]
     elementwise: ClassVar[bool] = False
+    contracts: ClassVar[bool] = False
+    unless_matrix: ClassVar[str | None] = None
     inserts: ClassVar[bool] = False
     product: ClassVar[bool] = False
     diagonal_inputs: ClassVar[bool] = False
@@ -118,6 +123,32 @@ class Kind(abc.ABC):
         self, use: Use, operands: Sequence[Any], cotangent: Shaped[Array, "..."]
     ) -> Shaped[Array, "..."]:
         """Of an elementwise kind: the parameter's gradient at each position, before any sum."""
+        raise NotImplementedError(f"{self.name!r} is not elementwise")
+
+    def elements(
+        self,
+        site: Site,
+        use: Use,
+        like: Mapping[str, Any],
+        operands: Sequence[Any],
+        cotangent: Shaped[Array, "..."],
+        weights: RowWeights,
+        examples: Atoms,
+        derivative: Shaped[Array, "..."] | None,
+    ) -> dict[str, Any]:
+        """Of an elementwise kind: the entries of its slot that are ``like`` these.
+
+        Args:
+            site: The site of the use.
+            use: The use.
+            like: Shapes and dtypes of the slot: squares and their counts, or sums by example.
+            operands: Operands of the equation.
+            cotangent: Of its result, in the dtype of the slot.
+            weights: Which rows exist, with the axes of ``use.rows``.
+            examples: The atoms of the example axis.
+            derivative: Of the operand with respect to the parameter, element by element, where
+                the program reads a function of it.
+        """
         raise NotImplementedError(f"{self.name!r} is not elementwise")
 
     def input_rows(self, site: Site, use: Use, operands: Sequence[Any], weights: RowWeights) -> Any:

@@ -8,6 +8,7 @@ import operator
 
 from jaxtyping import Array, Shaped
 
+from jaxkfac.interception._index import Index, index_name, slices
 from jaxkfac.interception._kind import kind_named
 
 
@@ -17,7 +18,8 @@ class ParameterMatrix:
 
     Attributes:
         path: Path of the parameter in the parameter tree.
-        index: Static index into the leading axes, ``()`` for the whole parameter.
+        index: Static index into the leading axes, numbers and ranges; ``()`` for the whole
+            parameter.
         atoms: Shape of the indexed parameter with its axes split as finely as the
             program splits them; ``math.prod(atoms)`` is its size.
         stack: Positions in ``atoms`` of the stacked axes (scan, experts), in the order
@@ -27,7 +29,7 @@ class ParameterMatrix:
     """
 
     path: str
-    index: tuple[int, ...]
+    index: Index
     atoms: tuple[int, ...]
     stack: tuple[int, ...]
     inputs: tuple[int, ...]
@@ -35,6 +37,11 @@ class ParameterMatrix:
 
     def _sizes(self, positions: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(self.atoms[p] for p in positions)
+
+    @functools.cached_property
+    def at(self) -> tuple[int | slice, ...]:
+        """The index as arrays take it."""
+        return slices(self.index)
 
     @functools.cached_property
     def stack_shape(self) -> tuple[int, ...]:
@@ -59,7 +66,7 @@ class ParameterMatrix:
             ValueError: the leaf has another shape.
         """
         order = (*self.stack, *self.inputs, *self.outputs)
-        part = leaf[self.index]
+        part = leaf[self.at]
         self.check(part.shape)
         matrix = part.reshape(self.atoms).transpose(order)
         return matrix.reshape(*self.stack_shape, self.in_features, self.out_features)
@@ -73,7 +80,7 @@ class ParameterMatrix:
         ends = {1, *itertools.accumulate(self.atoms, operator.mul)}
         splits = ends.issuperset(itertools.accumulate(shape, operator.mul))
         if not splits or math.prod(shape) != self.size:
-            name = "".join([self.path, *(f"[{i}]" for i in self.index)])
+            name = self.path + index_name(self.index)
             raise ValueError(
                 f"{name!r} has shape {shape}, which is not the parameter's: its axes are read as "
                 f"{self.atoms}"
@@ -87,8 +94,8 @@ class ParameterMatrix:
         inverse = sorted(range(len(order)), key=order.__getitem__)
         part = matrix.reshape([self.atoms[p] for p in order]).transpose(inverse)
         if self.index:
-            target = leaf[self.index]
-            return leaf.at[self.index].set(part.reshape(target.shape).astype(leaf.dtype))
+            target = leaf[self.at]
+            return leaf.at[self.at].set(part.reshape(target.shape).astype(leaf.dtype))
         return part.reshape(leaf.shape).astype(leaf.dtype)
 
 

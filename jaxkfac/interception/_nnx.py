@@ -1,43 +1,206 @@
-"""Flax NNX models as a pure function of their parameters."""
+"""Flax NNX models as a pure function of their parameters and of the state that a call changes."""
+
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Key, PyTree
 
+from jaxkfac.interception._dataflow import passed_through, reading
+from jaxkfac.interception._paths import leaves_by_path
+
+Path = tuple[Any, ...]
+
 
 class NnxApply:
-    """``apply(params, inputs, key=None) -> outputs``, rebuilt from an NNX model.
+    """``apply(params, *inputs, key=None, state=None)``, rebuilt from an NNX model.
 
-    Random-number state and batch statistics are held aside as they were when the model was
-    taken apart, and are rebuilt inside the trace, so that calls have no side effect. With a
-    ``key`` every random stream is reseeded from it; without one, streams start where the
-    model's did, each call alike.
+    Returns the model's outputs, and with ``mutable=`` the pair ``(outputs, changed)``. What else
+    the model holds is kept as it was when the model was taken apart, and the model is rebuilt
+    inside the trace, so that calls have no side effect. A ``key`` seeds every random stream anew.
+    What a model sows (``nnx.Intermediate``) is left out.
+
+    Attributes:
+        state: What ``mutable=`` names, as it was in the model: a plain dictionary of arrays, for
+            the first call. ``None`` without ``mutable=``.
+
+    Raises:
+        ValueError: the call changes a variable that ``mutable=`` does not name, or draws random
+            numbers without a ``key``; ``params`` or ``state`` are not those of this model.
     """
 
-    def __init__(self, graph: nnx.GraphDef, rest: nnx.State, streams: tuple[str, ...]) -> None:
-        self._graph, self._rest, self._streams = graph, rest, streams
+    def __init__(self, model: nnx.Module, mutable: Any) -> None:
+        self._drops = isinstance(mutable, tuple | list) and not mutable
+        self._graph, params, state, self._rest = nnx.split(
+            model, nnx.Param, () if mutable is None else mutable, ...
+        )
+        # Forms, not values: a second copy of the parameters is never held.
+        self._params, self._state = _Form.of("params", params), _Form.of("state", state)
+        self.state: PyTree | None = nnx.to_pure_dict(state) if self._state.paths else None
+        held = [v for part in (state, self._rest) for _, v in nnx.to_flat_state(part)]
+        self._streams = sorted({v.tag for v in held if isinstance(v, nnx.RngKey) and v.tag})
+        if self.state is None and not self._drops and mutable is not None:
+            kinds = sorted({type(v).__name__ for v in (*held, nnx.Param(0))})
+            raise ValueError(
+                f"mutable={_name(mutable)} names no variable of the model, whose variables are "
+                f"{', '.join(kinds)} (parameters change by their gradient)"
+            )
 
-    def __call__(self, params: PyTree, inputs: PyTree, key: Key[Array, ""] | None = None) -> PyTree:
-        model = nnx.merge(self._graph, _as_state(params), self._rest, copy=True)
+    def __call__(
+        self,
+        params: PyTree,
+        *inputs: Any,
+        key: Key[Array, ""] | None = None,
+        state: PyTree | None = None,
+    ) -> Any:
+        if state is not None and self.state is None:
+            raise ValueError(
+                "state=: this model was taken apart without any; name what its call changes, as "
+                "in jk.from_nnx(model, mutable=nnx.BatchStat)"
+            )
+        state = {} if self.state is None else self.state if state is None else state
+        held = self._params.filled(params), self._state.filled(state), self._rest
+        call = self._run(held, inputs, key)
+        self._check(call, held, inputs, key)
+        if self.state is None:
+            return call.out
+        return call.out, _nested(self.state, call.after)
+
+    def _run(self, held: tuple[nnx.State, ...], inputs: Any, key: Any) -> "_Call":
+        model = nnx.merge(self._graph, *held, copy=True)
+        before, _ = _values(model)
         if key is not None and self._streams:
             keys = jax.random.split(key, len(self._streams))
             nnx.reseed(model, policy="match_shape", **dict(zip(self._streams, keys, strict=True)))
-        return model(inputs)
+        out = model(*inputs)
+        return _Call(out, before, *_values(model))
+
+    def _check(self, call: "_Call", held: tuple[nnx.State, ...], inputs: Any, key: Any) -> None:
+        """Refuse what a pure function would lose without a word."""
+        suspects = [path for path in call.after if self._is_suspect(call, path, key)]
+        if not suspects:
+            return
+        known = [path for path in suspects if path in call.before]
+        unwritten, draws = self._traced(known, held, inputs, key)
+        changed = [path for path in suspects if path not in unwritten]
+        drawn = [path for path in changed if issubclass(call.kinds[path], nnx.RngState)]
+        changed = [path for path in changed if path not in drawn]
+        if drawn and draws:
+            streams = _joined([path[:-1] for path in drawn])
+            raise ValueError(
+                f"the model draws random numbers ({streams}) and would draw the same ones at "
+                "every call: pass key=, or take it apart in evaluation mode (model.eval())"
+            )
+        if changed:
+            kinds = ", ".join(sorted({f"nnx.{call.kinds[path].__name__}" for path in changed}))
+            raise ValueError(
+                f"a call of the model changes {_joined(changed)}, which would stay at its first "
+                f"value: name it with jk.from_nnx(model, mutable={kinds}) and carry the state, "
+                "take the model apart in evaluation mode (model.eval()), or drop the changes "
+                "knowingly with mutable=()"
+            )
+
+    def _traced(
+        self,
+        paths: list[Path],
+        held: tuple[nnx.State, ...],
+        inputs: Any,
+        key: Any,
+    ) -> tuple[set[Path], bool]:
+        """Which of these variables a loop only handed on, and whether random numbers are used."""
+
+        def ends(*held: nnx.State) -> Any:
+            again = self._run(held, inputs, key)
+            carried = [again.after[path] for path in self._state.paths]
+            return [(again.before[path], again.after[path]) for path in paths], again.out, carried
+
+        closed = jax.make_jaxpr(ends)(*held)
+        found = iter(passed_through(closed)[: 2 * len(paths)])
+        pairs = zip(paths, found, found, strict=True)
+        unwritten = {path for path, before, after in pairs if before == after is not None}
+        variables = jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        random = [isinstance(v, nnx.RngState) for v in variables for _ in jax.tree.leaves(v)]
+        return unwritten, any(reading(closed, random)[2 * len(paths) :])
+
+    def _is_suspect(self, call: "_Call", path: Path, key: Any) -> bool:
+        """Whether a variable that nothing carries on may have another value than before."""
+        if path in self._state.paths:
+            return False
+        if issubclass(call.kinds[path], nnx.RngState):
+            drawn = key is None and issubclass(call.kinds[path], nnx.RngCount)
+            return drawn and call.after[path] is not call.before.get(path)
+        if self._drops or (
+            path not in call.before and issubclass(call.kinds[path], nnx.Intermediate)
+        ):
+            return False
+        return call.after[path] is not call.before.get(path)
 
 
-def _as_state(params: PyTree) -> nnx.State:
-    return nnx.State(jax.tree.map(lambda x: nnx.Param(x), params))
+class _Call(NamedTuple):
+    """One call: what it returned, and every variable before and after it."""
+
+    out: Any
+    before: dict[Path, Any]
+    after: dict[Path, Any]
+    kinds: dict[Path, type]
 
 
-def from_nnx(model: nnx.Module) -> tuple[NnxApply, PyTree]:
+class _Form(NamedTuple):
+    """The structure of one part of a model, as an ``nnx.State`` and as a plain dictionary."""
+
+    what: str
+    paths: frozenset[Path]
+    variables: Any
+    plain: Any
+
+    @classmethod
+    def of(cls, what: str, state: nnx.State) -> "_Form":
+        paths = frozenset(path for path, _ in nnx.to_flat_state(state))
+        plain = nnx.to_pure_dict(state)
+        return cls(what, paths, jax.tree.structure(state), jax.tree.structure(plain))
+
+    def filled(self, values: PyTree) -> nnx.State:
+        """The part with other values."""
+        if isinstance(values, nnx.State):
+            values = nnx.to_pure_dict(values)
+        if jax.tree.structure(values) != self.plain:
+            raise ValueError(f"{self.what}: {self._difference(values)}")
+        return jax.tree.unflatten(self.variables, jax.tree.leaves(values))
+
+    def _difference(self, values: PyTree) -> str:
+        expected = list(leaves_by_path(jax.tree.unflatten(self.plain, [0] * self.plain.num_leaves)))
+        if not isinstance(values, dict):
+            return f"expected the dictionary that jk.from_nnx returned, got {type(values).__name__}"
+        found = list(leaves_by_path(values))
+        more = [path for path in found if path not in expected]
+        less = [path for path in expected if path not in found]
+        kind = "nnx.Param" if self.what == "params" else "mutable="
+        if more:
+            return f"the model has no {more[0]!r} among what {kind} names; leave it out"
+        if less:
+            return f"{less[0]!r} is missing"
+        return (
+            "the paths are those of the model, the containers are not: expected plain dictionaries"
+        )
+
+
+def from_nnx(model: nnx.Module, *, mutable: Any = None) -> tuple[NnxApply, PyTree]:
     """Take an NNX model apart into an apply function and its parameters.
 
     Args:
-        model: Any ``nnx.Module`` that is called as ``model(inputs)``.
+        model: Any ``nnx.Module`` that is called as ``model(*inputs)``.
+        mutable: Which variables a call changes, as an NNX filter: ``nnx.BatchStat``, or several
+            in a tuple. They go in as ``state=`` and come out beside the outputs. ``None``: a call
+            that changes any raises. ``()``: the changes are dropped.
 
     Returns:
         ``(apply_fn, params)``: see ``NnxApply``; ``params`` is a plain dictionary of arrays.
-        ``nnx.update(model, params)`` puts trained parameters back.
+        ``nnx.update(model, params)`` puts trained parameters back, and ``nnx.update(model,
+        state)`` what the calls changed.
+
+    Raises:
+        TypeError: ``model`` is no ``nnx.Module``.
+        ValueError: ``mutable`` names no variable of the model.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -45,9 +208,74 @@ def from_nnx(model: nnx.Module) -> tuple[NnxApply, PyTree]:
         >>> apply_fn, params = jk.from_nnx(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
         >>> apply_fn(params, jnp.ones((5, 3))).shape, sorted(params)
         ((5, 2), ['bias', 'kernel'])
+        >>> norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+        >>> apply_fn, params = jk.from_nnx(norm, mutable=nnx.BatchStat)
+        >>> outputs, state = apply_fn(params, jnp.ones((5, 3)), state=apply_fn.state)
+        >>> sorted(state)
+        ['mean', 'var']
     """
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    streams = sorted(
-        {v.tag for _, v in nnx.to_flat_state(rest) if isinstance(v, nnx.RngKey) and v.tag}
-    )
-    return NnxApply(graph, rest, tuple(streams)), nnx.to_pure_dict(params)
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"from_nnx: expected an nnx.Module, got {_form(model)}; other models are apply "
+            "functions already: give apply_fn(params, inputs) and its parameters"
+        )
+    apply_fn = NnxApply(model, mutable)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return apply_fn, params
+
+
+def as_state(grads: PyTree, model: nnx.Module) -> nnx.State:
+    """Gradients as ``nnx.Optimizer.update`` takes them.
+
+    Args:
+        grads: Like the parameters that :func:`from_nnx` returned.
+        model: The model, whose variables say which parameter is which.
+
+    Returns:
+        An ``nnx.State`` of ``nnx.Param``.
+
+    Raises:
+        ValueError: ``grads`` are not like the model's parameters.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, jaxkfac as jk
+        >>> from flax import nnx
+        >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        >>> apply_fn, params = jk.from_nnx(model)
+        >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        >>> grads = jax.grad(lambda p: apply_fn(p, jnp.ones((5, 3))).sum())(params)
+        >>> updates = optimizer.update(model, jk.as_state(grads, model))
+        >>> print(model.bias[...])
+        [-0.5 -0.5]
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"as_state: expected the nnx.Module, got {_form(model)}")
+    return _Form.of("grads", nnx.state(model, nnx.Param)).filled(grads)
+
+
+def _values(model: nnx.Module) -> tuple[dict[Path, Any], dict[Path, type]]:
+    """The value and the type of every variable."""
+    variables = dict(nnx.to_flat_state(nnx.state(model)))
+    return {p: v.get_value() for p, v in variables.items()}, {
+        p: type(v) for p, v in variables.items()
+    }
+
+
+def _nested(like: PyTree, values: dict[Path, Any], path: Path = ()) -> PyTree:
+    """A nested dictionary like ``like``, of values by path."""
+    if isinstance(like, dict):
+        return {k: _nested(v, values, (*path, k)) for k, v in like.items()}
+    return values[path]
+
+
+def _joined(paths: list[Path]) -> str:
+    shown = ["/".join(map(str, path)) for path in paths]
+    return ", ".join(map(repr, shown[:3])) + (f" and {len(shown) - 3} more" if shown[3:] else "")
+
+
+def _name(mutable: Any) -> str:
+    return getattr(mutable, "__name__", repr(mutable))
+
+
+def _form(x: Any) -> str:
+    return f"the class {x.__name__}" if isinstance(x, type) else type(x).__name__

@@ -34,6 +34,7 @@ class Plan:
             there, as the state that the first iteration starts from.
         calls: Position of a structured equation -> the plan of its body.
         exports_views: Whether a result of the jaxpr is a view of a parameter.
+        scan: The identity of the scan whose body it is, or 0.
         steps: The plan as the rewriter runs it, made by the rewriter once.
     """
 
@@ -46,6 +47,7 @@ class Plan:
     entries: dict[int, Use] = dataclasses.field(default_factory=dict)
     calls: dict[int, "Plan"] = dataclasses.field(default_factory=dict)
     exports_views: bool = False
+    scan: int = 0
     steps: list[Any] | None = None
 
     def all_uses(self) -> list[Use]:

@@ -5,6 +5,7 @@ holds its parameter, through views, jit, checkpoint, scan (stacked where the par
 scanned, constant where it is constant), cond and shard_map, down to the handler.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,13 @@ from jaxkfac.interception import _compat
 from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._compat import Eqn, Literal, Var
 from jaxkfac.interception._custom import run_beside
+from jaxkfac.interception._elements import (
+    Elements,
+    join_elements,
+    move_elements,
+    stack_elements,
+    through_function,
+)
 from jaxkfac.interception._encoded import (
     DeferredParameter,
     Operand,
@@ -26,10 +34,11 @@ from jaxkfac.interception._encoded import (
     bind_view,
     refuse_deferred,
 )
+from jaxkfac.interception._functions import JOINS, is_function
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._row_masks import RowMask, row_weights
-from jaxkfac.interception._slots import CHOSEN, Entries, Slot, Slots, move_elements, scale_slot
+from jaxkfac.interception._slots import CHOSEN, Entries, Slot, scale_slot
 from jaxkfac.interception._steps import Segment, steps_of
 from jaxkfac.interception._values import Use
 from jaxkfac.interception._windows import Window, row_of
@@ -65,6 +74,7 @@ class Site:
 
 
 Handler = Callable[[Site, list[Any]], Any]  # of the operands; returns the equation's result
+Slots = dict[str, Slot | Elements]  # by layer
 
 
 class Around(NamedTuple):
@@ -86,7 +96,6 @@ class Rewriter:
     Args:
         table: The axis atoms of the analysis.
         handler: Called for every equation with a tapped use; returns its result.
-        elementwise: Names of the layers whose slot is shaped like the parameter.
         entries: How the entries of slots follow their parameter.
         marks: The axes of every mark of the program.
         walkers: For each layer with a slot, the indices that walk along its stack.
@@ -96,7 +105,6 @@ class Rewriter:
 
     table: AxisTable
     handler: Handler
-    elementwise: frozenset[str]
     entries: Entries
     marks: tuple[Axes, ...]
     walkers: Mapping[str, set[tuple[str, int]]]
@@ -136,9 +144,10 @@ class Rewriter:
                 around.masks.append(RowMask(values[1], plan.marks[step].axes, complete=False))
                 out = [values[0]]
             elif step in plan.views:
-                out = bind_view(eqn, values)
+                run = _compat.of_operands(eqn, plan.jaxpr)
+                out = bind_view(eqn, values, run)
                 rows = plan.choices.get(step)
-                moved = self._through_view(eqn, plan.views[step], rows, values, along)
+                moved = self._through_view(eqn, run, plan.views[step], rows, values, along)
                 riding.update((v, s) for v, s in zip(eqn.outvars, moved, strict=True) if s)
             elif plan.calls[step].exports_views:  # a jitted indexing helper: run it in place
                 out, moved = self._run(plan.calls[step], values, along, around)
@@ -167,7 +176,7 @@ class Rewriter:
         uses = [u for u in uses if u.layer in self.walkers]
         if not uses:
             return bind(eqn)(*values)
-        slots = [dict(along[u.operand][u.layer or ""]) for u in uses]
+        slots = [dict(_at_use(along[u.operand][u.layer or ""])) for u in uses]
         chosen = [
             [
                 RowMask(mask, [axis for _, axis in choice], complete=False)
@@ -186,35 +195,51 @@ class Rewriter:
     def _through_view(
         self,
         eqn: Eqn,
+        run: Callable[..., Any],
         walker: tuple[str, int] | None,
         rows: tuple[int, ...] | None,
         values: list[Any],
         along: list[Slots],
     ) -> list[Slots]:
-        """What becomes of the slots when their parameter goes through a view."""
+        """What becomes of the slots when their parameters go through a view or a function."""
         if eqn.primitive.name == "optimization_barrier":
             return along
-        position = next((i for i, s in enumerate(along) if s), None)
-        if position is None:
-            return [{}] * len(eqn.outvars)
-        others = [v for i, v in enumerate(values) if i != position]
         outs: list[Slots] = [{} for _ in eqn.outvars]
-        for name, slot in along[position].items():
-            if name in self.elementwise:
-                moved = move_elements(eqn, slot, position, values, self.entries)
-                for k, out in enumerate(outs):
-                    out[name] = {key: parts[k] for key, parts in moved.items()}
-            elif rows is not None:
-                over = tuple(d for d in range(values[0].ndim) if d not in rows)
-                outs[0][name] = {**slot, CHOSEN: (*slot.get(CHOSEN, ()), values[0].any(over))}
-            elif walker is not None:
-                if walker in self.walkers[name]:
-                    outs[0][name] = jax.tree.map(
-                        lambda s: jax.lax.dynamic_index_in_dim(s, others[0], keepdims=False), slot
-                    )
-            else:
-                for out in outs:
-                    out[name] = scale_slot(eqn, slot, position, values, self.entries)
+        parts: dict[str, dict[int, Elements]] = collections.defaultdict(dict)
+        for position, slots in enumerate(along):
+            others = [v for i, v in enumerate(values) if i != position]
+            for name, slot in slots.items():
+                if isinstance(slot, Elements):
+                    parts[name][position] = slot
+                elif rows is not None:
+                    over = tuple(d for d in range(values[0].ndim) if d not in rows)
+                    mask = values[0].any(over)
+                    outs[0][name] = {**slot, CHOSEN: (*slot.get(CHOSEN, ()), mask)}
+                elif walker is not None:
+                    if walker in self.walkers[name]:
+                        outs[0][name] = jax.tree.map(
+                            lambda s, at=others[0]: jax.lax.dynamic_index_in_dim(
+                                s, at, keepdims=False
+                            ),
+                            slot,
+                        )
+                elif (scaled := scale_slot(eqn, slot, position, values, self.entries)) is not None:
+                    for out in outs:
+                        out[name] = scaled
+        for name, seen in parts.items():
+            if rows is not None:  # a row that does not choose it has no cotangent
+                outs[0][name] = next(iter(seen.values()))
+                continue
+            if is_function(eqn):
+                outs[0][name] = through_function(eqn, run, seen, values, self.entries)
+                continue
+            if eqn.primitive.name in JOINS:
+                outs[0][name] = join_elements(eqn, seen, values, self.entries)
+                continue
+            ((position, part),) = seen.items()
+            moved = move_elements(eqn, part, position, values, self.entries)
+            for out, part in zip(outs, moved, strict=True):
+                out[name] = part
         return outs
 
     def _call(
@@ -276,8 +301,24 @@ class Rewriter:
         for k, use in inner.entries.items():  # states that the first iteration starts from
             values[k] = self._use(use.eqn, [use], [values[k]], [along[k]], around)
         fixed = along[: nc + nk]  # a parameter carried unchanged is a constant
+        stacks = {
+            u.layer: u.layers
+            for u in inner.all_uses()
+            if u.layer and u.view.members and u.view.stacked_for == inner.scan
+        }
+        along = [
+            *along[: nc + nk],
+            *(stacked_slots(d, stacks) for d in along[nc + nk :]),
+        ]
         opening = self.windows.keys() - around.active.keys()  # an inner scan is inside the window
-        rows = [{k: s for k, s in d.items() if k not in opening} for d in along[nc + nk :]]
+        rows = [
+            {
+                k: s.scanned(length) if isinstance(s, Elements) else s
+                for k, s in d.items()
+                if k not in opening
+            }
+            for d in along[nc + nk :]
+        ]
         buffers = [{k: s for k, s in d.items() if k in opening} for d in along[nc + nk :]]
         iterations = jnp.arange(length) if any(buffers) else None
 
@@ -302,6 +343,34 @@ class Rewriter:
         return [*state, *ys]
 
 
+def stacked_slots(
+    slots: Mapping[str, Slot | Elements], stacks: Mapping[str, Sequence[str]]
+) -> dict[str, Slot | Elements]:
+    """The slots of layers whose parameters were stacked for a scan, stacked likewise."""
+    joined = {name for names in stacks.values() for name in names}
+    out = {name: slot for name, slot in slots.items() if name not in joined}
+    for first, names in stacks.items():
+        held = [slots.get(name) for name in names]
+        there = [slot for slot in held if slot is not None]
+        if not there:
+            continue
+        if isinstance(there[0], Elements):
+            out[first] = stack_elements(held)
+            continue
+        keys = dict.fromkeys(key for slot in there for key in slot)
+        likes = {key: next(s[key] for s in there if key in s) for key in keys}
+        each = [
+            {k: (s or {}).get(k, jax.tree.map(jnp.zeros_like, like)) for k, like in likes.items()}
+            for s in held
+        ]
+        out[first] = jax.tree.map(lambda *parts: jnp.stack(parts), *each)
+    return out
+
+
+def _at_use(slot: Slot | Elements) -> Slot:
+    return slot.at_use() if isinstance(slot, Elements) else slot
+
+
 def tapped_layers(plan: Plan) -> set[str]:
     """Names of the layers with a tapped use inside a plan."""
-    return {u.layer for u in plan.all_uses() if u.layer is not None}
+    return {name for u in plan.all_uses() for name in u.layers}

@@ -113,7 +113,7 @@ def row_weights(
 
 def own_axes(table: AxisTable, use: Use) -> set[int]:
     """The row axes along which an elementwise use has elements of its own."""
-    if not use.kind.elementwise:
+    if not use.kind.elementwise or use.kind.contracts:
         return set()
     shape = use.eqn.invars[use.operand].aval.shape
     lead = len(use.rows) - len(shape)

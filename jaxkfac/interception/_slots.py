@@ -14,13 +14,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree, Shaped
 
-from jaxkfac.interception import _compat
 from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._encoded import Operand
-from jaxkfac.interception._views import SAME_ELEMENTS, is_negated
+from jaxkfac.interception._views import ELEMENT_BY_ELEMENT, is_negated
 
 Slot = dict[str, PyTree]  # arrays, or their shapes, by entry
-Slots = dict[str, Slot]  # by layer
 
 CHOSEN = "chosen"  # beside the entries of a slot: which rows a view of its parameter is chosen for
 
@@ -63,18 +61,27 @@ def check_entries(slots: Mapping[str, Slot], entries: Entries) -> None:
 
 def scale_slot(
     eqn: Eqn, slot: Slot, position: int, values: Sequence[Operand], entries: Entries
-) -> Slot:
-    """A slot behind a view of the operand at ``position``: a scalar constant multiplies it."""
+) -> Slot | None:
+    """A slot behind a view of the operand at ``position``: a scalar constant multiplies it.
+
+    ``None`` behind a function of the parameter, which is no matrix of it.
+    """
     name, chosen = eqn.primitive.name, slot.get(CHOSEN)
     if chosen is not None:
         slot = {key: part for key, part in slot.items() if key != CHOSEN}
-        return {**scale_slot(eqn, slot, position, values, entries), CHOSEN: chosen}
+        scaled = scale_slot(eqn, slot, position, values, entries)
+        return None if scaled is None else {**scaled, CHOSEN: chosen}
     if is_negated(eqn, position):
         return _times(slot, jnp.asarray(-1.0), entries)
-    if name not in ("mul", "div"):
+    if name in ("mul", "div") and position <= (name == "mul"):
+        c = jax.lax.stop_gradient(jnp.asarray(values[1 - position]))  # may be data
+        if c.size != 1:
+            return None
+        c = c.reshape(())
+        return _times(slot, c if name == "mul" else 1 / c, entries)
+    if name in ("add", "add_any", "sub") or name not in ELEMENT_BY_ELEMENT:
         return slot
-    c = jax.lax.stop_gradient(jnp.asarray(values[1 - position])).reshape(())  # may be data
-    return _times(slot, c if name == "mul" else 1 / c, entries)
+    return None
 
 
 def _times(slot: Slot, c: Shaped[Array, ""], entries: Entries) -> Slot:
@@ -86,83 +93,3 @@ def _times(slot: Slot, c: Shaped[Array, ""], entries: Entries) -> Slot:
         return jax.tree.map(lambda x: x * c.astype(x.dtype) ** entry.power, part)
 
     return {key: times(part, entries[key]) for key, part in slot.items()}
-
-
-def move_elements(
-    eqn: Eqn,
-    slot: Mapping[str, Shaped[Array, "..."]],
-    position: int,
-    values: Sequence[ArrayLike],
-    entries: Entries,
-) -> dict[str, list[Shaped[Array, "..."]]]:
-    """For each entry of a slot shaped like the parameter, what each result of a view has of it.
-
-    Args:
-        eqn: The view: the entry goes through the same equation.
-        slot: The slot.
-        position: Of the parameter among the operands.
-        values: The operands.
-        entries: What the entries declare.
-    """
-    flat = {key: entry for key, entry in entries.items() if isinstance(entry, SlotEntry)}
-    return {key: _move(eqn, flat[key], s, position, values) for key, s in slot.items()}
-
-
-def _move(
-    eqn: Eqn,
-    entry: SlotEntry,
-    slot: Shaped[Array, "..."],
-    position: int,
-    values: Sequence[ArrayLike],
-) -> list[Shaped[Array, "..."]]:
-    if not entry.by_example:
-        return _move_one(eqn, entry, slot, position, values)
-    # Broadcast axes are kept at size one as long as that is possible: their elements are sums
-    # over what was broadcast, and no use needs them apart.
-    if eqn.primitive.name == "broadcast_in_dim":
-        shape = [1] * (len(eqn.params["shape"]) + 1)
-        for d, size in zip(eqn.params["broadcast_dimensions"], slot.shape[:-1], strict=True):
-            shape[d] = size
-        return [slot.reshape(*shape[:-1], slot.shape[-1])]
-    full = (*jnp.shape(values[position]), slot.shape[-1])
-    if slot.shape != full and eqn.primitive.name not in _KEEPS_BROADCAST:
-        slot = jnp.broadcast_to(slot, full)
-    return jax.vmap(
-        lambda part: _move_one(eqn, entry, part, position, values), in_axes=-1, out_axes=-1
-    )(slot)
-
-
-_KEEPS_BROADCAST = (SAME_ELEMENTS - {"pvary", "pcast"}) | {
-    "transpose",
-    "mul",
-    "div",
-    "neg",
-    "select_n",
-}
-
-
-def _move_one(
-    eqn: Eqn,
-    entry: SlotEntry,
-    slot: Shaped[Array, "..."],
-    position: int,
-    values: Sequence[ArrayLike],
-) -> list[Shaped[Array, "..."]]:
-    name = eqn.primitive.name
-    if name in ("mul", "div"):
-        constant = jax.lax.stop_gradient(jnp.asarray(values[1 - position]))  # may be data
-        constant = constant.astype(slot.dtype) ** entry.power
-        return [slot * constant if name == "mul" else slot / constant]
-    if is_negated(eqn, position) and entry.power % 2:
-        slot = -slot
-    if name in ("neg", "select_n"):  # rows that do not choose it have no cotangent
-        return [slot]
-    if name in ("add", "sub", "add_any"):
-        return [jnp.broadcast_to(slot, eqn.outvars[0].aval.shape)]
-    if name in SAME_ELEMENTS and name not in ("pvary", "pcast"):
-        return [slot]
-    if name == "pad":
-        values = [values[0], jnp.zeros((), slot.dtype)]
-    operands = [slot if i == position else v for i, v in enumerate(values)]
-    out = _compat.bind(eqn)(*operands)
-    return list(out) if eqn.primitive.multiple_results else [out]

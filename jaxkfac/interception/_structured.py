@@ -1,17 +1,29 @@
 """Equations whose body sees other values than their operands: scan, cond and shard_map."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from jax.typing import ArrayLike
 
+from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._compat import Eqn, Jaxpr, body_of, branches_of, copy_like, scan_counts
 from jaxkfac.interception._facts import Facts, reasons_of
 from jaxkfac.interception._kind import kind_reading
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._products import without_product
 from jaxkfac.interception._propagate import fresh, merge
-from jaxkfac.interception._values import Constant, Consumed, Data, Derived, Use, Value, View
+from jaxkfac.interception._values import (
+    Combined,
+    Constant,
+    Consumed,
+    Data,
+    Derived,
+    Parameter,
+    Use,
+    Value,
+    View,
+    views_in,
+)
 from jaxkfac.interception._views import reversal
 
 MODIFIED = "is carried through `scan` and modified"
@@ -32,7 +44,7 @@ def walk_scan(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: S
     # A carry is another value in each iteration, so it does not keep the number of its first;
     # only a parameter that is carried unchanged does.
     carry = [
-        v if isinstance(v, View) else dataclasses.replace(without_product(v), number=facts.unique())
+        v if views_in(v) else dataclasses.replace(without_product(v), number=facts.unique())
         for v in ins[nc : nc + nk]
     ]
     while True:  # a carry that becomes data may make another one data in the next iteration
@@ -50,8 +62,9 @@ def walk_scan(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: S
     for k, (before, after) in enumerate(zip(ins[nc : nc + nk], carry, strict=True), start=nc):
         if isinstance(before, View) and isinstance(after, Data):
             plan.entries[k] = _start_of(eqn, k, before, after, scope)
-        elif isinstance(before, Derived) and isinstance(after, Data):
+        elif isinstance(before, Parameter) and isinstance(after, Data):
             facts.report(before, MODIFIED)
+    plan.scan = scan
     last = [dataclasses.replace(v, number=facts.unique()) for v in carry]
     return [*last, *(_stacked(facts, v, length) for v in outs[nk:])], plan
 
@@ -74,7 +87,15 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
     number = facts.number((scan, "xs", value.number))
     if isinstance(value, Data):
         return Data(number, value.axes[1:])
+    if isinstance(value, Combined) and (first := _of_stack(facts, value, scan)) is not None:
+        return dataclasses.replace(first, number=number)
+    if isinstance(value, Combined):
+        each = (_slice_of(facts, view, scan, length) for view in value.views)
+        views = tuple(v for value in each for v in views_in(value))
+        return dataclasses.replace(value, number=number, views=views)
     if isinstance(value, View):
+        elements = facts.number((scan, "xs", value.elements))
+        value = dataclasses.replace(value, elements=elements)
         if value.axes is None:
             return dataclasses.replace(value, number=number)
         if value.chosen:  # its rows are not those of the iterations
@@ -87,6 +108,39 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
     return dataclasses.replace(value, number=number)
 
 
+def _of_stack(facts: Facts, value: Combined, scan: int) -> View | None:
+    """What one iteration sees of parameters that were stacked for a scan, if they are alike."""
+    table, first = facts.table, value.views[0]
+    alike = {_layout(table, view) for view in value.views}
+    if value.reasons or None in alike or len(alike) > 1:
+        return None
+    lie = [join for v in value.views for join in v.joins if join.whole == (v.axes or ())[0]]
+    if [(j.start, j.size, j.own) for j in lie] != [(i, 1, ()) for i in range(table.size(*lie[0].whole))]:
+        return None
+    assert first.axes is not None
+    joins = tuple(j for j in first.joins if j is not lie[0])
+    elements = facts.number(("stack", scan, *(view.elements for view in value.views)))
+    return dataclasses.replace(
+        first,
+        axes=first.axes[1:],
+        joins=joins,
+        members=value.views,
+        stacked_for=scan,
+        elements=elements,
+    )
+
+
+def _layout(table: AxisTable, view: View) -> Hashable:
+    """How a view behind its first axis reads its parameter; ``None`` if that is not known."""
+    if not view.axes or len(view.joins) != 1 or view.joins[0].whole != view.axes[0]:
+        return None
+    if view.consumed or view.reversed or view.members:
+        return None
+    own = [a for axis in view.own for a in table.atoms(axis)]
+    read = [tuple(map(own.index, table.atoms(axis))) for axis in view.axes[1:]]
+    return (tuple(map(table.size, own)), tuple(read), view.function, len(view.scaled))
+
+
 def _join(facts: Facts, before: Value, after: Value, *, unchanged: bool) -> Value:
     """The carry that covers both the first iteration and the later ones."""
     if isinstance(before, Data):
@@ -96,7 +150,7 @@ def _join(facts: Facts, before: Value, after: Value, *, unchanged: bool) -> Valu
         return before
     if isinstance(after, Data):
         return Data(facts.unique(), after.axes)
-    if isinstance(before, View) and unchanged:
+    if views_in(before) and unchanged:
         return before
     reasons = reasons_of((before, after), "`scan`")
     if not reasons or (isinstance(before, Derived) and dict(reasons) == dict(before.reasons)):
@@ -109,8 +163,8 @@ def _stacked(facts: Facts, value: Value, length: int) -> Value:
     number = facts.unique()
     if isinstance(value, Data):
         return Data(number, (facts.table.new(length, "derived"), *value.axes))
-    if isinstance(value, View):
-        return Derived(number, ((value.path, "`scan`"),))
+    if views_in(value):
+        return Derived(number, reasons_of([value], "`scan`"))
     return dataclasses.replace(value, number=number)
 
 
@@ -155,7 +209,7 @@ def walk_shard_map(
     inside: list[Value] = []
     for value, outer, inner in zip(ins, eqn.invars, body.invars, strict=True):
         value, same = without_product(value), outer.aval.shape == inner.aval.shape
-        if isinstance(value, View) and not same:
+        if views_in(value) and not same:
             facts.report(value, "is split over mesh axes by `shard_map`")
             value = Data(facts.unique(), fresh(facts.table, inner.aval.shape))
         elif isinstance(value, Data) and not same:

@@ -14,6 +14,7 @@ from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import Atoms
 from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._coupling import visit_live
+from jaxkfac.interception._elements import Elements
 from jaxkfac.interception._encoded import (
     DeferredParameter,
     decoded_shapes,
@@ -21,9 +22,10 @@ from jaxkfac.interception._encoded import (
     is_encoded,
     refuse_deferred,
 )
-from jaxkfac.interception._examples import analyse, split_lost
+from jaxkfac.interception._examples import analyse, split_lost, split_parts
 from jaxkfac.interception._grouping import group_uses
-from jaxkfac.interception._layer import Layer
+from jaxkfac.interception._index import shape_of
+from jaxkfac.interception._layer import Layer, ParameterMatrix
 from jaxkfac.interception._paths import leaves_by_path
 from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._rewrite import Around, Handler, Rewriter
@@ -60,6 +62,10 @@ class Traced:
         """Axis atoms of an output leaf, or ``None`` if it does not depend on data."""
         value = self.analysis.outputs[index]
         return value.axes if isinstance(value, Data) else None
+
+    def part_shape(self, matrix: ParameterMatrix) -> tuple[int, ...]:
+        """Shape of the part of a parameter that a matrix covers."""
+        return shape_of(matrix.index, self.shapes[matrix.path])
 
     @property
     def num_examples(self) -> int:
@@ -117,8 +123,8 @@ class Traced:
     def _uses(self) -> dict[str, list[Use]]:
         found = collections.defaultdict(list)
         for use in self.analysis.plan.all_uses():
-            if use.layer is not None:
-                found[use.layer].append(use)
+            for name in use.layers:
+                found[name].append(use)
         return found
 
     def emit(
@@ -150,13 +156,16 @@ class Traced:
         by_path = collections.defaultdict(dict)
         walkers = collections.defaultdict(set)
         for use in self.analysis.plan.all_uses():
-            if use.layer is not None and use.layer in slots:
-                by_path[use.view.path][use.layer] = slots[use.layer]
-                walkers[use.layer].update(c.walker for c in use.view.consumed)
+            for name in slots.keys() & use.layers:
+                slot, weight = slots[name], self.table[name].weight
+                if self.table[name].is_elementwise:
+                    slot = Elements.of(slot, weight.index, self.shapes[weight.path])
+                by_path[weight.path][name] = slot
+                for layer in (name, use.layer or name):
+                    walkers[layer].update(c.walker for c in use.view.consumed)
         rewriter = Rewriter(
             table=self.analysis.table,
             handler=handler,
-            elementwise=frozenset(x.name for x in self.table.layers if x.is_elementwise),
             entries=entries,
             marks=tuple(m.axes for m in self.analysis.plan.all_marks()),
             walkers=walkers,
@@ -198,6 +207,7 @@ def trace(
     num_args = len(closed.jaxpr.invars) - len(paths)
     analysis = analyse(closed, [*paths, *[None] * num_args], examples_lead=examples_lead)
     uses, lost = split_lost(analysis, examples_lead=examples_lead)
+    uses, cut = split_parts(analysis.table, uses)
     found, notes = group_uses(
         analysis.table,
         uses,
@@ -206,9 +216,10 @@ def trace(
         pattern=layers,
         scale_blocks=scale_blocks,
     )
-    findings = [*analysis.findings, *lost, *notes]
+    findings = [*analysis.findings, *lost, *cut, *notes]
     held = {part.path for layer in found for part in (layer.weight, layer.bias) if part}
-    touched = {f.path for f in findings} | {u.view.path for u in uses}
+    touched = {f.path for f in findings}
+    touched |= {v.path for u in uses for v in (u.view, *u.view.members)}
     shapes_of = {path: tuple(getattr(leaf, "shape", ())) for path, leaf in paths.items()}
     unread = [
         (

@@ -1,11 +1,13 @@
 """What the analysis knows of a value: constant, parameter seen through views, or data."""
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from jaxkfac.interception._axes import Atoms
 from jaxkfac.interception._compat import Eqn
+from jaxkfac.interception._index import Index, Range
+from jaxkfac.interception._joins import Join
 from jaxkfac.interception._kind import Kind
 from jaxkfac.interception._propagate import Axes
 
@@ -32,16 +34,24 @@ class View:
     Attributes:
         number: Value number; equal numbers are equal values.
         path: The parameter.
-        index: Static index into its leading axes.
+        index: Static index into its leading axes: a number, or a range of them.
         axes: One entry per axis in atoms of the parameter, or ``None`` where the view
             cannot be followed axis by axis (a range, a constant gather): such a view can
             still be a bias or a scale, but not a matrix.
-        origin: The parameter's own axes.
+        origin: The parameter's own axes; of a range, the range.
         consumed: Stacked axes used up so far, outermost first: scan iterations and
             dynamic indices.
         scaled: Value numbers of the constants it was multiplied by.
         reversed: Atoms along which it is seen back to front.
         lost_by: The primitive behind which the axes can no longer be followed.
+        function: The first primitive that made it a function of the parameter's elements, one by
+            one, and no multiple of them (``exp``, a product of two parameters); it is no matrix
+            of the parameter then.
+        joins: The axes along which it is a part of the value only.
+        members: Where it is one iteration's of a stack of parameters: each of them, in the order
+            of the iterations. The view itself is the first one's.
+        stacked_for: The scan that walks along that stack.
+        elements: Two views of a parameter with one number hold its elements in one arrangement.
         chosen: Of each choice of some rows (a cond under ``vmap``): for each axis that was
             broadcast to those rows, its atoms, and those of the choice.
         rowless: The primitive in which data without the example axis multiplied or shifted it.
@@ -51,13 +61,45 @@ class View:
     path: str
     origin: Axes
     axes: Axes | None
-    index: tuple[int, ...] = ()
+    index: Index = ()
     consumed: tuple["Consumed", ...] = ()
     scaled: tuple[int, ...] = ()
     reversed: Atoms = ()
     lost_by: str = ""
+    function: str = ""
+    joins: tuple[Join, ...] = ()
+    members: tuple["View", ...] = ()
+    stacked_for: int = 0
+    elements: int = 0
     chosen: tuple[tuple[tuple[Atoms, Atoms], ...], ...] = ()
     rowless: str = ""
+
+    @property
+    def walkers(self) -> tuple[tuple[str, int], ...]:
+        """What walks along stacks of it, outermost first: scans and dynamic indices."""
+        stacked = (("scan", self.stacked_for),) if self.members else ()
+        return (*stacked, *(c.walker for c in self.consumed))
+
+    @property
+    def own(self) -> Axes:
+        """The axes of the parameter that the static index leaves."""
+        kept = [i for i, at in enumerate(self.index) if isinstance(at, Range)]
+        return tuple(self.origin[i] for i in (*kept, *range(len(self.index), len(self.origin))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Combined:
+    """Parameters that meet one another, element by element or side by side, before data.
+
+    Attributes:
+        number: Value number.
+        views: Each of them, as a view of the shape of this value.
+        reasons: As in ``Derived``, of the parameters that are in it but are not seen in it.
+    """
+
+    number: int
+    views: tuple[View, ...]
+    reasons: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +137,15 @@ class Data:
     product_axes: tuple[Atoms | None, ...] = ()
 
 
-Value = Constant | View | Derived | Data
+Parameter = View | Combined | Derived
+Value = Constant | Parameter | Data
+
+
+def views_in(value: Value) -> tuple[View, ...]:
+    """The parameters that are seen in a value."""
+    if isinstance(value, Combined):
+        return value.views
+    return (value,) if isinstance(value, View) else ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -116,8 +166,10 @@ class Use:
         data: The data operand, if there is one.
         from_constant: Whether that operand is a constant (the zeros that a recurrent state
             starts from), whose rows the program joins with those of data only later.
+        parts: Where the parameter is a part of an array: the uses of all its parts.
         join: For a bias: the product it is added to, if nothing else reads that product.
         layer: Name of the layer this use belongs to, or ``None`` while it is not tapped.
+        layers: Names of all of them, where each iteration's is another layer.
         free_stack: Whether its first free axis is read as a stack of experts.
         row_batch: Of a dense layer: which pairs of shared axes are rows, the parameter having
             been broadcast along them.
@@ -139,8 +191,10 @@ class Use:
     result: Axes = ()
     data: Data | None = None
     from_constant: bool = False
+    parts: Sequence["Use"] = ()
     join: "Use | None" = None
     layer: str | None = None
+    layers: tuple[str, ...] = ()
     free_stack: bool = False
     row_batch: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()

@@ -1,14 +1,17 @@
 """The view rule: equations through which a parameter can still be seen."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.extend import core as jex
 
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import Eqn, read_order
+from jaxkfac.interception._facts import Facts
+from jaxkfac.interception._index import Range
 from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._values import Constant, Consumed, Value, View
 
@@ -16,21 +19,35 @@ SAME_ELEMENTS = frozenset(
     "convert_element_type copy copy_p reduce_precision optimization_barrier name pvary pcast "
     "sharding_constraint reshard layout_constraint".split()
 )
+# Each element of the result is a function of one element of each operand.
+ELEMENT_BY_ELEMENT = frozenset(
+    "add sub mul div max min pow integer_pow exp exp2 log log1p expm1 tanh logistic sin cos tan "
+    "asin acos atan sinh cosh asinh acosh atanh sqrt rsqrt cbrt neg abs sign square erf erfc "
+    "erf_inv lgamma digamma select_n clamp add_any atan2 rem".split()
+)
 _SELECTIONS = frozenset("slice dynamic_slice gather split pad broadcast_in_dim".split())
 
 
-def view_of(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> list[View] | None:
+def view_of(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[View] | None:
     """The views that the results are, or ``None`` if the equation is no view.
 
     Exactly one operand must be a view and every other one constant.
     """
-    views = _views(table, eqn, ins, number)
+    first = facts.equation_number(eqn, ins)
+    views = _views(facts.table, eqn, ins, first)
     if views is None:
         return None
     name = eqn.primitive.name
+    (view,) = (v for v in ins if isinstance(v, View))
+    same = name in SAME_ELEMENTS | ELEMENT_BY_ELEMENT
     return [
-        dataclasses.replace(v, lost_by=name) if v.axes is None and not v.lost_by else v
-        for v in views
+        dataclasses.replace(
+            v,
+            number=facts.equation_number(eqn, ins, k),
+            elements=view.elements if same else facts.arrangement(eqn, view, ins, k),
+            lost_by=v.lost_by or (name if v.axes is None else ""),
+        )
+        for k, v in enumerate(views)
     ]
 
 
@@ -71,6 +88,8 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
         return [_turned(table, eqn, view, number)]
     if name == "broadcast_in_dim":
         return [dataclasses.replace(view, number=number, axes=_broadcast(table, eqn, view.axes))]
+    if name == "split":
+        return _split(table, eqn, view)
     if name in _SELECTIONS:
         return [dataclasses.replace(view, number=number, axes=None) for _ in eqn.outvars]
     return None
@@ -91,13 +110,15 @@ def is_negated(eqn: Eqn, position: int) -> bool:
 
 
 def _scaled(table: AxisTable, eqn: Eqn, view: View, position: int, number: int) -> View:
-    """Times a constant: a scalar keeps the matrix, an array (a mask) only the elements."""
+    """Times a constant: a scalar keeps the matrix, an array only the elements."""
     other = eqn.invars[1 - position]
     mine, out = eqn.invars[position].aval.shape, eqn.outvars[0].aval.shape
-    axes = view.axes
-    if getattr(other.aval, "size", 1) != 1 or mine != out:
-        axes = None
-    return dataclasses.replace(view, number=number, axes=axes, scaled=(*view.scaled, number))
+    function = view.function
+    if getattr(other.aval, "size", 1) != 1:
+        function = function or eqn.primitive.name
+    axes = view.axes if mine == out else None
+    scaled = (*view.scaled, number)
+    return dataclasses.replace(view, number=number, axes=axes, scaled=scaled, function=function)
 
 
 def _moved(table: AxisTable, eqn: Eqn, axes: Axes | None) -> Axes | None:
@@ -142,30 +163,90 @@ def reversal(table: AxisTable, view: View, axis: Atoms) -> Literal["none", "part
 
 
 def _slice(table: AxisTable, eqn: Eqn, view: View, ins: Sequence[Value], number: int) -> View:
-    """One element of the leading axis is an index. Any other slice selects elements."""
+    """One element of the leading axis is an index, neighbouring ones of an axis are a range.
+
+    Any other slice selects elements. Of a parameter that is none of them, ``None``.
+    """
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     new = dataclasses.replace(view, number=number)
     if before == after:
         return new
-    axes = view.axes
     cut = [d for d in range(len(before)) if before[d] != after[d]]
-    if axes is None or cut != [0] or after[0] != 1 or reversal(table, view, axes[0]) != "none":
+    axes, starts = view.axes, _static_starts(eqn, cut)
+    strides = eqn.params.get("strides") or (1,) * len(before)
+    straight = axes and all(reversal(table, view, axes[d]) == "none" for d in cut)
+    if not axes or not straight or any(strides[d] > 1 and after[d] > 1 for d in cut):
         return dataclasses.replace(new, axes=None)
-    rest = ((), *axes[1:])
-    start = _static_start(eqn)
-    if start is None:  # a traced index walks along a stack, as a scan does
+    if starts is None:  # a traced index walks along a stack, as a scan does
+        if cut != [0] or after[0] != 1 or view.joins:
+            return dataclasses.replace(new, axes=None)
         step = Consumed(before[0], axes[0], ("index", ins[1].number))
-        return dataclasses.replace(new, axes=rest, consumed=(*view.consumed, step))
-    whole = view.origin[len(view.index)]
-    if view.consumed or table.atoms(axes[0]) != table.atoms(whole):
-        return dataclasses.replace(new, axes=None)
-    return dataclasses.replace(new, axes=rest, index=(*view.index, start))
+        return dataclasses.replace(new, axes=((), *axes[1:]), consumed=(*view.consumed, step))
+    for d in cut:
+        new = part_of(table, new, d, starts[d], starts[d] + after[d])
+    return new
 
 
-def _static_start(eqn: Eqn) -> int | None:
+def part_of(table: AxisTable, view: View, d: int, start: int, stop: int) -> View:
+    """The indices ``start`` to ``stop`` of an axis of a view.
+
+    A parameter that is a part of the axis is a part of theirs, of size 0 if none is its.
+    """
+    if view.axes is None:
+        return view
+    axis = table.atoms(view.axes[d])
+    joined = next((j for j in view.joins if table.atoms(j.whole) == axis), None)
+    if joined is not None:
+        first, last = joined.start - start, joined.start + joined.size - start
+        others = tuple(j for j in view.joins if j is not joined)
+        if last <= 0 or first >= stop - start:
+            return dataclasses.replace(view, axes=None, joins=(*others, joined._replace(size=0)))
+        if first < 0 or last > stop - start:
+            return dataclasses.replace(view, axes=None)
+        if (first, last) == (0, stop - start):
+            return _with_axis(view, d, joined.own, joins=others)
+        part = table.part(axis, start, stop)
+        return _with_axis(view, d, part, joins=(*others, joined._replace(whole=part, start=first)))
+    k = next((k for k, a in enumerate(view.origin) if axis and table.atoms(a) == axis), None)
+    if k is None or any(not isinstance(at, Range) for at in view.index[k : k + 1]):
+        return dataclasses.replace(view, axes=None)
+    sizes = [math.prod(map(table.size, table.atoms(a))) for a in view.origin[: k + 1]]
+    index = [*view.index, *(Range(0, n, n) for n in sizes[len(view.index) :])]
+    whole = index[k]
+    assert isinstance(whole, Range)
+    start, stop = start + whole.start, stop + whole.start
+    leading = k == 0 or not any(isinstance(at, Range) for at in view.index[:k])
+    if stop == start + 1 and d == 0 and leading and not view.consumed:
+        numbers = [at for at in index[:k] if not isinstance(at, Range)]
+        if len(numbers) == k:
+            return _with_axis(view, d, (), index=(*numbers, start, *index[k + 1 :]))
+    part = table.part(view.origin[k], start, stop)
+    index[k] = whole._replace(start=start, stop=stop)
+    origin = (*view.origin[:k], part, *view.origin[k + 1 :])
+    return _with_axis(view, d, part, index=tuple(index), origin=origin)
+
+
+def _with_axis(view: View, d: int, axis: Atoms, **changes: Any) -> View:
+    assert view.axes is not None
+    axes = (*view.axes[:d], axis, *view.axes[d + 1 :])
+    return dataclasses.replace(view, axes=axes, **changes)
+
+
+def _split(table: AxisTable, eqn: Eqn, view: View) -> list[View]:
+    axis, parts, start = eqn.params["axis"], [], 0
+    for size in eqn.params["sizes"]:
+        whole = size == eqn.invars[0].aval.shape[axis]
+        parts.append(view if whole else part_of(table, view, axis, start, start + size))
+        start += size
+    return parts
+
+
+def _static_starts(eqn: Eqn, cut: Sequence[int]) -> dict[int, int] | None:
+    """Where a slice begins on each axis that it cuts; ``None`` where that is traced."""
+    shape, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if eqn.primitive.name == "slice":
-        return int(eqn.params["start_indices"][0])
-    start = eqn.invars[1]
-    if isinstance(start, jex.Literal):
-        return min(max(int(start.val), 0), eqn.invars[0].aval.shape[0] - 1)
+        return {d: int(eqn.params["start_indices"][d]) for d in cut}
+    starts = {d: eqn.invars[1 + d] for d in cut}
+    if all(isinstance(start, jex.Literal) for start in starts.values()):
+        return {d: min(max(int(s.val), 0), shape[d] - out[d]) for d, s in starts.items()}
     return None

@@ -38,6 +38,8 @@ class Window:
 
 def walked_by(uses: list[Use]) -> tuple[str, int] | None:
     """The one scan that walks along the leading stacked axis of a layer, if there is one."""
+    if any(u.view.members for u in uses):  # an iteration is another layer's
+        return None
     walkers = {u.view.consumed[0].walker if u.view.consumed else ("none", 0) for u in uses}
     (walker, *others) = walkers
     return walker if not others and walker[0] == "scan" else None

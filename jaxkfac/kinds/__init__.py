@@ -5,10 +5,11 @@ from jaxkfac.kinds._convolution import Convolution
 from jaxkfac.kinds._dense import Dense
 from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._embedding import Embedding
-from jaxkfac.kinds._moments import moments, packs, sum_to
-from jaxkfac.kinds._rows import Rows, by_example, in_own_order, masked
+from jaxkfac.kinds._moments import moments, packs
+from jaxkfac.kinds._rows import Rows, by_example, in_own_order
 from jaxkfac.kinds._scale import Scale
 from jaxkfac.kinds._squares import Array, Basis, rotate_gradients
+from jaxkfac.kinds._transformed import Transformed
 from jaxkfac.kinds._two_sided import TwoSided
 from jaxkfac.kinds._uncovered import Uncovered
 
@@ -22,13 +23,12 @@ __all__ = [
     "Embedding",
     "Rows",
     "Scale",
+    "Transformed",
     "TwoSided",
     "Uncovered",
     "by_example",
     "in_own_order",
-    "masked",
     "moments",
     "packs",
     "rotate_gradients",
-    "sum_to",
 ]

@@ -4,7 +4,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkfac.interception import Atoms, AxisTable, Data, Eqn, Use, View, register_kind
+from jaxkfac.interception import (
+    Atoms,
+    AxisTable,
+    Data,
+    Eqn,
+    Use,
+    View,
+    cuts_of,
+    pieces_of,
+    register_kind,
+)
 from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._rows import Array
 
@@ -43,20 +53,36 @@ class Bias(Elementwise):
         others = [v for v in ins if isinstance(v, Data)]
         if eqn.primitive.name in ("add", "add_any") and len(others) == 1:
             use.data, use.rows = others[0], others[0].axes
-            if others[0].product is not None and _is_its_bias(table, use.view, others[0]):
-                use.join = others[0].product
+            parts = others[0].product.parts if others[0].product is not None else ()
+            its = (p for p in parts if _is_its_bias(table, use.view, others[0].product_axes, p))
+            use.join = next(its, None)
         return use
 
 
-def _is_its_bias(table: AxisTable, view: View, product: Data) -> bool:
+def _is_its_bias(
+    table: AxisTable, view: View, product_axes: Sequence[Atoms | None], product: Use
+) -> bool:
     """Whether the view's own axes lie exactly on the free axes of the product's parameter."""
-    if view.axes is None or view.reversed or view.scaled or product.product is None:
+    if view.axes is None or view.reversed or view.scaled or view.function:
         return False
-    if [c.walker for c in view.consumed] != [c.walker for c in product.product.view.consumed]:
+    if view.walkers != product.view.walkers:
         return False
-    return len(view.axes) == len(product.product_axes) and all(
-        _owned(table, mine) == (1 if free is None else _owned(table, free))
-        for mine, free in zip(view.axes, product.product_axes, strict=True)
+    if len(view.axes) != len(product_axes):
+        return False
+    axes = [(mine, free or ()) for mine, free in zip(view.axes, product_axes, strict=True)]
+    if any(_owned(table, mine) != _owned(table, free) for mine, free in axes):
+        return False
+    if not view.joins and not product.view.joins:
+        return True
+    # Parts of a bias are those of parts of a kernel that lie where they do.
+    mine, its = (pieces_of(table, v.joins) for v in (view, product.view))
+    if mine is None or its is None:
+        return False
+    return all(
+        cuts_of(table, mine, axis) == cuts_of(table, its, free)
+        and its.keys() >= set(table.atoms(free))
+        for axis, free in axes
+        if _owned(table, free) > 1
     )
 
 

@@ -21,7 +21,7 @@ from jaxkfac.interception import (
 from jaxkfac.kinds import _moments
 from jaxkfac.kinds._both_sides import BothSides, aligned, split_examples
 from jaxkfac.kinds._patches import over_patches, patches_of, summed_patches
-from jaxkfac.kinds._rows import Array, Rows
+from jaxkfac.kinds._rows import Array, Rows, part_of_rows
 from jaxkfac.kinds._two_sided import TwoSided
 
 
@@ -113,10 +113,13 @@ class Convolution(TwoSided):
         weights: Array | None,
         statistic: Callable[[Rows, Array | None], Any],
     ) -> Any:
-        return over_patches(site.eqn, use, operands, weights, statistic)
+        def of_part(side: Rows, there: Array | None) -> Any:
+            return statistic(part_of_rows(site, use, side), there)
+
+        return over_patches(site.eqn, use, operands, weights, of_part)
 
     def summed_input_rows(self, site: Site, use: Use, operands: Any, weights: Array | None) -> Rows:
-        return summed_patches(site.eqn, use, operands, weights)
+        return part_of_rows(site, use, summed_patches(site.eqn, use, operands, weights))
 
     def second_moment(self, side: Rows) -> Array:
         return _moments.sum_over_patches(side)

@@ -29,6 +29,7 @@ class Dense(TwoSided):
     suffix = "transposed"
     product = True
     stacks_outputs = True
+    unless_matrix = "transformed"
     packs_inputs = True
     reads_encoded = True
 

@@ -47,18 +47,23 @@ class Embedding(TwoSided):
         view, d = ins[position], eqn.params["dimension_numbers"]
         rows_of_table = (
             position == 0
-            and tuple(d.start_index_map) == (0,)
-            and tuple(d.collapsed_slice_dims) == (0,)
+            and len(d.start_index_map) == 1
+            and tuple(d.collapsed_slice_dims) == tuple(d.start_index_map)
             and not d.operand_batching_dims
-            and tuple(eqn.params["slice_sizes"][1:]) == eqn.invars[0].aval.shape[1:]
         )
         if not rows_of_table:
+            return "is read by a `gather` that does not pick whole rows"
+        axis, shape = token_axis(eqn), eqn.invars[0].aval.shape
+        if tuple(eqn.params["slice_sizes"]) != (*shape[:axis], 1, *shape[axis + 1 :]):
             return "is read by a `gather` that does not pick whole rows"
         problem = matrix_problem(table, view, "gather")
         if problem := problem or order_problem(table, view, view.axes or (), "gather"):
             return problem
+        if any(view.axes[axis] == j.whole for j in view.joins):
+            return "is one of the tables that are joined before `gather`"
         use = Use(self, eqn, position, view, scope, data=ins[1])
-        use.in_axes, use.out_axes = (view.axes[0],), tuple(view.axes[1:])
+        use.in_axes = (view.axes[axis],)
+        use.out_axes = (*view.axes[:axis], *view.axes[axis + 1 :])
         use.rows = tuple(ins[1].axes[:-1])
         return [use]
 
@@ -77,7 +82,7 @@ class Embedding(TwoSided):
         dtype = like["a"].dtype
         ones = jnp.ones(indices.shape, dtype) if weights is None else weights.astype(dtype)
         ones = cast_varying(ones, indices)
-        zeros = cast_varying(jnp.zeros(table.shape[0], dtype), indices)
+        zeros = cast_varying(jnp.zeros(table.shape[token_axis(use.eqn)], dtype), indices)
         return {"a": zeros.at[indices].add(ones, mode="drop"), "a_count": ones.sum()}
 
     def both_sides(
@@ -97,9 +102,14 @@ class Embedding(TwoSided):
         return TokenRows(split(tokens_of(use, operands)), split(g))
 
 
+def token_axis(eqn: Eqn) -> int:
+    """The axis of the table along which its rows lie; the last one of a table of columns."""
+    return eqn.params["dimension_numbers"].start_index_map[0]
+
+
 def tokens_of(use: Use, operands: Any) -> Array:
     """Which rows of the table a lookup reads; none, out of range above, where it reads none."""
-    tokens, rows = operands[1][..., 0], operands[0].shape[0]
+    tokens, rows = operands[1][..., 0], operands[0].shape[token_axis(use.eqn)]
     if tokens.dtype.itemsize < 4:
         tokens = tokens.astype(jnp.int32)  # which holds the number of rows
     if use.eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:

@@ -1,13 +1,14 @@
 """Rows: one side of a layer use, whatever the kind of layer."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jaxkfac._errors import LostRowsError
-from jaxkfac.interception import Atoms, Site, Use
+from jaxkfac.interception import Atoms, AxisTable, Piece, Site, Use, own_atoms, pieces_of
 
 Array = Any  # a tracer, a NumPy constant or, for a slot in a backward rule, its shape
 
@@ -48,6 +49,44 @@ class Rows(NamedTuple):
         return self._replace(x=masked(self.x, weights.transpose(order).reshape(shape)))
 
 
+def part_of_rows(site: Site, use: Use, side: Rows) -> Rows:
+    """Of the rows of an array that several parameters make up, those of the use's parameter."""
+    if not use.view.joins:
+        return side
+    table = site.table
+    pieces = pieces_of(table, use.view.joins)
+    assert pieces is not None  # the coverage report has a row for others
+    axes = dict(side.features) | dict(zip(side.batch, use.batch_axes, strict=False))
+    x, gone = side.x, []
+    for d, axis in axes.items():
+        x = _cut(table, pieces, x, d, axis)
+        axes[d] = own_atoms(table, pieces, axis)
+        if d in side.batch and axes[d] == () != table.atoms(axis):  # one entry of a stack of parts
+            gone.append(d)
+    x = x.reshape([size for d, size in enumerate(x.shape) if d not in gone])
+
+    def moved(axes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(d - sum(g < d for g in gone) for d in axes if d not in gone)
+
+    features = tuple((*moved([d]), axes[d]) for d, _ in side.features)
+    return Rows(x, moved(side.rows), moved(side.batch), features)
+
+
+def _cut(table: AxisTable, pieces: Mapping[int, Piece], x: Array, d: int, axis: Atoms) -> Array:
+    """``x`` with an axis, made of ``axis``, cut to the pieces of its atoms."""
+    atoms = table.atoms(axis)
+    if not any(a in pieces for a in atoms):
+        return x
+    before, after = x.shape[:d], x.shape[d + 1 :]
+    x = x.reshape(*before, *map(table.size, atoms), *after)
+    for i in reversed(range(len(atoms))):
+        piece = pieces.get(atoms[i])
+        if piece is not None:
+            x = jax.lax.slice_in_dim(x, piece.start, piece.start + piece.size, axis=d + i)
+            x = _cut(table, pieces, x, d + i, piece.own)
+    return x.reshape(*before, -1, *after)
+
+
 def masked(x: Array, rows: Array | None) -> Array:
     """Rows that do not exist become zero; ``where``, because they may hold NaN."""
     return x if rows is None else jnp.where(rows, x, jnp.zeros((), x.dtype))
@@ -67,7 +106,7 @@ def in_own_order(
         copies: 1 for rows, 2 for their outer products.
     """
     table = site.table
-    own = [a for axis in use.view.origin[len(use.view.index) :] for a in table.atoms(axis)]
+    own = [a for axis in use.view.own for a in table.atoms(axis)]
     atoms = [a for _, axis in side.features for a in table.atoms(axis)]
     sizes = [table.size(a) for a in atoms]
     order = sorted(range(len(atoms)), key=lambda i: own.index(atoms[i]))

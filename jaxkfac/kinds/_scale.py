@@ -1,19 +1,22 @@
-"""Scales: a parameter times data, or divided by it, element by element."""
+"""Scales: a parameter times data, or another function of both, element by element."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkfac.interception import AxisTable, Eqn, Use, register_kind
+import jax
+import jax.numpy as jnp
+
+from jaxkfac.interception import AxisTable, Eqn, Use, bind, register_kind
 from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._rows import Array
 
 
 @register_kind
 class Scale(Elementwise):
-    """Its gradient at a position is the cotangent times the data there, or one over them."""
+    """Its gradient at a position is the cotangent times the derivative there, often the data."""
 
     name = "scale"
-    primitives = frozenset(("mul", "div"))
+    primitives = frozenset("mul div pow max min".split())
     suffix = "scale"
 
     def find(
@@ -31,5 +34,13 @@ class Scale(Elementwise):
         return [Use(self, eqn, position, ins[position], scope, data=data, rows=data.axes)]
 
     def gradient(self, use: Use, operands: Sequence[Any], cotangent: Array) -> Array:
-        data = operands[1 - use.operand].astype(cotangent.dtype)
-        return cotangent / data if use.eqn.primitive.name == "div" else cotangent * data
+        data = operands[1 - use.operand]
+        if use.eqn.primitive.name == "mul":
+            return cotangent * data.astype(cotangent.dtype)
+
+        def of_parameter(x: Array) -> Array:
+            return bind(use.eqn)(*((x, data) if use.operand == 0 else (data, x)))
+
+        parameter = operands[use.operand]
+        derivative = jax.jvp(of_parameter, [parameter], [jnp.ones_like(parameter)])[1]
+        return cotangent * derivative.astype(cotangent.dtype)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from jaxkfac.interception import Atoms, Axes, Kind, Site, SlotEntry, Use
 from jaxkfac.kinds._both_sides import BothSides, TokenRows, aligned, split_examples, stack_of_slot
 from jaxkfac.kinds._moments import input_moments, sum_of_outer_products
-from jaxkfac.kinds._rows import Array, Rows
+from jaxkfac.kinds._rows import Array, Rows, part_of_rows
 
 
 class TwoSided(Kind):
@@ -41,10 +41,10 @@ class TwoSided(Kind):
     def input_rows(
         self, site: Site, use: Use, operands: Sequence[Any], weights: Array | None
     ) -> Rows:
-        return self.inputs(site, use, operands).masked(weights)
+        return part_of_rows(site, use, self.inputs(site, use, operands).masked(weights))
 
     def output_rows(self, site: Site, use: Use, cotangent: Array, weights: Array | None) -> Rows:
-        return self.outputs(site, use, cotangent).masked(weights)
+        return part_of_rows(site, use, self.outputs(site, use, cotangent).masked(weights))
 
     def over_input_rows(
         self,

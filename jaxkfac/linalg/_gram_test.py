@@ -12,6 +12,7 @@ def rows(*shape, dtype=jnp.float64):
     return jax.random.normal(jax.random.key(0), shape).astype(dtype)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [4, 5, 7, 13, 33, 50, 64, 513])
 def test_panels_unpack_to_the_full_product(x64, size):
     x = rows(6, size)

@@ -49,6 +49,7 @@ def apply(a, g, w, **kwargs):
     return scale_in_eigenbasis(w, scale, a_vectors, g_vectors)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("power", [-1.0, -0.5, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize(
     ("mode", "damping"),

@@ -12,6 +12,7 @@ def symmetric(*shape):
     return x + x.mT
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 8, 33])
 def test_the_rectangle_is_that_of_the_host(n):
     matrix = np.asarray(symmetric(n, n))
@@ -19,6 +20,7 @@ def test_the_rectangle_is_that_of_the_host(n):
     assert np.array_equal(fold_triangle(jnp.asarray(matrix)), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2), (5, 5), (3, 6, 6), (2, 3, 5, 5), (0, 4, 4)])
 def test_unfolding_gives_the_folded_matrices_back_bit_for_bit(shape):
     matrix = symmetric(*shape)

@@ -124,6 +124,7 @@ def test_a_fresh_adapter_starts_at_its_own_coefficients_and_changes_nothing(x64)
     assert (init(measured, scanned, params, x, key=KEY)["head/kernel"].sigma > 0).all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("placement", ["output", "bottleneck"])
 def test_outputs_and_gradients_are_those_of_the_plain_formula(placement, forward_mode, x64):

@@ -79,6 +79,7 @@ def like(rank=3):
     return init(config, fn, PARAMS, X, key=jax.random.key(0))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("placement", ["none", "output", "bottleneck"])
 def test_ranks_and_scalings_by_slice_compute_what_the_slices_compute(placement, rslora, tmp_path):

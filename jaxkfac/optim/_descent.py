@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.interception import is_differentiable
 from jaxkfac.linalg import Spectrum
+from jaxkfac.optim._injected import may_be_positive
 from jaxkfac.optim._trees import covered_leaves, inner_product, scaled
 
 PyTree = Any
@@ -83,7 +84,7 @@ def advance_momentum(decay: float, momentum: PyTree, steps: PyTree) -> PyTree:
 
 
 def descend(
-    momentum: PyTree, grads: PyTree, params: PyTree | None, rate: ArrayLike, weight_decay: float
+    momentum: PyTree, grads: PyTree, params: PyTree | None, rate: ArrayLike, weight_decay: ArrayLike
 ) -> PyTree:
     r"""$-\eta (m + w \theta)$ where there is a momentum, the gradient elsewhere.
 
@@ -98,6 +99,6 @@ def descend(
     def step(g: Array, m: Any) -> Array:
         return g if isinstance(m, optax.MaskedNode) else -scaled(rate, m).astype(g.dtype)
 
-    if weight_decay:
+    if may_be_positive(weight_decay):
         momentum = jax.tree.map(decayed, params, momentum)
     return jax.tree.map(step, grads, momentum)

@@ -17,13 +17,20 @@ from jaxkfac.curvature import (
 )
 from jaxkfac.factors import Factors, check_decay, check_same_layers, update_average, zeros_like
 from jaxkfac.interception import Staged, TraceCache
-from jaxkfac.linalg import Damping, DampingMode, check_clipping
+from jaxkfac.linalg import Damping, DampingMode
 from jaxkfac.optim._descent import (
     advance_momentum,
     constrain_norm,
     descend,
     keep_where_not_finite,
     zero_momentum,
+)
+from jaxkfac.optim._injected import (
+    check_numbers,
+    clipping_of,
+    clipping_of_init,
+    known_clipping,
+    may_be_positive,
 )
 from jaxkfac.optim._schedules import (
     Schedule,
@@ -127,6 +134,10 @@ def kfac(
         others: An optax transformation for the parameters that no factor covers, complete
             with its own learning rate and sign, e.g. ``optax.adam(1e-3)``.
 
+    Under ``optax.inject_hyperparams(jk.kfac)`` every number may change in flight, as
+    ``state.hyperparams["damping"]``, but for ``max_condition`` and ``floor``: those of ``init``
+    hold.
+
     Returns:
         A transformation used as ``tx.update(grads, state, params, factors=factors)``,
         inside ``jit`` and ``lax.scan``. A call with a non-finite gradient or factor
@@ -160,18 +171,15 @@ def kfac(
     """
     check_learning_rate(learning_rate)
     check_scheduled_damping(damping, damping_mode)
-    check_clipping(max_condition, floor)
+    clipping = known_clipping(max_condition, floor)
     check_decay(decay)
-    if refresh_every < 1:
-        raise ValueError(f"refresh_every must be at least 1, got {refresh_every}")
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum must be in [0, 1), got {momentum}")
-    if norm_constraint is not None and not norm_constraint > 0:
-        raise ValueError(f"norm_constraint must be positive or None, got {norm_constraint}")
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay must be zero or positive, got {weight_decay}")
+    check_numbers(
+        refresh_every=refresh_every,
+        momentum=momentum,
+        norm_constraint=norm_constraint,
+        weight_decay=weight_decay,
+    )
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
-    clipping: dict[str, Any] = {"max_condition": max_condition, "floor": floor}
     covered = covered_indices(like.layers)
     scheduled: tuple[Any, ...] = learning_rate, damping
     staged: TraceCache[Staged] = TraceCache()
@@ -185,7 +193,7 @@ def kfac(
         return KfacState(
             step=jnp.zeros((), jnp.int32),
             average=zeros_like(like),
-            bases=identity_bases(like, **clipping),
+            bases=identity_bases(like, **clipping_of_init(clipping)),
             momentum=zero_momentum(params, covered, everywhere=rest is None),
             others=() if rest is None else rest.init(params),
             skipped=jnp.zeros((), jnp.int32),
@@ -203,7 +211,7 @@ def kfac(
         grads = updates  # optax's word for what comes in as well as for what goes out
         if factors is None:
             raise ValueError("kfac needs this step's factors: tx.update(..., factors=factors)")
-        if params is None and weight_decay:
+        if params is None and may_be_positive(weight_decay):
             raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
         check_same_layers(factors, like)
         numbers = tuple(at_step(x, state.step) if has_schedule(x) else None for x in scheduled)
@@ -222,7 +230,7 @@ def kfac(
         numbers: tuple[Any, ...],
         extra: Any,
     ) -> tuple[PyTree, KfacState]:
-        own = gradients_only(grads)
+        own, clipped = gradients_only(grads), clipping_of(state.bases, clipping)
         rate, delta = (x if now is None else now for x, now in zip(scheduled, numbers, strict=True))
 
         def step() -> tuple[PyTree, KfacState]:
@@ -230,7 +238,7 @@ def kfac(
             bases, kept = jax.lax.cond(
                 state.step % refresh_every == 0,
                 lambda: keep_where_not_finite(
-                    eigendecompose(average, placement="device", **clipping), state.bases
+                    eigendecompose(average, placement="device", **clipped), state.bases
                 ),
                 lambda: (state.bases, jnp.zeros((), jnp.int32)),
             )

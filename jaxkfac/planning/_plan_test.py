@@ -140,6 +140,7 @@ def test_accumulation_has_the_buffers_of_multi_steps_and_a_micro_batchs_activati
     assert estimate.device["activations"] == pytest.approx(measured.temp_size_in_bytes, rel=WITHIN)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_accumulators_are_those_of_multi_steps_in_their_dtype_and_memory(dtype, memory):
@@ -202,6 +203,7 @@ def test_a_budget_holds_and_says_how_many_passes_it_takes(case):
     assert smallest.host["factors"] == size(case.out.factors)
 
 
+@pytest.mark.exhaustive
 def test_a_pass_under_a_budget_stays_within_its_rows():
     case = decoder()
     shapes = (case.objective, case.params, case.batch)

@@ -147,6 +147,7 @@ def assert_same_end(one, other):
         assert a.records[name] == b.records[name], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -253,6 +254,7 @@ def press_in(monkeypatch, *, update, times=1):
     monkeypatch.setattr(Watch, "look", look)
 
 
+@pytest.mark.slow
 def test_an_update_that_a_second_ctrl_c_breaks_off_leaves_the_checkpoint_before(
     run, plain, tmp_path, monkeypatch, capsys
 ):
@@ -390,6 +392,7 @@ def test_a_checkpoint_without_later_options_is_resumed_as_it_was_made(run, plain
     assert "option adapter.split: False in the checkpoint, True requested" in said
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_that_its_data_have_changed(run, plain, folder, capsys):
     words = ("--data", str(folder), "--questions", "0", "--samples", "0", "--max-length", "60")
     assert run(*words, "--steps", "2") == 0

@@ -344,6 +344,7 @@ def test_what_cannot_be_measured_is_refused_with_what_to_do(bases):
         capacity_interval([measure(bases)] * 2, confidence=1.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("placement", ["auto", "device", "host"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.parametrize("stack", [0, 1])

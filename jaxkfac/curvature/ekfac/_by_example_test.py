@@ -64,6 +64,7 @@ def rotated(bases):
     return dataclasses.replace(bases, **sides)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("per", ["example", "token"])
 def test_squares_are_of_whole_gradients_of_what_exists(bias, per):

@@ -44,6 +44,7 @@ class EigenvalueCorrector:
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
         labels: Any = None,
+        state: PyTree | None = None,
     ) -> Eigenbases:
         """The bases with the eigenvalues of one batch.
 
@@ -53,6 +54,7 @@ class EigenvalueCorrector:
             key: For dropout, and for the labels of ``fisher="mc"``.
             positions: ``(N, S)`` bool: which positions exist. Rows outside it count nowhere.
             labels: ``(samples, *targets)`` for ``fisher="mc"``, in place of sampled ones.
+            state: What a call changes (batch statistics); the changes are left out.
 
         Returns:
             The same eigenvectors; ``values`` and ``raw_values`` of each layer are measured.
@@ -67,7 +69,7 @@ class EigenvalueCorrector:
         """
         batch, bases = as_batch(batch), self._bases
         estimator = self._estimator.bound(key, labels, batch)
-        traced = self._program.traced(params, batch, key)
+        traced = self._program.traced(params, batch, key, state)
         extra = [layer for layer in bases.layers if not layer.is_covered]
         _check_layers(traced.table, [layer for layer in bases.layers if layer.is_covered])
         estimator.check_values(self._program.objective, traced.out_shapes[0], batch)
@@ -79,6 +81,7 @@ class EigenvalueCorrector:
             params,
             batch,
             key,
+            state,
             positions=positions,
             differentiate=False,
         )
@@ -90,7 +93,9 @@ class EigenvalueCorrector:
         squares = jax.tree.map(lambda x: x * jnp.square(at.terms.astype(x.dtype)), squares)
         sums = squares.values
         if extra:
-            sums = sums | per_example_diagonals(objective, params, batch, extra, estimator, key=key)
+            sums = sums | per_example_diagonals(
+                objective, params, batch, extra, estimator, key=key, state=state
+            )
         corrections = Corrections(sums, squares.bias_values, at.terms)
         return dataclasses.replace(bases, corrections=corrections)
 

@@ -100,7 +100,7 @@ class SquaredGradients:
         if self._per == "token":
             return False
         walked = {("scan", scan) for scan in uses[0].scope}
-        return len(uses) > 1 or not walked <= {c.walker for c in uses[0].view.consumed}
+        return len(uses) > 1 or not walked <= set(uses[0].view.walkers)
 
     def _has_ones(self, layer: Layer) -> bool:
         return layer.bias is not None and self._bias == "joint"

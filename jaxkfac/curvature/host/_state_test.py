@@ -24,6 +24,7 @@ def factors():
 
 
 # When a service is saved: between two pushes of a step, with a refresh open, pending, handed over.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", [{}, {"stagger": 2, "lag": 1}, {"storage": "bfloat16"}])
 @pytest.mark.parametrize("stop", [0, 3, 4, 5, 6])
 def test_a_resumed_run_is_the_run_that_never_stopped(factors, tmp_path, options, stop):

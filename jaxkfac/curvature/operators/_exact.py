@@ -31,6 +31,7 @@ class ExactOperator(Operator):
         batch: The batch, whole.
         labels: ``(N, samples, *targets)`` in place of the batch's targets, or ``None``.
         key: For dropout.
+        state: What a call of the model changes, or ``None``.
         objective: The objective, static.
         rule: The product on one chunk, static.
         chunk: Examples a chunk, static.
@@ -41,6 +42,7 @@ class ExactOperator(Operator):
     batch: Any
     labels: Any
     key: Any
+    state: Any
     objective: Any = dataclasses.field(metadata={"static": True})
     rule: Callable[[Chunk, Leaves], Leaves] = dataclasses.field(metadata={"static": True})
     chunk: int | None = dataclasses.field(metadata={"static": True})
@@ -65,7 +67,8 @@ class ExactOperator(Operator):
             key = self.key
             if key is not None and index is not None:
                 key = jax.random.fold_in(key, index)
-            return function(Chunk(self.objective, self.params, chosen, *examples, count, key))
+            chunk = Chunk(self.objective, self.params, chosen, *examples, count, key, self.state)
+            return function(chunk)
 
         return per_chunk
 
@@ -75,7 +78,7 @@ class ExactOperator(Operator):
             return jnp.maximum(self.batch.mask.sum(), 1)
         one = jax.tree.map(lambda x: x[:1], self.batch.inputs)
         outputs = jax.eval_shape(
-            lambda params, inputs: self.objective.outputs(params, inputs, self.key)[0],
+            lambda params, inputs: self.objective.outputs(params, inputs, self.key, self.state)[0],
             self.params,
             one,
         )
@@ -105,6 +108,7 @@ def checked_batch(
     key: Any,
     chunk: int | None,
     labels: Any = None,
+    state: PyTree | None = None,
 ) -> Batch:
     """The batch, once it and any ``labels`` fit the objective and it can be cut.
 
@@ -116,7 +120,7 @@ def checked_batch(
     check_chunk(chunk, out)
 
     def check(params: PyTree, inputs: Any) -> None:
-        outputs, _ = objective.outputs(params, inputs, key)
+        outputs, _ = objective.outputs(params, inputs, key, state)
         objective.check(outputs, out.targets, out.mask)
         if labels is not None:
             check_label_values(objective, outputs, labels, out.mask)

@@ -1,5 +1,6 @@
 """The Fisher information matrix of a batch."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ def fisher(
     samples: int = 1,
     chunk: int | None = None,
     only: str | None = None,
+    state: PyTree | None = None,
 ) -> ExactOperator:
     r"""The Fisher information of the mean loss, as an operator.
 
@@ -68,6 +70,7 @@ def fisher(
         samples: How many labels ``"mc"`` samples for each term.
         chunk: Examples at once, as for :func:`ggn`.
         only: Full-match pattern over parameter paths, as for :func:`ggn`.
+        state: What a call changes, as for :func:`ggn`.
 
     Returns:
         A positive semi-definite :class:`Operator`. Two forward passes and one backward pass
@@ -100,17 +103,17 @@ def fisher(
     at_least_one(samples=samples)
     batch = as_batch(batch)
     estimator = estimator_of(fisher, samples=samples, chunk=1).bound(key, labels, batch)
-    checked = checked_batch(objective, params, batch, key, chunk, labels)
+    checked = checked_batch(objective, params, batch, key, chunk, labels, state)
     rule = _PRODUCTS[fisher]
     paths = chosen_paths(only, params)
-    operator = ExactOperator(params, checked, None, key, objective, rule, chunk, paths)
+    operator = ExactOperator(params, checked, None, key, state, objective, rule, chunk, paths)
     if not estimator.samples_labels:
         return operator
     if labels is None:
         by_example = _sample(operator, samples)
     else:
         by_example = jnp.moveaxis(labels, 0, 1)
-    return ExactOperator(params, checked, by_example, key, objective, rule, chunk, paths)
+    return dataclasses.replace(operator, labels=by_example)
 
 
 def _sample(operator: ExactOperator, samples: int) -> Array:

@@ -18,6 +18,7 @@ def ggn(
     key: Key[Array, ""] | None = None,
     chunk: int | None = None,
     only: str | None = None,
+    state: PyTree | None = None,
 ) -> ExactOperator:
     r"""The generalised Gauss-Newton matrix of the mean loss, as an operator.
 
@@ -40,6 +41,8 @@ def ggn(
         only: Full-match pattern over parameter paths: the operator acts on those leaves
             (adapters), its vectors are ``{path: leaf}`` of them alone, and nothing else is
             differentiated.
+        state: What a call changes (batch statistics), for an ``apply_fn`` with a ``state=``
+            argument; the changes are left out.
 
     Returns:
         An :class:`Operator`. Two forward passes and one backward pass for each product.
@@ -65,9 +68,9 @@ def ggn(
         Descent", 2002.
     """
     objective = checked_objective("ggn", objective)
-    parts = checked_batch(objective, params, batch, key, chunk)
+    parts = checked_batch(objective, params, batch, key, chunk, state=state)
     paths = chosen_paths(only, params)
-    return ExactOperator(params, parts, None, key, objective, gauss_newton, chunk, paths)
+    return ExactOperator(params, parts, None, key, state, objective, gauss_newton, chunk, paths)
 
 
 def checked_objective(name: str, objective: Any) -> Objective:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Key, PyTree
 from jaxkfac.curvature.operators._exact import ExactOperator, checked_batch, chosen_paths, shapes
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import Leaves, hessian_product
-from jaxkfac.factors import Objective, takes_key
+from jaxkfac.factors import Objective, returned
 from jaxkfac.interception import leaves_by_path, with_leaves
 from jaxkfac.linalg import statistics_dtype
 
@@ -24,6 +24,7 @@ def hessian(
     chunk: int | None = None,
     only: str | None = None,
     has_aux: bool = False,
+    state: PyTree | None = None,
 ) -> Operator:
     r"""The Hessian $\nabla^2 L$ of the mean loss, as an operator; it may be indefinite.
 
@@ -38,6 +39,7 @@ def hessian(
         only: Full-match pattern over parameter paths, as for :func:`ggn`.
         has_aux: Whether a scalar loss returns ``(value, aux)``; an ``Objective`` says so
             itself.
+        state: What a call changes, as for :func:`ggn`; of a scalar loss its ``state=``.
 
     Returns:
         An :class:`Operator`. One gradient, differentiated forward, for each product.
@@ -61,14 +63,16 @@ def hessian(
     """
     paths = chosen_paths(only, params)
     if isinstance(objective, Objective):
-        parts = checked_batch(objective, params, batch, key, chunk)
-        return ExactOperator(params, parts, None, key, objective, hessian_product, chunk, paths)
+        parts = checked_batch(objective, params, batch, key, chunk, state=state)
+        return ExactOperator(
+            params, parts, None, key, state, objective, hessian_product, chunk, paths
+        )
     if chunk is not None:
         raise ValueError(
             "chunk: a scalar loss does not show how many terms a chunk holds; give a "
             "jk.Objective, or pass chunk=None"
         )
-    return ScalarHessian(params, batch, key, objective, has_aux, paths)
+    return ScalarHessian(params, batch, key, state, objective, has_aux, paths)
 
 
 @jax.tree_util.register_dataclass
@@ -79,6 +83,7 @@ class ScalarHessian(Operator):
     params: Any
     batch: Any
     key: Any
+    state: Any
     function: Callable[..., Any] = dataclasses.field(metadata={"static": True})
     has_aux: bool = dataclasses.field(metadata={"static": True})
     only: tuple[str, ...] | None = dataclasses.field(metadata={"static": True})
@@ -99,12 +104,13 @@ def _product(operator: ScalarHessian, leaves: Leaves) -> Leaves:
     found = leaves_by_path(operator.params)
     chosen = {path: found[path] for path in operator.leaves}
     vector = {path: leaves[path].astype(x.dtype) for path, x in chosen.items()}
-    kwargs = {"key": operator.key} if takes_key(operator.function) else {}
 
     def loss(chosen: Leaves) -> Array:
         params = with_leaves(operator.params, chosen)
-        out = operator.function(params, operator.batch, **kwargs)
-        return out[0] if operator.has_aux else out
+        args = (params, operator.batch)
+        return returned(
+            "the loss", operator.function, args, operator.key, operator.state, operator.has_aux
+        )[0]
 
     out = jax.jvp(jax.grad(loss), (chosen,), (vector,))[1]
     return {path: x.astype(statistics_dtype(x.dtype)) for path, x in out.items()}

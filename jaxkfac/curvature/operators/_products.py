@@ -33,6 +33,7 @@ class Chunk(NamedTuple):
         count: Number of loss terms of the *whole* batch, by which a sum becomes its share
             of the mean. Dividing first keeps 16-bit cotangents in range.
         key: For dropout, or ``None``.
+        state: What a call of the model changes, or ``None``.
     """
 
     objective: Any
@@ -42,11 +43,12 @@ class Chunk(NamedTuple):
     labels: Any
     count: Array
     key: Any
+    state: Any = None
 
     def outputs(self, leaves: Leaves) -> Array:
         """The model's outputs as a function of the chosen leaves."""
         params = with_leaves(self.params, leaves)
-        return self.objective.outputs(params, self.batch.inputs, self.key)[0]
+        return self.objective.outputs(params, self.batch.inputs, self.key, self.state)[0]
 
     def losses(self, outputs: Array, targets: Array) -> Array:
         """Each example's sum of the kept terms, ``(n,)``."""

@@ -63,6 +63,7 @@ def test_the_exact_inverse_takes_one_step(x64):
     assert found.converged and found.num_steps == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
 @pytest.mark.parametrize("length", [1e-12, 1.0, 1e12])
 def test_steps_do_not_depend_on_the_units(size, length):

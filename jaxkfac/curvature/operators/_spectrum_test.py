@@ -26,6 +26,7 @@ def distance(found, true):
     return jnp.abs(found[:, None] - true).min(-1)
 
 
+@pytest.mark.exhaustive
 def test_every_eigenvalue_lies_within_its_bound_of_a_true_one(x64):
     true = jnp.logspace(-6, 2, 200) * jnp.where(jnp.arange(200) % 3 == 0, -1, 1)
     operator = matrix_operator(with_eigenvalues(true))
@@ -39,6 +40,7 @@ def test_every_eigenvalue_lies_within_its_bound_of_a_true_one(x64):
     assert distance(few.eigenvalues, true).max() > 1e-6
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [ggn, hessian])
 def test_all_steps_give_the_whole_spectrum(x64, kind):
     operator = kind(*mlp_problem())
@@ -92,6 +94,7 @@ def test_repeated_eigenvalues_come_with_their_multiplicity(x64):
     np.testing.assert_allclose(found.eigenvalues, true, atol=1e-12)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("n", [1, 2, 7])
 @pytest.mark.parametrize("factor", [0.0, 1.0, 1e-30])
 def test_zero_tiny_and_scalar_operators_are_exact(n, factor):

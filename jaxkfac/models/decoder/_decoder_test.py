@@ -100,6 +100,7 @@ def test_a_token_depends_on_no_later_one_and_on_none_before_its_window():
         assert max(changed[:first], default=0) == 0 and max(changed[9:]) == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_cache_gives_what_reading_everything_gives(name):
     """Where angles follow the length, what a text of the length it may reach gives."""

@@ -1,0 +1,220 @@
+"""Slots shaped like the parameter: they go through the same equations as its elements.
+
+Where the elements go through a function one by one, as in ``exp(w)``, the slot stays as it is and
+the derivative of what the program reads with respect to the parameter rides beside it. It is
+applied where the gradient is known position by position: a parameter that enters an element twice,
+as in ``w * sigmoid(w)``, has one derivative there, which must be a sum before anything is squared.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Shaped
+
+from jaxkfac.interception._compat import Eqn, bind
+from jaxkfac.interception._index import Index, shape_of, slices
+from jaxkfac.interception._slots import Entries, Slot, SlotEntry
+from jaxkfac.interception._views import SAME_ELEMENTS
+
+
+class Elements(NamedTuple):
+    """The slot of one layer beside a value in which its parameter is seen.
+
+    Attributes:
+        slot: Shaped like the value; by example, axes along which the value was broadcast may have
+            size one, because their elements are sums over what was broadcast.
+        derivative: Of the value with respect to the parameter, element by element; ``None`` is 1.
+    """
+
+    slot: Slot
+    derivative: Array | None = None
+
+    @classmethod
+    def of(cls, slot: Slot, index: Index, shape: Sequence[int]) -> "Elements":
+        """The slot of ``parameter[index]`` beside the parameter of ``shape``."""
+        if not index:
+            return cls(slot)
+        lead = len(shape_of(index, shape))
+        return cls({
+            key: jnp.zeros((*shape, *s.shape[lead:]), s.dtype).at[slices(index)].set(s)
+            for key, s in slot.items()
+        })
+
+    def scanned(self, length: int) -> "Elements":
+        """With as many entries along the first axis as a scan has iterations."""
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (length, *x.shape[1:])), self)
+
+    def at_use(self) -> Slot:
+        """The slot as a handler has it."""
+        if self.derivative is None:
+            return self.slot
+        return {**self.slot, "constants": {"derivative": self.derivative}}
+
+
+def is_by_example(slot: Slot, entries: Entries) -> bool:
+    """Whether the examples lie last in every entry."""
+    declared = [entries[key] for key in slot]
+    return any(isinstance(entry, SlotEntry) and entry.by_example for entry in declared)
+
+
+def through_function(
+    eqn: Eqn,
+    run: Callable[..., Any],
+    parts: Mapping[int, Elements],
+    values: Sequence[ArrayLike],
+    entries: Entries,
+) -> Elements:
+    """Behind a function element by element: the derivative of the result.
+
+    Args:
+        eqn: The equation.
+        run: What it computes, of all operands.
+        parts: For each operand in which the parameter is seen, what rides along with it; the
+            parameter's elements lie alike in all of them.
+        values: The operands.
+        entries: What the entries of slots declare.
+    """
+    values = [jax.lax.stop_gradient(jnp.asarray(v)) for v in values]
+    shape = eqn.outvars[0].aval.shape
+
+    def of_parameter(*seen: Array) -> Array:
+        given = dict(zip(parts, seen, strict=True))
+        (out,) = jax.tree.leaves(run(*[given.get(i, v) for i, v in enumerate(values)]))
+        return out
+
+    tangents = [
+        jnp.ones_like(values[i])
+        if part.derivative is None
+        else jnp.broadcast_to(part.derivative, values[i].shape).astype(values[i].dtype)
+        for i, part in parts.items()
+    ]
+    derivative = jax.jvp(of_parameter, [values[i] for i in parts], tangents)[1]
+    position, part = next(iter(parts.items()))
+    if values[position].shape == shape:
+        return Elements(part.slot, derivative)
+    by_example = is_by_example(part.slot, entries)  # a scalar, which is everywhere
+    ones = (1,) * len(shape)
+    spread = {
+        key: s.reshape(*ones, *s.shape[-1:]) if by_example else jnp.broadcast_to(s, shape)
+        for key, s in part.slot.items()
+    }
+    return Elements(spread, derivative)
+
+
+def move_elements(
+    eqn: Eqn, part: Elements, position: int, values: Sequence[ArrayLike], entries: Entries
+) -> list[Elements]:
+    """For each result of a view, what rides along with it.
+
+    Args:
+        eqn: The view: the entries go through the same equation.
+        part: What rides along with the operand.
+        position: Of the parameter among the operands.
+        values: The operands.
+        entries: What the entries of slots declare.
+    """
+    by_example = is_by_example(part.slot, entries)
+    move = _move_by_example if by_example else _move
+
+    def moved(x: Array) -> list[Array]:
+        return move(eqn, x, position, values)
+
+    slots = {key: moved(s) for key, s in part.slot.items()}
+    derivatives: list[Any] = [None] * len(eqn.outvars)
+    if part.derivative is not None:
+        derivative = part.derivative
+        derivatives = moved(derivative[..., None] if by_example else derivative)
+        derivatives = [d[..., 0] if by_example else d for d in derivatives]
+    return [
+        Elements({key: s[k] for key, s in slots.items()}, d) for k, d in enumerate(derivatives)
+    ]
+
+
+def join_elements(
+    eqn: Eqn, parts: Mapping[int, Elements], values: Sequence[ArrayLike], entries: Entries
+) -> Elements:
+    """Behind parameters put side by side: zeros where others stand."""
+    if eqn.primitive.name == "pad":
+        return move_elements(eqn, parts[0], 0, values, entries)[0]
+    lead = [jnp.shape(v) for v in values]
+    first = next(iter(parts.values()))
+    by_example = is_by_example(first.slot, entries)
+
+    def joined(arrays: Mapping[int, Array], tail: tuple[int, ...], dtype: DTypeLike) -> Array:
+        whole = [
+            jnp.broadcast_to(arrays[i], (*shape, *tail))
+            if i in arrays
+            else jnp.zeros((*shape, *tail), dtype)
+            for i, shape in enumerate(lead)
+        ]
+        if eqn.primitive.name == "stack":
+            return jnp.stack(whole, eqn.params["axis"])
+        return jnp.concatenate(whole, eqn.params["dimension"])
+
+    slot = {
+        key: joined(
+            {i: part.slot[key] for i, part in parts.items()},
+            s.shape[-1:] if by_example else (),
+            s.dtype,
+        )
+        for key, s in first.slot.items()
+    }
+    if all(part.derivative is None for part in parts.values()):
+        return Elements(slot)
+    ones = {i: jnp.ones((), values[i].dtype) for i in parts}
+    derivatives = {
+        i: ones[i] if part.derivative is None else part.derivative for i, part in parts.items()
+    }
+    return Elements(slot, joined(derivatives, (), next(iter(derivatives.values())).dtype))
+
+
+def stack_elements(parts: Sequence[Elements | None]) -> Elements:
+    """One slot for the layers of a stack: each has its own entry in it, and zeros in the others.
+
+    ``None`` stands for a layer that has no slot.
+    """
+    there = [part for part in parts if part is not None]
+    slot = jax.tree.map(lambda *x: sum(x[1:], x[0]), *[part.slot for part in there])
+    like = next((p.derivative for p in there if p.derivative is not None), None)
+    if like is None:
+        return Elements(slot)
+    rows = [
+        jnp.ones_like(like[k]) if part is None or part.derivative is None else part.derivative[k]
+        for k, part in enumerate(parts)
+    ]
+    return Elements(slot, jnp.stack(rows))
+
+
+def _move_by_example(
+    eqn: Eqn, x: Shaped[Array, "... n"], position: int, values: Sequence[ArrayLike]
+) -> list[Array]:
+    if eqn.primitive.name == "broadcast_in_dim":
+        shape = [1] * (len(eqn.params["shape"]) + 1)
+        for d, size in zip(eqn.params["broadcast_dimensions"], x.shape[:-1], strict=True):
+            shape[d] = size
+        return [x.reshape(*shape[:-1], x.shape[-1])]
+    full = (*jnp.shape(values[position]), x.shape[-1])
+    if x.shape != full and eqn.primitive.name not in _KEEPS_BROADCAST:
+        x = jnp.broadcast_to(x, full)
+    return jax.vmap(
+        lambda one: _move(eqn, one, position, values), in_axes=-1, out_axes=-1
+    )(x)
+
+
+_KEEPS_BROADCAST = (SAME_ELEMENTS - {"pvary", "pcast"}) | {"transpose"}
+
+
+def _move(
+    eqn: Eqn, x: Shaped[Array, "..."], position: int, values: Sequence[ArrayLike]
+) -> list[Array]:
+    name = eqn.primitive.name
+    if name in SAME_ELEMENTS and name not in ("pvary", "pcast"):
+        return [x]
+    if name == "pad":
+        values = [values[0], jnp.zeros((), x.dtype)]
+    operands = [x if i == position else v for i, v in enumerate(values)]
+    out = bind(eqn)(*operands)
+    return list(out) if eqn.primitive.multiple_results else [out]

@@ -1,0 +1,118 @@
+"""Parameters that go through a function before a product: ``x @ softplus(w)``."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkfac.interception import Atoms, AxisTable, Eqn, Site, Slot, Use, register_kind
+from jaxkfac.kinds._elementwise import Elementwise
+from jaxkfac.kinds._moments import sum_to
+from jaxkfac.kinds._rows import Array, Rows, by_example
+
+
+@register_kind
+class Transformed(Elementwise):
+    r"""The diagonal of the parameter behind a weight that is no matrix of it.
+
+    An element of the weight reads one input feature $i$ and one output $j$, so its gradient at a
+    row is $a_i g_j$, and the sum of squares over rows is one product of squared rows.
+    """
+
+    name = "transformed"
+    suffix = "transformed"
+    rank = 2
+    contracts = True
+
+    def find(
+        self,
+        table: AxisTable,
+        eqn: Eqn,
+        ins: Sequence[Any],
+        positions: Sequence[int],
+        scope: tuple[int, ...],
+    ) -> list[Use] | str:
+        (position,) = positions
+        contract, batch = eqn.params["dimension_numbers"]
+        theirs = {*contract[1 - position], *batch[1 - position]}
+        data = ins[1 - position]
+        rows = tuple(a for d, a in enumerate(data.axes) if d not in theirs)
+        return [Use(self, eqn, position, ins[position], scope, data=data, rows=rows)]
+
+    def elements(
+        self,
+        site: Site,
+        use: Use,
+        like: Mapping[str, Any],
+        operands: Sequence[Any],
+        cotangent: Array,
+        weights: Array | None,
+        examples: Atoms,
+        derivative: Array | None,
+    ) -> Slot:
+        x, g = _sides(use, operands[1 - use.operand].astype(cotangent.dtype), cotangent)
+        x, g = x.masked(weights), g.masked(weights)
+        ones = (x._replace(x=jnp.ones_like(x.x)), g._replace(x=jnp.ones_like(g.x)).masked(weights))
+        by_row = "diagonal" in like
+
+        def gradients(x: Rows, g: Rows) -> Array:
+            """Of the weight, by example, these last."""
+            if by_row:
+                return _product(use, _flat(x), _flat(g))[..., 0]
+            rows, path = use.rows, use.view.path
+            return _product(
+                use, *(by_example(site, side, rows, examples, path=path) for side in (x, g))
+            )
+
+        if by_row:
+            squared = (side._replace(x=jnp.square(side.x)) for side in (x, g))
+            parts = {"diagonal": gradients(*squared), "count": gradients(*ones)}
+        else:
+            parts = {"gradient": gradients(x, g), "counts": gradients(*ones)}
+        if derivative is not None:
+            d = derivative.astype(cotangent.dtype)
+            if by_row:
+                parts["diagonal"] *= jnp.square(d)
+            else:
+                parts["gradient"] *= d[..., None]
+        return {key: sum_to(parts[key], part.shape) for key, part in like.items()}
+
+
+def _sides(use: Use, x: Array, cotangent: Array) -> tuple[Rows, Rows]:
+    """Input rows and output rows: features in the order of the equation."""
+    contract, shared = use.eqn.params["dimension_numbers"]
+    other, batch = 1 - use.operand, len(shared[0])
+    taken = {*contract[other], *shared[other]}
+    rows = tuple(d for d in range(x.ndim) if d not in taken)
+    features = tuple((d, ()) for d in contract[other])
+    inputs = Rows(x, rows, tuple(shared[other]), features)
+    free = cotangent.ndim - batch - len(rows)
+    first_row, first_free = batch, batch + len(rows)
+    if use.operand == 0:
+        first_row, first_free = batch + free, batch
+    outputs = Rows(
+        cotangent,
+        tuple(range(first_row, first_row + len(rows))),
+        tuple(range(batch)),
+        tuple((d, ()) for d in range(first_free, first_free + free)),
+    )
+    return inputs, outputs
+
+
+def _flat(side: Rows) -> Array:
+    """``(1, rows, stack..., features...)``."""
+    x = side.x.transpose(*side.rows, *side.batch, *side.feature_axes)
+    return x.reshape(1, side.number, *x.shape[len(side.rows) :])
+
+
+def _product(use: Use, x: Array, g: Array) -> Array:
+    """Sums over rows of ``(examples, rows, ...)``, in the axes of the weight, examples last."""
+    contract, shared = use.eqn.params["dimension_numbers"]
+    batch = tuple(range(2, 2 + len(shared[0])))
+    numbers = (((1,), (1,)), ((0, *batch), (0, *batch)))
+    out = jax.lax.dot_general(x, g, numbers, precision=jax.lax.Precision.HIGHEST)
+    mine = (*shared[use.operand], *contract[use.operand])
+    ndim = len(use.eqn.invars[use.operand].aval.shape)
+    order = [*mine, *(d for d in range(ndim) if d not in mine)]  # what each axis of out is
+    return out.transpose(*(1 + order.index(d) for d in range(ndim)), 0)

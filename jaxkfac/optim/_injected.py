@@ -1,0 +1,72 @@
+"""Numbers that may be traced, as ``optax.inject_hyperparams`` hands them over."""
+
+from typing import Any
+
+from jax.core import Tracer
+
+from jaxkfac.curvature import Eigenbases
+from jaxkfac.linalg import check_clipping
+
+Clipping = dict[str, Any]
+
+
+def check_numbers(
+    *, refresh_every: Any, momentum: Any, norm_constraint: Any, weight_decay: Any
+) -> None:
+    """Refuse numbers out of range where their values are known."""
+    if not isinstance(refresh_every, Tracer) and refresh_every < 1:
+        raise ValueError(f"refresh_every must be at least 1, got {refresh_every}")
+    if not isinstance(momentum, Tracer) and not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+    known = norm_constraint is not None and not isinstance(norm_constraint, Tracer)
+    if known and not norm_constraint > 0:
+        raise ValueError(f"norm_constraint must be positive or None, got {norm_constraint}")
+    if not isinstance(weight_decay, Tracer) and not weight_decay >= 0:
+        raise ValueError(f"weight_decay must be zero or positive, got {weight_decay}")
+
+
+def may_be_positive(number: Any) -> bool:
+    """Whether a number is not known to be zero."""
+    return isinstance(number, Tracer) or bool(number)
+
+
+def known_clipping(max_condition: Any, floor: Any) -> Clipping | None:
+    """The settings of clipping as bases keep them; ``None`` where they are traced."""
+    if isinstance(max_condition, Tracer) or isinstance(floor, Tracer):
+        return None
+    check_clipping(max_condition, floor)
+    return {"max_condition": float(max_condition), "floor": float(floor)}
+
+
+def clipping_of_init(clipping: Clipping | None) -> Clipping:
+    """The settings, which the first bases keep.
+
+    Raises:
+        TypeError: they are traced: ``init`` was called inside ``jit``.
+    """
+    if clipping is None:
+        raise TypeError(
+            "kfac: max_condition and floor are part of the state's structure, and are traced "
+            "here; write optax.inject_hyperparams(jk.kfac, static_args=('max_condition', "
+            "'floor')), or call init outside of jit"
+        )
+    return clipping
+
+
+def clipping_of(bases: Eigenbases, clipping: Clipping | None) -> Clipping:
+    """The settings of a state's bases, once they are those of the transformation.
+
+    Raises:
+        ValueError: the state was made with others.
+    """
+    held = {"max_condition": bases.max_condition, "floor": bases.floor}
+    if clipping is not None and clipping != held:
+        raise ValueError(
+            f"kfac: the state was made with {_text(held)}, and this transformation has "
+            f"{_text(clipping)}: make a new state with tx.init(params)"
+        )
+    return held
+
+
+def _text(clipping: Clipping) -> str:
+    return ", ".join(f"{name}={value}" for name, value in clipping.items())
