@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -64,7 +65,7 @@ def group_uses(
     order = {id(u): i for i, u in enumerate(uses)}
     blocks = [member for block in blocks for member in _members(block, biases)]
     blocks.sort(key=lambda b: order[id(b.uses[0])])
-    notes += _name(blocks)
+    notes += _name(blocks) + _looked_up_matrices(table, blocks)
     selected = selector(pattern, [b.name for b in blocks])
     for block in blocks:
         if block.name not in selected:
@@ -285,6 +286,21 @@ def _name(blocks: list[_UseGroup]) -> list[CoverageNote]:
             reason = f"has {len(group)} blocks: {names}; the optimizer uses {path!r}"
             notes.append(CoverageNote(group[0].weight.path, reason, fatal=False))
     return notes
+
+
+def _looked_up_matrices(table: AxisTable, blocks: list[_UseGroup]) -> list[CoverageNote]:
+    """A remark on lookups of whole matrices: it is rows of a table that are read, not experts."""
+    found = []
+    for block in blocks:
+        sizes = [math.prod(map(table.size, table.atoms(a))) for a in block.uses[0].out_axes]
+        if block.kind.diagonal_inputs and len(sizes) > 1:
+            reason = (
+                f"is read as a table whose rows are looked up, each {'x'.join(map(str, sizes))}, so "
+                f"its output side has {block.weight.out_features} features; where these are kernels "
+                "of experts, one for each row, einsum over a stack of experts has factors of each"
+            )
+            found.append(CoverageNote(block.weight.path, reason, fatal=False))
+    return found
 
 
 def _owners(table: AxisTable, blocks: list[_UseGroup]) -> dict[int, _UseGroup]:

@@ -139,6 +139,15 @@ def test_a_tie_in_opposite_orientations_keeps_both_blocks():
     assert any("has 2 blocks" in note for _, note in table.notes)
 
 
+def test_kernels_looked_up_row_by_row_are_a_table_and_remarked_on():
+    def model(p, x):
+        return jnp.einsum("nd,ndk->nk", x, p["experts"][x.argmax(-1)])
+
+    table = find_layers(model, weights(experts=(3, 4, 5)), jnp.ones((7, 4)))
+    assert table["experts"].out_features == 20
+    assert any("each 4x5" in note for _, note in table.notes)
+
+
 def test_a_batch_statistic_is_a_constant_of_the_rows_it_meets_later():
     def model(p, x):
         return (x - x.mean(0)) * (jax.lax.rsqrt(x.var(0) + 1) * p["scale"])
