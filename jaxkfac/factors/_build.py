@@ -142,7 +142,13 @@ def value_grad_and_factors(
         "experts": experts,
         "scale_blocks": scales == "full_block",
     }
-    program = Program(objective, finding, cover=uncovered == "raise", has_aux=has_aux)
+    program = Program(
+        objective,
+        finding,
+        cover=uncovered == "raise",
+        second_pass=isinstance(objective, Objective) and not estimator.unit_outputs,
+        has_aux=has_aux,
+    )
     collector = FactorCollector(
         program, estimator, sharing, bias, scales, uncovered, has_aux, loss_terms
     )

@@ -55,6 +55,7 @@ class Program:
         objective: An ``Objective``, or a scalar loss.
         finding: How layers are found; see ``trace``.
         cover: Whether an uncovered parameter raises.
+        second_pass: Whether the caller may take a second pass over it instead.
         has_aux: Of a scalar loss.
     """
 
@@ -64,10 +65,11 @@ class Program:
         finding: Mapping[str, Any],
         *,
         cover: bool,
+        second_pass: bool = False,
         has_aux: bool = False,
     ) -> None:
         self.objective: Any = objective
-        self._finding, self._cover = finding, cover
+        self._finding, self._cover, self._second_pass = finding, cover, second_pass
         self._has_aux = has_aux
         self._traces: TraceCache[Traced] = TraceCache()
 
@@ -92,7 +94,8 @@ class Program:
         def make() -> Traced:
             traced = trace(self._forward, *args, examples_lead=lead, **self._finding)
             if self._cover and traced.table.problems:
-                traced.table.raise_uncovered(alone=lead and not traced.coupled_inputs)
+                alone = self._second_pass and not traced.coupled_inputs
+                traced.table.raise_uncovered(second_pass=alone)
             return traced
 
         return self._traces.get(args, make)

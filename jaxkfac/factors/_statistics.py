@@ -172,9 +172,7 @@ class Statistics:
             whole = jnp.ones(cotangent.shape, dtype) if self.forward else cotangent.astype(dtype)
             derivative = (constants or {}).get("derivative")
             examples = self.traced.examples
-            return kind.elements(
-                site, use, like, operands, whole, weights, examples, derivative
-            )
+            return kind.elements(site, use, like, operands, whole, weights, examples, derivative)
         out: Slot = {}
         examples = self.traced.examples
         if "a" in like:

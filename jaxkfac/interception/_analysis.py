@@ -38,6 +38,7 @@ from jaxkfac.interception._custom import (
 from jaxkfac.interception._facts import Facts, reasons_of
 from jaxkfac.interception._functions import is_function, seen_in
 from jaxkfac.interception._kind import kind_reading
+from jaxkfac.interception._masks import holds_mask, is_mask
 from jaxkfac.interception._plan import MARK_ROWS, Mark, Plan
 from jaxkfac.interception._products import follow_product
 from jaxkfac.interception._propagate import fresh, propagate
@@ -131,14 +132,14 @@ class Analysis(Facts):
         readers = collections.Counter(
             v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v)
         ) + collections.Counter(v for v in jaxpr.outvars if is_var(v))
-        held = [Constant(self.number(id(c))) for c in consts]
+        held = [Constant(self.number(id(c)), holds_mask(c)) for c in consts]
         env: dict[Var, Value] = dict(zip(jaxpr.constvars, held, strict=True))
         env.update(zip(jaxpr.invars, ins, strict=True))
 
         def read(operand: Var | Literal) -> Value:
             if isinstance(operand, Literal):
                 key = str(operand.aval), np.asarray(operand.val).tobytes()
-                return Constant(self.number(key))
+                return Constant(self.number(key), holds_mask(operand.val))
             value = env[operand]
             # A second reader sees the product without what is added for the first: a bias of
             # one of them has another gradient than the product.
@@ -218,7 +219,8 @@ class Analysis(Facts):
         data = is_stateful(eqn) or any(isinstance(v, Data) or _is_rowless(v) for v in ins)
         parameters = [v for v in ins if isinstance(v, Parameter)]
         if not data and not parameters:
-            return [Constant(n) for n in out]
+            mask = is_mask(eqn, ins)
+            return [Constant(n, mask) for n in out]
         if not data:
             into = " to complex numbers" if is_complex(eqn.outvars[0]) else ""
             reasons = reasons_of(parameters, f"`{name}`{into}")
@@ -288,7 +290,9 @@ class Analysis(Facts):
             if reasons := getattr(v, "reasons", ()):
                 self.report(Derived(0, reasons), f"meets data in `{name}`")
         if not any(map(views_in, ins)):
-            return self._opaque(eqn, [v if isinstance(v, Data) else Constant(v.number) for v in ins])
+            return self._opaque(
+                eqn, [v if isinstance(v, Data) else Constant(v.number) for v in ins]
+            )
         uses = uses_of(self.table, eqn, ins, scope)
         if isinstance(uses, str):
             return self._opaque(eqn, ins, uses)

@@ -38,10 +38,12 @@ class Elements(NamedTuple):
         if not index:
             return cls(slot)
         lead = len(shape_of(index, shape))
-        return cls({
-            key: jnp.zeros((*shape, *s.shape[lead:]), s.dtype).at[slices(index)].set(s)
-            for key, s in slot.items()
-        })
+        return cls(
+            {
+                key: jnp.zeros((*shape, *s.shape[lead:]), s.dtype).at[slices(index)].set(s)
+                for key, s in slot.items()
+            }
+        )
 
     def scanned(self, length: int) -> "Elements":
         """With as many entries along the first axis as a scan has iterations."""
@@ -95,10 +97,11 @@ def through_function(
     position, part = next(iter(parts.items()))
     if values[position].shape == shape:
         return Elements(part.slot, derivative)
-    by_example = is_by_example(part.slot, entries)  # a scalar, which is everywhere
-    ones = (1,) * len(shape)
+    by_example = is_by_example(part.slot, entries)
     spread = {
-        key: s.reshape(*ones, *s.shape[-1:]) if by_example else jnp.broadcast_to(s, shape)
+        key: s.reshape(*(1,) * (len(shape) + 1 - s.ndim), *s.shape)
+        if by_example  # axes that are broadcast stay at size one
+        else jnp.broadcast_to(s, shape)
         for key, s in part.slot.items()
     }
     return Elements(spread, derivative)
@@ -128,9 +131,7 @@ def move_elements(
         derivative = part.derivative
         derivatives = moved(derivative[..., None] if by_example else derivative)
         derivatives = [d[..., 0] if by_example else d for d in derivatives]
-    return [
-        Elements({key: s[k] for key, s in slots.items()}, d) for k, d in enumerate(derivatives)
-    ]
+    return [Elements({key: s[k] for key, s in slots.items()}, d) for k, d in enumerate(derivatives)]
 
 
 def join_elements(
@@ -199,9 +200,7 @@ def _move_by_example(
     full = (*jnp.shape(values[position]), x.shape[-1])
     if x.shape != full and eqn.primitive.name not in _KEEPS_BROADCAST:
         x = jnp.broadcast_to(x, full)
-    return jax.vmap(
-        lambda one: _move(eqn, one, position, values), in_axes=-1, out_axes=-1
-    )(x)
+    return jax.vmap(lambda one: _move(eqn, one, position, values), in_axes=-1, out_axes=-1)(x)
 
 
 _KEEPS_BROADCAST = (SAME_ELEMENTS - {"pvary", "pcast"}) | {"transpose"}

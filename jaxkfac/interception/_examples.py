@@ -7,8 +7,7 @@ from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._compat import ClosedJaxpr
 from jaxkfac.interception._joins import pieces_of
 from jaxkfac.interception._row_masks import own_axes
-from jaxkfac.interception._structured import MODIFIED
-from jaxkfac.interception._values import CoverageNote, Data, Use
+bothfrom jaxkfac.interception._values import CoverageNote, Data, Use
 
 _OF_ROWS = frozenset("mul div add sub add_any".split())
 
@@ -78,7 +77,7 @@ def split_lost(analysis: Analysis, *, examples_lead: bool) -> tuple[list[Use], l
 def _reason(use: Use) -> str:
     if isinstance(use.where, tuple) and use.where[0] == MODIFIED:
         return MODIFIED
-    return f"has the example axis lost at `{use.eqn.primitive.name}`"
+    return f"{EXAMPLES_LOST} at `{use.eqn.primitive.name}`"
 
 
 def _lost_uses(analysis: Analysis, *, examples_lead: bool) -> list[Use]:
@@ -94,10 +93,7 @@ def _lost_uses(analysis: Analysis, *, examples_lead: bool) -> list[Use]:
     lost = []
     for use in analysis.plan.all_uses():
         walked = {a for scan in use.scope for a in table.atoms(analysis.walked[scan])}
-        if not (use.data is None or walked & examples or _runs_along(table, use, examples)):
-            lost.append(use)
-    return lost
-
+ours
 
 def split_parts(table: AxisTable, uses: list[Use]) -> tuple[list[Use], list[CoverageNote]]:
     """The uses whose parameter is a whole number of entries of each axis it is a part of."""

@@ -82,7 +82,9 @@ class Facts:
     def arrangement(self, eqn: Eqn, view: View, ins: Sequence[Value], result: int = 0) -> int:
         """The number of the arrangement that an equation makes of a view's elements."""
         others = [v for v in ins if not isinstance(v, Parameter)]
-        return self.equation_number(eqn, [dataclasses.replace(view, number=view.elements), *others], result)
+        return self.equation_number(
+            eqn, [dataclasses.replace(view, number=view.elements), *others], result
+        )
 
 
 def reasons_of(values: Sequence[Value], this: str) -> tuple[tuple[str, str], ...]:

@@ -54,11 +54,20 @@ def is_function(eqn: Eqn) -> bool:
     if len(eqn.outvars) != 1 or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
         return False
     shape = eqn.outvars[0].aval.shape
-    if any(v.aval.shape not in ((), shape) for v in eqn.invars):
+    if not all(broadcasts(v.aval.shape, shape) for v in eqn.invars):
         return False
     if call_kind(eqn) == "custom":
         return all(map(_is_step, body_of(eqn)[0].eqns))
     return eqn.primitive.name in ELEMENT_BY_ELEMENT
+
+
+def broadcasts(before: Sequence[int], after: Sequence[int]) -> bool:
+    """Whether an operand stands for one of the result's shape: a scalar, or axes of size one."""
+    if not before:
+        return True
+    return len(before) == len(after) and all(
+        b in (1, a) for b, a in zip(before, after, strict=True)
+    )
 
 
 def _is_step(eqn: Eqn) -> bool:
@@ -71,9 +80,7 @@ def _is_step(eqn: Eqn) -> bool:
     return name in ELEMENT_BY_ELEMENT | SAME_ELEMENTS or not jnp.issubdtype(out, jnp.inexact)
 
 
-def _each_viewed(
-    facts: Facts, eqn: Eqn, ins: Sequence[Value], position: int
-) -> list[Value] | None:
+def _each_viewed(facts: Facts, eqn: Eqn, ins: Sequence[Value], position: int) -> list[Value] | None:
     """The results of a view of one value: each parameter in it is seen through that view."""
     value = ins[position]
     if isinstance(value, View):
@@ -181,9 +188,16 @@ def _place(view: View) -> tuple[object, ...]:
 
 
 def _spread(facts: Facts, view: View, before: Sequence[int], after: Sequence[int]) -> View:
-    """A scalar beside an array is one element that is everywhere."""
+    """A scalar, or an axis of size one, beside an array is one element that is everywhere."""
     if tuple(before) == tuple(after):
         return view
-    axes = tuple(facts.table.new(size, "broadcast") for size in after)
+    axes = None
+    if view.axes is not None:
+        kept = view.axes if before else ((),) * len(after)
+        sizes = before or (1,) * len(after)
+        axes = tuple(
+            axis if b == a else facts.table.new(a, "broadcast")
+            for axis, b, a in zip(kept, sizes, after, strict=True)
+        )
     elements = facts.number(("spread", view.elements, tuple(after)))
     return dataclasses.replace(view, axes=axes, elements=elements)

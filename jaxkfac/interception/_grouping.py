@@ -68,6 +68,10 @@ def group_uses(
     notes += _name(blocks) + _looked_up_matrices(table, blocks)
     selected = selector(pattern, [b.name for b in blocks])
     for block in blocks:
+        masked = next((u.view.masked for u in block.uses if u.view.masked), "")
+        if masked and not block.kind.elementwise:
+            reason = f"is masked by a constant in `{masked}`; its factors are those of the product"
+            notes.append(CoverageNote(block.weight.path, reason, fatal=False))
         if block.name not in selected:
             notes.append(CoverageNote(block.weight.path, "is left out by layers=", fatal=False))
     blocks = [b for b in blocks if b.name in selected]

@@ -34,4 +34,3 @@ def shape_of(index: Index, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape of ``array[index]``."""
     kept = [at.stop - at.start for at in index if isinstance(at, Range)]
     return (*kept, *shape[len(index) :])
-

@@ -223,7 +223,8 @@ class Rewriter:
                             ),
                             slot,
                         )
-                elif (scaled := scale_slot(eqn, slot, position, values, self.entries)) is not None:
+                else:
+                    scaled = scale_slot(eqn, slot, position, values, self.entries)
                     for out in outs:
                         out[name] = scaled
         for name, seen in parts.items():

@@ -16,7 +16,7 @@ from jaxtyping import Array, PyTree, Shaped
 
 from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._encoded import Operand
-from jaxkfac.interception._views import ELEMENT_BY_ELEMENT, is_negated
+from jaxkfac.interception._views import is_negated
 
 Slot = dict[str, PyTree]  # arrays, or their shapes, by entry
 
@@ -61,27 +61,23 @@ def check_entries(slots: Mapping[str, Slot], entries: Entries) -> None:
 
 def scale_slot(
     eqn: Eqn, slot: Slot, position: int, values: Sequence[Operand], entries: Entries
-) -> Slot | None:
+) -> Slot:
     """A slot behind a view of the operand at ``position``: a scalar constant multiplies it.
 
-    ``None`` behind a function of the parameter, which is no matrix of it.
+    Behind a function of the parameter, which is no matrix of it, no use reads the slot.
     """
     name, chosen = eqn.primitive.name, slot.get(CHOSEN)
     if chosen is not None:
         slot = {key: part for key, part in slot.items() if key != CHOSEN}
-        scaled = scale_slot(eqn, slot, position, values, entries)
-        return None if scaled is None else {**scaled, CHOSEN: chosen}
+        return {**scale_slot(eqn, slot, position, values, entries), CHOSEN: chosen}
     if is_negated(eqn, position):
         return _times(slot, jnp.asarray(-1.0), entries)
     if name in ("mul", "div") and position <= (name == "mul"):
         c = jax.lax.stop_gradient(jnp.asarray(values[1 - position]))  # may be data
-        if c.size != 1:
-            return None
-        c = c.reshape(())
-        return _times(slot, c if name == "mul" else 1 / c, entries)
-    if name in ("add", "add_any", "sub") or name not in ELEMENT_BY_ELEMENT:
-        return slot
-    return None
+        if c.size == 1:
+            c = c.reshape(())
+            return _times(slot, c if name == "mul" else 1 / c, entries)
+    return slot
 
 
 def _times(slot: Slot, c: Shaped[Array, ""], entries: Entries) -> Slot:

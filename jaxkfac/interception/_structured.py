@@ -115,7 +115,9 @@ def _of_stack(facts: Facts, value: Combined, scan: int) -> View | None:
     if value.reasons or None in alike or len(alike) > 1:
         return None
     lie = [join for v in value.views for join in v.joins if join.whole == (v.axes or ())[0]]
-    if [(j.start, j.size, j.own) for j in lie] != [(i, 1, ()) for i in range(table.size(*lie[0].whole))]:
+    if [(j.start, j.size, j.own) for j in lie] != [
+        (i, 1, ()) for i in range(table.size(*lie[0].whole))
+    ]:
         return None
     assert first.axes is not None
     joins = tuple(j for j in first.joins if j is not lie[0])

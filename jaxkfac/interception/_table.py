@@ -8,7 +8,8 @@ from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest
 from jaxkfac._text import ruled
 from jaxkfac.interception._layer import Layer
 
-_DIAGONAL = "uncovered='diagonal' (a second pass) or "
+
+EXAMPLES_LOST = "has the example axis lost"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,7 +24,8 @@ class LayerTable(Mapping[str, Layer]):
         notes: ``(parameter path, remark)`` on parameters that are in a layer: also in a
             penalty, several blocks.
         sizes: Number of elements of every parameter.
-        problems: The rows of ``uncovered`` that are errors.
+        problems: The rows of ``uncovered`` that are errors: those that the caller's pattern of
+            layers, if there is one, does not leave out.
     """
 
     layers: tuple[Layer, ...]
@@ -56,26 +58,22 @@ class LayerTable(Mapping[str, Layer]):
                 slices.setdefault(part.path, {})[part.index] = part.size
         return sum(min(self.sizes[p], sum(held.values())) for p, held in slices.items())
 
-    def raise_uncovered(self, *, alone: bool = True) -> None:
-        """Raise for the parameters that nothing covers.
-
-        Args:
-            alone: Whether examples can be run alone, as ``uncovered="diagonal"`` does.
-
+theirs
         Raises:
-            UncoveredParameterError: naming each parameter and the reason.
+            UncoveredParameterError: naming each parameter and the reason, and what to do.
         """
         if self.problems:
-            rows = "\n".join(f"  {path}: {reason}" for path, reason in self.problems)
+            rows = "\n".join(f"  {_shown(path)}: {reason}" for path, reason in self.problems)
+            # Where examples are coupled, an example by itself has another gradient.
+            coupled = any(EXAMPLES_LOST in reason for _, reason in self.problems)
+            diagonal = "'diagonal' (a second pass) or " if second_pass and not coupled else ""
             raise UncoveredParameterError(
                 f"{len(self.problems)} uses of parameters are covered by no layer:\n{rows}\n"
-                "Leave them out with layers=, or pass "
-                f"{_DIAGONAL if alone else ''}uncovered='ignore'."
-            )
+theirs            )
 
     def __str__(self) -> str:
         head = ("layer", "kind", "in", "out", "stack", "uses", "input of", "bias", "parameters")
-        total = sum(self.sizes.values()) or 1
+        total, covered = sum(self.sizes.values()) or 1, self.num_covered
         rows = [
             (
                 layer.name,
@@ -91,15 +89,23 @@ class LayerTable(Mapping[str, Layer]):
             for layer in self.layers
         ]
         lines = ruled(head, rows, width=None, words=(0, 1, 4, 6, 7))
-        lines.append(
-            f"{len(self.layers)} layers cover {self.num_covered:,} of {total:,} parameters "
-            f"({100 * self.num_covered / total:.1f}%)"
-        )
+        last = f"{len(self.layers)} layers cover {covered:,} of {total:,} parameters"
+        missing = len(self.problems)
+        if covered < total or not missing:  # rounded down: 100 % is all of them
+            last += f" ({1000 * covered // total / 10:.1f}%)"
+        if missing:
+            last += f"; {missing} reading{'s are' if missing > 1 else ' is'} missing"
+        lines.append(last)
         for title, entries in (("not covered", self.uncovered), ("note", self.notes)):
-            lines += [f"{title}: {path} {reason}" for path, reason in entries]
+            lines += [f"{title}: {_shown(path)} {reason}" for path, reason in entries]
         if any("~" in c for row in rows for c in row[2:4]):
             lines.append("~: this side is kept as a diagonal")
         return "\n".join(lines)
+
+
+def _shown(path: str) -> str:
+    """A path in a message: that of a lone array of parameters is empty."""
+    return path or "(the parameters)"
 
 
 def _side(size: int, dense: bool) -> str:

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -229,12 +230,17 @@ def trace(
         for path in paths
         if path not in touched
     ]
+
+    def wanted(path: str) -> bool:
+        """Whether the caller's pattern asks for a parameter."""
+        return layers is None or path in held or re.fullmatch(layers, path) is not None
+
     table = LayerTable(
         layers=tuple(found),
         uncovered=[(f.path, f.reason) for f in findings if f.fatal or f.path not in held] + unread,
         notes=[(f.path, f.reason) for f in findings if not f.fatal and f.path in held],
         sizes={path: math.prod(shape) for path, shape in shapes_of.items()},
-        problems=[(f.path, f.reason) for f in findings if f.fatal],
+        problems=[(f.path, f.reason) for f in findings if f.fatal and wanted(f.path)],
     )
     leaves, tree = jax.tree.flatten(shapes)
     return Traced(closed, analysis, table, tree, leaves, shapes_of, encoded)

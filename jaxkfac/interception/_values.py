@@ -14,9 +14,15 @@ from jaxkfac.interception._propagate import Axes
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """Depends on neither parameters nor data."""
+    """Depends on neither parameters nor data.
+
+    Attributes:
+        number: Value number.
+        mask: Whether every element is known to be 0 or 1.
+    """
 
     number: int
+    mask: bool = False
 
 
 class Consumed(NamedTuple):
@@ -43,6 +49,8 @@ class View:
             dynamic indices.
         scaled: Value numbers of the constants it was multiplied by.
         reversed: Atoms along which it is seen back to front.
+        masked: The primitive that set some of its elements to constants, if one did: what is left
+            of them is a matrix all the same.
         lost_by: The primitive behind which the axes can no longer be followed.
         function: The first primitive that made it a function of the parameter's elements, one by
             one, and no multiple of them (``exp``, a product of two parameters); it is no matrix
@@ -67,6 +75,7 @@ class View:
     reversed: Atoms = ()
     lost_by: str = ""
     function: str = ""
+    masked: str = ""
     joins: tuple[Join, ...] = ()
     members: tuple["View", ...] = ()
     stacked_for: int = 0

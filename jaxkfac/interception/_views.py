@@ -74,7 +74,11 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
     if name in ("mul", "div"):
         if name == "div" and position == 1:
             return None
+        if name == "mul" and others[0].mask:
+            return [_masked(eqn, view, position, number)]
         return [_scaled(table, eqn, view, position, number)]
+    if name == "select_n" and position > 0:  # elsewhere it is a constant, whose derivative is 0
+        return [_masked(eqn, view, position, number)]
     if name in ("add", "sub", "add_any"):  # w + c has the derivatives of w
         same = eqn.invars[position].aval.shape == out.shape
         return [dataclasses.replace(view, number=number, axes=view.axes if same else None)]
@@ -107,6 +111,13 @@ def broadcast_axes(table: AxisTable, axes: Axes) -> tuple[int, ...]:
 def is_negated(eqn: Eqn, position: int) -> bool:
     """Whether an operand is multiplied by −1, which rows beside a column of ones do see."""
     return eqn.primitive.name == "neg" or (eqn.primitive.name == "sub" and position == 1)
+
+
+def _masked(eqn: Eqn, view: View, position: int, number: int) -> View:
+    """Times zeros and ones."""
+    same = eqn.invars[position].aval.shape == eqn.outvars[0].aval.shape
+    masked = view.masked or eqn.primitive.name
+    return dataclasses.replace(view, number=number, masked=masked, axes=view.axes if same else None)
 
 
 def _scaled(table: AxisTable, eqn: Eqn, view: View, position: int, number: int) -> View:

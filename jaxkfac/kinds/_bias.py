@@ -63,7 +63,7 @@ def _is_its_bias(
     table: AxisTable, view: View, product_axes: Sequence[Atoms | None], product: Use
 ) -> bool:
     """Whether the view's own axes lie exactly on the free axes of the product's parameter."""
-    if view.axes is None or view.reversed or view.scaled or view.function:
+    if view.axes is None or view.reversed or view.scaled or view.function or view.masked:
         return False
     if view.walkers != product.view.walkers:
         return False

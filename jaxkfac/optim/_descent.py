@@ -42,7 +42,7 @@ def keep_where_not_finite(new: Eigenbases, old: Eigenbases) -> tuple[Eigenbases,
 
 
 def constrain_norm(
-    steps: PyTree, grads: PyTree, covered: Collection[str], rate: ArrayLike, limit: float
+    steps: PyTree, grads: PyTree, covered: Collection[str], rate: ArrayLike, limit: ArrayLike
 ) -> PyTree:
     r"""Scale the steps so that $\eta^2 \langle p, \nabla \rangle \le$ ``limit``.
 
@@ -52,7 +52,7 @@ def constrain_norm(
     product = inner_product(steps, grads, ours)
     squared = jnp.square(jnp.asarray(rate, product.dtype)) * product
     tiny = jnp.finfo(product.dtype).tiny
-    factor = jnp.sqrt(limit / jnp.maximum(squared, tiny))
+    factor = jnp.sqrt(jnp.asarray(limit, product.dtype) / jnp.maximum(squared, tiny))
 
     def scale(factor: Array, steps: PyTree) -> PyTree:
         return jax.tree.map(lambda mine, p: scaled(factor, p) if mine else p, ours, steps)
@@ -74,7 +74,7 @@ def zero_momentum(params: PyTree, covered: Collection[str], *, everywhere: bool)
     )
 
 
-def advance_momentum(decay: float, momentum: PyTree, steps: PyTree) -> PyTree:
+def advance_momentum(decay: ArrayLike, momentum: PyTree, steps: PyTree) -> PyTree:
     r"""$m \leftarrow \mu m + p$ where there is a momentum, in its dtype."""
     return jax.tree.map(
         lambda p, m: m if isinstance(m, optax.MaskedNode) else scaled(decay, m) + p.astype(m.dtype),

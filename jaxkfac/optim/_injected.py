@@ -18,8 +18,8 @@ def check_numbers(
         raise ValueError(f"refresh_every must be at least 1, got {refresh_every}")
     if not isinstance(momentum, Tracer) and not 0 <= momentum < 1:
         raise ValueError(f"momentum must be in [0, 1), got {momentum}")
-    known = norm_constraint is not None and not isinstance(norm_constraint, Tracer)
-    if known and not norm_constraint > 0:
+    known = not isinstance(norm_constraint, Tracer)
+    if known and norm_constraint is not None and not norm_constraint > 0:
         raise ValueError(f"norm_constraint must be positive or None, got {norm_constraint}")
     if not isinstance(weight_decay, Tracer) and not weight_decay >= 0:
         raise ValueError(f"weight_decay must be zero or positive, got {weight_decay}")
@@ -34,8 +34,9 @@ def known_clipping(max_condition: Any, floor: Any) -> Clipping | None:
     """The settings of clipping as bases keep them; ``None`` where they are traced."""
     if isinstance(max_condition, Tracer) or isinstance(floor, Tracer):
         return None
-    check_clipping(max_condition, floor)
-    return {"max_condition": float(max_condition), "floor": float(floor)}
+    known = {"max_condition": float(max_condition), "floor": float(floor)}
+    check_clipping(**known)
+    return known
 
 
 def clipping_of_init(clipping: Clipping | None) -> Clipping:

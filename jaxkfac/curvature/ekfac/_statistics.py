@@ -76,6 +76,13 @@ class SquaredGradients:
     def _slot(self, layer: Layer, bases: Eigenbases) -> Slot:
         if layer.name in self._elements:
             return self._elements[layer.name].slot(layer)
+        for use in self._traced.uses_of(layer):
+            if use.view.masked:
+                raise ValueError(
+                    f"layer {layer.name!r} is masked by a constant in `{use.view.masked}`, so its "
+                    "gradient is no product of rows in any basis: leave it out of the bases that "
+                    "are measured, with layers= of value_grad_and_factors"
+                )
         a, g = bases.spectra(layer)
         stack, n_out, dtype = layer.stack, layer.out_features, g.values.dtype
         slot: Slot = {}

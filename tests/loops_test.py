@@ -1,0 +1,313 @@
+"""The loops people have: NNX's optimizer, TrainState, Equinox, optax's wrappers, checkpoints.
+
+Each does what ``tx.update`` and ``optax.apply_updates`` do. ``docs/loops.md`` shows them.
+"""
+
+import difflib
+import functools
+import re
+from pathlib import Path
+
+import equinox as eqx
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jaxkfac as jk
+
+X = jax.random.normal(jax.random.key(0), (8, 3))
+Y = jnp.arange(8) % 4
+PARAMS = {
+    "up": {"w": 0.5 * jax.random.normal(jax.random.key(1), (3, 5)), "b": jnp.zeros(5)},
+    "scale": jnp.ones(5),
+    "down": {"w": 0.5 * jax.random.normal(jax.random.key(2), (5, 4))},
+}
+STEPS = 4
+
+
+def apply_fn(p, x):
+    return (jnp.tanh(x @ p["up"]["w"] + p["up"]["b"]) * p["scale"]) @ p["down"]["w"]
+
+
+STATS = jk.value_grad_and_factors(jk.Objective(apply_fn, jk.Categorical()))
+LIKE = STATS.factor_shapes(PARAMS, (X, Y))
+OPTIONS = {"like": LIKE, "refresh_every": 2}
+
+
+def trained(tx, params=PARAMS, steps=STEPS, at_step=lambda state, number: state):
+    """The parameters and the state after plain steps."""
+
+    @jax.jit
+    def step(params, state):
+        _, grads, factors = STATS(params, (X, Y))
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for number in range(steps):
+        params, state = step(params, at_step(state, number))
+    return params, state
+
+
+@functools.cache
+def expected():
+    return trained(jk.kfac(0.1, damping=1e-2, **OPTIONS))[0]
+
+
+def assert_close(found, wanted, rtol=1e-5, atol=1e-6):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), found, wanted)
+
+
+def assert_same(found, wanted):
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+
+
+# ------------------------------------------------------------------ frameworks
+
+
+class Net(nnx.Module):
+    """The same net, its parameters under the same names."""
+
+    def __init__(self):
+        self.up = nnx.Dict(w=nnx.Param(PARAMS["up"]["w"]), b=nnx.Param(PARAMS["up"]["b"]))
+        self.scale = nnx.Param(PARAMS["scale"])
+        self.down = nnx.Dict(w=nnx.Param(PARAMS["down"]["w"]))
+
+    def __call__(self, x):
+        hidden = jnp.tanh(x @ self.up["w"][...] + self.up["b"][...]) * self.scale[...]
+        return hidden @ self.down["w"][...]
+
+
+@pytest.mark.parametrize("form", ["dictionary", "state"])
+def test_nnx_optimizer_steps_as_the_plain_loop_does(form):
+    model = Net()
+    run, params = jk.from_nnx(model)
+    stats = jk.value_grad_and_factors(jk.Objective(run, jk.Categorical()))
+    tx = jk.kfac(0.1, like=stats.factor_shapes(params, (X, Y)), damping=1e-2, refresh_every=2)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        params = nnx.state(model, nnx.Param)
+        if form == "dictionary":
+            _, grads, factors = stats(nnx.to_pure_dict(params), (X, Y))
+            grads = jk.as_state(grads, model)
+        else:
+            _, grads, factors = stats(params, (X, Y))
+        optimizer.update(model, grads, factors=factors)
+
+    for _ in range(STEPS):
+        step(model, optimizer)
+    assert_close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), expected())
+
+
+def test_train_state_steps_as_the_plain_loop_does():
+    class State(TrainState):
+        def apply_gradients(self, *, grads, **extra):
+            update = functools.partial(self.tx.update, **extra)
+            bound = self.replace(tx=optax.GradientTransformation(self.tx.init, update))
+            return super(State, bound).apply_gradients(grads=grads).replace(tx=self.tx)
+
+    tx = jk.kfac(0.1, damping=1e-2, **OPTIONS)
+    state = State.create(apply_fn=apply_fn, params=PARAMS, tx=tx)
+
+    @jax.jit
+    def step(state):
+        _, grads, factors = STATS(state.params, (X, Y))
+        return state.apply_gradients(grads=grads, factors=factors)
+
+    for _ in range(STEPS):
+        state = step(state)
+    assert state.step == STEPS and state.tx is tx
+    assert_close(state.params, expected())
+
+
+def test_equinox_filtered_loop_steps_as_the_plain_loop_does():
+    class Module(eqx.Module):
+        up: dict
+        scale: jax.Array
+        down: dict
+        activation: object
+
+        def __call__(self, x):
+            hidden = self.activation(x @ self.up["w"] + self.up["b"])
+            return (hidden * self.scale) @ self.down["w"]
+
+    model = Module(**PARAMS, activation=jnp.tanh)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    objective = jk.Objective(
+        lambda params, x: jax.vmap(eqx.combine(params, static))(x), jk.Categorical()
+    )
+    stats = jk.value_grad_and_factors(objective)
+    tx = jk.kfac(0.1, like=stats.factor_shapes(params, (X, Y)), damping=1e-2, refresh_every=2)
+    state = tx.init(params)
+
+    @eqx.filter_jit
+    def step(model, state):
+        params = eqx.filter(model, eqx.is_inexact_array)
+        _, grads, factors = stats(params, (X, Y))
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return eqx.apply_updates(model, updates), state
+
+    for _ in range(STEPS):
+        model, state = step(model, state)
+    assert_close({"up": model.up, "scale": model.scale, "down": model.down}, expected())
+
+
+# ------------------------------------------------------------------ optax
+
+
+def test_injected_numbers_are_those_that_were_given():
+    tx = optax.inject_hyperparams(jk.kfac)(0.1, damping=1e-2, **OPTIONS)
+    assert_close(trained(tx)[0], expected())
+
+
+@pytest.mark.standard_promotion  # a float divided by the step
+def test_injected_numbers_change_in_flight():
+    """As schedules of the same values change them."""
+
+    def change(state, number):
+        hyperparams = {"learning_rate": 0.1 / (1 + number), "damping": 10.0**-number}
+        new = {k: jnp.asarray(v, jnp.float32) for k, v in hyperparams.items()}
+        return state._replace(hyperparams=state.hyperparams | new)
+
+    tx = optax.inject_hyperparams(jk.kfac)(0.5, damping=0.5, **OPTIONS)
+    scheduled = jk.kfac(lambda n: 0.1 / (1 + n), damping=lambda n: 10.0**-n, **OPTIONS)
+    found = trained(tx, at_step=change)
+    assert_close(found[0], trained(scheduled)[0])
+    assert "max_condition" in found[1].hyperparams
+
+
+def test_injected_numbers_outside_of_jit_are_checked():
+    tx = optax.inject_hyperparams(jk.kfac)(0.1, **OPTIONS)
+    state = tx.init(PARAMS)
+    _, grads, factors = STATS(PARAMS, (X, Y))
+    for name, value in {"damping": -1.0, "momentum": 1.0, "decay": 2.0, "floor": -1.0}.items():
+        wrong = state._replace(hyperparams=state.hyperparams | {name: jnp.asarray(value)})
+        with pytest.raises(ValueError, match=name):
+            tx.update(grads, wrong, PARAMS, factors=factors)
+    other = state._replace(hyperparams=state.hyperparams | {"max_condition": jnp.asarray(10.0)})
+    with pytest.raises(ValueError, match=r"state was made with max_condition=1000000\.0"):
+        tx.update(grads, other, PARAMS, factors=factors)
+    with pytest.raises(TypeError, match=r"static_args=\('max_condition', 'floor'\)"):
+        jax.jit(tx.init)(PARAMS)
+
+
+def test_chain_hands_factors_to_kfac_alone():
+    tx = optax.chain(optax.scale(2.0), jk.kfac(0.05, damping=1e-2, **OPTIONS))
+    assert_close(trained(tx)[0], expected())
+
+
+@pytest.mark.parametrize("by", ["masked", "partition"])
+def test_the_parameters_of_a_mask_are_stepped_and_the_others_left_to_others(by):
+    ours = {"up": True, "scale": False, "down": True}
+    kfac = jk.kfac(0.1, damping=1e-2, **OPTIONS)
+    if by == "masked":
+        tx = optax.chain(optax.masked(kfac, ours), optax.masked(optax.sgd(0.3), _not(ours)))
+    else:
+        labels = {name: "kfac" if mine else "sgd" for name, mine in ours.items()}
+        tx = optax.partition({"kfac": kfac, "sgd": optax.sgd(0.3)}, labels)
+    _, grads, factors = STATS(PARAMS, (X, Y))
+    found, _ = tx.update(grads, tx.init(PARAMS), PARAMS, factors=factors)
+    whole, _ = kfac.update(grads, kfac.init(PARAMS), PARAMS, factors=factors)
+    assert_close(found, whole | {"scale": -0.3 * grads["scale"]})
+
+
+def _not(mask):
+    return {name: not mine for name, mine in mask.items()}
+
+
+# ------------------------------------------------------------------ state
+
+
+def states():
+    """States that hold factors, bases or both, with what they were made for."""
+    _, grads, factors = STATS(PARAMS, (X, Y))
+    bases = jk.eigendecompose(factors)
+    kfac = jk.kfac(0.1, **OPTIONS, others=optax.adam(1e-3))
+    several = jk.multi_steps(kfac, 2)
+    for name, tx in {"kfac": kfac, "multi_steps": several}.items():
+        state = tx.init(PARAMS)
+        yield name, state, tx.update(grads, state, PARAMS, factors=factors)[1]
+    objective = jk.Objective(apply_fn, jk.Categorical())
+    corrected = jk.correct_eigenvalues(objective, bases)(PARAMS, (X, Y))
+    yield "bases", jax.tree.map(jnp.zeros_like, corrected), corrected
+
+
+@pytest.mark.standard_promotion  # optax.adam multiplies floats by its step
+def test_states_are_written_and_read_by_flax_serialization():
+    for name, target, state in states():
+        written = flax.serialization.to_bytes(state)
+        assert_same(flax.serialization.from_bytes(target, written), state), name
+
+
+def test_bytes_of_another_model_are_refused():
+    wide = PARAMS | {"down": {"w": jnp.ones((5, 7))}}
+    tx = jk.kfac(0.1, like=STATS.factor_shapes(wide, (X, Y)))
+    written = flax.serialization.to_bytes(jk.kfac(0.1, **OPTIONS).init(PARAMS))
+    with pytest.raises(ValueError, match=r"of another model.*\(4, 4\).*\(7, 7\)"):
+        flax.serialization.from_bytes(tx.init(wide), written)
+
+
+def test_a_state_goes_through_jax_tree_and_trains_on():
+    tx = jk.kfac(0.1, damping=1e-2, **OPTIONS)
+    params, state = trained(tx, steps=2)
+    leaves, structure = jax.tree.flatten(state)
+    again = jax.tree.map(lambda x: x, jax.tree.unflatten(structure, leaves))
+    assert_same(again, state)
+    found, _ = trained(tx, params, 2, lambda fresh, number: again if number == 0 else fresh)
+    assert_same(found, expected())
+
+
+# ------------------------------------------------------------------ precision
+
+
+def test_updates_that_bfloat16_would_lose_are_kept_by_float32_masters():
+    def half(p, x):
+        return apply_fn(optax.tree.cast(p, jnp.bfloat16), x.astype(jnp.bfloat16))
+
+    def moved(params, run):
+        stats = jk.value_grad_and_factors(jk.Objective(run, jk.Categorical()))
+        tx = jk.kfac(1e-4, like=stats.factor_shapes(params, (X, Y)), momentum=0.0)
+        start, state = params, tx.init(params)
+
+        @jax.jit
+        def step(params, state):
+            _, grads, factors = stats(params, (X, Y))
+            updates, state = tx.update(grads, state, params, factors=factors)
+            return optax.apply_updates(params, updates), state
+
+        for _ in range(20):
+            params, state = step(params, state)
+        moves = jax.tree.map(lambda a, b: jnp.abs(a - b).max().astype(jnp.float32), params, start)
+        return moves["scale"], jax.tree.map(lambda x: x.dtype, params)["scale"]
+
+    kept, dtype = moved(PARAMS, half)
+    lost, narrow = moved(optax.tree.cast(PARAMS, jnp.bfloat16), half)
+    assert (dtype, narrow) == (jnp.float32, jnp.bfloat16)
+    assert lost == 0 and kept > 1e-4
+
+
+# ------------------------------------------------------------------ the page
+
+PAGE = (Path(__file__).parent.parent / "docs" / "loops.md").read_text()
+BLOCK = r"```python\n((?:(?!```).)*?)```\n"
+PAIRS = re.findall(BLOCK + r"\nWith K-FAC:\n\n" + BLOCK, PAGE, re.DOTALL)
+
+
+def test_the_page_shows_every_loop():
+    shown = "".join(plain for plain, _ in PAIRS)
+    words = ("nn.Dense", "nnx.Optimizer", "TrainState", "eqx.apply_updates", "nn.BatchNorm")
+    assert len(PAIRS) == len(words) and all(word in shown for word in words)
+
+
+@pytest.mark.parametrize(("plain", "with_factors"), PAIRS)
+def test_a_loop_on_the_page_differs_from_the_plain_one_in_at_most_four_lines(plain, with_factors):
+    changes = difflib.ndiff(plain.splitlines(), with_factors.splitlines())
+    assert 0 < sum(line.startswith("+ ") and line != "+ " for line in changes) <= 4
