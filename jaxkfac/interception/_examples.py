@@ -7,7 +7,9 @@ from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._compat import ClosedJaxpr
 from jaxkfac.interception._joins import pieces_of
 from jaxkfac.interception._row_masks import own_axes
-bothfrom jaxkfac.interception._values import CoverageNote, Data, Use
+from jaxkfac.interception._structured import MODIFIED
+from jaxkfac.interception._table import EXAMPLES_LOST
+from jaxkfac.interception._values import CoverageNote, Data, Use
 
 _OF_ROWS = frozenset("mul div add sub add_any".split())
 
@@ -93,7 +95,10 @@ def _lost_uses(analysis: Analysis, *, examples_lead: bool) -> list[Use]:
     lost = []
     for use in analysis.plan.all_uses():
         walked = {a for scan in use.scope for a in table.atoms(analysis.walked[scan])}
-ours
+        if not (use.data is None or walked & examples or _runs_along(table, use, examples)):
+            lost.append(use)
+    return lost
+
 
 def split_parts(table: AxisTable, uses: list[Use]) -> tuple[list[Use], list[CoverageNote]]:
     """The uses whose parameter is a whole number of entries of each axis it is a part of."""

@@ -58,7 +58,12 @@ class LayerTable(Mapping[str, Layer]):
                 slices.setdefault(part.path, {})[part.index] = part.size
         return sum(min(self.sizes[p], sum(held.values())) for p, held in slices.items())
 
-theirs
+    def raise_uncovered(self, *, second_pass: bool = True) -> None:
+        """Raise for the parameters that nothing covers.
+
+        Args:
+            second_pass: Whether ``uncovered="diagonal"`` is open to the caller.
+
         Raises:
             UncoveredParameterError: naming each parameter and the reason, and what to do.
         """
@@ -69,7 +74,9 @@ theirs
             diagonal = "'diagonal' (a second pass) or " if second_pass and not coupled else ""
             raise UncoveredParameterError(
                 f"{len(self.problems)} uses of parameters are covered by no layer:\n{rows}\n"
-theirs            )
+                "Name the layers to keep with layers=, a pattern that these paths do not match, or "
+                f"pass uncovered={diagonal}'ignore'."
+            )
 
     def __str__(self) -> str:
         head = ("layer", "kind", "in", "out", "stack", "uses", "input of", "bias", "parameters")
