@@ -10,8 +10,9 @@ above. A file may take three times the processor time that it took when it last 
 more: time on the clock depends on the load.
 
 The record is written after every mutant, so that a run goes on where it was stopped; ``why`` in it
-is written by hand and kept. ``--again`` runs the survivors without a ``why`` against the tests that
-the working tree has besides; ``--check`` runs without any mutant the tests that have killed one.
+is written by hand and kept. ``--again`` makes the changes of the survivors without a ``why`` in the
+last commit, as far as it still has their lines, and runs its tests that are new or other ones;
+``--check`` runs without any mutant the tests that have killed one.
 
 Neither mutmut (no seed, no sample; its trampolines meet the runtime type hook) nor cosmic-ray (one
 command for all mutants, each in a fresh interpreter, limits by the clock) draws and runs so.
@@ -19,11 +20,11 @@ command for all mutants, each in a fresh interpreter, limits by the clock) draws
 
 import argparse
 import collections
+import difflib
 import hashlib
 import io
 import json
 import random
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -45,7 +46,7 @@ ROOMS = {
     "kinds": (
         "jaxkfac/kinds/*.py",
         "jaxkfac/kinds/*_test.py jaxkfac/factors/*_test.py jaxkfac/curvature/ekfac/*_test.py",
-        "tests/factors_oracle_test.py",
+        "tests/factors_oracle_test.py jaxkfac/interception/*_test.py",
     ),
     "masks": (
         "jaxkfac/interception/_row_masks.py jaxkfac/interception/_propagate.py"
@@ -163,15 +164,26 @@ def _changed(tree: Path, mutant: dict[str, Any]) -> tuple[Path, str]:
     return path, "\n".join(rows)
 
 
-def copied(commit: str, *, tests_of_tree: bool) -> Path:
-    """The commit's tree in a temporary folder; its tests perhaps those of the working tree."""
-    tree = WORK / f"{commit[:12]}{'-again' if tests_of_tree else ''}"
+def moved(mutant: dict[str, Any], before: Path, tree: Path) -> dict[str, Any] | None:
+    """The mutant where its line is in another tree, or ``None`` where that has no such line."""
+    if not (tree / mutant["file"]).exists():
+        return None
+    old, new = ((root / mutant["file"]).read_text().split("\n") for root in (before, tree))
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    for start, at, size in matcher.get_matching_blocks():
+        if start <= mutant["line"] - 1 < start + size:
+            by = at - start
+            lines = [line + by for line in mutant["lines"]]
+            return {**mutant, "line": mutant["line"] + by, "lines": lines}
+    return None
+
+
+def copied(commit: str) -> Path:
+    """The commit's tree in a temporary folder."""
+    tree = WORK / commit[:12]
     packed = io.BytesIO(subprocess.check_output(["git", "archive", commit], cwd=ROOT))
     with tarfile.open(fileobj=packed) as files:  # over what a run that was stopped has left
         files.extractall(tree, filter="data")
-    if tests_of_tree:
-        for file in [*ROOT.glob("jaxkfac/**/*_test.py"), *ROOT.glob("tests/*.py")]:
-            shutil.copy2(file, tree / file.relative_to(ROOT))
     return tree
 
 
@@ -194,33 +206,34 @@ def main() -> int:
         record = json.loads(given.record.read_text())
     else:
         record = {"commit": head, "count": given.count, "seed": given.seed}
-        tree = copied(head, tests_of_tree=False)
-        record["mutants"] = drawn(tree, given.count, given.seed)
-    before = copied(record["commit"], tests_of_tree=False)
-    tree = copied(record["commit"], tests_of_tree=True) if given.again else before
-    imported, passed = preload(tree, WORK / "compiled"), Passed(record["commit"])
+        record["mutants"] = drawn(copied(head), given.count, given.seed)
+    commit = head if given.again else record["commit"]
+    before, tree = copied(record["commit"]), copied(commit)
+    imported, passed = preload(tree, WORK / "compiled"), Passed(commit)
     if given.check:
-        kills = {
-            k.rpartition(" in ")[2] for x in record["mutants"] if (k := killed_by(x, STAGES[:2]))
-        }
-        record["without a mutant"] = (
-            run(tree, dict.fromkeys(sorted(kills), UNKNOWN)).failed or "all pass"
-        )
-        print(f"{len(kills)} tests that killed: {record['without a mutant']}")
+        stages = STAGES[2:] if given.again else STAGES[:2]
+        kills = {k.rpartition(" in ")[2] for x in record["mutants"] if (k := killed_by(x, stages))}
+        found = run(tree, dict.fromkeys(sorted(kills), UNKNOWN)).failed or "all pass"
+        record[f"{'tests since ' if given.again else ''}without a mutant"] = found
+        print(f"{len(kills)} tests that killed: {found}")
     for stage in () if given.check else ("since",) if given.again else ("beside", "above"):
         for i, mutant in enumerate(record["mutants"], 1):
-            if stage in mutant or killed_by(mutant) or "why" in mutant:
-                continue
-            if given.again and "beside" not in mutant:
+            done = "beside" not in mutant if given.again else stage in mutant
+            if done or killed_by(mutant) or "why" in mutant:
                 continue
             _, beside, above = ROOMS[mutant["room"]]
             tests = _glob(tree, {"beside": beside, "above": above}.get(stage, f"{beside} {above}"))
+            line = f"{i} {stage}: {mutant['file']}:{mutant['line']} {mutant['what']}"
+            there = mutant
             if given.again:
                 tests = [x for x in tests if _differs(x, tree, before)]
-            found = tried(tree, mutant, tests, imported, passed)
+                there = moved(mutant, before, tree)
+            if there is None:
+                print(f"{line}: its line is gone", flush=True)
+                continue
+            found = tried(tree, there, tests, imported, passed)
             mutant[stage] = {"killed_by": found.failed, "said": found.said}
             given.record.write_text(json.dumps(record, indent=1) + "\n")
-            line = f"{i} {stage}: {mutant['file']}:{mutant['line']} {mutant['what']}"
             print(f"{line}: {found.failed or 'SURVIVED'} ({found.seconds:.0f} s)", flush=True)
     given.record.write_text(json.dumps(record, indent=1) + "\n")
     given.record.with_suffix(".md").write_text(table(record))
@@ -244,7 +257,8 @@ def table(record: dict[str, Any]) -> str:
         "",
         f"`python -m benchmarks.mutants` has run {len(tried_)} of {len(record['mutants'])}: "
         f"{len(tried_) - len(alive)} were killed by the tests of that commit. Without a mutant "
-        f"those tests: {record.get('without a mutant', 'not run')}.",
+        f"those tests: {record.get('without a mutant', 'not run')}; those that have killed since: "
+        f"{record.get('tests since without a mutant', 'not run')}.",
         "",
         "| room | run | killed by its tests | by oracles above | by tests added since | survive |",
         "|---|---|---|---|---|---|",

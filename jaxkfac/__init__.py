@@ -5,6 +5,7 @@ from jaxkfac._errors import (
     CheckpointMismatchError,
     CoupledExamplesError,
     DamagedFileError,
+    HiddenMarkError,
     JaxkfacError,
     LostRowsError,
     NonFiniteFactorError,
@@ -39,7 +40,15 @@ from jaxkfac.factors import (
     update_average,
     value_grad_and_factors,
 )
-from jaxkfac.interception import Layer, LayerTable, as_state, find_layers, from_nnx, mark_rows
+from jaxkfac.interception import (
+    Layer,
+    LayerTable,
+    as_state,
+    find_layers,
+    from_nnx,
+    mark_outputs,
+    mark_rows,
+)
 from jaxkfac.lslora import nf4
 from jaxkfac.memory import MemoryBudgetError, cast_once, load_safetensors, place_once
 from jaxkfac.optim import has_updated, kfac, multi_steps, scale_by_bases
@@ -58,6 +67,7 @@ __all__ = [
     "Eigenbases",
     "Factors",
     "Gaussian",
+    "HiddenMarkError",
     "HostCurvature",
     "JaxkfacError",
     "KroneckerFactor",
@@ -86,6 +96,7 @@ __all__ = [
     "kfac",
     "load_safetensors",
     "lslora",
+    "mark_outputs",
     "mark_rows",
     "memory",
     "multi_steps",

@@ -24,6 +24,10 @@ class CoupledExamplesError(JaxkfacError, ValueError):
     """Statistics of single examples were asked for, and the model couples its examples."""
 
 
+class HiddenMarkError(JaxkfacError, ValueError):
+    """A mark of outputs stands where a transformation hides its terms."""
+
+
 class NonFiniteFactorError(JaxkfacError, FloatingPointError):
     """A factor, or its decomposition, holds NaN or infinity."""
 

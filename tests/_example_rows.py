@@ -101,8 +101,9 @@ def layer_rows(
                 rows = rows.astype(np.float64).reshape(keep.size, *use.shape)
             if use.kind == "dense" and use.bias and bias == "joint":
                 rows = np.concatenate([rows, np.ones((len(rows), 1))], axis=1)
+            size = use.shape[0] if use.kind == "embedding" else 0
             layers.setdefault((use.name, use.at), []).append(
-                Rows(use.kind, use.shape[0], rows[keep], g[:, keep])
+                Rows(use.kind, size, rows[keep], g[:, keep])
             )
         found.append({key: _together(parts) for key, parts in layers.items()})
     return found, float(mask.sum())

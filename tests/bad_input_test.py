@@ -300,3 +300,26 @@ def test_factors_of_different_models_do_not_add(x64):
     two = jk.value_grad_and_factors(objective_of(scanned))(scanned_params(), BATCH())[2]
     with pytest.raises(ValueError):
         one + two
+
+
+def test_batch_statistics_among_the_parameters_are_refused(x64):
+    """An optimizer would step them, along a gradient of zero or worse."""
+    variables = {"params": {"w": normal(1, 4, 3)}, "batch_stats": {"mean": jnp.zeros(4)}}
+    objective = jk.Objective(
+        lambda v, x: (x - v["batch_stats"]["mean"]) @ v["params"]["w"], jk.Categorical()
+    )
+    for call in (
+        lambda: jk.value_grad_and_factors(objective)(variables, BATCH()),
+        lambda: jk.operators.ggn(objective, variables, BATCH()),
+    ):
+        with pytest.raises(ValueError, match=r"'batch_stats/mean' is a batch statistic.*state="):
+            call()
+
+
+def test_a_state_of_another_model_is_refused(x64):
+    """Of the same layers' names and other shapes, too."""
+    *_, factors = jk.value_grad_and_factors(objective_of(mlp))(mlp_params(), BATCH())
+    _, grads, other = jk.value_grad_and_factors(objective_of(scanned))(scanned_params(), BATCH())
+    state = jk.kfac(0.1, like=factors).init(mlp_params())
+    with pytest.raises(ValueError, match="the state is of another model"):
+        jk.kfac(0.1, like=other).update(grads, state, scanned_params(), factors=other)

@@ -17,6 +17,7 @@ from tests._programs import labels, normal, rms
 from tests._taps import PLAIN
 
 WIDTH, CLASSES = 4, 3
+_PARTS = ("fused", "rows", "list")  # kinds whose two kernels the program puts side by side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Piece:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         d, heads = WIDTH, 2
+        if self.kind in _PARTS:
+            shape = {"fused": (d, d // 2), "rows": (d // 2, d), "list": (d, d)}[self.kind]
+            biases = {f"bias{i}": (shape[1],) for i in range(2)} if self.kind != "rows" else {}
+            return {f"kernel{i}": shape for i in range(2)} | (biases if self.bias else {})
         stack = (self.length,) if self.kind in ("scan", "experts") else ()
         kernel = {
             "heads": (d, heads, d // heads),
@@ -43,12 +48,14 @@ class Piece:
         bias = {"heads": (heads, d // heads)}.get(self.kind, (*stack, d))
         if self.kind == "norm":
             return {"scale": (d,)} | ({"bias": (d,)} if self.bias else {})
-        if self.kind == "shift":
-            return {"bias": (d,)}
+        if self.kind in ("shift", "gain"):
+            return {{"shift": "bias", "gain": "log"}[self.kind]: (d,)}
         return {"kernel": kernel} | ({"bias": bias} if self.bias else {})
 
     def emit(self, name: str, p: dict, x: jax.Array, tap) -> jax.Array:
         """The step with taps and without loops."""
+        if self.kind in _PARTS:
+            return x + jnp.tanh(self._parts(name, p, x, tap))
         kernel, bias = p.get("kernel"), p.get("bias")
         label = f"{name}/kernel"
         add = (lambda y: y + bias) if bias is not None else (lambda y: y)
@@ -91,19 +98,50 @@ class Piece:
             y = tap.scale(f"{name}/scale", rms(x), rms(x) * p["scale"], shape=(WIDTH,))
             if bias is not None:
                 y = tap.lone_bias(f"{name}/bias", y + bias, shape=(WIDTH,))
+        elif self.kind == "gain":
+            gain = jnp.exp(p["log"])
+            y = tap.scale(f"{name}/log", x * gain, jnp.sin(x) * gain, shape=(WIDTH,))
         else:
             y = tap.lone_bias(f"{name}/bias", jnp.sin(x) + bias, shape=(WIDTH,))
         return x + jnp.tanh(y)
 
+    def _parts(self, name: str, p: dict, x: jax.Array, tap) -> jax.Array:
+        """Each parameter by itself."""
+        half = WIDTH // 2
+        inputs = (x[..., :half], x[..., half:]) if self.kind == "rows" else (x, x)
+        outs = []
+        for i, rows in enumerate(inputs):
+            rows = outs[-1] if self.kind == "list" and outs else rows
+            y = rows @ p[f"kernel{i}"] + p.get(f"bias{i}", 0.0)
+            y = tap.dense(f"{name}/kernel{i}", rows, y, bias=f"bias{i}" in p)
+            outs.append(jnp.sin(y) if self.kind == "list" else y)
+        if self.kind == "list":
+            return outs[-1]
+        return sum(outs) if self.kind == "rows" else jnp.concatenate(outs, -1)
+
     def run(self, p: dict, x: jax.Array) -> jax.Array:
         """The same step as a user would write it, inside its walls."""
         step = self._looped if self.kind in ("repeat", "scan", "experts") else self._plain
+        step = self._joined if self.kind in _PARTS else step
         for wall in self.walls:
             step = {"jit": jax.jit, "remat": jax.checkpoint, "vmap": _over_examples}[wall](step)
         return step(p, x)
 
     def _plain(self, p, x):
         return self.emit("", p, x, PLAIN)
+
+    def _joined(self, p, x):
+        """The parameters side by side in one array."""
+        kernels = [p[f"kernel{i}"] for i in range(2)]
+        biases = [p[f"bias{i}"] for i in range(2)] if "bias0" in p else None
+        if self.kind == "list":
+            stacks = jax.tree.map(
+                lambda *w: jnp.stack(w), *zip(kernels, biases or [0.0] * 2, strict=True)
+            )
+            step = jax.checkpoint(lambda y, w: (jnp.sin(y @ w[0] + w[1]), None))
+            return x + jnp.tanh(lax.scan(step, x, stacks)[0])
+        y = x @ jnp.concatenate(kernels, 0 if self.kind == "rows" else 1)
+        return x + jnp.tanh(y if biases is None else y + jnp.concatenate(biases))
 
     def _looped(self, p, x):
         def layer(y, w):
@@ -134,6 +172,7 @@ pieces = st.builds(
     Piece,
     kind=st.sampled_from(
         ["dense", "left", "heads", "merge", "twice", "repeat", "scan", "experts", "norm", "shift"]
+        + ["gain", *_PARTS]
     ),
     bias=st.booleans(),
     walls=st.lists(st.sampled_from(["jit", "remat", "vmap"]), max_size=2).map(tuple),

@@ -11,6 +11,7 @@ from jaxkfac.curvature._eigenbases import (
     DiagonalEigenbasis,
     Eigenbases,
     KroneckerEigenbasis,
+    check_bases,
     identity_bases,
 )
 from jaxkfac.curvature._eigendecompose import eigendecompose
@@ -50,6 +51,7 @@ __all__ = [
     "apply_power",
     "capacity_interval",
     "capacity_metrics",
+    "check_bases",
     "compare_capacity",
     "correct_eigenvalues",
     "covered_indices",

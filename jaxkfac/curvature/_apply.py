@@ -17,7 +17,7 @@ from jaxkfac.curvature._coverage import (
     owners,
     uncovered_mask,
 )
-from jaxkfac.curvature._eigenbases import Eigenbases
+from jaxkfac.curvature._eigenbases import Eigenbases, check_bases
 from jaxkfac.curvature._layer_power import (
     Power,
     load_block,
@@ -25,7 +25,7 @@ from jaxkfac.curvature._layer_power import (
     solve,
     write_solved,
 )
-from jaxkfac.interception import is_differentiable, leaves_by_path
+from jaxkfac.interception import check_arrays, is_differentiable, leaves_by_path
 from jaxkfac.linalg import Damping, DampingMode, check_damping, check_rcond
 
 PyTree = Any
@@ -111,11 +111,8 @@ def apply_power(
         Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate
         curvature, 2015.
     """
-    if not isinstance(bases, Eigenbases):
-        raise TypeError(
-            "bases: expected Eigenbases, as jk.eigendecompose(factors) gives them, got "
-            f"{type(bases).__name__}"
-        )
+    check_bases(bases)
+    check_arrays("tree", tree)
     check_damping(damping, damping_mode)
     check_rcond(cut)
     one_of("missing", missing, get_args(Missing))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
+from jaxkfac._checks import instance_of
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac._serialization import serializable
 from jaxkfac.curvature._corrections import Corrections, clip_block
@@ -225,6 +226,16 @@ def _check_same_shapes(new: Eigenbases, expected: Eigenbases) -> None:
                 f"measured eigenvalues add up in the same eigenvectors, and these bases' {table} "
                 f"have the shapes {shapes}, expected {wanted}"
             )
+
+
+def check_bases(bases: Any) -> None:
+    """Refuse what are no eigenbases: factors, say.
+
+    Raises:
+        TypeError: naming what they are.
+    """
+    remedy = "as jk.eigendecompose(factors) gives them"
+    instance_of("bases", bases, Eigenbases, remedy)
 
 
 def map_slices(layer: Layer, raw: Array, function: Callable[[Array], Array]) -> Array:

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxkfac.curvature._batch import is_small, map_in_batches
-from jaxkfac.curvature._eigenbases import Eigenbases, KroneckerEigenbasis
+from jaxkfac.curvature._eigenbases import Eigenbases, KroneckerEigenbasis, check_bases
 from jaxkfac.factors import DiagonalFactor, KroneckerFactor
 from jaxkfac.linalg import Spectrum, from_spectrum
 
@@ -40,6 +40,7 @@ def reconstruct(bases: Eigenbases) -> dict[str, KroneckerFactor | DiagonalFactor
         >>> print(jnp.linalg.cond(clipped["kernel"].g).round(2))
         4.0
     """
+    check_bases(bases)
     if bases.corrections is not None:
         raise ValueError(
             "these bases hold measured eigenvalues, which are no products of two factors' "

@@ -1,6 +1,13 @@
 """Kronecker factors: objectives, Fisher types, collection, averages."""
 
-from jaxkfac.factors._average import check_decay, check_same_layers, update_average, zeros_like
+from jaxkfac.factors._average import (
+    check_decay,
+    check_factors,
+    check_like,
+    check_same_layers,
+    update_average,
+    zeros_like,
+)
 from jaxkfac.factors._budgeted import BudgetedCollector
 from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
@@ -11,11 +18,13 @@ from jaxkfac.factors._factors import BiasMode, DiagonalFactor, Factors, Kronecke
 from jaxkfac.factors._fisher import FISHER_TYPES, estimator_of, over_count
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from jaxkfac.factors._long_sum import LongSum
+from jaxkfac.factors._loss_terms import Head, LossTerms, kept_targets
+from jaxkfac.factors._marked_terms import MarkedTerms
 from jaxkfac.factors._objective import (
     Batch,
     Objective,
+    arguments,
     as_batch,
-    kept_targets,
     returned,
     takes_key,
 )
@@ -36,19 +45,25 @@ __all__ = [
     "FactorCollector",
     "Factors",
     "Gaussian",
+    "Head",
     "KroneckerFactor",
     "Likelihood",
     "LongSum",
+    "LossTerms",
+    "MarkedTerms",
     "Objective",
     "Pass",
     "PassPlan",
     "Program",
     "Statistics",
     "ValueGradAndFactors",
+    "arguments",
     "as_batch",
     "check_alone",
     "check_decay",
+    "check_factors",
     "check_label_values",
+    "check_like",
     "check_same_layers",
     "estimator_of",
     "gradient_rows",

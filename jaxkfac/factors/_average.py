@@ -5,9 +5,11 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from jaxkfac._checks import instance_of, named
 from jaxkfac._errors import nearest
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.interception import Layer
@@ -101,8 +103,25 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
 
 def check_decay(decay: Any) -> None:
     """Refuse a decay outside ``[0, 1)`` where its value is known."""
-    if not isinstance(decay, Tracer) and not 0 <= float(decay) < 1:
+    if isinstance(decay, Tracer):
+        return
+    if not isinstance(decay, ArrayLike) or np.shape(decay) != ():
+        raise TypeError(f"decay: expected a number in [0, 1), got {named(decay)}")
+    if not 0 <= float(decay) < 1:
         raise ValueError(f"decay must be in [0, 1), got {decay}")
+
+
+def check_like(like: Any) -> None:
+    """Refuse a ``like`` that says nothing of factors: parameters, say."""
+    remedy = "as stats.factor_shapes(params, batch) gives them"
+    instance_of("like", like, Factors, remedy)
+
+
+def check_factors(factors: Any, expected: OfLayers) -> None:
+    """Refuse what are no factors, and factors of other layers than expected."""
+    remedy = "as jk.value_grad_and_factors gives them beside value and gradient"
+    instance_of("factors", factors, Factors, remedy)
+    check_same_layers(factors, expected)
 
 
 def check_same_layers(factors: OfLayers, expected: OfLayers) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Int, Key, PyTree, Shaped
+from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from jaxkfac.factors._collect import Call, FactorCollector, ValueGradAndFactors
 from jaxkfac.factors._factors import BiasMode, Factors
@@ -46,7 +46,7 @@ class BudgetedCollector:
         batch: PyTree,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: Shaped[Array, "samples ..."] | None = None,
+        labels: PyTree = None,
         state: PyTree | None = None,
         *,
         step: int | None = None,
@@ -103,7 +103,7 @@ class BudgetedCollector:
         batch: PyTree,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: Shaped[Array, "samples ..."] | None = None,
+        labels: PyTree = None,
         state: PyTree | None = None,
     ) -> PassPlan:
         """The passes for these shapes; nothing is computed."""

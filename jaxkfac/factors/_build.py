@@ -11,7 +11,9 @@ from jaxkfac.factors._factors import BiasMode
 from jaxkfac.factors._fisher import Fisher, estimator_of
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._program import Program
+from jaxkfac.factors._scalar_loss import check_scalar_loss
 from jaxkfac.factors._statistics import Scales, Sharing
+from jaxkfac.interception import check_function
 from jaxkfac.memory import ByteSize, parse_bytes
 
 
@@ -120,6 +122,8 @@ def value_grad_and_factors(
         Approximate Curvature", 2015. Runa Eschenhagen et al., "Kronecker-Factored Approximate
         Curvature for Modern Neural Network Architectures", 2023.
     """
+    if not isinstance(objective, Objective):
+        check_function("objective", objective, "loss(params, batch), or a jk.Objective")
     estimator = estimator_of(fisher, samples=samples, chunk=chunk)
     one_of("sharing", sharing, get_args(Sharing))
     one_of("bias", bias, ("joint", "separate"))
@@ -134,8 +138,8 @@ def value_grad_and_factors(
     if isinstance(objective, Objective):
         if loss_terms is not None:
             raise ValueError("loss_terms: an Objective counts its terms itself")
-    else:
-        _check_scalar_loss(estimator, sharing, scales, uncovered, loss_terms)
+    elif loss_terms is not None:  # so it marks no outputs; else the first trace says
+        check_scalar_loss(estimator, sharing, scales, uncovered, loss_terms)
     finding = {
         "layers": layers,
         "max_dense": max_dense,
@@ -161,26 +165,3 @@ def value_grad_and_factors(
             "push the factors that the function returns"
         )
     return collector
-
-
-def _check_scalar_loss(
-    estimator: Estimator, sharing: Sharing, scales: Scales, uncovered: Uncovered, terms: int | None
-) -> None:
-    """Refuse what needs a model's outputs, which a scalar loss does not show."""
-    wrong = {
-        "fisher": (estimator.name, estimator.needs_outputs),
-        "sharing": (sharing, sharing != "expand"),
-        "scales": (scales, scales != "diagonal"),
-    }
-    for name, (value, refused) in wrong.items():
-        if refused:
-            raise ValueError(
-                f'{name}="{value}" needs the model\'s outputs: give a jk.Objective, not a '
-                "scalar loss"
-            )
-    if uncovered == "diagonal":
-        raise ValueError('uncovered="diagonal" needs a jk.Objective, not a scalar loss')
-    if terms is None or terms < 1:
-        raise ValueError(
-            f"loss_terms={terms}: expected the number of rows that the loss is the mean of"
-        )

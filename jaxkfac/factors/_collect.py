@@ -1,7 +1,6 @@
 """Value, gradient and every factor in one backward pass."""
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -9,19 +8,21 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Key, PyTree, Shaped
+from jaxtyping import Array, Bool, Key, PyTree
 
 from jaxkfac.factors._diagonal_pass import check_alone, diagonal_layers, per_example_diagonals
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.factors._objective import Objective, as_batch
+from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._program import Program
+from jaxkfac.factors._scalar_loss import check_marked, check_scalar_loss, refuse_sum
 from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
 from jaxkfac.interception import (
     Staged,
     TraceCache,
     Traced,
     Window,
+    check_arrays,
     leaves_by_path,
     with_leaves,
 )
@@ -78,7 +79,7 @@ class FactorCollector:
         batch: PyTree,
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: Shaped[Array, "samples ..."] | None = None,
+        labels: PyTree = None,
         state: PyTree | None = None,
     ) -> ValueGradAndFactors:
         """Value, gradient and factors of one batch.
@@ -91,7 +92,8 @@ class FactorCollector:
             positions: ``(N, S)`` bool: which positions exist. Rows outside it are left out
                 of every factor with their count. Its axes are those of the outputs.
             labels: ``(samples, *targets)``: labels for ``fisher="mc"`` in place of sampled
-                ones, as a test or another framework wants them.
+                ones, as a test or another framework wants them. Of several likelihoods a tree of
+                their form; of a loss that marks its outputs a list, one for each mark.
             state: What a call changes (batch statistics), for a function with a ``state=``
                 argument.
 
@@ -107,11 +109,19 @@ class FactorCollector:
         """
         call = self.checked(batch, key, positions, labels, state)
         if isinstance(self._program.objective, Objective):
-            outputs = self.traced(params, call).out_shapes[0]
+            outputs = self._program.output_shapes(self.traced(params, call))
             call.estimator.check_values(self._program.objective, outputs, call.batch)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, call))):
             return self.gather(params, call)
-        stage = functools.partial(Staged.of, self.gather, params, call)
+
+        def stage() -> Staged:
+            if not isinstance(self._program.objective, Objective) and self._loss_terms != 1:
+                refuse_sum(
+                    lambda some: self._program.value(params, some, call.key, call.state),
+                    call.batch,
+                )
+            return Staged.of(self.gather, params, call)
+
         return self._staged.get((params, call), stage)(params, call)
 
     @property
@@ -124,19 +134,14 @@ class FactorCollector:
         batch: PyTree,
         key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
-        labels: Shaped[Array, "samples ..."] | None = None,
+        labels: PyTree = None,
         state: PyTree | None = None,
     ) -> Call:
         """The arguments as the program takes them; raises where they do not go together."""
-        if isinstance(self._program.objective, Objective):
-            batch = as_batch(batch)
-            estimator = self._estimator.bound(key, labels, batch)
-            return Call(batch, key, positions, estimator, state)
-        if positions is not None or labels is not None:
-            raise ValueError(
-                "positions= and labels= need an Objective: a scalar loss has no outputs"
-            )
-        return Call(batch, key, None, self._estimator, state)
+        known = isinstance(self._program.objective, Objective)
+        batch = self._program.objective.batch(batch) if known else batch
+        estimator = self._estimator.bound(key, labels, batch if known else None)
+        return Call(batch, key, positions, estimator, state)
 
     def statistics(self, traced: Traced, parts: Mapping[str, PassPart] | None = None) -> Statistics:
         """The statistics of a traced program, or some parts of them."""
@@ -164,7 +169,12 @@ class FactorCollector:
         objective = self._program.objective
         params = jax.tree.map(jnp.asarray, params)  # a number of Python's is a parameter too
         traced = self.traced(params, call)
+        if not isinstance(objective, Objective):
+            self._check_scalar(traced, call)
         statistics = self.statistics(traced, parts)
+        if traced.marks:
+            weights = self._program.row_weights(traced, params, call.batch, call.key, call.state)
+            statistics = dataclasses.replace(statistics, row_weights=weights)
         at = self._program.linearise(
             traced,
             statistics,
@@ -178,7 +188,7 @@ class FactorCollector:
             differentiate=gradient,
         )
         outputs = call.estimator.gathered(objective, at, call.batch, statistics.outputs)
-        factors = statistics.factors(at.emitted, outputs, at.terms)
+        factors = statistics.factors(at.emitted, outputs, at.terms, at.squares_to_sums)
         if self._uncovered == "diagonal" and traced.table.uncovered and gradient:
             factors = self._with_diagonals(traced, params, call, factors)
         value = at.value
@@ -186,6 +196,20 @@ class FactorCollector:
         if has_aux or call.state is not None:
             value = (at.value, at.aux)
         return ValueGradAndFactors(value, _gradient(params, at.grads), factors)
+
+    def _check_scalar(self, traced: Traced, call: Call) -> None:
+        """Refuse what only outputs give, where a loss marks none."""
+        if traced.marks:
+            check_marked(traced, call.estimator, self._uncovered, self._loss_terms)
+            return
+        if call.positions is not None or call.estimator.labels is not None:
+            raise ValueError(
+                "positions= and labels= need an Objective, or jk.mark_outputs inside the loss: a "
+                "scalar loss has no outputs"
+            )
+        check_scalar_loss(
+            call.estimator, self._sharing, self._scales, self._uncovered, self._loss_terms
+        )
 
     def factor_shapes(
         self,
@@ -196,6 +220,8 @@ class FactorCollector:
         state: PyTree | None = None,
     ) -> Factors:
         """``Factors`` of ``jax.ShapeDtypeStruct``; nothing is computed."""
+        check_arrays("params", params)
+        check_arrays("batch", batch)
         if key is None and self._estimator.samples_labels:
             key = jax.eval_shape(lambda: jax.random.key(0))
         return jax.eval_shape(self.__call__, params, batch, key, positions, None, state).factors

@@ -109,3 +109,26 @@ def test_what_a_loss_closes_over_inside_jit_is_read_at_each_call():
     one, again = value(1.0)
     assert one == again
     assert value(0.0)[0] != one
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "exact", "mc"])
+def test_shapes_are_those_of_a_call_without_a_key_unless_labels_are_sampled(fisher):
+    seen = []
+
+    def apply_fn(params, x, key=None):
+        seen.append(key is not None)
+        return x @ params["w"]
+
+    stats = value_grad_and_factors(Objective(apply_fn, Categorical()), fisher=fisher)
+    like = stats.factor_shapes({"w": PARAMS["w"]}, (X, Y))
+    assert like.a_sums["w"].shape == (3, 3) and like.g_sums["w"].shape == (4, 4)
+    assert set(seen) == {fisher == "mc"}
+
+
+def test_a_leaf_without_a_gradient_gets_zeros_and_a_key_itself():
+    params = PARAMS | {"steps": jnp.arange(1, 4), "key": jax.random.key(2)}
+    objective = Objective(lambda p, x: x @ p["w"] + p["steps"].sum().astype(float), Categorical())
+    _, grads, _ = value_grad_and_factors(objective)(params, (X, Y))
+    assert grads["steps"].dtype == params["steps"].dtype
+    assert not grads["steps"].any() and grads["key"] == params["key"]
+    assert grads["w"].any() and not grads["b"].any()

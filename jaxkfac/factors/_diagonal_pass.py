@@ -6,7 +6,7 @@ from jaxtyping import Array, Key, PyTree
 
 from jaxkfac._errors import CoupledExamplesError, UncoveredParameterError
 from jaxkfac.factors._estimator import Estimator
-from jaxkfac.factors._fisher import number_of_terms
+from jaxkfac.factors._loss_terms import total_count
 from jaxkfac.factors._objective import Batch, Objective
 from jaxkfac.interception import (
     Layer,
@@ -80,22 +80,23 @@ def per_example_diagonals(
     """
     leaves = leaves_by_path(params)
     wanted = {layer.weight.path: leaves[layer.weight.path] for layer in layers}
-    number = batch.targets.shape[0]
+    number = batch.num_examples
 
     def squares(example: tuple[Batch, Estimator]) -> dict[str, Array]:
         one, its = example
         one = jax.tree.map(lambda x: x[None], one)
 
-        def outputs_of(wanted: dict[str, Array]) -> Array:
+        def outputs_of(wanted: dict[str, Array]) -> PyTree:
             return objective.outputs(with_leaves(params, wanted), one.inputs, key, state)[0]
 
         outputs, vjp = jax.vjp(outputs_of, wanted)
-        terms = number_of_terms(outputs, one)
+        terms = total_count(objective.heads(outputs, None, one.mask))
 
-        def contribution(cotangent: Array) -> dict[str, Array]:
+        def contribution(cotangents: PyTree) -> dict[str, Array]:
+            cotangents = objective.in_batch(cotangents, one.mask, batch)
             return {
                 path: jnp.square(x.astype(statistics_dtype(x.dtype)) * terms)
-                for path, x in vjp(cotangent)[0].items()
+                for path, x in vjp(cotangents)[0].items()
             }
 
         return its.expectation(objective, outputs, one, contribution)

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Key, PyTree, Shaped
+from jaxtyping import Array, Key, PyTree
 
-from jaxkfac.factors._likelihoods import Outputs
-from jaxkfac.factors._objective import Batch, Objective, check_array
+from jaxkfac.factors._loss_terms import LossTerms
+from jaxkfac.factors._objective import Batch, check_array
 from jaxkfac.factors._program import Linearised
 from jaxkfac.interception import Slot
 
@@ -68,18 +68,21 @@ class Estimator(abc.ABC):
     @abc.abstractmethod
     def expectation(
         self,
-        objective: Objective,
-        outputs: Float[Array, "n *terms c"],
+        objective: LossTerms,
+        outputs: PyTree,
         batch: Batch,
-        contribution: Callable[[Array], PyTree],
+        contribution: Callable[[PyTree], PyTree],
     ) -> PyTree:
         """Sum of contributions over the cotangents that stand for the expectation over labels.
 
         Args:
-            objective: The objective.
-            outputs: Outputs of the model.
+            objective: The objective: its ``loss``, ``scores``, ``sample`` and ``columns``.
+            outputs: Outputs of the model: an array, or a tree of them in the form of the
+                likelihoods.
             batch: The batch.
             contribution: From a cotangent of the outputs, for the *mean* loss, to the summands.
+                ``scores`` gives it for targets; of several outputs each is scaled by its own
+                number of terms.
 
         Memory:
             ``chunk`` times that of one backward pass and its summands, plus their sum.
@@ -100,9 +103,9 @@ class Estimator(abc.ABC):
             batch: The batch.
             outputs: From the statistics that a backward pass emits to the output sides.
         """
-        assert isinstance(objective, Objective)  # a scalar loss has no outputs to expect over
+        assert at.terms_of is not None  # a scalar loss has no outputs to expect over
         return self.expectation(
-            objective, at.outputs, batch, lambda cotangent: outputs(at.vjp(cotangent))
+            at.terms_of, at.outputs, at.batch, lambda cotangent: outputs(at.vjp(cotangent))
         )
 
     @property
@@ -113,8 +116,8 @@ class Estimator(abc.ABC):
     def bound(
         self,
         key: Key[Array | jax.ShapeDtypeStruct, ""] | None,
-        labels: Shaped[Array, "samples ..."] | None,
-        batch: Batch,
+        labels: PyTree,
+        batch: Batch | None,
     ) -> "Estimator":
         """With the key or the labels of one call.
 
@@ -128,19 +131,27 @@ class Estimator(abc.ABC):
             self._check_labels(labels, batch)
         return dataclasses.replace(self, key=key if self.samples_labels else None, labels=labels)
 
-    def _check_labels(self, labels: Shaped[Array, "samples ..."], batch: Batch) -> None:
+    def _check_labels(self, labels: PyTree, batch: Batch | None) -> None:
         if not self.samples_labels:
             raise ValueError(f'labels= are for fisher="mc", and this is fisher={self.name!r}')
-        check_array("labels", labels)
-        if labels.shape[1:] != batch.targets.shape or not len(labels):
-            raise ValueError(
-                f"labels have shape {labels.shape}, expected (samples, *targets), "
-                f"(samples, {', '.join(map(str, batch.targets.shape))})"
-            )
+        if batch is None:  # of a loss that marks its outputs
+            return
+        form = jax.tree.structure(batch.targets)
+        if jax.tree_util.treedef_is_leaf(form):
+            check_array("labels", labels)
+        if jax.tree.structure(labels) != form:
+            raise ValueError(f"labels: expected the form of the targets, {form}")
+        number = None
+        for mine, targets in zip(*map(jax.tree.leaves, (labels, batch.targets)), strict=True):
+            check_array("labels", mine)
+            number = mine.shape[:1] if number is None else number
+            if mine.shape[1:] != targets.shape or mine.shape[:1] != number or not len(mine):
+                raise ValueError(
+                    f"labels have shape {mine.shape}, expected (samples, *targets), "
+                    f"(samples, {', '.join(map(str, targets.shape))})"
+                )
 
-    def check_values(
-        self, objective: Objective, outputs: jax.ShapeDtypeStruct, batch: Batch
-    ) -> None:
+    def check_values(self, objective: LossTerms, outputs: PyTree, batch: Batch) -> None:
         """Refuse targets and labels that the likelihood refuses, where their values are known."""
         objective.check(outputs, batch.targets, batch.mask)
         if self.labels is not None:
@@ -150,8 +161,8 @@ class Estimator(abc.ABC):
         """One for each of ``number`` examples, stacked: each for a batch of that example alone."""
         key, labels = self.key, self.labels
         if labels is not None:
-            examples_first = jnp.moveaxis(labels, 1, 0)
-            return dataclasses.replace(self, key=None, labels=examples_first[:, :, None])
+            one_each = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], labels)
+            return dataclasses.replace(self, key=None, labels=one_each)
         if key is None:
             return self
         keys = jax.random.split(jax.random.fold_in(key, LABEL_FOLD), number)
@@ -159,15 +170,16 @@ class Estimator(abc.ABC):
 
 
 def check_label_values(
-    objective: Objective,
-    outputs: Outputs,
-    labels: Shaped[Array, "samples ..."],
-    mask: Bool[Array, "..."] | None,
+    objective: LossTerms,
+    outputs: PyTree,
+    labels: PyTree,
+    mask: PyTree,
 ) -> None:
     """Refuse labels that the likelihood refuses as targets, where their values are known."""
-    if isinstance(labels, Tracer):
+    leaves = jax.tree.leaves(labels)
+    if any(isinstance(x, Tracer) for x in leaves):
         return
     with jax.ensure_compile_time_eval():  # inside a trace a slice of what is known is traced
-        each = list(labels)
+        each = [jax.tree.map(lambda x, n=n: x[n], labels) for n in range(len(leaves[0]))]
     for targets in each:
         objective.check(outputs, targets, mask)

@@ -5,23 +5,27 @@ arrives is each example's sum over all of them; outer products and squares are f
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxkfac._errors import LostRowsError
 from jaxkfac.factors._taps import ArrayType
 from jaxkfac.interception import Atoms, Layer, Site, Use
 from jaxkfac.kinds import Rows, by_example, in_own_order
 from jaxkfac.linalg import PANELS_FROM, gram, gram_panels, unpack_panels
 
+ExampleAxes = Sequence[tuple[Atoms, int]]  # as in ``Traced.example_axes``
+
 
 def example_sums(
-    site: Site, use: Use, side: Rows, examples: Atoms, like: ArrayType
+    site: Site, use: Use, side: Rows, examples: ExampleAxes, like: ArrayType
 ) -> Float[Array, "*stack examples n"]:
     """Rows summed over the positions of each example, ``(stack..., examples, features)``."""
-    x = by_example(site, side, use.rows, examples, path=use.view.path)
-    total = x.sum(1, dtype=like.dtype)
+    total = _sums(site, use, side, use.rows, examples, like.dtype)
     lead = 1 + len(side.batch)
     total = in_own_order(site, use, side, total, lead=lead)
     return jnp.broadcast_to(jnp.moveaxis(total, 0, lead - 1), like.shape)
@@ -32,15 +36,44 @@ def example_counts(
     use: Use,
     side: Rows,
     weights: Bool[Array, "..."] | None,
-    examples: Atoms,
+    examples: ExampleAxes,
     like: ArrayType,
 ) -> Float[Array, "*stack examples"]:
     """The number of positions of each example, ``(stack..., examples)``."""
+    if weights is None and len(examples) > 1:
+        axes = range(len(use.rows))
+        weights = jnp.ones([side.x.shape[side.rows[d]] for d in axes], bool)
     if weights is None:
         return jnp.full(like.shape, side.number // like.shape[-1], like.dtype)
     every = Rows(weights, tuple(range(weights.ndim)), (), ())
-    counts = by_example(site, every, use.rows, examples, path=use.view.path)
-    return jnp.broadcast_to(counts.sum(1, dtype=like.dtype), like.shape)
+    counts = _sums(site, use, every, use.rows, examples, like.dtype)
+    return jnp.broadcast_to(counts, like.shape)
+
+
+def _sums(
+    site: Site, use: Use, side: Rows, axes: Sequence[Atoms], examples: ExampleAxes, dtype: Any
+) -> Float[Array, "examples ..."]:
+    """Rows summed over positions, the examples of all axes one after the other.
+
+    A use has rows for the examples of one axis; those of the others are zero.
+    """
+    table = site.table
+    mine = {a for axis in axes for a in table.atoms(axis)}
+    found = [k for k, (atoms, _) in enumerate(examples) if mine & {*table.atoms(atoms)}]
+    if len(found) > 1:
+        raise LostRowsError(
+            f"layer {use.view.path!r}: its rows run over pairs of examples of two "
+            "jk.mark_outputs, and statistics of whole examples were asked for: take "
+            'sharing="expand" and scales="diagonal", or leave the layer out with layers='
+        )
+    chosen = found[0] if found else 0
+    x = by_example(site, side, axes, examples[chosen][0], path=use.view.path)
+    total = x.sum(1, dtype=dtype)
+    if len(examples) == 1:
+        return total
+    sizes = [size for _, size in examples]
+    before, after = sum(sizes[:chosen]), sum(sizes[chosen + 1 :])
+    return jnp.pad(total, [(before, after), *[(0, 0)] * (total.ndim - 1)])
 
 
 def input_means(

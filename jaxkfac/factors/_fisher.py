@@ -2,20 +2,20 @@
 summed.
 """
 
-import math
 import sys
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Num, PyTree, Shaped
+from jaxtyping import Array, Float, Int, Key, Num, PyTree
 
 from jaxkfac._checks import one_of
 from jaxkfac.factors._estimator import LABEL_FOLD, Estimator
-from jaxkfac.factors._objective import Batch, Objective
+from jaxkfac.factors._loss_terms import CoupledTerms, LossTerms
+from jaxkfac.factors._objective import Batch
 from jaxkfac.factors._program import Linearised
-from jaxkfac.interception import Slot
+from jaxkfac.interception import Slot, varying_axes
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
 Fisher = Literal["empirical", "mc", "exact", "forward", "exact_if_terms_do_not_mix"]
@@ -34,19 +34,21 @@ class Empirical(Estimator):
         batch: PyTree,
         outputs: Callable[[Mapping[str, Slot]], PyTree],
     ) -> PyTree:
-        return outputs(at.emitted)
+        if at.own is not None:
+            return outputs(at.vjp(at.own()))
+        sums, scale = outputs(at.emitted), at.own_scale
+        if scale is None:
+            return sums
+        return jax.tree.map(lambda x: x * scale.astype(x.dtype), sums)
 
     def expectation(
         self,
-        objective: Objective,
-        outputs: Float[Array, "n *terms c"],
+        objective: LossTerms,
+        outputs: PyTree,
         batch: Batch,
-        contribution: Callable[[Array], PyTree],
+        contribution: Callable[[PyTree], PyTree],
     ) -> PyTree:
-        def loss(outputs: Float[Array, "n *terms c"]) -> Float[Array, ""]:
-            return objective.loss(outputs, batch.targets, batch.mask)[0]
-
-        return contribution(jax.grad(loss)(outputs))
+        return contribution(objective.scores(outputs, batch.targets, batch.mask))
 
     @property
     def concurrent(self) -> int:
@@ -61,23 +63,22 @@ class MonteCarlo(Estimator):
 
     def expectation(
         self,
-        objective: Objective,
-        outputs: Float[Array, "n *terms c"],
+        objective: LossTerms,
+        outputs: PyTree,
         batch: Batch,
-        contribution: Callable[[Array], PyTree],
+        contribution: Callable[[PyTree], PyTree],
     ) -> PyTree:
-        def at_labels(targets: Array) -> PyTree:
-            vjp = jax.vjp(lambda y: objective.loss(y, targets, batch.mask)[0], outputs)[1]
-            return contribution(vjp(jnp.ones((), statistics_dtype(outputs.dtype)))[0])
+        def at_labels(targets: PyTree) -> PyTree:
+            return contribution(objective.scores(outputs, targets, batch.mask))
 
         samples, labels = self.samples, self.labels
         if labels is not None:
-            total, samples = _sum(at_labels, labels, self.chunk), len(labels)
+            samples = len(jax.tree.leaves(labels)[0])
+            total = _sum(at_labels, labels, self.chunk)
         else:
-            key = jax.random.fold_in(self.key, LABEL_FOLD)
+            key = of_this_device(jax.random.fold_in(self.key, LABEL_FOLD), outputs)
             keys = key[None] if samples == 1 else jax.random.split(key, samples)
-            sample = objective.likelihood.sample
-            total = _sum(lambda k: at_labels(sample(k, outputs)), keys, self.chunk)
+            total = _sum(lambda k: at_labels(objective.sample(k, outputs)), keys, self.chunk)
         return jax.tree.map(lambda x: x / jnp.asarray(samples, x.dtype), total)
 
     @property
@@ -95,57 +96,28 @@ class Exact(Estimator):
 
     name = "exact"
 
-    def gathered(
-        self,
-        objective: Callable[..., PyTree],
-        at: Linearised,
-        batch: PyTree,
-        outputs: Callable[[Mapping[str, Slot]], PyTree],
-    ) -> PyTree:
-        if at.traced is None or not at.traced.coupled:
-            return super().gathered(objective, at, batch, outputs)
-        assert isinstance(objective, Objective)
-        print(
-            f"jaxkfac: examples meet {at.traced.coupled}, so fisher={self.name!r} runs "
-            f"{math.prod(at.outputs.shape)} vector-Jacobian products: one for each example, loss "
-            'term and column. fisher="mc" is unbiased with one',
-            file=sys.stderr,
-        )
-        return self._of_terms(
-            objective,
-            at.outputs,
-            batch,
-            lambda cotangent: outputs(at.vjp(cotangent)),
-            terms=at.outputs.shape[:-1],
-        )
-
     def expectation(
         self,
-        objective: Objective,
-        outputs: Float[Array, "n *terms c"],
+        objective: LossTerms,
+        outputs: PyTree,
         batch: Batch,
-        contribution: Callable[[Array], PyTree],
+        contribution: Callable[[PyTree], PyTree],
     ) -> PyTree:
-        return self._of_terms(objective, outputs, batch, contribution, terms=outputs.shape[1:-1])
+        totals, every = [], objective.columns(outputs, batch.mask)
+        if any(head.coupled for head in objective.heads(outputs, None, batch.mask)):
+            number = sum(columns * rows for columns, rows, _ in every)
+            print(
+                f"jaxkfac: the examples are coupled, so that fisher={self.name!r} takes "
+                f'{number} backward passes; "mc" takes one',
+                file=sys.stderr,
+            )
+        for columns, rows, column in every:
 
-    def _of_terms(
-        self,
-        objective: Objective,
-        outputs: Float[Array, "n *terms c"],
-        batch: Batch,
-        contribution: Callable[[Array], PyTree],
-        *,
-        terms: tuple[int, ...],
-    ) -> PyTree:
-        """One by one over the trailing axes ``terms`` of the loss terms, at once over the rest."""
-        columns, rows = outputs.shape[-1], math.prod(terms)
-        column = _column_of(objective, outputs, batch)
+            def at_column(index: Int[Array, ""], columns=columns, column=column) -> PyTree:
+                return contribution(column(index % columns, index // columns))
 
-        def at_column(index: Int[Array, ""]) -> PyTree:
-            here = (jnp.arange(rows) == index // columns).reshape(terms)
-            return contribution(column(index % columns, here))
-
-        return _sum(at_column, jnp.arange(columns * rows), self.chunk)
+            totals.append(_sum(at_column, jnp.arange(columns * rows), self.chunk))
+        return _added(totals)
 
 
 class ExactIfTermsDoNotMix(Estimator):
@@ -165,23 +137,25 @@ class ExactIfTermsDoNotMix(Estimator):
         batch: PyTree,
         outputs: Callable[[Mapping[str, Slot]], PyTree],
     ) -> PyTree:
-        if at.traced is not None and at.traced.coupled:
+        if isinstance(at.terms_of, CoupledTerms):
             raise ValueError(
-                f"fisher={self.name!r}: examples meet {at.traced.coupled}, so one product for all "
+                f"fisher={self.name!r}: examples meet {at.terms_of.where}, so one product for all "
                 'of them mixes their terms: choose "mc" or "exact"'
             )
         return super().gathered(objective, at, batch, outputs)
 
     def expectation(
         self,
-        objective: Objective,
-        outputs: Float[Array, "n *terms c"],
+        objective: LossTerms,
+        outputs: PyTree,
         batch: Batch,
-        contribution: Callable[[Array], PyTree],
+        contribution: Callable[[PyTree], PyTree],
     ) -> PyTree:
-        column = _column_of(objective, outputs, batch)
-        columns = jnp.arange(outputs.shape[-1])
-        return _sum(lambda index: contribution(column(index, None)), columns, self.chunk)
+        totals = [
+            _sum(lambda i, column=column: contribution(column(i, None)), jnp.arange(n), self.chunk)
+            for n, _, column in objective.columns(outputs, batch.mask)
+        ]
+        return _added(totals)
 
 
 class Forward(Empirical):
@@ -222,38 +196,26 @@ def over_count(x: Float[Array, "*shape"], count: Num[Array, ""]) -> Float[Array,
     return (wide / count.astype(wide.dtype)).astype(x.dtype)
 
 
-def number_of_terms(outputs: Float[Array, "n *terms c"], batch: Batch) -> Float[Array, ""]:
-    """How many loss terms the mean is over; at least one."""
-    dtype = statistics_dtype(outputs.dtype)
-    if batch.mask is None:
-        return jnp.asarray(math.prod(outputs.shape[:-1]), dtype)
-    return jnp.maximum(batch.mask.sum(dtype=dtype), 1)
+def of_this_device(key: Key[Array, ""], outputs: PyTree) -> Key[Array, ""]:
+    """The key with the device folded in, where outputs differ between devices (``shard_map``)."""
+    axes = set().union(*map(varying_axes, jax.tree.leaves(outputs)))
+    for axis in sorted(axes):
+        key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+    return key
 
 
-def _column_of(
-    objective: Objective, outputs: Float[Array, "n *terms c"], batch: Batch
-) -> Callable[[Array, Array | None], Array]:
-    """A function of a column of the square root of the outputs' Fisher, and of which terms."""
-    terms = number_of_terms(outputs, batch)
-
-    def column(index: Int[Array, ""], here: Bool[Array, "*terms"] | None) -> Array:
-        whole = objective.likelihood.fisher_column(outputs, index)
-        kept = jnp.ones(outputs.shape[:-1], bool) if batch.mask is None else batch.mask
-        if here is not None:
-            kept = kept & here
-        scaled = over_count(whole, terms)
-        return jnp.where(kept[..., None], scaled, jnp.zeros((), scaled.dtype))
-
-    return column
+def _added(totals: list[PyTree]) -> PyTree:
+    first, *rest = totals
+    return jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), first, *rest)
 
 
-def _sum(fn: Callable[[Array], PyTree], xs: Shaped[Array, "n ..."], chunk: int) -> PyTree:
-    """Sum of ``fn`` over the leading axis of ``xs``, ``chunk`` entries at a time."""
-    one_by_one = min(chunk, len(xs)) == 1
+def _sum(fn: Callable[[Any], PyTree], xs: PyTree, chunk: int) -> PyTree:
+    """Sum of ``fn`` over the leading axes of ``xs``, ``chunk`` entries at a time."""
+    one_by_one = min(chunk, len(jax.tree.leaves(xs)[0])) == 1
 
-    def part(xs: Shaped[Array, "chunk ..."], _: Int[Array, ""] | None) -> PyTree:
+    def part(xs: PyTree, _: Int[Array, ""] | None) -> PyTree:
         if one_by_one:
-            return fn(xs[0])
+            return fn(jax.tree.map(lambda x: x[0], xs))
         return jax.tree.map(lambda x: x.sum(0), jax.vmap(fn)(xs))
 
     return sum_over_chunks(part, xs, chunk)

@@ -97,6 +97,25 @@ def test_one_sample_is_the_sample_of_the_likelihood(x64):
     assert_equal(sampled, given)
 
 
+def test_devices_draw_labels_of_their_own(x64):
+    """Under ``shard_map`` one key serves every device, whose examples are others."""
+    objective, params, (x, y) = program(n=4)
+    same = jnp.concatenate([x[:2], x[:2]])  # what a device would repeat
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def g(params, batch, key):
+        stats = value_grad_and_factors(
+            objective, fisher="mc", layers="out|bias", uncovered="ignore"
+        )
+        params = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
+        return stats(params, batch, key).factors["out"].g[None]
+
+    data, none = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    split = jax.shard_map(g, mesh=mesh, in_specs=(none, data, none), out_specs=data)
+    first, second = jax.jit(split)(params, (same, y), jax.random.key(0))
+    assert not np.allclose(first, second)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fisher", ["mc", "exact", "forward", "exact_if_terms_do_not_mix"])
 def test_value_gradient_and_input_side_are_those_of_the_given_targets(x64, fisher):

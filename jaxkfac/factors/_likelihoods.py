@@ -1,7 +1,7 @@
 """Negative log-likelihoods: terms, and labels sampled from the model."""
 
 import dataclasses
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,12 @@ Outputs = Array | jax.ShapeDtypeStruct  # their shape and dtype are all that a c
 
 @runtime_checkable
 class Likelihood(Protocol):
-    """What an ``Objective`` asks of a likelihood; the last axis of outputs is one term's."""
+    """What an ``Objective`` asks of a likelihood; the last axis of outputs is one term's.
+
+    Two things more are asked where they are there: a class attribute ``one_output``, true if
+    outputs without that last axis are one number for each term; and ``kept(targets)``, which terms
+    the targets themselves leave out (``Categorical(ignore_index=)``).
+    """
 
     def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
         """Raise ``ValueError`` if targets do not fit the outputs.
@@ -62,13 +67,31 @@ def _kept(targets: Array, mask: Array | None) -> np.ndarray | None:
     return np.asarray(targets) if mask is None else np.asarray(targets)[np.asarray(mask)]
 
 
+def _poisoned(
+    terms: Float[Array, "*terms"], valid: Bool[Array, "*terms"]
+) -> Float[Array, "*terms"]:
+    """NaN where a target is invalid; a product, so that the gradient is NaN there too."""
+    one = jnp.ones((), terms.dtype)
+    return terms * jnp.where(valid, one, jnp.full((), jnp.nan, terms.dtype))
+
+
 @dataclasses.dataclass(frozen=True)
 class Categorical:
     """Cross entropy with logits: outputs ``(..., classes)``, targets ``(...)`` of integers.
 
-    Classes out of range raise where they can be seen; inside ``jit`` they give NaN, as in
-    ``optax``. Targets of masked terms may be anything.
+    Classes out of range raise where they can be seen; inside ``jit`` they make value, gradient
+    and factors NaN. Targets of masked terms may be anything.
+
+    Args:
+        ignore_index: Terms with this target are masked: they are in no sum and no count, as if
+            the batch's mask left them out. ``-100`` in PyTorch's convention.
     """
+
+    ignore_index: int | None = None
+
+    def kept(self, targets: Int[Array, "*terms"]) -> Bool[Array, "*terms"] | None:
+        """Which terms ``ignore_index`` leaves; ``None`` for all of them."""
+        return None if self.ignore_index is None else targets != self.ignore_index
 
     def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
         _expect("Categorical", targets, outputs.shape[:-1], jnp.integer, "integers (classes)")
@@ -85,9 +108,9 @@ class Categorical:
     def terms(self, outputs: Float[Array, "*terms c"], targets: Array) -> Float[Array, "*terms"]:
         logs = jax.nn.log_softmax(_wide(outputs), axis=-1)
         index = targets if targets.dtype.itemsize >= 4 else targets.astype(jnp.int32)
-        index = jnp.where(index < 0, outputs.shape[-1], index)  # else it counts from the end
-        picked = jnp.take_along_axis(logs, index[..., None], axis=-1, mode="fill")
-        return -picked[..., 0]
+        valid = (index >= 0) & (index < outputs.shape[-1])
+        picked = jnp.take_along_axis(logs, index[..., None], axis=-1, mode="clip")
+        return _poisoned(-picked[..., 0], valid)
 
     def sample(self, key: Key[Array, ""], outputs: Float[Array, "*terms c"]) -> Array:
         return jax.random.categorical(key, _wide(outputs), axis=-1)
@@ -105,8 +128,12 @@ class Categorical:
 class Bernoulli:
     """Binary cross entropy with logits, summed over the last axis; targets in ``[0, 1]``.
 
-    Targets out of range raise where they can be seen; those of masked terms may be anything.
+    Outputs ``(N,)`` are one logit for each example. Targets out of range raise where they can be
+    seen; inside ``jit`` they make value, gradient and factors NaN. Targets of masked terms may be
+    anything.
     """
+
+    one_output: ClassVar[bool] = True
 
     def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
         _expect("Bernoulli", targets, outputs.shape, jnp.floating, "floating")
@@ -122,7 +149,8 @@ class Bernoulli:
     ) -> Float[Array, "*terms"]:
         logits = _wide(outputs)
         targets = targets.astype(logits.dtype)
-        return (jax.nn.softplus(logits) - targets * logits).sum(-1)
+        valid = ((targets >= 0) & (targets <= 1)).all(-1)
+        return _poisoned((jax.nn.softplus(logits) - targets * logits).sum(-1), valid)
 
     def sample(self, key: Key[Array, ""], outputs: Float[Array, "*terms c"]) -> Array:
         logits = _wide(outputs)
@@ -138,7 +166,12 @@ class Bernoulli:
 
 @dataclasses.dataclass(frozen=True)
 class Gaussian:
-    r"""Unit-variance Gaussian: $\tfrac12 \lVert f - y \rVert^2$ over the last axis, no constant."""
+    r"""Unit-variance Gaussian: $\tfrac12 \lVert f - y \rVert^2$ over the last axis, no constant.
+
+    Outputs ``(N,)`` are one number for each example.
+    """
+
+    one_output: ClassVar[bool] = True
 
     def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
         _expect("Gaussian", targets, outputs.shape, jnp.floating, "floating")

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian
 from jaxkfac.factors._objective import Objective
 
@@ -67,6 +68,40 @@ def test_a_class_out_of_range_gives_nan_where_values_are_traced(dtype, bad):
     y, targets = outputs(), jnp.full((2, 3), bad, dtype)
     objective = Objective(lambda p, x: x * p, Categorical())
     assert jnp.isnan(jax.jit(objective)(jnp.ones(()), (y, targets)))
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "mc", "exact", "forward"])
+@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()], ids=repr)
+def test_an_invalid_target_poisons_value_gradient_and_factors_alike(likelihood, fisher):
+    x, params = outputs()[:, 0], {"w": jnp.eye(4), "s": jnp.ones(4)}
+    objective = Objective(lambda p, x: (x @ p["w"]) * p["s"], likelihood)
+    stats = jax.jit(value_grad_and_factors(objective, fisher=fisher))
+    good = likelihood.sample(jax.random.key(1), x)
+    for targets, finite in ((good, True), (good.at[0].add(7), False)):
+        value, grads, factors = stats(params, (x, targets), jax.random.key(2))
+        found = [value, *jax.tree.leaves(grads), factors["w"].g, factors["s"].diagonal]
+        assert all(bool(jnp.isfinite(y).all()) == finite for y in found)
+        assert all(bool(ok) == finite for ok in factors.is_finite().values())
+    # an example that a mask leaves out may hold anything
+    kept = jnp.ones(2, bool).at[0].set(False)
+    assert jnp.isfinite(stats(params, (x, targets, kept), jax.random.key(2)).value)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "exact"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_ignored_classes_are_masked_terms(fisher, masked):
+    params, x = {"w": jnp.eye(4)}, outputs()
+    objective = lambda kind: Objective(lambda p, x: x @ p["w"], kind)
+    y = jnp.asarray([[1, -100, 3], [-100, 0, 2]])
+    given = (jnp.asarray([[True, True, False], [True, True, True]]),) if masked else ()
+    mask = (y != -100) & given[0] if masked else y != -100
+    run = lambda o, batch: jax.jit(value_grad_and_factors(o, fisher=fisher))(params, batch)
+    found = run(objective(Categorical(ignore_index=-100)), (x, y, *given))
+    expected = run(objective(Categorical()), (x, y, mask))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(found), jax.tree.leaves(expected))
+    assert int(found.factors.terms) == int(mask.sum())
+    with pytest.raises(ValueError, match="masks every loss term"):
+        objective(Categorical(ignore_index=-100))(params, (x, jnp.full((2, 3), -100)))
 
 
 @pytest.mark.parametrize("bad", [-0.5, 1.5, jnp.nan])

@@ -2,24 +2,34 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Key, PyTree
+from jaxtyping import Array, Key, PyTree
 
-from jaxkfac.factors._likelihoods import Likelihood, Outputs, masked_mean
+from jaxkfac.factors._likelihoods import Likelihood
+from jaxkfac.factors._loss_terms import Head, LossTerms, shares, times
+from jaxkfac.interception import check_function, check_likelihood
 
 
 class Batch(NamedTuple):
-    """``(inputs, targets)`` or ``(inputs, targets, mask)``; the mask keeps loss terms."""
+    """``(inputs, targets)`` or ``(inputs, targets, mask)``; the mask keeps loss terms.
+
+    Targets and mask are arrays, or trees of them in the form of an ``Objective``'s likelihoods.
+    """
 
     inputs: PyTree
-    targets: Array
-    mask: Bool[Array, "..."] | None = None
+    targets: PyTree
+    mask: PyTree = None
+
+    @property
+    def num_examples(self) -> int:
+        """How many examples there are."""
+        return jax.tree.leaves(self.targets)[0].shape[0]
 
 
 def as_batch(batch: PyTree) -> Batch:
@@ -40,15 +50,14 @@ def as_batch(batch: PyTree) -> Batch:
                 raise ValueError(f"batch: {what} are empty (shape {leaf.shape})")
             if not hasattr(leaf, "shape"):
                 raise ValueError(f"batch: {what} must be arrays, got {_form(leaf)}")
-    if out.mask is not None:
-        check_array("batch: the mask", out.mask)
-        if out.mask.dtype != jnp.bool_:
-            raise ValueError(
-                f"batch: the mask has dtype {out.mask.dtype}, expected bool (write mask > 0)"
-            )
-        abstract = isinstance(out.mask, Tracer | jax.ShapeDtypeStruct)
-        if not abstract and not np.asarray(out.mask).any():
-            raise ValueError("batch: the mask masks every loss term, so there is no mean")
+    for at, mask in _with_path(out.mask):
+        what = f"batch: the mask{jax.tree_util.keystr(at)}"
+        check_array(what if hasattr(mask, "shape") else "batch: the mask", mask)
+        if mask.dtype != jnp.bool_:
+            raise ValueError(f"{what} has dtype {mask.dtype}, expected bool (write mask > 0)")
+        abstract = isinstance(mask, Tracer | jax.ShapeDtypeStruct)
+        if not abstract and not np.asarray(mask).any():
+            raise ValueError(f"{what} masks every loss term, so there is no mean")
     return out
 
 
@@ -133,24 +142,21 @@ def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def kept_targets(targets: Array, mask: Array | None) -> Array:
-    """``targets`` with 0 at masked terms: a NaN there would come back in the gradient."""
-    if mask is None or targets.shape[: mask.ndim] != mask.shape:  # not one target for each term
-        return targets
-    mask = jnp.expand_dims(mask, tuple(range(mask.ndim, targets.ndim)))
-    return jnp.where(mask, targets, jnp.zeros((), targets.dtype))
-
-
 @dataclasses.dataclass(frozen=True)
-class Objective:
-    """Mean negative log-likelihood of a model.
+class Objective(LossTerms):
+    """Mean negative log-likelihood of a model, or the sum of several.
 
     Args:
         apply_fn: ``apply_fn(params, inputs) -> outputs``, or with a ``key=`` argument for
             dropout, or with a ``state=`` argument for what a call changes (batch statistics):
-            then it returns ``(outputs, changed)``. Outputs have the examples first and one
-            term's outputs last: ``(N, classes)``, ``(N, tokens, vocabulary)``.
-        likelihood: ``Categorical()``, ``Bernoulli()`` or ``Gaussian()``.
+            then it returns ``(outputs, changed)``. An exact tuple of inputs is unpacked into
+            positional arguments where it takes as many; a NamedTuple, like any other tree, is
+            one. Outputs have the examples first and one term's outputs last: ``(N, classes)``,
+            ``(N, tokens, vocabulary)``; for ``Bernoulli()`` and ``Gaussian()`` also ``(N,)``, one
+            number for each example.
+        likelihood: ``Categorical()``, ``Bernoulli()`` or ``Gaussian()``; or a dictionary or tuple
+            of them. Outputs and targets are then of that form, and so is the mask, with
+            ``None`` where every term counts; the loss is the sum of the means.
         has_aux: Whether ``apply_fn`` returns ``(outputs, aux)``, with a state
             ``((outputs, aux), changed)``.
 
@@ -162,19 +168,101 @@ class Objective:
     """
 
     apply_fn: Callable[..., Any]
-    likelihood: Likelihood
+    likelihood: Any
     has_aux: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.likelihood, type):
-            name = self.likelihood.__name__
-            raise TypeError(f"likelihood: expected an instance, write jk.{name}()")
-        if not isinstance(self.likelihood, Likelihood):
+        check_function("apply_fn", self.apply_fn)
+        if isinstance(self.apply_fn, Objective):
+            raise TypeError("apply_fn: expected apply_fn(params, inputs), got an Objective already")
+        for at, likelihood in jax.tree_util.tree_leaves_with_path(self.likelihood):
+            check_likelihood(f"likelihood{jax.tree_util.keystr(at)}", likelihood)
+        if not self._likelihoods:
             raise TypeError(
-                "likelihood: expected jk.Categorical(), jk.Bernoulli(), jk.Gaussian(), or an "
-                "object with their methods check, terms, sample and fisher_column, got "
-                f"{self.likelihood!r}"
+                f"likelihood: expected jk.Categorical(), jk.Bernoulli(), jk.Gaussian(), or a "
+                f"dictionary or tuple of them, got {self.likelihood!r}"
             )
+
+    def __hash__(self) -> int:
+        return hash((self.apply_fn, *self._likelihoods, self._form, self.has_aux))
+
+    @property
+    def num_outputs(self) -> int:
+        """How many outputs have a likelihood."""
+        return len(self._likelihoods)
+
+    @property
+    def _likelihoods(self) -> list[Likelihood]:
+        return jax.tree.leaves(self.likelihood)
+
+    @property
+    def _form(self) -> Any:
+        return jax.tree.structure(self.likelihood)
+
+    def parts(self, tree: PyTree, what: str) -> list[Any]:
+        """What belongs to each likelihood.
+
+        Raises:
+            ValueError: ``tree`` is not of the likelihoods' form.
+        """
+        try:
+            return self._form.flatten_up_to(tree)
+        except (ValueError, TypeError):
+            raise ValueError(
+                f"{what}: expected {_sketch(self.likelihood)}, the form of the likelihoods, "
+                f"got {_form(tree)}"
+            ) from None
+
+    def tree(self, parts: Sequence[Any]) -> PyTree:
+        return jax.tree.unflatten(self._form, list(parts))
+
+    def heads(self, outputs: PyTree, targets: PyTree = None, mask: PyTree = None) -> list[Head]:
+        names = [jax.tree_util.keystr(at) for at, _ in _with_path(self.likelihood)]
+        none = [None] * len(names)
+        return [
+            Head(*head, name=f"output {name}" if name else "batch")
+            for *head, name in zip(
+                self._likelihoods,
+                self.parts(outputs, "apply_fn: outputs"),
+                none if targets is None else self.parts(targets, "batch: targets"),
+                none if mask is None else self.parts(mask, "batch: the mask"),
+                [1.0] * len(names),
+                names,
+                strict=True,
+            )
+        ]
+
+    def batch(self, batch: PyTree) -> Batch:
+        """Check a batch's form; terms that targets leave out are masked.
+
+        Raises:
+            ValueError: see ``as_batch``; or targets or a mask that are not of the likelihoods'
+                form.
+        """
+        out = as_batch(batch)
+        targets = self.parts(out.targets, "batch: targets")
+        masks = [None] * len(targets)
+        if out.mask is not None:
+            masks = self.parts(out.mask, "batch: the mask")
+        joined = [
+            _joined(mask, getattr(likelihood, "kept", _nothing)(y))
+            for likelihood, y, mask in zip(self._likelihoods, targets, masks, strict=True)
+        ]
+        changed = any(new is not old for new, old in zip(joined, masks, strict=True))
+        return as_batch((*out[:2], self.tree(joined))) if changed else out
+
+    def in_batch(self, cotangents: PyTree, mask: PyTree, batch: Batch) -> PyTree:
+        """Cotangents of one example by itself, scaled as the whole batch shares the loss out."""
+        if self.num_outputs == 1:
+            return cotangents
+        here = self.heads(cotangents, None, mask)
+        n = batch.num_examples
+        shapes = [jax.ShapeDtypeStruct((n, *h.outputs.shape[1:]), h.outputs.dtype) for h in here]
+        there = self.heads(self.tree(shapes), None, batch.mask)
+        pairs = list(zip(shares(here), shares(there), strict=True))
+        return self.tree(
+            [times(h.outputs, jnp.sqrt(x / y)) for h, (x, y) in zip(here, pairs, strict=True)]
+        )
 
     def outputs(
         self,
@@ -182,36 +270,13 @@ class Objective:
         inputs: PyTree,
         key: Key[Array, ""] | None = None,
         state: PyTree | None = None,
-    ) -> tuple[Float[Array, "n *terms c"], Any]:
+    ) -> tuple[PyTree, Any]:
         """The outputs, and what comes beside them; see ``returned``."""
-        outputs, beside = returned(
-            "apply_fn", self.apply_fn, (params, inputs), key, state, self.has_aux
-        )
-        if not hasattr(outputs, "ndim") or outputs.ndim < 2:
-            raise ValueError(
-                f"apply_fn: expected one array of outputs (examples, ..., outputs), got "
-                f"{_form(outputs)}"
-            )
-        if not jnp.issubdtype(outputs.dtype, jnp.floating):
-            raise ValueError(f"apply_fn: outputs have dtype {outputs.dtype}, expected floating")
+        args = arguments(self.apply_fn, params, inputs, key, state)
+        outputs, beside = returned("apply_fn", self.apply_fn, args, key, state, self.has_aux)
+        for head in self.heads(outputs):
+            _check_outputs(head)
         return outputs, beside
-
-    def loss(
-        self, outputs: Float[Array, "n *terms c"], targets: Array, mask: Array | None
-    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """``(mean over the kept terms, their number)``."""
-        self.check(outputs, targets, mask)
-        return masked_mean(self.likelihood.terms(outputs, kept_targets(targets, mask)), mask)
-
-    def check(self, outputs: Outputs, targets: Array, mask: Array | None) -> None:
-        """Refuse targets or a mask that do not fit the outputs."""
-        expected = outputs.shape[:-1]
-        if mask is not None and mask.shape != expected:
-            raise ValueError(
-                f"batch: the mask has shape {mask.shape}, expected one entry per loss term, "
-                f"{expected}"
-            )
-        self.likelihood.check(outputs, targets, mask)
 
     def __call__(
         self,
@@ -220,12 +285,69 @@ class Objective:
         key: Key[Array, ""] | None = None,
         state: PyTree | None = None,
     ) -> Any:
-        """Mean negative log-likelihood over the batch.
+        """The loss of the batch.
 
         ``(loss, aux)`` with ``has_aux``, ``(loss, changed)`` with a state, and with both
         ``(loss, (aux, changed))``.
         """
-        inputs, targets, mask = as_batch(batch)
+        inputs, targets, mask = self.batch(batch)
         outputs, beside = self.outputs(params, inputs, key, state)
         value, _ = self.loss(outputs, targets, mask)
         return (value, beside) if self.has_aux or state is not None else value
+
+
+def arguments(
+    apply_fn: Callable[..., Any],
+    params: PyTree,
+    inputs: PyTree,
+    key: Any = None,
+    state: PyTree | None = None,
+) -> tuple[Any, ...]:
+    """The positional arguments of ``apply_fn``.
+
+    An exact tuple of inputs is unpacked, but for a function that does not take as many:
+    ``fn(params, inputs)`` gets the tuple itself.
+    """
+    if type(inputs) is not tuple:
+        return params, inputs
+    kwargs = {"key": key} if takes_key(apply_fn) else {}
+    kwargs |= {} if state is None else {"state": state}
+    try:
+        inspect.signature(apply_fn).bind(params, *inputs, **kwargs)
+    except (TypeError, ValueError):  # too many or too few, or no signature to ask
+        return params, inputs
+    return params, *inputs
+
+
+def _nothing(targets: Array) -> None:
+    return None
+
+
+def _joined(mask: Any, kept: Any) -> Any:
+    """The terms that both leave."""
+    if kept is None or mask is None:
+        return mask if kept is None else kept
+    return mask & kept if mask.shape == kept.shape else mask  # refused by ``check``
+
+
+def _with_path(tree: PyTree) -> list[Any]:
+    return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def _sketch(tree: PyTree) -> str:
+    if isinstance(tree, Likelihood):
+        return "an array"
+    return str(jax.tree.map(lambda x: type(x).__name__, tree)).replace("'", "")
+
+
+def _check_outputs(head: Head) -> None:
+    x, where = head.outputs, "" if head.name == "batch" else f" ({head.name})"
+    one = getattr(head.likelihood, "one_output", False)
+    if not hasattr(x, "ndim") or x.ndim < (1 if one else 2):
+        name = type(head.likelihood).__name__
+        raise ValueError(
+            f"apply_fn{where}: expected one array of outputs (examples, ..., outputs) for {name}, "
+            f"got {_form(x)}"
+        )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"apply_fn{where}: outputs have dtype {x.dtype}, expected floating")

@@ -150,9 +150,9 @@ def _sides(statistics: Statistics, vjps: int) -> Iterator[_Side]:
     one = dataclasses.replace(
         statistics, parts={name: PassPart(rows=1 if w else None) for name, w in walkers.items()}
     )
-    slots = jax.eval_shape(one.slots)
+    slots, number = jax.eval_shape(one.slots), jnp.ones((), jnp.float32)
     made = jax.eval_shape(
-        lambda slots: one.factors(slots, one.outputs(slots), jnp.ones((), jnp.float32)), slots
+        lambda slots: one.factors(slots, one.outputs(slots), number, number), slots
     )
     for layer in traced.table.layers:
         walker, slot = walkers[layer.name], slots[layer.name]

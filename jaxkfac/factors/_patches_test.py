@@ -198,6 +198,23 @@ def check_factors(case, *, sharing, bias):
         np.testing.assert_allclose(grads[name], expected[name], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_a_convolution_over_no_space_is_a_dense_layer(x64, sharing):
+    def convolution(k, x):
+        return lax.conv_general_dilated(x, k, (), (), dimension_numbers=("NC", "IO", "NC"))
+
+    rng = np.random.default_rng(0)
+    k, x, y = (jnp.asarray(rng.normal(size=s)) for s in ((4, 2), (5, 4), (5, 2)))
+    results = []
+    for model in (convolution, lambda k, x: x @ k):
+        stats = value_grad_and_factors(Objective(model, Gaussian()), sharing=sharing)
+        value, grads, factors = stats(k, (x, y))
+        (factor,) = factors.values()
+        results.append((value, grads, factor.a, factor.g))
+    for found, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
 # ------------------------------------------------------------------ runs of positions
 
 RUNS = {

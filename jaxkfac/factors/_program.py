@@ -8,16 +8,33 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree, Shaped
 
 from jaxkfac._errors import LostRowsError
-from jaxkfac.factors._objective import Objective, check_array, returned
+from jaxkfac.factors._loss_terms import CoupledTerms, LossTerms, common_scale, number_kept
+from jaxkfac.factors._marked_terms import MarkedTerms
+from jaxkfac.factors._marks import (
+    check_marked_outputs,
+    coupled,
+    refuse_chained,
+    refuse_marks,
+    refuse_unmarked,
+    row_weights,
+    weighed,
+)
+from jaxkfac.factors._objective import Batch, Objective, check_array, returned
 from jaxkfac.factors._taps import Gathered, tap
 from jaxkfac.interception import (
+    Marked,
     RowMask,
+    Site,
     Slot,
     TraceCache,
     Traced,
     Window,
+    check_arrays,
+    check_params,
+    leaves_by_path,
     partition,
     trace,
+    trace_marked,
     with_leaves,
 )
 from jaxkfac.linalg import statistics_dtype
@@ -35,7 +52,11 @@ class Linearised(NamedTuple):
         outputs: Outputs of the model; ``None`` for a scalar loss.
         vjp: From a cotangent of the outputs to the statistics of another backward pass of
             the same linearisation; ``None`` for a scalar loss.
-        traced: The program.
+        terms_of: What is known of the outputs' loss terms; ``None`` for a scalar loss.
+        batch: The batch, as an ``Estimator`` takes it.
+        own: The loss's own cotangents of the outputs as those of its Fisher; ``None`` where
+            ``emitted`` has them, but for the scale.
+        own_scale: By what squares of ``emitted`` are multiplied then; ``None`` for one.
     """
 
     value: Any
@@ -45,7 +66,21 @@ class Linearised(NamedTuple):
     terms: Any
     outputs: Any = None
     vjp: Any = None
-    traced: Traced | None = None
+    terms_of: LossTerms | None = None
+    batch: Any = None
+    own: Callable[[], PyTree] | None = None
+    own_scale: Any = None
+
+    @property
+    def squares_to_sums(self) -> Float[Array, ""]:
+        """By what squares are multiplied to be sums over terms; NaN where the loss is.
+
+        The taps saw gradients of the *mean* loss; times the number of terms, these are gradients
+        of each example's sum. A loss is NaN where a target is out of range, which sampled labels
+        would not show.
+        """
+        nan = jnp.asarray(jnp.nan, self.terms.dtype)
+        return jnp.where(jnp.isnan(self.value), nan, jnp.square(self.terms))
 
 
 class Program:
@@ -86,19 +121,93 @@ class Program:
             UncoveredParameterError: a parameter is covered by no layer, where that matters.
             ValueError: there are no parameters.
         """
+        check_arrays("params", params)
+        check_params(leaves_by_path(params))
         if not jax.tree.leaves(params):
             raise ValueError("params: the tree holds no arrays")
         lead = isinstance(self.objective, Objective)
         args = (params, batch.inputs if lead else batch, key, state)
 
         def make() -> Traced:
-            traced = trace(self._forward, *args, examples_lead=lead, **self._finding)
+            outputs = self.objective.num_outputs if lead else 0
+            traced = trace(self._forward, *args, num_outputs=outputs, **self._finding)
+            if lead:
+                traced.join_examples()
+                refuse_marks(traced)
+            else:
+                traced = trace_marked(traced, *args, **self._finding)
+                refuse_unmarked(traced)
             if self._cover and traced.table.problems:
                 alone = self._second_pass and not traced.coupled_inputs
                 traced.table.raise_uncovered(second_pass=alone)
             return traced
 
         return self._traces.get(args, make)
+
+    def row_weights(
+        self, traced: Traced, params: PyTree, batch: PyTree, key: Any, state: PyTree
+    ) -> dict[str, Any]:
+        """See ``_marks.row_weights``; the forward pass runs for masks and weights alone."""
+        if not weighed(traced):
+            return {}
+        shifts = [jnp.zeros(mark.shape.shape, mark.shape.dtype) for mark in traced.marks]
+        weights, masks = {}, {}
+        if any(mark.masked or mark.weight is None for mark in traced.marks):
+            out = traced.emit(_no_handler, params, {}, batch, key, state, shifts)
+            weights, masks = jax.lax.stop_gradient((out.weights, out.masks))
+        return row_weights(traced, MarkedTerms(traced.marks, weights, masks).heads(shifts))
+
+    def _linearise_marked(
+        self,
+        traced: Traced,
+        run: Callable[..., Marked],
+        free: dict[str, Array],
+        wanted: dict[str, Slot],
+    ) -> Linearised:
+        """Value, gradient and statistics of a loss that marks its outputs."""
+
+        def parts(free: dict[str, Array], slots: dict[str, Slot], shifts: list[Array]) -> PyTree:
+            out = run(free, slots, shifts)
+            value, aux = out.result
+            return (out.outputs, value), (aux, out.weights, out.masks)
+
+        shifts = [jnp.zeros(mark.shape.shape, mark.shape.dtype) for mark in traced.marks]
+        (outputs, value), vjp, (aux, weights, masks) = jax.vjp(
+            parts, free, wanted, shifts, has_aux=True
+        )
+        none = jax.tree.map(jnp.zeros_like, outputs)
+        grads, emitted, cotangents = vjp((none, jnp.ones_like(value)))
+        terms_of = MarkedTerms(traced.marks, weights, masks, coupled(traced))
+        fixed = jax.lax.stop_gradient(outputs)
+        heads = terms_of.heads(fixed)
+        check_marked_outputs(heads)
+        scale = common_scale(heads)
+
+        def own() -> PyTree:
+            refuse_chained(traced)
+            return terms_of.rescaled(fixed, cotangents, None)
+
+        return Linearised(
+            value,
+            aux,
+            grads,
+            emitted,
+            number_kept(heads),
+            fixed,
+            lambda g: vjp((g, jnp.zeros_like(value)))[1],
+            terms_of,
+            Batch(None, None, None),
+            own if scale is None else None,
+            scale,
+        )
+
+    def output_shapes(self, traced: Traced) -> PyTree:
+        """Shapes of the outputs that have a likelihood, in its form."""
+        return self.objective.tree(traced.out_shapes[: traced.num_outputs])
+
+    def value(self, params: PyTree, data: PyTree, key: Any, state: PyTree) -> Float[Array, ""]:
+        """A scalar loss, no layer tapped."""
+        return self._forward(params, data, key, state)[0]
 
     def _forward(
         self, params: PyTree, data: PyTree, key: Key[Array, ""] | None, state: PyTree | None
@@ -156,7 +265,7 @@ class Program:
         data = batch.inputs if isinstance(objective, Objective) else batch
         masks = _masks(traced, positions)
 
-        def run(free: dict[str, Array], slots: dict[str, Slot]) -> PyTree:
+        def run(free: dict[str, Array], slots: dict[str, Slot], *more: PyTree) -> PyTree:
             held = {
                 n: {**s, "constants": constants[n]} if n in constants else s
                 for n, s in slots.items()
@@ -168,11 +277,14 @@ class Program:
                 data,
                 key,
                 state,
+                *more,
                 entries=gathered.entries,
                 masks=masks,
                 windows=windows,
             )
 
+        if traced.marks:
+            return self._linearise_marked(traced, run, free, wanted)
         if not isinstance(objective, Objective):
             (value, aux), (grads, emitted) = jax.value_and_grad(run, (0, 1), has_aux=True)(
                 free, wanted
@@ -182,25 +294,53 @@ class Program:
 
         outputs, vjp, aux = jax.vjp(run, free, wanted, has_aux=True)
 
-        def loss(outputs: Float[Array, "n *terms c"]) -> tuple[Array, Array]:
+        def loss(outputs: PyTree) -> tuple[Array, Array]:
             return objective.loss(outputs, batch.targets, batch.mask)
 
         value, loss_vjp, terms = jax.vjp(loss, outputs, has_aux=True)
-        grads, emitted = vjp(loss_vjp(jnp.ones_like(value))[0])
+        cotangents = loss_vjp(jnp.ones_like(value))[0]
+        grads, emitted = vjp(cotangents)
         fixed = jax.lax.stop_gradient(outputs)
-        return Linearised(value, aux, grads, emitted, terms, fixed, lambda g: vjp(g)[1], traced)
+
+        def own() -> PyTree:
+            return objective.rescaled(fixed, cotangents, batch.mask)
+
+        scale = None
+        if objective.num_outputs > 1:
+            scale = common_scale(objective.heads(fixed, None, batch.mask))
+        return Linearised(
+            value,
+            aux,
+            grads,
+            emitted,
+            terms,
+            fixed,
+            lambda g: vjp(g)[1],
+            CoupledTerms(objective, traced.coupled) if traced.coupled else objective,
+            batch,
+            own if objective.num_outputs > 1 and scale is None else None,
+            scale,
+        )
+
+
+def _no_handler(site: Site, operands: list[Any]) -> Any:
+    raise AssertionError("no layer has a slot")
 
 
 def _masks(traced: Traced, positions: Shaped[Array, "..."] | None) -> list[RowMask]:
     if positions is None:
         return []
     check_array("positions", positions)
-    axes, shape = traced.output_axes(), traced.out_shapes[0].shape
-    if positions.dtype != jnp.bool_ or axes is None:
+    shapes = [x.shape for x in traced.out_shapes[: traced.num_outputs]]
+    if positions.dtype != jnp.bool_:
         raise ValueError(f"positions: expected a bool array, got {positions.dtype}")
-    if positions.ndim >= len(shape) or positions.shape != shape[: positions.ndim]:
-        raise LostRowsError(
-            f"positions have shape {positions.shape}, and the outputs' leading axes are "
-            f"{shape[:-1]}: name rows that never reach the output with jk.mark_rows(x, mask)"
-        )
-    return [RowMask(positions, axes[: positions.ndim], complete=True)]
+    number = positions.ndim
+    for index, shape in enumerate(shapes):
+        axes = traced.output_axes(index)
+        if number < len(shape) and positions.shape == shape[:number] and axes is not None:
+            return [RowMask(positions, axes[:number], complete=True)]
+    leading = " or ".join(str(shape[:-1]) for shape in shapes)
+    raise LostRowsError(
+        f"positions have shape {positions.shape}, and the outputs' leading axes are "
+        f"{leading}: name rows that never reach the output with jk.mark_rows(x, mask)"
+    )

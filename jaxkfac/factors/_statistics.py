@@ -18,7 +18,7 @@ from jaxkfac.factors._example_sums import (
     outer_products,
 )
 from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.interception import Entries, Layer, Site, Slot, Traced, Use, kind_named
+from jaxkfac.interception import Entries, Layer, Site, Slot, SlotEntry, Traced, Use, kind_named
 from jaxkfac.kinds import moments, packs
 from jaxkfac.linalg import PANELS_FROM, panel_shapes, statistics_dtype, unpack_panels
 
@@ -57,6 +57,10 @@ class Statistics:
         scales: How scales and lone biases are read.
         forward: Whether output gradients count as the identity.
         parts: What to gather of which layers; everything of all if ``None``.
+        row_weights: For some layers, the weight of each use's input rows.
+
+    Raises:
+        ValueError: rows are weighed, and the layer is read by example.
     """
 
     traced: Traced
@@ -65,6 +69,7 @@ class Statistics:
     scales: Scales = "diagonal"
     forward: bool = False
     parts: Mapping[str, PassPart] | None = None
+    row_weights: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -85,7 +90,13 @@ class Statistics:
         if kind_named(layer.kind).by_position:
             return False
         whole = layer.is_elementwise and self.scales != "diagonal"
-        return whole or self.sharing == "reduce"
+        sums = any(use.whole_examples for use in self.traced.uses_of(layer))
+        return whole or sums or self.sharing == "reduce"
+
+    @property
+    def _num_examples(self) -> int:
+        """How many examples there are on all their axes."""
+        return sum(size for _, size in self.traced.example_axes)
 
     # -- slots ------------------------------------------------------------------------
 
@@ -93,7 +104,8 @@ class Statistics:
     def entries(self) -> Entries:
         """How the entries of slots follow their parameter."""
         kinds = {layer.kind for layer in self.layers}
-        return {k: v for name in kinds for k, v in kind_named(name).entries.items()}
+        entries = {k: v for name in kinds for k, v in kind_named(name).entries.items()}
+        return entries | ({"constants": {"row_weights": SlotEntry(0)}} if self.row_weights else {})
 
     def slots(self) -> dict[str, Slot]:
         """Zeros for every layer; their cotangents are the statistics, their values unread."""
@@ -105,11 +117,17 @@ class Statistics:
         if layer.is_elementwise:
             shape, kinds = self.traced.part_shape(layer.weight), ("diagonal", "count")
             if self.by_example(layer):
+                if not self.traced.out_shapes[0].shape and not self.traced.marks:
+                    raise ValueError(
+                        f"the diagonal of {layer.name!r} is one of whole examples' gradients, and "
+                        "a scalar loss does not show its examples: give a jk.Objective, mark the "
+                        "outputs with jk.mark_outputs, or leave the parameter out with layers="
+                    )
                 shape = (*shape, self.traced.num_examples)
                 kinds = ("gradient", "counts")
             return {key: jnp.zeros(shape, dtype) for key in kinds[: 1 + self.forward]}
         part = self._part(layer)
-        rows, slot = (self.traced.num_examples,) if self.by_example(layer) else None, {}
+        rows, slot = (self._num_examples,) if self.by_example(layer) else None, {}
         gradients = part.outputs and not self.forward
         if gradients and rows:
             slot["g_rows"] = jnp.zeros((*layer.stack, *rows, layer.out_features), dtype)
@@ -118,10 +136,25 @@ class Statistics:
             slot["g"] = _moment(layer.stack, layer.out_features, layer.g_dense, packed, dtype)
         if layer.input != layer.name or not part.inputs:
             return slot
+        if rows and layer.name in self.row_weights:
+            raise ValueError(
+                f"layer {layer.name!r} is used on rows that lead to different jk.mark_outputs, "
+                'which weigh its inputs by position: take sharing="expand", not "reduce"'
+            )
         if rows:
             slot["a_rows"] = jnp.zeros((*layer.stack, *rows, layer.in_features), dtype)
             slot["a_numbers"] = jnp.zeros((*layer.stack, *rows), dtype)
             return slot
+        if layer.name in self.row_weights:
+            if part.rows is not None:  # a window has no value of an iteration's own
+                raise ValueError(
+                    f"layer {layer.name!r} is used on rows that lead to different "
+                    "jk.mark_outputs, and max_factor_bytes= would gather some of its iterations "
+                    "at a time: leave the layer out with layers=, or take a larger budget"
+                )
+            weights = self.row_weights[layer.name].astype(dtype)
+            each = jnp.broadcast_to(weights, (*layer.stack, *weights.shape))
+            slot["constants"] = {"row_weights": each}
         packed = packs(uses, "a")
         slot["a"] = _moment(layer.stack, layer.in_features, layer.a_dense, packed, dtype)
         slot["a_count"] = jnp.zeros(layer.stack, dtype)
@@ -174,9 +207,11 @@ class Statistics:
             examples = self.traced.examples
             return kind.elements(site, use, like, operands, whole, weights, examples, derivative)
         out: Slot = {}
-        examples = self.traced.examples
+        examples = self.traced.example_axes
         if "a" in like:
             out |= kind.input_moments(site, use, like, operands, weights)
+            if constants is not None:
+                out = _weighed(out, constants["row_weights"][..., self._number_of(use)])
         elif "a_rows" in like:
             side = kind.summed_input_rows(site, use, operands, weights)
             out["a_rows"] = example_sums(site, use, side, examples, like["a_rows"])
@@ -189,6 +224,12 @@ class Statistics:
             side = kind.output_rows(site, use, cotangent, weights)
             out["g_rows"] = example_sums(site, use, side, examples, like["g_rows"])
         return out
+
+    def _number_of(self, use: Use) -> int:
+        """Which of its layer's uses it is."""
+        every = (self.traced.uses_of(x) for x in self.layers if x.name in self.row_weights)
+        uses = next(uses for uses in every if any(u.eqn is use.eqn for u in uses))
+        return next(k for k, u in enumerate(uses) if u.eqn is use.eqn)
 
     # -- after it ---------------------------------------------------------------------
 
@@ -229,12 +270,15 @@ class Statistics:
         return slot.get("g")
 
     def factors(
-        self, emitted: Mapping[str, Slot], outputs: Mapping[str, Any], terms: Float[Array, ""]
+        self,
+        emitted: Mapping[str, Slot],
+        outputs: Mapping[str, Any],
+        terms: Float[Array, ""],
+        scale: Float[Array, ""],
     ) -> Factors:
         """``Factors`` from one backward pass and the output sides.
 
-        The taps saw gradients of the *mean* loss; times the number of terms, these are
-        gradients of each example's sum, which is what the conventions ask for.
+        The latter are multiplied by ``scale``; see ``Linearised.squares_to_sums``.
         """
         a_sums, a_counts = self.inputs(emitted)
         g_sums, diagonals = {}, {}
@@ -245,9 +289,7 @@ class Statistics:
                 mean = self._unit_output(layer, emitted[layer.name])
                 total = mean * terms.astype(mean.dtype)
             else:
-                total = jax.tree.map(
-                    lambda x: x * jnp.square(terms.astype(x.dtype)), outputs[layer.name]
-                )
+                total = jax.tree.map(lambda x: x * scale.astype(x.dtype), outputs[layer.name])
                 total = unpack_panels(total) if isinstance(total, tuple) else total
             (diagonals if layer.is_diagonal else g_sums)[layer.name] = total
             if layer.is_elementwise and not layer.is_diagonal:  # a dense block beside an A of one
@@ -273,6 +315,13 @@ class Statistics:
 
 def _diagonal_matrix(values: Float[Array, "*stack n"]) -> Float[Array, "*stack n n"]:
     return values[..., None] * jnp.eye(values.shape[-1], dtype=values.dtype)
+
+
+def _weighed(moments: Slot, weight: Float[Array, "*stack"]) -> Slot:
+    """Sums over rows, the rows weighed."""
+    return jax.tree.map(
+        lambda x: x * jnp.expand_dims(weight, range(weight.ndim, x.ndim)).astype(x.dtype), moments
+    )
 
 
 def _floats(use: Use) -> list[Any]:

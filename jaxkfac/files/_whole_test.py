@@ -82,3 +82,16 @@ def test_files_that_belong_together_say_which_of_them_is_new(tmp_path):
     with pytest.raises(IsADirectoryError, match="the pair could not be saved.*; x is new already"):
         write_together({tmp_path / "x": b"new", tmp_path / "taken": b"new"}, "the pair")
     assert {path.name for path in tmp_path.iterdir()} == {"x", "taken"}
+
+
+def test_every_byte_is_on_the_disk_before_the_name_is_new(tmp_path, monkeypatch):
+    path, sizes, fsync = tmp_path / "x", [], os.fsync
+
+    def synced(descriptor):
+        assert not path.exists()
+        sizes.append(os.fstat(descriptor).st_size)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    write_text(path, "text", "a text")
+    assert sizes == [4] and path.read_text() == "text"

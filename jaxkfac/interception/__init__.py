@@ -41,6 +41,7 @@ Example:
     True
 """
 
+from jaxkfac.interception._arguments import check_arrays, check_function, check_params
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import (
     Eqn,
@@ -54,6 +55,7 @@ from jaxkfac.interception._compat import (
     open_jaxpr,
     scan_counts,
     scan_like,
+    varying_axes,
     whole,
 )
 from jaxkfac.interception._encoded import (
@@ -67,6 +69,15 @@ from jaxkfac.interception._index import Index, Range, slices
 from jaxkfac.interception._joins import Piece, cuts_of, own_atoms, pieces_of
 from jaxkfac.interception._kind import Axes, Kind, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
+from jaxkfac.interception._mark_outputs import (
+    MARK_OUTPUTS,
+    Marked,
+    OutputMark,
+    check_likelihood,
+    lifted,
+    mark_outputs,
+    marks_of,
+)
 from jaxkfac.interception._nnx import NnxApply, as_state, from_nnx
 from jaxkfac.interception._paths import (
     is_differentiable,
@@ -75,11 +86,12 @@ from jaxkfac.interception._paths import (
     path_of,
     with_leaves,
 )
+from jaxkfac.interception._reach import leading_to
 from jaxkfac.interception._rewrite import Handler, Site
 from jaxkfac.interception._row_masks import RowMask, mark_rows
 from jaxkfac.interception._slots import Entries, Slot, SlotEntry
 from jaxkfac.interception._table import LayerTable, selector
-from jaxkfac.interception._trace import Traced, find_layers, trace
+from jaxkfac.interception._trace import Traced, find_layers, trace, trace_marked
 from jaxkfac.interception._trace_cache import Staged, TraceCache
 from jaxkfac.interception._uses import matrix_problem, order_problem
 from jaxkfac.interception._values import Data, Use, View
@@ -87,6 +99,7 @@ from jaxkfac.interception._views import broadcast_axes, reversal
 from jaxkfac.interception._windows import Window, walked_by
 
 __all__ = [
+    "MARK_OUTPUTS",
     "Atoms",
     "Axes",
     "AxisTable",
@@ -100,7 +113,9 @@ __all__ = [
     "Kind",
     "Layer",
     "LayerTable",
+    "Marked",
     "NnxApply",
+    "OutputMark",
     "ParameterMatrix",
     "Piece",
     "Range",
@@ -121,6 +136,10 @@ __all__ = [
     "broadcast_axes",
     "call_kind",
     "cast_varying",
+    "check_arrays",
+    "check_function",
+    "check_likelihood",
+    "check_params",
     "cuts_of",
     "decoded_shapes",
     "encoded_paths",
@@ -131,8 +150,12 @@ __all__ = [
     "is_encoded",
     "is_var",
     "kind_named",
+    "leading_to",
     "leaves_by_path",
+    "lifted",
+    "mark_outputs",
     "mark_rows",
+    "marks_of",
     "matrix_problem",
     "open_jaxpr",
     "order_problem",
@@ -147,6 +170,8 @@ __all__ = [
     "selector",
     "slices",
     "trace",
+    "trace_marked",
+    "varying_axes",
     "walked_by",
     "whole",
     "with_leaves",

@@ -21,7 +21,7 @@ ELEMENTWISE = frozenset(
     "ne lt le gt ge and or not xor floor ceil round is_finite clamp name add_any rem "
     "nextafter atan2 reduce_precision pvary pcast sharding_constraint reshard "
     "cumsum cumprod cummax cummin cumlogsumexp optimization_barrier population_count real "
-    "imag conj shift_left shift_right_logical shift_right_arithmetic".split()
+    "imag conj jaxkfac_mark_outputs shift_left shift_right_logical shift_right_arithmetic".split()
 )
 REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split()

@@ -30,11 +30,12 @@ def test_regroup_refuses_boundaries_that_do_not_divide():
     assert table.regroup([table.new(4, "data"), table.new(3, "data")], [6, 2]) is None
 
 
-def test_unify_splits_the_larger_axis():
+@pytest.mark.parametrize("swapped", [False, True])
+def test_unify_splits_the_larger_axis(swapped):
     table = AxisTable()
     merged = table.new(6, "data")
     parts = (*table.new(2, "data"), *table.new(3, "data"))
-    table.unify(merged, parts)
+    table.unify(*((parts, merged) if swapped else (merged, parts)))
     assert table.atoms(merged) == table.atoms(parts)
 
 

@@ -165,7 +165,7 @@ def join_elements(
     }
     if all(part.derivative is None for part in parts.values()):
         return Elements(slot)
-    ones = {i: jnp.ones((), values[i].dtype) for i in parts}
+    ones = {i: jnp.ones((), jnp.result_type(values[i])) for i in parts}
     derivatives = {
         i: ones[i] if part.derivative is None else part.derivative for i, part in parts.items()
     }

@@ -14,9 +14,7 @@ from jaxkfac.interception._values import CoverageNote, Data, Use
 _OF_ROWS = frozenset("mul div add sub add_any".split())
 
 
-def analyse(
-    closed: ClosedJaxpr, paths: list[str | None], *, examples_lead: bool = False
-) -> Analysis:
+def analyse(closed: ClosedJaxpr, paths: list[str | None], *, num_outputs: int = 0) -> Analysis:
     """The analysis of a traced function, constants told apart from rows.
 
     A constant times a parameter is a layer use where its rows are the examples (the zeros that
@@ -36,7 +34,7 @@ def analyse(
         wrong = {u.where for u in analysis.plan.all_uses() if not _is_use(analysis, u)}
         lost = {
             u.where
-            for u in _lost_uses(analysis, examples_lead=examples_lead)
+            for u in _lost_uses(analysis, num_outputs=num_outputs)
             if u.eqn.primitive.name in _OF_ROWS and not u.from_constant
         }
         if not wrong and lost <= constants:
@@ -56,7 +54,7 @@ def _is_use(analysis: Analysis, use: Use) -> bool:
     return rows.issuperset(table.atoms(first.axes[0]))
 
 
-def split_lost(analysis: Analysis, *, examples_lead: bool) -> tuple[list[Use], list[CoverageNote]]:
+def split_lost(analysis: Analysis, *, num_outputs: int) -> tuple[list[Use], list[CoverageNote]]:
     """The uses that keep their examples, and a finding for each that does not.
 
     A weight multiplied by a mean over the batch receives a cotangent that is already summed
@@ -64,12 +62,12 @@ def split_lost(analysis: Analysis, *, examples_lead: bool) -> tuple[list[Use], l
 
     Args:
         analysis: The analysis of the function.
-        examples_lead: Whether the first axis of the first output is known to be the
-            examples. If not, or if that axis cannot be followed back to an input, any
-            axis that comes from data may be.
+        num_outputs: Of how many outputs the first axis is known to be the examples. If of
+            none, or if those axes cannot be followed back to an input, any axis that comes
+            from data may be.
     """
     uses = analysis.plan.all_uses()
-    lost = set(_lost_uses(analysis, examples_lead=examples_lead))
+    lost = set(_lost_uses(analysis, num_outputs=num_outputs))
     findings = [
         CoverageNote(use.view.path, _reason(use), fatal=True) for use in uses if use in lost
     ]
@@ -82,11 +80,11 @@ def _reason(use: Use) -> str:
     return f"{EXAMPLES_LOST} at `{use.eqn.primitive.name}`"
 
 
-def _lost_uses(analysis: Analysis, *, examples_lead: bool) -> list[Use]:
-    table, first = analysis.table, analysis.outputs[0]
+def _lost_uses(analysis: Analysis, *, num_outputs: int) -> list[Use]:
+    table = analysis.table
     inputs = [a for axes in analysis.data_axes for axis in axes for a in table.atoms(axis)]
-    leading = first.axes[:1] if examples_lead and isinstance(first, Data) else ()
-    examples = {a for axis in leading for a in table.atoms(axis)}
+    outputs = [v for v in analysis.outputs[:num_outputs] if isinstance(v, Data)]
+    examples = {a for v in outputs for axis in v.axes[:1] for a in table.atoms(axis)}
     single = any(axes and not table.atoms(axes[0]) for axes in analysis.data_axes)
     if not examples & set(inputs):  # not followed back to an input: any axis of data may be it
         examples = set(inputs)
@@ -107,7 +105,8 @@ def split_parts(table: AxisTable, uses: list[Use]) -> tuple[list[Use], list[Cove
         if pieces_of(table, use.view.joins) is not None:
             kept.append(use)
         else:
-            reason = f"is joined with others and cut across, where it meets data in `{use.eqn.primitive.name}`"
+            where = f"where it meets data in `{use.eqn.primitive.name}`"
+            reason = f"is joined with others and cut across them, {where}"
             findings.append(CoverageNote(use.view.path, reason, fatal=True))
     return kept, findings
 

@@ -38,8 +38,9 @@ def seen_in(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value] | None:
     if eqn.primitive.name in JOINS:
         return _joined(facts, eqn, ins)
     parameters = [i for i, v in enumerate(ins) if isinstance(v, Parameter)]
-    if len(parameters) == 1 and views_in(ins[parameters[0]]):
-        if (views := _each_viewed(facts, eqn, ins, parameters[0])) is not None:
+    if len(parameters) == 1:
+        views = _each_viewed(facts, eqn, ins, parameters[0])
+        if views is not None:
             return views
     if any(isinstance(v, Data) for v in ins) or not is_function(eqn):
         return None
@@ -83,6 +84,8 @@ def _is_step(eqn: Eqn) -> bool:
 def _each_viewed(facts: Facts, eqn: Eqn, ins: Sequence[Value], position: int) -> list[Value] | None:
     """The results of a view of one value: each parameter in it is seen through that view."""
     value = ins[position]
+    if isinstance(value, Derived):
+        return None
     if isinstance(value, View):
         views = view_of(facts, eqn, ins)
         return None if views is None else [_value(v.number, [v], {}) for v in views]

@@ -72,6 +72,9 @@ def group_uses(
         if masked and not block.kind.elementwise:
             reason = f"is masked by a constant in `{masked}`; its factors are those of the product"
             notes.append(CoverageNote(block.weight.path, reason, fatal=False))
+        if any(u.whole_examples for u in block.uses):
+            reason = "has a diagonal of whole examples' gradients: a weight is formed for each"
+            notes.append(CoverageNote(block.weight.path, reason, fatal=False))
         if block.name not in selected:
             notes.append(CoverageNote(block.weight.path, "is left out by layers=", fatal=False))
     blocks = [b for b in blocks if b.name in selected]
@@ -298,10 +301,10 @@ def _looked_up_matrices(table: AxisTable, blocks: list[_UseGroup]) -> list[Cover
     for block in blocks:
         sizes = [math.prod(map(table.size, table.atoms(a))) for a in block.uses[0].out_axes]
         if block.kind.diagonal_inputs and len(sizes) > 1:
+            entry, width = "x".join(map(str, sizes)), block.weight.out_features
             reason = (
-                f"is read as a table whose rows are looked up, each {'x'.join(map(str, sizes))}, so "
-                f"its output side has {block.weight.out_features} features; where these are kernels "
-                "of experts, one for each row, einsum over a stack of experts has factors of each"
+                f"is read as a table, each row of it {entry}, so its output side has {width} "
+                "features; kernels of experts have factors of their own as a stack in an einsum"
             )
             found.append(CoverageNote(block.weight.path, reason, fatal=False))
     return found

@@ -1,11 +1,11 @@
 """Constants that are masks: every element is 0 or 1."""
 
 from collections.abc import Sequence
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.core import Tracer
 
 from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._values import Constant, Value
@@ -16,13 +16,12 @@ _OF_MASKS = SAME_ELEMENTS | frozenset(
 )
 
 
-def holds_mask(constant: ArrayLike) -> bool:
-    """Whether the elements of a constant that is there are zeros and ones."""
-    if isinstance(constant, jax.core.Tracer) or not hasattr(constant, "dtype"):
-        return constant in (0, 1)
-    if constant.dtype == np.bool_:
+def holds_mask(constant: Any) -> bool:
+    """Whether the elements of a constant are known to be zeros and ones."""
+    dtype = jnp.result_type(constant)
+    if dtype == np.bool_:
         return True
-    if not jnp.issubdtype(constant.dtype, np.number):
+    if isinstance(constant, Tracer) or not jnp.issubdtype(dtype, np.number):
         return False
     values = np.asarray(constant)
     return bool(((values == 0) | (values == 1)).all())

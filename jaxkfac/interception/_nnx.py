@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Key, PyTree
 
+from jaxkfac._checks import named
 from jaxkfac.interception._dataflow import passed_through, reading
 from jaxkfac.interception._paths import leaves_by_path
 
@@ -216,7 +217,7 @@ def from_nnx(model: nnx.Module, *, mutable: Any = None) -> tuple[NnxApply, PyTre
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"from_nnx: expected an nnx.Module, got {_form(model)}; other models are apply "
+            f"from_nnx: expected an nnx.Module, got {named(model)}; other models are apply "
             "functions already: give apply_fn(params, inputs) and its parameters"
         )
     apply_fn = NnxApply(model, mutable)
@@ -249,7 +250,7 @@ def as_state(grads: PyTree, model: nnx.Module) -> nnx.State:
         [-0.5 -0.5]
     """
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"as_state: expected the nnx.Module, got {_form(model)}")
+        raise TypeError(f"as_state: expected the nnx.Module, got {named(model)}")
     return _Form.of("grads", nnx.state(model, nnx.Param)).filled(grads)
 
 
@@ -275,7 +276,3 @@ def _joined(paths: list[Path]) -> str:
 
 def _name(mutable: Any) -> str:
     return getattr(mutable, "__name__", repr(mutable))
-
-
-def _form(x: Any) -> str:
-    return f"the class {x.__name__}" if isinstance(x, type) else type(x).__name__

@@ -5,7 +5,6 @@ holds its parameter, through views, jit, checkpoint, scan (stacked where the par
 scanned, constant where it is constant), cond and shard_map, down to the handler.
 """
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +19,7 @@ from jaxkfac.interception import _compat
 from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._compat import Eqn, Literal, Var
 from jaxkfac.interception._custom import run_beside
-from jaxkfac.interception._elements import (
-    Elements,
-    join_elements,
-    move_elements,
-    stack_elements,
-    through_function,
-)
+from jaxkfac.interception._elements import Elements
 from jaxkfac.interception._encoded import (
     DeferredParameter,
     Operand,
@@ -34,11 +27,11 @@ from jaxkfac.interception._encoded import (
     bind_view,
     refuse_deferred,
 )
-from jaxkfac.interception._functions import JOINS, is_function
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._propagate import Axes
+from jaxkfac.interception._riding import Slots, Through, stacked_slots
 from jaxkfac.interception._row_masks import RowMask, row_weights
-from jaxkfac.interception._slots import CHOSEN, Entries, Slot, scale_slot
+from jaxkfac.interception._slots import CHOSEN, Entries, Slot
 from jaxkfac.interception._steps import Segment, steps_of
 from jaxkfac.interception._values import Use
 from jaxkfac.interception._windows import Window, row_of
@@ -74,7 +67,6 @@ class Site:
 
 
 Handler = Callable[[Site, list[Any]], Any]  # of the operands; returns the equation's result
-Slots = dict[str, Slot | Elements]  # by layer
 
 
 class Around(NamedTuple):
@@ -147,7 +139,10 @@ class Rewriter:
                 run = _compat.of_operands(eqn, plan.jaxpr)
                 out = bind_view(eqn, values, run)
                 rows = plan.choices.get(step)
-                moved = self._through_view(eqn, run, plan.views[step], rows, values, along)
+                through = Through(
+                    eqn, run, values, plan.views[step], self.walkers, self.entries, rows
+                )
+                moved = through.slots(along)
                 riding.update((v, s) for v, s in zip(eqn.outvars, moved, strict=True) if s)
             elif plan.calls[step].exports_views:  # a jitted indexing helper: run it in place
                 out, moved = self._run(plan.calls[step], values, along, around)
@@ -191,57 +186,6 @@ class Rewriter:
         ]
         wanted = [around.active.get(u.layer or "") for u in uses]
         return self.handler(Site(eqn, uses, slots, rows, wanted, self.table), values)
-
-    def _through_view(
-        self,
-        eqn: Eqn,
-        run: Callable[..., Any],
-        walker: tuple[str, int] | None,
-        rows: tuple[int, ...] | None,
-        values: list[Any],
-        along: list[Slots],
-    ) -> list[Slots]:
-        """What becomes of the slots when their parameters go through a view or a function."""
-        if eqn.primitive.name == "optimization_barrier":
-            return along
-        outs: list[Slots] = [{} for _ in eqn.outvars]
-        parts: dict[str, dict[int, Elements]] = collections.defaultdict(dict)
-        for position, slots in enumerate(along):
-            others = [v for i, v in enumerate(values) if i != position]
-            for name, slot in slots.items():
-                if isinstance(slot, Elements):
-                    parts[name][position] = slot
-                elif rows is not None:
-                    over = tuple(d for d in range(values[0].ndim) if d not in rows)
-                    mask = values[0].any(over)
-                    outs[0][name] = {**slot, CHOSEN: (*slot.get(CHOSEN, ()), mask)}
-                elif walker is not None:
-                    if walker in self.walkers[name]:
-                        outs[0][name] = jax.tree.map(
-                            lambda s, at=others[0]: jax.lax.dynamic_index_in_dim(
-                                s, at, keepdims=False
-                            ),
-                            slot,
-                        )
-                else:
-                    scaled = scale_slot(eqn, slot, position, values, self.entries)
-                    for out in outs:
-                        out[name] = scaled
-        for name, seen in parts.items():
-            if rows is not None:  # a row that does not choose it has no cotangent
-                outs[0][name] = next(iter(seen.values()))
-                continue
-            if is_function(eqn):
-                outs[0][name] = through_function(eqn, run, seen, values, self.entries)
-                continue
-            if eqn.primitive.name in JOINS:
-                outs[0][name] = join_elements(eqn, seen, values, self.entries)
-                continue
-            ((position, part),) = seen.items()
-            moved = move_elements(eqn, part, position, values, self.entries)
-            for out, part in zip(outs, moved, strict=True):
-                out[name] = part
-        return outs
 
     def _call(
         self, eqn: Eqn, inner: Plan, values: list[Operand], along: list[Slots], around: Around
@@ -342,30 +286,6 @@ class Rewriter:
             eqn, body, (values[nc : nc + nk], buffers), (scanned, rows, iterations)
         )
         return [*state, *ys]
-
-
-def stacked_slots(
-    slots: Mapping[str, Slot | Elements], stacks: Mapping[str, Sequence[str]]
-) -> dict[str, Slot | Elements]:
-    """The slots of layers whose parameters were stacked for a scan, stacked likewise."""
-    joined = {name for names in stacks.values() for name in names}
-    out = {name: slot for name, slot in slots.items() if name not in joined}
-    for first, names in stacks.items():
-        held = [slots.get(name) for name in names]
-        there = [slot for slot in held if slot is not None]
-        if not there:
-            continue
-        if isinstance(there[0], Elements):
-            out[first] = stack_elements(held)
-            continue
-        keys = dict.fromkeys(key for slot in there for key in slot)
-        likes = {key: next(s[key] for s in there if key in s) for key in keys}
-        each = [
-            {k: (s or {}).get(k, jax.tree.map(jnp.zeros_like, like)) for k, like in likes.items()}
-            for s in held
-        ]
-        out[first] = jax.tree.map(lambda *parts: jnp.stack(parts), *each)
-    return out
 
 
 def _at_use(slot: Slot | Elements) -> Slot:

@@ -36,13 +36,18 @@ def test_rows_merged_by_a_reshape_are_masked_in_order():
     np.testing.assert_array_equal(got["w"], MASK.reshape(15))
 
 
+def test_a_mask_follows_its_axes_through_a_transpose():
+    got = weights_of(lambda p, x: (x.swapaxes(0, 1) @ p["w"]).swapaxes(0, 1), X, mask=MASK)
+    np.testing.assert_array_equal(got["w"], MASK.T)
+
+
 def test_a_pairwise_layer_needs_both_rows():
     def fn(p, x):
         pairs = x[:, :, None] - x[:, None]
         return (pairs @ p["w"]).sum(2)
 
     got = weights_of(fn, X, mask=MASK)["w"]
-    assert got.shape == (3, 5, 5)
+    np.testing.assert_array_equal(got, MASK[:, :, None] & MASK[:, None])
 
 
 def test_a_layer_over_examples_alone_exists_where_any_position_does():
@@ -53,9 +58,23 @@ def test_a_layer_over_examples_alone_exists_where_any_position_does():
     np.testing.assert_array_equal(got, [True, False, True])
 
 
-def test_the_elements_of_a_scale_are_no_rows_to_lose():
-    got = weights_of(lambda p, x: x * p["scale"], X, mask=MASK)["scale"]
+@pytest.mark.parametrize("meet", [jnp.multiply, jnp.add])
+def test_the_elements_of_a_scale_or_bias_are_no_rows_to_lose(meet):
+    got = weights_of(lambda p, x: meet(x, p["scale"]), X, mask=MASK)["scale"]
     np.testing.assert_array_equal(got[..., 0], MASK)
+
+
+def test_nor_are_those_of_a_scale_whose_axes_cannot_be_followed():
+    got = weights_of(lambda p, x: x * p["w"].T[::-1][0], X, mask=MASK)["w"]
+    np.testing.assert_array_equal(got[..., 0], MASK)
+
+
+def test_a_class_token_exists_whatever_the_mask_says():
+    def fn(p, x):
+        token = jnp.broadcast_to(p["scale"], (3, 1, 4))
+        return jnp.concatenate([token, x[:, 1:]], 1)
+
+    assert weights_of(fn, X, mask=MASK)["scale"] is None
 
 
 def test_positions_cut_away_are_lost():

@@ -114,18 +114,16 @@ def _of_stack(facts: Facts, value: Combined, scan: int) -> View | None:
     alike = {_layout(table, view) for view in value.views}
     if value.reasons or None in alike or len(alike) > 1:
         return None
-    lie = [join for v in value.views for join in v.joins if join.whole == (v.axes or ())[0]]
-    if [(j.start, j.size, j.own) for j in lie] != [
-        (i, 1, ()) for i in range(table.size(*lie[0].whole))
-    ]:
+    lie = [view.joins[0] for view in value.views]
+    iterations = range(table.size(*lie[0].whole))
+    if [(j.start, j.size, j.own) for j in lie] != [(i, 1, ()) for i in iterations]:
         return None
     assert first.axes is not None
-    joins = tuple(j for j in first.joins if j is not lie[0])
     elements = facts.number(("stack", scan, *(view.elements for view in value.views)))
     return dataclasses.replace(
         first,
         axes=first.axes[1:],
-        joins=joins,
+        joins=(),
         members=value.views,
         stacked_for=scan,
         elements=elements,

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest
 from jaxkfac._text import ruled
+from jaxkfac.interception._index import Index
 from jaxkfac.interception._layer import Layer
-
 
 EXAMPLES_LOST = "has the example axis lost"
 
@@ -52,7 +52,7 @@ class LayerTable(Mapping[str, Layer]):
     @property
     def num_covered(self) -> int:
         """Number of parameter elements that lie in a layer; none is counted twice."""
-        slices: dict[str, dict[tuple[int, ...], int]] = {}
+        slices: dict[str, dict[Index, int]] = {}
         for layer in self.layers:
             for part in filter(None, (layer.weight, layer.bias)):
                 slices.setdefault(part.path, {})[part.index] = part.size

@@ -12,6 +12,7 @@ import jax
 from jaxtyping import PyTree
 
 from jaxkfac.interception._analysis import Analysis
+from jaxkfac.interception._arguments import check_arrays, check_function
 from jaxkfac.interception._axes import Atoms
 from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._coupling import visit_live
@@ -27,8 +28,10 @@ from jaxkfac.interception._examples import analyse, split_lost, split_parts
 from jaxkfac.interception._grouping import group_uses
 from jaxkfac.interception._index import shape_of
 from jaxkfac.interception._layer import Layer, ParameterMatrix
+from jaxkfac.interception._mark_outputs import OutputMark, lifted, marks_of
 from jaxkfac.interception._paths import leaves_by_path
 from jaxkfac.interception._propagate import Axes
+from jaxkfac.interception._reach import leading_to
 from jaxkfac.interception._rewrite import Around, Handler, Rewriter
 from jaxkfac.interception._row_masks import RowMask
 from jaxkfac.interception._slots import Entries, Slot, check_entries
@@ -49,6 +52,8 @@ class Traced:
         out_shapes: ``jax.ShapeDtypeStruct`` of each output leaf.
         shapes: Shape of each parameter.
         encoded: Paths of the parameters that were held in another form than an array.
+        num_outputs: How many leaves the result begins with are outputs of the model.
+        marks: The marks that these outputs stand for, of a loss that names them itself.
     """
 
     closed: Any
@@ -58,6 +63,8 @@ class Traced:
     out_shapes: list[Any]
     shapes: dict[str, tuple[int, ...]]
     encoded: frozenset[str] = frozenset()
+    num_outputs: int = 1
+    marks: tuple[OutputMark, ...] = ()
 
     def output_axes(self, index: int = 0) -> Axes | None:
         """Axis atoms of an output leaf, or ``None`` if it does not depend on data."""
@@ -71,7 +78,7 @@ class Traced:
     @property
     def num_examples(self) -> int:
         """Length of the first output's leading axis."""
-        return self.out_shapes[0].shape[0]
+        return self.out_shapes[0].shape[0] if self.out_shapes[0].shape else 1
 
     @property
     def examples(self) -> Atoms:
@@ -103,18 +110,50 @@ class Traced:
         return self.analysis.table.atoms(axis)
 
     def _meeting(self, atoms: set[int]) -> str:
-        axes, mixing, found = self.output_axes(), self.analysis.mixing, []
-        if axes is None or not atoms:
+        mixing, found = self.analysis.mixing, []
+        number = max(1, self.num_outputs)
+        outputs = [self.output_axes(k) for k in range(number)]
+        others = [self._atoms(axis) for axes in outputs if axes for axis in axes[1:]]
+        if not any(outputs) or not atoms:
             return ""
-        if any(atoms.intersection(self._atoms(axis)) for axis in axes[1:]):
+        if any(map(atoms.intersection, others)):
             return "in pairs of examples"
 
         def visit(eqn: Eqn) -> None:
             if atoms.intersection(self._atoms(tuple(mixing.get(id(eqn), ())))):
                 found.append(f"at `{eqn.primitive.name}`")
 
-        visit_live(self.closed.jaxpr, [i == 0 for i in range(len(self.out_shapes))], visit)
+        visit_live(self.closed.jaxpr, [i < number for i in range(len(self.out_shapes))], visit)
         return found[-1] if found else ""
+
+    def join_examples(self) -> None:
+        """Let the leading axes of all outputs be one, the examples."""
+        first, *others = [self.output_axes(k) for k in range(self.num_outputs)]
+        for axes in others:
+            if first and axes:
+                self.analysis.table.unify(first[0], axes[0])
+
+    @property
+    def example_axes(self) -> list[tuple[Atoms, int]]:
+        """The outputs' leading axes and their lengths, each once.
+
+        There are several where marks name outputs of different examples.
+        """
+        found: dict[Atoms, int] = {}
+        for index, shape in enumerate(self.out_shapes[: self.num_outputs]):
+            axes = self.output_axes(index)
+            atoms = self.analysis.table.atoms(axes[0]) if axes else ()
+            found.setdefault(atoms, shape.shape[0] if shape.shape else 1)
+        return list(found.items())
+
+    @functools.cached_property
+    def marks_reached(self) -> dict[int, frozenset[int]]:
+        """For each use, by ``id``, the marks whose outputs depend on it."""
+        found = collections.defaultdict(set)
+        for mark in range(len(self.marks)):
+            for use in leading_to(self.analysis.plan, mark)[0]:
+                found[id(use)].add(mark)
+        return {use: frozenset(marks) for use, marks in found.items()}
 
     def uses_of(self, layer: Layer) -> list[Use]:
         """The uses of a layer, in program order."""
@@ -195,19 +234,22 @@ def trace(
     max_dense: int = 16384,
     experts: str | None = None,
     scale_blocks: bool = False,
-    examples_lead: bool = False,
+    num_outputs: int = 0,
 ) -> Traced:
     """Trace ``fn(params, *args)`` and find its layers; see ``find_layers``.
 
-    ``scale_blocks`` gives scales and lone biases a dense block; ``examples_lead`` says that
-    the first axis of the first output is the examples.
+    ``scale_blocks`` gives scales and lone biases a dense block; ``num_outputs`` says of how many
+    leaves that the result begins with the first axis is the examples.
     """
+    check_function("fn", fn, "fn(params, *args)")
     encoded, params = encoded_paths(params), decoded_shapes(params)
+    check_arrays("params", params)
+    check_arrays("the arguments beside params", args)
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, *args)
     paths = leaves_by_path(params)
     num_args = len(closed.jaxpr.invars) - len(paths)
-    analysis = analyse(closed, [*paths, *[None] * num_args], examples_lead=examples_lead)
-    uses, lost = split_lost(analysis, examples_lead=examples_lead)
+    analysis = analyse(closed, [*paths, *[None] * num_args], num_outputs=num_outputs)
+    uses, lost = split_lost(analysis, num_outputs=num_outputs)
     uses, cut = split_parts(analysis.table, uses)
     found, notes = group_uses(
         analysis.table,
@@ -243,7 +285,38 @@ def trace(
         problems=[(f.path, f.reason) for f in findings if f.fatal and wanted(f.path)],
     )
     leaves, tree = jax.tree.flatten(shapes)
-    return Traced(closed, analysis, table, tree, leaves, shapes_of, encoded)
+    return Traced(closed, analysis, table, tree, leaves, shapes_of, encoded, num_outputs or 1)
+
+
+def trace_marked(traced: Traced, params: PyTree, *args: Any, **finding: Any) -> Traced:
+    """The program again, so that it returns a ``Marked``; itself if it has no marks.
+
+    Its last argument is a list of zeros in the shape of each mark.
+
+    Raises:
+        HiddenMarkError: a mark stands where its terms cannot be read.
+        ValueError: a mark is of a value that does not depend on data.
+    """
+    closed, tree = traced.closed, traced.out_tree
+    marks = tuple(marks_of(closed.jaxpr))
+    if not marks:
+        return traced
+
+    def again(params: PyTree, *args: Any) -> Any:
+        *args, shifts = args
+        out = lifted(closed.jaxpr, closed.consts, jax.tree.leaves((params, *args)), shifts)
+        return out._replace(result=jax.tree.unflatten(tree, out.result))
+
+    shifts = [mark.shape for mark in marks]
+    found = trace(again, params, *args, shifts, num_outputs=len(marks), **finding)
+    for number, mark in enumerate(marks):
+        if found.output_axes(number) is None:
+            raise ValueError(
+                f"jk.mark_outputs: mark {number} (of shape {mark.shape.shape}) is of a value that "
+                "does not depend on the batch, expected outputs of examples; mark what is computed "
+                "from them"
+            )
+    return dataclasses.replace(found, marks=marks)
 
 
 def find_layers(

@@ -145,7 +145,7 @@ def test_kernels_looked_up_row_by_row_are_a_table_and_remarked_on():
 
     table = find_layers(model, weights(experts=(3, 4, 5)), jnp.ones((7, 4)))
     assert table["experts"].out_features == 20
-    assert any("each 4x5" in note for _, note in table.notes)
+    assert any("each row of it 4x5" in note for _, note in table.notes)
 
 
 def test_a_batch_statistic_is_a_constant_of_the_rows_it_meets_later():
@@ -282,18 +282,27 @@ def test_a_kernel_may_be_read_back_to_front():
 
 
 @pytest.mark.parametrize(
+    "fn, shape",
+    [
+        (lambda x, k: x @ k[::-1], (4, 2)),
+        (lambda x, k: x @ k[::-1][0], (2, 4, 2)),
+        (lambda x, k: x @ jnp.tanh(k), (4, 2)),
+        (lambda x, k: x @ k[jnp.asarray([0, 0, 1, 2])], (3, 2)),
+        (lambda x, k: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, k[::-1])[0], (3, 4, 4)),
+    ],
+)
+def test_a_parameter_that_is_no_matrix_has_a_diagonal_in_a_product(fn, shape):
+    table = find_layers(lambda p, x: fn(x, p["k"]), weights(k=shape), jnp.ones((5, 4)))
+    assert (table["k"].kind, table["k"].is_diagonal, table.uncovered) == ("transformed", True, [])
+
+
+@pytest.mark.parametrize(
     "fn, shape, reason",
     [
         (lambda x, k: convolve(x, k[..., ::-1]), (3, 4, 2), "`rev`.*`conv_general_dilated`"),
         (lambda x, k: convolve(x, k[:, ::-1]), (3, 4, 2), "`rev`.*`conv_general_dilated`"),
-        (lambda x, k: x @ k[::-1], (4, 2), "`rev`.*`dot_general`"),
-        (lambda x, k: x @ k[::-1][0], (2, 4, 2), "`slice`.*`dot_general`"),
+        (lambda x, k: convolve(x, k[::-1][0]), (2, 3, 4, 2), "`slice`.*`conv_general_dilated`"),
         (lambda x, k: k[::-1][x.argmax(-1)], (9, 2), "`rev`.*`gather`"),
-        (
-            lambda x, k: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, k[::-1])[0],
-            (3, 4, 4),
-            "`rev`.*`dot_general`",
-        ),
         (lambda x, k: convolve(k, jnp.ones((3, 4, 2)) * x.sum()), (5, 7, 4), "is the signal"),
         (
             lambda x, k: convolve(x[:4], k, batch_group_count=2),
@@ -309,6 +318,12 @@ def test_a_parameter_that_is_no_matrix_in_its_own_order_is_reported(fn, shape, r
     found = find_layers(model, weights(k=shape), jnp.ones((5, 7, 4))).uncovered
     assert [path for path, _ in found] == ["k"]
     assert re.search(reason, found[0][1]), found
+
+
+@pytest.mark.parametrize("fn", [lambda x, k: x @ k[::-1], lambda x, k: x @ k[:, ::-1]])
+def test_a_matrix_that_is_back_to_front_is_no_dense_layer(fn):
+    table = find_layers(lambda p, x: fn(x, p["k"]), weights(k=(4, 2)), jnp.ones((5, 4)))
+    assert "dense" not in [layer.kind for layer in table.layers]
 
 
 def test_a_parameter_reversed_twice_is_as_it_was():

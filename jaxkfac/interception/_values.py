@@ -175,6 +175,8 @@ class Use:
         data: The data operand, if there is one.
         from_constant: Whether that operand is a constant (the zeros that a recurrent state
             starts from), whose rows the program joins with those of data only later.
+        whole_examples: Of an elementwise use: whether its gradient has to be summed over an example
+            before it is squared, because it is a sum at every row already.
         parts: Where the parameter is a part of an array: the uses of all its parts.
         join: For a bias: the product it is added to, if nothing else reads that product.
         layer: Name of the layer this use belongs to, or ``None`` while it is not tapped.
@@ -200,6 +202,7 @@ class Use:
     result: Axes = ()
     data: Data | None = None
     from_constant: bool = False
+    whole_examples: bool = False
     parts: Sequence["Use"] = ()
     join: "Use | None" = None
     layer: str | None = None

@@ -74,7 +74,7 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
     if name in ("mul", "div"):
         if name == "div" and position == 1:
             return None
-        if name == "mul" and others[0].mask:
+        if name == "mul" and all(isinstance(v, Constant) and v.mask for v in others):
             return [_masked(eqn, view, position, number)]
         return [_scaled(table, eqn, view, position, number)]
     if name == "select_n" and position > 0:  # elsewhere it is a constant, whose derivative is 0

@@ -68,7 +68,9 @@ def part_of_rows(site: Site, use: Use, side: Rows) -> Rows:
     def moved(axes: Sequence[int]) -> tuple[int, ...]:
         return tuple(d - sum(g < d for g in gone) for d in axes if d not in gone)
 
-    features = tuple((*moved([d]), axes[d]) for d, _ in side.features)
+    features = tuple(
+        zip(moved(side.feature_axes), [axes[d] for d in side.feature_axes], strict=True)
+    )
     return Rows(x, moved(side.rows), moved(side.batch), features)
 
 

@@ -17,7 +17,12 @@ class Transformed(Elementwise):
     r"""The diagonal of the parameter behind a weight that is no matrix of it.
 
     An element of the weight reads one input feature $i$ and one output $j$, so its gradient at a
-    row is $a_i g_j$, and the sum of squares over rows is one product of squared rows.
+    row is $a_i g_j$, and the sum of squares over rows is one product of squared rows. Where an
+    element of the parameter is in several of the weight (a gain of its columns), its gradient at a
+    row is a sum of these, and examples are squared instead.
+
+    Memory:
+        By example, a weight for each of them.
     """
 
     name = "transformed"
@@ -38,7 +43,12 @@ class Transformed(Elementwise):
         theirs = {*contract[1 - position], *batch[1 - position]}
         data = ins[1 - position]
         rows = tuple(a for d, a in enumerate(data.axes) if d not in theirs)
-        return [Use(self, eqn, position, ins[position], scope, data=data, rows=rows)]
+        use = Use(self, eqn, position, ins[position], scope, data=data, rows=rows)
+        axes = use.view.axes
+        use.whole_examples = axes is None or any(
+            "broadcast" in table.kinds(a) for axis in axes for a in table.atoms(axis)
+        )
+        return [use]
 
     def elements(
         self,

@@ -13,7 +13,6 @@ class Uncovered(Elementwise):
 
     name = "diagonal"
     suffix = "diagonal"
-    rank = 3
     covered = False
 
     def find(

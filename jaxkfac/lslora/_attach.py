@@ -18,6 +18,8 @@ from jaxkfac.interception import (
     SlotEntry,
     TraceCache,
     Traced,
+    check_arrays,
+    check_function,
     decoded_shapes,
     encoded_paths,
     leaves_by_path,
@@ -132,6 +134,8 @@ class Adapted:
         def make() -> Traced:
             return self._trace(params, inputs, key, names)
 
+        check_arrays("params", params)
+        check_arrays("inputs", inputs)
         return self._traces.get((params, inputs, key), make, static=names)
 
     def _trace(self, params: PyTree, inputs: Any, key: Any, names: Sequence[str] | None) -> Traced:
@@ -238,6 +242,7 @@ def attach(apply_fn: Callable[..., Any], config: Config, *, forward_mode: bool =
         >>> bool((adapted(params, adapters, x) == apply_fn(params, x)).all())
         True
     """
+    check_function("apply_fn", apply_fn)
     return Adapted(apply_fn, config, forward_mode=forward_mode)
 
 

@@ -86,3 +86,8 @@ def test_the_first_pattern_that_matches_counts():
     config = Config(rank=8, rank_pattern={".*/q/.*": 2, ".*/kernel": 4})
     ranks = [config.rank_of(name) for name in ("b/q/kernel", "b/v/kernel", "b/v/weight")]
     assert ranks == [2, 4, 8]
+
+
+def test_the_default_has_rank_8_and_twice_the_branch():
+    config = Config()
+    assert config.rank_of("layer") == 8 and config.scaling("layer") == 2

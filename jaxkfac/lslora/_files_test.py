@@ -124,6 +124,7 @@ def test_the_file_has_pefts_keys_one_module_for_each_slice_in_pytorchs_orientati
     [
         ("q", (), "q"),
         ("params/q_proj/kernel", (), "q_proj"),
+        ("params/attn/q_proj", (), "attn.q_proj"),  # no usual name of a parameter
         ("params/layers/attn/q_proj/kernel", (3,), "layers.3.attn.q_proj"),
         ("model/layers/mlp/kernel", (0,), "model.layers.0.mlp"),
         ("decoder/q/kernel", (1,), "decoder.1.q"),

@@ -85,6 +85,19 @@ def test_bfloat16_is_computed_in_float32():
     np.testing.assert_allclose(got, want, atol=2e-6)
 
 
+def test_gradients_of_bfloat16_are_those_of_float32_rounded():
+    u = jnp.linspace(-3, 3, 401).astype(jnp.bfloat16)
+
+    def gradients(u):
+        out, pull = jax.vjp(lambda *a: activation(FOURIER, *a), u, jnp.array(COEFFICIENTS))
+        return pull(jnp.cos(jnp.arange(out.size, dtype=out.dtype)))
+
+    (du, dc), (du_wide, dc_wide) = gradients(u), gradients(u.astype(jnp.float32))
+    assert du.dtype == jnp.bfloat16 and dc.dtype == jnp.float32
+    np.testing.assert_array_equal(du, du_wide.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(dc, dc_wide)
+
+
 def test_infinite_sigma_is_the_identity_with_a_finite_gradient():
     z, c, sigma = jnp.array([-2.0, 0.5]), jnp.array(COEFFICIENTS), jnp.array(jnp.inf)
 

@@ -19,7 +19,7 @@ from jaxkfac.interception import (
 )
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._adapter import Adapter, Adapters
-from jaxkfac.lslora._attach import Adapted
+from jaxkfac.lslora._attach import attach
 from jaxkfac.lslora._config import ALL_LINEAR, Config, RmsSigma
 from jaxkfac.lslora._sigma import measured_sigmas
 
@@ -64,9 +64,9 @@ def init(
         >>> jax.tree.map(jnp.shape, adapters["kernel"])
         Adapter(a=(3, 2), b=(2, 4), coefficients=(4,), sigma=())
     """
-    adapted = Adapted(apply_fn, config)
+    adapted = attach(apply_fn, config)
     leaves = leaves_by_path(decoded_shapes(params))
-    layers = targeted(config, adapted.traced(params, inputs, None).table)
+    layers = targeted(config, adapted.traced(params, inputs, key).table)
     adapters: dict[str, Any] = {}
     for number, layer in enumerate(layers):
         mine = jax.random.fold_in(key, number)

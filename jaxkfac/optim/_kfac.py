@@ -15,7 +15,14 @@ from jaxkfac.curvature import (
     identity_bases,
     natural_gradient,
 )
-from jaxkfac.factors import Factors, check_decay, check_same_layers, update_average, zeros_like
+from jaxkfac.factors import (
+    Factors,
+    check_decay,
+    check_factors,
+    check_like,
+    update_average,
+    zeros_like,
+)
 from jaxkfac.interception import Staged, TraceCache
 from jaxkfac.linalg import Damping, DampingMode
 from jaxkfac.optim._descent import (
@@ -42,6 +49,9 @@ from jaxkfac.optim._schedules import (
 from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
+    check_like_momentum,
+    check_some_covered,
+    check_state,
     covered_leaves,
     gradients_only,
     is_concrete,
@@ -179,6 +189,7 @@ def kfac(
         norm_constraint=norm_constraint,
         weight_decay=weight_decay,
     )
+    check_like(like)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
     covered = covered_indices(like.layers)
     scheduled: tuple[Any, ...] = learning_rate, damping
@@ -190,6 +201,7 @@ def kfac(
     rest = None if others is None else optax.masked(others, not_ours)
 
     def init(params: PyTree) -> KfacState:
+        check_some_covered("params", params, covered, "like=")
         return KfacState(
             step=jnp.zeros((), jnp.int32),
             average=zeros_like(like),
@@ -213,7 +225,15 @@ def kfac(
             raise ValueError("kfac needs this step's factors: tx.update(..., factors=factors)")
         if params is None and may_be_positive(weight_decay):
             raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
-        check_same_layers(factors, like)
+        check_factors(factors, like)
+        check_state("kfac", state, KfacState)
+        if state.average.layers != like.layers or state.average.bias != like.bias:
+            raise ValueError(
+                "kfac: the state is of another model than like=: make one with tx.init(params)"
+            )
+        check_like_momentum(grads, state.momentum)
+        if params is not None:
+            check_some_covered("params", params, covered, "like=")
         numbers = tuple(at_step(x, state.step) if has_schedule(x) else None for x in scheduled)
         call = (grads, state, params, factors, numbers, extra)
         # Outside of jit a later call runs equations alone: a new lax.cond compiles its branches.

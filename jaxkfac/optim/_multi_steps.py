@@ -10,7 +10,8 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from jaxkfac.factors import Factors, check_same_layers
+from jaxkfac._checks import named
+from jaxkfac.factors import Factors, check_factors, check_like, check_same_layers
 from jaxkfac.optim._accumulators import (
     Accumulators,
     MemoryKind,
@@ -21,6 +22,8 @@ from jaxkfac.optim._accumulators import (
 from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
+    check_like_momentum,
+    check_state,
     gradients_only,
     sum_dtype,
     with_constants,
@@ -142,6 +145,10 @@ def multi_steps(
         if every_k_schedule < 1:
             raise ValueError(f"every_k_schedule must be at least 1, got {every_k_schedule}")
         every_k_schedule = int(every_k_schedule)
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(f"tx: expected an optax transformation, as jk.kfac(...), got {named(tx)}")
+    if like is not None:
+        check_like(like)
     kept = checked_accumulator_dtype(accumulator_dtype)
     check_memory_kind(accumulator_memory_kind)
     inner = optax.with_extra_args_support(tx)
@@ -180,7 +187,9 @@ def multi_steps(
         **extra: Any,
     ) -> tuple[PyTree, MultiStepsState]:
         grads = updates  # optax's word for what comes in as well as for what goes out
+        check_state("multi_steps", state, MultiStepsState)
         held = state.accumulation.acc_grads
+        check_like_momentum(grads, held["grads"])
         _check_statistics(factors, terms, held["factors"])
         wide = held["terms"].dtype
         count = jnp.asarray(terms if factors is None else factors.terms, wide)
@@ -287,4 +296,4 @@ def _check_statistics(factors: Any, terms: Any, held: Factors | None) -> None:
                 "its state; pass like=stats.factor_shapes(params, batch) to multi_steps, or "
                 "terms= if it needs no factors"
             )
-        check_same_layers(factors, held)
+        check_factors(factors, held)

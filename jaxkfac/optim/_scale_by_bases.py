@@ -7,9 +7,10 @@ import optax
 from jaxtyping import Array, Int
 
 from jaxkfac._checks import one_of
-from jaxkfac.curvature import Eigenbases, Missing, apply_power
+from jaxkfac.curvature import Eigenbases, Missing, apply_power, check_bases, covered_indices
 from jaxkfac.linalg import Damping, DampingMode
 from jaxkfac.optim._schedules import Schedule, at_step, check_scheduled_damping
+from jaxkfac.optim._trees import check_some_covered, check_state
 
 PyTree = Any
 
@@ -83,6 +84,9 @@ def scale_by_bases(
         del params, extra
         if bases is None:
             raise ValueError("scale_by_bases needs bases: tx.update(grads, state, bases=bases)")
+        check_bases(bases)
+        check_state("scale_by_bases", state, ScaleByBasesState)
+        check_some_covered("grads", updates, covered_indices(bases.layers), "bases=")
         scaled = apply_power(
             updates,
             bases,

@@ -10,7 +10,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-from jaxkfac.interception import is_differentiable, path_of
+from jaxkfac._checks import instance_of, named
+from jaxkfac._errors import nearest
+from jaxkfac.interception import check_arrays, is_differentiable, leaves_by_path, path_of
 
 PyTree = Any
 
@@ -66,6 +68,42 @@ def inner_product(left: PyTree, right: PyTree, counted: PyTree) -> Float[Array, 
 def covered_leaves(tree: PyTree, covered: Collection[str]) -> PyTree:
     """True on the leaves at the covered paths."""
     return jax.tree_util.tree_map_with_path(lambda p, _: path_of(p) in covered, tree)
+
+
+def check_some_covered(what: str, tree: PyTree, covered: Collection[str], of: str) -> None:
+    """Refuse parameters or gradients of another model than the factors or bases.
+
+    ``optax.masked`` hands over some of them, so some are enough.
+
+    Raises:
+        TypeError: a leaf is no array.
+        ValueError: no layer has its parameter among them.
+    """
+    check_arrays(what, tree)
+    paths = leaves_by_path(tree)
+    if covered and not any(path in paths for path in covered):
+        first = next(iter(covered))
+        raise ValueError(
+            f"{what}: none of the layers of {of} is among them; the first is {first!r}, and the "
+            f"nearest are {nearest(first, paths)}"
+        )
+
+
+def check_state(what: str, state: Any, kind: type) -> None:
+    """Refuse a state that another transformation made."""
+    instance_of(f"{what}: the state", state, kind, "as tx.init(params) gives it")
+
+
+def check_like_momentum(grads: PyTree, momentum: PyTree) -> None:
+    """Refuse gradients that are not like the parameters that the state was made for."""
+    own = leaves_by_path(grads)
+    absent = [path for path in leaves_by_path(momentum) if path not in own]
+    if absent:
+        raise ValueError(
+            f"grads: expected a tree like the parameters of tx.init, got {named(grads)}, which "
+            f"lacks {absent[0]!r}; the nearest are {nearest(absent[0], own)}"
+        )
+    check_arrays("grads", grads)
 
 
 def is_concrete(x: Any) -> bool:

@@ -6,6 +6,7 @@ A new one is a class with what it changes, registered in ``OPTIONS``, here or fr
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxkfac import lslora
 from jaxkfac._errors import JaxkfacError
-from jaxkfac.factors import Objective, takes_key
+from jaxkfac.factors import Objective, arguments, takes_key
 from jaxkfac.memory import bytes_text
 from jaxkfac.planning._basis_options import HalfBases, HostBases, LowRank
 from jaxkfac.planning._option import Choice, Option
@@ -92,6 +93,16 @@ class Host(Option):
         return f"{held} of main memory; bases are those of some steps before"
 
 
+def _of_one_tuple(apply_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``apply_fn(params, inputs)`` that unpacks a tuple as an ``Objective`` does."""
+
+    def run(params: Any, inputs: Any, key: Any = None) -> Any:
+        kwargs = {"key": key} if takes_key(apply_fn) else {}
+        return apply_fn(*arguments(apply_fn, params, inputs, key), **kwargs)
+
+    return run
+
+
 class Remat(Option):
     """Activations of scanned blocks computed again."""
 
@@ -101,9 +112,10 @@ class Remat(Option):
         objective = program.objective
         wrapped = isinstance(objective, Objective)
         fn, data = (objective.apply_fn, program.batch[0]) if wrapped else (objective, program.batch)
+        run = _of_one_tuple(fn) if wrapped else fn
         keyed = {"key": shape_of_key()} if takes_key(fn) else {}
         try:
-            found = scans_to_remat(lambda p, d, kw: fn(p, d, **kw), program.trained, data, keyed)
+            found = scans_to_remat(lambda p, d, kw: run(p, d, **kw), program.trained, data, keyed)
         except (JaxkfacError, ValueError, TypeError) as error:
             raise UnavailableError(first_line(error)) from None
         if not found:
@@ -180,6 +192,8 @@ class Adapters(Option):
         if not isinstance(program.objective, Objective):
             raise UnavailableError("adapters need a jk.Objective: a scalar loss has no outputs")
         apply_fn, inputs = program.objective.apply_fn, program.batch[0]
+        if type(inputs) is tuple:  # an objective unpacks it
+            apply_fn = _of_one_tuple(apply_fn)
         adapted = lslora.attach(apply_fn, program.config)
         fresh = functools.partial(lslora.init, program.config, apply_fn)
         try:
@@ -193,8 +207,7 @@ class Adapters(Option):
         except (JaxkfacError, ValueError, TypeError) as error:
             raise UnavailableError(first_line(error)) from None
 
-        def run(adapters: Any, base_and_inputs: Any, key: Any = None) -> Any:
-            base, inputs = base_and_inputs
+        def run(adapters: Any, base: Any, inputs: Any, key: Any = None) -> Any:
             return adapted(base, adapters, inputs, key)
 
         # Patterns name the base's layers. Coefficients lie in a derivative of their own.

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from jaxkfac import lslora
 from jaxkfac._checks import at_least_one, one_of
 from jaxkfac.curvature.host import HostOptions
+from jaxkfac.interception import check_arrays, check_function
 from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.optim import MemoryKind, check_memory_kind, checked_accumulator_dtype
 from jaxkfac.planning._compilers import TargetName
@@ -162,6 +163,9 @@ def plan_memory(
     check_memory_kind(accumulator_memory_kind)
     dtype = checked_accumulator_dtype(accumulator_dtype)
     temporaries = Temporaries(compiler, compiler_python)
+    check_function("objective", objective, "loss(params, batch), or a jk.Objective")
+    check_arrays("params", params)
+    check_arrays("batch", batch)
     params, batch = shapes_of(params), shapes_of(batch)
     config = lslora.Config(rank=adapter_rank)
     search = Search(

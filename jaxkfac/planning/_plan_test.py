@@ -360,6 +360,17 @@ def test_a_scalar_loss_is_planned_and_has_no_adapters():
     assert "scalar loss" in plan.unavailable["adapters"]
 
 
+def test_what_an_objective_returns_beside_its_value_is_planned_too():
+    case = mlp()
+    plain = lambda params, batch: case.objective(params, batch)
+    both = lambda params, batch: (case.objective(params, batch), {"seen": jnp.ones(())})
+    plan, with_both = (
+        plan_memory(f, case.params, case.batch, device_bytes=PLENTY, options=(), has_aux=f is both)
+        for f in (plain, both)
+    )
+    assert plan.now.device == with_both.now.device
+
+
 def test_a_program_that_does_not_run_in_bfloat16_says_why():
     case = mlp()
     apply_fn = case.objective.apply_fn

@@ -25,6 +25,13 @@ PRESETS: dict[str, Layout] = {
 }
 
 
+class Pair(NamedTuple):
+    """Ids of an encoder-decoder, one argument of two arrays."""
+
+    source: Any
+    target: Any
+
+
 class Preset(NamedTuple):
     """A training by shapes.
 
@@ -62,7 +69,7 @@ def shaped(layout: Layout, *, examples: int, tokens: int, dtype: Any = jnp.float
     if isinstance(layout, EncoderDecoderLayout):
         params = encoder_decoder_shapes(layout, dtype)
         objective = Objective(_with(encode_and_decode, layout.heads), Categorical())
-        return Preset(objective, params, ((ids, ids), ids))
+        return Preset(objective, params, (Pair(ids, ids), ids))
     params = decoder_shapes(layout, dtype)
     return Preset(Objective(_with(decode, layout.heads), Categorical()), params, (ids, ids))
 

@@ -5,14 +5,15 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from jaxtyping import PyTree
 
 from jaxkfac import lslora
-from jaxkfac.factors import Objective
-from jaxkfac.interception import partition
+from jaxkfac.factors import Objective, takes_key
+from jaxkfac.interception import marks_of, partition
 from jaxkfac.planning._option import Choice, Option
 from jaxkfac.planning._options import ordered
-from jaxkfac.planning._program import TrainingProgram, check_traces
+from jaxkfac.planning._program import TrainingProgram, check_traces, shape_of_key
 from jaxkfac.planning._program_bytes import Compiled, MemoryRows, ProgramBytes
 from jaxkfac.planning._shapes import UnavailableError
 from jaxkfac.planning._temporaries import Temporaries
@@ -119,6 +120,12 @@ class Setting:
         return {option.name: option.cost(of, choice) for option in self.ordered}
 
 
+def _marks_outputs(loss: Callable[..., Any], params: PyTree, batch: Any) -> bool:
+    keyed = {"key": shape_of_key()} if takes_key(loss) else {}
+    traced = jax.make_jaxpr(lambda p, b, kw: loss(p, b, **kw))(params, batch, keyed)
+    return bool(marks_of(traced.jaxpr))
+
+
 class TrainingPrograms:
     """The programs of all settings, each built once.
 
@@ -141,7 +148,7 @@ class TrainingPrograms:
         temporaries: Temporaries,
     ) -> None:
         collection = dict(collection)
-        if not isinstance(objective, Objective):
+        if not isinstance(objective, Objective) and not _marks_outputs(objective, params, batch):
             collection.setdefault("loss_terms", 1)  # shapes do not depend on it
         aux = bool(getattr(objective, "has_aux", collection.get("has_aux", False)))
         self._plain = TrainingProgram(

@@ -86,3 +86,21 @@ def test_squares_are_of_whole_gradients_of_what_exists(bias, per):
         weight = np.einsum("inp,ij->njp", weight, basis.a_vectors)
         expected = np.square(weight).sum(0) / EXISTS.sum()
         np.testing.assert_allclose(basis.raw_values, expected, rtol=1e-10)
+
+
+def test_squares_of_a_convolution_are_those_of_each_examples_gradient():
+    rng = np.random.default_rng(1)
+    k, x, y = (jnp.asarray(rng.normal(size=s)) for s in ((2, 3, 2, 3), (N, 5, 4, 2), (N, 3)))
+
+    def apply_fn(k, x):
+        out = jax.lax.conv_general_dilated(
+            x, k, (2, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.tanh(out).mean((1, 2))
+
+    objective = Objective(apply_fn, Gaussian())
+    bases = identity_bases(value_grad_and_factors(objective).factor_shapes(k, (x, y)))
+    (found,) = correct_eigenvalues(objective, bases)(k, (x, y)).values()
+    one = jax.vmap(jax.grad(objective), (None, 0))(k, (x[:, None], y[:, None]))
+    expected = jnp.square(one).mean(0).reshape(found.raw_values.shape)
+    np.testing.assert_allclose(found.raw_values, expected, rtol=1e-10)

@@ -2,23 +2,22 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Key, PyTree
 
 from jaxkfac._checks import at_least_one, one_of
 from jaxkfac._errors import CoupledExamplesError, UnknownLayerError, nearest
 from jaxkfac.curvature._corrections import Corrections
-from jaxkfac.curvature._eigenbases import Eigenbases
+from jaxkfac.curvature._eigenbases import Eigenbases, check_bases
 from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients
 from jaxkfac.factors import (
     FISHER_TYPES,
     Estimator,
     Objective,
     Program,
-    as_batch,
     check_alone,
     estimator_of,
     per_example_diagonals,
@@ -67,12 +66,26 @@ class EigenvalueCorrector:
                 ``positions`` cannot be followed to it.
             ValueError: a layer is not the one of the bases, or the batch does not fit.
         """
-        batch, bases = as_batch(batch), self._bases
-        estimator = self._estimator.bound(key, labels, batch)
+        objective, bases = self._program.objective, self._bases
+        known = isinstance(objective, Objective)
+        batch = objective.batch(batch) if known else batch
+        estimator = self._estimator.bound(key, labels, batch if known else None)
         traced = self._program.traced(params, batch, key, state)
+        if not known and not traced.marks:
+            raise TypeError(
+                "correct_eigenvalues needs a model and a likelihood, to tell examples apart: give "
+                "a jk.Objective, or name the outputs inside the loss with jk.mark_outputs, not "
+                f"{objective!r}"
+            )
         extra = [layer for layer in bases.layers if not layer.is_covered]
         _check_layers(traced.table, [layer for layer in bases.layers if layer.is_covered])
-        estimator.check_values(self._program.objective, traced.out_shapes[0], batch)
+        if known:
+            estimator.check_values(objective, self._program.output_shapes(traced), batch)
+        elif extra:
+            raise ValueError(
+                f"parameter {extra[0].weight.path!r} is covered by no layer, and a scalar loss "
+                "does not run each example by itself: give a jk.Objective"
+            )
         _check_examples(traced, bases, extra, self._per)
         squared = SquaredGradients(traced, bases, self._per)
         at = self._program.linearise(
@@ -85,12 +98,11 @@ class EigenvalueCorrector:
             positions=positions,
             differentiate=False,
         )
-        objective = self._program.objective
         squares = estimator.gathered(
             objective, at, batch, lambda emitted: squared.outputs(emitted, bases)
         )
-        # The taps saw the mean loss: times the terms, these are each example's sum.
-        squares = jax.tree.map(lambda x: x * jnp.square(at.terms.astype(x.dtype)), squares)
+        scale = at.squares_to_sums
+        squares = jax.tree.map(lambda x: x * scale.astype(x.dtype), squares)
         sums = squares.values
         if extra:
             sums = sums | per_example_diagonals(
@@ -101,7 +113,7 @@ class EigenvalueCorrector:
 
 
 def correct_eigenvalues(
-    objective: Objective,
+    objective: Callable[..., Any],
     bases: Eigenbases,
     *,
     fisher: MeasuredFisher | Estimator = "empirical",
@@ -122,8 +134,12 @@ def correct_eigenvalues(
     in that basis: $\lVert Q \operatorname{diag}(\lambda) Q^\top - F \rVert_F$ is never more
     than with the products, and the traces agree.
 
+    Where a parameter is read in two orientations (a tied embedding and head), the gradient is the
+    sum of both uses', measured in the bases of the block that the optimizer uses, the head's. The
+    other block's values are those of its own use.
+
     Args:
-        objective: The objective.
+        objective: The objective, or a scalar loss that marks its outputs.
         bases: From :func:`eigendecompose`, with vectors.
         fisher: Whose gradients: ``"empirical"``, ``"mc"`` or ``"exact"``, as in
             :func:`value_grad_and_factors`, or an ``Estimator`` of your own.
@@ -145,7 +161,7 @@ def correct_eigenvalues(
 
     Raises:
         ValueError: an unknown option, or bases without vectors.
-        TypeError: ``objective`` is no ``Objective``.
+        TypeError: when called: ``objective`` is no ``Objective``, and marks no outputs.
 
     Memory:
         The forward pass and the backward pass to the inputs of layers; no gradient of the
@@ -168,17 +184,13 @@ def correct_eigenvalues(
         Thomas George et al., "Fast Approximate Natural Gradient Descent in a
         Kronecker-factored Eigenbasis", 2018.
     """
-    if not isinstance(objective, Objective):
-        raise TypeError(
-            "correct_eigenvalues needs a model and a likelihood, to tell examples apart: give a "
-            f"jk.Objective, not {type(objective).__name__}"
-        )
     estimator = estimator_of(fisher, samples=samples, chunk=chunk)
     if not estimator.of_examples:
         choices = [name for name, cls in FISHER_TYPES.items() if cls.of_examples]
         one_of("fisher", estimator.name, choices)
     one_of("per", per, get_args(Per))
     at_least_one(samples=samples, chunk=chunk)
+    check_bases(bases)
     _check_vectors(bases)
     names = [layer.name for layer in bases.layers if layer.is_covered]
     finding = {"layers": "|".join(map(re.escape, names)), "experts": experts}

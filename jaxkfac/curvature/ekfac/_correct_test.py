@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxkfac._errors import LostRowsError, UnknownLayerError
 from jaxkfac.curvature._apply import apply_power, fisher_vector_product
+from jaxkfac.curvature._coverage import owners
 from jaxkfac.curvature._eigenbases import Eigenbases, KroneckerEigenbasis, identity_bases
 from jaxkfac.curvature._eigendecompose import eigendecompose
 from jaxkfac.curvature._reconstruct import reconstruct
@@ -287,9 +288,11 @@ def test_per_token_treats_positions_as_examples(name, bias):
     assert_measured(found, objective, params, flat)
 
 
-def test_each_block_of_a_tie_sees_its_own_part_of_the_gradient():
+@pytest.mark.parametrize("kind", ["embedding", "dense"])
+def test_the_head_of_a_tie_sees_the_whole_gradient_and_the_other_block_its_own_part(kind):
     def fn(p, ids, head=None):
-        return jnp.tanh(p["e"][ids]) @ p[head or "e"].T
+        first = p["e"][ids] if kind == "embedding" else jax.nn.one_hot(ids, 4, dtype=float) @ p["e"]
+        return jnp.tanh(first) @ p[head or "e"].T
 
     params = tree(0, e=(4, 3))
     batch = (jnp.asarray(IDS), normal(22, N, 7, 4), jnp.ones((N, 7), bool))
@@ -298,10 +301,16 @@ def test_each_block_of_a_tie_sees_its_own_part_of_the_gradient():
     found = read(correct(objective, bases, params, batch))
     untied = Objective(lambda p, ids: fn(p, ids, "head"), Gaussian())
     gradients, terms = example_gradients(untied, params | {"head": params["e"]}, batch)
+    whole = gradients["e"] + gradients["head"]
+    (head,) = (owner.layer for owner in owners(bases.layers))
     for layer, part in zip(bases.layers, ("e", "head"), strict=True):
         basis = found[layer.name]
-        matrix, _ = in_own_basis(layer, basis, {"e": gradients[part]})
+        its = whole if layer == head else gradients[part]
+        matrix, _ = in_own_basis(layer, basis, {"e": its})
         assert_close(basis.raw_values, (matrix**2).sum(0) / terms, layer.name)
+    assert head.kind == "dense"
+    trace = found[head.name].raw_values.sum() * terms
+    np.testing.assert_allclose(trace, jnp.square(whole).sum(), rtol=1e-12)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -14,31 +14,32 @@ from jaxkfac.kinds import Dense, Elementwise
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-class Remainder(Elementwise):
-    """The remainder of a parameter divided by data: as far as it goes, the parameter."""
+class Angle(Elementwise):
+    """The angle of a parameter and data."""
 
-    name = "remainder"
-    primitives = frozenset(("rem",))
-    suffix = "remainder"
+    name = "angle"
+    primitives = frozenset(("atan2",))
+    suffix = "angle"
 
     def find(self, table, eqn, ins, positions, scope):
         (position,) = positions
         if position != 0:
-            return "is divided by"
+            return "is the second operand"
         return [Use(self, eqn, 0, ins[0], scope, data=ins[1], rows=ins[1].axes)]
 
     def gradient(self, use, operands, cotangent):
-        return cotangent
+        n, x = (v.astype(cotangent.dtype) for v in operands)
+        return cotangent * x / (jnp.square(n) + jnp.square(x))
 
 
 @pytest.fixture
-def remainder(monkeypatch):
+def angle(monkeypatch):
     monkeypatch.setattr(_kind, "_KINDS", dict(_kind._KINDS))
-    return register_kind(Remainder)
+    return register_kind(Angle)
 
 
 def model(p, x):
-    return jnp.tanh(x @ p["w"]) * jax.lax.rem(jnp.broadcast_to(3.0 * p["n"], x.shape), 2 + x * x)
+    return jnp.tanh(x @ p["w"]) + jnp.arctan2(3.0 * p["n"], 2 + jnp.square(x))
 
 
 def problem():
@@ -55,20 +56,20 @@ def example_gradients(objective, params, batch):
 
 
 def test_without_the_kind_its_name_says_nothing():
-    with pytest.raises(ValueError, match="no kind of layer is called 'remainder'"):
-        kind_named("remainder")
+    with pytest.raises(ValueError, match="no kind of layer is called 'angle'"):
+        kind_named("angle")
 
 
 def test_without_the_kind_its_parameter_is_uncovered():
     objective, params, batch = problem()
-    with pytest.raises(UncoveredParameterError, match="n: is read by `rem`"):
+    with pytest.raises(UncoveredParameterError, match="n: is read by `atan2`"):
         value_grad_and_factors(objective)(params, batch)
 
 
-def test_it_is_found_and_gives_value_and_gradient(remainder):
+def test_it_is_found_and_gives_value_and_gradient(angle):
     objective, params, batch = problem()
     layer = find_layers(model, params, batch[0])["n"]
-    assert (layer.kind, layer.is_diagonal, layer.out_features) == ("remainder", True, 4)
+    assert (layer.kind, layer.is_diagonal, layer.out_features) == ("angle", True, 4)
     value, grads, _ = value_grad_and_factors(objective)(params, batch)
     expected = jax.value_and_grad(objective)(params, batch)
     jax.tree.map(
@@ -77,7 +78,7 @@ def test_it_is_found_and_gives_value_and_gradient(remainder):
 
 
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
-def test_its_diagonal_is_that_of_the_fisher(remainder, fisher):
+def test_its_diagonal_is_that_of_the_fisher(angle, fisher):
     """Each example's gradient, squared, with the constant 3 accounted for."""
     objective, params, batch = problem()
     options = {"fisher": fisher, "scales": "exact_diagonal"}
@@ -90,7 +91,7 @@ def test_its_diagonal_is_that_of_the_fisher(remainder, fisher):
     np.testing.assert_allclose(found, squares / 15, rtol=1e-12)
 
 
-def test_its_dense_block_is_measured_in_its_eigenvectors(remainder):
+def test_its_dense_block_is_measured_in_its_eigenvectors(angle):
     objective, params, batch = problem()
     gradients = np.asarray(example_gradients(objective, params, batch)["n"])
     stats = value_grad_and_factors(objective, scales="full_block")
@@ -103,16 +104,16 @@ def test_its_dense_block_is_measured_in_its_eigenvectors(remainder):
     np.testing.assert_allclose(np.ravel(found["n"].raw_values), expected, rtol=1e-8, atol=1e-14)
 
 
-def test_no_two_kinds_share_a_name_or_a_primitive(remainder):
-    first = kind_named("remainder")
-    register_kind(Remainder)  # the same class: a cell of a notebook, run again
-    assert kind_named("remainder") is not first
+def test_no_two_kinds_share_a_name_or_a_primitive(angle):
+    first = kind_named("angle")
+    register_kind(Angle)  # the same class: a cell of a notebook, run again
+    assert kind_named("angle") is not first
 
     class Same(Dense):
-        name = "remainder"
+        name = "angle"
         primitives = frozenset()
 
-    with pytest.raises(ValueError, match="'remainder' is the name of another kind"):
+    with pytest.raises(ValueError, match="'angle' is the name of another kind"):
         register_kind(Same)
 
     class Other(Dense):

@@ -1,10 +1,13 @@
 """What EKFAC gathers for each layer of a program, and how it becomes sums of squares."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
+from jaxkfac.curvature._coverage import owners
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.factors import Statistics, gradient_rows
 from jaxkfac.interception import Entries, Layer, Site, Slot, SlotEntry, Traced, Use
@@ -42,7 +45,9 @@ class SquaredGradients:
 
     A layer that an example passes once is squared where it stands: its slot holds ``squares``.
     Where an example's gradient is a sum over several uses or iterations of a loop, no use sees
-    all of it: the slot holds ``gradients`` by example, which are squared after the pass.
+    all of it: the slot holds ``gradients`` by example, which are squared after the pass. So it is
+    with a parameter that is read in two orientations, a tied embedding and head: the block that
+    answers for it (``owners``: the head) sees the sum of both parts, and the other its own.
 
     Args:
         traced: The program.
@@ -61,6 +66,7 @@ class SquaredGradients:
             for name, layer in self._layers.items()
             if layer.is_elementwise
         }
+        self._parts = {} if per == "token" else _tied_parts(bases.layers, self._layers)
         self._slots = {name: self._slot(layer, bases) for name, layer in self._layers.items()}
 
     @property
@@ -106,6 +112,8 @@ class SquaredGradients:
         uses = self._traced.uses_of(layer)
         if self._per == "token":
             return False
+        if any(layer.name in (owner, *others) for owner, others in self._parts.items()):
+            return True
         walked = {("scan", scan) for scan in uses[0].scope}
         return len(uses) > 1 or not walked <= set(uses[0].view.walkers)
 
@@ -163,6 +171,8 @@ class SquaredGradients:
                     bias_values[name] = slot["bias_squares"]
                 continue
             gradient, bias = slot["gradients"], slot.get("bias_gradients")
+            for other in self._parts.get(name, ()):
+                gradient = gradient + self._reoriented(other, layer, emitted[other]["gradients"])
             a, g = (spectrum.vectors for spectrum in bases.spectra(layer))
             if bias is not None and self._has_ones(layer):
                 gradient = jnp.concatenate([gradient, bias[..., None, :]], -2)
@@ -171,11 +181,36 @@ class SquaredGradients:
             values[name] = _squared(gradient, a, g)
         return Squares(values, bias_values)
 
+    def _reoriented(self, name: str, layer: Layer, gradient: Array) -> Array:
+        """Gradients by example of another block of one parameter, as this block reads it."""
+        mine, its = (replace(x.weight, index=()) for x in (layer, self._layers[name]))
+        zeros = jnp.zeros(mine.atoms, gradient.dtype)
+
+        def read(one: Array) -> Array:
+            return mine.read(its.write(zeros, one))
+
+        return jax.vmap(read, in_axes=-3, out_axes=-3)(gradient)
+
     def _of_elements(self, layer: Layer, slot: Slot, bases: Eigenbases) -> Array:
         if not layer.g_dense:
             return self._elements[layer.name].output(layer, slot)
         rows = gradient_rows(layer, slot["gradient"])[..., None, :]
         return _squared(rows, None, bases.spectra(layer)[1].vectors)
+
+
+def _tied_parts(layers: Sequence[Layer], known: Mapping[str, Layer]) -> dict[str, list[str]]:
+    """For each block that answers for a parameter, the other blocks of that parameter."""
+    blocks: dict[Any, list[str]] = {}
+    for layer in known.values():
+        if not layer.is_elementwise:
+            blocks.setdefault((layer.weight.path, layer.weight.index), []).append(layer.name)
+    first = {owner.layer.name for owner in owners(tuple(layers)) if owner.writes_weight}
+    return {
+        name: [other for other in names if other != name]
+        for names in blocks.values()
+        for name in names
+        if name in first and len(names) > 1
+    }
 
 
 def _squared(gradient: Array, a: Array | None, g: Array | None) -> Array:

@@ -124,6 +124,18 @@ def test_a_failed_decomposition_is_retried_with_numpy(factors, monkeypatch):
     assert_close(rebuilt, {name: factors[0][name] for name in rebuilt})
 
 
+def test_a_slice_of_a_stack_is_called_by_its_index(factors, monkeypatch):
+    names, eigh = [], _decompose.eigh_on_host
+    monkeypatch.setattr(
+        _decompose, "eigh_on_host", lambda x, **k: names.append(k["name"]) or eigh(x, **k)
+    )
+    with service() as running:
+        steps_of(running, factors[:1])
+    slices = [f"G of layer 'stacked' at stack index ({i},)" for i in range(3)]
+    assert sorted(x for x in names if x.startswith("G of layer 'stacked'")) == slices
+    assert "G of layer 'k'" in names
+
+
 @pytest.mark.parametrize("kind", [RuntimeError, SystemExit, KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("where", ["worker", "average"])
 def test_an_exception_in_a_thread_reaches_the_caller_and_ends_all_threads(

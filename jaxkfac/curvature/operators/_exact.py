@@ -1,7 +1,6 @@
 """The exact curvature of a batch as an operator: which leaves, which chunk, which product."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,8 @@ from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature.operators._chunks import check_chunk
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import Chunk, Leaves
-from jaxkfac.factors import Batch, Objective, as_batch, check_label_values
-from jaxkfac.interception import leaves_by_path, partition
+from jaxkfac.factors import Batch, Objective, check_label_values
+from jaxkfac.interception import check_arrays, check_params, leaves_by_path, partition
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
 PyTree = Any
@@ -60,29 +59,26 @@ class ExactOperator(Operator):
 
     def over_chunks(self, function: Callable[[Chunk], Any]) -> Callable[[Any, Any], Any]:
         """``function`` of a chunk, as one of its ``(batch, labels)`` and its index."""
-        found, count = leaves_by_path(self.params), self._count()
+        found, counts = leaves_by_path(self.params), self._counts()
         chosen = {path: found[path] for path in self.leaves}
 
         def per_chunk(examples: tuple[Batch, Any], index: Any) -> Any:
             key = self.key
             if key is not None and index is not None:
                 key = jax.random.fold_in(key, index)
-            chunk = Chunk(self.objective, self.params, chosen, *examples, count, key, self.state)
+            chunk = Chunk(self.objective, self.params, chosen, *examples, counts, key, self.state)
             return function(chunk)
 
         return per_chunk
 
-    def _count(self) -> Array:
-        """Loss terms of the whole batch; at least one."""
-        if self.batch.mask is not None:
-            return jnp.maximum(self.batch.mask.sum(), 1)
-        one = jax.tree.map(lambda x: x[:1], self.batch.inputs)
+    def _counts(self) -> list[Array]:
+        """Loss terms of the whole batch, for each output; at least one."""
         outputs = jax.eval_shape(
             lambda params, inputs: self.objective.outputs(params, inputs, self.key, self.state)[0],
             self.params,
-            one,
+            self.batch.inputs,
         )
-        return jnp.asarray(self.batch.targets.shape[0] * math.prod(outputs.shape[1:-1]))
+        return [head.count for head in self.objective.heads(outputs, None, self.batch.mask)]
 
 
 # An operator is a pytree whose static part compares equal from product to product, so products
@@ -116,7 +112,9 @@ def checked_batch(
         ValueError: targets, labels or a mask that do not fit the outputs, or arrays without the
             examples first.
     """
-    out = as_batch(batch)
+    check_arrays("params", params)
+    check_params(leaves_by_path(params))
+    out = objective.batch(batch)
     check_chunk(chunk, out)
 
     def check(params: PyTree, inputs: Any) -> None:

@@ -10,14 +10,15 @@ from jaxtyping import Array, Key, PyTree
 
 from jaxkfac._checks import at_least_one, one_of
 from jaxkfac.curvature.operators._exact import ExactOperator, checked_batch, chosen_paths
-from jaxkfac.curvature.operators._ggn import checked_objective
+from jaxkfac.curvature.operators._marked import marked_gauss_newton
+from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import (
     Chunk,
     Leaves,
     expected_products,
     outer_products,
 )
-from jaxkfac.factors import LABEL_FOLD, as_batch, estimator_of
+from jaxkfac.factors import LABEL_FOLD, Objective, estimator_of
 from jaxkfac.linalg import map_over_chunks
 
 FisherType = Literal["exact", "empirical", "mc"]
@@ -37,12 +38,12 @@ def fisher(
     *,
     fisher: FisherType = "exact",
     key: Key[Array, ""] | None = None,
-    labels: Array | None = None,
+    labels: PyTree = None,
     samples: int = 1,
     chunk: int | None = None,
     only: str | None = None,
     state: PyTree | None = None,
-) -> ExactOperator:
+) -> Operator:
     r"""The Fisher information of the mean loss, as an operator.
 
     Over $N$ examples of $R$ loss terms (with a mask, the kept terms in place of $NR$), with
@@ -56,7 +57,8 @@ def fisher(
     :func:`ggn`; another likelihood goes through its ``fisher_column``, one column at a time.
 
     Args:
-        objective: A ``jk.Objective``.
+        objective: A ``jk.Objective``; or, for ``"exact"``, a scalar loss that marks its outputs
+            (``jk.mark_outputs``).
         params: Parameters; integer leaves and keys are held out.
         batch: ``(inputs, targets)`` or ``(inputs, targets, mask)``.
         fisher: ``"exact"``: the expectation over the model's own labels. ``"empirical"``:
@@ -66,7 +68,8 @@ def fisher(
         key: For dropout, and for the labels of ``"mc"``. An example's labels depend on the
             key and its place in the batch, not on the chunk. They are not those that
             ``value_grad_and_factors`` samples from the same key: pass both ``labels=``.
-        labels: ``(samples, *targets)`` for ``"mc"``, in place of sampled ones.
+        labels: ``(samples, *targets)`` for ``"mc"``, in place of sampled ones; a tree of them
+            in the form of the likelihoods.
         samples: How many labels ``"mc"`` samples for each term.
         chunk: Examples at once, as for :func:`ggn`.
         only: Full-match pattern over parameter paths, as for :func:`ggn`.
@@ -77,7 +80,7 @@ def fisher(
         for each product; per-example gradients are never formed.
 
     Raises:
-        TypeError: ``objective`` is no ``jk.Objective``.
+        TypeError: ``objective`` is no ``jk.Objective``, and marks no outputs.
         UnknownLayerError: ``only`` matches no parameter.
         ValueError: an unknown type, ``"mc"`` without a key or labels, or a batch that does
             not fit.
@@ -98,10 +101,16 @@ def fisher(
         Frederik Kunstner, Lukas Balles and Philipp Hennig, "Limitations of the Empirical
         Fisher Approximation", 2019.
     """
-    objective = checked_objective("fisher", objective)
     one_of("fisher", fisher, tuple(_PRODUCTS))
     at_least_one(samples=samples)
-    batch = as_batch(batch)
+    if not isinstance(objective, Objective):
+        if fisher != "exact":
+            raise ValueError(
+                f'fisher="{fisher}" needs gradients of examples, which a scalar loss does not '
+                'show: give a jk.Objective, or take fisher="exact"'
+            )
+        return marked_gauss_newton("fisher", objective, params, batch, key, chunk, only, state)
+    batch = objective.batch(batch)
     estimator = estimator_of(fisher, samples=samples, chunk=1).bound(key, labels, batch)
     checked = checked_batch(objective, params, batch, key, chunk, labels, state)
     rule = _PRODUCTS[fisher]
@@ -112,18 +121,22 @@ def fisher(
     if labels is None:
         by_example = _sample(operator, samples)
     else:
-        by_example = jnp.moveaxis(labels, 0, 1)
+        by_example = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), labels)
     return dataclasses.replace(operator, labels=by_example)
 
 
-def _sample(operator: ExactOperator, samples: int) -> Array:
+def _sample(operator: ExactOperator, samples: int) -> PyTree:
     """Labels ``(N, samples, *targets)`` from the model's outputs."""
     base = jax.random.fold_in(operator.key, LABEL_FOLD)
-    number = operator.batch.targets.shape[0]
+    number = operator.batch.num_examples
     keys = jax.vmap(lambda n: jax.random.split(jax.random.fold_in(base, n), samples))
-    sample = operator.objective.likelihood.sample
 
-    def labels(chunk: Chunk) -> Array:
+    def sample(key: Any, outputs: PyTree) -> PyTree:
+        """Labels of one example, given without its leading axis."""
+        whole = jax.tree.map(lambda y: y[None], outputs)
+        return jax.tree.map(lambda y: y[0], operator.objective.sample(key, whole))
+
+    def labels(chunk: Chunk) -> PyTree:
         outputs = jax.lax.stop_gradient(chunk.outputs(chunk.leaves))
         # the keys ride where labels will be
         return jax.vmap(lambda ks, y: jax.vmap(lambda k: sample(k, y))(ks))(chunk.labels, outputs)

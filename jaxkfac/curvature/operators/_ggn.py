@@ -6,6 +6,8 @@ from typing import Any
 from jaxtyping import Array, Key, PyTree
 
 from jaxkfac.curvature.operators._exact import ExactOperator, checked_batch, chosen_paths
+from jaxkfac.curvature.operators._marked import marked_gauss_newton
+from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import gauss_newton
 from jaxkfac.factors import Objective
 
@@ -19,7 +21,7 @@ def ggn(
     chunk: int | None = None,
     only: str | None = None,
     state: PyTree | None = None,
-) -> ExactOperator:
+) -> Operator:
     r"""The generalised Gauss-Newton matrix of the mean loss, as an operator.
 
     With $J$ the Jacobian of the outputs and $H$ the Hessian of the mean loss in the outputs,
@@ -31,7 +33,8 @@ def ggn(
     exact :func:`fisher`.
 
     Args:
-        objective: A ``jk.Objective``, with or without ``has_aux``.
+        objective: A ``jk.Objective``, with or without ``has_aux``; or a scalar loss that marks
+            its outputs (``jk.mark_outputs``), whose marks then say what it is.
         params: Parameters; integer leaves and keys are held out.
         batch: ``(inputs, targets)`` or ``(inputs, targets, mask)``; masked terms are in no
             sum and no count.
@@ -48,7 +51,7 @@ def ggn(
         An :class:`Operator`. Two forward passes and one backward pass for each product.
 
     Raises:
-        TypeError: ``objective`` is no ``jk.Objective``.
+        TypeError: ``objective`` is no ``jk.Objective``, and marks no outputs.
         UnknownLayerError: ``only`` matches no parameter.
         ValueError: a batch that does not fit, or cannot be cut into chunks.
 
@@ -67,17 +70,8 @@ def ggn(
         Nicol Schraudolph, "Fast Curvature Matrix-Vector Products for Second-Order Gradient
         Descent", 2002.
     """
-    objective = checked_objective("ggn", objective)
+    if not isinstance(objective, Objective):
+        return marked_gauss_newton("ggn", objective, params, batch, key, chunk, only, state)
     parts = checked_batch(objective, params, batch, key, chunk, state=state)
     paths = chosen_paths(only, params)
     return ExactOperator(params, parts, None, key, state, objective, gauss_newton, chunk, paths)
-
-
-def checked_objective(name: str, objective: Any) -> Objective:
-    """The objective, once it is one: nothing else shows its outputs."""
-    if not isinstance(objective, Objective):
-        raise TypeError(
-            f"{name}: expected a jk.Objective, whose outputs and loss terms are known, got "
-            f"{type(objective).__name__}"
-        )
-    return objective

@@ -11,7 +11,7 @@ from jaxkfac.curvature.operators._exact import ExactOperator, checked_batch, cho
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import Leaves, hessian_product
 from jaxkfac.factors import Objective, returned
-from jaxkfac.interception import leaves_by_path, with_leaves
+from jaxkfac.interception import check_arrays, check_function, leaves_by_path, with_leaves
 from jaxkfac.linalg import statistics_dtype
 
 
@@ -67,6 +67,8 @@ def hessian(
         return ExactOperator(
             params, parts, None, key, state, objective, hessian_product, chunk, paths
         )
+    check_function("objective", objective, "loss(params, batch), or a jk.Objective")
+    check_arrays("params", params)
     if chunk is not None:
         raise ValueError(
             "chunk: a scalar loss does not show how many terms a chunk holds; give a "

@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from jaxkfac._checks import one_of
 from jaxkfac.curvature._apply import Missing, apply_power
-from jaxkfac.curvature._eigenbases import Eigenbases
+from jaxkfac.curvature._eigenbases import Eigenbases, check_bases
 from jaxkfac.curvature.operators._exact import shapes
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.linalg import Damping, DampingMode, check_damping
@@ -80,6 +80,7 @@ def kronecker(
         >>> print((jk.operators.kronecker(bases) @ {"w": 3 * jnp.ones((3, 2))})["w"][0].round(3))
         [2. 2.]
     """
+    check_bases(bases)
     check_damping(damping, damping_mode)
     one_of("missing", missing, get_args(Missing))
     structs = None

@@ -4,17 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
-from jaxkfac.factors import (
-    Batch,
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    Objective,
-    kept_targets,
-    over_count,
-)
+from jaxkfac.factors import Bernoulli, Categorical, Gaussian, Head, over_count
 from jaxkfac.interception import with_leaves
 
 Leaves = dict[str, Array]
@@ -30,8 +22,8 @@ class Chunk(NamedTuple):
             differentiated.
         batch: The chunk's examples.
         labels: ``(n, samples, *targets)``, or ``None`` for the given targets.
-        count: Number of loss terms of the *whole* batch, by which a sum becomes its share
-            of the mean. Dividing first keeps 16-bit cotangents in range.
+        counts: For each output, the number of its loss terms in the *whole* batch, by which a
+            sum becomes its share of the mean. Dividing first keeps 16-bit cotangents in range.
         key: For dropout, or ``None``.
         state: What a call of the model changes, or ``None``.
     """
@@ -41,33 +33,32 @@ class Chunk(NamedTuple):
     leaves: Leaves
     batch: Any
     labels: Any
-    count: Array
+    counts: Any
     key: Any
     state: Any = None
 
-    def outputs(self, leaves: Leaves) -> Array:
+    def outputs(self, leaves: Leaves) -> PyTree:
         """The model's outputs as a function of the chosen leaves."""
         params = with_leaves(self.params, leaves)
         return self.objective.outputs(params, self.batch.inputs, self.key, self.state)[0]
 
-    def losses(self, outputs: Array, targets: Array) -> Array:
-        """Each example's sum of the kept terms, ``(n,)``."""
-        terms = example_terms(self.objective, outputs, targets, self.batch)
-        return terms.reshape(terms.shape[0], -1).sum(-1)
+    def heads(self, outputs: PyTree, targets: PyTree = None) -> list[Head]:
+        """The outputs and what belongs to each."""
+        return self.objective.heads(outputs, targets, self.batch.mask)
 
-    def loss(self, outputs: Array) -> Array:
-        """The chunk's share of the mean loss."""
-        total = self.losses(outputs, self.batch.targets).sum()
-        return total / self.count.astype(total.dtype)
+    def losses(self, outputs: PyTree, targets: PyTree) -> list[Array]:
+        """For each output, each example's sum of the kept terms, ``(n,)``."""
+        sums = []
+        for head in self.heads(outputs, targets):
+            head.check()
+            sums.append(head.kept_terms().reshape(head.outputs.shape[0], -1).sum(-1))
+        return sums
 
-
-def example_terms(objective: Objective, outputs: Array, targets: Array, batch: Batch) -> Array:
-    """Every loss term, 0 where the mask drops it."""
-    objective.check(outputs, targets, batch.mask)
-    terms = objective.likelihood.terms(outputs, kept_targets(targets, batch.mask))
-    if batch.mask is None:
-        return terms
-    return jnp.where(batch.mask, terms, jnp.zeros((), terms.dtype))
+    def loss(self, outputs: PyTree) -> Array:
+        """The chunk's share of the loss, the sum of means."""
+        sums = self.losses(outputs, self.batch.targets)
+        first, *rest = [s.sum() / n.astype(s.dtype) for s, n in zip(sums, self.counts, strict=True)]
+        return sum(rest, first)
 
 
 def gauss_newton(chunk: Chunk, vector: Leaves) -> Leaves:
@@ -80,23 +71,32 @@ def gauss_newton(chunk: Chunk, vector: Leaves) -> Leaves:
 
 def expected_products(chunk: Chunk, vector: Leaves) -> Leaves:
     r"""$J^\top H J v$, with $H$ the Fisher of the outputs: their Hessian in natural parameters."""
-    natural = isinstance(chunk.objective.likelihood, Categorical | Bernoulli | Gaussian)
+    likelihoods = jax.tree.leaves(chunk.objective.likelihood)
+    natural = all(isinstance(x, Categorical | Bernoulli | Gaussian) for x in likelihoods)
     return (gauss_newton if natural else fisher_by_columns)(chunk, vector)
 
 
 def fisher_by_columns(chunk: Chunk, vector: Leaves) -> Leaves:
     r"""$J^\top S S^\top J v$, with $S$ the likelihood's square root of the outputs' Fisher."""
     outputs, vjp = jax.vjp(chunk.outputs, chunk.leaves)
-    pushed, likelihood = _push(chunk, vector), chunk.objective.likelihood
+    pushed = [head.outputs for head in chunk.heads(_push(chunk, vector))]
+    curved = [
+        fisher_of_terms(head, y, count)
+        for head, y, count in zip(chunk.heads(outputs), pushed, chunk.counts, strict=True)
+    ]
+    return vjp(chunk.objective.tree(curved))[0]
+
+
+def fisher_of_terms(head: Head, vector: Array, count: Array) -> Array:
+    """The Fisher of each kept term times a vector of outputs, over ``count``."""
 
     def add(index: Array, total: Array) -> Array:
-        column = likelihood.fisher_column(outputs, index)
-        return total + column * (column * pushed).sum(-1, keepdims=True)
+        column = head.column(index)
+        along = column * vector
+        return total + column * (along if along.ndim < 2 else along.sum(-1, keepdims=True))
 
-    curved = jax.lax.fori_loop(0, outputs.shape[-1], add, jnp.zeros_like(outputs))
-    if chunk.batch.mask is not None:
-        curved = jnp.where(chunk.batch.mask[..., None], curved, jnp.zeros((), curved.dtype))
-    return vjp(over_count(curved, chunk.count))[0]
+    curved = jax.lax.fori_loop(0, head.columns, add, jnp.zeros_like(vector))
+    return over_count(curved, count)
 
 
 def outer_products(chunk: Chunk, vector: Leaves) -> Leaves:
@@ -105,16 +105,30 @@ def outer_products(chunk: Chunk, vector: Leaves) -> Leaves:
     Averaged over the samples of ``labels``. The per-example gradients are never formed: this
     is the Jacobian of the vector of losses, multiplied from both sides.
     """
-    labels = chunk.batch.targets[:, None] if chunk.labels is None else chunk.labels
+    labels = chunk.labels
+    if labels is None:
+        labels = jax.tree.map(lambda x: x[:, None], chunk.batch.targets)
+    samples = jax.tree.leaves(labels)[0].shape[1]
 
     def losses(leaves: Leaves) -> Array:
         outputs = chunk.outputs(leaves)
-        return jax.vmap(lambda one: chunk.losses(outputs, one), in_axes=1)(labels)
+        return jax.vmap(lambda one: _shares(chunk, outputs, one), in_axes=1)(labels)
 
     _, vjp = jax.vjp(losses, chunk.leaves)
     _, pushed = jax.jvp(losses, (chunk.leaves,), (vector,))
-    scale = chunk.count.astype(pushed.dtype) * labels.shape[1]
-    return vjp(pushed / scale)[0]
+    return vjp(pushed / samples)[0]
+
+
+def _shares(chunk: Chunk, outputs: PyTree, targets: PyTree) -> Array:
+    r"""Each example's sum of terms, each over $\sqrt{T}$ of its output, ``(n,)``.
+
+    Their gradients have the Fisher as the sum of their squares.
+    """
+    sums = chunk.losses(outputs, targets)
+    first, *rest = [
+        s / jnp.sqrt(n.astype(s.dtype)) for s, n in zip(sums, chunk.counts, strict=True)
+    ]
+    return sum(rest, first)
 
 
 def hessian_product(chunk: Chunk, vector: Leaves) -> Leaves:
@@ -123,5 +137,5 @@ def hessian_product(chunk: Chunk, vector: Leaves) -> Leaves:
     return jax.jvp(gradient, (chunk.leaves,), (vector,))[1]
 
 
-def _push(chunk: Chunk, vector: Leaves) -> Array:
+def _push(chunk: Chunk, vector: Leaves) -> PyTree:
     return jax.jvp(chunk.outputs, (chunk.leaves,), (vector,))[1]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from jaxkfac._checks import at_least_one, one_of
+from jaxkfac._checks import at_least_one, instance_of, one_of
 from jaxkfac.curvature.operators._flat import flatten
 from jaxkfac.curvature.operators._lanczos import Tridiagonal, rounding, tridiagonalise
 from jaxkfac.curvature.operators._operator import Operator
@@ -90,6 +90,7 @@ def spectrum(
         Linear Differential and Integral Operators", 1950. Beresford Parlett, "The Symmetric
         Eigenvalue Problem", 1980.
     """
+    instance_of("operator", operator, Operator, "as jk.operators.ggn(objective, params, batch)")
     one_of("which", which, get_args(Which))
     at_least_one(num_eigenvalues=num_eigenvalues)
     if num_steps is not None and num_steps < num_eigenvalues:

@@ -46,7 +46,7 @@ def from_bitsandbytes(tensors: Mapping[str, Any], name: str) -> NF4:
     if dtype not in _DTYPES:
         raise ValueError(f"{name}: expected a dtype of {_DTYPES}, got {dtype!r}")
     outs, ins = shape
-    if ins % block:
+    if block < 1 or ins % block:
         raise ValueError(
             f"{name}: {ins} inputs are not divisible by its blocks of {block}, which run from one "
             "output into the next: read this weight in full precision"

@@ -14,7 +14,8 @@ from jaxkfac._errors import UnknownLayerError
 from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
 from jaxkfac.interception import find_layers
 from jaxkfac.lslora import Config, attach, init, nf4
-from jaxkfac.lslora.nf4._encode import encode
+from jaxkfac.lslora.nf4 import _encode
+from jaxkfac.lslora.nf4._encode import encode, encode_scales
 from jaxkfac.lslora.nf4._levels import LEVELS, MIDPOINTS, nested_codes, nested_levels
 
 
@@ -76,6 +77,27 @@ def test_the_second_level_has_256_levels_with_zero_and_one():
     levels = nested_levels()
     assert levels.shape == (256,) and levels[127] == 0 and levels[255] == 1
     assert (np.diff(levels) > 0).all() and (np.diff(nested_codes().astype(int)) >= 0).all()
+
+
+def test_an_outlier_costs_precision_in_its_own_256_scales_only():
+    scales, offset = np.linspace(1, 2, 1000, dtype=np.float32), np.float32(1.5)
+    before, *_ = encode_scales(scales, offset)
+    scales[300] = 1e6
+    after, nested, _ = encode_scales(scales, offset)
+    assert nested.shape == (4,)
+    others = np.delete(before != after, 300)
+    assert not others[:256].any() and others[256:511].mean() > 0.9 and not others[511:].any()
+
+
+def test_rows_are_encoded_a_few_at_a_time_as_all_at_once(monkeypatch):
+    matrix = np.asarray(weights(10, 64))
+    whole = encode(matrix, 16)
+    monkeypatch.setattr(_encode, "_AT_ONCE", 4 * 64)
+    nearest, sizes = _encode._nearest, []
+    monkeypatch.setattr(_encode, "_nearest", lambda x: sizes.append(x.size) or nearest(x))
+    for one, other in zip(encode(matrix, 16), whole, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert sizes == [256, 256, 128]
 
 
 def test_zero_blocks_and_equal_scales_decode_to_themselves():

@@ -1,0 +1,99 @@
+"""The Gauss-Newton matrix of a scalar loss that marks its outputs."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from jaxkfac.curvature.operators._exact import chosen_paths, shapes
+from jaxkfac.curvature.operators._operator import Operator
+from jaxkfac.curvature.operators._products import Leaves, fisher_of_terms
+from jaxkfac.factors import MarkedTerms, takes_key
+from jaxkfac.interception import Marked, leaves_by_path, lifted, marks_of, with_leaves
+from jaxkfac.linalg import statistics_dtype
+
+
+def marked_gauss_newton(
+    name: str,
+    function: Callable[..., Any],
+    params: PyTree,
+    batch: PyTree,
+    key: Any,
+    chunk: int | None,
+    only: str | None,
+    state: PyTree = None,
+) -> "MarkedGaussNewton":
+    """The operator, once the loss marks its outputs.
+
+    Raises:
+        TypeError: it does not.
+        ValueError: ``chunk`` is given, and the loss runs on the whole batch; or a state.
+    """
+    if state is not None:
+        raise ValueError(f"{name}: state= needs a jk.Objective, not a scalar loss")
+    closed = jax.make_jaxpr(lambda *args: _call(function, *args))(params, batch, key)
+    if not marks_of(closed.jaxpr):
+        raise TypeError(
+            f"{name}: expected a jk.Objective, or a scalar loss that marks its outputs "
+            f"(jk.mark_outputs), whose outputs and loss terms are known, got {function!r}"
+        )
+    if chunk is not None:
+        raise ValueError("chunk: a scalar loss runs on its whole batch; pass chunk=None")
+    return MarkedGaussNewton(params, batch, key, function, chosen_paths(only, params))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class MarkedGaussNewton(Operator):
+    r"""$\sum_m \tfrac{w_m}{T_m} \sum_t J_t^\top F_t J_t$ over the marks of a scalar loss.
+
+    Attributes as in ``ggn``; ``function`` and ``only`` are static.
+    """
+
+    params: Any
+    batch: Any
+    key: Any
+    function: Callable[..., Any] = dataclasses.field(metadata={"static": True})
+    only: tuple[str, ...] | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def like(self) -> PyTree:
+        if self.only is None:
+            return shapes(self.params)
+        leaves = leaves_by_path(self.params)
+        return {path: shapes(leaves[path]) for path in self.only}
+
+    def product(self, leaves: Leaves) -> Leaves:
+        return _product(self, leaves)
+
+
+def _call(function: Callable[..., Any], params: PyTree, batch: PyTree, key: Any) -> Any:
+    return function(params, batch, key=key) if takes_key(function) else function(params, batch)
+
+
+@jax.jit
+def _product(operator: MarkedGaussNewton, leaves: Leaves) -> Leaves:
+    found = leaves_by_path(operator.params)
+    chosen = {path: found[path] for path in operator.leaves}
+    vector = {path: leaves[path].astype(x.dtype) for path, x in chosen.items()}
+    given = operator.params, operator.batch, operator.key
+    closed = jax.make_jaxpr(lambda *args: _call(operator.function, *args))(*given)
+    marks = marks_of(closed.jaxpr)
+    shifts = [jnp.zeros(mark.shape.shape, mark.shape.dtype) for mark in marks]
+
+    def outputs(chosen: Leaves) -> tuple[list[Array], Marked]:
+        args = jax.tree.leaves((with_leaves(operator.params, chosen), *given[1:]))
+        out = lifted(closed.jaxpr, closed.consts, args, shifts)
+        return out.outputs, out
+
+    at, vjp, out = jax.vjp(outputs, chosen, has_aux=True)
+    pushed = jax.jvp(lambda c: outputs(c)[0], (chosen,), (vector,))[1]
+    terms = MarkedTerms(marks, out.weights, out.masks)
+    curved = [
+        fisher_of_terms(head, y, head.count / jnp.asarray(head.weight).astype(head.count.dtype))
+        for head, y in zip(terms.heads(at), pushed, strict=True)
+    ]
+    return {path: x.astype(statistics_dtype(x.dtype)) for path, x in vjp(curved)[0].items()}

@@ -1,0 +1,306 @@
+r"""Loss terms of one output or of several, and the cotangents that stand for their Fisher.
+
+The loss is $\sum_m \tfrac{w_m}{T_m} \sum_t -\log p_m(y_t \mid x_t)$: each output $m$ has a weight
+and the mean over its own $T_m$ kept terms. Its Fisher sums $\tfrac{w_m}{T_m} s s^\top$ over terms,
+$s$ the gradient of one term. Factors are sums over $T = \sum_m T_m$ terms, formed as $T^2$ times
+the products of what is propagated back. So a cotangent here is $s \sqrt{w_m / (T_m T)}$: for one
+output of weight one, $s / T$, the gradient of the mean loss itself.
+"""
+
+import abc
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key, PyTree
+
+from jaxkfac.factors._likelihoods import masked_mean
+from jaxkfac.linalg import statistics_dtype
+
+
+class Head(NamedTuple):
+    """One output and what is asked of it.
+
+    Attributes:
+        likelihood: Its likelihood.
+        outputs: ``(*terms, c)``, or ``(n,)`` for one number for each term; or their shape.
+        targets: ``None`` where only labels of the model's own are wanted.
+        mask: ``(*terms,)``, or ``None`` for all.
+        weight: Of its mean in the loss.
+        name: For messages.
+        coupled: Whether a term of one example may depend on rows of another.
+    """
+
+    likelihood: Any
+    outputs: Any
+    targets: Any = None
+    mask: Any = None
+    weight: Any = 1.0
+    name: str = ""
+    coupled: bool = False
+
+    @property
+    def terms_shape(self) -> tuple[int, ...]:
+        """The shape of its terms."""
+        shape = self.outputs.shape
+        return shape if len(shape) < 2 else shape[:-1]
+
+    @property
+    def terms_at_once(self) -> tuple[int, ...]:
+        """The shape of the terms whose columns are not propagated back together."""
+        return self.terms_shape if self.coupled else self.terms_shape[1:]
+
+    def with_one_output(self) -> "Head":
+        """Outputs and targets with a last axis, where there is none."""
+        if len(self.outputs.shape) != 1:
+            return self
+        targets = self.targets
+        if targets is not None and targets.shape == self.outputs.shape:
+            targets = _expanded(targets)
+        return self._replace(outputs=_expanded(self.outputs), targets=targets)
+
+    @property
+    def kept(self) -> Float[Array, ""]:
+        """How many terms there are."""
+        dtype = statistics_dtype(self.outputs.dtype)
+        if self.mask is None:
+            return jnp.asarray(math.prod(self.terms_shape), dtype)
+        return self.mask.sum(dtype=dtype)
+
+    @property
+    def count(self) -> Float[Array, ""]:
+        """How many terms its mean is over; at least one."""
+        return self.kept if self.mask is None else jnp.maximum(self.kept, 1)
+
+    def mean(self, outputs: Float[Array, "..."]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """``(mean over the kept terms, their number)``, unweighted."""
+        head = self._replace(outputs=outputs).with_one_output()
+        targets = kept_targets(head.targets, self.mask)
+        return masked_mean(self.likelihood.terms(head.outputs, targets), self.mask)
+
+    def kept_terms(self) -> Float[Array, "..."]:
+        """Every loss term, 0 where the mask drops it."""
+        head = self.with_one_output()
+        terms = self.likelihood.terms(head.outputs, kept_targets(head.targets, self.mask))
+        if self.mask is None:
+            return terms
+        return jnp.where(self.mask, terms, jnp.zeros((), terms.dtype))
+
+    def check(self) -> None:
+        """Refuse outputs, targets or a mask that do not go together."""
+        where = f"{self.name}: " if self.name else ""
+        if self.mask is not None and self.mask.shape != self.terms_shape:
+            raise ValueError(
+                f"{where}the mask has shape {self.mask.shape}, expected one entry per loss term, "
+                f"{self.terms_shape}"
+            )
+        if self.targets is None:
+            return
+        shape = tuple(self.outputs.shape)
+        if len(shape) == 1 and self.targets.shape != shape:
+            raise ValueError(
+                f"{where}targets have shape {self.targets.shape}, expected {shape}, as the outputs"
+            )
+        head = self.with_one_output()
+        try:
+            self.likelihood.check(head.outputs, head.targets, self.mask)
+        except ValueError as error:
+            if not self.name:
+                raise
+            raise ValueError(f"{where}{error}") from None
+
+    def sample(self, key: Key[Array, ""]) -> Array:
+        """Labels drawn from the model."""
+        head = self.with_one_output()
+        labels = self.likelihood.sample(key, head.outputs)
+        return labels[..., 0] if head is not self and labels.ndim > 1 else labels
+
+    def column(self, index: Int[Array, ""]) -> Float[Array, "..."]:
+        """A column of the square root of each term's Fisher, 0 at masked terms."""
+        head = self.with_one_output()
+        column = self.likelihood.fisher_column(head.outputs, index)
+        if self.mask is not None:
+            column = jnp.where(self.mask[..., None], column, jnp.zeros((), column.dtype))
+        return column.reshape(self.outputs.shape)
+
+    @property
+    def columns(self) -> int:
+        """How many columns there are for each term."""
+        return 1 if len(self.outputs.shape) < 2 else self.outputs.shape[-1]
+
+
+def _expanded(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((*x.shape, 1), x.dtype)
+    return x[..., None]
+
+
+def kept_targets(targets: Array, mask: Array | None) -> Array:
+    """``targets`` with 0 at masked terms: a NaN there would come back in the gradient."""
+    if mask is None or targets.shape[: mask.ndim] != mask.shape:  # not one target for each term
+        return targets
+    mask = jnp.expand_dims(mask, tuple(range(mask.ndim, targets.ndim)))
+    return jnp.where(mask, targets, jnp.zeros((), targets.dtype))
+
+
+def total_count(heads: Sequence[Head]) -> Float[Array, ""]:
+    """Number of terms of all outputs; each counts at least one."""
+    return _sum([head.count for head in heads])
+
+
+def number_kept(heads: Sequence[Head]) -> Float[Array, ""]:
+    """Number of kept terms of all outputs."""
+    return _sum([head.kept for head in heads])
+
+
+def shares(heads: Sequence[Head]) -> list[Float[Array, ""]]:
+    """For each output, its part of all terms."""
+    total = total_count(heads)
+    return [head.count / total.astype(head.count.dtype) for head in heads]
+
+
+def common_scale(heads: Sequence[Head]) -> Float[Array, ""] | None:
+    """The square of ``own_scales`` where shapes say that it is one number; else ``None``."""
+    if not all(_same_share(head, heads[0]) for head in heads[1:]):
+        return None
+    return jnp.square(own_scales(heads)[0])
+
+
+def _same_share(x: Head, y: Head) -> bool:
+    numbers = isinstance(x.weight, float) and isinstance(y.weight, float)
+    weights = x.weight == y.weight if numbers else x.weight is y.weight
+    return weights and x.mask is y.mask and math.prod(x.terms_shape) == math.prod(y.terms_shape)
+
+
+def _sum(numbers: Sequence[Array]) -> Array:
+    """The sum of scalars in the widest of their dtypes."""
+    dtype = statistics_dtype(*[x.dtype for x in numbers])
+    first, *rest = [x.astype(dtype) for x in numbers]
+    return sum(rest, first)
+
+
+class LossTerms(abc.ABC):
+    """Outputs with likelihoods, as a Fisher type sees them."""
+
+    @abc.abstractmethod
+    def heads(self, outputs: PyTree, targets: PyTree = None, mask: PyTree = None) -> list[Head]:
+        """Each output with what belongs to it."""
+
+    @abc.abstractmethod
+    def tree(self, parts: Sequence[Any]) -> PyTree:
+        """Something for each output, in the structure of the outputs."""
+
+    def loss(
+        self, outputs: PyTree, targets: PyTree, mask: PyTree
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """``(weighted sum of the means over kept terms, number of all these terms)``."""
+        heads = self.heads(outputs, targets, mask)
+        means, counts = [], []
+        for head in heads:
+            head.check()
+            mean, count = head.mean(head.outputs)
+            means.append(times(mean, head.weight))
+            counts.append(count)
+        return _sum(means), _sum(counts)
+
+    def check(self, outputs: PyTree, targets: PyTree, mask: PyTree) -> None:
+        """Refuse targets or a mask that do not fit the outputs."""
+        for head in self.heads(outputs, targets, mask):
+            head.check()
+
+    def scores(self, outputs: PyTree, targets: PyTree, mask: PyTree) -> PyTree:
+        """The cotangents at given targets."""
+        heads = self.heads(outputs, targets, mask)
+        seeds, parts = _seeds(heads), []
+        for head, seed in zip(heads, seeds, strict=True):
+            mean, vjp = jax.vjp(lambda y, head=head: head.mean(y)[0], head.outputs)
+            parts.append(vjp(seed.astype(mean.dtype))[0])
+        return self.tree(parts)
+
+    def rescaled(self, outputs: PyTree, cotangents: PyTree, mask: PyTree) -> PyTree:
+        """The loss's own cotangents as those of its Fisher."""
+        heads = self.heads(outputs, None, mask)
+        flat = [head.outputs for head in self.heads(cotangents, None, mask)]
+        return self.tree([times(c, s) for c, s in zip(flat, own_scales(heads), strict=True)])
+
+    def sample(self, key: Key[Array, ""], outputs: PyTree) -> PyTree:
+        """Labels drawn from the model, independently for each term of each output."""
+        heads = self.heads(outputs)
+        keys = [key] if len(heads) == 1 else list(jax.random.split(key, len(heads)))
+        return self.tree([head.sample(k) for head, k in zip(heads, keys, strict=True)])
+
+    def columns(
+        self, outputs: PyTree, mask: PyTree
+    ) -> list[tuple[int, int, Callable[[Any, Any], PyTree]]]:
+        """The square root of the outputs' Fisher, output by output.
+
+        Returns:
+            For each output its number of columns, its number of terms of an example (of all
+            examples where they are coupled), and a function of a column and of a term (``None``
+            for all terms) that gives cotangents of all outputs, zero but at this one.
+        """
+        heads = self.heads(outputs, None, mask)
+        seeds = _seeds(heads)
+
+        def of(at: int) -> Callable[[Any, Any], PyTree]:
+            head, share = heads[at], seeds[at] / heads[at].count
+
+            def column(index: Int[Array, ""], term: Int[Array, ""] | None) -> PyTree:
+                one = times(head.column(index), share)
+                if term is not None:
+                    shape = head.terms_at_once
+                    here = (jnp.arange(math.prod(shape)) == term).reshape(shape)
+                    here = here if one.ndim < 2 else here[..., None]
+                    one = jnp.where(here, one, jnp.zeros((), one.dtype))
+                parts = [jnp.zeros(h.outputs.shape, h.outputs.dtype) for h in heads]
+                return self.tree([*parts[:at], one, *parts[at + 1 :]])
+
+            return column
+
+        return [
+            (head.columns, math.prod(head.terms_at_once), of(at)) for at, head in enumerate(heads)
+        ]
+
+
+def _seeds(heads: Sequence[Head]) -> list[Array]:
+    r"""For each output $\sqrt{w_m T_m / T}$, by which the gradient of its mean is multiplied."""
+    return [jnp.sqrt(times(x, h.weight)) for h, x in zip(heads, shares(heads), strict=True)]
+
+
+def own_scales(heads: Sequence[Head]) -> list[Array]:
+    r"""For each output $\sqrt{T_m / (w_m T)}$, by which the loss's own cotangent is multiplied."""
+    return [
+        jnp.sqrt(x / times(jnp.ones((), x.dtype), h.weight))
+        for h, x in zip(heads, shares(heads), strict=True)
+    ]
+
+
+def times(x: Float[Array, "..."], factor: Any) -> Float[Array, "..."]:
+    """A product in at least float32 and in the dtype of ``x``: 16 bits do not hold a count."""
+    if isinstance(factor, float) and factor == 1.0:
+        return x
+    dtype = statistics_dtype(x.dtype)
+    return (x.astype(dtype) * jnp.asarray(factor).astype(dtype)).astype(x.dtype)
+
+
+class CoupledTerms(LossTerms):
+    """Loss terms of a model in which a term of one example may depend on rows of another.
+
+    Args:
+        terms: The terms as the objective has them.
+        where: Where examples meet, in words.
+    """
+
+    def __init__(self, terms: LossTerms, where: str) -> None:
+        self._terms, self.where = terms, where
+
+    def heads(self, outputs: PyTree, targets: PyTree = None, mask: PyTree = None) -> list[Head]:
+        """Each output with what belongs to it."""
+        heads = self._terms.heads(outputs, targets, mask)
+        return [head._replace(coupled=True) for head in heads]
+
+    def tree(self, parts: Sequence[Any]) -> PyTree:
+        """Something for each output, in the structure of the outputs."""
+        return self._terms.tree(parts)

@@ -1,0 +1,246 @@
+"""Scalar losses that mark their outputs: what a mark says, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxkfac as jk
+
+pytestmark = pytest.mark.usefixtures("x64")
+RNG = np.random.default_rng(0)
+N = 5
+
+
+def normal(*shape):
+    return jnp.asarray(RNG.normal(size=shape))
+
+
+def cross_entropy(z, y):
+    return -jnp.take_along_axis(jax.nn.log_softmax(z), y[..., None], -1).mean()
+
+
+def model(p, x):
+    return jnp.tanh(x @ p["w"] + p["b"]) @ p["v"]
+
+
+def marked(p, batch):
+    return cross_entropy(jk.mark_outputs(model(p, batch[0]), jk.Categorical()), batch[1])
+
+
+def net():
+    params = {"w": normal(3, 4), "b": normal(4), "v": normal(4, 3)}
+    return params, (normal(N, 3), jnp.asarray(RNG.integers(0, 3, N)))
+
+
+def assert_equal(x, y, rtol=1e-12):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-14), x, y)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "mc", "exact", "forward"])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_one_mark_of_weight_one_is_an_objective(fisher, sharing):
+    params, batch = net()
+    options = {"fisher": fisher, "sharing": sharing}
+    of = lambda loss: jk.value_grad_and_factors(loss, **options)(params, batch, jax.random.key(0))
+    assert_equal(of(jax.jit(marked)), of(jk.Objective(model, jk.Categorical())))
+
+
+@pytest.mark.parametrize("form", ["number", "array"])
+def test_a_linear_loss_of_two_terms_has_its_gauss_newton_matrix(form):
+    """A weighs rows by weight / T: pooled by their number it would be another."""
+    weight = 2.0 if form == "number" else jnp.asarray(2.0)
+    params = {"w": normal(3, 2)}
+    batch = (normal(4, 3), normal(4, 2)), (normal(7, 3), normal(7, 2)), jnp.arange(7) < 5
+
+    def loss(p, batch):
+        (x1, y1), (x2, y2), kept = batch
+        x2 = jk.mark_rows(x2, kept)
+        first = jk.mark_outputs(x1 @ p["w"], jk.Gaussian(), weight=weight)
+        second = jk.mark_outputs(x2 @ p["w"], jk.Gaussian(), weight=0.5, mask=kept)
+        squares = jnp.where(kept, jnp.square(second - y2).sum(-1), 0)
+        mean = squares.sum() / kept.sum(dtype=float)
+        return weight * 0.5 * jnp.square(first - y1).sum(-1).mean() + 0.5 * 0.5 * mean
+
+    hessian = jax.hessian(lambda w: loss({"w": w}, batch))(params["w"]).reshape(6, 6)
+    factors = jax.jit(jk.value_grad_and_factors(loss, fisher="exact"))(params, batch).factors
+    np.testing.assert_allclose(np.kron(*factors["w"]), hessian, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(jk.operators.ggn(loss, params, batch).to_dense(), hessian, 1e-10)
+    np.testing.assert_allclose(factors.a_counts["w"], 9)  # the rows there are
+    with pytest.raises(ValueError, match="'w'.*lead to different jk.mark_outputs"):
+        jk.value_grad_and_factors(loss, sharing="reduce")(params, batch)
+
+
+def clip(p, batch, marks=True):
+    images, texts = batch
+    z = (images @ p["i"]) @ (texts @ p["t"]).T
+    y = jnp.arange(len(images))
+
+    def one_way(z):
+        return cross_entropy(jk.mark_outputs(z, jk.Categorical(), weight=0.5) if marks else z, y)
+
+    return 0.5 * one_way(z) + 0.5 * one_way(z.T)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("fisher", ["empirical", "exact"])
+def test_a_contrastive_loss_in_both_directions(fisher, sharing):
+    """Each term reads all rows of the other tower: exact propagates one after the other."""
+    params, batch = {"i": normal(3, 4), "t": normal(2, 4)}, (normal(N, 3), normal(N, 2))
+    stats = jax.jit(jk.value_grad_and_factors(clip, fisher=fisher, sharing=sharing))
+    value, grads, factors = stats(params, batch)
+    assert_equal((value, grads), jax.value_and_grad(lambda p: clip(p, batch, marks=False))(params))
+
+    def logits(rows):
+        return rows[0] @ rows[1].T
+
+    rows = batch[0] @ params["i"], batch[1] @ params["t"]
+    z, vjp = jax.vjp(logits, rows)
+    root, p, q = np.sqrt(0.5 / N), jax.nn.softmax(z), jax.nn.softmax(z.T)
+    if fisher == "empirical":
+        pulls = [root * ((p - jnp.eye(N)) + (q - jnp.eye(N)).T)]
+    else:  # one term in one direction after the other: rows of a tower read all of them
+        pulls = []
+        for softmax, turn in ((p, lambda x: x), (q, lambda x: x.T)):
+            for n in range(N):
+                for c in range(N):
+                    column = jnp.sqrt(softmax[n, c]) * (jnp.eye(N)[c] - softmax[n])
+                    pulls.append(root * turn(jnp.zeros((N, N)).at[n].set(column)))
+    for k, name in enumerate("it"):
+        g = [vjp(pull)[0][k] for pull in pulls]
+        np.testing.assert_allclose(factors[name].a, batch[k].T @ batch[k] / N, rtol=1e-10)
+        expected = sum(y.T @ y for y in g)
+        np.testing.assert_allclose(factors[name].g, expected, rtol=1e-10, atol=1e-13)
+
+
+def test_mapped_outputs_are_terms_like_any_other():
+    params, (x, y) = net()
+
+    def mapped(p, batch):
+        def one(x):
+            return jk.mark_outputs(model(p, x), jk.Categorical())
+
+        return cross_entropy(jax.vmap(one)(batch[0]), batch[1])
+
+    of = lambda loss: jk.value_grad_and_factors(loss, fisher="exact")(params, (x, y))
+    assert_equal(of(mapped), of(marked))
+
+
+def test_a_layer_in_a_loop_leads_to_the_mark_behind_it():
+    params = {"w": normal(3, 3), "v": normal(3, 3)}
+    batch = net()[1]
+
+    def run(p, x):
+        return lax.scan(lambda h, _: (jnp.tanh(h @ p["w"]), None), x, None, length=2)[0] @ p["v"]
+
+    def loss(p, batch):
+        return cross_entropy(jk.mark_outputs(run(p, batch[0]), jk.Categorical()), batch[1])
+
+    of = lambda loss: jk.value_grad_and_factors(loss, fisher="exact")(params, batch)
+    assert_equal(of(loss), of(jk.Objective(run, jk.Categorical())))
+
+
+def collect(loss, *, params=None, batch=None, **options):
+    mine, its = net()
+    return jk.value_grad_and_factors(loss, **options)(params or mine, batch or its)
+
+
+def test_marks_that_cannot_be_read_are_refused():
+    def in_scan(p, batch):
+        def body(total, x):
+            return total + jk.mark_outputs(model(p, x[None]), jk.Categorical()).sum(), None
+
+        return lax.scan(body, 0.0, batch[0])[0]
+
+    def of_masks(p, batch):
+        def one(x, kept):
+            return jk.mark_outputs(model(p, x), jk.Categorical(), mask=kept)
+
+        return cross_entropy(jax.vmap(one)(batch[0], batch[1] > 0), batch[1])
+
+    with pytest.raises(jk._errors.HiddenMarkError, match="inside `scan`.*mark them outside"):
+        collect(in_scan)
+    with pytest.raises(jk._errors.HiddenMarkError, match=r"mapped by jax.vmap.*after vmap"):
+        collect(of_masks)
+
+
+def test_marks_that_do_not_fit_are_refused():
+    z, kind = jnp.ones((N, 3)), jk.Categorical()
+    for wrong, words in (
+        (lambda: jk.mark_outputs(z.astype(int), kind), "dtype int64, expected outputs"),
+        (lambda: jk.mark_outputs(z, kind, mask=jnp.ones(3, bool)), r"one entry per term, \(5,\)"),
+        (lambda: jk.mark_outputs(z, kind, mask=jnp.ones(N)), "mask is float64 of shape"),
+        (lambda: jk.mark_outputs(z, kind, weight=-1.0), "weight=-1.0, expected a positive"),
+        (lambda: jk.mark_outputs(z, kind, weight=jnp.ones(2)), "expected a scalar"),
+        (lambda: jk.mark_outputs(z.sum(), kind), "x is a scalar"),
+        (lambda: jk.mark_outputs(z, jk.Categorical), r"write jk.Categorical\(\)"),
+        (lambda: jk.mark_outputs(z, "categorical"), "jk.Categorical.*got 'categorical'"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
+            wrong()
+
+    def flat(p, batch):
+        return jk.mark_outputs(model(p, batch[0]).sum(-1), jk.Categorical()).mean()
+
+    with pytest.raises(ValueError, match=r"mark 0.*shape \(5,\), expected .*Categorical"):
+        collect(flat)
+
+
+def test_what_does_not_go_with_marks_is_refused():
+    params, _ = net()
+    inside = lambda p, x: jk.mark_outputs(model(p, x), jk.Categorical())
+    with pytest.raises(ValueError, match="inside the apply_fn of a jk.Objective"):
+        collect(jk.Objective(inside, jk.Categorical()))
+    with pytest.raises(ValueError, match="loss_terms=5 beside jk.mark_outputs"):
+        collect(marked, loss_terms=5)
+    with pytest.raises(ValueError, match='fisher="mc" samples labels'):
+        collect(marked, fisher="mc")
+    with pytest.raises(ValueError, match='"exact" needs the model.*jk.mark_outputs'):
+        collect(lambda p, batch: cross_entropy(model(p, batch[0]), batch[1]), fisher="exact")
+
+    def of_parameters(p, batch):
+        z = jk.mark_outputs(jnp.tanh(p["v"]), jk.Categorical())
+        return cross_entropy(model(p, batch[0]), batch[1]) + z.sum()
+
+    with pytest.raises(ValueError, match="mark 0 .*does not depend on the batch"):
+        collect(of_parameters)
+
+    def beside(p, batch):
+        return marked(p, batch) + jnp.square(batch[0] @ p["u"]).mean()
+
+    with pytest.raises(jk.UncoveredParameterError, match="layers 'u' lead to none of"):
+        collect(beside, params=params | {"u": normal(3, 2)})
+    collect(beside, params=params | {"u": normal(3, 2)}, layers="[vwb]", uncovered="ignore")
+
+
+def test_marks_that_follow_each_other_need_equal_shares_for_given_targets():
+    """The loss's own cotangent of the first holds that of the second."""
+
+    def loss(p, batch):
+        h = jk.mark_outputs(batch[0] @ p["w"] + p["b"], jk.Gaussian(), weight=3.0)
+        z = jk.mark_outputs(jnp.tanh(h) @ p["v"], jk.Categorical())
+        return cross_entropy(z, batch[1]) + 1.5 * jnp.square(h).sum(-1).mean()
+
+    collect(loss, fisher="exact")
+    with pytest.raises(ValueError, match="mark 1 is computed from mark 0"):
+        collect(loss)
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_a_sum_over_rows_is_noticed(marks):
+    def total(p, batch):
+        z = model(p, batch[0])
+        z = jk.mark_outputs(z, jk.Categorical()) if marks else z
+        return cross_entropy(z, batch[1]) * len(batch[1])
+
+    options = {} if marks else {"loss_terms": N}
+    with pytest.raises(ValueError, match="the loss is a sum over rows, expected a mean"):
+        collect(total, **options)
+
+
+def test_a_contrastive_loss_is_no_sum():
+    """On two rows it is log 2, and on these twice 2 log 2: three times tells."""
+    params = {"i": jnp.zeros((3, 4)), "t": jnp.zeros((2, 4))}
+    batch = normal(7, 3), normal(7, 2)
+    jk.value_grad_and_factors(clip)(params, batch)

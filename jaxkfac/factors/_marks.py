@@ -1,0 +1,116 @@
+"""What the marks of a loss say of its layers: which they reach, and with what weight."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxkfac._errors import UncoveredParameterError
+from jaxkfac.factors._loss_terms import Head
+from jaxkfac.interception import Layer, Traced, leading_to, marks_of
+
+
+def refuse_marks(traced: Traced) -> None:
+    """Refuse marks beside an ``Objective``, which says itself what its outputs are."""
+    if marks_of(traced.closed.jaxpr):
+        raise ValueError(
+            "jk.mark_outputs stands inside the apply_fn of a jk.Objective, whose likelihood says "
+            "what its outputs are: leave the mark out, give a dictionary of likelihoods for "
+            "several outputs, or give the whole scalar loss in place of the Objective"
+        )
+
+
+def refuse_unmarked(traced: Traced) -> None:
+    """Refuse a layer that leads to no mark: by its marks the loss does not depend on it."""
+    if not traced.marks:
+        return
+    reached = traced.marks_reached
+    lost = [
+        layer.name
+        for layer in traced.table.layers
+        if not any(id(use) in reached for use in traced.uses_of(layer))
+    ]
+    if lost:
+        names = ", ".join(map(repr, lost))
+        raise UncoveredParameterError(
+            f"layers {names} lead to none of the loss's jk.mark_outputs, and would have factors of "
+            "zeros: mark the outputs that they lead to, or leave them out with layers="
+        )
+
+
+def check_marked_outputs(heads: Sequence[Head]) -> None:
+    """Refuse outputs that do not fit their likelihood."""
+    for head in heads:
+        head.check()
+        one = getattr(head.likelihood, "one_output", False)
+        if len(head.outputs.shape) < (1 if one else 2):
+            name = type(head.likelihood).__name__
+            raise ValueError(
+                f"{head.name} is of shape {head.outputs.shape}, expected (examples, ..., outputs) "
+                f"for {name}: mark the outputs themselves, not a function of them"
+            )
+
+
+def refuse_chained(traced: Traced) -> None:
+    """Refuse marks that follow each other: the first one's cotangent holds the second's."""
+    last = len(traced.closed.jaxpr.invars) - len(traced.marks)
+    for mark in range(len(traced.marks)):
+        inputs = leading_to(traced.analysis.plan, mark)[1]
+        before = [k for k in range(len(traced.marks)) if last + k in inputs]
+        if before:
+            raise ValueError(
+                f"jk.mark_outputs: mark {mark} is computed from mark {before[0]}, whose own "
+                "cotangent holds that of both, and the two have unlike shares of the loss: take "
+                'fisher="mc" or "exact"'
+            )
+
+
+def coupled(traced: Traced) -> frozenset[int]:
+    """The marks that lead back to rows which do not run along their own examples.
+
+    One term then depends on rows of several examples, as in a contrastive loss, or is not known
+    not to.
+    """
+    table, found = traced.analysis.table, set()
+    for mark in range(len(traced.marks)):
+        axes = traced.output_axes(mark) or ()
+        examples = {a for axis in axes[:1] for a in table.atoms(axis)}
+        for use in leading_to(traced.analysis.plan, mark)[0]:
+            rows = {a for axis in use.rows for a in table.atoms(axis)}
+            if examples and use.data is not None and not examples <= rows:
+                found.add(mark)
+    return frozenset(found)
+
+
+def row_weights(traced: Traced, heads: Sequence[Head]) -> dict[str, Float[Array, " uses"]]:
+    r"""For layers whose uses lead to different marks, the weight of each use's input rows.
+
+    It is $c_u = \sum_m w_m / T_m$ over the marks that the use leads to, times
+    $\sum_m T_m / \sum_m w_m$ over those of the layer, so that with one row for each term the count
+    of rows stays their number. Then A and G of a linear layer are those of its
+    Gauss-Newton matrix, whatever the numbers of terms are.
+    """
+    found = {}
+    for layer in weighed(traced):
+        reached = [traced.marks_reached.get(id(u), frozenset()) for u in traced.uses_of(layer)]
+        dtype = heads[0].count.dtype
+        weights = [jnp.asarray(h.weight).astype(dtype) for h in heads]
+        counts = [h.count.astype(dtype) for h in heads]
+        marks = sorted(frozenset().union(*reached))
+        every = sum(counts[m] for m in marks) / sum(weights[m] for m in marks)
+        none = jnp.zeros((), dtype)
+        parts = [sum((weights[m] / counts[m] for m in sorted(r)), none) for r in reached]
+        found[layer.name] = jnp.stack(parts) * every
+    return found
+
+
+def weighed(traced: Traced) -> list[Layer]:
+    """The layers whose rows of input are weighed use by use."""
+    return [
+        layer
+        for layer in traced.table.layers
+        if traced.marks
+        and not layer.is_elementwise
+        and layer.input == layer.name
+        and len({traced.marks_reached.get(id(u)) for u in traced.uses_of(layer)}) > 1
+    ]

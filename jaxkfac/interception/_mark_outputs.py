@@ -1,0 +1,283 @@
+"""Outputs that a loss names itself: ``mark_outputs``, and a program that returns them.
+
+A mark is a primitive, an identity that carries its likelihood down into the jaxpr. Differentiating
+keeps it on the primal value alone, so marks in the rule of a ``custom_jvp``, or under ``jax.grad``
+inside the loss, stay what they are.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, Bool, Float
+
+from jaxkfac._errors import HiddenMarkError
+from jaxkfac.interception._compat import (
+    Eqn,
+    Jaxpr,
+    bind,
+    body_of,
+    call_kind,
+    checkpoint_like,
+    is_var,
+    open_jaxpr,
+)
+
+MARK_OUTPUTS = "jaxkfac_mark_outputs"
+_primitive = Primitive(MARK_OUTPUTS)
+
+
+def mark_outputs(
+    x: Float[Array, "..."],
+    likelihood: Any,
+    weight: float | Float[Array, ""] = 1.0,
+    mask: Bool[Array, "..."] | None = None,
+) -> Float[Array, "..."]:
+    r"""Say, inside a scalar loss, what its outputs are. An identity.
+
+    The mark states: *the loss holds* ``weight`` *times the mean, over the* $T$ *kept terms of*
+    ``x``, *of* $-\log p(\text{target} \mid x)$. The targets stay the loss's own. With its marks a
+    scalar loss has every Fisher type, sharing and mask that an ``Objective`` has. Several marks add
+    up, each with its weight and its own $T$.
+
+    Args:
+        x: Outputs, ``(examples, ..., c)`` with one term's outputs last; for ``jk.Bernoulli()`` and
+            ``jk.Gaussian()`` also ``(examples,)``, one number for each term. Under ``jax.vmap``
+            the mapped axis becomes the first: its rows are terms like any other.
+        likelihood: ``jk.Categorical()``, ``jk.Bernoulli()`` or ``jk.Gaussian()``, or an object
+            with their methods. For a squared error without the half, give ``weight=2.0``.
+        weight: Of the mean in the loss, positive; a number or a scalar array.
+        mask: ``(examples, ...)`` bool, which terms are kept; ``None`` for all.
+
+    Returns:
+        ``x``, unchanged.
+
+    Raises:
+        ValueError: ``x`` has no floating dtype, a mask that is no bool array of the terms' shape,
+            or a weight that is not positive.
+        HiddenMarkError: later, when factors are collected: the mark stands inside a ``scan``,
+            ``cond``, ``while`` or ``shard_map``, where its terms cannot be read.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxkfac as jk
+        >>> def loss(params, batch):
+        ...     x, y = batch
+        ...     error = jk.mark_outputs(x @ params["w"], jk.Gaussian()) - y
+        ...     return 0.5 * jnp.square(error).sum(-1).mean()
+        >>> stats = jk.value_grad_and_factors(loss, fisher="exact")
+        >>> batch = jnp.eye(3), jnp.zeros((3, 2))
+        >>> value, grads, factors = stats({"w": jnp.ones((3, 2))}, batch)
+        >>> print(factors["w"].g)
+        [[1. 0.]
+         [0. 1.]]
+    """
+    check_likelihood("mark_outputs: likelihood", likelihood)
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"mark_outputs: x has dtype {x.dtype}, expected outputs that are floating")
+    if isinstance(weight, int | float):
+        if not weight > 0:
+            raise ValueError(f"mark_outputs: weight={weight}, expected a positive number")
+        weight = float(weight)
+    elif weight.shape != ():
+        raise ValueError(f"mark_outputs: weight has shape {weight.shape}, expected a scalar")
+    one = getattr(likelihood, "one_output", False)
+    if mask is not None:
+        shapes = [x.shape[:-1], x.shape] if one and x.ndim < 2 else [x.shape[:-1]]
+        if not hasattr(mask, "dtype") or mask.dtype != jnp.bool_ or mask.shape not in shapes:
+            found = f"{mask.dtype} of shape {mask.shape}" if hasattr(mask, "dtype") else mask
+            raise ValueError(
+                f"mark_outputs: mask is {found}, expected bool with one entry per term, "
+                f"{shapes[-1]}"
+            )
+    if x.ndim == 0 and not one:
+        raise ValueError(
+            f"mark_outputs: x is a scalar, expected the outputs of {type(likelihood).__name__} on "
+            "its last axis"
+        )
+    operands = [x, *([] if isinstance(weight, float) else [weight])]
+    operands += [] if mask is None else [jnp.asarray(mask)]
+    return _primitive.bind(
+        *operands,
+        likelihood=likelihood,
+        weight=weight if isinstance(weight, float) else None,
+        masked=mask is not None,
+    )
+
+
+def check_likelihood(what: str, likelihood: object) -> None:
+    """Refuse what is no likelihood: its four methods are all that is asked."""
+    if isinstance(likelihood, type):
+        raise TypeError(f"{what}: expected an instance, write jk.{likelihood.__name__}()")
+    if not all(hasattr(likelihood, m) for m in ("check", "terms", "sample", "fisher_column")):
+        raise TypeError(
+            f"{what}: expected jk.Categorical(), jk.Bernoulli(), jk.Gaussian(), or an "
+            "object with their methods check, terms, sample and fisher_column, got "
+            f"{likelihood!r}"
+        )
+
+
+_primitive.def_impl(lambda x, *_, **__: x)
+_primitive.def_abstract_eval(lambda x, *_, **__: x)
+mlir.register_lowering(_primitive, lambda ctx, x, *_, **__: [x])
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    return _primitive.bind(*primals, **params), tangents[0]
+
+
+def _batch(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    x, axis = operands[0], axes[0]
+    if axis is batching.not_mapped:
+        return _primitive.bind(*operands, **params), axis
+    if any(a is not batching.not_mapped for a in axes[1:]):
+        raise HiddenMarkError(
+            "jk.mark_outputs: its mask or weight is mapped by jax.vmap, and the mean over calls of "
+            "each call's mean is not the mean over all terms; mark the outputs after vmap, with "
+            "the whole mask"
+        )
+    if params["masked"]:
+        rows = operands[-1]
+        operands = (*operands[:-1], jnp.broadcast_to(rows, (x.shape[axis], *rows.shape)))
+    return _primitive.bind(jnp.moveaxis(x, axis, 0), *operands[1:], **params), 0
+
+
+ad.primitive_jvps[_primitive] = _jvp
+batching.primitive_batchers[_primitive] = _batch
+
+
+class OutputMark(NamedTuple):
+    """A mark of a program.
+
+    Attributes:
+        likelihood: Its likelihood.
+        shape: Shape and dtype of what it marks.
+        weight: A number; ``None`` where it is an array.
+        masked: Whether it has a mask.
+    """
+
+    likelihood: Any
+    shape: jax.ShapeDtypeStruct
+    weight: float | None
+    masked: bool
+
+
+class Marked(NamedTuple):
+    """What a program with marks returns.
+
+    Attributes:
+        outputs: What each mark marks.
+        result: What the program itself returns, as leaves.
+        weights: Weights that are arrays, by mark.
+        masks: Masks, by mark.
+    """
+
+    outputs: list[Any]
+    result: list[Any]
+    weights: dict[int, Any]
+    masks: dict[int, Any]
+
+
+def marks_of(jaxpr: Jaxpr) -> list[OutputMark]:
+    """The marks of a program, in order.
+
+    Raises:
+        HiddenMarkError: one stands where its terms cannot be read.
+    """
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is _primitive:
+            aval = eqn.outvars[0].aval
+            found.append(
+                OutputMark(
+                    eqn.params["likelihood"],
+                    jax.ShapeDtypeStruct(aval.shape, aval.dtype),
+                    eqn.params["weight"],
+                    eqn.params["masked"],
+                )
+            )
+            continue
+        inner = [m for body in _bodies(eqn) for m in marks_of(body)]
+        if inner and call_kind(eqn) not in ("jit", "checkpoint"):
+            raise HiddenMarkError(
+                f"jk.mark_outputs stands inside `{eqn.primitive.name}`, where its terms cannot be "
+                "read: return these outputs from it, and mark them outside"
+            )
+        found += inner
+    return found
+
+
+def lifted(
+    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], shifts: Sequence[Any]
+) -> Marked:
+    """Run a program so that it returns what its marks mark.
+
+    Args:
+        jaxpr: The program.
+        consts: Its constants.
+        args: Its arguments.
+        shifts: For each mark zeros of its shape. Their cotangents are those that the loss sends
+            to the marked outputs.
+    """
+    out = _run(jaxpr, consts, args, list(shifts))
+    weights = {k: w for k, (_, w, _) in enumerate(out.marks) if w is not None}
+    masks = {k: m for k, (_, _, m) in enumerate(out.marks) if m is not None}
+    return Marked([x for x, _, _ in out.marks], out.result, weights, masks)
+
+
+class _Run(NamedTuple):
+    result: list[Any]
+    marks: list[tuple[Any, Any, Any]]  # outputs, weight, mask
+
+
+def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], shifts: list[Any]) -> _Run:
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    marks: list[tuple[Any, Any, Any]] = []
+
+    def read(operand: Any) -> Any:
+        return env[operand] if is_var(operand) else operand.val
+
+    for eqn in jaxpr.eqns:
+        values = [read(v) for v in eqn.invars]
+        if eqn.primitive is _primitive:
+            rest = values[1:]
+            mask = rest.pop() if eqn.params["masked"] else None
+            marks.append((values[0], rest[0] if rest else None, mask))
+            out = [_shifted(values[0], shifts[len(marks) - 1])]
+        elif number := _number_of_marks(eqn):
+            here = shifts[len(marks) : len(marks) + number]
+            inner = functools.partial(_run, *body_of(eqn))
+            again = checkpoint_like(eqn, inner) if call_kind(eqn) == "checkpoint" else inner
+            out, found = again(values, here)
+            marks += found
+        else:
+            out = bind(eqn)(*values)
+            out = out if eqn.primitive.multiple_results else [out]
+        env.update(zip(eqn.outvars, out, strict=True))
+    return _Run([read(v) for v in jaxpr.outvars], marks)
+
+
+def _number_of_marks(eqn: Eqn) -> int:
+    return sum(len(marks_of(body)) for body in _bodies(eqn))
+
+
+@jax.custom_vjp
+def _shifted(x: Any, shift: Any) -> Any:
+    """``x``, whose cotangent is also that of ``shift``: a sum would join their axes."""
+    return x
+
+
+_shifted.defvjp(lambda x, shift: (x, None), lambda _, cotangent: (cotangent, cotangent))
+
+
+def _bodies(eqn: Eqn) -> list[Jaxpr]:
+    found = []
+    for value in eqn.params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(one, "eqns") or hasattr(one, "jaxpr"):
+                found.append(open_jaxpr(one)[0])
+    return found
