@@ -303,7 +303,7 @@ class Analysis(Facts):
 
     def _chosen(
         self, ins: list[Value], position: int, plan: Plan, number: int
-    ) -> list[View] | None:
+    ) -> list[Value] | None:
         """The view that ``select_n(which, stop_gradient(w), w)`` is: ``w``, for some rows.
 
         ``vmap`` makes it of a cond whose predicate differs from row to row: all branches run on

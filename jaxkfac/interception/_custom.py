@@ -78,7 +78,7 @@ def walk_rule(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: S
     inside = [dict(zip(eqn.invars, held, strict=True))[v] for v in primals]
     inside += [_tangent(facts, own[v]) for v in tangents]
     _, plan = walk(closed.jaxpr, closed.consts, inside, scope)
-    results = [
+    results: list[Value] = [
         Data(facts.unique(), v.axes if isinstance(v, Data) else fresh(facts.table, w.aval.shape))
         for v, w in zip(outs, eqn.outvars, strict=True)
     ]
