@@ -97,7 +97,7 @@ def _stacked(parts: Mapping[tuple[int, ...], Any]) -> Any:
     ordered = [parts[at] for at in np.ndindex(*shape)]
 
     def stack(*arrays):
-        return np.stack(arrays).reshape(*shape, *arrays[0].shape)
+        return np.stack(arrays).reshape((*shape, *arrays[0].shape))
 
     if not isinstance(ordered[0], Block):
         return stack(*ordered)

@@ -99,8 +99,8 @@ class Piece:
             if bias is not None:
                 y = tap.lone_bias(f"{name}/bias", y + bias, shape=(WIDTH,))
         elif self.kind == "gain":
-            gain = jnp.exp(p["log"])
-            y = tap.scale(f"{name}/log", x * gain, jnp.sin(x) * gain, shape=(WIDTH,))
+            y = jnp.sin(x) * jnp.exp(p["log"])  # exp is its own derivative
+            y = tap.scale(f"{name}/log", y, y, shape=(WIDTH,))
         else:
             y = tap.lone_bias(f"{name}/bias", jnp.sin(x) + bias, shape=(WIDTH,))
         return x + jnp.tanh(y)

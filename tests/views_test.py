@@ -211,3 +211,34 @@ def test_sums_of_whole_examples_need_a_model():
     scalar = lambda p, b: jnp.mean(apply_fn(p, b[0]) ** 2)
     with pytest.raises(ValueError, match="'gain' is one of whole examples' gradients"):
         jk.value_grad_and_factors(scalar, loss_terms=6)(params, tokens())
+
+
+def test_an_adapter_beside_a_part_of_a_product_is_refused():
+    config = jk.lslora.Config(rank=2, target="q")
+    apply_fn = lambda p, x: x @ jnp.concatenate([p["q"], p["k"]], 1)
+    params, (x, _) = tree(0, q=(4, 3), k=(4, 3)), tokens()
+    adapters = jk.lslora.init(config, apply_fn, params, x, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="'q': the program puts its parameter beside others"):
+        jk.lslora.attach(apply_fn, config)(params, adapters, x)
+
+
+def test_an_adapter_of_a_range_of_a_kernel():
+    """The gate half is adapted, the other half is as it was."""
+    config = jk.lslora.Config(rank=2, target=r"w\[:,3:6\]")
+    apply_fn = lambda p, x: (x @ p["w"][:, :3], x @ p["w"][:, 3:])
+    params, (x, _) = tree(0, w=(4, 6)), tokens()
+    adapters = jk.lslora.init(config, apply_fn, params, x, key=jax.random.key(0))
+    adapters = jax.tree.map(lambda v: v + 0.1, adapters)
+    up, gate = jk.lslora.attach(apply_fn, config)(params, adapters, x)
+    np.testing.assert_allclose(up, x @ params["w"][:, :3], rtol=1e-12)
+    assert np.abs(gate - x @ params["w"][:, 3:]).max() > 1e-3
+
+
+def test_a_saved_service_knows_ranges(tmp_path):
+    case = all_programs()["parameters as one flat vector"].build()
+    factors = jk.value_grad_and_factors(case.objective)(case.params, case.batch).factors
+    with jk.HostCurvature(refresh_every=1, lag=1) as service:
+        service.push(factors, 0)
+        service.save(tmp_path / "service")
+    with jk.HostCurvature.load(tmp_path / "service") as service:
+        assert service.average().layers == factors.layers

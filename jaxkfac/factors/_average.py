@@ -1,5 +1,6 @@
 """Running averages of factors."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
+from jaxtyping import Array
 
 from jaxkfac._checks import instance_of, named
 from jaxkfac._errors import nearest
@@ -58,7 +60,8 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
     $$ \frac{\sum_t \beta^{T-t} \Sigma_t}{\sum_t \beta^{T-t} n_t}, $$
 
     is debiased by itself: after the first step it is that step's mean, with no
-    $1 - \beta^t$ to divide by, and a step of twice as many rows weighs twice as much.
+    $1 - \beta^t$ to divide by, and a step of twice as many rows weighs twice as much. A sum whose
+    count is zero is nothing new: its average stays as it is.
 
     Corrected eigenbases (:func:`correct_eigenvalues`) are averaged alike: their measured
     eigenvalues are, in the eigenvectors of ``average``, in which both must have been measured.
@@ -95,10 +98,29 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
         raise TypeError(f"update_average: cannot add {kinds}")
     if not isinstance(average, Factors):
         return average.decayed_sum(factors, decay)
-    check_same_layers(cast(Factors, factors), average)
-    return jax.tree.map(
-        lambda x, new: jnp.asarray(decay, x.dtype) * x + new.astype(x.dtype), average, factors
+    new = cast(Factors, factors)
+    check_same_layers(new, average)
+    rows = {name: _decay_of(count, decay) for name, count in new.a_counts.items()}
+    terms = _decay_of(new.terms, decay)
+    decays = dataclasses.replace(
+        new,
+        a_sums=rows,
+        a_counts=rows,
+        g_sums=dict.fromkeys(new.g_sums, terms),
+        diagonals=dict.fromkeys(new.diagonals, terms),
+        terms=terms,
     )
+    return jax.tree.map(
+        lambda x, beta, y: jnp.asarray(beta, x.dtype) * x + y.astype(x.dtype),
+        average,
+        decays,
+        new,
+    )
+
+
+def _decay_of(count: Any, decay: ArrayLike) -> Array:
+    """How much of an average stays beside a contribution: all of it, where that is empty."""
+    return jnp.where(jnp.any(count > 0), decay, 1.0)
 
 
 def check_decay(decay: Any) -> None:

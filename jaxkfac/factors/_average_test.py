@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -64,3 +66,17 @@ def test_factors_of_other_layers_are_named():
     separate = random_factors(LAYERS, jax.random.key(0), bias="separate")
     with pytest.raises(ValueError, match="bias='separate', expected 'joint'"):
         update_average(factors, separate, 0.9)
+
+
+def test_a_count_of_zero_is_nothing_new():
+    """Between the collections of ``every=``; and each sum goes by its own count."""
+    one, two = (random_factors(LAYERS, jax.random.key(i)) for i in range(2))
+    nothing = zeros_like(one)
+    average = update_average(update_average(zeros_like(one), one, 0.5), nothing, 0.5)
+    assert_close(average, one)
+    assert_close(update_average(average, two, 0.5), update_average(one, two, 0.5))
+    rows_alone = dataclasses.replace(nothing, a_sums=two.a_sums, a_counts=two.a_counts)
+    mixed = jax.jit(update_average)(one, rows_alone, 0.5)
+    assert_close(mixed.g_sums, one.g_sums)
+    assert_close(mixed.a_sums, update_average(one, two, 0.5).a_sums)
+    assert_close((mixed.terms, mixed.diagonals), (one.terms, one.diagonals))

@@ -38,6 +38,7 @@ class BudgetedCollector:
     ) -> None:
         self._collector, self._budget, self._sink = collector, max_factor_bytes, sink
         self._programs: dict[_Key, Any] = {}
+        self._gradient: Any = None  # a jitted function
         self._announced: set[str] = set()
 
     def __call__(
@@ -60,7 +61,7 @@ class BudgetedCollector:
             positions: Which positions exist.
             labels: In place of sampled ones.
             state: What a call changes; the same in every pass.
-            step: In place of the sink's.
+            step: In place of the sink's, and for ``every=``.
 
         Returns:
             ``(value, grads, factors)``. The factors are NumPy arrays in host memory; with a
@@ -81,6 +82,8 @@ class BudgetedCollector:
             print(f"jaxkfac: {plan}", file=sys.stderr)
             self._announced.add(str(plan))
         call = self._collector.checked(batch, key, positions, labels, state)
+        if not self._collector.is_due(step):
+            return self._without_factors(params, call)
         layers = self._collector.traced(params, call).table.layers
         value = grads = None
         whole = _Whole(layers)
@@ -127,6 +130,20 @@ class BudgetedCollector:
     def factor_shapes(self, *args: Any, **kwargs: Any) -> Factors:
         """``Factors`` of ``jax.ShapeDtypeStruct``; nothing is computed."""
         return self._collector.factor_shapes(*args, **kwargs)
+
+    def _without_factors(self, params: PyTree, call: Call) -> ValueGradAndFactors:
+        """The gradient alone: zeros in host memory; nothing for a sink."""
+        if self._gradient is None:
+            self._gradient = jax.jit(self._run_gradient)
+        value, grads = self._gradient(params, call)
+        if self._sink is not None:
+            return ValueGradAndFactors(value, grads, _Whole(()).factors())
+        like = self._collector.types(params, call)
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
+        return ValueGradAndFactors(value, grads, zeros)
+
+    def _run_gradient(self, params: PyTree, call: Call) -> tuple[PyTree, PyTree]:
+        return self._collector.without_factors(params, call)[:2]
 
     def _program(self, one: Pass, gradient: bool) -> Any:
         """A jitted pass; windows of one size share it, because their start is an argument."""

@@ -14,6 +14,7 @@ from jaxkfac.factors._program import Program
 from jaxkfac.factors._scalar_loss import check_scalar_loss
 from jaxkfac.factors._statistics import Scales, Sharing
 from jaxkfac.interception import check_function
+from jaxkfac.kinds import Precision
 from jaxkfac.memory import ByteSize, parse_bytes
 
 
@@ -34,6 +35,9 @@ def value_grad_and_factors(
     chunk: int = 1,
     max_factor_bytes: ByteSize | None = None,
     sink: tuple[Any, int] | None = None,
+    subsample: float | None = None,
+    every: int = 1,
+    precision: Precision = "highest",
 ) -> FactorCollector | BudgetedCollector:
     r"""Build a function that returns value, gradient and Kronecker factors.
 
@@ -91,10 +95,23 @@ def value_grad_and_factors(
             and returns factors in host memory.
         sink: ``(service, step)``: a ``HostCurvature`` that takes each pass's factors in place
             of returning them; with ``max_factor_bytes`` only.
+        subsample: The part of the rows, in (0, 1], that Gram products are formed of, drawn anew
+            for each layer from the call's ``key``. Sums are scaled to the rows there are and
+            counts are of all of them, so factors are unbiased; diagonals and counts stay exact.
+            Rows that are split over devices are gathered.
+        every: Factors are collected at steps that are multiples of this. The call needs
+            ``step=``; at the other steps it costs a gradient, and sums and counts are zero: to
+            ``update_average``, ``kfac``, ``HostCurvature`` and ``multi_steps`` (which then needs
+            ``terms=`` too) that is nothing new.
+        precision: Of Gram products of float32 rows: ``"highest"``, or ``"auto"`` for the
+            precision in which the layer's own product runs (TF32, bfloat16 passes). Those of
+            bfloat16 rows are one pass, summed in float32. ``python -m benchmarks.precision``
+            prints what is lost: see ``benchmarks/results/precision.md``.
 
     Returns:
-        A ``FactorCollector``: call it with ``(params, batch, key=None, positions=None)``. With
-        ``max_factor_bytes``, a ``BudgetedCollector``, called in the same way.
+        A ``FactorCollector``: call it with ``(params, batch, key=None, positions=None)``, and
+        ``step=`` beside ``every``. With ``max_factor_bytes``, a ``BudgetedCollector``, called in
+        the same way.
 
     Raises:
         ValueError: an unknown option, or one that a scalar loss cannot give.
@@ -129,7 +146,10 @@ def value_grad_and_factors(
     one_of("bias", bias, ("joint", "separate"))
     one_of("scales", scales, get_args(Scales))
     one_of("uncovered", uncovered, get_args(Uncovered))
-    at_least_one(max_dense=max_dense, samples=samples, chunk=chunk)
+    one_of("precision", precision, get_args(Precision))
+    at_least_one(max_dense=max_dense, samples=samples, chunk=chunk, every=every)
+    if subsample is not None and not 0 < subsample <= 1:
+        raise ValueError(f"subsample={subsample}: expected a part of the rows, in (0, 1]")
     if estimator.unit_outputs and uncovered == "diagonal":
         raise ValueError(
             f'uncovered="diagonal" squares gradients, and fisher="{estimator.name}" has none: '
@@ -154,7 +174,17 @@ def value_grad_and_factors(
         has_aux=has_aux,
     )
     collector = FactorCollector(
-        program, estimator, sharing, bias, scales, uncovered, has_aux, loss_terms
+        program,
+        estimator,
+        sharing,
+        bias,
+        scales,
+        uncovered,
+        has_aux,
+        loss_terms,
+        subsample,
+        every,
+        precision,
     )
     if max_factor_bytes is not None:
         budget = parse_bytes(max_factor_bytes, name="max_factor_bytes")

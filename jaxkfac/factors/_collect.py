@@ -8,13 +8,15 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Key, PyTree
 
+from jaxkfac.factors._average import zeros_like
 from jaxkfac.factors._diagonal_pass import check_alone, diagonal_layers, per_example_diagonals
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.factors._objective import Objective
-from jaxkfac.factors._program import Program
+from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.factors._scalar_loss import check_marked, check_scalar_loss, refuse_sum
 from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
 from jaxkfac.interception import (
@@ -26,6 +28,10 @@ from jaxkfac.interception import (
     leaves_by_path,
     with_leaves,
 )
+from jaxkfac.kinds import Precision, Products
+from jaxkfac.linalg import statistics_dtype
+
+ROWS_FOLD = 0x726F  # folded into the caller's key for the rows of ``subsample=``
 
 Uncovered = Literal["raise", "diagonal", "ignore"]
 
@@ -68,6 +74,9 @@ class FactorCollector:
     _uncovered: Uncovered
     _has_aux: bool
     _loss_terms: int | None
+    _subsample: float | None = None
+    _every: int = 1
+    _precision: Precision = "highest"
     # Outside of jit, differentiation is staged out as well: the next call runs equations alone.
     _staged: TraceCache[Staged] = dataclasses.field(
         default_factory=TraceCache, repr=False, compare=False
@@ -81,6 +90,8 @@ class FactorCollector:
         positions: Bool[Array, "..."] | None = None,
         labels: PyTree = None,
         state: PyTree | None = None,
+        *,
+        step: ArrayLike | None = None,
     ) -> ValueGradAndFactors:
         """Value, gradient and factors of one batch.
 
@@ -88,7 +99,7 @@ class FactorCollector:
             params: Parameters; integer leaves are held out and get zeros for a gradient.
             batch: ``(inputs, targets)`` or ``(inputs, targets, mask)`` for an ``Objective``;
                 whatever the function takes, for a scalar loss.
-            key: For dropout, and for the labels of ``fisher="mc"``.
+            key: For dropout, for the labels of ``fisher="mc"`` and for the rows of ``subsample=``.
             positions: ``(N, S)`` bool: which positions exist. Rows outside it are left out
                 of every factor with their count. Its axes are those of the outputs.
             labels: ``(samples, *targets)``: labels for ``fisher="mc"`` in place of sampled
@@ -96,33 +107,69 @@ class FactorCollector:
                 their form; of a loss that marks its outputs a list, one for each mark.
             state: What a call changes (batch statistics), for a function with a ``state=``
                 argument.
+            step: The number of the step, for ``every=``: factors are collected where it is a
+                multiple of that.
 
         Returns:
             ``(value, grads, factors)``; value is ``(value, aux)`` with ``has_aux``, ``(value,
-            changed)`` with a state, and ``(value, (aux, changed))`` with both.
+            changed)`` with a state, and ``(value, (aux, changed))`` with both. Factors of a step
+            without collection are zeros, their counts as well.
 
         Raises:
             UncoveredParameterError: a parameter is covered by no layer.
             LostRowsError: ``positions`` is given, or statistics of whole examples are asked
                 for, and the rows cannot be followed to a layer.
-            ValueError: a batch that is empty, or does not fit the likelihood.
+            ValueError: a batch that is empty, or does not fit the likelihood; no ``step``
+                beside ``every=``, no ``key`` beside ``subsample=``.
         """
-        call = self.checked(batch, key, positions, labels, state)
+        call, due = self.checked(batch, key, positions, labels, state), self.is_due(step)
         if isinstance(self._program.objective, Objective):
             outputs = self._program.output_shapes(self.traced(params, call))
             call.estimator.check_values(self._program.objective, outputs, call.batch)
+        if isinstance(due, Tracer):
+            return self._gather_where(due, params, call)
+        run = self.gather if due else self.without_factors
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, call))):
-            return self.gather(params, call)
+            return run(params, call)
 
         def stage() -> Staged:
+            staged = Staged.of(run, params, call)
             if not isinstance(self._program.objective, Objective) and self._loss_terms != 1:
                 refuse_sum(
                     lambda some: self._program.value(params, some, call.key, call.state),
                     call.batch,
                 )
-            return Staged.of(self.gather, params, call)
+            return staged
 
-        return self._staged.get((params, call), stage)(params, call)
+        return self._staged.get((params, call), stage, static=due)(params, call)
+
+    def is_due(self, step: ArrayLike | None) -> Any:
+        """Whether factors are collected at a step, a bool; traced where the step is.
+
+        Raises:
+            ValueError: ``every=`` is above 1 and there is no step.
+        """
+        if self._every == 1:
+            return True
+        if step is None:
+            raise ValueError(
+                f"every={self._every} collects at some steps: pass step=, the number of this one"
+            )
+        due = step % self._every == 0
+        return due if isinstance(due, Tracer) else bool(due)
+
+    def _gather_where(
+        self, due: Bool[Array, ""], params: PyTree, call: Call
+    ) -> ValueGradAndFactors:
+        """``gather`` where it is due, else the gradient alone, in one program."""
+        collect = Staged.of(self.gather, params, call)
+        return jax.lax.cond(
+            due,
+            lambda params, call: collect(params, call),  # cond keeps a weak reference
+            lambda params, call: self.without_factors(params, call, collect.types.factors),
+            params,
+            call,
+        )
 
     @property
     def vjps(self) -> int:
@@ -138,15 +185,31 @@ class FactorCollector:
         state: PyTree | None = None,
     ) -> Call:
         """The arguments as the program takes them; raises where they do not go together."""
+        if self._subsample is not None and key is None:
+            raise ValueError(f"subsample={self._subsample} draws rows: pass key=")
         known = isinstance(self._program.objective, Objective)
         batch = self._program.objective.batch(batch) if known else batch
         estimator = self._estimator.bound(key, labels, batch if known else None)
         return Call(batch, key, positions, estimator, state)
 
-    def statistics(self, traced: Traced, parts: Mapping[str, PassPart] | None = None) -> Statistics:
+    def statistics(
+        self,
+        traced: Traced,
+        parts: Mapping[str, PassPart] | None = None,
+        rows_key: Key[Array, ""] | None = None,
+    ) -> Statistics:
         """The statistics of a traced program, or some parts of them."""
         forward = self._estimator.unit_outputs
-        return Statistics(traced, self._bias, self._sharing, self._scales, forward, parts)
+        products = Products(self._subsample or 1.0, self._precision, rows_key)
+        return Statistics(
+            traced,
+            self._bias,
+            self._sharing,
+            self._scales,
+            forward,
+            parts,
+            products=products,
+        )
 
     def traced(self, params: PyTree, call: Call) -> Traced:
         """The program for these shapes."""
@@ -169,9 +232,10 @@ class FactorCollector:
         objective = self._program.objective
         params = jax.tree.map(jnp.asarray, params)  # a number of Python's is a parameter too
         traced = self.traced(params, call)
+        key = None if self._subsample is None else jax.random.fold_in(call.key, ROWS_FOLD)
         if not isinstance(objective, Objective):
             self._check_scalar(traced, call)
-        statistics = self.statistics(traced, parts)
+        statistics = self.statistics(traced, parts, key)
         if traced.marks:
             weights = self._program.row_weights(traced, params, call.batch, call.key, call.state)
             statistics = dataclasses.replace(statistics, row_weights=weights)
@@ -186,16 +250,45 @@ class FactorCollector:
             loss_terms=self._loss_terms,
             windows=windows,
             differentiate=gradient,
+            rows_key=key,
         )
         outputs = call.estimator.gathered(objective, at, call.batch, statistics.outputs)
         factors = statistics.factors(at.emitted, outputs, at.terms, at.squares_to_sums)
         if self._uncovered == "diagonal" and traced.table.uncovered and gradient:
             factors = self._with_diagonals(traced, params, call, factors)
-        value = at.value
+        return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
+
+    def without_factors(
+        self, params: PyTree, call: Call, like: Factors | None = None
+    ) -> ValueGradAndFactors:
+        """Value and gradient alone, with factors of nothing.
+
+        Args:
+            params: The parameters.
+            call: The call.
+            like: Types of the factors, where they are known.
+        """
+        params = jax.tree.map(jnp.asarray, params)
+        traced = self.traced(params, call)
+        if like is None:
+            like = self.types(params, call)
+        at = self._program.linearise(
+            traced,
+            self.statistics(traced, {}),
+            params,
+            call.batch,
+            call.key,
+            call.state,
+            loss_terms=self._loss_terms,
+        )
+        return ValueGradAndFactors(
+            self._value(at, call), _gradient(params, at.grads), zeros_like(like)
+        )
+
+    def _value(self, at: Linearised, call: Call) -> Any:
+        objective = self._program.objective
         has_aux = objective.has_aux if isinstance(objective, Objective) else self._has_aux
-        if has_aux or call.state is not None:
-            value = (at.value, at.aux)
-        return ValueGradAndFactors(value, _gradient(params, at.grads), factors)
+        return (at.value, at.aux) if has_aux or call.state is not None else at.value
 
     def _check_scalar(self, traced: Traced, call: Call) -> None:
         """Refuse what only outputs give, where a loss marks none."""
@@ -222,9 +315,27 @@ class FactorCollector:
         """``Factors`` of ``jax.ShapeDtypeStruct``; nothing is computed."""
         check_arrays("params", params)
         check_arrays("batch", batch)
-        if key is None and self._estimator.samples_labels:
+        if key is None and (self._estimator.samples_labels or self._subsample is not None):
             key = jax.eval_shape(lambda: jax.random.key(0))
-        return jax.eval_shape(self.__call__, params, batch, key, positions, None, state).factors
+        call = self.checked(batch, key, positions, None, state)
+        if positions is not None:  # which may be lost on the way to a layer
+            return jax.eval_shape(self.gather, params, call).factors
+        return self.types(params, call)
+
+    def types(self, params: PyTree, call: Call) -> Factors:
+        """The same of a call; from the layers alone, where one pass covers them."""
+        traced, objective = self.traced(params, call), self._program.objective
+        second_pass = self._uncovered == "diagonal" and traced.table.uncovered
+        if second_pass or traced.marks:
+            return jax.eval_shape(self.gather, params, call).factors
+        if not isinstance(objective, Objective):
+            self._check_scalar(traced, call)
+            terms = jax.ShapeDtypeStruct((), statistics_dtype(traced.out_shapes[0].dtype))
+        else:
+            outputs, (_, targets, mask) = self._program.output_shapes(traced), call.batch
+            terms = jax.eval_shape(objective.loss, outputs, targets, mask)[1]
+        jax.eval_shape(self.statistics(traced).slots)  # which refuses what cannot be gathered
+        return self.statistics(traced).shapes(terms)
 
     def _with_diagonals(
         self, traced: Traced, params: PyTree, call: Call, factors: Factors

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 from jaxkfac._errors import LostRowsError
 from jaxkfac.factors._taps import ArrayType
 from jaxkfac.interception import Atoms, Layer, Site, Use
-from jaxkfac.kinds import Rows, by_example, in_own_order
+from jaxkfac.kinds import Products, Rows, by_example, in_own_order
 from jaxkfac.linalg import PANELS_FROM, gram, gram_panels, unpack_panels
 
 ExampleAxes = Sequence[tuple[Atoms, int]]  # as in ``Traced.example_axes``
@@ -82,30 +82,42 @@ def input_means(
     *,
     ones: bool,
     dense: bool,
+    products: Products,
+    precision: Any,
 ) -> tuple[Float[Array, "*sums"], Float[Array, "*stack"]]:
     """Sum of outer products of each example's mean input row, and the number of examples."""
     there = a_numbers > 0
     mean = a_rows / jnp.where(there, a_numbers, 1)[..., None]
     if ones:
         mean = jnp.concatenate([mean, there[..., None].astype(mean.dtype)], -1)
-    return outer_products(mean, dense=dense), there.sum(-1, dtype=mean.dtype)
+    sums = outer_products(mean, dense=dense, products=products, precision=precision)
+    return sums, there.sum(-1, dtype=mean.dtype)
 
 
-def outer_products(rows: Float[Array, "*stack rows n"], *, dense: bool) -> Float[Array, "*sums"]:
+def outer_products(
+    rows: Float[Array, "*stack rows n"], *, dense: bool, products: Products, precision: Any
+) -> Float[Array, "*sums"]:
     """``(stack..., rows, n)`` to ``(stack..., n, n)``, or to its diagonal."""
     lead = rows.ndim - 2
     if not dense:
         return jnp.square(rows).sum(-2)
+    rows, times = products.sampled_examples(rows)
     if not lead and rows.shape[-1] >= PANELS_FROM:
-        return unpack_panels(gram_panels(rows, 1))
-    return gram(rows, (lead,), tuple(range(lead)))
+        sums = unpack_panels(gram_panels(rows, 1, precision=precision))
+    else:
+        sums = gram(rows, (lead,), tuple(range(lead)), precision=precision)
+    return sums if times is None else sums * times.astype(sums.dtype)
 
 
 def gradient_block(
-    layer: Layer, gradient: Float[Array, "*parameter examples"]
+    layer: Layer,
+    gradient: Float[Array, "*parameter examples"],
+    products: Products,
+    precision: Any,
 ) -> Float[Array, "*stack n n"]:
     """The dense block of per-example gradients ``(parameter..., examples)``."""
-    return outer_products(gradient_rows(layer, gradient), dense=True)
+    rows = gradient_rows(layer, gradient)
+    return outer_products(rows, dense=True, products=products, precision=precision)
 
 
 def gradient_rows(

@@ -98,22 +98,29 @@ def test_one_sample_is_the_sample_of_the_likelihood(x64):
 
 
 def test_devices_draw_labels_of_their_own(x64):
-    """Under ``shard_map`` one key serves every device, whose examples are others."""
-    objective, params, (x, y) = program(n=4)
-    same = jnp.concatenate([x[:2], x[:2]])  # what a device would repeat
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    """Under ``shard_map`` one key serves every device: G is not that of equal labels."""
+    objective, params, (x, y) = program(n=2)
+    key, mesh = jax.random.key(0), jax.make_mesh((2,), ("data",))
+    stats = value_grad_and_factors(objective, fisher="mc")
 
     def g(params, batch, key):
-        stats = value_grad_and_factors(
-            objective, fisher="mc", layers="out|bias", uncovered="ignore"
-        )
         params = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
-        return stats(params, batch, key).factors["out"].g[None]
+        return stats(params, batch, key).factors["out"].g[None]  # a sum over devices
 
     data, none = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
-    split = jax.shard_map(g, mesh=mesh, in_specs=(none, data, none), out_specs=data)
-    first, second = jax.jit(split)(params, (same, y), jax.random.key(0))
-    assert not np.allclose(first, second)
+    split = jax.jit(jax.shard_map(g, mesh=mesh, in_specs=(none, data, none), out_specs=data))
+    both = split(params, (jnp.concatenate([x, x]), jnp.concatenate([y, y])), key)
+    np.testing.assert_array_equal(both[0], both[1])
+    outputs = objective.apply_fn(params, x)
+
+    def drawn(keys):
+        labels = jnp.stack([objective.sample(k, outputs) for k in keys])
+        return stats(params, (x, y), labels=labels).factors["out"].g
+
+    base = jax.random.fold_in(key, 0x6C61)
+    each = [jax.random.fold_in(base, device) for device in range(2)]
+    np.testing.assert_allclose(both[0], 2 * drawn(each), rtol=1e-10)
+    assert not np.allclose(both[0], 2 * drawn([base]))
 
 
 @pytest.mark.sampled(2)

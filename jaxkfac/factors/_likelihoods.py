@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int, Key, Num
+from jaxtyping import Array, Bool, Float, Int, Key, Num, Shaped
 
 Outputs = Array | jax.ShapeDtypeStruct  # their shape and dtype are all that a check reads
 
@@ -89,7 +89,7 @@ class Categorical:
 
     ignore_index: int | None = None
 
-    def kept(self, targets: Int[Array, "*terms"]) -> Bool[Array, "*terms"] | None:
+    def kept(self, targets: Shaped[Array, "..."]) -> Bool[Array, "..."] | None:
         """Which terms ``ignore_index`` leaves; ``None`` for all of them."""
         return None if self.ignore_index is None else targets != self.ignore_index
 

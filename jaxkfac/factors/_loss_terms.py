@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from jaxkfac.factors._likelihoods import masked_mean
+from jaxkfac.interception import cast_varying
 from jaxkfac.linalg import statistics_dtype
 
 
@@ -216,7 +217,7 @@ class LossTerms(abc.ABC):
         seeds, parts = _seeds(heads), []
         for head, seed in zip(heads, seeds, strict=True):
             mean, vjp = jax.vjp(lambda y, head=head: head.mean(y)[0], head.outputs)
-            parts.append(vjp(seed.astype(mean.dtype))[0])
+            parts.append(vjp(cast_varying(seed.astype(mean.dtype), mean))[0])
         return self.tree(parts)
 
     def rescaled(self, outputs: PyTree, cotangents: PyTree, mask: PyTree) -> PyTree:
@@ -254,7 +255,10 @@ class LossTerms(abc.ABC):
                     here = (jnp.arange(math.prod(shape)) == term).reshape(shape)
                     here = here if one.ndim < 2 else here[..., None]
                     one = jnp.where(here, one, jnp.zeros((), one.dtype))
-                parts = [jnp.zeros(h.outputs.shape, h.outputs.dtype) for h in heads]
+                parts = [
+                    cast_varying(jnp.zeros(h.outputs.shape, h.outputs.dtype), h.outputs)
+                    for h in heads
+                ]
                 return self.tree([*parts[:at], one, *parts[at + 1 :]])
 
             return column

@@ -151,7 +151,7 @@ def test_marks_that_cannot_be_read_are_refused():
         def body(total, x):
             return total + jk.mark_outputs(model(p, x[None]), jk.Categorical()).sum(), None
 
-        return lax.scan(body, 0.0, batch[0])[0]
+        return lax.scan(body, jnp.zeros(()), batch[0])[0]
 
     def of_masks(p, batch):
         def one(x, kept):
@@ -159,9 +159,9 @@ def test_marks_that_cannot_be_read_are_refused():
 
         return cross_entropy(jax.vmap(one)(batch[0], batch[1] > 0), batch[1])
 
-    with pytest.raises(jk._errors.HiddenMarkError, match="inside `scan`.*mark them outside"):
+    with pytest.raises(jk.HiddenMarkError, match="inside `scan`.*mark them outside"):
         collect(in_scan)
-    with pytest.raises(jk._errors.HiddenMarkError, match=r"mapped by jax.vmap.*after vmap"):
+    with pytest.raises(jk.HiddenMarkError, match=r"mapped by jax.vmap.*after vmap"):
         collect(of_masks)
 
 

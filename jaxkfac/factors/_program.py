@@ -237,6 +237,7 @@ class Program:
         loss_terms: int | None = None,
         windows: Mapping[str, Window] | None = None,
         differentiate: bool = True,
+        rows_key: Key[Array, ""] | None = None,
     ) -> Linearised:
         """Value, gradient, statistics, and a function for further ones.
 
@@ -251,6 +252,7 @@ class Program:
             loss_terms: Number of terms of a scalar loss.
             windows: For some layers, the iterations of a scan that their slots stand for.
             differentiate: Whether the parameters get a gradient, or the slots alone.
+            rows_key: Handed to every tap, if there is one.
 
         Raises:
             LostRowsError: ``positions`` cannot be followed to a layer.
@@ -264,6 +266,7 @@ class Program:
         }
         data = batch.inputs if isinstance(objective, Objective) else batch
         masks = _masks(traced, positions)
+        handler = tap(gathered, None if rows_key is None else {"rows_key": rows_key})
 
         def run(free: dict[str, Array], slots: dict[str, Slot], *more: PyTree) -> PyTree:
             held = {
@@ -271,7 +274,7 @@ class Program:
                 for n, s in slots.items()
             }
             return traced.emit(
-                tap(gathered),
+                handler,
                 with_leaves(params, free),
                 held,
                 data,

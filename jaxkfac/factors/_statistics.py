@@ -1,14 +1,16 @@
 """Which statistics of which layer are gathered, and how they become ``Factors``."""
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
 from jaxkfac.factors._example_sums import (
     example_counts,
@@ -18,8 +20,20 @@ from jaxkfac.factors._example_sums import (
     outer_products,
 )
 from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.interception import Entries, Layer, Site, Slot, SlotEntry, Traced, Use, kind_named
-from jaxkfac.kinds import moments, packs
+from jaxkfac.interception import (
+    Atoms,
+    Entries,
+    Layer,
+    Site,
+    Slot,
+    SlotEntry,
+    Traced,
+    Use,
+    call_kind,
+    equation_signature,
+    kind_named,
+)
+from jaxkfac.kinds import EVERY_ROW, Products, output_moments, packs
 from jaxkfac.linalg import PANELS_FROM, panel_shapes, statistics_dtype, unpack_panels
 
 Sharing = Literal["expand", "reduce"]
@@ -58,6 +72,8 @@ class Statistics:
         forward: Whether output gradients count as the identity.
         parts: What to gather of which layers; everything of all if ``None``.
         row_weights: For some layers, the weight of each use's input rows.
+        products: How Gram products are formed. Its key is for those after the backward pass:
+            inside it the taps are handed one.
 
     Raises:
         ValueError: rows are weighed, and the layer is read by example.
@@ -70,6 +86,7 @@ class Statistics:
     forward: bool = False
     parts: Mapping[str, PassPart] | None = None
     row_weights: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    products: Products = EVERY_ROW
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -109,9 +126,17 @@ class Statistics:
 
     def slots(self) -> dict[str, Slot]:
         """Zeros for every layer; their cotangents are the statistics, their values unread."""
-        return {layer.name: self.slot(layer) for layer in self.layers}
+        known: dict[Any, Array] = {}
 
-    def slot(self, layer: Layer) -> Slot:
+        def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+            """One array for all slots of its shape."""
+            if (shape, dtype) not in known:
+                known[shape, dtype] = jnp.zeros(shape, dtype)
+            return known[shape, dtype]
+
+        return {layer.name: self.slot(layer, zeros) for layer in self.layers}
+
+    def slot(self, layer: Layer, zeros: Callable[..., Array] = jnp.zeros) -> Slot:
         """Zeros for one layer."""
         dtype, uses = self._dtype(layer), self.traced.uses_of(layer)
         if layer.is_elementwise:
@@ -125,15 +150,17 @@ class Statistics:
                     )
                 shape = (*shape, self.traced.num_examples)
                 kinds = ("gradient", "counts")
-            return {key: jnp.zeros(shape, dtype) for key in kinds[: 1 + self.forward]}
+            return {key: zeros(shape, dtype) for key in kinds[: 1 + self.forward]}
         part = self._part(layer)
         rows, slot = (self._num_examples,) if self.by_example(layer) else None, {}
         gradients = part.outputs and not self.forward
         if gradients and rows:
-            slot["g_rows"] = jnp.zeros((*layer.stack, *rows, layer.out_features), dtype)
+            slot["g_rows"] = zeros((*layer.stack, *rows, layer.out_features), dtype)
         elif gradients:
             packed = packs(uses, "g") and any(u.scope for u in uses)
-            slot["g"] = _moment(layer.stack, layer.out_features, layer.g_dense, packed, dtype)
+            slot["g"] = _moment(
+                layer.stack, layer.out_features, layer.g_dense, packed, dtype, zeros
+            )
         if layer.input != layer.name or not part.inputs:
             return slot
         if rows and layer.name in self.row_weights:
@@ -142,8 +169,8 @@ class Statistics:
                 'which weigh its inputs by position: take sharing="expand", not "reduce"'
             )
         if rows:
-            slot["a_rows"] = jnp.zeros((*layer.stack, *rows, layer.in_features), dtype)
-            slot["a_numbers"] = jnp.zeros((*layer.stack, *rows), dtype)
+            slot["a_rows"] = zeros((*layer.stack, *rows, layer.in_features), dtype)
+            slot["a_numbers"] = zeros((*layer.stack, *rows), dtype)
             return slot
         if layer.name in self.row_weights:
             if part.rows is not None:  # a window has no value of an iteration's own
@@ -156,10 +183,10 @@ class Statistics:
             each = jnp.broadcast_to(weights, (*layer.stack, *weights.shape))
             slot["constants"] = {"row_weights": each}
         packed = packs(uses, "a")
-        slot["a"] = _moment(layer.stack, layer.in_features, layer.a_dense, packed, dtype)
-        slot["a_count"] = jnp.zeros(layer.stack, dtype)
+        slot["a"] = _moment(layer.stack, layer.in_features, layer.a_dense, packed, dtype, zeros)
+        slot["a_count"] = zeros(layer.stack, dtype)
         if self._has_ones(layer):
-            slot["a_sum"] = jnp.zeros((*layer.stack, layer.in_features), dtype)
+            slot["a_sum"] = zeros((*layer.stack, layer.in_features), dtype)
         return slot
 
     def _dtype(self, layer: Layer) -> Any:
@@ -168,8 +195,25 @@ class Statistics:
 
     def _has_ones(self, layer: Layer) -> bool:
         """Whether the input factor stored under ``layer`` has a ones column."""
-        readers = [x for x in self.traced.table.layers if x.input == layer.name]
-        return self.bias == "joint" and any(x.bias is not None for x in readers)
+        return self.bias == "joint" and layer.name in self._inputs_with_bias
+
+    @functools.cached_property
+    def _inputs_with_bias(self) -> frozenset[str]:
+        return frozenset(x.input for x in self.traced.table.layers if x.bias is not None)
+
+    def products_of(self, layer: str, key: Key[Array, ""] | None) -> Products:
+        """How the Gram products of one layer are formed: the rows of each are drawn by itself."""
+        if key is not None:
+            key = jax.random.fold_in(key, zlib.crc32(layer.encode()))
+        return self.products._replace(key=key)
+
+    def _after(self, layer: Layer) -> dict[str, Any]:
+        """The same of those that are formed after the backward pass."""
+        products = self.products_of(layer.name, self.products.key)
+        return {
+            "products": products,
+            "precision": products.precision_of(self.traced.uses_of(layer)[0].eqn),
+        }
 
     # -- in the backward pass ---------------------------------------------------------
 
@@ -180,6 +224,47 @@ class Statistics:
         the backward pass, and cost what the cotangent costs.
         """
         return self.unpacks(self.traced.table[use.layer or ""])
+
+    def signature(self, site: Site, use: Use) -> Hashable:
+        """See ``_taps.Gathered``: of what is read alike, axes are known by where they recur.
+
+        A loop is traced once as it is, rows are drawn for each layer by itself, and what is seen
+        through more than plain views is left alone.
+        """
+        if not self._is_plain(use) or self.row_weights or self.products.fraction < 1:
+            return None
+        alike = self._signature(use)
+        return alike if self._alike[alike] > 1 else None
+
+    def _is_plain(self, use: Use) -> bool:
+        view = use.view
+        joined = view.joins or view.members or view.function or len(use.parts) > 1
+        return not (use.scope or joined or len(use.layers) > 1 or call_kind(use.eqn))
+
+    @functools.cached_property
+    def _alike(self) -> Mapping[Hashable, int]:
+        """How many uses there are of each signature."""
+        uses = (use for layer in self.layers for use in self.traced.uses_of(layer))
+        return collections.Counter(self._signature(use) for use in uses if self._is_plain(use))
+
+    def _signature(self, use: Use) -> Hashable:
+        layer, table = self.traced.table[use.layer or ""], self.traced.analysis.table
+        numbers: dict[int, int] = {}
+
+        def atoms(axis: Atoms) -> Hashable:
+            parts = table.atoms(axis)
+            return tuple((numbers.setdefault(a, len(numbers)), table.size(a)) for a in parts)
+
+        axes = (use.view.own, use.in_axes, use.out_axes, use.batch_axes, use.rows, use.result)
+        return (
+            equation_signature(use.eqn),
+            use.kind,
+            use.operand,
+            tuple(tuple(map(atoms, group)) for group in axes),
+            atoms(self.traced.examples),
+            (use.free_stack, use.groups, use.reversed),
+            (layer.kind, layer.stack, layer.g_dense, self.unpacks(layer)),
+        )
 
     def unpacks(self, layer: Layer) -> bool:
         """Whether G is made of panels in the backward pass itself, and is whole in its slot."""
@@ -208,9 +293,10 @@ class Statistics:
             return kind.elements(site, use, like, operands, whole, weights, examples, derivative)
         out: Slot = {}
         examples = self.traced.example_axes
+        products = self.products_of(use.layer or "", (constants or {}).get("rows_key"))
         if "a" in like:
-            out |= kind.input_moments(site, use, like, operands, weights)
-            if constants is not None:
+            out |= kind.input_moments(site, use, like, operands, weights, products)
+            if constants is not None and "row_weights" in constants:
                 out = _weighed(out, constants["row_weights"][..., self._number_of(use)])
         elif "a_rows" in like:
             side = kind.summed_input_rows(site, use, operands, weights)
@@ -219,7 +305,8 @@ class Statistics:
             out["a_numbers"] = example_counts(site, use, each, weights, examples, numbers)
         if "g" in like:
             side = kind.output_rows(site, use, cotangent, weights)
-            out["g"] = moments(site, use, side, like["g"], panels=self.comes_first(use))
+            panels = self.comes_first(use)
+            out["g"] = output_moments(site, use, side, like["g"], weights, products, panels=panels)
         elif "g_rows" in like:
             side = kind.output_rows(site, use, cotangent, weights)
             out["g_rows"] = example_sums(site, use, side, examples, like["g_rows"])
@@ -233,6 +320,30 @@ class Statistics:
 
     # -- after it ---------------------------------------------------------------------
 
+    def shapes(self, terms: jax.ShapeDtypeStruct) -> Factors:
+        """Shapes of the factors, from the layers alone."""
+        a_sums, a_counts, g_sums, diagonals = {}, {}, {}, {}
+        for layer in self.layers:
+            part, dtype = self._part(layer), self._dtype(layer)
+
+            def shaped(*sizes: int, of: Layer = layer, dtype: Any = dtype) -> Any:
+                return jax.ShapeDtypeStruct((*of.stack, *sizes), dtype)
+
+            if part.outputs and layer.is_diagonal:
+                shape = self.traced.part_shape(layer.weight)
+                diagonals[layer.name] = jax.ShapeDtypeStruct(shape, dtype)
+            elif part.outputs:
+                n = layer.out_features
+                g_sums[layer.name] = shaped(n, n) if layer.g_dense else shaped(n)
+            if layer.is_elementwise:
+                if part.outputs and not layer.is_diagonal:
+                    a_sums[layer.name], a_counts[layer.name] = shaped(1), shaped()
+            elif layer.input == layer.name and part.inputs:
+                n = layer.in_features + self._has_ones(layer)
+                a_sums[layer.name] = shaped(n, n) if layer.a_dense else shaped(n)
+                a_counts[layer.name] = shaped()
+        return Factors(a_sums, a_counts, g_sums, diagonals, terms, self.layers, self.bias)
+
     def inputs(self, emitted: Mapping[str, Slot]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Sums and counts of the input sides; the same for every Fisher type."""
         sums, counts = {}, {}
@@ -241,9 +352,12 @@ class Statistics:
             if "a" in slot:
                 sums[layer.name], counts[layer.name] = _with_ones(slot), slot["a_count"]
             elif "a_rows" in slot:
-                ones = self._has_ones(layer)
                 sums[layer.name], counts[layer.name] = input_means(
-                    slot["a_rows"], slot["a_numbers"], ones=ones, dense=layer.a_dense
+                    slot["a_rows"],
+                    slot["a_numbers"],
+                    ones=self._has_ones(layer),
+                    dense=layer.a_dense,
+                    **self._after(layer),
                 )
         return sums, counts
 
@@ -261,12 +375,12 @@ class Statistics:
             return None
         if "gradient" in slot:
             if layer.g_dense:
-                return gradient_block(layer, slot["gradient"])
+                return gradient_block(layer, slot["gradient"], **self._after(layer))
             return jnp.square(slot["gradient"]).sum(-1)
         if "diagonal" in slot:
             return slot["diagonal"]
         if "g_rows" in slot:
-            return outer_products(slot["g_rows"], dense=layer.g_dense)
+            return outer_products(slot["g_rows"], dense=layer.g_dense, **self._after(layer))
         return slot.get("g")
 
     def factors(
@@ -287,7 +401,7 @@ class Statistics:
                 continue
             if self.forward:
                 mean = self._unit_output(layer, emitted[layer.name])
-                total = mean * terms.astype(mean.dtype)
+                total = mean * (terms + 0 * scale).astype(mean.dtype)  # NaN where the loss is
             else:
                 total = jax.tree.map(lambda x: x * scale.astype(x.dtype), outputs[layer.name])
                 total = unpack_panels(total) if isinstance(total, tuple) else total
@@ -330,13 +444,18 @@ def _floats(use: Use) -> list[Any]:
 
 
 def _moment(
-    stack: tuple[int, ...], size: int, dense: bool, packed: bool, dtype: DTypeLike
+    stack: tuple[int, ...],
+    size: int,
+    dense: bool,
+    packed: bool,
+    dtype: DTypeLike,
+    zeros: Callable[..., Array],
 ) -> Array | tuple[Array, ...]:
     if not dense:
-        return jnp.zeros((*stack, size), dtype)
+        return zeros((*stack, size), dtype)
     if packed and not stack and size >= PANELS_FROM:
-        return tuple(jnp.zeros((*stack, *shape), dtype) for shape in panel_shapes(size))
-    return jnp.zeros((*stack, size, size), dtype)
+        return tuple(zeros((*stack, *shape), dtype) for shape in panel_shapes(size))
+    return zeros((*stack, size, size), dtype)
 
 
 def _with_ones(slot: Slot) -> Array:
@@ -347,10 +466,4 @@ def _with_ones(slot: Slot) -> Array:
     total, count = slot["a_sum"], slot["a_count"]
     if not isinstance(a, tuple) and a.ndim == total.ndim:  # a diagonal side
         return jnp.concatenate([a, count[..., None]], -1)
-    panels, start = [], 0
-    for panel in a if isinstance(a, tuple) else (a,):
-        stop = start + panel.shape[-2]
-        column = total[..., start:stop, None]
-        panels.append(jnp.concatenate([panel, column], -1))
-        start = stop
-    return unpack_panels((*panels, count[..., None, None]))
+    return unpack_panels(a if isinstance(a, tuple) else (a,), (total, count))

@@ -11,7 +11,7 @@ not differentiated: it is handed to whoever computes the statistics.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -52,6 +52,14 @@ class Gathered(Protocol):
         """Whether the statistics of a use are whole before its cotangent is propagated."""
         ...
 
+    def signature(self, site: Site, use: Use) -> Hashable:
+        """What the tap of a use depends on beside its operands.
+
+        Taps that agree in it are traced once, and lowered to one function. ``None``: this one
+        is traced by itself.
+        """
+        ...
+
     def emit(
         self,
         site: Site,
@@ -72,25 +80,35 @@ class Gathered(Protocol):
             cotangent: Cotangent of the result; of an insertion, of the parameter as it was
                 broadcast.
             weights: Which rows exist, with the axes of ``use.rows``.
-            constants: What the slot held under ``"constants"``.
+            constants: What the slot held under ``"constants"``, and what every tap is handed.
         """
         ...
 
 
-def tap(gathered: Gathered) -> Handler:
-    """The handler that emits statistics."""
+def tap(gathered: Gathered, constants: Slot | None = None) -> Handler:
+    """The handler that emits statistics.
+
+    Args:
+        gathered: What is gathered.
+        constants: Arrays that every tap is handed, beside those in its slot.
+    """
+    shared: dict[Hashable, Callable[..., Array]] = {}
 
     def handler(site: Site, operands: list[Any]) -> Any:
         bare = site.without_values()
+        slots = [
+            {**slot, "constants": {**constants, **slot.get("constants", {})}} if constants else slot
+            for slot in site.slots
+        ]
         if site.uses[0].kind.inserts:
             operands = list(operands)
             for k, use in enumerate(site.uses):
                 parameter = operands[use.operand]
                 shape = _shape_inside(site, parameter)
-                op = _tapped(_broadcast_to(shape), gathered, bare, [use], [site.slots[k]])
+                op = _tapped(_broadcast_to(shape), gathered, bare, [use], [slots[k]], shared)
                 operands[use.operand] = op([parameter], [site.rows[k]], [site.active[k]])
             return site.bind(*operands)
-        op = _tapped(bare.bind, gathered, bare, site.uses, site.slots)
+        op = _tapped(bare.bind, gathered, bare, site.uses, slots, shared)
         return op(operands, site.rows, site.active)
 
     return handler
@@ -102,10 +120,34 @@ def _tapped(
     site: Site,
     uses: list[Use],
     slots: list[Slot],
+    shared: dict[Hashable, Callable[..., Array]],
 ) -> Callable[[list[Any], list[Weights], list[Active]], Array]:
     constants = [slot.get("constants") for slot in slots]
     slots = [{k: v for k, v in slot.items() if k != "constants"} for slot in slots]
     likes = jax.tree.map(jax.typeof, slots)  # a backward rule may close over nothing but types
+    signatures = tuple(gathered.signature(site, use) for use in uses)
+    if None in signatures:
+        op = _operation(fn, gathered, site, uses, likes)
+    else:
+        types, tree = jax.tree.flatten(likes)
+        known = signatures, tree, tuple(types)
+        if known not in shared:
+            shared[known] = jax.jit(_operation(fn, gathered, site, uses, likes))
+        op = shared[known]
+
+    def run(operands: list[Any], rows: list[Weights], active: list[Active]) -> Array:
+        operands = jax.tree.map(jnp.asarray, operands)  # a constant may be NumPy's
+        data = operands[1 - uses[0].operand] if len(operands) > 1 else operands[0]
+        varying = jax.tree.map(lambda s: cast_varying(s, data), slots)
+        return op(operands, rows, active, constants, varying)
+
+    return run
+
+
+def _operation(
+    fn: Callable[..., Array], gathered: Gathered, site: Site, uses: list[Use], likes: list[Slot]
+) -> Callable[..., Array]:
+    """``fn`` of operands, rows, active, constants and slots, with the backward rule of a tap."""
 
     @jax.custom_vjp
     def op(
@@ -158,14 +200,7 @@ def _tapped(
         return list(cotangents), None, None, None, out
 
     op.defvjp(forward, backward)
-
-    def run(operands: list[Any], rows: list[Weights], active: list[Active]) -> Array:
-        operands = jax.tree.map(jnp.asarray, operands)  # a constant may be NumPy's
-        data = operands[1 - uses[0].operand] if len(operands) > 1 else operands[0]
-        varying = jax.tree.map(lambda s: cast_varying(s, data), slots)
-        return op(operands, rows, active, constants, varying)
-
-    return run
+    return op
 
 
 def _shape_inside(site: Site, parameter: ArrayType) -> tuple[int, ...]:

@@ -7,8 +7,11 @@ every value what it can be:
 - a **parameter** is an input to find layers for;
 - a **view** is a parameter whose elements were selected, renamed or scaled by constants
   (transposed, reshaped, cast, one slice of a scan), so that a gradient of it is one of the
-  parameter;
-- a **derived** value depends on parameters alone and is no view (``exp(w)``, ``w @ u``);
+  parameter; or a function of the parameter element by element (``exp(w)``), so that it is one
+  times a derivative;
+- a **combined** value is several parameters, each of them in view: a product element by element,
+  or arrays put side by side;
+- a **derived** value depends on parameters alone and shows none of them (``w @ u``);
 - **data** depends on data.
 
 Where a view meets data, the equation is a *use* of the layer by its *kind* (``Kind``), or a row
@@ -25,9 +28,10 @@ make queries and keys the same axis.
 calls. ``Traced.emit`` runs it, the equations between them as they were, through jit, checkpoint
 (policy kept), scan and shard_map. Each layer has a **slot**, a dictionary of extra inputs, which
 rides along with its parameter: a scanned parameter has a stacked slot, and one multiplied by a
-constant has its slot multiplied by the power of it that each entry declares (``SlotEntry``). At a
-use the handler gets the site and the operands, and returns the result. A handler whose backward
-rule returns statistics as the slot's cotangent has them summed over uses and stacked over
+constant has its slot multiplied by the power of it that each entry declares (``SlotEntry``). A
+slot shaped like the parameter has a derivative beside it instead, applied at the use. At a use
+the handler gets the site and the operands, and returns the result. A handler whose backward rule
+returns statistics as the slot's cotangent has them summed over uses and stacked over
 iterations by differentiation itself.
 
 Example:
@@ -50,6 +54,7 @@ from jaxkfac.interception._compat import (
     body_of,
     call_kind,
     cast_varying,
+    equation_signature,
     evaluate,
     is_var,
     open_jaxpr,
@@ -143,6 +148,7 @@ __all__ = [
     "cuts_of",
     "decoded_shapes",
     "encoded_paths",
+    "equation_signature",
     "evaluate",
     "find_layers",
     "from_nnx",

@@ -3,7 +3,7 @@
 Only ``jax`` and ``jax.extend`` are imported. Tried on jax 0.10.0, 0.10.2 and 0.11.2.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -114,6 +114,21 @@ def copy_like(operand: Var) -> Eqn:
     like = jax.ShapeDtypeStruct(operand.aval.shape, operand.aval.dtype)
     (eqn,) = jax.make_jaxpr(jax.numpy.copy)(like).jaxpr.eqns
     return eqn
+
+
+def equation_signature(eqn: Eqn) -> Hashable:
+    """What a first-order equation does, whatever its operands are called.
+
+    One whose parameters cannot be hashed is alike to none but itself.
+    """
+    params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+    types = tuple(v.aval for v in (*eqn.invars, *eqn.outvars))
+    known = (eqn.primitive.name, params, types, eqn.ctx)
+    try:
+        hash(known)
+    except TypeError:
+        return id(eqn)
+    return known
 
 
 def of_operands(eqn: Eqn, parent: Jaxpr) -> Callable[..., Any]:

@@ -146,7 +146,7 @@ def _padded(facts: Facts, eqn: Eqn, view: View) -> View:
             return dataclasses.replace(view, axes=None)
         if low or high:
             whole = facts.table.new(after[d], "parameter")
-            view = _beside(view, "pad", d, whole, low, before[d])
+            view = _beside(view, "pad", d, whole, int(low), before[d])
     return view
 
 

@@ -79,6 +79,7 @@ def group_uses(
             notes.append(CoverageNote(block.weight.path, "is left out by layers=", fatal=False))
     blocks = [b for b in blocks if b.name in selected]
     owners = _owners(table, blocks)
+    with_ones = {id(owners[id(b)]) for b in blocks if b.bias is not None}
     layers = []
     for block in blocks:
         owner = owners[id(block)]
@@ -86,7 +87,7 @@ def group_uses(
             use.layer = use.layer or block.name
             use.layers = (*use.layers, block.name)
             use.free_stack = _reads_experts(use, experts)
-        ones = any(owners[id(b)] is owner and b.bias is not None for b in blocks)
+        ones = id(owner) in with_ones
         elementwise, diagonal = block.kind.elementwise, block.kind.diagonal_inputs
         n_in, n_out = block.weight.in_features, block.weight.out_features
         layers.append(

@@ -174,12 +174,16 @@ class Kind(abc.ABC):
         like: Mapping[str, Any],
         operands: Sequence[Any],
         weights: RowWeights,
+        products: Any,
     ) -> dict[str, Any]:
-        """The entries of the input side: ``a``, ``a_count`` and, where it is wanted, ``a_sum``."""
+        """The entries of the input side: ``a``, ``a_count`` and, where it is wanted, ``a_sum``.
+
+        ``products`` says how Gram products are formed: ``kinds.Products``.
+        """
         raise NotImplementedError(f"{self.name!r} has no input side")
 
-    def second_moment(self, side: Any) -> Any:
-        """Sum of outer products of ``Rows``."""
+    def second_moment(self, side: Any, precision: Any) -> Any:
+        """Sum of outer products of ``Rows``, in a precision of ``jax.lax.dot_general``."""
         raise NotImplementedError(f"{self.name!r} has no rows")
 
     def both_sides(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Shaped
 
 from jaxkfac._errors import HiddenMarkError
 from jaxkfac.interception._compat import (
@@ -32,10 +32,10 @@ _primitive = Primitive(MARK_OUTPUTS)
 
 
 def mark_outputs(
-    x: Float[Array, "..."],
+    x: Shaped[Array, "..."],
     likelihood: Any,
-    weight: float | Float[Array, ""] = 1.0,
-    mask: Bool[Array, "..."] | None = None,
+    weight: float | Shaped[Array, "..."] = 1.0,
+    mask: Shaped[Array, "..."] | None = None,
 ) -> Float[Array, "..."]:
     r"""Say, inside a scalar loss, what its outputs are. An identity.
 
@@ -132,9 +132,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
 
 def _batch(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     x, axis = operands[0], axes[0]
-    if axis is batching.not_mapped:
+    if axis is None:
         return _primitive.bind(*operands, **params), axis
-    if any(a is not batching.not_mapped for a in axes[1:]):
+    if any(a is not None for a in axes[1:]):
         raise HiddenMarkError(
             "jk.mark_outputs: its mask or weight is mapped by jax.vmap, and the mean over calls of "
             "each call's mean is not the mean over all terms; mark the outputs after vmap, with "

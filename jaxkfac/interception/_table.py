@@ -1,6 +1,7 @@
 """The layer table: what was found in a function, and what was not."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping
 
@@ -35,13 +36,16 @@ class LayerTable(Mapping[str, Layer]):
     problems: list[tuple[str, str]]
 
     def __getitem__(self, name: str) -> Layer:
-        for layer in self.layers:
-            if layer.name == name:
-                return layer
+        if name in self._by_name:
+            return self._by_name[name]
         raise UnknownLayerError(f"no layer {name!r}; the nearest names are {nearest(name, self)}")
 
     def __contains__(self, name: object) -> bool:
-        return any(layer.name == name for layer in self.layers)
+        return name in self._by_name
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Layer]:
+        return {layer.name: layer for layer in self.layers}
 
     def __iter__(self) -> Iterator[str]:
         return (layer.name for layer in self.layers)

@@ -303,8 +303,8 @@ def trace_marked(traced: Traced, params: PyTree, *args: Any, **finding: Any) -> 
         return traced
 
     def again(params: PyTree, *args: Any) -> Any:
-        *args, shifts = args
-        out = lifted(closed.jaxpr, closed.consts, jax.tree.leaves((params, *args)), shifts)
+        given = jax.tree.leaves((params, *args[:-1]))
+        out = lifted(closed.jaxpr, closed.consts, given, args[-1])
         return out._replace(result=jax.tree.unflatten(tree, out.result))
 
     shifts = [mark.shape for mark in marks]

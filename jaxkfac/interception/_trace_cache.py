@@ -65,6 +65,11 @@ class Staged(NamedTuple):
     closed: jex.ClosedJaxpr
     out_tree: Any
 
+    @property
+    def types(self) -> PyTree:
+        """The result's tree of types."""
+        return jax.tree.unflatten(self.out_tree, self.closed.out_avals)
+
     @classmethod
     def of(cls, fn: Callable[..., PyTree], *args: PyTree) -> "Staged":
         """Stage a function out for arguments of these types; nothing is computed."""

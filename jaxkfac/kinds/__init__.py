@@ -5,7 +5,8 @@ from jaxkfac.kinds._convolution import Convolution
 from jaxkfac.kinds._dense import Dense
 from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._embedding import Embedding
-from jaxkfac.kinds._moments import moments, packs
+from jaxkfac.kinds._moments import output_moments, packs
+from jaxkfac.kinds._products import EVERY_ROW, Precision, Products
 from jaxkfac.kinds._rows import Rows, by_example, in_own_order
 from jaxkfac.kinds._scale import Scale
 from jaxkfac.kinds._squares import Array, Basis, rotate_gradients
@@ -14,6 +15,7 @@ from jaxkfac.kinds._two_sided import TwoSided
 from jaxkfac.kinds._uncovered import Uncovered
 
 __all__ = [
+    "EVERY_ROW",
     "Array",
     "Basis",
     "Bias",
@@ -21,6 +23,8 @@ __all__ = [
     "Dense",
     "Elementwise",
     "Embedding",
+    "Precision",
+    "Products",
     "Rows",
     "Scale",
     "Transformed",
@@ -28,7 +32,7 @@ __all__ = [
     "Uncovered",
     "by_example",
     "in_own_order",
-    "moments",
+    "output_moments",
     "packs",
     "rotate_gradients",
 ]

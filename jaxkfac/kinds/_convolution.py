@@ -121,8 +121,8 @@ class Convolution(TwoSided):
     def summed_input_rows(self, site: Site, use: Use, operands: Any, weights: Array | None) -> Rows:
         return part_of_rows(site, use, summed_patches(site.eqn, use, operands, weights))
 
-    def second_moment(self, side: Rows) -> Array:
-        return _moments.sum_over_patches(side)
+    def second_moment(self, side: Rows, precision: Any) -> Array:
+        return _moments.sum_over_patches(side, precision)
 
     def both_sides(
         self,

@@ -20,6 +20,7 @@ from jaxkfac.interception import (
     register_kind,
 )
 from jaxkfac.kinds._both_sides import TokenRows, aligned, split_examples, stack_of_slot
+from jaxkfac.kinds._products import Products
 from jaxkfac.kinds._rows import Array, Rows
 from jaxkfac.kinds._two_sided import TwoSided
 
@@ -76,7 +77,13 @@ class Embedding(TwoSided):
         return Rows(cotangent, rows, (), tuple(zip(numbers.offset_dims, use.out_axes, strict=True)))
 
     def input_moments(
-        self, site: Site, use: Use, like: Mapping[str, Any], operands: Any, weights: Array | None
+        self,
+        site: Site,
+        use: Use,
+        like: Mapping[str, Any],
+        operands: Any,
+        weights: Array | None,
+        products: Products,
     ) -> dict[str, Any]:
         table, indices = operands[0], tokens_of(use, operands)
         dtype = like["a"].dtype

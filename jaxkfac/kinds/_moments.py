@@ -4,14 +4,36 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxkfac.interception import Site, Slot, Use
+from jaxkfac.kinds._products import Products
 from jaxkfac.kinds._rows import Array, Rows, in_own_order
 from jaxkfac.linalg import PANELS_FROM, gram, gram_panels, statistics_dtype, unpack_panels
 
 
-def moments(site: Site, use: Use, side: Rows, like: Any, *, panels: bool = False) -> Any:
+def output_moments(
+    site: Site,
+    use: Use,
+    side: Rows,
+    like: Any,
+    weights: Array | None,
+    products: Products,
+    *,
+    panels: bool = False,
+) -> Any:
+    """The entry ``g``: sum of outer products of rows, or of some of them if it is dense."""
+    times = None
+    if _is_dense(like, len(side.batch) + bool(use.free_stack and not side.batch)):
+        side, times = products.sampled(side, weights)
+    precision = products.precision_of(site.eqn)
+    return _multiplied(moments(site, use, side, like, precision=precision, panels=panels), times)
+
+
+def moments(
+    site: Site, use: Use, side: Rows, like: Any, *, precision: Any, panels: bool = False
+) -> Any:
     """Sum of outer products of rows, in the form of a slot's entry.
 
     ``like`` is a matrix, a vector for a diagonal, or a tuple for panels (see ``packs``);
@@ -19,12 +41,12 @@ def moments(site: Site, use: Use, side: Rows, like: Any, *, panels: bool = False
     matrix is computed by panels and mirrored.
     """
     if isinstance(like, tuple) or panels:
-        triangle = gram_panels(side.x, side.features[0][0])
+        triangle = gram_panels(side.x, side.features[0][0], precision=precision)
         return triangle if isinstance(like, tuple) else unpack_panels(triangle)
     lead = len(side.batch)
     lost = 1 if use.free_stack and not lead else 0  # experts that share one input
-    if like.ndim - lead - lost == 2:
-        sums = use.kind.second_moment(side)
+    if _is_dense(like, lead + lost):
+        sums = use.kind.second_moment(side, precision)
         sums = in_own_order(site, use, side, sums, lead=lead, copies=2)
     else:
         squares = jnp.square(side.x.astype(statistics_dtype(side.x.dtype)))
@@ -32,18 +54,27 @@ def moments(site: Site, use: Use, side: Rows, like: Any, *, panels: bool = False
     return jnp.broadcast_to(sums, like.shape) if lost else sums
 
 
-def sum_of_outer_products(side: Rows) -> Array:
+def _is_dense(like: Any, lead: int) -> bool:
+    """Whether a slot's entry is a matrix behind its leading axes, or panels of one."""
+    return isinstance(like, tuple) or like.ndim - lead == 2
+
+
+def _multiplied(sums: Any, times: Array | None) -> Any:
+    return sums if times is None else jax.tree.map(lambda x: x * times.astype(x.dtype), sums)
+
+
+def sum_of_outer_products(side: Rows, precision: Any) -> Array:
     """Over rows, for each entry of the stack."""
-    return gram(side.x, side.rows, side.batch)
+    return gram(side.x, side.rows, side.batch, precision=precision)
 
 
-def sum_over_patches(side: Rows) -> Array:
+def sum_over_patches(side: Rows, precision: Any) -> Array:
     """Moments of wide patches by panels: mirrored here, which a run of many rows can bear."""
     size = math.prod(side.x.shape[d] for d in side.feature_axes)
     if side.batch or size < PANELS_FROM:
-        return sum_of_outer_products(side)
+        return sum_of_outer_products(side, precision)
     x = side.x.transpose(*side.rows, *side.feature_axes).reshape(-1, size)
-    return unpack_panels(gram_panels(x, 1))
+    return unpack_panels(gram_panels(x, 1, precision=precision))
 
 
 def packs(uses: Sequence[Use], side: str) -> bool:
@@ -58,17 +89,23 @@ def packs(uses: Sequence[Use], side: str) -> bool:
 
 
 def input_moments(
-    site: Site, use: Use, slot: Mapping[str, Any], side: Rows, weights: Array | None
+    site: Site,
+    use: Use,
+    slot: Mapping[str, Any],
+    side: Rows,
+    weights: Array | None,
+    products: Products,
 ) -> Slot:
     """Everything the slot wants of the input rows: ``a``, ``a_count``, ``a_sum``."""
-    dtype = slot["a_count"].dtype
+    dtype, times = slot["a_count"].dtype, None
     count = jnp.asarray(side.number, dtype) if weights is None else weights.sum(dtype=dtype)
-    out = {
-        "a": moments(site, use, side, slot["a"]),
-        "a_count": jnp.broadcast_to(count, slot["a_count"].shape),
-    }
-    if "a_sum" in slot:
-        total = _summed(site, use, side, side.x, dtype)
+    if _is_dense(slot["a"], slot["a_count"].ndim):
+        side, times = products.sampled(side, weights)
+    precision = products.precision_of(site.eqn)
+    out = {"a": _multiplied(moments(site, use, side, slot["a"], precision=precision), times)}
+    out["a_count"] = jnp.broadcast_to(count, slot["a_count"].shape)
+    if "a_sum" in slot:  # of the same rows: beside others it would be no second moment
+        total = _multiplied(_summed(site, use, side, side.x, dtype), times)
         out["a_sum"] = jnp.broadcast_to(total, slot["a_sum"].shape)
     return out
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from jaxkfac.interception import Atoms, Axes, Kind, Site, SlotEntry, Use
 from jaxkfac.kinds._both_sides import BothSides, TokenRows, aligned, split_examples, stack_of_slot
 from jaxkfac.kinds._moments import input_moments, sum_of_outer_products
+from jaxkfac.kinds._products import Products
 from jaxkfac.kinds._rows import Array, Rows, part_of_rows
 
 
@@ -67,15 +68,21 @@ class TwoSided(Kind):
         return statistic(self.input_rows(site, use, operands, weights), weights)
 
     def input_moments(
-        self, site: Site, use: Use, like: Mapping[str, Any], operands: Any, weights: Array | None
+        self,
+        site: Site,
+        use: Use,
+        like: Mapping[str, Any],
+        operands: Any,
+        weights: Array | None,
+        products: Products,
     ) -> dict[str, Any]:
         def sums(side: Rows, there: Array | None) -> dict[str, Any]:
-            return input_moments(site, use, like, side, there)
+            return input_moments(site, use, like, side, there, products)
 
         return self.over_input_rows(site, use, operands, weights, sums)
 
-    def second_moment(self, side: Rows) -> Array:
-        return sum_of_outer_products(side)
+    def second_moment(self, side: Rows, precision: Any) -> Array:
+        return sum_of_outer_products(side, precision)
 
     def both_sides(
         self,

@@ -23,6 +23,8 @@ def gram(
     x: Float[Array, "..."],
     rows: Sequence[int],
     batch: Sequence[int] = (),
+    *,
+    precision: Any = jax.lax.Precision.HIGHEST,
 ) -> Float[Array, "..."]:
     r"""Sum of outer products $\sum_r x_r x_r^\top$ over some axes of an array.
 
@@ -30,18 +32,19 @@ def gram(
         x: Any floating array.
         rows: Axes summed over.
         batch: Axes kept as a stack.
+        precision: Of products of float32 rows, as ``jax.lax.dot_general`` has it: full on every
+            device. Those of narrower rows lose nothing in one pass.
 
     Returns:
         Shape ``(batch..., features..., features...)``, where the features are the remaining
-        axes in order; float32, or float64 for float64 rows. Products of float32 rows use
-        full precision on every device.
+        axes in order; float32, or float64 for float64 rows.
     """
     numbers = ((tuple(rows), tuple(rows)), (tuple(batch), tuple(batch)))
     return jax.lax.dot_general(
         x,
         x,
         numbers,
-        precision=jax.lax.Precision.HIGHEST if x.dtype.itemsize >= 4 else None,
+        precision=precision if x.dtype.itemsize >= 4 else None,
         preferred_element_type=statistics_dtype(x.dtype),
     )
 
@@ -56,7 +59,9 @@ def _cuts(size: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise([0, *(min(edge, size) for edge in inner), size]))
 
 
-def gram_panels(x: Float[Array, "..."], axis: int) -> tuple[Float[Array, "rows cols"], ...]:
+def gram_panels(
+    x: Float[Array, "..."], axis: int, *, precision: Any = jax.lax.Precision.HIGHEST
+) -> tuple[Float[Array, "rows cols"], ...]:
     r"""The upper triangle of $\sum_r x_r x_r^\top$ as block rows, for one feature axis.
 
     Three panels do 2/3 of the full product's work. More of them save operations and lose as
@@ -66,6 +71,7 @@ def gram_panels(x: Float[Array, "..."], axis: int) -> tuple[Float[Array, "rows c
     Args:
         x: Any floating array.
         axis: The feature axis; every other axis is summed over.
+        precision: See ``gram``.
 
     Returns:
         Panel ``i`` holds rows of its block against columns from that block on.
@@ -76,7 +82,7 @@ def gram_panels(x: Float[Array, "..."], axis: int) -> tuple[Float[Array, "rows c
             jax.lax.slice_in_dim(x, start, stop, axis=axis),
             jax.lax.slice_in_dim(x, start, size, axis=axis),
             ((rows, rows), ((), ())),
-            precision=jax.lax.Precision.HIGHEST if x.dtype.itemsize >= 4 else None,
+            precision=precision if x.dtype.itemsize >= 4 else None,
             preferred_element_type=statistics_dtype(x.dtype),
         )
         for start, stop in _cuts(size)
@@ -84,22 +90,36 @@ def gram_panels(x: Float[Array, "..."], axis: int) -> tuple[Float[Array, "rows c
 
 
 @jax.jit  # traced once per shape, not once per layer
-def unpack_panels(panels: tuple[Any, ...]) -> Float[Array, "... n n"]:
+def unpack_panels(panels: tuple[Any, ...], border: tuple[Any, Any] | None = None) -> Any:
     """The full symmetric matrix whose block rows, from the diagonal on, are given.
 
     Blocks below the diagonal are transposes of those above. (Mirroring entry by entry is
     several times slower on the CPU, and a ``where`` over a matrix and its transpose can hang
     XLA's CPU compiler.)
+
+    Args:
+        panels: ``(stack..., rows, columns)``; see ``panel_shapes``.
+        border: Elements of one more row and column, and the corner where those meet:
+            ``(stack..., n)`` and ``(stack...)``.
+
+    Returns:
+        ``(stack..., n, n)``, or with a border ``(stack..., n + 1, n + 1)``.
     """
     rows, edges = [], [0]
     for panel in panels:
         edges.append(edges[-1] + panel.shape[-2])
     for i, panel in enumerate(panels):
-        below = [
+        row = [
             jax.lax.slice_in_dim(p, edges[i] - edges[j], edges[i + 1] - edges[j], axis=-1).swapaxes(
                 -1, -2
             )
             for j, p in enumerate(panels[:i])
         ]
-        rows.append(jnp.concatenate([*below, panel], axis=-1))
+        row.append(panel)
+        if border is not None:
+            row.append(border[0][..., edges[i] : edges[i + 1], None])
+        rows.append(jnp.concatenate(row, axis=-1))
+    if border is not None:
+        last = jnp.concatenate([border[0], border[1][..., None]], axis=-1)
+        rows.append(last[..., None, :])
     return jnp.concatenate(rows, axis=-2)

@@ -34,6 +34,17 @@ def test_stacked_panels_unpack_slice_by_slice(x64):
     np.testing.assert_allclose(unpack_panels(stacked), jnp.einsum("kni,knj->kij", x, x), rtol=1e-12)
 
 
+def test_a_border_is_one_more_row_and_column(x64):
+    """Panels of rows with ones appended, without appending any."""
+    x = rows(2, 6, 50)
+    with_ones = jnp.concatenate([x, jnp.ones((2, 6, 1))], -1)
+    border = x.sum(1), jnp.full(2, 6.0)
+    found = unpack_panels(jax.vmap(lambda x: gram_panels(x, 1))(x), border)
+    np.testing.assert_allclose(
+        found, jnp.einsum("kni,knj->kij", with_ones, with_ones), rtol=1e-12, atol=1e-12
+    )
+
+
 def test_a_stack_is_kept_apart(x64):
     x = rows(3, 2, 5, 4)
     np.testing.assert_allclose(

@@ -171,6 +171,11 @@ class Adapted:
         self, traced: Traced, layer: Layer, adapter: Adapter, key: Any, *, scaled: bool, bank: bool
     ) -> BranchOptions:
         config = self.config
+        if any(u.view.joins or u.view.members for u in traced.uses_of(layer)):
+            raise ValueError(
+                f"layer {layer.name!r}: the program puts its parameter beside others in one array, "
+                "and a branch goes beside a whole product: leave it out of target="
+            )
         if (config.phi is None) != adapter.is_linear:
             have = "no coefficients" if adapter.is_linear else "coefficients"
             raise ValueError(

@@ -132,8 +132,8 @@ def kfac(
         damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``.
         decay: $\beta \in [0, 1)$ of the factor average; see
             :func:`jaxkfac.factors.update_average`.
-        refresh_every: Steps between decompositions, at least 1. The first step always
-            decomposes.
+        refresh_every: Steps between decompositions, at least 1. The first step that has factors
+            always decomposes.
         momentum: $\mu \in [0, 1)$.
         norm_constraint: $c > 0$, or ``None`` for no constraint. Over the leaves that
             factors cover.
@@ -255,8 +255,10 @@ def kfac(
 
         def step() -> tuple[PyTree, KfacState]:
             average = update_average(state.average, factors, decay)
+            # Factors may be collected at some steps only, and the first of them later than step 0.
+            due = (state.average.terms == 0) | (state.step % refresh_every == 0)
             bases, kept = jax.lax.cond(
-                state.step % refresh_every == 0,
+                due & (average.terms > 0),
                 lambda: keep_where_not_finite(
                     eigendecompose(average, placement="device", **clipped), state.bases
                 ),

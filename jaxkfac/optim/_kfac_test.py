@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxkfac.curvature import eigendecompose, natural_gradient
+from jaxkfac.curvature import eigendecompose, identity_bases, natural_gradient
 from jaxkfac.factors import update_average, zeros_like
 from jaxkfac.factors._explicit_net_test import (
     layer,
@@ -60,6 +60,27 @@ def test_one_plain_step_is_the_natural_gradient(problem):
     updates, _ = tx.update(grads, tx.init(params), params, factors=factors)
     natural = natural_gradient(grads, eigendecompose(factors), damping=0.2, damping_mode="pi")
     assert_close(updates, jax.tree.map(lambda g: -0.1 * g, natural))
+
+
+def test_steps_without_factors_go_on_with_the_average_there_is(problem):
+    """Factors at every second step from the second on: identities, then what they were."""
+    params, batches, like = problem
+    tx = kfac(0.1, like=like, damping=0.2, decay=0.7, refresh_every=4, momentum=0.0)
+    state, step = tx.init(params), jitted(tx)
+    average = bases = None
+    for t, batch in enumerate(batches):
+        grads, factors = net_statistics(params, batch)
+        if t % 2 == 0:
+            updates, state = step(grads, state, params, zeros_like(factors))
+        else:
+            updates, state = step(grads, state, params, factors)
+            average = factors if average is None else update_average(average, factors, 0.7)
+        bases = eigendecompose(average) if t in (1, 4) else bases
+        before = identity_bases(like) if bases is None else bases
+        natural = natural_gradient(grads, before, damping=0.2, missing="identity")
+        assert_close(updates, jax.tree.map(lambda g: -0.1 * g, natural))
+    assert_close(state.average, average)
+    assert int(state.step) == len(batches)
 
 
 def test_every_step_equals_the_algorithm_written_out(problem):

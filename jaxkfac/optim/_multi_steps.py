@@ -104,8 +104,10 @@ def multi_steps(
     Returns:
         A transformation used on every micro-step as ``tx.update(grads, state, params,
         factors=factors)`` or, where there are no factors, ``tx.update(grads, state, params,
-        terms=count)``. ``grads`` are of the micro-batch's mean loss, and ``factors.terms``
-        or ``terms`` is the number of loss terms in that mean. Updates are zero but on the
+        terms=count)``. ``grads`` are of the micro-batch's mean loss, and ``terms`` is the number
+        of loss terms in that mean, by default ``factors.terms``. Where factors are collected at
+        some steps only (``every=``), their count is zero at the others and says nothing of the
+        gradient: pass both. Updates are zero but on the
         last micro-step of a group. Further keyword arguments (``bases=``) are not
         accumulated: ``tx`` gets those of the last micro-step.
 
@@ -113,8 +115,8 @@ def multi_steps(
         ValueError: when built, ``every_k_schedule < 1``, or an ``accumulator_dtype`` or memory
             that is none of the above; in ``init``, if ``tx`` holds different factors, has a
             ``multi_steps`` or ``optax.MultiSteps`` inside, or the device lacks the memory; in
-            ``update``, unless exactly one of ``factors`` and
-            ``terms`` is given, or if there is no accumulator for ``factors``.
+            ``update``, if neither ``factors`` nor ``terms`` is given, or if there is no accumulator
+            for ``factors``.
 
     Memory:
         One copy of gradients and factors, in float32, or in float64 where any of them is;
@@ -192,7 +194,8 @@ def multi_steps(
         check_like_momentum(grads, held["grads"])
         _check_statistics(factors, terms, held["factors"])
         wide = held["terms"].dtype
-        count = jnp.asarray(terms if factors is None else factors.terms, wide)
+        own_terms = None if factors is None else factors.terms
+        count = jnp.asarray(own_terms if terms is None else terms, wide)
         sums, ok = _sums(gradients_only(grads), factors, count, wide)
         own = accumulators(wide)
         accumulation = state.accumulation._replace(acc_grads=own.load(held))
@@ -241,8 +244,9 @@ def _sums(
     grads = jax.tree.map(lambda g: jnp.where(some, g, jnp.zeros_like(g)), grads)
     if factors is not None:
         # Output statistics of no loss term are sums over nothing, whatever 0/0 made of them.
+        seen = factors.terms > 0
         g_sums, diagonals = jax.tree.map(
-            lambda f: jnp.where(some, f, jnp.zeros_like(f)), (factors.g_sums, factors.diagonals)
+            lambda f: jnp.where(seen, f, jnp.zeros_like(f)), (factors.g_sums, factors.diagonals)
         )
         factors = dataclasses.replace(factors, g_sums=g_sums, diagonals=diagonals)
 
@@ -281,11 +285,10 @@ def _factors_in(state: Any) -> Factors | None:
 
 
 def _check_statistics(factors: Any, terms: Any, held: Factors | None) -> None:
-    if (factors is None) == (terms is None):
-        given = "neither" if factors is None else "both"
+    if factors is None and terms is None:
         raise ValueError(
-            "multi_steps weighs micro-batches by their number of loss terms: pass exactly one "
-            f"of factors= and terms=, got {given}"
+            "multi_steps weighs micro-batches by their number of loss terms: pass factors=, or "
+            "terms=, got neither"
         )
     if held is not None and factors is None:
         raise ValueError("this transformation accumulates factors: pass factors=, not terms=")

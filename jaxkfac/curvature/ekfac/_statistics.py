@@ -129,6 +129,10 @@ class SquaredGradients:
         """See ``factors.Gathered``."""
         return False
 
+    def signature(self, site: Site, use: Use) -> None:
+        """See ``factors.Gathered``."""
+        return
+
     def emit(
         self,
         site: Site,

@@ -58,6 +58,8 @@ class Running:
         count: As in :class:`Snapshot`.
         dtype: As in :class:`Snapshot`.
         age: How many steps it has seen; decay is caught up with when it is next touched.
+        idle: Whether nothing has come at the step ``age`` but contributions with a count of zero:
+            it does not decay for them.
         num_added: Finite contributions since the last snapshot, or since the sums overflowed.
         num_left_out: Contributions since the last snapshot that were not finite, or whose sum
             with the average was not.
@@ -67,6 +69,7 @@ class Running:
     count: np.ndarray
     dtype: np.dtype
     age: int
+    idle: bool = False
     num_added: int = 0
     num_left_out: int = 0
 
@@ -122,11 +125,15 @@ class Averages:
         if not (_is_finite(count) and _is_finite(value)):
             self._leave_out(running, entry)
             return
+        if not count.any():
+            self._stay(running, age)
+            return
         running.num_added += 1
         rows = ... if not entry.stack else slice(first, first + len(value))
         if entry.stack and len(value) < entry.stack[0]:
-            self._catch_up(running, age)  # the other iterations as well
-        decays, running.age = age - running.age, age
+            self._catch_up(running, age, new=True)  # the other iterations as well
+        decays = _decays(running, age)
+        running.age, running.idle = age, False
         decay = np.asarray(self._decay, running.dtype)
         for _ in range(decays):
             running.count *= decay
@@ -162,13 +169,22 @@ class Averages:
         along = entry.stack if count.ndim else entry.stack[:1]
         return Running(sums, np.zeros(along, dtype), dtype, age)
 
-    def _catch_up(self, running: Running, age: int) -> None:
-        decay = np.asarray(self._decay, running.dtype)
-        for _ in range(age - running.age):
+    def _stay(self, running: Running, age: int) -> None:
+        """Nothing new at a step: the average does not decay, unless something comes yet."""
+        if age > running.age:
+            self._catch_up(running, age - 1)
+            running.age, running.idle = age, True
+
+    def _catch_up(self, running: Running, age: int, *, new: bool = False) -> None:
+        """Decay for the steps up to ``age``; for an idle one only where something is ``new``."""
+        decay, decays = np.asarray(self._decay, running.dtype), age - running.age
+        if new:
+            decays = _decays(running, age)
+        for _ in range(decays):
             running.count *= decay
         for part in running.sums if running.sums.ndim > 1 else [running.sums]:
-            _advance(part, decay, age - running.age, None)
-        running.age = age
+            _advance(part, decay, decays, None)
+        running.age, running.idle = age, running.idle and age == running.age and not new
 
     def snapshot(self, entry: Entry, age: int) -> Snapshot:
         """A copy of one entry at ``age``, which also starts counting contributions anew."""
@@ -228,6 +244,11 @@ def _is_finite(array: np.ndarray) -> bool:
         if not np.isfinite(flat[start : start + _PIECE]).all():
             return False
     return True
+
+
+def _decays(running: Running, age: int) -> int:
+    """How often an average decays before something new of the step ``age`` is added."""
+    return age - running.age if age > running.age else int(running.idle)
 
 
 def _advance(sums: np.ndarray, decay: np.ndarray, decays: int, new: np.ndarray | None) -> None:

@@ -69,6 +69,21 @@ def test_it_is_update_average_bit_by_bit(double):
         assert_same(averages.factors(4), expected)
 
 
+@pytest.mark.parametrize("stacked_rows", [slice(None), slice(1, 3)])
+def test_counts_of_zero_are_nothing_new(stacked_rows):
+    """Alone in a step, they leave the average; before and behind others of it, nothing changes."""
+    zeros, (first, second) = (lambda x: jax.tree.map(np.zeros_like, x)), steps(2)
+    averages = new()
+    add(averages, first, 1)
+    add(averages, zeros(first), 2)
+    assert_same(averages.factors(2), first)
+    add(averages, zeros(first), 3, rows=stacked_rows)
+    add(averages, second, 3)
+    add(averages, zeros(first), 3)
+    add(averages, zeros(first), 4)
+    assert_same(averages.factors(4), update_average(first, second, 0.9))
+
+
 def test_parts_of_a_step_are_the_step():
     whole, parts = new(), new()
     for age, factors in enumerate(steps(3), 1):

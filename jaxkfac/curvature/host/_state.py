@@ -19,7 +19,7 @@ from jaxkfac.curvature.host._schedule import Schedule
 from jaxkfac.curvature.host._store import Store
 from jaxkfac.curvature.host._threads import Monitor
 from jaxkfac.files import Archive, write_archive
-from jaxkfac.interception import Layer, ParameterMatrix
+from jaxkfac.interception import Layer, ParameterMatrix, Range
 from jaxkfac.linalg import HostSpectrum, Spectrum
 
 FORM = "jaxkfac.HostCurvature"
@@ -171,7 +171,7 @@ def _describe_averages(averages: Averages, arrays: _Arrays) -> Iterator[dict[str
     for i, (place, running) in enumerate(averages.running.items()):
         names = {"sums": f"averages/{i}/sums", "count": f"averages/{i}/count"}
         arrays += [(names["sums"], running.sums), (names["count"], running.count)]
-        counters = ("age", "num_added", "num_left_out")
+        counters = ("age", "idle", "num_added", "num_left_out")
         yield {
             "place": list(place),
             "dtype": running.dtype.name,
@@ -208,10 +208,14 @@ def _on_device(host: np.ndarray) -> Any:
 
 def _layer(values: dict[str, Any]) -> Layer:
     matrices = {
-        name: None if values[name] is None else ParameterMatrix(**_tuples(values[name]))
-        for name in ("weight", "bias")
+        name: None if values[name] is None else _matrix(values[name]) for name in ("weight", "bias")
     }
     return Layer(**{**_tuples(values), **matrices})
+
+
+def _matrix(values: dict[str, Any]) -> ParameterMatrix:
+    index = tuple(Range(*at) if isinstance(at, list) else at for at in values["index"])
+    return ParameterMatrix(**{**_tuples(values), "index": index})
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:

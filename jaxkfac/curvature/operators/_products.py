@@ -1,5 +1,6 @@
 """Curvature times a vector, for one chunk of a batch, never as a matrix."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -57,8 +58,8 @@ class Chunk(NamedTuple):
     def loss(self, outputs: PyTree) -> Array:
         """The chunk's share of the loss, the sum of means."""
         sums = self.losses(outputs, self.batch.targets)
-        first, *rest = [s.sum() / n.astype(s.dtype) for s, n in zip(sums, self.counts, strict=True)]
-        return sum(rest, first)
+        parts = [s.sum() / n.astype(s.dtype) for s, n in zip(sums, self.counts, strict=True)]
+        return functools.reduce(jnp.add, parts)
 
 
 def gauss_newton(chunk: Chunk, vector: Leaves) -> Leaves:
@@ -125,10 +126,8 @@ def _shares(chunk: Chunk, outputs: PyTree, targets: PyTree) -> Array:
     Their gradients have the Fisher as the sum of their squares.
     """
     sums = chunk.losses(outputs, targets)
-    first, *rest = [
-        s / jnp.sqrt(n.astype(s.dtype)) for s, n in zip(sums, chunk.counts, strict=True)
-    ]
-    return sum(rest, first)
+    parts = [s / jnp.sqrt(n.astype(s.dtype)) for s, n in zip(sums, chunk.counts, strict=True)]
+    return functools.reduce(jnp.add, parts)
 
 
 def hessian_product(chunk: Chunk, vector: Leaves) -> Leaves:
