@@ -3,6 +3,7 @@
 from jaxkfac import lslora, memory
 from jaxkfac._errors import (
     CheckpointMismatchError,
+    CoupledExamplesError,
     DamagedFileError,
     HiddenMarkError,
     JaxkfacError,
@@ -60,6 +61,7 @@ __all__ = [
     "CapacityMetrics",
     "Categorical",
     "CheckpointMismatchError",
+    "CoupledExamplesError",
     "DamagedFileError",
     "DiagonalFactor",
     "Eigenbases",

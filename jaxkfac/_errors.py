@@ -20,6 +20,10 @@ class LostRowsError(JaxkfacError, ValueError):
     """A mask was given and the rows of a layer use could not be identified."""
 
 
+class CoupledExamplesError(JaxkfacError, ValueError):
+    """Statistics of single examples were asked for, and the model couples its examples."""
+
+
 class HiddenMarkError(JaxkfacError, ValueError):
     """A mark of outputs stands where a transformation hides its terms."""
 

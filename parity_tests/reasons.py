@@ -28,6 +28,7 @@ NAMES = {
     "NonFiniteFactorError": _ERROR,
     "UncoveredParameterError": _ERROR,
     "UnknownLayerError": _ERROR,
+    "CoupledExamplesError": _ERROR,
     "DamagedFileError": _ERROR,
     "MemoryBudgetError": _ERROR,
     "HiddenMarkError": _ERROR,

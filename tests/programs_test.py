@@ -1006,25 +1006,14 @@ def _ragged(p, x):
     return lax.ragged_dot(x, p["w"], jnp.asarray([1, 3]))
 
 
-def _cond(p, x):
-    return lax.cond(x[0, 0] > 0, lambda: x @ p["w"], lambda: 2 * x @ p["w"])
+def _rounded(p, x):
+    """The rule passes the cotangent on, where the primal's own derivative is zero."""
 
-
-def _foreign_derivative(p, x):
     @jax.custom_vjp
     def matmul(w, x):
-        return x @ w
+        return jnp.round(8 * x @ w) / 8
 
-    matmul.defvjp(lambda w, x: (x @ w, (w, x)), lambda r, g: (r[1].T @ g, g @ r[0].T))
-    return matmul(p["w"], x)
-
-
-def _custom_jvp(p, x):
-    @jax.custom_jvp
-    def matmul(w, x):
-        return x @ w
-
-    matmul.defjvp(lambda primals, t: (matmul(*primals), primals[1] @ t[0] + t[1] @ primals[0]))
+    matmul.defvjp(lambda w, x: (matmul(w, x), (w, x)), lambda r, g: (r[1].T @ g, g @ r[0].T))
     return matmul(p["w"], x)
 
 
@@ -1039,7 +1028,7 @@ def _modified_in_the_carry(p, x):
 
 
 def _data_dependent_weight(p, x):
-    return x @ (p["w"] * jnp.mean(x))
+    return x @ (p["w"] * (x.T @ x)[:, :3])
 
 
 def _sorted(p, x):
@@ -1062,9 +1051,7 @@ REPORTED = {
     "W + A B, B": (_merged_adapter, dict(w=(4, 3), a=(4, 2), b=(2, 3)), "b", "dot_general|add"),
     "A B": (_product_of_parameters, dict(a=(4, 2), b=(2, 3)), "a", "dot_general"),
     "ragged_dot": (_ragged, dict(w=(2, 4, 3)), "w", "ragged_dot"),
-    "cond": (_cond, dict(w=(4, 3)), "w", "cond"),
-    "custom_vjp": (_foreign_derivative, dict(w=(4, 3)), "w", "custom_vjp"),
-    "custom_jvp": (_custom_jvp, dict(w=(4, 3)), "w", "custom_jvp"),
+    "custom_vjp": (_rounded, dict(w=(4, 3)), "w", "custom_vjp_call`, where `round`"),
     "carry, modified": (_modified_in_the_carry, dict(w=(4, 3)), "w", "scan|sub|dot_general|carr"),
     "W times data": (_data_dependent_weight, dict(w=(4, 3)), "w", "mul"),
     "sorted W": (_sorted, dict(w=(4, 3)), "w", "sort"),

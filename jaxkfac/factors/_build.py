@@ -50,6 +50,9 @@ def value_grad_and_factors(
     $A = \tfrac1N \sum \bar a \bar a^\top$,
     $G = \tfrac{1}{NR} \sum_n (\sum_s g)(\sum_s g)^\top$.
 
+    Where examples are coupled (batch statistics), $g$ is the gradient with respect to the row with
+    everything else in the batch held as it is, and an example's gradient the sum over its rows.
+
     Args:
         objective: An ``Objective``, or any scalar loss ``fn(params, batch)`` that is a mean
             over rows (then ``fisher="empirical"`` only, with ``loss_terms``).
@@ -57,9 +60,11 @@ def value_grad_and_factors(
             ``"mc"``: labels sampled from the model, unbiased; ``samples`` further VJPs of
             the same linearisation. ``"exact"``: the expectation over labels; one VJP for
             each loss term of an example and each output column, right where outputs mix
-            tokens. ``"forward"``: G is the identity. ``"exact_if_terms_do_not_mix"``: one
-            VJP for each column, shared by all terms: equal to ``"exact"`` under expand where
-            no layer mixes the terms of an example, and biased elsewhere. Or an ``Estimator`` of
+            tokens. Where examples are coupled (batch statistics), one for each example besides;
+            the number is printed. ``"forward"``: G is the identity.
+            ``"exact_if_terms_do_not_mix"``: one VJP for each column, shared by all terms: equal to
+            ``"exact"`` under expand where no layer mixes the terms of an example, and biased
+            elsewhere (refused where examples are coupled). Or an ``Estimator`` of
             your own, with its own samples and chunk.
         sharing: ``"expand"``: every position is a row; ``"reduce"``: every example is one,
             over all positions, uses and iterations. Embeddings use expand under either.
@@ -75,7 +80,8 @@ def value_grad_and_factors(
         layers: Full-match pattern over layer names; ``None`` is all.
         experts: See ``find_layers``.
         uncovered: What to do with parameters that no rule covers: ``"raise"``, a
-            per-example ``"diagonal"`` by a second pass, or ``"ignore"``.
+            per-example ``"diagonal"`` by a second pass (refused where examples are coupled,
+            because it runs each alone), or ``"ignore"``.
         max_dense: A larger side is kept as a diagonal.
         has_aux: Whether the function returns ``(value, aux)``; an ``Objective`` says so
             itself.

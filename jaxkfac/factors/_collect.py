@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Key, PyTree
 
 from jaxkfac.factors._average import zeros_like
-from jaxkfac.factors._diagonal_pass import diagonal_layers, per_example_diagonals
+from jaxkfac.factors._diagonal_pass import check_alone, diagonal_layers, per_example_diagonals
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.factors._objective import Objective
@@ -341,6 +341,7 @@ class FactorCollector:
         self, traced: Traced, params: PyTree, call: Call, factors: Factors
     ) -> Factors:
         layers = diagonal_layers(traced.table, params)
+        check_alone(traced, layers)
         print(
             f"jaxkfac: {len(layers)} parameters are covered by a second pass over "
             f"{traced.num_examples} examples, about one more gradient",

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
+from jaxkfac._errors import CoupledExamplesError, UncoveredParameterError
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._loss_terms import total_count
 from jaxkfac.factors._objective import Batch, Objective
@@ -11,6 +12,7 @@ from jaxkfac.interception import (
     Layer,
     LayerTable,
     ParameterMatrix,
+    Traced,
     leaves_by_path,
     whole,
     with_leaves,
@@ -21,9 +23,18 @@ CHUNK = 8  # examples whose gradients are alive at once
 
 
 def diagonal_layers(table: LayerTable, params: PyTree) -> list[Layer]:
-    """A diagonal block for each uncovered parameter."""
+    """A diagonal block for each uncovered parameter.
+
+    Raises:
+        UncoveredParameterError: one is complex.
+    """
     leaves, layers = leaves_by_path(params), []
     for path in dict.fromkeys(path for path, _ in table.uncovered):
+        if jnp.issubdtype(leaves[path].dtype, jnp.complexfloating):
+            raise UncoveredParameterError(
+                f"{path!r} is complex ({leaves[path].dtype}): the square of a complex gradient is "
+                "no diagonal of a Fisher; leave it out with uncovered='ignore'"
+            )
         shape = tuple(leaves[path].shape)
         name = f"{path}@diagonal" if path in table else path
         matrix = ParameterMatrix(path, (), shape, (), (), tuple(range(len(shape))))
@@ -31,6 +42,22 @@ def diagonal_layers(table: LayerTable, params: PyTree) -> list[Layer]:
             Layer(name, "diagonal", matrix, None, 1, matrix.size, (), 1, name, False, False)
         )
     return layers
+
+
+def check_alone(traced: Traced, layers: list[Layer]) -> None:
+    """Refuse to run each example by itself where its output depends on other examples.
+
+    Raises:
+        CoupledExamplesError: naming the layers, and where examples meet.
+    """
+    if traced.coupled_inputs:
+        names = ", ".join(repr(layer.name) for layer in layers)
+        raise CoupledExamplesError(
+            f"{names}: uncovered='diagonal' runs each example alone, and the model's examples "
+            f"meet {traced.coupled_inputs} (batch statistics, a product along the batch). Leave "
+            "these parameters out with layers= or uncovered='ignore', or put the model in "
+            "evaluation mode"
+        )
 
 
 def per_example_diagonals(

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Key, Num, PyTree
 
 from jaxkfac._checks import one_of
 from jaxkfac.factors._estimator import LABEL_FOLD, Estimator
-from jaxkfac.factors._loss_terms import LossTerms
+from jaxkfac.factors._loss_terms import CoupledTerms, LossTerms
 from jaxkfac.factors._objective import Batch
 from jaxkfac.factors._program import Linearised
 from jaxkfac.interception import Slot, varying_axes
@@ -90,7 +90,8 @@ class Exact(Estimator):
     r"""The expectation over labels.
 
     For each loss term $r$ and each column $c$ of the square root of that term's Fisher, the
-    column at $r$ and zero at every other term is propagated back.
+    column at $r$ and zero at every other term is propagated back: of all examples at once, and
+    where examples are coupled (batch statistics) of one by one.
     """
 
     name = "exact"
@@ -106,7 +107,7 @@ class Exact(Estimator):
         if any(head.coupled for head in objective.heads(outputs, None, batch.mask)):
             number = sum(columns * rows for columns, rows, _ in every)
             print(
-                f"jaxkfac: a marked output couples examples, so that fisher={self.name!r} takes "
+                f"jaxkfac: the examples are coupled, so that fisher={self.name!r} takes "
                 f'{number} backward passes; "mc" takes one',
                 file=sys.stderr,
             )
@@ -128,6 +129,20 @@ class ExactIfTermsDoNotMix(Estimator):
 
     name = "exact_if_terms_do_not_mix"
     of_examples = False
+
+    def gathered(
+        self,
+        objective: Callable[..., PyTree],
+        at: Linearised,
+        batch: PyTree,
+        outputs: Callable[[Mapping[str, Slot]], PyTree],
+    ) -> PyTree:
+        if isinstance(at.terms_of, CoupledTerms):
+            raise ValueError(
+                f"fisher={self.name!r}: examples meet {at.terms_of.where}, so one product for all "
+                'of them mixes their terms: choose "mc" or "exact"'
+            )
+        return super().gathered(objective, at, batch, outputs)
 
     def expectation(
         self,

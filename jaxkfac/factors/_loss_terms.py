@@ -287,3 +287,24 @@ def times(x: Float[Array, "..."], factor: Any) -> Float[Array, "..."]:
         return x
     dtype = statistics_dtype(x.dtype)
     return (x.astype(dtype) * jnp.asarray(factor).astype(dtype)).astype(x.dtype)
+
+
+class CoupledTerms(LossTerms):
+    """Loss terms of a model in which a term of one example may depend on rows of another.
+
+    Args:
+        terms: The terms as the objective has them.
+        where: Where examples meet, in words.
+    """
+
+    def __init__(self, terms: LossTerms, where: str) -> None:
+        self._terms, self.where = terms, where
+
+    def heads(self, outputs: PyTree, targets: PyTree = None, mask: PyTree = None) -> list[Head]:
+        """Each output with what belongs to it."""
+        heads = self._terms.heads(outputs, targets, mask)
+        return [head._replace(coupled=True) for head in heads]
+
+    def tree(self, parts: Sequence[Any]) -> PyTree:
+        """Something for each output, in the structure of the outputs."""
+        return self._terms.tree(parts)

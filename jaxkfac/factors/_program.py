@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree, Shaped
 
 from jaxkfac._errors import LostRowsError
-from jaxkfac.factors._loss_terms import LossTerms, common_scale, number_kept
+from jaxkfac.factors._loss_terms import CoupledTerms, LossTerms, common_scale, number_kept
 from jaxkfac.factors._marked_terms import MarkedTerms
 from jaxkfac.factors._marks import (
     check_marked_outputs,
@@ -137,8 +137,9 @@ class Program:
             else:
                 traced = trace_marked(traced, *args, **self._finding)
                 refuse_unmarked(traced)
-            if self._cover:
-                traced.table.raise_uncovered(second_pass=self._second_pass)
+            if self._cover and traced.table.problems:
+                alone = self._second_pass and not traced.coupled_inputs
+                traced.table.raise_uncovered(second_pass=alone)
             return traced
 
         return self._traces.get(args, make)
@@ -318,7 +319,7 @@ class Program:
             terms,
             fixed,
             lambda g: vjp(g)[1],
-            objective,
+            CoupledTerms(objective, traced.coupled) if traced.coupled else objective,
             batch,
             own if objective.num_outputs > 1 and scale is None else None,
             scale,

@@ -100,7 +100,7 @@ from jaxkfac.interception._trace import Traced, find_layers, trace, trace_marked
 from jaxkfac.interception._trace_cache import Staged, TraceCache
 from jaxkfac.interception._uses import matrix_problem, order_problem
 from jaxkfac.interception._values import Data, Use, View
-from jaxkfac.interception._views import reversal
+from jaxkfac.interception._views import broadcast_axes, reversal
 from jaxkfac.interception._windows import Window, walked_by
 
 __all__ = [
@@ -138,6 +138,7 @@ __all__ = [
     "automatic",
     "bind",
     "body_of",
+    "broadcast_axes",
     "call_kind",
     "cast_varying",
     "check_arrays",

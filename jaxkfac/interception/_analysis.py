@@ -1,14 +1,15 @@
 """Abstract interpretation of a traced function: where parameters meet data.
 
-One walk over the jaxpr, down through jit, checkpoint, scan and shard_map, follows three
+One walk over the jaxpr, down through jit, checkpoint, scan, cond and shard_map, follows three
 things at once: parameters through views (``_views``), axes through data (``_propagate``),
 and value numbers, by which uses that read the same input are recognised. Whatever reads a
 parameter ends up as a use, a view or a finding: that is the completeness argument.
 """
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Sequence, Set
+from collections.abc import Hashable, Iterator, Sequence, Set
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,9 +23,17 @@ from jaxkfac.interception._compat import (
     Var,
     body_of,
     call_kind,
+    is_complex,
     is_mutable,
     is_stateful,
     is_var,
+)
+from jaxkfac.interception._coupling import mixed_atoms
+from jaxkfac.interception._custom import (
+    is_rule,
+    step_without_derivative,
+    walk_primal,
+    walk_rule,
 )
 from jaxkfac.interception._facts import Facts, reasons_of
 from jaxkfac.interception._functions import is_function, seen_in
@@ -33,9 +42,10 @@ from jaxkfac.interception._masks import holds_mask, is_mask
 from jaxkfac.interception._plan import MARK_ROWS, Mark, Plan
 from jaxkfac.interception._products import follow_product
 from jaxkfac.interception._propagate import fresh, propagate
-from jaxkfac.interception._structured import Scope, Walked, walk_scan, walk_shard_map
+from jaxkfac.interception._structured import Scope, Walked, walk_cond, walk_scan, walk_shard_map
 from jaxkfac.interception._uses import uses_of
 from jaxkfac.interception._values import (
+    Combined,
     Constant,
     CoverageNote,
     Data,
@@ -46,10 +56,18 @@ from jaxkfac.interception._values import (
     View,
     views_in,
 )
+from jaxkfac.interception._views import broadcast_axes
 
 _NOT_EXAMPLES = (
     "with a constant (whose rows are not seen to be the examples: the leading axis of the first "
     "output; a recurrent state may start from data instead, as in `h + 0 * x[:, :1]`)"
+)
+
+_FROZEN = "is frozen by `stop_gradient`"
+_WALKERS = {"scan": walk_scan, "cond": walk_cond, "shard_map": walk_shard_map}
+_COMPLEX = (
+    "is complex ({}): factors are of real parameters; hold its real and imaginary parts as two, "
+    "or leave it out with uncovered='ignore'"
 )
 
 
@@ -59,8 +77,9 @@ class Analysis(Facts):
     Args:
         closed: The traced function.
         paths: For each input, the parameter's path, or ``None`` for data.
-        refused: Products of a parameter and a constant that are no layer uses, by ``id`` of
-            their equations.
+        refused: Products of a parameter and a constant that are no layer uses.
+        constants: Equations whose data has no example axis: beside a parameter it is a constant
+            of the rows that it meets later, and the parameter still a view of itself.
 
     Attributes:
         plan: The plan of the outermost jaxpr.
@@ -71,10 +90,12 @@ class Analysis(Facts):
         self,
         closed: ClosedJaxpr,
         paths: Sequence[str | None],
-        refused: Set[int] = frozenset(),
+        refused: Set[Hashable] = frozenset(),
+        constants: Set[Hashable] = frozenset(),
     ) -> None:
         super().__init__()
-        self._refused = refused
+        self._refused, self._constants = refused, constants
+        self._around: tuple[int, ...] = ()  # positions of the calls around an equation
         ins = [self._input(v, path) for v, path in zip(closed.jaxpr.invars, paths, strict=True)]
         self.outputs, self.plan = self._walk(closed.jaxpr, closed.consts, ins, ())
         for out in self.outputs:
@@ -90,6 +111,9 @@ class Analysis(Facts):
             self.findings[
                 CoverageNote(path, f"is held out: {aval.dtype} has no gradient", False)
             ] = None
+            return Constant(self.unique())
+        if is_complex(var):
+            self.findings[CoverageNote(path, _COMPLEX.format(aval.dtype), True)] = None
             return Constant(self.unique())
         axes = fresh(self.table, aval.shape, "parameter")
         number = self.unique()
@@ -138,21 +162,48 @@ class Analysis(Facts):
         if kind == "jit" and eqn.params.get("name") == MARK_ROWS:
             return self._mark(eqn, position, ins, plan)
         if kind in ("jit", "checkpoint") or (kind == "custom" and not has_parameters):
-            outs, inner = self._walk(*body_of(eqn), ins, scope)
+            with self._inside(position):
+                outs, inner = self._walk(*body_of(eqn), ins, scope)
             if kind != "custom":
                 plan.calls[position] = inner
             if kind == "jit":
                 inner.exports_views = any(map(views_in, outs))
             return outs if kind == "jit" else [self.outside(v, eqn) for v in outs]
-        if kind in ("scan", "shard_map"):
-            into = walk_scan if kind == "scan" else walk_shard_map
-            outs, plan.calls[position] = into(self, self._walk, eqn, ins, scope)
+        if kind in _WALKERS:
+            into = _WALKERS[kind]
+            with self._inside(position):
+                outs, plan.calls[position] = into(self, self._walk, eqn, ins, scope)
             return outs
         alone = not any(isinstance(v, Data) for v in ins)
         function = kind == "custom" and alone and is_function(eqn)
+        if kind == "custom" and not alone:
+            return self._custom(eqn, position, ins, plan, scope)
         if not has_parameters or (kind is not None and not function):
             return self._opaque(eqn, ins)
         return self._parameter_equation(eqn, position, ins, plan, scope)
+
+    @contextlib.contextmanager
+    def _inside(self, position: int) -> Iterator[None]:
+        self._around, around = (*self._around, position), self._around
+        yield
+        self._around = around
+
+    def _where(self, eqn: Eqn) -> Hashable:
+        return (*self._around, id(eqn))
+
+    def _custom(
+        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
+    ) -> list[Value]:
+        step = "" if is_rule(eqn) else step_without_derivative(eqn)
+        if step:
+            name = eqn.primitive.name
+            return self._opaque(
+                eqn, ins, f"is read inside `{name}`, where `{step}` has no derivative"
+            )
+        with self._inside(position):
+            walk = walk_rule if is_rule(eqn) else walk_primal
+            outs, plan.calls[position] = walk(self, self._walk, eqn, ins, scope)
+        return outs
 
     def _mark(self, eqn: Eqn, position: int, ins: list[Value], plan: Plan) -> list[Value]:
         x = ins[0]
@@ -165,13 +216,14 @@ class Analysis(Facts):
         name = eqn.primitive.name
         out = [self.equation_number(eqn, ins, k) for k in range(len(eqn.outvars))]
         # What a mutable array holds, or the host returns, may be data whatever the operands are.
-        data = is_stateful(eqn) or any(isinstance(v, Data) for v in ins)
+        data = is_stateful(eqn) or any(isinstance(v, Data) or _is_rowless(v) for v in ins)
         parameters = [v for v in ins if isinstance(v, Parameter)]
         if not data and not parameters:
             mask = is_mask(eqn, ins)
             return [Constant(n, mask) for n in out]
         if not data:
-            reasons = reasons_of(parameters, f"`{name}`")
+            into = " to complex numbers" if is_complex(eqn.outvars[0]) else ""
+            reasons = reasons_of(parameters, f"`{name}`{into}")
             return [
                 Derived(n, reasons) if _differentiable(v) else Constant(n)
                 for n, v in zip(out, eqn.outvars, strict=True)
@@ -185,6 +237,7 @@ class Analysis(Facts):
             results = [fresh(self.table, s) for s in shapes]
         else:
             results = propagate(self.table, eqn, axes)
+            self.mixes(eqn, mixed_atoms(eqn, axes))
         datas = [Data(n, a) for n, a in zip(out, results, strict=True)]
         first_data = ins[0] if ins else None
         if isinstance(first_data, Data) and first_data.product is not None:
@@ -202,7 +255,9 @@ class Analysis(Facts):
         number = self.equation_number(eqn, ins)
         if name == "stop_gradient":
             for v in ins:
-                self.report(v, "is frozen by `stop_gradient`", fatal=False)
+                self.report(v, _FROZEN, fatal=False)
+                if isinstance(v, View):
+                    self.stopped[number] = v
             return [Constant(number)]
         if any(map(is_mutable, eqn.invars)):  # what is written into it is not followed
             return self._opaque(eqn, ins)
@@ -214,7 +269,12 @@ class Analysis(Facts):
         if name == "optimization_barrier":
             plan.views[position] = None
             return list(ins)
-        seen = seen_in(self, eqn, ins)
+        seen: list[Value] | None = seen_in(self, eqn, ins)
+        if seen is None and name == "select_n":
+            seen = self._chosen(ins, position, plan, number)
+        if seen is None and self._where(eqn) in self._constants:
+            seen = seen_in(self, eqn, [_as_constant(v) for v in ins])
+            seen = seen and [_rowless(v, name) for v in seen]
         if seen is not None:
             plan.views[position] = _walker(ins, seen)
             return seen
@@ -236,8 +296,33 @@ class Analysis(Facts):
         uses = uses_of(self.table, eqn, ins, scope)
         if isinstance(uses, str):
             return self._opaque(eqn, ins, uses)
+        for use in uses:
+            use.where = self._where(eqn)
         plan.uses[position] = uses
         return [self._result(eqn, ins, uses, number)]
+
+    def _chosen(
+        self, ins: list[Value], position: int, plan: Plan, number: int
+    ) -> list[Value] | None:
+        """The view that ``select_n(which, stop_gradient(w), w)`` is: ``w``, for some rows.
+
+        ``vmap`` makes it of a cond whose predicate differs from row to row: all branches run on
+        all rows, each on parameters that have a gradient only in the rows that take it.
+        """
+        which, other, view = ins[0], ins[1], ins[-1]
+        if not (isinstance(which, Data) and isinstance(view, View) and view.axes is not None):
+            return None
+        stopped = self.stopped.get(other.number)
+        if stopped is None or stopped.number != view.number:
+            return None
+        rows = broadcast_axes(self.table, view.axes)
+        own = [a for d, axis in enumerate(which.axes) if d not in rows for a in axis]
+        if any(self.table.kinds(a) - {"feature"} for a in self.table.atoms(tuple(own))):
+            return None
+        self.findings.pop(CoverageNote(view.path, _FROZEN, False), None)
+        plan.choices[position] = rows
+        choice = tuple((view.axes[d], which.axes[d]) for d in rows)
+        return [dataclasses.replace(view, number=number, chosen=(*view.chosen, choice))]
 
     def _product_of_constant(
         self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
@@ -252,7 +337,7 @@ class Analysis(Facts):
         derived = not any(map(views_in, ins))
         if kind is None or not kind.product or derived:
             return self._opaque(eqn, ins)
-        if id(eqn) in self._refused:
+        if self._where(eqn) in self._refused:
             return [Derived(number, reasons_of(ins, f"`{eqn.primitive.name}` {_NOT_EXAMPLES}"))]
         rows: list[Value] = [
             Data(v.number, fresh(self.table, a.aval.shape, "feature"))
@@ -263,7 +348,7 @@ class Analysis(Facts):
         uses = uses_of(self.table, eqn, rows, scope)
         if isinstance(uses, str):
             return self._opaque(eqn, ins)
-        uses[0].from_constant = True
+        uses[0].from_constant, uses[0].where = True, self._where(eqn)
         plan.uses[position] = uses
         return [self._result(eqn, rows, uses, number)]
 
@@ -272,6 +357,7 @@ class Analysis(Facts):
         if axes is None:
             axes_in = [v.axes if isinstance(v, Data) else None for v in ins]
             axes = propagate(self.table, eqn, axes_in)[0]
+            self.mixes(eqn, mixed_atoms(eqn, axes_in))
         for use in uses:
             use.kind.place(use, axes)
             use.parts = uses
@@ -279,6 +365,22 @@ class Analysis(Facts):
         if product is None:
             return Data(number, axes)
         return Data(number, axes, uses[0], product)
+
+
+def _is_rowless(value: Value) -> bool:
+    return any(v.rowless for v in views_in(value))
+
+
+def _rowless(value: Value, primitive: str) -> Value:
+    """The value as one that met data without the example axis."""
+    if isinstance(value, Combined):
+        views = tuple(dataclasses.replace(v, rowless=primitive) for v in value.views)
+        return dataclasses.replace(value, views=views)
+    return dataclasses.replace(value, rowless=primitive) if isinstance(value, View) else value
+
+
+def _as_constant(value: Value) -> Value:
+    return Constant(value.number) if isinstance(value, Data) else value
 
 
 def _differentiable(var: Var) -> bool:

@@ -40,6 +40,12 @@ def is_stateful(eqn: Eqn) -> bool:
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
+def is_complex(operand: Var | Literal) -> bool:
+    """Whether an operand holds complex numbers."""
+    dtype = getattr(operand.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.complexfloating)
+
+
 def is_mutable(operand: Var | Literal) -> bool:
     """Whether an operand is a mutable array (``jax.Ref``)."""
     return hasattr(operand.aval, "inner_aval")
@@ -65,6 +71,11 @@ def body_of(eqn: Eqn) -> tuple[Jaxpr, list[ArrayLike]]:
         if key in eqn.params:
             return open_jaxpr(eqn.params[key])
     raise KeyError(eqn.primitive.name)
+
+
+def branches_of(eqn: Eqn) -> list[tuple[Jaxpr, list[ArrayLike]]]:
+    """The jaxprs inside a cond equation, and their constants."""
+    return [open_jaxpr(branch) for branch in eqn.params["branches"]]
 
 
 def read_order(eqn: Eqn) -> tuple[int, ...]:
@@ -96,6 +107,13 @@ def bind(eqn: Eqn) -> Callable[..., Any]:
             return eqn.primitive.bind(*operands, **eqn.params)
 
     return run
+
+
+def copy_like(operand: Var) -> Eqn:
+    """An equation that copies a value of an operand's shape and dtype."""
+    like = jax.ShapeDtypeStruct(operand.aval.shape, operand.aval.dtype)
+    (eqn,) = jax.make_jaxpr(jax.numpy.copy)(like).jaxpr.eqns
+    return eqn
 
 
 def equation_signature(eqn: Eqn) -> Hashable:

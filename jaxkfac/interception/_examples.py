@@ -1,29 +1,46 @@
 """Uses whose rows do not run along the examples: their statistics would be wrong."""
 
+from collections.abc import Hashable
+
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._compat import ClosedJaxpr
 from jaxkfac.interception._joins import pieces_of
 from jaxkfac.interception._row_masks import own_axes
+from jaxkfac.interception._structured import MODIFIED
 from jaxkfac.interception._table import EXAMPLES_LOST
 from jaxkfac.interception._values import CoverageNote, Data, Use
 
+_OF_ROWS = frozenset("mul div add sub add_any".split())
 
-def analyse(closed: ClosedJaxpr, paths: list[str | None]) -> Analysis:
-    """The analysis of a traced function, constants times parameters told apart.
 
-    Such a product is a layer use where its rows are the examples (the zeros that a recurrent
-    state starts from). Anywhere else (a table of positions, a penalty) its cotangent is a sum
-    over examples, and what it gives is a value of the parameter alone. Which it is shows only
-    at the end: each is taken for a use first, and the walk repeated without those that are none.
+def analyse(closed: ClosedJaxpr, paths: list[str | None], *, num_outputs: int = 0) -> Analysis:
+    """The analysis of a traced function, constants told apart from rows.
+
+    A constant times a parameter is a layer use where its rows are the examples (the zeros that
+    a recurrent state starts from). Anywhere else (a table of positions, a penalty) its cotangent
+    is a sum over examples, and what it gives is a value of the parameter alone. Which it is shows
+    only at the end: each is taken for a use first, and the walk repeated without those that are
+    none.
+
+    So it is with a scale or bias that meets data without the example axis (a batch statistic, in
+    ``(x - mean) * (rsqrt(var) * scale)``): such data is a constant of every row that it meets
+    later, and the parameter is used there.
     """
-    refused: set[int] = set()
+    refused: set[Hashable] = set()
+    constants: set[Hashable] = set()
     while True:
-        analysis = Analysis(closed, paths, refused)
-        wrong = {id(use.eqn) for use in analysis.plan.all_uses() if not _is_use(analysis, use)}
-        if not wrong:
+        analysis = Analysis(closed, paths, refused, constants)
+        wrong = {u.where for u in analysis.plan.all_uses() if not _is_use(analysis, u)}
+        lost = {
+            u.where
+            for u in _lost_uses(analysis, num_outputs=num_outputs)
+            if u.eqn.primitive.name in _OF_ROWS and not u.from_constant
+        }
+        if not wrong and lost <= constants:
             return analysis
         refused |= wrong
+        constants |= lost
 
 
 def _is_use(analysis: Analysis, use: Use) -> bool:
@@ -40,9 +57,8 @@ def _is_use(analysis: Analysis, use: Use) -> bool:
 def split_lost(analysis: Analysis, *, num_outputs: int) -> tuple[list[Use], list[CoverageNote]]:
     """The uses that keep their examples, and a finding for each that does not.
 
-    A scale multiplied by a batch statistic (BatchNorm in training), or a weight multiplied
-    by a mean over the batch, receives a cotangent that is already summed over examples; its
-    square is nobody's statistic.
+    A weight multiplied by a mean over the batch receives a cotangent that is already summed
+    over examples; its square is nobody's statistic.
 
     Args:
         analysis: The analysis of the function.
@@ -50,6 +66,21 @@ def split_lost(analysis: Analysis, *, num_outputs: int) -> tuple[list[Use], list
             none, or if those axes cannot be followed back to an input, any axis that comes
             from data may be.
     """
+    uses = analysis.plan.all_uses()
+    lost = set(_lost_uses(analysis, num_outputs=num_outputs))
+    findings = [
+        CoverageNote(use.view.path, _reason(use), fatal=True) for use in uses if use in lost
+    ]
+    return [use for use in uses if use not in lost], findings
+
+
+def _reason(use: Use) -> str:
+    if isinstance(use.where, tuple) and use.where[0] == MODIFIED:
+        return MODIFIED
+    return f"{EXAMPLES_LOST} at `{use.eqn.primitive.name}`"
+
+
+def _lost_uses(analysis: Analysis, *, num_outputs: int) -> list[Use]:
     table = analysis.table
     inputs = [a for axes in analysis.data_axes for axis in axes for a in table.atoms(axis)]
     outputs = [v for v in analysis.outputs[:num_outputs] if isinstance(v, Data)]
@@ -57,18 +88,14 @@ def split_lost(analysis: Analysis, *, num_outputs: int) -> tuple[list[Use], list
     single = any(axes and not table.atoms(axes[0]) for axes in analysis.data_axes)
     if not examples & set(inputs):  # not followed back to an input: any axis of data may be it
         examples = set(inputs)
-    uses = analysis.plan.all_uses()
     if single:  # a single example: nothing can be lost
-        return uses, []
-    kept, findings = [], []
-    for use in uses:
+        return []
+    lost = []
+    for use in analysis.plan.all_uses():
         walked = {a for scan in use.scope for a in table.atoms(analysis.walked[scan])}
-        if use.data is None or walked & examples or _runs_along(table, use, examples):
-            kept.append(use)
-        else:
-            reason = f"{EXAMPLES_LOST} at `{use.eqn.primitive.name}`"
-            findings.append(CoverageNote(use.view.path, reason, fatal=True))
-    return kept, findings
+        if not (use.data is None or walked & examples or _runs_along(table, use, examples)):
+            lost.append(use)
+    return lost
 
 
 def split_parts(table: AxisTable, uses: list[Use]) -> tuple[list[Use], list[CoverageNote]]:

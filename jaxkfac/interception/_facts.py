@@ -18,7 +18,10 @@ class Facts:
         findings: What the coverage report says beside the uses.
         reads: Paths of the parameters that some equation reads.
         data_axes: Axes of the data arguments.
-        walked: For each scan, the axes of data that it walks along (``lax.map``).
+        walked: For each scan, the axes of data that it walks along (``lax.map``); for each branch,
+            none.
+        stopped: By the number of a constant, the parameter whose gradient was stopped.
+        mixing: By ``id`` of an equation, the atoms that it mixes (see ``_coupling``).
     """
 
     def __init__(self) -> None:
@@ -27,6 +30,8 @@ class Facts:
         self.reads: set[str] = set()
         self.data_axes: list[Axes] = []
         self.walked: dict[int, Atoms] = {}
+        self.mixing: dict[int, set[int]] = {}
+        self.stopped: dict[int, View] = {}
         self._numbers: dict[Hashable, int] = {}
 
     def unique(self) -> int:
@@ -51,10 +56,19 @@ class Facts:
         except TypeError:
             return self.unique()
 
+    def mixes(self, eqn: Eqn, atoms: Sequence[int]) -> None:
+        """Note that an equation mixes some atoms."""
+        if atoms:
+            self.mixing.setdefault(id(eqn), set()).update(atoms)
+
     def report(self, value: Value, reason: str, *, fatal: bool = True) -> None:
         """Say something of the parameters that a value is made of; nothing of other values."""
         for view in views_in(value):
-            self.findings[CoverageNote(view.path, reason, fatal)] = None
+            if view.rowless:  # what leads to no use has lost its examples, whatever reads it
+                lost = f"has the example axis lost at `{view.rowless}`"
+                self.findings[CoverageNote(view.path, lost, True)] = None
+            else:
+                self.findings[CoverageNote(view.path, reason, fatal)] = None
         for path, first in getattr(value, "reasons", ()):
             text = f"goes through {first} and {reason}" if fatal else reason
             self.findings[CoverageNote(path, text, fatal)] = None

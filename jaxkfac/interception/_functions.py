@@ -52,7 +52,7 @@ def is_function(eqn: Eqn) -> bool:
 
     A custom derivative of one is too: ``jax.nn.softplus``.
     """
-    if len(eqn.outvars) != 1 or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+    if len(eqn.outvars) != 1 or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
         return False
     shape = eqn.outvars[0].aval.shape
     if not all(broadcasts(v.aval.shape, shape) for v in eqn.invars):

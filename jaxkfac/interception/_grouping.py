@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -64,7 +65,7 @@ def group_uses(
     order = {id(u): i for i, u in enumerate(uses)}
     blocks = [member for block in blocks for member in _members(block, biases)]
     blocks.sort(key=lambda b: order[id(b.uses[0])])
-    notes += _name(blocks)
+    notes += _name(blocks) + _looked_up_matrices(table, blocks)
     selected = selector(pattern, [b.name for b in blocks])
     for block in blocks:
         masked = next((u.view.masked for u in block.uses if u.view.masked), "")
@@ -295,6 +296,21 @@ def _name(blocks: list[_UseGroup]) -> list[CoverageNote]:
     return notes
 
 
+def _looked_up_matrices(table: AxisTable, blocks: list[_UseGroup]) -> list[CoverageNote]:
+    """A remark on lookups of whole matrices: it is rows of a table that are read, not experts."""
+    found = []
+    for block in blocks:
+        sizes = [math.prod(map(table.size, table.atoms(a))) for a in block.uses[0].out_axes]
+        if block.kind.diagonal_inputs and len(sizes) > 1:
+            entry, width = "x".join(map(str, sizes)), block.weight.out_features
+            reason = (
+                f"is read as a table, each row of it {entry}, so its output side has {width} "
+                "features; kernels of experts have factors of their own as a stack in an einsum"
+            )
+            found.append(CoverageNote(block.weight.path, reason, fatal=False))
+    return found
+
+
 def _owners(table: AxisTable, blocks: list[_UseGroup]) -> dict[int, _UseGroup]:
     """For each block, the first block that reads the same inputs in the same way."""
     first: dict[Any, _UseGroup] = {}
@@ -302,7 +318,7 @@ def _owners(table: AxisTable, blocks: list[_UseGroup]) -> dict[int, _UseGroup]:
 
 
 def _input_key(table: AxisTable, block: _UseGroup) -> Any:
-    if block.kind.elementwise or any(u.view.scaled for u in block.uses):
+    if block.kind.elementwise or any(u.view.scaled or u.view.chosen for u in block.uses):
         return id(block)
     return (
         block.kind.name,

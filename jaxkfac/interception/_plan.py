@@ -28,7 +28,10 @@ class Plan:
         consts: Its constants.
         uses: Position of an equation -> the layer uses in it.
         views: Position of a view -> the index that walks along a stack in it, if any.
+        choices: Position of a view for some rows -> its axes along which the rows run.
         marks: Position of a ``mark_rows`` -> what it marks.
+        entries: Of a scan's body: position of an operand of the scan -> the use that a parameter is
+            there, as the state that the first iteration starts from.
         calls: Position of a structured equation -> the plan of its body.
         exports_views: Whether a result of the jaxpr is a view of a parameter.
         scan: The identity of the scan whose body it is, or 0.
@@ -39,7 +42,9 @@ class Plan:
     consts: list[ArrayLike]
     uses: dict[int, list[Use]] = dataclasses.field(default_factory=dict)
     views: dict[int, tuple[str, int] | None] = dataclasses.field(default_factory=dict)
+    choices: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     marks: dict[int, Mark] = dataclasses.field(default_factory=dict)
+    entries: dict[int, Use] = dataclasses.field(default_factory=dict)
     calls: dict[int, "Plan"] = dataclasses.field(default_factory=dict)
     exports_views: bool = False
     scan: int = 0
@@ -47,7 +52,7 @@ class Plan:
 
     def all_uses(self) -> list[Use]:
         """Every use, in program order."""
-        found = []
+        found = list(self.entries.values())
         for position in sorted(self.uses.keys() | self.calls.keys()):
             found += self.uses.get(position, [])
             found += self.calls[position].all_uses() if position in self.calls else []

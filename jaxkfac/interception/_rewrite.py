@@ -2,10 +2,11 @@
 
 Each layer has a *slot*: a pytree of extra inputs. A slot rides along with the variable that
 holds its parameter, through views, jit, checkpoint, scan (stacked where the parameter is
-scanned, constant where it is constant) and shard_map, down to the handler.
+scanned, constant where it is constant), cond and shard_map, down to the handler.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from jaxtyping import Array, Bool
 from jaxkfac.interception import _compat
 from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._compat import Eqn, Literal, Var
+from jaxkfac.interception._custom import run_beside
 from jaxkfac.interception._elements import Elements
 from jaxkfac.interception._encoded import (
     DeferredParameter,
@@ -29,7 +31,7 @@ from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._riding import Slots, Through, stacked_slots
 from jaxkfac.interception._row_masks import RowMask, row_weights
-from jaxkfac.interception._slots import Entries, Slot
+from jaxkfac.interception._slots import CHOSEN, Entries, Slot
 from jaxkfac.interception._steps import Segment, steps_of
 from jaxkfac.interception._values import Use
 from jaxkfac.interception._windows import Window, row_of
@@ -136,7 +138,10 @@ class Rewriter:
             elif step in plan.views:
                 run = _compat.of_operands(eqn, plan.jaxpr)
                 out = bind_view(eqn, values, run)
-                through = Through(eqn, run, values, plan.views[step], self.walkers, self.entries)
+                rows = plan.choices.get(step)
+                through = Through(
+                    eqn, run, values, plan.views[step], self.walkers, self.entries, rows
+                )
                 moved = through.slots(along)
                 riding.update((v, s) for v, s in zip(eqn.outvars, moved, strict=True) if s)
             elif plan.calls[step].exports_views:  # a jitted indexing helper: run it in place
@@ -166,9 +171,19 @@ class Rewriter:
         uses = [u for u in uses if u.layer in self.walkers]
         if not uses:
             return bind(eqn)(*values)
-        slots = [_at_use(along[u.operand][u.layer or ""]) for u in uses]
+        slots = [dict(_at_use(along[u.operand][u.layer or ""])) for u in uses]
+        chosen = [
+            [
+                RowMask(mask, [axis for _, axis in choice], complete=False)
+                for mask, choice in zip(s.pop(CHOSEN, ()), u.view.chosen, strict=False)
+            ]
+            for s, u in zip(slots, uses, strict=True)
+        ]
         # A bias or scale squares per-position gradients: a row that is not there has none.
-        rows = [row_weights(self.table, u, around.masks, self.marks) for u in uses]
+        rows = [
+            row_weights(self.table, u, [*around.masks, *own], self.marks)
+            for u, own in zip(uses, chosen, strict=True)
+        ]
         wanted = [around.active.get(u.layer or "") for u in uses]
         return self.handler(Site(eqn, uses, slots, rows, wanted, self.table), values)
 
@@ -178,7 +193,13 @@ class Rewriter:
         kind = _compat.call_kind(eqn)
         if kind == "scan":
             return self._scan(eqn, inner, values, along, around)
-        masks = around.masks
+        if kind == "custom":
+            refuse_deferred(enumerate(values), lambda _: f"`{eqn.primitive.name}`")
+            beside = functools.partial(self.run, inner, around=around)
+            return run_beside(eqn, beside, values, along)
+        masks, index = around.masks, None
+        if kind == "cond":
+            index, values, along = values[0], values[1:], along[1:]
         if kind == "shard_map":
             split = [
                 (i, values[i])
@@ -193,7 +214,7 @@ class Rewriter:
         arrays = [None if isinstance(v, DeferredParameter) else v for v in values]
         extras, tree = jax.tree.flatten((along, [m.mask for m in masks], around.active, deferred))
 
-        def body(*flat: Any) -> list[Any]:
+        def run(plan: Plan, *flat: Any) -> list[Any]:
             n = len(arrays)
             slots, mask_values, active, held = jax.tree.unflatten(tree, flat[n:])
             operands = [h if h is not None else v for v, h in zip(flat[:n], held, strict=True)]
@@ -201,7 +222,14 @@ class Rewriter:
                 RowMask(v, m.axes, complete=m.complete)
                 for v, m in zip(mask_values, masks, strict=True)
             ]
-            return self.run(inner, operands, slots, Around(inside, active))
+            return self.run(plan, operands, slots, Around(inside, active))
+
+        if kind == "cond":
+            branches = [functools.partial(run, inner.calls[k]) for k in sorted(inner.calls)]
+            return jax.lax.switch(index, branches, *arrays, *extras)
+
+        def body(*flat: Any) -> list[Any]:
+            return run(inner, *flat)
 
         if kind == "checkpoint":
             return _compat.checkpoint_like(eqn, body)(*arrays, *extras)
@@ -214,6 +242,9 @@ class Rewriter:
         self, eqn: Eqn, inner: Plan, values: list[Operand], along: list[Slots], around: Around
     ) -> list[Any]:
         (nc, nk), length = _compat.scan_counts(eqn), eqn.params["length"]
+        values = list(values)
+        for k, use in inner.entries.items():  # states that the first iteration starts from
+            values[k] = self._use(use.eqn, [use], [values[k]], [along[k]], around)
         fixed = along[: nc + nk]  # a parameter carried unchanged is a constant
         stacks = {
             u.layer: u.layers

@@ -17,7 +17,7 @@ from jaxkfac.interception._elements import (
     through_function,
 )
 from jaxkfac.interception._functions import JOINS, is_function
-from jaxkfac.interception._slots import Entries, Slot, scale_slot
+from jaxkfac.interception._slots import CHOSEN, Entries, Slot, scale_slot
 
 Slots = dict[str, Slot | Elements]  # by layer
 
@@ -33,6 +33,7 @@ class Through:
         walker: The index that walks along a stack in it, if any.
         walkers: For each layer with a slot, the indices that walk along its stack.
         entries: How the entries of slots follow their parameter.
+        rows: Of a choice of rows, the axes along which they run.
     """
 
     eqn: Eqn
@@ -41,6 +42,7 @@ class Through:
     walker: tuple[str, int] | None
     walkers: Mapping[str, set[tuple[str, int]]]
     entries: Entries
+    rows: tuple[int, ...] | None = None
 
     def slots(self, along: list[Slots]) -> list[Slots]:
         """The slots beside each result, from those beside each operand."""
@@ -61,6 +63,9 @@ class Through:
         return outs
 
     def _matrix(self, name: str, slot: Slot, position: int) -> Slot | None:
+        if self.rows is not None:
+            over = tuple(d for d in range(self.values[0].ndim) if d not in self.rows)
+            return {**slot, CHOSEN: (*slot.get(CHOSEN, ()), self.values[0].any(over))}
         if self.walker is None:
             return scale_slot(self.eqn, slot, position, self.values, self.entries)
         if self.walker not in self.walkers[name]:
@@ -69,6 +74,8 @@ class Through:
         return jax.tree.map(lambda s: jax.lax.dynamic_index_in_dim(s, index, keepdims=False), slot)
 
     def _elements(self, parts: dict[int, Elements]) -> list[Elements]:
+        if self.rows is not None:  # a row that does not choose it has no cotangent
+            return list(parts.values())
         if is_function(self.eqn):
             return [through_function(self.eqn, self.run, parts, self.values, self.entries)]
         if self.eqn.primitive.name in JOINS:

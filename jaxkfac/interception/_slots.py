@@ -20,6 +20,8 @@ from jaxkfac.interception._views import is_negated
 
 Slot = dict[str, PyTree]  # arrays, or their shapes, by entry
 
+CHOSEN = "chosen"  # beside the entries of a slot: which rows a view of its parameter is chosen for
+
 
 class SlotEntry(NamedTuple):
     """How one entry of a slot follows its parameter.
@@ -64,11 +66,14 @@ def scale_slot(
 
     Behind a function of the parameter, which is no matrix of it, no use reads the slot.
     """
-    name = eqn.primitive.name
+    name, chosen = eqn.primitive.name, slot.get(CHOSEN)
+    if chosen is not None:
+        slot = {key: part for key, part in slot.items() if key != CHOSEN}
+        return {**scale_slot(eqn, slot, position, values, entries), CHOSEN: chosen}
     if is_negated(eqn, position):
         return _times(slot, jnp.asarray(-1.0), entries)
     if name in ("mul", "div") and position <= (name == "mul"):
-        c = jnp.asarray(values[1 - position])
+        c = jax.lax.stop_gradient(jnp.asarray(values[1 - position]))  # may be data
         if c.size == 1:
             c = c.reshape(())
             return _times(slot, c if name == "mul" else 1 / c, entries)

@@ -1,4 +1,4 @@
-"""Equations whose body sees other values than their operands: scan and shard_map."""
+"""Equations whose body sees other values than their operands: scan, cond and shard_map."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
@@ -6,24 +6,28 @@ from collections.abc import Callable, Hashable, Sequence
 from jax.typing import ArrayLike
 
 from jaxkfac.interception._axes import AxisTable
-from jaxkfac.interception._compat import Eqn, Jaxpr, body_of, scan_counts
+from jaxkfac.interception._compat import Eqn, Jaxpr, body_of, branches_of, copy_like, scan_counts
 from jaxkfac.interception._facts import Facts, reasons_of
+from jaxkfac.interception._kind import kind_reading
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._products import without_product
-from jaxkfac.interception._propagate import fresh
+from jaxkfac.interception._propagate import fresh, merge
 from jaxkfac.interception._values import (
     Combined,
+    Constant,
     Consumed,
     Data,
     Derived,
     Parameter,
+    Use,
     Value,
     View,
     views_in,
 )
 from jaxkfac.interception._views import reversal
 
-Scope = tuple[int, ...]  # identities of the scans around an equation, outermost first
+MODIFIED = "is carried through `scan` and modified"
+Scope = tuple[int, ...]  # identities of the scans and branches around an equation
 Walked = tuple[list[Value], Plan]
 Walk = Callable[[Jaxpr, Sequence[ArrayLike], Sequence[Value], Scope], Walked]
 
@@ -34,6 +38,8 @@ def walk_scan(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: S
     (nc, nk), length = scan_counts(eqn), eqn.params["length"]
     scan = len(facts.walked) + 1
     facts.walked[scan] = tuple(a for v in ins[nc + nk :] if isinstance(v, Data) for a in v.axes[0])
+    if any(body.outvars[k] is not body.invars[nc + k] for k in range(nk)):
+        facts.mixes(eqn, facts.walked[scan])
     xs = [_slice_of(facts, v, scan, length) for v in ins[nc + nk :]]
     # A carry is another value in each iteration, so it does not keep the number of its first;
     # only a parameter that is carried unchanged does.
@@ -53,12 +59,26 @@ def walk_scan(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: S
         if all(a is b for a, b in zip(grown, carry, strict=True)):
             break
         carry, facts.findings = grown, findings
-    for before, after in zip(ins[nc : nc + nk], carry, strict=True):
-        if isinstance(before, Parameter) and isinstance(after, Data):
-            facts.report(before, "is carried through `scan` and modified")
+    for k, (before, after) in enumerate(zip(ins[nc : nc + nk], carry, strict=True), start=nc):
+        if isinstance(before, View) and isinstance(after, Data):
+            plan.entries[k] = _start_of(eqn, k, before, after, scope)
+        elif isinstance(before, Parameter) and isinstance(after, Data):
+            facts.report(before, MODIFIED)
     plan.scan = scan
     last = [dataclasses.replace(v, number=facts.unique()) for v in carry]
     return [*last, *(_stacked(facts, v, length) for v in outs[nk:])], plan
+
+
+def _start_of(eqn: Eqn, operand: int, view: View, carry: Data, scope: Scope) -> Use:
+    """A learned initial state: what is set beside data once, as a class token is."""
+    kind = kind_reading("add")
+    assert kind is not None
+    # Whether the parameter is repeated for every example, or one thing that the loop modifies,
+    # shows in the carry's axes; see ``_examples``.
+    use = Use(kind, copy_like(eqn.invars[operand]), 0, view, scope, data=carry, rows=carry.axes)
+    use.where = (MODIFIED, id(eqn), operand, scope)
+    kind.place(use, carry.axes)
+    return use
 
 
 def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
@@ -80,6 +100,8 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
             return dataclasses.replace(value, number=number)
         if any(join.whole == value.axes[0] for join in value.joins):  # some iterations are its
             return dataclasses.replace(value, number=number, axes=None, lost_by="scan")
+        if value.chosen:  # its rows are not those of the iterations
+            return dataclasses.replace(value, number=number, axes=None, lost_by="select_n")
         if reversal(facts.table, value, value.axes[0]) != "none":  # row i is not iteration i's
             return dataclasses.replace(value, number=number, axes=None, lost_by="rev")
         step = Consumed(length, value.axes[0], ("scan", scan))
@@ -146,6 +168,39 @@ def _stacked(facts: Facts, value: Value, length: int) -> Value:
     if views_in(value):
         return Derived(number, reasons_of([value], "`scan`"))
     return dataclasses.replace(value, number=number)
+
+
+def walk_cond(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: Scope) -> Walked:
+    """The results of a cond, and a plan whose calls are the plans of its branches."""
+    index, *operands = map(without_product, ins)
+    branches = []
+    for body, consts in branches_of(eqn):
+        # A scope of its own: what one branch reads of an input is not counted in another.
+        branch = len(facts.walked) + 1
+        facts.walked[branch] = ()
+        branches.append(walk(body, consts, operands, (*scope, branch)))
+    plan = Plan(branches_of(eqn)[0][0], [], calls={k: p for k, (_, p) in enumerate(branches)})
+    results = zip(*[outs for outs, _ in branches], strict=True)
+    return [
+        _any_of(facts, eqn, [index, *values], v.aval.shape)
+        for v, values in zip(eqn.outvars, results, strict=True)
+    ], plan
+
+
+def _any_of(facts: Facts, eqn: Eqn, values: Sequence[Value], shape: tuple[int, ...]) -> Value:
+    """What is known of a result that is one of some values; the index of the branch leads."""
+    results = values[1:]
+    if all(v == results[0] for v in results) and not isinstance(results[0], Data):
+        return facts.outside(results[0], eqn)
+    if any(isinstance(v, Data) for v in values):
+        for v in results:
+            facts.report(v, "is returned by a branch of `cond`")
+        axes = [v.axes for v in results if isinstance(v, Data)]
+        return Data(
+            facts.unique(), merge(facts.table, axes, shape) if axes else fresh(facts.table, shape)
+        )
+    reasons = reasons_of(results, "`cond`")
+    return Derived(facts.unique(), reasons) if reasons else Constant(facts.unique())
 
 
 def walk_shard_map(

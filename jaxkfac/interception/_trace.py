@@ -14,6 +14,8 @@ from jaxtyping import PyTree
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._arguments import check_arrays, check_function
 from jaxkfac.interception._axes import Atoms
+from jaxkfac.interception._compat import Eqn
+from jaxkfac.interception._coupling import visit_live
 from jaxkfac.interception._elements import Elements
 from jaxkfac.interception._encoded import (
     DeferredParameter,
@@ -83,6 +85,46 @@ class Traced:
         """Atoms of the first output's leading axis, the examples; none for a single one."""
         axes = self.output_axes()
         return self.analysis.table.atoms(axes[0]) if axes else ()
+
+    @functools.cached_property
+    def coupled(self) -> str:
+        """The equation in which examples meet on their way to the first output, in words.
+
+        Empty where every example's output depends on that example alone, as far as is known.
+        """
+        inputs = {a for axes in self.analysis.data_axes for axis in axes for a in self._atoms(axis)}
+        return self._meeting(inputs.intersection(self.examples))
+
+    @functools.cached_property
+    def coupled_inputs(self) -> str:
+        """The same of the leading axes of all data, whether they are known to be examples or not.
+
+        Where it is empty, the function of one entry of every input is that entry's output.
+        """
+        leading = {
+            a for axes in self.analysis.data_axes for a in self._atoms(axes[0] if axes else ())
+        }
+        return self._meeting(leading | set(self.examples))
+
+    def _atoms(self, axis: Atoms) -> Atoms:
+        return self.analysis.table.atoms(axis)
+
+    def _meeting(self, atoms: set[int]) -> str:
+        mixing, found = self.analysis.mixing, []
+        number = max(1, self.num_outputs)
+        outputs = [self.output_axes(k) for k in range(number)]
+        others = [self._atoms(axis) for axes in outputs if axes for axis in axes[1:]]
+        if not any(outputs) or not atoms:
+            return ""
+        if any(map(atoms.intersection, others)):
+            return "in pairs of examples"
+
+        def visit(eqn: Eqn) -> None:
+            if atoms.intersection(self._atoms(tuple(mixing.get(id(eqn), ())))):
+                found.append(f"at `{eqn.primitive.name}`")
+
+        visit_live(self.closed.jaxpr, [i < number for i in range(len(self.out_shapes))], visit)
+        return found[-1] if found else ""
 
     def join_examples(self) -> None:
         """Let the leading axes of all outputs be one, the examples."""
@@ -206,7 +248,7 @@ def trace(
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, *args)
     paths = leaves_by_path(params)
     num_args = len(closed.jaxpr.invars) - len(paths)
-    analysis = analyse(closed, [*paths, *[None] * num_args])
+    analysis = analyse(closed, [*paths, *[None] * num_args], num_outputs=num_outputs)
     uses, lost = split_lost(analysis, num_outputs=num_outputs)
     uses, cut = split_parts(analysis.table, uses)
     # The diagonal of some readings of a function of a parameter is nobody's diagonal.

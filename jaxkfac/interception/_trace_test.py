@@ -139,13 +139,30 @@ def test_a_tie_in_opposite_orientations_keeps_both_blocks():
     assert any("has 2 blocks" in note for _, note in table.notes)
 
 
-def test_a_batch_statistic_has_lost_its_examples():
+def test_kernels_looked_up_row_by_row_are_a_table_and_remarked_on():
+    def model(p, x):
+        return jnp.einsum("nd,ndk->nk", x, p["experts"][x.argmax(-1)])
+
+    table = find_layers(model, weights(experts=(3, 4, 5)), jnp.ones((7, 4)))
+    assert table["experts"].out_features == 20
+    assert any("each row of it 4x5" in note for _, note in table.notes)
+
+
+def test_a_batch_statistic_is_a_constant_of_the_rows_it_meets_later():
     def model(p, x):
         return (x - x.mean(0)) * (jax.lax.rsqrt(x.var(0) + 1) * p["scale"])
 
-    ((path, reason),) = find_layers(model, weights(scale=(3,)), jnp.ones((5, 3))).uncovered
-    assert path == "scale"
-    assert reason == "has the example axis lost at `mul`"
+    table = find_layers(model, weights(scale=(3,)), jnp.ones((5, 3)))
+    assert not table.uncovered
+    assert (table["scale"].kind, table["scale"].uses) == ("scale", 1)
+
+
+def test_a_product_of_a_batch_statistic_has_lost_its_examples():
+    def model(p, x):
+        return jnp.tanh(x + x.mean(0) @ p["w"])
+
+    ((path, reason),) = find_layers(model, weights(w=(3, 3)), jnp.ones((5, 3))).uncovered
+    assert (path, reason) == ("w", "has the example axis lost at `dot_general`")
 
 
 def test_a_single_example_has_nothing_to_lose():

@@ -1,7 +1,7 @@
 """What the analysis knows of a value: constant, parameter seen through views, or data."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from jaxkfac.interception._axes import Atoms
@@ -60,6 +60,9 @@ class View:
             of the iterations. The view itself is the first one's.
         stacked_for: The scan that walks along that stack.
         elements: Two views of a parameter with one number hold its elements in one arrangement.
+        chosen: Of each choice of some rows (a cond under ``vmap``): for each axis that was
+            broadcast to those rows, its atoms, and those of the choice.
+        rowless: The primitive in which data without the example axis multiplied or shifted it.
     """
 
     number: int
@@ -77,6 +80,8 @@ class View:
     members: tuple["View", ...] = ()
     stacked_for: int = 0
     elements: int = 0
+    chosen: tuple[tuple[tuple[Atoms, Atoms], ...], ...] = ()
+    rowless: str = ""
 
     @property
     def walkers(self) -> tuple[tuple[str, int], ...]:
@@ -161,7 +166,7 @@ class Use:
         eqn: The equation.
         operand: Position of the parameter among the operands.
         view: The parameter's view there.
-        scope: Identities of the scans around it, outermost first.
+        scope: Identities of the scans and branches around it, outermost first.
         in_axes: Atoms of the contracted axes, in the equation's order.
         out_axes: Atoms of the free axes, in the equation's order.
         batch_axes: Atoms of the axes shared with the data (experts, feature groups).
@@ -177,9 +182,12 @@ class Use:
         layer: Name of the layer this use belongs to, or ``None`` while it is not tapped.
         layers: Names of all of them, where each iteration's is another layer.
         free_stack: Whether its first free axis is read as a stack of experts.
+        row_batch: Of a dense layer: which pairs of shared axes are rows, the parameter having
+            been broadcast along them.
         groups: Of a convolution: the sizes of ``batch_axes``.
         reversed: Of a convolution: for each of its spatial axes, whether the kernel is seen
             back to front along it.
+        where: The equation and the calls around it; the same in every walk of one program.
     """
 
     kind: Kind
@@ -200,8 +208,10 @@ class Use:
     layer: str | None = None
     layers: tuple[str, ...] = ()
     free_stack: bool = False
+    row_batch: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
     reversed: tuple[bool, ...] = ()
+    where: Hashable = None
 
 
 @dataclasses.dataclass(frozen=True)

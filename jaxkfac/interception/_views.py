@@ -63,7 +63,7 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
         return None
     position = views[0]
     view: View = ins[position]  # type: ignore[assignment]
-    if not jnp.issubdtype(out.dtype, jnp.inexact):
+    if not jnp.issubdtype(out.dtype, jnp.floating):  # times complex data, it is no real product
         return None
     if name in SAME_ELEMENTS:
         return [dataclasses.replace(view, number=number)]
@@ -97,6 +97,15 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
     if name in _SELECTIONS:
         return [dataclasses.replace(view, number=number, axes=None) for _ in eqn.outvars]
     return None
+
+
+def broadcast_axes(table: AxisTable, axes: Axes) -> tuple[int, ...]:
+    """The axes along which a view was broadcast, and nothing else."""
+    return tuple(
+        d
+        for d, axis in enumerate(axes)
+        if table.atoms(axis) and all(table.kinds(a) == {"broadcast"} for a in table.atoms(axis))
+    )
 
 
 def is_negated(eqn: Eqn, position: int) -> bool:

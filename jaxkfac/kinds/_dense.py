@@ -1,5 +1,7 @@
 """Dense layers: a product that contracts axes of a parameter with axes of data."""
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +11,7 @@ from jaxkfac.interception import (
     Eqn,
     Site,
     Use,
+    broadcast_axes,
     matrix_problem,
     order_problem,
     register_kind,
@@ -40,23 +43,35 @@ class Dense(TwoSided):
     ) -> list[Use] | str:
         (position,) = positions
         view, data = ins[position], ins[1 - position]
-        problem = matrix_problem(table, view, "dot_general")
-        if problem := problem or order_problem(table, view, view.axes or (), "dot_general"):
-            return problem
         contract, batch = eqn.params["dimension_numbers"]
+        repeated = broadcast_axes(table, view.axes or ())
+        rows = tuple(k for k, d in enumerate(batch[position]) if d in repeated)
+        along = {batch[position][k] for k in rows}
+        for mine, its in [(batch[position][k], batch[1 - position][k]) for k in rows]:
+            for axis, chosen in itertools.chain(*view.chosen):
+                if table.atoms(axis) == table.atoms(view.axes[mine]):
+                    table.unify(chosen, data.axes[its])
+        kept = view.axes and tuple(a for d, a in enumerate(view.axes) if d not in along)
+        matrix = dataclasses.replace(view, axes=kept)
+        problem = matrix_problem(table, matrix, "dot_general")
+        if problem := problem or order_problem(table, matrix, kept or (), "dot_general"):
+            return problem
         mine = {*contract[position], *batch[position]}
-        theirs = {*contract[1 - position], *batch[1 - position]}
-        use = Use(self, eqn, position, view, scope, data=data)
+        theirs = {*contract[1 - position], *_stacked(batch[1 - position], rows)}
+        use = Use(self, eqn, position, view, scope, data=data, row_batch=rows)
         use.in_axes = tuple(view.axes[d] for d in contract[position])
-        use.batch_axes = tuple(view.axes[d] for d in batch[position])
+        use.batch_axes = tuple(view.axes[d] for d in _stacked(batch[position], rows))
         use.out_axes = tuple(a for d, a in enumerate(view.axes) if d not in mine)
         use.rows = tuple(a for d, a in enumerate(data.axes) if d not in theirs)
         return [use]
 
     def product_axes(self, use: Use, ndim: int) -> tuple[Atoms | None, ...]:
-        rows: list[Atoms | None] = [None] * len(use.rows)
+        shared = use.eqn.params["dimension_numbers"][1][0]
+        stack = iter(use.batch_axes)
+        batch = [None if k in use.row_batch else next(stack) for k in range(len(shared))]
+        rows: list[Atoms | None] = [None] * (len(use.rows) - len(use.row_batch))
         free: list[Atoms | None] = list(use.out_axes)
-        return (*use.batch_axes, *(rows + free if use.operand == 1 else free + rows))
+        return (*batch, *(rows + free if use.operand == 1 else free + rows))
 
     def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
         contract, batch = use.eqn.params["dimension_numbers"]
@@ -64,24 +79,36 @@ class Dense(TwoSided):
         theirs = sorted(
             (place(axis), d) for axis, d in zip(use.in_axes, contract[other], strict=True)
         )
-        return repr(([d for _, d in theirs], batch[other]))
+        return repr(([d for _, d in theirs], _stacked(batch[other], use.row_batch)))
 
     def inputs(self, site: Site, use: Use, operands: Sequence[Any]) -> Rows:
         contract, shared = site.eqn.params["dimension_numbers"]
         other = 1 - use.operand
         x, features = operands[other], sorted(zip(contract[other], use.in_axes, strict=True))
-        taken = {*contract[other], *shared[other]}
+        batch = _stacked(shared[other], use.row_batch)
+        taken = {*contract[other], *batch}
         rows = tuple(d for d in range(x.ndim) if d not in taken)
-        return Rows(x, rows, tuple(shared[other]), tuple(features))
+        return Rows(x, rows, batch, tuple(features))
 
     def outputs(self, site: Site, use: Use, cotangent: Array) -> Rows:
-        _, shared = site.eqn.params["dimension_numbers"]
-        num_batch, num_free, num_rows = len(shared[0]), len(use.out_axes), len(use.rows)
+        contract, shared = site.eqn.params["dimension_numbers"]
+        other, num_batch, num_free = 1 - use.operand, len(shared[0]), len(use.out_axes)
+        num_rows = len(use.rows) - len(use.row_batch)
         first_free = num_batch + (num_rows if use.operand == 1 else 0)
         first_row = num_batch + (0 if use.operand == 1 else num_free)
         free = [(first_free + i, axis) for i, axis in enumerate(use.out_axes)]
-        batch = list(range(num_batch))
+        batch = list(_stacked(range(num_batch), use.row_batch))
         if use.free_stack:
             batch.append(free.pop(0)[0])
-        rows = tuple(range(first_row, first_row + num_rows))
+        # Rows lie as in the data operand, of which some may be among the shared axes.
+        at = {shared[other][k]: k for k in use.row_batch}
+        plain = iter(range(first_row, first_row + num_rows))
+        taken = {*contract[other], *_stacked(shared[other], use.row_batch)}
+        axes = [d for d in range(len(use.rows) + len(taken)) if d not in taken]
+        rows = tuple(at[d] if d in at else next(plain) for d in axes)
         return Rows(cotangent, rows, tuple(batch), tuple(free))
+
+
+def _stacked(axes: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:
+    """The shared axes that are a stack, without those that are rows."""
+    return tuple(d for k, d in enumerate(axes) if k not in rows)

@@ -45,6 +45,11 @@ class ProductAxes:
     def of(
         cls, site: Site, use: Use, x: Operand, index: Operand | None, examples: Atoms
     ) -> "ProductAxes":
+        if use.row_batch:
+            raise ValueError(
+                f"layer {use.view.path!r} is broadcast along rows (a cond under vmap, which runs "
+                "all branches): adapters have no rule for it; leave it out of target="
+            )
         contract, shared = site.eqn.params["dimension_numbers"]
         contract, shared = contract[1 - use.operand], shared[1 - use.operand]
         rows = [d for d in range(x.ndim) if d not in {*contract, *shared}]

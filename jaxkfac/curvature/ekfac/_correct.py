@@ -9,7 +9,7 @@ import jax
 from jaxtyping import Array, Bool, Key, PyTree
 
 from jaxkfac._checks import at_least_one, one_of
-from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac._errors import CoupledExamplesError, UnknownLayerError, nearest
 from jaxkfac.curvature._corrections import Corrections
 from jaxkfac.curvature._eigenbases import Eigenbases, check_bases
 from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients
@@ -18,10 +18,11 @@ from jaxkfac.factors import (
     Estimator,
     Objective,
     Program,
+    check_alone,
     estimator_of,
     per_example_diagonals,
 )
-from jaxkfac.interception import Layer, LayerTable, check_function
+from jaxkfac.interception import Layer, LayerTable, Traced, check_function
 
 MeasuredFisher = Literal["empirical", "mc", "exact"]
 
@@ -59,6 +60,8 @@ class EigenvalueCorrector:
 
         Raises:
             UnknownLayerError: the program lacks a layer of the bases.
+            CoupledExamplesError: an example's output depends on other examples, and gradients
+                of single ones are measured.
             LostRowsError: the rows of a layer cannot be told apart by example, or
                 ``positions`` cannot be followed to it.
             ValueError: a layer is not the one of the bases, or the batch does not fit.
@@ -83,6 +86,7 @@ class EigenvalueCorrector:
                 f"parameter {extra[0].weight.path!r} is covered by no layer, and a scalar loss "
                 "does not run each example by itself: give a jk.Objective"
             )
+        _check_examples(traced, bases, extra, self._per)
         squared = SquaredGradients(traced, bases, self._per)
         at = self._program.linearise(
             traced,
@@ -213,6 +217,20 @@ def _check_vectors(bases: Eigenbases) -> None:
                     f"a factor of layer {layer.name!r} has {columns} eigenvectors of {rows}: "
                     "measured eigenvalues need all of them, that is bases without rank="
                 )
+
+
+def _check_examples(traced: Traced, bases: Eigenbases, extra: list[Layer], per: Per) -> None:
+    """Refuse gradients of single examples where an example's output depends on others."""
+    if extra:
+        check_alone(traced, extra)
+    whole = [x for x in bases.layers if per == "example" or (x.is_elementwise and x.g_dense)]
+    if whole and traced.coupled:
+        names = ", ".join(repr(layer.name) for layer in whole)
+        raise CoupledExamplesError(
+            f"{names}: eigenvalues are measured with gradients of single examples, and the model's "
+            f"examples meet {traced.coupled} (batch statistics, a product along the batch). "
+            'Measure in evaluation mode, or rows by themselves with per="token"'
+        )
 
 
 def _check_layers(table: LayerTable, layers: list[Layer]) -> None:

@@ -1,0 +1,174 @@
+"""Functions with a derivative of their own, and parameters inside them.
+
+The user's rule gives the gradient: the call runs as it is. Statistics come from a second program
+beside it, which takes the call's cotangent and whose values nobody reads: of a ``custom_vjp``
+the primal, differentiated as it stands; of a ``custom_jvp`` the rule's own program, in which the
+tangents of the parameters meet data.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxkfac.interception._compat import ClosedJaxpr, Eqn, Var, body_of, evaluate, is_var
+from jaxkfac.interception._coupling import visit_live
+from jaxkfac.interception._facts import Facts
+from jaxkfac.interception._propagate import fresh
+from jaxkfac.interception._structured import Scope, Walk, Walked
+from jaxkfac.interception._values import Constant, Data, Parameter, Value
+
+_NO_DERIVATIVE = frozenset(
+    "round floor ceil sign nextafter pure_callback io_callback ffi_call pallas_call".split()
+)
+
+
+def is_rule(eqn: Eqn) -> bool:
+    """Whether the statistics of a custom derivative come from its rule, a ``custom_jvp``."""
+    return eqn.primitive.name.startswith("custom_jvp")
+
+
+def step_without_derivative(eqn: Eqn) -> str:
+    """A primitive inside a custom derivative whose own derivative says nothing, or ``""``.
+
+    A rule stands in for it there, and the ordinary derivative of the primal is zero, or none.
+    """
+    body, _ = body_of(eqn)
+    found: list[str] = []
+
+    def visit(inner: Eqn) -> None:
+        before = [v.aval for v in inner.invars[:1] if hasattr(v.aval, "dtype")]
+        after = inner.outvars[0].aval
+        cast = inner.primitive.name == "convert_element_type" and bool(before)
+        coarse = cast and jnp.issubdtype(before[0].dtype, jnp.floating) and _is_coarse(after.dtype)
+        if inner.primitive.name in _NO_DERIVATIVE or coarse:
+            found.append(inner.primitive.name)
+
+    visit_live(body, [True] * len(body.outvars), visit)
+    return found[-1] if found else ""
+
+
+def _is_coarse(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) or dtype.itemsize < 2
+
+
+def walk_primal(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: Scope) -> Walked:
+    """The results of a ``custom_vjp``, and the plan of its primal."""
+    outs, plan = walk(*body_of(eqn), ins, scope)
+    results = [
+        Data(facts.unique(), v.axes) if isinstance(v, Data) else facts.outside(v, eqn) for v in outs
+    ]
+    return results, plan
+
+
+def walk_rule(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: Scope) -> Walked:
+    """The results of a ``custom_jvp``, and the plan of its rule.
+
+    The results are those of the primal with its parameters held; the rule gets them held too, and
+    as the parameters the tangents.
+    """
+    held = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
+    outs, _ = walk(*body_of(eqn), held, scope)
+    primals, tangents = _operands(eqn)
+    closed = _rule_of(eqn)
+    own = dict(zip(eqn.invars, ins, strict=True))
+    inside = [dict(zip(eqn.invars, held, strict=True))[v] for v in primals]
+    inside += [_tangent(facts, own[v]) for v in tangents]
+    _, plan = walk(closed.jaxpr, closed.consts, inside, scope)
+    results: list[Value] = [
+        Data(facts.unique(), v.axes if isinstance(v, Data) else fresh(facts.table, w.aval.shape))
+        for v, w in zip(outs, eqn.outvars, strict=True)
+    ]
+    return results, plan
+
+
+def _tangent(facts: Facts, value: Value) -> Value:
+    number = facts.number(("tangent", value.number))
+    if isinstance(value, Data):
+        return Data(number, value.axes)
+    return dataclasses.replace(value, number=number)
+
+
+def _operands(eqn: Eqn) -> tuple[list[Var], list[Var]]:
+    """The variables that an equation reads, each once, and those of them that have tangents."""
+    primals = list(dict.fromkeys(v for v in eqn.invars if is_var(v)))
+    return primals, [v for v, d in zip(primals, _floats(primals), strict=True) if d]
+
+
+def _floats(variables: Sequence[Var]) -> list[bool]:
+    return [jnp.issubdtype(v.aval.dtype, jnp.floating) for v in variables]
+
+
+def _function(eqn: Eqn) -> Callable[..., list[Any]]:
+    """The call as a function of the variables it reads, each once."""
+    return evaluate([eqn], _operands(eqn)[0], eqn.outvars, body_of(eqn)[0])
+
+
+def _rule_of(eqn: Eqn) -> ClosedJaxpr:
+    """The program of the tangents of a ``custom_jvp``: of its variables, then their tangents."""
+    primals, tangents = _operands(eqn)
+    run = _function(eqn)
+
+    def tangents_out(values: list[Array], dots: list[Array]) -> list[Array]:
+        def of(diff: list[Array]) -> list[Array]:
+            at = dict(zip(tangents, diff, strict=True))
+            return run(*[at.get(v, x) for v, x in zip(primals, values, strict=True)])
+
+        at = [x for v, x in zip(primals, values, strict=True) if v in tangents]
+        outs = jax.jvp(of, (at,), (dots,))[1]
+        return [x for x, d in zip(outs, _floats(eqn.outvars), strict=True) if d]
+
+    def shapes(variables: list[Var]) -> list[jax.ShapeDtypeStruct]:
+        return [
+            jax.ShapeDtypeStruct(
+                v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)
+            )
+            for v in variables
+        ]
+
+    return jax.make_jaxpr(tangents_out)(shapes(primals), shapes(tangents))
+
+
+def run_beside(
+    eqn: Eqn,
+    run: Callable[[list[Any], list[Any]], list[Any]],
+    values: Sequence[Any],
+    along: Sequence[Any],
+) -> list[Any]:
+    """The results of a call, whose cotangent goes to its own rule and to a program beside it.
+
+    Args:
+        eqn: The call.
+        run: The program of the statistics, of operands and what rides along with each.
+        values: The operands of the call.
+        along: What rides along with them.
+    """
+    primals, tangents = _operands(eqn)
+    at = dict(zip(eqn.invars, values, strict=True))
+    outs = _function(eqn)(*[at[v] for v in primals])
+    if is_rule(eqn):
+        slots = dict(zip(eqn.invars, along, strict=True))
+        operands = [at[v] for v in primals] + [jnp.zeros_like(at[v]) for v in tangents]
+        riding = [{}] * len(primals) + [slots[v] for v in tangents]
+    else:
+        operands, riding = list(values), list(along)
+    beside = run([jax.lax.stop_gradient(x) for x in operands], riding)
+    if not is_rule(eqn):
+        beside = [x for x, d in zip(beside, _floats(eqn.outvars), strict=True) if d]
+    each = iter(beside)
+    return [
+        _same_cotangent(x, next(each)) if d else x
+        for x, d in zip(outs, _floats(eqn.outvars), strict=True)
+    ]
+
+
+@jax.custom_vjp
+def _same_cotangent(x: Array, beside: Array) -> Array:
+    """``x``; its cotangent is that of ``beside`` too."""
+    return x
+
+
+_same_cotangent.defvjp(lambda x, beside: (x, None), lambda _, cotangent: (cotangent, cotangent))
