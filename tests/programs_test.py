@@ -1028,7 +1028,7 @@ def _modified_in_the_carry(p, x):
 
 
 def _data_dependent_weight(p, x):
-    return x @ (p["w"] * (x.T @ x)[:, :3])
+    return x[..., :3] + jnp.mean(x, tuple(range(x.ndim - 1))) @ p["w"]
 
 
 def _sorted(p, x):
@@ -1053,7 +1053,7 @@ REPORTED = {
     "ragged_dot": (_ragged, dict(w=(2, 4, 3)), "w", "ragged_dot"),
     "custom_vjp": (_rounded, dict(w=(4, 3)), "w", "custom_vjp_call`, where `round`"),
     "carry, modified": (_modified_in_the_carry, dict(w=(4, 3)), "w", "scan|sub|dot_general|carr"),
-    "W times data": (_data_dependent_weight, dict(w=(4, 3)), "w", "mul"),
+    "W times data": (_data_dependent_weight, dict(w=(4, 3)), "w", "lost at `dot_general`"),
     "sorted W": (_sorted, dict(w=(4, 3)), "w", "sort"),
     "W squared": (_parameter_squared, dict(w=(4, 3)), "w", "mul|dot_general"),
 }
