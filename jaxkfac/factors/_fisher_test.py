@@ -100,7 +100,8 @@ def test_one_sample_is_the_sample_of_the_likelihood(x64):
 def test_devices_draw_labels_of_their_own(x64):
     """Under ``shard_map`` one key serves every device: G is not that of equal labels."""
     objective, params, (x, y) = program(n=2)
-    key, mesh = jax.random.key(0), jax.make_mesh((2,), ("data",))
+    key, auto = jax.random.key(0), (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=auto)
     stats = value_grad_and_factors(objective, fisher="mc")
 
     def g(params, batch, key):
