@@ -52,7 +52,8 @@ def as_batch(batch: PyTree) -> Batch:
                 raise ValueError(f"batch: {what} must be arrays, got {_form(leaf)}")
     for at, mask in _with_path(out.mask):
         what = f"batch: the mask{jax.tree_util.keystr(at)}"
-        check_array(what if hasattr(mask, "shape") else "batch: the mask", mask)
+        if not hasattr(mask, "shape"):
+            check_array("batch: the mask", out.mask)
         if mask.dtype != jnp.bool_:
             raise ValueError(f"{what} has dtype {mask.dtype}, expected bool (write mask > 0)")
         abstract = isinstance(mask, Tracer | jax.ShapeDtypeStruct)
