@@ -14,7 +14,7 @@ N, STEPS = 8, 20
 X = jax.random.normal(jax.random.key(0), (STEPS, N, 3))
 Y = jnp.arange(STEPS * N).reshape(STEPS, N) % 4
 KEYS = jax.random.split(jax.random.key(1), STEPS)
-OPTIONS = {"fisher": "mc", "uncovered": "ignore"}
+OPTIONS = {"fisher": "mc"}
 
 
 class Linen(nn.Module):
@@ -165,7 +165,7 @@ def test_a_scalar_loss_returns_its_changed_state(make):
     def loss(params, batch, key, state):
         return own(params, state, *batch, key)
 
-    stats = jk.value_grad_and_factors(loss, loss_terms=N, uncovered="ignore")
+    stats = jk.value_grad_and_factors(loss, loss_terms=N)
     call = (params, (X[0], Y[0]), KEYS[0])
     expected = jax.grad(own, has_aux=True)(params, state, X[0], Y[0], KEYS[0])
     (_, changed), grads, _ = stats(*call, state=state)
@@ -206,7 +206,7 @@ def test_operators_are_those_of_the_model_with_its_state_closed_over(evaluated, 
 
 def test_eigenvalues_are_measured_at_the_state(evaluated):
     objective, closed, params, state = evaluated
-    options = {"layers": "Dense.*", "uncovered": "ignore"}
+    options = {"layers": "Dense.*"}
     stats = jk.value_grad_and_factors(objective, **options)
     (_, after), _, factors = stats(params, (X[0], Y[0]), state=state)
     assert_close(after, state)
