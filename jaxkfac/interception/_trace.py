@@ -329,6 +329,7 @@ def find_layers(
     layers: str | None = None,
     max_dense: int = 16384,
     experts: str | None = None,
+    **named: Any,
 ) -> LayerTable:
     """Find every place where a parameter meets data in a linear operation.
 
@@ -342,6 +343,7 @@ def find_layers(
         experts: Full-match pattern over parameter paths. Where a free axis of a parameter
             can be read as outputs or as a stack of experts (``bti,eio->ebto``), the
             parameters that match are read as a stack. Shared axes always are.
+        **named: Arguments of ``fn`` by name, likewise: ``key=``, ``state=``.
 
     Returns:
         A ``LayerTable``; ``print`` it for the coverage report.
@@ -357,4 +359,11 @@ def find_layers(
         >>> table["w"].in_features, table["w"].bias.path
         (3, 'b')
     """
-    return trace(fn, params, *args, layers=layers, max_dense=max_dense, experts=experts).table
+
+    def called(params: PyTree, named: dict[str, Any], *args: Any) -> Any:
+        return fn(params, *args, **named)
+
+    options: Any = {"layers": layers, "max_dense": max_dense, "experts": experts}
+    if named:
+        return trace(called, params, named, *args, **options).table
+    return trace(fn, params, *args, **options).table

@@ -77,12 +77,7 @@ def program(
 
 def check_coverage(row: Program, case: Case) -> None:
     """Exactly the parameters that the row names are uncovered, for the reasons it names."""
-    table = jk.find_layers(
-        lambda params, batch, call: case.objective(params, batch, **call),
-        case.params,
-        case.batch,
-        dict(case.call),
-    )
+    table = jk.find_layers(case.objective, case.params, case.batch, **case.call)
     reasons = {
         path: [why for p, why in table.uncovered if p == path] for path, _ in table.uncovered
     }
