@@ -56,10 +56,15 @@ def as_batch(batch: PyTree) -> Batch:
             check_array("batch: the mask", out.mask)
         if mask.dtype != jnp.bool_:
             raise ValueError(f"{what} has dtype {mask.dtype}, expected bool (write mask > 0)")
-        abstract = isinstance(mask, Tracer | jax.ShapeDtypeStruct)
-        if not abstract and not np.asarray(mask).any():
-            raise ValueError(f"{what} masks every loss term, so there is no mean")
+    if all(map(_keeps_none, jax.tree.leaves(out.mask, is_leaf=lambda x: x is None))):
+        raise ValueError("batch: the mask masks every loss term, so there is no mean")
     return out
+
+
+def _keeps_none(mask: Any) -> bool:
+    """Whether a mask is known to keep no term."""
+    known = mask is not None and not isinstance(mask, Tracer | jax.ShapeDtypeStruct)
+    return known and not np.asarray(mask).any()
 
 
 def check_array(what: str, x: object) -> None:
@@ -267,10 +272,11 @@ class Objective(LossTerms):
         n = batch.num_examples
         shapes = [jax.ShapeDtypeStruct((n, *h.outputs.shape[1:]), h.outputs.dtype) for h in here]
         there = self.heads(self.tree(shapes), None, batch.mask)
-        pairs = list(zip(shares(here), shares(there), strict=True))
-        return self.tree(
-            [times(h.outputs, jnp.sqrt(x / y)) for h, (x, y) in zip(here, pairs, strict=True)]
-        )
+        parts = []
+        for head, x, y in zip(here, shares(here), shares(there), strict=True):
+            of = jnp.where(y > 0, y, jnp.ones_like(y))  # an output without terms has none here
+            parts.append(times(head.outputs, jnp.sqrt(x / of)))
+        return self.tree(parts)
 
     def outputs(
         self,
