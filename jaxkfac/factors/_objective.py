@@ -333,7 +333,7 @@ def arguments(
     return params, *inputs
 
 
-def _nothing(targets: Array) -> None:
+def _nothing(targets: Any) -> None:
     return None
 
 
@@ -341,6 +341,8 @@ def _joined(mask: Any, kept: Any) -> Any:
     """The terms that both leave."""
     if kept is None or mask is None:
         return mask if kept is None else kept
+    if isinstance(kept, jax.ShapeDtypeStruct):
+        return mask
     return mask & kept if mask.shape == kept.shape else mask  # refused by ``check``
 
 
