@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Key, PyTree
 
+from jaxkfac._checks import check_key
 from jaxkfac.factors._average import zeros_like
 from jaxkfac.factors._diagonal_pass import check_alone, diagonal_layers, per_example_diagonals
 from jaxkfac.factors._estimator import Estimator
@@ -188,6 +189,8 @@ class FactorCollector:
         """The arguments as the program takes them; raises where they do not go together."""
         if self._subsample is not None and key is None:
             raise ValueError(f"subsample={self._subsample} draws rows: pass key=")
+        if self._subsample is not None:
+            check_key(key)
         known = isinstance(self._program.objective, Objective)
         batch = self._program.objective.batch(batch) if known else batch
         estimator = self._estimator.bound(key, labels, batch if known else None)

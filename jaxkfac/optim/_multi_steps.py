@@ -10,7 +10,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from jaxkfac._checks import named
+from jaxkfac._checks import named, scalar
 from jaxkfac.factors import (
     Factors,
     check_factors,
@@ -36,6 +36,8 @@ from jaxkfac.optim._trees import (
 )
 
 PyTree = Any
+
+_WHOLE = "a whole number of micro-batches, or a function of the number of groups so far"
 
 
 class MultiStepsState(NamedTuple):
@@ -149,8 +151,11 @@ def multi_steps(
         True [-0.02 -0.02]
     """
     if not callable(every_k_schedule):
+        scalar("every_k_schedule", every_k_schedule, _WHOLE)
         if every_k_schedule < 1:
             raise ValueError(f"every_k_schedule must be at least 1, got {every_k_schedule}")
+        if every_k_schedule != int(every_k_schedule):
+            raise ValueError(f"every_k_schedule: expected {_WHOLE}, got {every_k_schedule}")
         every_k_schedule = int(every_k_schedule)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"tx: expected an optax transformation, as jk.kfac(...), got {named(tx)}")
@@ -299,6 +304,8 @@ def _check_statistics(factors: Any, terms: Any, held: Factors | None) -> None:
             "multi_steps weighs micro-batches by their number of loss terms: pass factors=, or "
             "terms=, got neither"
         )
+    if terms is not None:
+        scalar("terms", terms, "the number of loss terms of this micro-batch, as mask.sum()")
     if held is not None and factors is None:
         raise ValueError("this transformation accumulates factors: pass factors=, not terms=")
     if factors is not None:
