@@ -18,7 +18,7 @@ from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._program import Linearised, Program
-from jaxkfac.factors._scalar_loss import check_marked, check_scalar_loss, refuse_sum
+from jaxkfac.factors._scalar_loss import check_marked, check_scalar_loss, warn_of_sum
 from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
 from jaxkfac.interception import (
     Staged,
@@ -82,6 +82,7 @@ class FactorCollector:
     _staged: TraceCache[Staged] = dataclasses.field(
         default_factory=TraceCache, repr=False, compare=False
     )
+    _warned: list[bool] = dataclasses.field(default_factory=list, repr=False, compare=False)
 
     def __call__(
         self,
@@ -136,14 +137,19 @@ class FactorCollector:
 
         def stage() -> Staged:
             staged = Staged.of(run, params, call)
-            if not isinstance(self._program.objective, Objective) and self._loss_terms != 1:
-                refuse_sum(
-                    lambda some: self._program.value(params, some, call.key, call.state),
-                    call.batch,
-                )
+            self._warn_of_sum(params, call)
             return staged
 
         return self._staged.get((params, call), stage, static=due)(params, call)
+
+    def _warn_of_sum(self, params: PyTree, call: Call) -> None:
+        """See ``warn_of_sum``; once for each collector."""
+        known = isinstance(self._program.objective, Objective) or self._loss_terms == 1
+        if known or self._warned:
+            return
+        value = lambda some: self._program.value(params, some, call.key, call.state)
+        if warn_of_sum(value, call.batch):
+            self._warned.append(True)
 
     def is_due(self, step: ArrayLike | None) -> Any:
         """Whether factors are collected at a step, a bool; traced where the step is.
