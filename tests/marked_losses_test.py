@@ -261,3 +261,61 @@ def test_a_contrastive_loss_is_no_sum():
     params = {"i": jnp.zeros((3, 4)), "t": jnp.zeros((2, 4))}
     batch = normal(7, 3), normal(7, 2)
     jk.value_grad_and_factors(clip)(params, batch)
+
+
+def test_targets_that_a_mark_does_not_see_are_left_out_by_its_mask():
+    z, ignoring = jnp.ones((N, 3)), jk.Categorical(ignore_index=-100)
+    with pytest.raises(ValueError, match="give mask=targets != -100"):
+        jk.mark_outputs(z, ignoring)
+    jk.mark_outputs(z, ignoring, mask=jnp.ones(N, bool))
+    with pytest.raises(ValueError, match="weight=-1.0, expected a number that is not negative"):
+        jk.mark_outputs(z, jk.Categorical(), weight=jnp.asarray(-1.0))
+
+
+def test_a_mark_of_what_is_marked_already_is_refused():
+    def twice(p, batch):
+        z = jk.mark_outputs(model(p, batch[0]), jk.Categorical())
+        return cross_entropy(jk.mark_outputs(z, jk.Categorical()), batch[1])
+
+    for fisher in ("empirical", "exact"):
+        with pytest.raises(ValueError, match="mark 1 is of what mark 0 marks already"):
+            collect(twice, fisher=fisher)
+
+
+def test_labels_of_marks_are_checked():
+    params, batch = net()
+    stats = jk.value_grad_and_factors(marked, fisher="mc")
+    y = batch[1]
+    for labels, words in (
+        (y[None], "labels: expected a list"),
+        ([y[None], y[None]], "each of the 1 marks"),
+        ([None], r"labels\[0\]: expected an array"),
+        ([y], r"labels\[0\]: .*targets have shape \(\), expected \(5,\)"),
+        ([y[None].astype(float)], r"labels\[0\]: .*expected integers"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
+            stats(params, batch, labels=labels)
+    stats(params, batch, labels=[jnp.stack([y, y])])
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
+def test_a_mark_of_weight_zero_has_no_part(fisher):
+    """As at the start of a schedule: the weight is an array, and the layer leads to both marks."""
+    params, (x, y) = net()
+
+    def loss(p, batch):
+        x, y, weight = batch
+        z = jk.mark_outputs(model(p, x), jk.Categorical())
+        h = jk.mark_outputs(x[:3] @ p["w"] + p["b"], jk.Gaussian(), weight=weight)
+        return cross_entropy(z, y) + weight * 0.5 * jnp.square(h).sum(-1).mean()
+
+    of = lambda loss, *more: jax.jit(jk.value_grad_and_factors(loss, fisher=fisher))(
+        params, (x, y, *more), jax.random.key(0)
+    )
+    found, expected = of(loss, jnp.asarray(0.0)), of(marked)
+    assert_equal(found[:2], expected[:2])
+    assert all(jax.tree.leaves(found.factors.is_finite()))
+    if fisher != "mc":  # whose labels are drawn mark by mark
+        assert_equal(found.factors["v"].g, expected.factors["v"].g)
+        product = lambda f: np.kron(*f.factors["w"])
+        assert_equal(product(found), product(expected))

@@ -1,5 +1,6 @@
 """Build the function that returns value, gradient and factors, its options checked."""
 
+import numbers
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -148,8 +149,9 @@ def value_grad_and_factors(
     one_of("uncovered", uncovered, get_args(Uncovered))
     one_of("precision", precision, get_args(Precision))
     at_least_one(max_dense=max_dense, samples=samples, chunk=chunk, every=every)
-    if subsample is not None and not 0 < subsample <= 1:
-        raise ValueError(f"subsample={subsample}: expected a part of the rows, in (0, 1]")
+    check_subsample(subsample)
+    if every != int(every):
+        raise ValueError(f"every={every}: expected a whole number of steps")
     if estimator.unit_outputs and uncovered == "diagonal":
         raise ValueError(
             f'uncovered="diagonal" squares gradients, and fisher="{estimator.name}" has none: '
@@ -195,3 +197,12 @@ def value_grad_and_factors(
             "push the factors that the function returns"
         )
     return collector
+
+
+def check_subsample(subsample: Any) -> None:
+    """Refuse what is no part of the rows."""
+    if subsample is None:
+        return
+    number = isinstance(subsample, numbers.Real) and not isinstance(subsample, bool)
+    if not number or not 0 < subsample <= 1:
+        raise ValueError(f"subsample={subsample!r}: expected a part of the rows, in (0, 1]")

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Key, PyTree
@@ -25,6 +26,7 @@ from jaxkfac.interception import (
     TraceCache,
     Traced,
     Window,
+    cast_varying,
     check_arrays,
     leaves_by_path,
     with_leaves,
@@ -155,7 +157,7 @@ class FactorCollector:
         """Whether factors are collected at a step, a bool; traced where the step is.
 
         Raises:
-            ValueError: ``every=`` is above 1 and there is no step.
+            ValueError: ``every=`` is above 1 and there is no step, or one that is no number.
         """
         if self._every == 1:
             return True
@@ -163,6 +165,9 @@ class FactorCollector:
             raise ValueError(
                 f"every={self._every} collects at some steps: pass step=, the number of this one"
             )
+        kind = getattr(step, "dtype", type(step))
+        if np.ndim(step) or not jnp.issubdtype(kind, jnp.number):
+            raise ValueError(f"step={step!r}: expected the number of this step, a scalar")
         due = step % self._every == 0
         return due if isinstance(due, Tracer) else bool(due)
 
@@ -171,10 +176,15 @@ class FactorCollector:
     ) -> ValueGradAndFactors:
         """``gather`` where it is due, else the gradient alone, in one program."""
         collect = Staged.of(self.gather, params, call)
+
+        def skip(params: PyTree, call: Call) -> ValueGradAndFactors:
+            out = self.without_factors(params, call, collect.types.factors)
+            return jax.tree.map(cast_varying, out, collect.types)  # inside shard_map
+
         return jax.lax.cond(
             due,
             lambda params, call: collect(params, call),  # cond keeps a weak reference
-            lambda params, call: self.without_factors(params, call, collect.types.factors),
+            skip,
             params,
             call,
         )
@@ -265,7 +275,7 @@ class FactorCollector:
         outputs = call.estimator.gathered(objective, at, call.batch, statistics.outputs)
         factors = statistics.factors(at.emitted, outputs, at.terms, at.squares_to_sums)
         if self._uncovered == "diagonal" and traced.table.uncovered and gradient:
-            factors = self._with_diagonals(traced, params, call, factors)
+            factors = self._with_diagonals(traced, params, call, factors, at)
         factors = self._counted(factors, factors.terms)
         return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
 
@@ -352,7 +362,7 @@ class FactorCollector:
         return self._counted(self.statistics(traced).shapes(terms), terms)
 
     def _with_diagonals(
-        self, traced: Traced, params: PyTree, call: Call, factors: Factors
+        self, traced: Traced, params: PyTree, call: Call, factors: Factors, at: Linearised
     ) -> Factors:
         layers = diagonal_layers(traced.table, params)
         check_alone(traced, layers)
@@ -372,7 +382,7 @@ class FactorCollector:
         )
         return dataclasses.replace(
             factors,
-            diagonals={**factors.diagonals, **sums},
+            diagonals={**factors.diagonals, **at.poisoned(sums)},
             layers=(*factors.layers, *layers),
         )
 

@@ -87,6 +87,18 @@ def test_an_invalid_target_poisons_value_gradient_and_factors_alike(likelihood, 
     assert jnp.isfinite(stats(params, (x, targets, kept), jax.random.key(2)).value)
 
 
+@pytest.mark.parametrize("fisher", ["mc", "exact"])
+def test_an_invalid_target_poisons_the_second_pass(fisher):
+    """Sampled labels and columns do not show it."""
+    x, params = outputs()[:, 0], {"w": jnp.eye(4), "s": jnp.arange(4.0)}
+    objective = Objective(lambda p, x: x @ p["w"] * jnp.sort(p["s"]), Categorical())
+    stats = jax.jit(value_grad_and_factors(objective, fisher=fisher, uncovered="diagonal"))
+    for target, finite in ((1, True), (9, False)):
+        batch = (x, jnp.full(len(x), target))
+        factors = stats(params, batch, jax.random.key(2)).factors
+        assert bool(jnp.isfinite(factors["s"].diagonal).all()) == finite
+
+
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_ignored_classes_are_masked_terms(fisher, masked):

@@ -89,6 +89,11 @@ class Linearised(NamedTuple):
             bad = jax.lax.psum(bad.astype(jnp.int32), axes) > 0
         return jnp.where(bad, nan, jnp.square(self.terms))
 
+    def poisoned(self, sums: dict[str, Array]) -> dict[str, Array]:
+        """Sums over terms, NaN where the loss is."""
+        bad = jnp.isnan(self.squares_to_sums)
+        return jax.tree.map(lambda x: jnp.where(bad, jnp.full((), jnp.nan, x.dtype), x), sums)
+
 
 class Program:
     """A loss and its traces, one for each set of shapes.
@@ -157,7 +162,7 @@ class Program:
         """See ``_marks.row_weights``; the forward pass runs for masks and weights alone."""
         if not weighed(traced):
             return {}
-        shifts = [jnp.zeros(mark.shape.shape, mark.shape.dtype) for mark in traced.marks]
+        shifts = [mark.zeros() for mark in traced.marks]
         weights, masks = {}, {}
         if any(mark.masked or mark.weight is None for mark in traced.marks):
             out = traced.emit(_no_handler, params, {}, batch, key, state, shifts)
@@ -178,7 +183,7 @@ class Program:
             value, aux = out.result
             return (out.outputs, value), (aux, out.weights, out.masks)
 
-        shifts = [jnp.zeros(mark.shape.shape, mark.shape.dtype) for mark in traced.marks]
+        shifts = [mark.zeros() for mark in traced.marks]
         (outputs, value), vjp, (aux, weights, masks) = jax.vjp(
             parts, free, wanted, shifts, has_aux=True
         )

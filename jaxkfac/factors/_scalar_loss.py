@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from jaxkfac.factors._estimator import Estimator
+from jaxkfac.factors._loss_terms import Head
+from jaxkfac.factors._objective import check_array
 from jaxkfac.factors._statistics import Scales, Sharing
 from jaxkfac.interception import Traced
 
@@ -26,11 +29,29 @@ def check_marked(
             'uncovered="diagonal" runs each example by itself, which a scalar loss does not show: '
             "give a jk.Objective"
         )
-    if estimator.labels is not None and len(estimator.labels) != len(traced.marks):
+    if estimator.labels is not None:
+        _check_labels(traced, estimator.labels)
+
+
+def _check_labels(traced: Traced, labels: Any) -> None:
+    """Refuse labels that do not fit the marks."""
+    number = len(labels) if isinstance(labels, list | tuple) else None
+    if number != len(traced.marks):
+        found = type(labels).__name__ if number is None else number
         raise ValueError(
             f"labels: expected a list with (samples, *targets) for each of the {len(traced.marks)} "
-            f"marks, got {len(estimator.labels)}"
+            f"marks, got {found}"
         )
+    for k, (mark, mine) in enumerate(zip(traced.marks, labels, strict=True)):
+        check_array(f"labels[{k}]", mine)
+        if not mine.shape or mine.shape[:1] != labels[0].shape[:1] or not mine.shape[0]:
+            raise ValueError(
+                f"labels[{k}] have shape {mine.shape}, expected (samples, *targets) with as many "
+                "samples for each mark"
+            )
+        head = Head(mark.likelihood, mark.shape, name=f"labels[{k}]")
+        one = jax.ShapeDtypeStruct(mine.shape[1:], mine.dtype)  # no values: masked ones are free
+        jax.eval_shape(lambda targets, head=head: head._replace(targets=targets).check(), one)
 
 
 def check_scalar_loss(

@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
+from jaxkfac.factors._build import check_subsample
 
 KEYS = jax.random.split(jax.random.key(5), 4000)
 INPUTS = jax.random.randint(jax.random.key(0), (5, 7), 0, 11)
@@ -142,5 +143,8 @@ def test_bad_input_is_named():
     for fraction in (0.0, -0.5, 1.5, float("nan")):
         with pytest.raises(ValueError, match=r"subsample=.* in \(0, 1\]"):
             value_grad_and_factors(objective, subsample=fraction)
+    for fraction in ("a", True):
+        with pytest.raises(ValueError, match=r"subsample=.* in \(0, 1\]"):
+            check_subsample(fraction)
     with pytest.raises(ValueError, match="subsample=0.5 draws rows: pass key="):
         value_grad_and_factors(objective, subsample=0.5)(params, (INPUTS, TARGETS))

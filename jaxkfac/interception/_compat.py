@@ -206,13 +206,13 @@ def shard_map_like(
     )
 
 
-def varying_axes(x: ArrayLike) -> frozenset[str]:
-    """Mesh axes over which a value inside ``shard_map`` differs."""
-    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+def varying_axes(x: Any) -> frozenset[str]:
+    """Mesh axes over which a value inside ``shard_map`` differs; of an array or of its type."""
+    kind = getattr(x if hasattr(x, "manual_axis_type") else jax.typeof(x), "manual_axis_type", None)
     return frozenset(getattr(kind, "varying", ()) or ())
 
 
-def cast_varying(x: ArrayLike, like: ArrayLike) -> Any:
+def cast_varying(x: ArrayLike, like: Any) -> Any:
     """``x`` marked as varying over every axis over which ``like`` varies."""
     missing = tuple(sorted(varying_axes(like) - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x

@@ -1,8 +1,9 @@
 """Outputs that a loss names itself: ``mark_outputs``, and a program that returns them.
 
 A mark is a primitive, an identity that carries its likelihood down into the jaxpr. Differentiating
-keeps it on the primal value alone, so marks in the rule of a ``custom_jvp``, or under ``jax.grad``
-inside the loss, stay what they are.
+keeps it on the primal value alone, so marks under ``jax.grad`` inside the loss stay what they are.
+Marks in a function with a derivative of its own (``custom_jvp``, ``custom_vjp``) are refused, and
+in its rule they are not seen.
 """
 
 import functools
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -23,6 +25,7 @@ from jaxkfac.interception._compat import (
     bind,
     body_of,
     call_kind,
+    cast_varying,
     checkpoint_like,
     is_var,
     open_jaxpr,
@@ -63,7 +66,8 @@ def mark_outputs(
         ValueError: ``x`` has no floating dtype, a mask that is no bool array of the terms' shape,
             a weight that is not positive, or an ``ignore_index`` without the mask that it means.
         HiddenMarkError: later, when factors are collected: the mark stands inside a ``scan``,
-            ``cond``, ``while`` or ``shard_map``, where its terms cannot be read.
+            ``cond``, ``while``, ``shard_map``, ``custom_jvp`` or ``custom_vjp``, where its terms
+            cannot be read.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac as jk
@@ -85,12 +89,7 @@ def mark_outputs(
             f"mark_outputs: ignore_index={ignored} names targets, which a mark does not see: give "
             f"mask=targets != {ignored}"
         )
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise TypeError(f"mark_outputs: x: expected an array, got {type(x).__name__}")
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"mark_outputs: x has dtype {x.dtype}, expected outputs that are floating")
-    weight = _checked_weight(weight)
+    x, weight = checked_outputs(x), checked_weight(weight)
     one = getattr(likelihood, "one_output", False)
     if mask is not None:
         shapes = [x.shape[:-1], x.shape] if one and x.ndim < 2 else [x.shape[:-1]]
@@ -115,7 +114,17 @@ def mark_outputs(
     )
 
 
-def _checked_weight(weight: Any) -> Any:
+def checked_outputs(x: Any) -> Any:
+    """An array of outputs."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"mark_outputs: x: expected an array, got {type(x).__name__}")
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"mark_outputs: x has dtype {x.dtype}, expected outputs that are floating")
+    return x
+
+
+def checked_weight(weight: Any) -> Any:
     """A float, or a scalar array."""
     if isinstance(weight, int | float) and not isinstance(weight, bool):
         if not weight > 0:
@@ -127,7 +136,7 @@ def _checked_weight(weight: Any) -> Any:
         )
     if weight.shape != ():
         raise ValueError(f"mark_outputs: weight has shape {weight.shape}, expected a scalar")
-    if not isinstance(weight, Tracer) and weight < 0:
+    if not isinstance(weight, Tracer) and np.asarray(weight) < 0:
         raise ValueError(f"mark_outputs: weight={weight}, expected a number that is not negative")
     return weight
 
@@ -181,12 +190,18 @@ class OutputMark(NamedTuple):
         shape: Shape and dtype of what it marks.
         weight: A number; ``None`` where it is an array.
         masked: Whether it has a mask.
+        type: Type of what it marks, which says over which devices it differs.
     """
 
     likelihood: Any
     shape: jax.ShapeDtypeStruct
     weight: float | None
     masked: bool
+    type: Any
+
+    def zeros(self) -> Float[Array, "..."]:
+        """Zeros of its shape. Inside ``shard_map`` they differ between devices where it does."""
+        return cast_varying(jnp.zeros(self.shape.shape, self.shape.dtype), self.type)
 
 
 class Marked(NamedTuple):
@@ -210,10 +225,18 @@ def marks_of(jaxpr: Jaxpr) -> list[OutputMark]:
 
     Raises:
         HiddenMarkError: one stands where its terms cannot be read.
+        ValueError: one is of what another marks already.
     """
-    found = []
+    found, marked = [], {}
     for eqn in jaxpr.eqns:
         if eqn.primitive is _primitive:
+            if is_var(eqn.invars[0]) and eqn.invars[0] in marked:
+                raise ValueError(
+                    f"jk.mark_outputs: mark {len(found)} is of what mark {marked[eqn.invars[0]]} "
+                    "marks already, and the loss would hold both means: leave one out, or mark the "
+                    "same value twice, not its mark"
+                )
+            marked[eqn.outvars[0]] = len(found)
             aval = eqn.outvars[0].aval
             found.append(
                 OutputMark(
@@ -221,6 +244,7 @@ def marks_of(jaxpr: Jaxpr) -> list[OutputMark]:
                     jax.ShapeDtypeStruct(aval.shape, aval.dtype),
                     eqn.params["weight"],
                     eqn.params["masked"],
+                    aval,
                 )
             )
             continue

@@ -15,7 +15,7 @@ from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._arguments import check_arrays, check_function
 from jaxkfac.interception._axes import Atoms
-from jaxkfac.interception._compat import Eqn
+from jaxkfac.interception._compat import Eqn, varying_axes
 from jaxkfac.interception._coupling import visit_live
 from jaxkfac.interception._elements import Elements
 from jaxkfac.interception._encoded import (
@@ -312,7 +312,7 @@ def trace_marked(traced: Traced, params: PyTree, *args: Any, **finding: Any) -> 
         out = lifted(closed.jaxpr, closed.consts, given, args[-1])
         return out._replace(result=jax.tree.unflatten(tree, out.result))
 
-    shifts = [mark.shape for mark in marks]
+    shifts = [mark.zeros() if varying_axes(mark.type) else mark.shape for mark in marks]
     found = trace(again, params, *args, shifts, num_outputs=len(marks), **finding)
     for number, mark in enumerate(marks):
         if found.output_axes(number) is None:

@@ -105,9 +105,10 @@ class EigenvalueCorrector:
         squares = jax.tree.map(lambda x: x * scale.astype(x.dtype), squares)
         sums = squares.values
         if extra:
-            sums = sums | per_example_diagonals(
+            more = per_example_diagonals(
                 objective, params, batch, extra, estimator, key=key, state=state
             )
+            sums = sums | at.poisoned(more)
         corrections = Corrections(sums, squares.bias_values, at.terms)
         return dataclasses.replace(bases, corrections=corrections)
 

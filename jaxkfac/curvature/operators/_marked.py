@@ -93,7 +93,7 @@ def _product(operator: MarkedGaussNewton, leaves: Leaves) -> Leaves:
     given = operator.params, operator.batch, operator.key
     closed = jax.make_jaxpr(lambda *args: _call(operator.function, *args))(*given)
     marks = marks_of(closed.jaxpr)
-    shifts = [jnp.zeros(mark.shape.shape, mark.shape.dtype) for mark in marks]
+    shifts = [mark.zeros() for mark in marks]
 
     def outputs(chosen: Leaves) -> tuple[list[Array], Marked]:
         args = jax.tree.leaves((with_leaves(operator.params, chosen), *given[1:]))

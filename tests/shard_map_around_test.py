@@ -1,0 +1,63 @@
+"""``shard_map`` around the collector: each device has rows of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxkfac as jk
+
+pytestmark = pytest.mark.usefixtures("x64")
+PARAMS = {"w": np.arange(12.0).reshape(3, 4) / 12}
+
+
+def model(p, x):
+    return x @ p["w"]
+
+
+def marked(p, batch):
+    z = jk.mark_outputs(model(p, batch[0]), jk.Categorical())
+    return -jnp.take_along_axis(jax.nn.log_softmax(z), batch[1][:, None], -1).mean()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("loss", [jk.Objective(model, jk.Categorical()), marked])
+def test_equal_parameters_have_the_sum_over_devices(loss, every):
+    """As the gradient of what every device holds alike; the results are alike as well."""
+    x, y = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4
+    stats = jk.value_grad_and_factors(loss, every=every)
+
+    def of(p, x, y, step):
+        out = stats(p, (x, y), step=step)
+        return out.grads["w"], out.factors["w"].g
+
+    auto, none, rows = (jax.sharding.AxisType.Auto,), P(), P("rows")
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=auto)
+    split = jax.shard_map(of, mesh=mesh, in_specs=(none, rows, rows, none), out_specs=none)
+    found = jax.jit(split)(PARAMS, x, y, jnp.asarray(2))
+    halves = [of(PARAMS, x[k : k + 4], y[k : k + 4], 2) for k in (0, 4)]
+    for value, *each in zip(found, *halves, strict=True):
+        np.testing.assert_allclose(value, sum(each), rtol=1e-12, atol=1e-15)
+
+
+def test_parameters_of_each_device_have_the_same_sum():
+    """Their gradients are their own; a factor is always the sum over devices."""
+    x, y = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4
+    stats = jk.value_grad_and_factors(marked, fisher="exact", every=2)
+
+    def of(p, x, y, step):
+        own = jax.tree.map(lambda w: jax.lax.pcast(w, "rows", to="varying"), p)
+        out = stats(own, (x, y), step=step)
+        return out.grads["w"][None], out.factors["w"].g[None]
+
+    auto, none, rows = (jax.sharding.AxisType.Auto,), P(), P("rows")
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=auto)
+    split = jax.shard_map(of, mesh=mesh, in_specs=(none, rows, rows, none), out_specs=rows)
+    grads, g = jax.jit(split)(PARAMS, x, y, jnp.asarray(2))
+    halves = [stats(PARAMS, (x[k : k + 4], y[k : k + 4]), step=2) for k in (0, 4)]
+    for k, half in enumerate(halves):
+        np.testing.assert_allclose(grads[k], half.grads["w"], rtol=1e-12, atol=1e-15)
+        total = sum(h.factors["w"].g for h in halves)
+        np.testing.assert_allclose(g[k], total, rtol=1e-12, atol=1e-15)
+    assert not jax.jit(split)(PARAMS, x, y, jnp.asarray(1))[1].any()
