@@ -117,7 +117,7 @@ class Analysis(Facts):
             return Constant(self.unique())
         axes = fresh(self.table, aval.shape, "parameter")
         number = self.unique()
-        return View(number, path, origin=axes, axes=axes, elements=number)
+        return View(number, path, origin=axes, axes=axes, elements=number, uncut=axes)
 
     # -- the walk ---------------------------------------------------------------------
 
