@@ -124,9 +124,11 @@ def _of_elements(view: View, beside: Collection[str]) -> View:
     It is all of the parameter, unless there are matrices in it ``beside``: then it is its range.
     """
     ranged = any(isinstance(at, Range) for at in view.index)
-    if ranged and (view.path in beside or view.consumed or view.members):
+    if view.members or (ranged and view.path in beside):
         return view
-    return dataclasses.replace(view, index=(), origin=view.uncut if ranged else view.origin)
+    if not ranged:
+        return dataclasses.replace(view, index=())
+    return dataclasses.replace(view, index=(), origin=view.uncut, consumed=())
 
 
 def _own_axes(table: AxisTable, view: View) -> Callable[[Atoms], Atoms]:
@@ -154,7 +156,9 @@ def _reads_experts(use: Use, experts: str | None) -> bool:
 def _matrix(
     table: AxisTable, use: Use, experts: str | None, beside: Collection[str]
 ) -> ParameterMatrix:
-    view = _of_elements(use.view, beside) if use.kind.elementwise else use.view
+    if use.kind.elementwise:
+        use = dataclasses.replace(use, view=_of_elements(use.view, beside))
+    view = use.view
     own_axis = _own_axes(table, view)
     where, sizes = _positions(table, view)
     atoms = list(sizes)
