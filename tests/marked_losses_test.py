@@ -1,5 +1,7 @@
 """Scalar losses that mark their outputs: what a mark says, and what is refused."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -235,8 +237,23 @@ def test_a_sum_over_rows_is_noticed(marks):
         return cross_entropy(z, batch[1]) * len(batch[1])
 
     options = {} if marks else {"loss_terms": N}
-    with pytest.raises(ValueError, match="the loss is a sum over rows, expected a mean"):
-        collect(total, **options)
+    stats = jk.value_grad_and_factors(total, **options)
+    params, batch = net()
+    with pytest.warns(UserWarning, match="the loss looks like a sum over rows"):
+        stats(params, batch)
+    with warnings.catch_warnings():  # once for each collector, whatever the shapes are
+        warnings.simplefilter("error")
+        stats(params, jax.tree.map(lambda x: x[1:], batch))
+
+
+def test_a_mean_over_a_number_in_the_batch_is_no_sum():
+    def mean(p, batch):
+        return cross_entropy(model(p, batch["x"]), batch["y"]) * len(batch["y"]) / batch["n"]
+
+    params, (x, y) = net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        collect(mean, params=params, batch={"x": x, "y": y, "n": jnp.asarray(5.0)}, loss_terms=N)
 
 
 def test_a_contrastive_loss_is_no_sum():

@@ -313,3 +313,32 @@ def test_a_tuple_of_inputs_is_unpacked_and_a_named_tuple_is_not():
     for objective in (two, one):
         *_, factors = jk.value_grad_and_factors(objective)(params, ((x, z), y))
         np.testing.assert_allclose(factors["w"].a, 9 * np.ones((3, 3)))
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "exact"])
+def test_an_output_that_keeps_no_term_has_no_part(fisher):
+    """What is left is the loss of the other output, in the second pass as well."""
+    params, x, *_ = problem()
+    params, x = {"v": params["v"][:3], "w": params["w"][:3], "s": jnp.arange(3.0)}, x[:, 0]
+    box = lambda p, x: x * jnp.sort(p["s"]) @ p["w"]
+    both = jk.Objective(
+        lambda p, x: {"token": x @ p["v"], "box": box(p, x)},
+        {"token": jk.Categorical(ignore_index=-100), "box": jk.Gaussian()},
+    )
+    alone = jk.Objective(box, jk.Gaussian())
+    none, y = jnp.full(N, -100), jnp.ones((N, 2))
+    batches = (x, {"token": none, "box": y}), (x, y)
+    options = {"fisher": fisher, "uncovered": "diagonal"}
+    expected = {"w": params["w"], "s": params["s"]}
+    found, expected = (
+        jax.jit(jk.value_grad_and_factors(o, **options))(p, b)
+        for o, p, b in zip((both, alone), (params, expected), batches, strict=True)
+    )
+    np.testing.assert_allclose(found.value, expected.value, 1e-12)
+    assert not found.factors["v"].g.any()
+    np.testing.assert_allclose(found.factors["w"].g, expected.factors["w"].g, 1e-12)
+    diagonals = [f.factors["s"].diagonal for f in (found, expected)]
+    np.testing.assert_allclose(*diagonals, 1e-12)
+    assert both(params, batches[0]) == found.value  # outside of jit, where values are known
+    with pytest.raises(ValueError, match="masks every loss term"):
+        both(params, (*batches[0], {"token": None, "box": jnp.zeros(N, bool)}))

@@ -11,13 +11,14 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Key, PyTree
 
+from jaxkfac._checks import check_key
 from jaxkfac.factors._average import zeros_like
 from jaxkfac.factors._diagonal_pass import check_alone, diagonal_layers, per_example_diagonals
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._program import Linearised, Program
-from jaxkfac.factors._scalar_loss import check_marked, check_scalar_loss, refuse_sum
+from jaxkfac.factors._scalar_loss import check_marked, check_scalar_loss, warn_of_sum
 from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
 from jaxkfac.interception import (
     Staged,
@@ -81,6 +82,7 @@ class FactorCollector:
     _staged: TraceCache[Staged] = dataclasses.field(
         default_factory=TraceCache, repr=False, compare=False
     )
+    _warned: list[bool] = dataclasses.field(default_factory=list, repr=False, compare=False)
 
     def __call__(
         self,
@@ -113,7 +115,8 @@ class FactorCollector:
         Returns:
             ``(value, grads, factors)``; value is ``(value, aux)`` with ``has_aux``, ``(value,
             changed)`` with a state, and ``(value, (aux, changed))`` with both. Factors of a step
-            without collection are zeros, their counts as well.
+            without collection are zeros, their counts as well; ``factors.loss_terms`` counts at
+            every step.
 
         Raises:
             UncoveredParameterError: a parameter is covered by no layer.
@@ -134,14 +137,19 @@ class FactorCollector:
 
         def stage() -> Staged:
             staged = Staged.of(run, params, call)
-            if not isinstance(self._program.objective, Objective) and self._loss_terms != 1:
-                refuse_sum(
-                    lambda some: self._program.value(params, some, call.key, call.state),
-                    call.batch,
-                )
+            self._warn_of_sum(params, call)
             return staged
 
         return self._staged.get((params, call), stage, static=due)(params, call)
+
+    def _warn_of_sum(self, params: PyTree, call: Call) -> None:
+        """See ``warn_of_sum``; once for each collector."""
+        known = isinstance(self._program.objective, Objective) or self._loss_terms == 1
+        if known or self._warned:
+            return
+        value = lambda some: self._program.value(params, some, call.key, call.state)
+        if warn_of_sum(value, call.batch):
+            self._warned.append(True)
 
     def is_due(self, step: ArrayLike | None) -> Any:
         """Whether factors are collected at a step, a bool; traced where the step is.
@@ -187,6 +195,8 @@ class FactorCollector:
         """The arguments as the program takes them; raises where they do not go together."""
         if self._subsample is not None and key is None:
             raise ValueError(f"subsample={self._subsample} draws rows: pass key=")
+        if self._subsample is not None:
+            check_key(key)
         known = isinstance(self._program.objective, Objective)
         batch = self._program.objective.batch(batch) if known else batch
         estimator = self._estimator.bound(key, labels, batch if known else None)
@@ -256,6 +266,7 @@ class FactorCollector:
         factors = statistics.factors(at.emitted, outputs, at.terms, at.squares_to_sums)
         if self._uncovered == "diagonal" and traced.table.uncovered and gradient:
             factors = self._with_diagonals(traced, params, call, factors)
+        factors = self._counted(factors, factors.terms)
         return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
 
     def without_factors(
@@ -281,9 +292,12 @@ class FactorCollector:
             call.state,
             loss_terms=self._loss_terms,
         )
-        return ValueGradAndFactors(
-            self._value(at, call), _gradient(params, at.grads), zeros_like(like)
-        )
+        factors = self._counted(zeros_like(like), at.terms.astype(like.terms.dtype))
+        return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
+
+    def _counted(self, factors: Factors, terms: Any) -> Factors:
+        """Factors with the gradient's own count, where their ``terms`` may be zero without it."""
+        return factors if self._every == 1 else dataclasses.replace(factors, loss_terms=terms)
 
     def _value(self, at: Linearised, call: Call) -> Any:
         objective = self._program.objective
@@ -335,7 +349,7 @@ class FactorCollector:
             outputs, (_, targets, mask) = self._program.output_shapes(traced), call.batch
             terms = jax.eval_shape(objective.loss, outputs, targets, mask)[1]
         jax.eval_shape(self.statistics(traced).slots)  # which refuses what cannot be gathered
-        return self.statistics(traced).shapes(terms)
+        return self._counted(self.statistics(traced).shapes(terms), terms)
 
     def _with_diagonals(
         self, traced: Traced, params: PyTree, call: Call, factors: Factors

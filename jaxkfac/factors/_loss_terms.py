@@ -147,8 +147,8 @@ def kept_targets(targets: Array, mask: Array | None) -> Array:
 
 
 def total_count(heads: Sequence[Head]) -> Float[Array, ""]:
-    """Number of terms of all outputs; each counts at least one."""
-    return _sum([head.count for head in heads])
+    """Number of kept terms of all outputs; at least one."""
+    return jnp.maximum(number_kept(heads), 1)
 
 
 def number_kept(heads: Sequence[Head]) -> Float[Array, ""]:
@@ -157,9 +157,9 @@ def number_kept(heads: Sequence[Head]) -> Float[Array, ""]:
 
 
 def shares(heads: Sequence[Head]) -> list[Float[Array, ""]]:
-    """For each output, its part of all terms."""
+    """For each output, its part of all kept terms."""
     total = total_count(heads)
-    return [head.count / total.astype(head.count.dtype) for head in heads]
+    return [head.kept / total.astype(head.kept.dtype) for head in heads]
 
 
 def common_scale(heads: Sequence[Head]) -> Float[Array, ""] | None:
@@ -274,11 +274,17 @@ def _seeds(heads: Sequence[Head]) -> list[Array]:
 
 
 def own_scales(heads: Sequence[Head]) -> list[Array]:
-    r"""For each output $\sqrt{T_m / (w_m T)}$, by which the loss's own cotangent is multiplied."""
-    return [
-        jnp.sqrt(x / times(jnp.ones((), x.dtype), h.weight))
-        for h, x in zip(heads, shares(heads), strict=True)
-    ]
+    r"""For each output $\sqrt{T_m / (w_m T)}$, by which the loss's own cotangent is multiplied.
+
+    Of weight zero it is zero, as that cotangent is.
+    """
+    scales = []
+    for head, share in zip(heads, shares(heads), strict=True):
+        weight = times(jnp.ones((), share.dtype), head.weight)
+        none = weight == 0
+        root = jnp.sqrt(share / jnp.where(none, jnp.ones_like(weight), weight))
+        scales.append(jnp.where(none, jnp.zeros_like(root), root))
+    return scales
 
 
 def times(x: Float[Array, "..."], factor: Any) -> Float[Array, "..."]:

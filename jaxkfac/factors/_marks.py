@@ -88,18 +88,22 @@ def row_weights(traced: Traced, heads: Sequence[Head]) -> dict[str, Float[Array,
     It is $c_u = \sum_m w_m / T_m$ over the marks that the use leads to, times
     $\sum_m T_m / \sum_m w_m$ over those of the layer, so that with one row for each term the count
     of rows stays their number. Then A and G of a linear layer are those of its
-    Gauss-Newton matrix, whatever the numbers of terms are.
+    Gauss-Newton matrix, whatever the numbers of terms are. A mark that keeps no term has no part.
     """
     found = {}
     for layer in weighed(traced):
         reached = [traced.marks_reached.get(id(u), frozenset()) for u in traced.uses_of(layer)]
         dtype = heads[0].count.dtype
-        weights = [jnp.asarray(h.weight).astype(dtype) for h in heads]
-        counts = [h.count.astype(dtype) for h in heads]
-        marks = sorted(frozenset().union(*reached))
-        every = sum(counts[m] for m in marks) / sum(weights[m] for m in marks)
         none = jnp.zeros((), dtype)
-        parts = [sum((weights[m] / counts[m] for m in sorted(r)), none) for r in reached]
+        kept = [h.kept.astype(dtype) for h in heads]
+        given = [jnp.asarray(h.weight).astype(dtype) for h in heads]
+        weights = [jnp.where(k > 0, w, none) for k, w in zip(kept, given, strict=True)]
+        means = [w / h.count.astype(dtype) for w, h in zip(weights, heads, strict=True)]
+        marks = sorted(frozenset().union(*reached))
+        total = sum(weights[m] for m in marks)
+        one = jnp.ones((), dtype)  # for a total of zero, where every part is zero
+        every = sum(kept[m] for m in marks) / jnp.where(total == 0, one, total)
+        parts = [sum((means[m] for m in sorted(r)), none) for r in reached]
         found[layer.name] = jnp.stack(parts) * every
     return found
 

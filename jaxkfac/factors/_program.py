@@ -35,6 +35,7 @@ from jaxkfac.interception import (
     partition,
     trace,
     trace_marked,
+    varying_axes,
     with_leaves,
 )
 from jaxkfac.linalg import statistics_dtype
@@ -75,12 +76,18 @@ class Linearised(NamedTuple):
     def squares_to_sums(self) -> Float[Array, ""]:
         """By what squares are multiplied to be sums over terms; NaN where the loss is.
 
+        Inside ``shard_map`` that is NaN on all devices where it is on one: what is summed over
+        devices stays equal on them.
+
         The taps saw gradients of the *mean* loss; times the number of terms, these are gradients
         of each example's sum. A loss is NaN where a target is out of range, which sampled labels
         would not show.
         """
         nan = jnp.asarray(jnp.nan, self.terms.dtype)
-        return jnp.where(jnp.isnan(self.value), nan, jnp.square(self.terms))
+        bad, axes = jnp.isnan(self.value), tuple(sorted(varying_axes(self.value)))
+        if axes:
+            bad = jax.lax.psum(bad.astype(jnp.int32), axes) > 0
+        return jnp.where(bad, nan, jnp.square(self.terms))
 
 
 class Program:

@@ -1,5 +1,6 @@
 """What a scalar loss cannot give, and what one that marks its outputs cannot."""
 
+import warnings
 from collections.abc import Callable
 
 import jax
@@ -56,37 +57,44 @@ def check_scalar_loss(
         )
 
 
-def refuse_sum(loss: Callable[[PyTree], Float[Array, ""]], batch: PyTree) -> None:
-    """Refuse a loss that is a sum over rows, not a mean, where values are known.
+def warn_of_sum(loss: Callable[[PyTree], Float[Array, ""]], batch: PyTree) -> bool:
+    """Warn of a loss that looks like a sum over rows, where values are known.
 
     On a third of the rows, on the same rows twice, and three times, a mean stays, and a sum is
-    once, twice and three times as large. A loss that is neither (a sum beside a penalty, noise of
-    dropout, a constant number of rows) is not noticed; nor is one whose arrays do not share their
-    leading axis.
+    once, twice and three times as large. So is a mean that divides by a constant number of rows, or
+    whose weights sum to one: nothing is refused. A sum beside a penalty or noise of dropout is not
+    noticed; nor is one whose arrays do not share their leading axis, or that may divide by a scalar
+    of the batch.
 
-    Raises:
-        ValueError: the loss is a sum.
+    Returns:
+        Whether there was a warning.
     """
-    sizes = {x.shape[:1] for x in jax.tree.leaves(batch) if np.ndim(x)}
-    if len(sizes) != 1:
-        return
+    leaves = jax.tree.leaves(batch)
+    sizes = {x.shape[:1] for x in leaves if np.ndim(x)}
+    if len(sizes) != 1 or not all(map(np.ndim, leaves)):
+        return False
     ((rows,),) = sizes
     some = max(rows // 3, 1)
 
     def repeated(times: int) -> PyTree:
         def of(x: Array) -> Array:
-            return jnp.concatenate([x[:some]] * times) if np.ndim(x) else x
+            return jnp.concatenate([x[:some]] * times)
 
         return jax.tree.map(of, batch)
 
     try:
         once, twice, thrice = (float(loss(repeated(times))) for times in (1, 2, 3))
     except Exception:  # a loss may know how many rows it takes; what it raises is not about sums
-        return
+        return False
     close = 1e-3 * abs(once)
-    if once and abs(twice - 2 * once) <= close and abs(thrice - 3 * once) <= close:
-        raise ValueError(
-            f"the loss is a sum over rows, expected a mean: on {some} rows of the batch it is "
-            f"{once:.6g}, and on the same rows twice {twice:.6g}. Divide it by their number, or G "
-            "is too large by its square"
-        )
+    if not once or abs(twice - 2 * once) > close or abs(thrice - 3 * once) > close:
+        return False
+    warnings.warn(
+        f"the loss looks like a sum over rows, expected a mean: on {some} rows of the batch it is "
+        f"{once:.6g}, and on the same rows twice {twice:.6g}. Divide a sum by the number of its "
+        "rows, or G is too large by its square. If the loss is a mean that divides by a constant, "
+        "or whose weights sum to one, nothing is wrong",
+        UserWarning,
+        stacklevel=2,
+    )
+    return True

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Shaped
@@ -50,15 +51,17 @@ def mark_outputs(
             the mapped axis becomes the first: its rows are terms like any other.
         likelihood: ``jk.Categorical()``, ``jk.Bernoulli()`` or ``jk.Gaussian()``, or an object
             with their methods. For a squared error without the half, give ``weight=2.0``.
-        weight: Of the mean in the loss, positive; a number or a scalar array.
+        weight: Of the mean in the loss, a positive number, or a scalar array that is not negative;
+            with weight zero a mark has no part in any factor.
         mask: ``(examples, ...)`` bool, which terms are kept; ``None`` for all.
 
     Returns:
         ``x``, unchanged.
 
     Raises:
+        TypeError: ``x`` is no array, or ``weight`` no number.
         ValueError: ``x`` has no floating dtype, a mask that is no bool array of the terms' shape,
-            or a weight that is not positive.
+            a weight that is not positive, or an ``ignore_index`` without the mask that it means.
         HiddenMarkError: later, when factors are collected: the mark stands inside a ``scan``,
             ``cond``, ``while`` or ``shard_map``, where its terms cannot be read.
 
@@ -69,22 +72,25 @@ def mark_outputs(
         ...     error = jk.mark_outputs(x @ params["w"], jk.Gaussian()) - y
         ...     return 0.5 * jnp.square(error).sum(-1).mean()
         >>> stats = jk.value_grad_and_factors(loss, fisher="exact")
-        >>> batch = jnp.eye(3), jnp.zeros((3, 2))
-        >>> value, grads, factors = stats({"w": jnp.ones((3, 2))}, batch)
+        >>> batch = jnp.eye(4), jnp.zeros((4, 2))
+        >>> value, grads, factors = stats({"w": jnp.ones((4, 2))}, batch)
         >>> print(factors["w"].g)
         [[1. 0.]
          [0. 1.]]
     """
     check_likelihood("mark_outputs: likelihood", likelihood)
+    ignored = getattr(likelihood, "ignore_index", None)
+    if ignored is not None and mask is None:
+        raise ValueError(
+            f"mark_outputs: ignore_index={ignored} names targets, which a mark does not see: give "
+            f"mask=targets != {ignored}"
+        )
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"mark_outputs: x: expected an array, got {type(x).__name__}")
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"mark_outputs: x has dtype {x.dtype}, expected outputs that are floating")
-    if isinstance(weight, int | float):
-        if not weight > 0:
-            raise ValueError(f"mark_outputs: weight={weight}, expected a positive number")
-        weight = float(weight)
-    elif weight.shape != ():
-        raise ValueError(f"mark_outputs: weight has shape {weight.shape}, expected a scalar")
+    weight = _checked_weight(weight)
     one = getattr(likelihood, "one_output", False)
     if mask is not None:
         shapes = [x.shape[:-1], x.shape] if one and x.ndim < 2 else [x.shape[:-1]]
@@ -107,6 +113,23 @@ def mark_outputs(
         weight=weight if isinstance(weight, float) else None,
         masked=mask is not None,
     )
+
+
+def _checked_weight(weight: Any) -> Any:
+    """A float, or a scalar array."""
+    if isinstance(weight, int | float) and not isinstance(weight, bool):
+        if not weight > 0:
+            raise ValueError(f"mark_outputs: weight={weight}, expected a positive number")
+        return float(weight)
+    if not hasattr(weight, "shape") or not hasattr(weight, "dtype"):
+        raise TypeError(
+            f"mark_outputs: weight={weight!r}, expected a positive number or a scalar array"
+        )
+    if weight.shape != ():
+        raise ValueError(f"mark_outputs: weight has shape {weight.shape}, expected a scalar")
+    if not isinstance(weight, Tracer) and weight < 0:
+        raise ValueError(f"mark_outputs: weight={weight}, expected a number that is not negative")
+    return weight
 
 
 def check_likelihood(what: str, likelihood: object) -> None:
