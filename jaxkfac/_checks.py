@@ -3,6 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
 
 def one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Refuse a value that is none of the choices."""
@@ -21,6 +26,23 @@ def instance_of(name: str, value: Any, kind: type, remedy: str) -> None:
     """Refuse a value of another type, and say where one of the right type comes from."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: expected {kind.__name__}, {remedy}, got {named(value)}")
+
+
+def scalar(name: str, value: Any, expected: str) -> None:
+    """Refuse what is not one number; traced, it is one if its shape says so."""
+    if not isinstance(value, Tracer | ArrayLike):
+        came = f"{value!r}" if value is None or isinstance(value, str) else named(value)
+        raise TypeError(f"{name}: expected {expected}, got {came}")
+    if shape := jnp.shape(value):
+        raise TypeError(f"{name}: expected {expected}, got an array of shape {shape}")
+
+
+def check_key(key: Any) -> None:
+    """Refuse a seed where a key is wanted."""
+    dtype = getattr(key, "dtype", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not typed and not getattr(key, "shape", ()):
+        raise TypeError(f"key: expected a key, as jax.random.key(0), got {named(key)}")
 
 
 def named(value: Any) -> str:

@@ -12,19 +12,38 @@ T = TypeVar("T")
 
 def serializable(cls: type[T]) -> type[T]:
     """Register a dataclass whose static fields come from the target when it is restored."""
-    fields = [f.name for f in dataclasses.fields(cls) if not f.metadata.get("static")]  # pyright: ignore[reportArgumentType]
+    known = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+    fields = [f.name for f in known if not f.metadata.get("static")]
+    optional = [f.name for f in known if f.default is None]
+
+    def held(x: Any) -> list[str]:
+        # Without what is optional and absent: bytes from before there was such a field fit.
+        return [name for name in fields if name not in optional or getattr(x, name) is not None]
 
     def written(x: Any) -> dict[str, Any]:
-        return {name: serialization.to_state_dict(getattr(x, name)) for name in fields}
+        return {name: serialization.to_state_dict(getattr(x, name)) for name in held(x)}
 
     def read(target: Any, state: dict[str, Any]) -> Any:
-        if set(state) != set(fields):
+        state = {k: v for k, v in state.items() if k not in optional or v is not None}
+        expected = held(target)
+        for name in optional:
+            if name in state and name not in expected:
+                raise ValueError(
+                    f"{cls.__name__}: the bytes hold {name}, and the target has {name}=None: give "
+                    "a target that has them, as what was written had"
+                )
+            if name in expected and name not in state:
+                raise ValueError(
+                    f"{cls.__name__}: the bytes hold no {name}, and the target has them: give "
+                    f"dataclasses.replace(target, {name}=None)"
+                )
+        if set(state) != set(expected):
             raise ValueError(
-                f"{cls.__name__}: the bytes hold {sorted(state)}, expected {sorted(fields)}"
+                f"{cls.__name__}: the bytes hold {sorted(state)}, expected {sorted(expected)}"
             )
         restored = {
             name: serialization.from_state_dict(getattr(target, name), state[name], name=name)
-            for name in fields
+            for name in expected
         }
         out = dataclasses.replace(target, **restored)
         shapes, wanted = ([np.shape(leaf) for leaf in jax.tree.leaves(x)] for x in (out, target))

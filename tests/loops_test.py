@@ -3,6 +3,7 @@
 Each does what ``tx.update`` and ``optax.apply_updates`` do. ``docs/loops.md`` shows them.
 """
 
+import dataclasses
 import difflib
 import functools
 import re
@@ -34,7 +35,8 @@ def apply_fn(p, x):
     return (jnp.tanh(x @ p["up"]["w"] + p["up"]["b"]) * p["scale"]) @ p["down"]["w"]
 
 
-STATS = jk.value_grad_and_factors(jk.Objective(apply_fn, jk.Categorical()))
+OBJECTIVE = jk.Objective(apply_fn, jk.Categorical())
+STATS = jk.value_grad_and_factors(OBJECTIVE)
 LIKE = STATS.factor_shapes(PARAMS, (X, Y))
 OPTIONS = {"like": LIKE, "refresh_every": 2}
 
@@ -253,6 +255,23 @@ def test_bytes_of_another_model_are_refused():
     written = flax.serialization.to_bytes(jk.kfac(0.1, **OPTIONS).init(PARAMS))
     with pytest.raises(ValueError, match=r"of another model.*\(4, 4\).*\(7, 7\)"):
         flax.serialization.from_bytes(tx.init(wide), written)
+
+
+def test_bytes_with_and_without_what_is_optional_are_told_apart():
+    *_, factors = STATS(PARAMS, (X, Y))
+    bases = jk.eigendecompose(factors)
+    corrected = jk.correct_eigenvalues(OBJECTIVE, bases)(PARAMS, (X, Y))
+    counted = dataclasses.replace(factors, loss_terms=factors.terms)
+    for name, bare, full in (("corrections", bases, corrected), ("loss_terms", factors, counted)):
+        for target in (bare, full):
+            written = flax.serialization.to_bytes(target)
+            assert_same(flax.serialization.from_bytes(target, written), target)
+        with pytest.raises(ValueError, match=f"hold {name}, and the target has {name}=None"):
+            flax.serialization.from_bytes(bare, flax.serialization.to_bytes(full))
+        with pytest.raises(ValueError, match=f"hold no {name}.*replace.target, {name}=None"):
+            flax.serialization.from_bytes(full, flax.serialization.to_bytes(bare))
+    earlier = flax.serialization.to_state_dict(bases) | {"corrections": None}
+    assert_same(flax.serialization.from_state_dict(bases, earlier), bases)
 
 
 def test_a_state_goes_through_jax_tree_and_trains_on():

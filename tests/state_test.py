@@ -237,3 +237,14 @@ def test_an_apply_function_that_forgets_its_state_raises_in_words():
     objective = jk.Objective(lambda p, x, state: x @ p["w"], jk.Categorical())
     with pytest.raises(ValueError, match=r"apply_fn: expected a pair \(\.\.\., changed\)"):
         objective({"w": jnp.ones((3, 4))}, (X[0], Y[0]), state={})
+
+
+def test_a_changed_state_of_another_form_raises_in_words():
+    """Carried on, it would grow at every step, and be compiled again."""
+
+    def apply_fn(params, x, state):
+        return x @ params, {"inner": state}
+
+    stats = jk.value_grad_and_factors(jk.Objective(apply_fn, jk.Categorical()))
+    with pytest.raises(ValueError, match="the changed state has 'inner/mean', which state= has"):
+        stats(jnp.ones((4, 3)), (jnp.ones((2, 4)), jnp.zeros(2, int)), state={"mean": jnp.ones(3)})

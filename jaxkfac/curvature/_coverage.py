@@ -73,4 +73,4 @@ def uncovered_mask(shape: tuple[int, ...], indices: set[Index]) -> np.ndarray:
     mask = np.ones(shape[:depth], bool)
     for index in indices:
         mask[slices(index)] = False
-    return mask.reshape(*shape[:depth], *[1] * (len(shape) - depth))
+    return mask.reshape((*shape[:depth], *[1] * (len(shape) - depth)))

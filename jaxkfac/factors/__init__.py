@@ -14,7 +14,14 @@ from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
 from jaxkfac.factors._diagonal_pass import check_alone, per_example_diagonals
 from jaxkfac.factors._estimator import LABEL_FOLD, Estimator, check_label_values
 from jaxkfac.factors._example_sums import gradient_rows
-from jaxkfac.factors._factors import BiasMode, DiagonalFactor, Factors, KroneckerFactor, mean_of
+from jaxkfac.factors._factors import (
+    BiasMode,
+    DiagonalFactor,
+    Factors,
+    KroneckerFactor,
+    mean_of,
+    without_loss_terms,
+)
 from jaxkfac.factors._fisher import FISHER_TYPES, estimator_of, over_count
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from jaxkfac.factors._long_sum import LongSum
@@ -78,5 +85,6 @@ __all__ = [
     "takes_key",
     "update_average",
     "value_grad_and_factors",
+    "without_loss_terms",
     "zeros_like",
 ]

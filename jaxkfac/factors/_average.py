@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from jaxkfac._checks import instance_of, named
 from jaxkfac._errors import nearest
-from jaxkfac.factors._factors import BiasMode, Factors
+from jaxkfac.factors._factors import BiasMode, Factors, alike
 from jaxkfac.interception import Layer
 
 
@@ -98,8 +98,8 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
         raise TypeError(f"update_average: cannot add {kinds}")
     if not isinstance(average, Factors):
         return average.decayed_sum(factors, decay)
-    new = cast(Factors, factors)
-    check_same_layers(new, average)
+    check_same_layers(cast(Factors, factors), average)
+    average, new = alike(average, cast(Factors, factors))
     rows = {name: _decay_of(count, decay) for name, count in new.a_counts.items()}
     terms = _decay_of(new.terms, decay)
     decays = dataclasses.replace(
@@ -109,6 +109,7 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
         g_sums=dict.fromkeys(new.g_sums, terms),
         diagonals=dict.fromkeys(new.diagonals, terms),
         terms=terms,
+        loss_terms=None if new.loss_terms is None else _decay_of(new.loss_terms, decay),
     )
     return jax.tree.map(
         lambda x, beta, y: jnp.asarray(beta, x.dtype) * x + y.astype(x.dtype),

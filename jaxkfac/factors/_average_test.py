@@ -80,3 +80,12 @@ def test_a_count_of_zero_is_nothing_new():
     assert_close(mixed.g_sums, one.g_sums)
     assert_close(mixed.a_sums, update_average(one, two, 0.5).a_sums)
     assert_close((mixed.terms, mixed.diagonals), (one.terms, one.diagonals))
+
+
+def test_the_gradients_own_count_adds_up_where_both_have_it():
+    plain, other = (random_factors(LAYERS, jax.random.key(i)) for i in range(2))
+    one, two = (dataclasses.replace(f, loss_terms=f.terms) for f in (plain, other))
+    assert (one + two).loss_terms == one.terms + two.terms
+    assert update_average(one, two, 0.5).loss_terms == 0.5 * one.terms + two.terms
+    assert_close(one + other, plain + other)
+    assert_close(update_average(plain, two, 0.5), update_average(plain, other, 0.5))

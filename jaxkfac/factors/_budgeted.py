@@ -1,5 +1,6 @@
 """Factors under a budget of bytes: several passes, each of which leaves before the next."""
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
@@ -93,6 +94,7 @@ class BudgetedCollector:
             else:
                 factors = self._program(one, False)(params, call, one.start)
             part = _on_host(factors, one, layers)
+            whole.loss_terms = part.loss_terms
             if self._sink is None:
                 whole.add(part, one)
             else:
@@ -135,15 +137,18 @@ class BudgetedCollector:
         """The gradient alone: zeros in host memory; nothing for a sink."""
         if self._gradient is None:
             self._gradient = jax.jit(self._run_gradient)
-        value, grads = self._gradient(params, call)
+        value, grads, loss_terms = self._gradient(params, call)
         if self._sink is not None:
-            return ValueGradAndFactors(value, grads, _Whole(()).factors())
-        like = self._collector.types(params, call)
-        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
-        return ValueGradAndFactors(value, grads, zeros)
+            zeros = _Whole(()).factors()
+        else:
+            like = self._collector.types(params, call)
+            zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
+        factors = dataclasses.replace(zeros, loss_terms=np.array(loss_terms))
+        return ValueGradAndFactors(value, grads, factors)
 
-    def _run_gradient(self, params: PyTree, call: Call) -> tuple[PyTree, PyTree]:
-        return self._collector.without_factors(params, call)[:2]
+    def _run_gradient(self, params: PyTree, call: Call) -> tuple[PyTree, PyTree, Array]:
+        value, grads, factors = self._collector.without_factors(params, call)
+        return value, grads, factors.loss_terms
 
     def _program(self, one: Pass, gradient: bool) -> Any:
         """A jitted pass; windows of one size share it, because their start is an argument."""
@@ -181,6 +186,7 @@ def _on_host(factors: Factors, one: Pass, layers: Sequence[Layer]) -> Factors:
         terms=np.array(fetched.terms),
         layers=tuple(known.get(x.name) or x for x in fetched.layers),
         bias=fetched.bias,
+        loss_terms=None if fetched.loss_terms is None else np.array(fetched.loss_terms),
     )
     for leaf in jax.tree.leaves(factors):
         leaf.delete()
@@ -195,6 +201,7 @@ class _Whole:
         self._layers: dict[str, Layer] = {}
         self._sums: dict[str, dict[str, Any]] = {kind: {} for kind in _SUMS}
         self._terms: Any = np.zeros(())
+        self.loss_terms: Any = None
         self._bias: BiasMode = "joint"
 
     def add(self, part: Factors, one: Pass) -> None:
@@ -215,4 +222,10 @@ class _Whole:
         """What was put together, its layers in the program's order."""
         order = sorted(self._layers, key=[*self._order, *self._layers].index)
         layers = tuple(self._layers[name] for name in order)
-        return Factors(**self._sums, terms=self._terms, layers=layers, bias=self._bias)
+        return Factors(
+            **self._sums,
+            terms=self._terms,
+            layers=layers,
+            bias=self._bias,
+            loss_terms=self.loss_terms,
+        )

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Key, PyTree
 
+from jaxkfac._checks import check_key
 from jaxkfac.factors._average import zeros_like
 from jaxkfac.factors._diagonal_pass import check_alone, diagonal_layers, per_example_diagonals
 from jaxkfac.factors._estimator import Estimator
@@ -116,7 +117,8 @@ class FactorCollector:
         Returns:
             ``(value, grads, factors)``; value is ``(value, aux)`` with ``has_aux``, ``(value,
             changed)`` with a state, and ``(value, (aux, changed))`` with both. Factors of a step
-            without collection are zeros, their counts as well.
+            without collection are zeros, their counts as well; ``factors.loss_terms`` counts at
+            every step.
 
         Raises:
             UncoveredParameterError: a parameter is covered by no layer.
@@ -203,6 +205,8 @@ class FactorCollector:
         """The arguments as the program takes them; raises where they do not go together."""
         if self._subsample is not None and key is None:
             raise ValueError(f"subsample={self._subsample} draws rows: pass key=")
+        if self._subsample is not None:
+            check_key(key)
         known = isinstance(self._program.objective, Objective)
         batch = self._program.objective.batch(batch) if known else batch
         estimator = self._estimator.bound(key, labels, batch if known else None)
@@ -272,6 +276,7 @@ class FactorCollector:
         factors = statistics.factors(at.emitted, outputs, at.terms, at.squares_to_sums)
         if self._uncovered == "diagonal" and traced.table.uncovered and gradient:
             factors = self._with_diagonals(traced, params, call, factors, at)
+        factors = self._counted(factors, factors.terms)
         return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
 
     def without_factors(
@@ -297,9 +302,12 @@ class FactorCollector:
             call.state,
             loss_terms=self._loss_terms,
         )
-        return ValueGradAndFactors(
-            self._value(at, call), _gradient(params, at.grads), zeros_like(like)
-        )
+        factors = self._counted(zeros_like(like), at.terms.astype(like.terms.dtype))
+        return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
+
+    def _counted(self, factors: Factors, terms: Any) -> Factors:
+        """Factors with the gradient's own count, where their ``terms`` may be zero without it."""
+        return factors if self._every == 1 else dataclasses.replace(factors, loss_terms=terms)
 
     def _value(self, at: Linearised, call: Call) -> Any:
         objective = self._program.objective
@@ -351,7 +359,7 @@ class FactorCollector:
             outputs, (_, targets, mask) = self._program.output_shapes(traced), call.batch
             terms = jax.eval_shape(objective.loss, outputs, targets, mask)[1]
         jax.eval_shape(self.statistics(traced).slots)  # which refuses what cannot be gathered
-        return self.statistics(traced).shapes(terms)
+        return self._counted(self.statistics(traced).shapes(terms), terms)
 
     def _with_diagonals(
         self, traced: Traced, params: PyTree, call: Call, factors: Factors, at: Linearised

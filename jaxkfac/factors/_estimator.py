@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
+from jaxkfac._checks import check_key
 from jaxkfac.factors._loss_terms import LossTerms
 from jaxkfac.factors._objective import Batch, check_array
 from jaxkfac.factors._program import Linearised
@@ -124,9 +125,12 @@ class Estimator(abc.ABC):
         Raises:
             ValueError: neither is there where labels are drawn; or labels that nothing wants,
                 or that do not fit the targets.
+            TypeError: ``key`` is a seed.
         """
         if self.samples_labels and key is None and labels is None:
             raise ValueError(f'fisher="{self.name}" samples labels: pass key=, or labels=')
+        if self.samples_labels and key is not None:
+            check_key(key)
         if labels is not None:
             self._check_labels(labels, batch)
         return dataclasses.replace(self, key=key if self.samples_labels else None, labels=labels)

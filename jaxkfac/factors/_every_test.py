@@ -1,5 +1,7 @@
 """Factors at some steps only: between them the gradient alone, and counts of zero."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,17 @@ def with_aux(params, x):
 OBJECTIVE = Objective(model, Categorical())
 
 
+def with_count(stats):
+    """``stats`` with the gradient's own count beside the factors, as ``every=`` gives it."""
+
+    def counted(*args):
+        found = stats(*args)
+        factors = dataclasses.replace(found.factors, loss_terms=found.factors.terms)
+        return found._replace(factors=factors)
+
+    return counted
+
+
 def assert_same(a, b):
     """But for what fusing does to the last bits: a branch is compiled by itself."""
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -42,7 +55,7 @@ def assert_same(a, b):
 )
 def test_between_collections_there_is_the_gradient_and_a_count_of_nothing(objective, options):
     batch = X, Y
-    always = jax.jit(value_grad_and_factors(objective, **options))
+    always = jax.jit(with_count(value_grad_and_factors(objective, **options)))
     stats = value_grad_and_factors(objective, every=3, **options)
     expected = always(PARAMS, batch, KEY)
     traced = jax.jit(lambda step: stats(PARAMS, batch, KEY, step=step))
@@ -53,10 +66,16 @@ def test_between_collections_there_is_the_gradient_and_a_count_of_nothing(object
         if step % 3 == 0:
             assert_same(found.factors, expected.factors)
         else:
-            assert not any(leaf.any() for leaf in jax.tree.leaves(found.factors))
+            sums = dataclasses.replace(found.factors, loss_terms=None)
+            assert not any(leaf.any() for leaf in jax.tree.leaves(sums))
+            assert found.factors.loss_terms == expected.factors.loss_terms > 0
             assert jax.tree.structure(found) == jax.tree.structure(expected)
     assert_same(outside(), traced(4))
     assert jax.tree.structure(stats(PARAMS, batch, KEY, step=1)) == jax.tree.structure(expected)
+    shapes = stats.factor_shapes(PARAMS, batch, KEY)
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), expected.factors)
+    assert jax.tree.leaves(shapes) == jax.tree.leaves(types)
+    assert jax.tree.structure(shapes) == jax.tree.structure(types)
 
 
 def test_a_scan_over_steps_collects_where_it_is_due():
@@ -95,11 +114,12 @@ def test_passes_under_a_budget_are_run_where_they_are_due(sink, capsys):
     service = Service()
     options = {"sink": (service, 0)} if sink else {}
     stats = value_grad_and_factors(OBJECTIVE, every=2, max_factor_bytes=200, **options)
-    expected = jax.jit(value_grad_and_factors(OBJECTIVE))(PARAMS, (X, Y))
+    expected = jax.jit(with_count(value_grad_and_factors(OBJECTIVE)))(PARAMS, (X, Y))
     for step in range(3):
         found = stats(PARAMS, (X, Y), step=step)
         for a, b in zip(jax.tree.leaves(expected[:2]), jax.tree.leaves(found[:2]), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+        assert float(found.factors.loss_terms) == 5
         if not sink:
             assert float(found.factors.terms) == (5 if step % 2 == 0 else 0)
             assert jax.tree.structure(found.factors) == jax.tree.structure(expected.factors)

@@ -56,6 +56,9 @@ class Factors(_Named):
         terms: Number of loss terms, scalar.
         layers: The layers, static.
         bias: ``"joint"`` or ``"separate"``, static.
+        loss_terms: Number of loss terms behind the gradient beside these factors, scalar, where
+            factors are collected at some steps only (``every=``); else ``None``, for ``terms``
+            says it.
     """
 
     # Not Array: a pytree also holds shapes (`factor_shapes`), cotangents and None.
@@ -66,6 +69,7 @@ class Factors(_Named):
     terms: Any
     layers: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})
     bias: BiasMode = dataclasses.field(metadata={"static": True})
+    loss_terms: Any = None
 
     def __iter__(self) -> Iterator[str]:
         return (layer.name for layer in self.layers)
@@ -119,7 +123,7 @@ class Factors(_Named):
         return input_name in self._inputs_with_ones
 
     def __add__(self, other: "Factors") -> "Factors":
-        return jax.tree.map(jnp.add, self, other)
+        return jax.tree.map(jnp.add, *alike(self, other))
 
     def __rmul__(self, weight: Any) -> "Factors":
         return jax.tree.map(lambda x: weight * x, self)
@@ -133,6 +137,18 @@ class Factors(_Named):
             & jnp.isfinite(self.g_sums[layer.name]).all()
             for layer in self.layers
         }
+
+
+def without_loss_terms(factors: Factors) -> Factors:
+    """The factors alone, which say nothing of a gradient."""
+    return dataclasses.replace(factors, loss_terms=None)
+
+
+def alike(one: Factors, other: Factors) -> tuple[Factors, Factors]:
+    """Both with ``loss_terms`` or neither: where one lacks them, their sum is not known."""
+    if (one.loss_terms is None) == (other.loss_terms is None):
+        return one, other
+    return without_loss_terms(one), without_loss_terms(other)
 
 
 def mean_of(total: Any, count: Any, matrix_axes: int) -> Any:

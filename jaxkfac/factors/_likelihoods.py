@@ -1,13 +1,13 @@
 """Negative log-likelihoods: terms, and labels sampled from the model."""
 
 import dataclasses
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int, Key, Num, Shaped
+from jaxtyping import Array, Bool, Float, Int, Key, Num
 
 Outputs = Array | jax.ShapeDtypeStruct  # their shape and dtype are all that a check reads
 
@@ -89,9 +89,13 @@ class Categorical:
 
     ignore_index: int | None = None
 
-    def kept(self, targets: Shaped[Array, "..."]) -> Bool[Array, "..."] | None:
-        """Which terms ``ignore_index`` leaves; ``None`` for all of them."""
-        return None if self.ignore_index is None else targets != self.ignore_index
+    def kept(self, targets: Any) -> Any:
+        """Which terms ``ignore_index`` leaves, ``None`` for all of them; of shapes, the shape."""
+        if self.ignore_index is None:
+            return None
+        if isinstance(targets, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(targets.shape, bool)
+        return targets != self.ignore_index
 
     def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
         _expect("Categorical", targets, outputs.shape[:-1], jnp.integer, "integers (classes)")

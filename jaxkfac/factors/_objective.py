@@ -13,7 +13,7 @@ from jaxtyping import Array, Key, PyTree
 
 from jaxkfac.factors._likelihoods import Likelihood
 from jaxkfac.factors._loss_terms import Head, LossTerms, shares, times
-from jaxkfac.interception import check_function, check_likelihood
+from jaxkfac.interception import check_function, check_likelihood, leaves_by_path
 
 
 class Batch(NamedTuple):
@@ -104,7 +104,8 @@ def returned(
 
     Raises:
         TypeError: a state that the function does not take.
-        ValueError: the function takes a state and none is given, or what it returns is no pair.
+        ValueError: the function takes a state and none is given, what it returns is no pair, or
+            its changed state has what the given one has not.
     """
     kwargs = {"key": key} if takes_key(fn) else {}
     if state is None:
@@ -117,6 +118,12 @@ def returned(
             "(outputs, changed), or jk.from_nnx(model, mutable=...)"
         )
     out, changed = _pair(what, fn(*args, **kwargs, state=state), "changed")
+    new = leaves_by_path(changed).keys() - leaves_by_path(state).keys()
+    if new:
+        raise ValueError(
+            f"{what}: the changed state has {min(new)!r}, which state= has not: return it in the "
+            "form in which it comes, and what is new beside the outputs, with has_aux"
+        )
     if not has_aux:
         return out, changed
     out, aux = _pair(what, out, "aux")
@@ -326,7 +333,7 @@ def arguments(
     return params, *inputs
 
 
-def _nothing(targets: Array) -> None:
+def _nothing(targets: Any) -> None:
     return None
 
 
@@ -334,6 +341,8 @@ def _joined(mask: Any, kept: Any) -> Any:
     """The terms that both leave."""
     if kept is None or mask is None:
         return mask if kept is None else kept
+    if isinstance(kept, jax.ShapeDtypeStruct):
+        return mask
     return mask & kept if mask.shape == kept.shape else mask  # refused by ``check``
 
 
@@ -354,7 +363,19 @@ def _check_outputs(head: Head) -> None:
         name = type(head.likelihood).__name__
         raise ValueError(
             f"apply_fn{where}: expected one array of outputs (examples, ..., outputs) for {name}, "
-            f"got {_form(x)}"
+            f"got {_form(x)}{_remedy(x)}"
         )
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"apply_fn{where}: outputs have dtype {x.dtype}, expected floating")
+
+
+def _remedy(x: object) -> str:
+    """What to do where a container came in place of an array."""
+    if isinstance(x, tuple | list):
+        return (
+            ": what comes beside the outputs goes with has_aux=True, a state that the call changes "
+            "with a state= argument, several outputs with a tuple of likelihoods"
+        )
+    if isinstance(x, Mapping):
+        return ": several outputs have a dictionary of likelihoods of their form"
+    return ""

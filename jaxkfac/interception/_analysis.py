@@ -56,7 +56,7 @@ from jaxkfac.interception._values import (
     View,
     views_in,
 )
-from jaxkfac.interception._views import broadcast_axes
+from jaxkfac.interception._views import broadcast_axes, view_of
 
 _NOT_EXAMPLES = (
     "with a constant (whose rows are not seen to be the examples: the leading axis of the first "
@@ -64,6 +64,10 @@ _NOT_EXAMPLES = (
 )
 
 _FROZEN = "is frozen by `stop_gradient`"
+_UNKNOWN_ROWS = (
+    "is chosen by data in `select_n`, where its rows are not known: a `cond` under `vmap` can be "
+    "followed where there are at least two rows"
+)
 _WALKERS = {"scan": walk_scan, "cond": walk_cond, "shard_map": walk_shard_map}
 _COMPLEX = (
     "is complex ({}): factors are of real parameters; hold its real and imaginary parts as two, "
@@ -117,7 +121,7 @@ class Analysis(Facts):
             return Constant(self.unique())
         axes = fresh(self.table, aval.shape, "parameter")
         number = self.unique()
-        return View(number, path, origin=axes, axes=axes, elements=number)
+        return View(number, path, origin=axes, axes=axes, elements=number, uncut=axes)
 
     # -- the walk ---------------------------------------------------------------------
 
@@ -179,7 +183,9 @@ class Analysis(Facts):
         if kind == "custom" and not alone:
             return self._custom(eqn, position, ins, plan, scope)
         if not has_parameters or (kind is not None and not function):
-            return self._opaque(eqn, ins)
+            outs = self._opaque(eqn, ins)
+            self._follow_stopped(eqn, ins, outs)
+            return outs
         return self._parameter_equation(eqn, position, ins, plan, scope)
 
     @contextlib.contextmanager
@@ -271,7 +277,10 @@ class Analysis(Facts):
             return list(ins)
         seen: list[Value] | None = seen_in(self, eqn, ins)
         if seen is None and name == "select_n":
-            seen = self._chosen(ins, position, plan, number)
+            chosen = self._chosen(ins, position, plan, number)
+            if isinstance(chosen, str):
+                return self._opaque(eqn, ins, chosen)
+            seen = chosen
         if seen is None and self._where(eqn) in self._constants:
             seen = seen_in(self, eqn, [_as_constant(v) for v in ins])
             seen = seen and [_rowless(v, name) for v in seen]
@@ -301,25 +310,35 @@ class Analysis(Facts):
         plan.uses[position] = uses
         return [self._result(eqn, ins, uses, number)]
 
+    def _follow_stopped(self, eqn: Eqn, ins: Sequence[Value], outs: Sequence[Value]) -> None:
+        """Views of what ``stop_gradient`` made of a parameter; a second ``vmap`` broadcasts it."""
+        stopped = [self.stopped.get(v.number, v) for v in ins]
+        if sum(isinstance(v, View) for v in stopped) == 1:
+            views = view_of(self, eqn, stopped) or []
+            self.stopped.update((o.number, v) for o, v in zip(outs, views, strict=False))
+
     def _chosen(
         self, ins: list[Value], position: int, plan: Plan, number: int
-    ) -> list[Value] | None:
+    ) -> list[Value] | str | None:
         """The view that ``select_n(which, stop_gradient(w), w)`` is: ``w``, for some rows.
 
         ``vmap`` makes it of a cond whose predicate differs from row to row: all branches run on
-        all rows, each on parameters that have a gradient only in the rows that take it.
+        all rows, each on parameters that have a gradient only in the rows that take it. Where
+        those are not known, the reason.
         """
         which, other, view = ins[0], ins[1], ins[-1]
-        if not (isinstance(which, Data) and isinstance(view, View) and view.axes is not None):
+        if not (isinstance(which, Data) and isinstance(view, View)):
             return None
         stopped = self.stopped.get(other.number)
         if stopped is None or stopped.number != view.number:
             return None
+        self.findings.pop(CoverageNote(view.path, _FROZEN, False), None)
+        if view.axes is None:
+            return _UNKNOWN_ROWS
         rows = broadcast_axes(self.table, view.axes)
         own = [a for d, axis in enumerate(which.axes) if d not in rows for a in axis]
-        if any(self.table.kinds(a) - {"feature"} for a in self.table.atoms(tuple(own))):
-            return None
-        self.findings.pop(CoverageNote(view.path, _FROZEN, False), None)
+        if not rows or any(self.table.kinds(a) - {"feature"} for a in self.table.atoms(tuple(own))):
+            return _UNKNOWN_ROWS
         plan.choices[position] = rows
         choice = tuple((view.axes[d], which.axes[d]) for d in rows)
         return [dataclasses.replace(view, number=number, chosen=(*view.chosen, choice))]

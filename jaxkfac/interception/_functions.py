@@ -50,7 +50,7 @@ def seen_in(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value] | None:
 def is_function(eqn: Eqn) -> bool:
     """Whether the result is a function of the operands element by element.
 
-    A custom derivative of one is too: ``jax.nn.softplus``.
+    A custom derivative of one is too, if it goes forward: ``jax.nn.softplus``.
     """
     if len(eqn.outvars) != 1 or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
         return False
@@ -58,7 +58,7 @@ def is_function(eqn: Eqn) -> bool:
     if not all(broadcasts(v.aval.shape, shape) for v in eqn.invars):
         return False
     if call_kind(eqn) == "custom":
-        return all(map(_is_step, body_of(eqn)[0].eqns))
+        return _has_derivative(eqn) and all(map(_is_step, body_of(eqn)[0].eqns))
     return eqn.primitive.name in ELEMENT_BY_ELEMENT
 
 
@@ -71,8 +71,15 @@ def broadcasts(before: Sequence[int], after: Sequence[int]) -> bool:
     )
 
 
+def _has_derivative(eqn: Eqn) -> bool:
+    """Whether a custom derivative gives it forward, and not only backward as ``custom_vjp``."""
+    return eqn.primitive.name.startswith("custom_jvp_call")
+
+
 def _is_step(eqn: Eqn) -> bool:
     """Whether an equation inside a custom derivative acts element by element."""
+    if call_kind(eqn) == "custom" and not _has_derivative(eqn):
+        return False
     if call_kind(eqn) in ("jit", "custom"):
         return all(map(_is_step, body_of(eqn)[0].eqns))
     if eqn.primitive.name == "broadcast_in_dim":

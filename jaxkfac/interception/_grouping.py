@@ -2,13 +2,14 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from jaxkfac.interception._axes import Atoms, AxisTable
-from jaxkfac.interception._index import Range, index_name
+from jaxkfac.interception._index import Range, index_name, overlap
 from jaxkfac.interception._joins import cuts_of, own_atoms, pieces_of
 from jaxkfac.interception._kind import Kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
@@ -56,15 +57,18 @@ def group_uses(
     Raises:
         UnknownLayerError: ``pattern`` matches no layer.
     """
-    notes: list[CoverageNote] = []
-    blocks = _blocks(table, [u for u in uses if not u.kind.inserts], experts)
+    matrices = [u for u in uses if not u.kind.elementwise]
     biases = [u for u in uses if u.kind.inserts]
-    joined = _join_biases(table, blocks, biases, experts)
-    lone = [u for u in biases if u not in joined]
-    blocks += _blocks(table, lone, experts)
+    others = [u for u in uses if u.kind.elementwise and not u.kind.inserts]
+    blocks = _blocks(table, matrices, experts)
+    joined = _join_biases(table, blocks, biases, others, experts)
+    beside = {part.path for b in blocks for part in (b.weight, b.bias) if part}
+    elementwise = [u for u in uses if u.kind.elementwise and u not in joined]
+    blocks += _blocks(table, elementwise, experts, beside)
     order = {id(u): i for i, u in enumerate(uses)}
     blocks = [member for block in blocks for member in _members(block, biases)]
     blocks.sort(key=lambda b: order[id(b.uses[0])])
+    blocks, notes = _without_overlaps(blocks)
     notes += _name(blocks) + _looked_up_matrices(table, blocks)
     selected = selector(pattern, [b.name for b in blocks])
     for block in blocks:
@@ -114,10 +118,17 @@ def _positions(table: AxisTable, view: View) -> tuple[dict[int, int], tuple[int,
     return {a: i for i, a in enumerate(atoms)}, tuple(table.size(a) for a in atoms)
 
 
-def _of_elements(view: View) -> View:
-    """The view whose elements a diagonal covers: a range of the parameter, else all of it."""
+def _of_elements(view: View, beside: Collection[str]) -> View:
+    """The view whose elements a diagonal covers.
+
+    It is all of the parameter, unless there are matrices in it ``beside``: then it is its range.
+    """
     ranged = any(isinstance(at, Range) for at in view.index)
-    return view if ranged else dataclasses.replace(view, index=())
+    if view.members or (ranged and view.path in beside):
+        return view
+    if not ranged:
+        return dataclasses.replace(view, index=())
+    return dataclasses.replace(view, index=(), origin=view.uncut, consumed=())
 
 
 def _own_axes(table: AxisTable, view: View) -> Callable[[Atoms], Atoms]:
@@ -142,8 +153,12 @@ def _reads_experts(use: Use, experts: str | None) -> bool:
     return re.fullmatch(experts, use.view.path) is not None
 
 
-def _matrix(table: AxisTable, use: Use, experts: str | None) -> ParameterMatrix:
-    view = _of_elements(use.view) if use.kind.elementwise else use.view
+def _matrix(
+    table: AxisTable, use: Use, experts: str | None, beside: Collection[str]
+) -> ParameterMatrix:
+    if use.kind.elementwise:
+        use = dataclasses.replace(use, view=_of_elements(use.view, beside))
+    view = use.view
     own_axis = _own_axes(table, view)
     where, sizes = _positions(table, view)
     atoms = list(sizes)
@@ -170,16 +185,25 @@ def _matrix(table: AxisTable, use: Use, experts: str | None) -> ParameterMatrix:
     )
 
 
-def _blocks(table: AxisTable, uses: Iterable[Use], experts: str | None) -> list[_UseGroup]:
+def _blocks(
+    table: AxisTable, uses: Iterable[Use], experts: str | None, beside: Collection[str] = ()
+) -> list[_UseGroup]:
+    """One block for each way to read a parameter; ``beside`` are those that have matrices."""
     found: dict[Any, _UseGroup] = {}
     for use in uses:
-        weight = _matrix(table, use, experts)
+        weight = _matrix(table, use, experts, beside)
         key = (weight, use.kind)
         if use.kind.elementwise:
             key = (weight.path, weight.index, "diagonal")
         block = found.setdefault(key, _UseGroup(use.kind, weight, []))
-        block.uses.append(use)
+        # The slot of a diagonal is beside every part of an array that is this parameter's.
+        if not use.kind.elementwise or not any(_same_operand(use, u) for u in block.uses):
+            block.uses.append(use)
     return list(found.values())
+
+
+def _same_operand(one: Use, other: Use) -> bool:
+    return (one.where, one.operand, one.scope) == (other.where, other.operand, other.scope)
 
 
 def _members(block: _UseGroup, adds: Sequence[Use]) -> list[_UseGroup]:
@@ -205,7 +229,11 @@ def _members(block: _UseGroup, adds: Sequence[Use]) -> list[_UseGroup]:
 
 
 def _join_biases(
-    table: AxisTable, blocks: list[_UseGroup], biases: list[Use], experts: str | None
+    table: AxisTable,
+    blocks: list[_UseGroup],
+    biases: list[Use],
+    scales: list[Use],
+    experts: str | None,
 ) -> set[Use]:
     """Join a bias to a block when each reads the other and neither reads anything else.
 
@@ -227,6 +255,9 @@ def _join_biases(
         matrix = _bias_matrix(table, block, adds[0], experts)
         others = readers[view.path, view.index]
         exclusive = set(adds) == set(others) and not (view.index and view.path in whole)
+        exclusive &= not any(
+            s.view.path == view.path and overlap(s.view.index, view.index) for s in scales
+        )
         if matrix is not None and exclusive:
             block.bias = matrix
             taken.update(adds)
@@ -274,6 +305,28 @@ def _bias_matrix(
     )
     same = (block.weight.stack_shape, block.weight.out_features)
     return matrix if (matrix.stack_shape, matrix.out_features) == same else None
+
+
+def _without_overlaps(blocks: list[_UseGroup]) -> tuple[list[_UseGroup], list[CoverageNote]]:
+    """The blocks without those of parameters whose ranges share elements: each would be a part."""
+    found = collections.defaultdict(set)
+    for block in blocks:
+        for part in (block.weight, block.bias):
+            if part is not None:
+                found[part.path].add(part.index)
+    notes = {}
+    for path, indices in found.items():
+        for one, other in itertools.combinations(sorted(indices, key=index_name), 2):
+            ranged = any(isinstance(at, Range) for at in (*one, *other))
+            if ranged and overlap(one, other):
+                names = " and ".join(index_name(i) or "[:]" for i in (one, other))
+                reason = f"is read through overlapping ranges, {names}, which no one block covers"
+                notes[path] = CoverageNote(path, reason, fatal=True)
+    kept = [b for b in blocks if b.weight.path not in notes]
+    for block in kept:
+        if block.bias is not None and block.bias.path in notes:
+            block.bias = None
+    return kept, list(notes.values())
 
 
 def _name(blocks: list[_UseGroup]) -> list[CoverageNote]:

@@ -34,3 +34,13 @@ def shape_of(index: Index, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape of ``array[index]``."""
     kept = [at.stop - at.start for at in index if isinstance(at, Range)]
     return (*kept, *shape[len(index) :])
+
+
+def overlap(one: Index, other: Index) -> bool:
+    """Whether two indices into one parameter have elements in common."""
+
+    def ends(at: int | Range) -> tuple[int, int]:
+        return (at.start, at.stop) if isinstance(at, Range) else (at, at + 1)
+
+    pairs = [(ends(a), ends(b)) for a, b in zip(one, other, strict=False)]
+    return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in pairs)

@@ -76,8 +76,8 @@ def mark_outputs(
         ...     error = jk.mark_outputs(x @ params["w"], jk.Gaussian()) - y
         ...     return 0.5 * jnp.square(error).sum(-1).mean()
         >>> stats = jk.value_grad_and_factors(loss, fisher="exact")
-        >>> batch = jnp.eye(3), jnp.zeros((3, 2))
-        >>> value, grads, factors = stats({"w": jnp.ones((3, 2))}, batch)
+        >>> batch = jnp.eye(4), jnp.zeros((4, 2))
+        >>> value, grads, factors = stats({"w": jnp.ones((4, 2))}, batch)
         >>> print(factors["w"].g)
         [[1. 0.]
          [0. 1.]]

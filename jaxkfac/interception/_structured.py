@@ -116,6 +116,8 @@ def _of_stack(facts: Facts, value: Combined, scan: int) -> View | None:
     alike = {_layout(table, view) for view in value.views}
     if value.reasons or None in alike or len(alike) > 1:
         return None
+    if len({(view.path, view.index) for view in value.views}) < len(value.views):
+        return None  # one parameter twice is one layer, whose uses add up
     lie = [view.joins[0] for view in value.views]
     iterations = range(table.size(*lie[0].whole))
     if [(j.start, j.size, j.own) for j in lie] != [(i, 1, ()) for i in iterations]:

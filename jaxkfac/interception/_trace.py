@@ -5,12 +5,13 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
+from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._arguments import check_arrays, check_function
 from jaxkfac.interception._axes import Atoms
@@ -250,6 +251,7 @@ def trace(
     num_args = len(closed.jaxpr.invars) - len(paths)
     analysis = analyse(closed, [*paths, *[None] * num_args], num_outputs=num_outputs)
     uses, lost = split_lost(analysis, num_outputs=num_outputs)
+    _refuse_encoded_parts(uses, encoded)
     uses, cut = split_parts(analysis.table, uses)
     # The diagonal of some readings of a function of a parameter is nobody's diagonal.
     missing = {f.path for f in (*analysis.findings, *lost, *cut) if f.fatal}
@@ -320,6 +322,19 @@ def trace_marked(traced: Traced, params: PyTree, *args: Any, **finding: Any) -> 
                 "from them"
             )
     return dataclasses.replace(found, marks=marks)
+
+
+def _refuse_encoded_parts(uses: Sequence[Use], encoded: frozenset[str]) -> None:
+    """Refuse an encoded parameter in one value with others: those would have no gradient."""
+    for use in uses if encoded else ():
+        paths = {part.view.path for part in use.parts}
+        others = sorted(paths - {use.view.path})
+        if others and use.view.path in encoded:
+            raise UncoveredParameterError(
+                f"parameter {use.view.path!r} is held as NF4, which only the product of a dense "
+                f"layer can read, and is added to, or stands in one array with, {others[0]!r}: "
+                "keep this parameter in full precision"
+            )
 
 
 def find_layers(

@@ -45,6 +45,7 @@ class View:
             cannot be followed axis by axis (strides, a constant gather): such a view can
             still be a bias or a scale, but not a matrix.
         origin: The parameter's own axes; of a range, the range.
+        uncut: The parameter's own axes, whatever range of them is seen.
         consumed: Stacked axes used up so far, outermost first: scan iterations and
             dynamic indices.
         scaled: Value numbers of the constants it was multiplied by.
@@ -82,6 +83,7 @@ class View:
     elements: int = 0
     chosen: tuple[tuple[tuple[Atoms, Atoms], ...], ...] = ()
     rowless: str = ""
+    uncut: Axes = ()
 
     @property
     def walkers(self) -> tuple[tuple[str, int], ...]:

@@ -167,8 +167,14 @@ def _turned(table: AxisTable, eqn: Eqn, view: View, number: int) -> View:
 
 
 def reversal(table: AxisTable, view: View, axis: Atoms) -> Literal["none", "part", "whole"]:
-    """How far a view is seen back to front along one of its axes."""
+    """How far a view is seen back to front along one of its axes.
+
+    Where it was turned before it was put beside others, only a part of the axis is.
+    """
     atoms = set(table.atoms(axis))
+    inside = [j.own for j in view.joins if atoms.intersection(table.atoms(j.whole))]
+    if any(reversal(table, view, own) != "none" for own in inside):
+        return "part"
     turned = atoms.intersection(table.atoms(view.reversed))
     return "none" if not turned else "whole" if turned == atoms else "part"
 

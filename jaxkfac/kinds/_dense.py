@@ -45,7 +45,9 @@ class Dense(TwoSided):
         view, data = ins[position], ins[1 - position]
         contract, batch = eqn.params["dimension_numbers"]
         repeated = broadcast_axes(table, view.axes or ())
-        rows = tuple(k for k, d in enumerate(batch[position]) if d in repeated)
+        # A shared axis of size one may be a row that a parameter was broadcast to, or a stack.
+        single = [d for d, axis in enumerate(view.axes or ()) if not table.atoms(axis)]
+        rows = tuple(k for k, d in enumerate(batch[position]) if d in (*repeated, *single))
         along = {batch[position][k] for k in rows}
         for mine, its in [(batch[position][k], batch[1 - position][k]) for k in rows]:
             for axis, chosen in itertools.chain(*view.chosen):

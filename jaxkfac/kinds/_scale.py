@@ -28,8 +28,6 @@ class Scale(Elementwise):
         scope: tuple[int, ...],
     ) -> list[Use] | str:
         (position,) = positions
-        if eqn.primitive.name == "div" and position == 1:
-            return "divides data in `div`"
         data = ins[1 - position]
         return [Use(self, eqn, position, ins[position], scope, data=data, rows=data.axes)]
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from jax.core import Tracer
 
+from jaxkfac._checks import scalar
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.linalg import check_clipping
 
@@ -13,7 +14,12 @@ Clipping = dict[str, Any]
 def check_numbers(
     *, refresh_every: Any, momentum: Any, norm_constraint: Any, weight_decay: Any
 ) -> None:
-    """Refuse numbers out of range where their values are known."""
+    """Refuse what is no number, and numbers out of range where their values are known."""
+    _number("refresh_every", refresh_every, "a number of steps, at least 1")
+    _number("momentum", momentum, "a number in [0, 1), 0.0 for no momentum")
+    _number("weight_decay", weight_decay, "a number, 0.0 for no weight decay")
+    if norm_constraint is not None:
+        _number("norm_constraint", norm_constraint, "a positive number, or None for no constraint")
     if not isinstance(refresh_every, Tracer) and refresh_every < 1:
         raise ValueError(f"refresh_every must be at least 1, got {refresh_every}")
     if not isinstance(momentum, Tracer) and not 0 <= momentum < 1:
@@ -25,6 +31,15 @@ def check_numbers(
         raise ValueError(f"weight_decay must be zero or positive, got {weight_decay}")
 
 
+def _number(name: str, value: Any, expected: str) -> None:
+    if callable(value):
+        raise TypeError(
+            f"{name}: expected {expected}, got a function: only learning_rate and damping take "
+            "schedules; optax.inject_hyperparams(jk.kfac) reads one for any other number"
+        )
+    scalar(name, value, expected)
+
+
 def may_be_positive(number: Any) -> bool:
     """Whether a number is not known to be zero."""
     return isinstance(number, Tracer) or bool(number)
@@ -34,6 +49,8 @@ def known_clipping(max_condition: Any, floor: Any) -> Clipping | None:
     """The settings of clipping as bases keep them; ``None`` where they are traced."""
     if isinstance(max_condition, Tracer) or isinstance(floor, Tracer):
         return None
+    scalar("max_condition", max_condition, "a number, at least 1")
+    scalar("floor", floor, "a number, 0.0 for no floor")
     known = {"max_condition": float(max_condition), "floor": float(floor)}
     check_clipping(**known)
     return known

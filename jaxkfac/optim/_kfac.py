@@ -21,6 +21,7 @@ from jaxkfac.factors import (
     check_factors,
     check_like,
     update_average,
+    without_loss_terms,
     zeros_like,
 )
 from jaxkfac.interception import Staged, TraceCache
@@ -190,7 +191,7 @@ def kfac(
         weight_decay=weight_decay,
     )
     check_like(like)
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), without_loss_terms(like))
     covered = covered_indices(like.layers)
     scheduled: tuple[Any, ...] = learning_rate, damping
     staged: TraceCache[Staged] = TraceCache()
@@ -226,6 +227,7 @@ def kfac(
         if params is None and may_be_positive(weight_decay):
             raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
         check_factors(factors, like)
+        factors = without_loss_terms(factors)
         check_state("kfac", state, KfacState)
         if state.average.layers != like.layers or state.average.bias != like.bias:
             raise ValueError(

@@ -10,8 +10,14 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from jaxkfac._checks import named
-from jaxkfac.factors import Factors, check_factors, check_like, check_same_layers
+from jaxkfac._checks import named, scalar
+from jaxkfac.factors import (
+    Factors,
+    check_factors,
+    check_like,
+    check_same_layers,
+    without_loss_terms,
+)
 from jaxkfac.optim._accumulators import (
     Accumulators,
     MemoryKind,
@@ -30,6 +36,8 @@ from jaxkfac.optim._trees import (
 )
 
 PyTree = Any
+
+_WHOLE = "a whole number of micro-batches, or a function of the number of groups so far"
 
 
 class MultiStepsState(NamedTuple):
@@ -105,9 +113,8 @@ def multi_steps(
         A transformation used on every micro-step as ``tx.update(grads, state, params,
         factors=factors)`` or, where there are no factors, ``tx.update(grads, state, params,
         terms=count)``. ``grads`` are of the micro-batch's mean loss, and ``terms`` is the number
-        of loss terms in that mean, by default ``factors.terms``. Where factors are collected at
-        some steps only (``every=``), their count is zero at the others and says nothing of the
-        gradient: pass both. Updates are zero but on the
+        of loss terms in that mean, by default ``factors.loss_terms`` where factors are collected
+        at some steps only (``every=``), else ``factors.terms``. Updates are zero but on the
         last micro-step of a group. Further keyword arguments (``bases=``) are not
         accumulated: ``tx`` gets those of the last micro-step.
 
@@ -144,13 +151,17 @@ def multi_steps(
         True [-0.02 -0.02]
     """
     if not callable(every_k_schedule):
+        scalar("every_k_schedule", every_k_schedule, _WHOLE)
         if every_k_schedule < 1:
             raise ValueError(f"every_k_schedule must be at least 1, got {every_k_schedule}")
+        if every_k_schedule != int(every_k_schedule):
+            raise ValueError(f"every_k_schedule: expected {_WHOLE}, got {every_k_schedule}")
         every_k_schedule = int(every_k_schedule)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"tx: expected an optax transformation, as jk.kfac(...), got {named(tx)}")
     if like is not None:
         check_like(like)
+        like = without_loss_terms(like)
     kept = checked_accumulator_dtype(accumulator_dtype)
     check_memory_kind(accumulator_memory_kind)
     inner = optax.with_extra_args_support(tx)
@@ -194,8 +205,11 @@ def multi_steps(
         check_like_momentum(grads, held["grads"])
         _check_statistics(factors, terms, held["factors"])
         wide = held["terms"].dtype
-        own_terms = None if factors is None else factors.terms
-        count = jnp.asarray(own_terms if terms is None else terms, wide)
+        if factors is not None:
+            own_terms = factors.terms if factors.loss_terms is None else factors.loss_terms
+            terms = own_terms if terms is None else terms
+            factors = without_loss_terms(factors)
+        count = jnp.asarray(terms, wide)
         sums, ok = _sums(gradients_only(grads), factors, count, wide)
         own = accumulators(wide)
         accumulation = state.accumulation._replace(acc_grads=own.load(held))
@@ -278,7 +292,7 @@ def _check_not_nested(state: Any) -> None:
 def _factors_in(state: Any) -> Factors | None:
     """The factors that an inner transformation keeps an average of, if any."""
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Factors))
-    found = [leaf for leaf in leaves if isinstance(leaf, Factors)]
+    found = [without_loss_terms(leaf) for leaf in leaves if isinstance(leaf, Factors)]
     for other in found[1:]:
         check_same_layers(other, found[0])
     return found[0] if found else None
@@ -290,6 +304,8 @@ def _check_statistics(factors: Any, terms: Any, held: Factors | None) -> None:
             "multi_steps weighs micro-batches by their number of loss terms: pass factors=, or "
             "terms=, got neither"
         )
+    if terms is not None:
+        scalar("terms", terms, "the number of loss terms of this micro-batch, as mask.sum()")
     if held is not None and factors is None:
         raise ValueError("this transformation accumulates factors: pass factors=, not terms=")
     if factors is not None:

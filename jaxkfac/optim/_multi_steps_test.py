@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from jaxkfac.curvature import eigendecompose
-from jaxkfac.factors import zeros_like
+from jaxkfac.factors import Categorical, Objective, value_grad_and_factors, zeros_like
 from jaxkfac.factors._explicit_net_test import (
     layer,
     net_batch,
@@ -99,6 +99,35 @@ def test_gradients_count_by_terms_where_factors_are_of_some_micro_batches(params
     grads, _ = net_statistics(params, group(0)[1])
     expected, _ = one.update(grads, one.init(params), params, factors=collected)
     assert_close(updates, expected, 1e-10 if dtype is None else 1e-5)
+
+
+def test_micro_batches_between_collections_weigh_in_the_pooled_gradient(params):
+    objective = Objective(lambda p, x: x @ p["left"]["kernel"], Categorical())
+    params = {"left": {"kernel": params["left"]["kernel"]}}
+    width, classes = params["left"]["kernel"].shape
+    x = jax.random.normal(jax.random.key(3), (6, width))
+    batch = x, jnp.arange(6) % classes, jnp.array([True, True, True, False, True, True])
+    stats = value_grad_and_factors(objective, every=2)
+    like = stats.factor_shapes(params, batch)
+    tx, one = multi_steps(kfac(1.0, like=like), 2), kfac(1.0, like=like)
+    state = tx.init(params)
+    structure = jax.tree.structure(state)
+    collected = stats(params, tuple(v[:3] for v in batch), step=0).factors
+
+    @jax.jit
+    def micro_step(state, batch, step):
+        _, grads, factors = stats(params, batch, step=step)
+        return tx.update(grads, state, params, factors=factors)
+
+    for step in range(2):
+        updates, state = micro_step(state, tuple(v[3 * step :][:3] for v in batch), step)
+    expected, after = one.update(
+        jax.grad(objective)(params, batch), one.init(params), params, factors=collected
+    )
+    assert_close(updates, expected, 1e-10)
+    assert_close(state.inner, after, 1e-10)
+    assert jax.tree.structure(state) == structure
+    assert like.loss_terms is not None and state.inner.average.loss_terms is None
 
 
 @pytest.mark.standard_promotion  # optax.adamw multiplies floats by an integer count

@@ -6,6 +6,7 @@ from typing import Any
 from jax.core import Tracer
 from jaxtyping import Array
 
+from jaxkfac._checks import scalar
 from jaxkfac.linalg import check_damping
 
 Schedule = Callable[[Any], Any]
@@ -15,6 +16,7 @@ def check_learning_rate(learning_rate: Any) -> None:
     """Refuse a negative or NaN learning rate where its value is known."""
     if callable(learning_rate) or isinstance(learning_rate, Tracer):
         return
+    scalar("learning_rate", learning_rate, "a number or a schedule")
     if not float(learning_rate) >= 0:
         raise ValueError(f"learning_rate must be zero or positive, got {learning_rate}")
 
@@ -25,6 +27,8 @@ def check_scheduled_damping(damping: Any, mode: str) -> None:
         damping = 0.0
     elif isinstance(damping, tuple):
         damping = tuple(0.0 if callable(part) else part for part in damping)
+    for part in damping if isinstance(damping, tuple) else (damping,):
+        scalar("damping", part, "a number or a schedule, 0.0 for no damping, or a pair of them")
     check_damping(damping, mode)
 
 

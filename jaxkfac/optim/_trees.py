@@ -101,7 +101,7 @@ def check_like_momentum(grads: PyTree, momentum: PyTree) -> None:
     if absent:
         raise ValueError(
             f"grads: expected a tree like the parameters of tx.init, got {named(grads)}, which "
-            f"lacks {absent[0]!r}; the nearest are {nearest(absent[0], own)}"
+            f"lacks {absent[0]!r}; nnx.Optimizer wants grads = jk.as_state(grads, model)"
         )
     check_arrays("grads", grads)
 

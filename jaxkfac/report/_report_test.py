@@ -50,7 +50,7 @@ def spectra():
 @pytest.fixture(scope="module")
 def coverage():
     def loss(params, x):
-        return (jnp.sin(x @ params["<w>"]) * params["scale"] + params["free"] ** 2).mean()
+        return (jnp.sin(x @ params["<w>"]) * params["scale"] + jnp.cumsum(params["free"])).mean()
 
     params = {"<w>": jnp.ones((3, 2)), "scale": jnp.ones(2), "free": jnp.ones(2)}
     layers = find_layers(loss, params, jnp.ones((4, 3)))

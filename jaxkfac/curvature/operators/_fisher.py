@@ -91,9 +91,9 @@ def fisher(
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
         >>> objective = jk.Objective(lambda p, x: x @ p["w"], jk.Gaussian())
-        >>> params, batch = {"w": jnp.ones((3, 2))}, (jnp.eye(3), jnp.zeros((3, 2)))
+        >>> params, batch = {"w": jnp.ones((4, 2))}, (jnp.eye(4), jnp.zeros((4, 2)))
         >>> empirical = jk.operators.fisher(objective, params, batch, fisher="empirical")
-        >>> print((empirical @ {"w": 3 * jnp.ones((3, 2))})["w"][0])
+        >>> print((empirical @ {"w": 4 * jnp.ones((4, 2))})["w"][0])
         [2. 2.]
 
     References:
