@@ -149,9 +149,7 @@ def value_grad_and_factors(
     one_of("uncovered", uncovered, get_args(Uncovered))
     one_of("precision", precision, get_args(Precision))
     at_least_one(max_dense=max_dense, samples=samples, chunk=chunk, every=every)
-    check_subsample(subsample)
-    if every != int(every):
-        raise ValueError(f"every={every}: expected a whole number of steps")
+    check_sparing(every, subsample)
     if estimator.unit_outputs and uncovered == "diagonal":
         raise ValueError(
             f'uncovered="diagonal" squares gradients, and fisher="{estimator.name}" has none: '
@@ -199,8 +197,10 @@ def value_grad_and_factors(
     return collector
 
 
-def check_subsample(subsample: Any) -> None:
-    """Refuse what is no part of the rows."""
+def check_sparing(every: Any, subsample: Any) -> None:
+    """Refuse what is no number of steps, and no part of the rows."""
+    if isinstance(every, bool) or every != int(every):
+        raise ValueError(f"every={every}: expected a whole number of steps")
     if subsample is None:
         return
     number = isinstance(subsample, numbers.Real) and not isinstance(subsample, bool)

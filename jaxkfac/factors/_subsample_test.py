@@ -9,7 +9,7 @@ import pytest
 from flax import linen as nn
 
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
-from jaxkfac.factors._build import check_subsample
+from jaxkfac.factors._build import check_sparing
 
 KEYS = jax.random.split(jax.random.key(5), 4000)
 INPUTS = jax.random.randint(jax.random.key(0), (5, 7), 0, 11)
@@ -145,6 +145,8 @@ def test_bad_input_is_named():
             value_grad_and_factors(objective, subsample=fraction)
     for fraction in ("a", True):
         with pytest.raises(ValueError, match=r"subsample=.* in \(0, 1\]"):
-            check_subsample(fraction)
+            check_sparing(1, fraction)
+    with pytest.raises(ValueError, match="every=2.5: expected a whole number of steps"):
+        check_sparing(2.5, None)
     with pytest.raises(ValueError, match="subsample=0.5 draws rows: pass key="):
         value_grad_and_factors(objective, subsample=0.5)(params, (INPUTS, TARGETS))

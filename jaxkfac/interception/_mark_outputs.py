@@ -126,14 +126,16 @@ def checked_outputs(x: Any) -> Any:
 
 def checked_weight(weight: Any) -> Any:
     """A float, or a scalar array."""
-    if isinstance(weight, int | float) and not isinstance(weight, bool):
-        if not weight > 0:
-            raise ValueError(f"mark_outputs: weight={weight}, expected a positive number")
-        return float(weight)
-    if not hasattr(weight, "shape") or not hasattr(weight, "dtype"):
+    if isinstance(weight, bool) or not (
+        isinstance(weight, int | float) or hasattr(weight, "shape")
+    ):
         raise TypeError(
             f"mark_outputs: weight={weight!r}, expected a positive number or a scalar array"
         )
+    if isinstance(weight, int | float):
+        if not weight > 0:
+            raise ValueError(f"mark_outputs: weight={weight}, expected a positive number")
+        return float(weight)
     if weight.shape != ():
         raise ValueError(f"mark_outputs: weight has shape {weight.shape}, expected a scalar")
     if not isinstance(weight, Tracer) and np.asarray(weight) < 0:
