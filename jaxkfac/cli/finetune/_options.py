@@ -49,7 +49,7 @@ class AdapterAdamwOptions(AdamwOptions):
 
 @dataclasses.dataclass(frozen=True)
 class AdapterKfacOptions(KfacOptions):
-    """K-FAC on A and B of the adapter; AdamW on coefficients and sigma, which no factor covers."""
+    """K-FAC on A and B of the adapter; AdamW on coefficients and sigma."""
 
     max_dense: int = 640
     """A larger side of a layer is kept as a diagonal."""

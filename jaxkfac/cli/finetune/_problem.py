@@ -189,7 +189,7 @@ def collector(experiment: Finetuning, objective: jk.Objective) -> Any:
     return jk.value_grad_and_factors(
         objective,
         fisher=experiment.kfac.fisher,
-        layers=r".*(?<!/sigma)",  # AdamW has sigma, and the coefficients, which no layer covers
+        layers=r".*/(a|b)",  # AdamW has the coefficients and sigma
         uncovered="ignore",
         max_dense=experiment.kfac.max_dense,
     )

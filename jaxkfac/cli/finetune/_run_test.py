@@ -99,8 +99,9 @@ def test_a_run_writes_report_metrics_adapter_events_and_checkpoints(run, tmp_pat
     assert set(found["comparison"]) == {"sum", "per_token", "per_byte", "pmi"}
     assert [s["step"] for s in kept["samples"]] == [0, 0, 6, 6]
     assert found["spectra"] and found["capacity"]["layers"]
-    left = {row["name"].split("/")[-1] for row in found["coverage"] if row["reason"]}
-    assert left == {"coefficients", "sigma"}  # read inside a custom derivative
+    assert not [row for row in found["coverage"] if row["reason"]]
+    parts = {row["name"].split("/")[-1] for row in found["coverage"]}
+    assert parts == {"a", "b", "coefficients", "sigma"}
     page = (tmp_path / "report.html").read_text()
     for word in ("Nonlinearity of the adapter", "McNemar", "Capacity", "Coverage", "tokens/s"):
         assert word in page
