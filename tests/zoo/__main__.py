@@ -12,6 +12,7 @@ HEAD = """# The zoo: programs that are tried
 Every row is a program of the test suite: `pytest tests/zoo` takes each one, looks which parameters
 are covered, compares value and gradient with plain JAX, and the factors with what the last column
 names. "Brute force" means every row of every layer written out in NumPy, in float64, to 1e-10.
+Models of other libraries are taken where these are installed (`pip install -e .[zoo]`).
 This page is made by `python -m tests.zoo --write`.
 """
 

@@ -235,8 +235,16 @@ def _memax_mamba():
     return _memax("S6")
 
 
+COMPLEX = {f"layers/0/{name}": "to complex numbers" for name in ("B_re", "B_im", "C_re", "C_im")}
+BESIDE = {f"layers/0/{name}_log": "goes through `exp`" for name in ("gamma", "nu", "theta")}
+
+
 @program(
-    "memax: linear recurrent unit, complex", family=FAMILY, checked="gradient", needs=("memax",)
+    "memax: linear recurrent unit, complex",
+    family=FAMILY,
+    checked="gradient",
+    uncovered=COMPLEX | BESIDE,
+    needs=("memax",),
 )
 def _memax_lru():
     return _memax("LRU")
@@ -245,7 +253,13 @@ def _memax_lru():
 # ------------------------------------------------------------------ Penzai
 
 
-@program("Penzai: Llama", family=FAMILY, checked="gradient", needs=("penzai",))
+@program(
+    "Penzai: Llama",
+    family=FAMILY,
+    checked="gradient",
+    uncovered={"transformer/embedder.embeddings/data_array": "does not pick whole rows"},
+    needs=("penzai",),
+)
 def _penzai_llama():
     from penzai import pz
     from penzai.models.transformer.variants import llamalike_common

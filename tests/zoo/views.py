@@ -220,7 +220,7 @@ def _masked():
     return Case(objective_of(model), tree(0, w=(4, 5), t=(5, 5), head=(5, 3)), rows(), model)
 
 
-@program("Penzai's Llama: embedding read by columns", family=PARTS, checked="brute force")
+@program("an embedding read by columns", family=PARTS, checked="brute force")
 def _columns():
     def model(p, ids, tap):
         y = tap.embedding("e", ids, jnp.moveaxis(p["e"][:, ids], 0, -1), size=7)
