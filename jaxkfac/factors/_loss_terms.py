@@ -229,9 +229,9 @@ class LossTerms(abc.ABC):
     def over_counts(
         self, cotangents: PyTree, mask: PyTree, counts: Sequence[Float[Array, ""]]
     ) -> PyTree:
-        r"""The cotangents of an example by itself, of its sum of terms over $\sqrt{T_m}$ of a batch.
+        r"""Cotangents of one example by itself, as those of its sum of terms over $\sqrt{T_m}$.
 
-        Those of all examples have the Fisher of the batch's mean loss as the sum of their squares.
+        The Fisher of a batch's mean loss is the sum of the outer products of its examples'.
 
         Args:
             cotangents: As ``scores`` and ``columns`` give them for the example.
@@ -241,7 +241,7 @@ class LossTerms(abc.ABC):
         heads = self.heads(cotangents, None, mask)
         total = total_count(heads)
         scales = [
-            jnp.sqrt(times(head.count * total.astype(head.count.dtype), 1 / count))
+            jnp.sqrt(head.count * total.astype(head.count.dtype) / count)
             for head, count in zip(heads, counts, strict=True)
         ]
         return self.tree([times(h.outputs, s) for h, s in zip(heads, scales, strict=True)])

@@ -24,7 +24,7 @@ from jaxkfac.linalg import map_over_chunks
 
 FisherType = Literal["exact", "empirical", "mc"]
 
-# The product with a vector on one chunk, where a type has a cheaper one than ``estimated_products``.
+# Products with a vector on one chunk that are cheaper than ``estimated_products``.
 _PRODUCTS: Mapping[type[Estimator], Callable[[Chunk, Leaves], Leaves]] = {
     FISHER_TYPES["exact"]: expected_products,
     FISHER_TYPES["empirical"]: outer_products,
@@ -108,8 +108,8 @@ def fisher(
     if not isinstance(objective, Objective):
         if rule is not expected_products:
             raise ValueError(
-                f'fisher="{estimator.name}" needs gradients of examples, which a scalar loss does not '
-                'show: give a jk.Objective, or take fisher="exact"'
+                f'fisher="{estimator.name}" needs gradients of examples, which a scalar loss does '
+                'not show: give a jk.Objective, or take fisher="exact"'
             )
         return marked_gauss_newton("fisher", objective, params, batch, key, chunk, only, state)
     batch = objective.batch(batch)
