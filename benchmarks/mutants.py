@@ -25,6 +25,7 @@ import hashlib
 import io
 import json
 import random
+import re
 import subprocess
 import sys
 import tarfile
@@ -212,7 +213,8 @@ def main() -> int:
     imported, passed = preload(tree, WORK / "compiled"), Passed(commit)
     if given.check:
         stages = STAGES[2:] if given.again else STAGES[:2]
-        kills = {k.rpartition(" in ")[2] for x in record["mutants"] if (k := killed_by(x, stages))}
+        found = [k for x in record["mutants"] if (k := killed_by(x, stages))]
+        kills = {re.sub(r"^\w+ in ", "", k) for k in found}  # a signal, or what has stalled
         found = run(tree, dict.fromkeys(sorted(kills), UNKNOWN)).failed or "all pass"
         record[f"{'tests since ' if given.again else ''}without a mutant"] = found
         print(f"{len(kills)} tests that killed: {found}")
