@@ -64,7 +64,9 @@ class PlanArguments:
     options: tuple[OptionName, ...] = OPTION_NAMES
     """Which may be used."""
     compiler: Literal["cpu", "h100", "v5e"] | None = None
-    """Ask this compiler for temporaries, instead of counting them; takes minutes."""
+    """Ask this compiler for temporaries; without it they are estimated, for an H100."""
+    compiled: Literal["chosen", "all"] = "chosen"
+    """With a compiler: the training as it stands and the chosen set, or all sets."""
     compiler_python: str | None = None
     """An interpreter where that compiler is installed; by default this one."""
     json: bool = False
@@ -110,7 +112,8 @@ def run_plan(arguments: PlanArguments) -> None:
             accumulator_dtype=arguments.accumulator_dtype,
             accumulator_memory_kind=arguments.accumulator_memory_kind,
             options=arguments.options,
-            compiler=arguments.compiler,
+            compiler=arguments.compiler or "h100",
+            compiled=arguments.compiled if arguments.compiler else "none",
             compiler_python=arguments.compiler_python or sys.executable,
             progress=told,
             max_dense=arguments.max_dense,

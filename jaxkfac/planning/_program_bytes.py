@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import optax
 
-from jaxkfac.interception import leaves_by_path, partition
+from jaxkfac.interception import partition
 from jaxkfac.optim import MemoryKind, multi_steps
 from jaxkfac.planning._curvature_bytes import CurvatureBytes
 from jaxkfac.planning._optimizer import optimizer_state
@@ -176,6 +176,7 @@ class ProgramBytes:
             "optimizer": optimizer.nbytes,
             "accumulation": optimizer.accumulators + accumulators - on_host,
             "batch": nbytes(program.batch) - nbytes(program.frozen),
+            "state": nbytes(program.state),
             "activations": activations,
             "update": update + self.undonated,
             "conv scratch": program.convolution_scratch,
@@ -194,7 +195,8 @@ class ProgramBytes:
     @property
     def undonated(self) -> int:
         """The new parameters and state, where they do not take the place of the old."""
-        return 0 if self._donate else nbytes((self.program.trained, self.optimizer.state))
+        program = self.program
+        return 0 if self._donate else nbytes((program.trained, program.state, self.optimizer.state))
 
     @property
     def is_one_program(self) -> bool:
@@ -268,6 +270,12 @@ class ProgramBytes:
         """Whether the update takes bases."""
         return self.wants_vectors and not self.optimizer.bases
 
+    @property
+    def main_temporaries(self) -> int:
+        """Of the program that has the gradient."""
+        whole = self.step_temporaries
+        return self.temporaries("all") if whole is None else whole
+
     def temporaries(self, compiled: Compiled) -> int:
         """Temporaries of the program that runs as it stands; see :meth:`Setting.rows`."""
         if compiled == "none":
@@ -275,11 +283,3 @@ class ProgramBytes:
         if self._of is None or compiled == "gradient":
             return self.program.gradient_temporaries
         return self.program.factor_temporaries
-
-    def itemsize(self, path: str) -> int:
-        """Bytes of an element of a frozen parameter."""
-        return self._frozen_leaves[path].dtype.itemsize
-
-    @functools.cached_property
-    def _frozen_leaves(self) -> dict[str, Any]:
-        return leaves_by_path(self.program.frozen)

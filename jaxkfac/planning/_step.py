@@ -8,7 +8,7 @@ import optax
 from jaxkfac._errors import CompilerError, JaxkfacError
 from jaxkfac.curvature import Eigenbases, natural_gradient
 from jaxkfac.optim import ScaleByBasesState
-from jaxkfac.planning._program import TrainingProgram, shape_of_key
+from jaxkfac.planning._program import Given, TrainingProgram
 from jaxkfac.planning._shapes import nodes_of
 
 # What a transformation raises that needs more than a plan has: a line search needs the value.
@@ -39,18 +39,17 @@ def whole_step(
         return ""
     update = optax.with_extra_args_support(tx).update
 
-    def step(trained: Any, state: Any, batch: Any, *keys: Any) -> Any:
+    def step(trained: Any, state: Any, batch: Any, given: Given) -> Any:
         extra = {}
         if factors:
-            value, grads, found = program.collector(trained, batch, keys[0])
+            value, grads, found = program.collect(trained, batch, given)
             extra = {"factors": found}
         else:
-            value, grads = program.gradient(trained, batch, *keys)
+            value, grads = program.gradient(trained, batch, given)
         updates, state = update(grads, state, trained, **extra)
         return optax.apply_updates(trained, updates), state, value
 
-    keys = (shape_of_key(),) if factors else program.keys
-    args = (program.trained, state, program.batch, *keys)
+    args = (program.trained, state, program.batch, program.given)
     return _traced(lambda: program.temporaries(step, *args, donate_argnums=(0, 1) * donate))
 
 
