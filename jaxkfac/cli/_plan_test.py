@@ -21,7 +21,7 @@ def test_the_table_is_printed_and_what_fits_is_said(capsys):
     run_plan(PlanArguments(device_bytes=1e9, options=("remat", "host"), **TINY))
     shown = capsys.readouterr().out
     assert shown.split("\n")[0].split() == ["on", "the", "device", "now", "host", "remat"]
-    assert "it fits as it is" in shown and "~: an estimate" in shown
+    assert "it fits as it is" in shown and "~: temporaries are for NVIDIA H100" in shown
 
 
 def test_json_holds_bytes_and_the_optimizers_share(capsys):

@@ -164,7 +164,7 @@ class Budget(Option):
 
     def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
         held = of.require_factors()
-        rows.device["factors"] = min(choice.budget or 0, held.factors)
+        rows.device["factors"] = held.passes(choice.budget or 0).passes[0].results
         if Host.name in choice.options:
             return
         rows.host["factors"] = held.factors

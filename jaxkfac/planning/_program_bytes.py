@@ -1,7 +1,6 @@
 """What one program holds on the device, row by row, before any option changes a row."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -107,6 +106,7 @@ class ProgramBytes:
         self._updates = updates
         self.not_traced = ""  # why the update's temporaries are not counted
         self.micro_batches = micro_batches
+        self._steps: dict[int, int | None] = {}
         self._accumulators: dict[tuple[bool, Any], int] = {}
         self.basis_rank = 0 if curvature is None else curvature.rank
         self.wants_vectors = curvature is not None and curvature.vectors
@@ -202,18 +202,30 @@ class ProgramBytes:
     def is_one_program(self) -> bool:
         """Whether gradient and update can be one program: nothing happens between them."""
         between = self._of is not None and not self.optimizer.bases
-        return not between and self.micro_batches.steps == 1
+        return not between and self.micro_batches.memory_kind == "device"
 
-    @functools.cached_property
-    def step_temporaries(self) -> int | None:
-        """Temporaries of gradient and update in one program, ``None`` where they are not."""
-        if not self.is_one_program:
-            return None
+    def step_temporaries(self, steps: int) -> int | None:
+        """Temporaries of gradient and update in one program, ``None`` where they are not.
+
+        Args:
+            steps: Micro-batches a step: the update adds them up.
+        """
+        if steps not in self._steps:
+            self._steps[steps] = self._whole_step(steps) if self.is_one_program else None
+        return self._steps[steps]
+
+    def _whole_step(self, steps: int) -> int | None:
+        tx, state, gathered = self._tx, self.optimizer.state, self._of is not None
+        if steps > 1:
+            like = self.program.factors if gathered else None
+            dtype = self.micro_batches.accumulator_dtype
+            inner = optax.identity() if tx is None else tx
+            tx = multi_steps(inner, steps, like=like, accumulator_dtype=dtype)
+            state = jax.eval_shape(tx.init, self.program.trained)
         found = whole_step(
-            self.program,
-            self._tx,
-            self.optimizer.state,
-            factors=self._of is not None,
+            *(self.program, tx, state),
+            factors=gathered,
+            accumulates=steps > 1,
             donate=self._donate,
         )
         return self._counted(found)
@@ -224,14 +236,14 @@ class ProgramBytes:
             return None
         return found
 
-    def in_one_program(self, rows: MemoryRows) -> None:
+    def in_one_program(self, rows: MemoryRows, steps: int) -> None:
         """Change the rows to those of a step that is one program.
 
         A compiler lets values die earlier there: a gradient that has been used, a parameter
         that has been written over. What the program has beyond its arguments and results is
         ascribed to gradients and factors first, the rest to activations.
         """
-        temporaries, device = self.step_temporaries, rows.device
+        temporaries, device = self.step_temporaries(steps), rows.device
         if temporaries is None:
             return
         device["gradients"] = min(device["gradients"], temporaries)
@@ -243,7 +255,7 @@ class ProgramBytes:
             device["workspace"] = 0
         device["activations"], device["update"] = temporaries, 0
         if self.undonated:
-            device["undonated"] = self.undonated
+            device["undonated"] = self.undonated + device["accumulation"] * (steps > 1)
 
     def bound_of_one_program(self, rows: MemoryRows) -> None:
         """Change the rows to a lower bound of :meth:`in_one_program`, without its temporaries."""
@@ -273,7 +285,7 @@ class ProgramBytes:
     @property
     def main_temporaries(self) -> int:
         """Of the program that has the gradient."""
-        whole = self.step_temporaries
+        whole = self.step_temporaries(self.micro_batches.steps)
         return self.temporaries("all") if whole is None else whole
 
     def temporaries(self, compiled: Compiled) -> int:

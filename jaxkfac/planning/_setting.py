@@ -88,9 +88,9 @@ class Setting:
         rows = of.rows(
             of.temporaries(compiled) if kept is None else kept, self._accumulator_bytes(of), update
         )
-        if self.steps == 1 and not self._takes_factors:
+        if not self._takes_factors:
             if compiled == "all":
-                of.in_one_program(rows)
+                of.in_one_program(rows, self.steps * of.micro_batches.steps)
             elif of.is_one_program:
                 of.bound_of_one_program(rows)
         for option in self.ordered:

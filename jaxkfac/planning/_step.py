@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 from jaxkfac._errors import CompilerError, JaxkfacError
@@ -21,6 +22,7 @@ def whole_step(
     state: Any,
     *,
     factors: bool,
+    accumulates: bool = False,
     donate: bool,
 ) -> int | str:
     """Temporaries of gradient and update in one program; gradients are among them.
@@ -30,6 +32,7 @@ def whole_step(
         tx: The optimizer; ``None`` leaves the parameters as they are.
         state: Shapes of its state.
         factors: Whether factors are gathered and handed to the optimizer.
+        accumulates: Whether the optimizer is told the number of loss terms, to weigh sums by.
         donate: Whether parameters and state are written over.
 
     Returns:
@@ -40,10 +43,10 @@ def whole_step(
     update = optax.with_extra_args_support(tx).update
 
     def step(trained: Any, state: Any, batch: Any, given: Given) -> Any:
-        extra = {}
+        extra: dict[str, Any] = {"terms": jnp.float32(1)} if accumulates else {}
         if factors:
             value, grads, found = program.collect(trained, batch, given)
-            extra = {"factors": found}
+            extra["factors"] = found
         else:
             value, grads = program.gradient(trained, batch, given)
         updates, state = update(grads, state, trained, **extra)

@@ -12,7 +12,7 @@ import jax
 from jaxtyping import DTypeLike
 
 from jaxkfac._errors import CheckpointMismatchError
-from jaxkfac.curvature._eigenbases import Eigenbases, identity_bases
+from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature._layout import factors_without_arrays, layout_of
 from jaxkfac.curvature._placement import Placement
 from jaxkfac.curvature._sharding import result_sharding
@@ -192,16 +192,16 @@ class HostCurvature:
             )
         self._start(options, Schedule(options.every, options.lag, options.stagger), like)
         if like is not None and initial == "identity":
-            clipping = {"max_condition": max_condition, "floor": floor}
-            self._state.active.take(identity_bases(like, **clipping))
+            self._state.active.take_identities(like)
 
     def _start(self, options: HostOptions, schedule: Schedule, like: Factors | None) -> None:
         monitor = Monitor(options.timeout)
+        store = Store(options.host_bytes, options.disk)
         self._state = State(
             options,
             monitor,
             schedule,
-            Store(options.host_bytes, options.disk),
+            store,
             ActiveBases(
                 options.max_condition,
                 options.floor,
@@ -209,6 +209,7 @@ class HostCurvature:
                 options.bases_in,
                 options.vectors_dtype,
                 options.rank,
+                store=store,
             ),
             Decomposer(options.placement, options.reuse_tolerance, options.dtype),
         )
