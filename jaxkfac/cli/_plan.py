@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -127,18 +128,40 @@ def _progress() -> Iterator[Callable[[str], None]]:
     """What is estimated, on standard error: from two seconds on, since most plans are quicker."""
     from rich.console import Console
 
-    console, start = Console(stderr=True), time.monotonic()
-    with console.status("planning") as status:
+    console, start, quiet = Console(stderr=True), time.monotonic(), [True]
+    now, lock = ["planning"], threading.Lock()
 
-        def told(options: str) -> None:
-            if time.monotonic() - start < _QUIET:
-                return
-            if console.is_terminal:
-                status.update(f"planning: {options}")
-            else:
-                console.print(f"planning: {options}", highlight=False)
+    def show() -> None:
+        quiet[0] = False
+        if console.is_terminal:
+            status.update(now[0])
+        else:
+            console.print(now[0], highlight=False)
 
-        yield told
+    def told(options: str) -> None:
+        with lock:
+            now[0] = f"planning: {options}"
+            if not quiet[0] or _elapsed(start) >= _QUIET:
+                show()
+
+    def is_time() -> None:
+        with lock:
+            if quiet[0]:
+                show()
+
+    timer = threading.Timer(max(_QUIET - _elapsed(start), 0.0), is_time)
+    with console.status(now[0]) as status:
+        if _QUIET > 0:
+            timer.start()
+        try:
+            yield told
+        finally:
+            timer.cancel()
+
+
+def _elapsed(start: float) -> float:
+    """Seconds of this process at the least: imports are a part of them."""
+    return max(time.process_time(), time.monotonic() - start)
 
 
 def _optimizer(arguments: PlanArguments, objective: Any, params: Any, batch: Any) -> Any:

@@ -89,6 +89,18 @@ def test_what_takes_longer_than_two_seconds_says_where_it_is(capsys, monkeypatch
     assert "planning: as it stands\nplanning: remat" in capsys.readouterr().err
 
 
+def test_the_first_line_does_not_wait_for_the_next_set(capsys, monkeypatch):
+    class AtOnce:
+        def __init__(self, seconds, run):
+            self.start, self.cancel = run, lambda: None
+
+    monkeypatch.setattr(_plan, "_elapsed", lambda start: 0.0)
+    monkeypatch.setattr(_plan.threading, "Timer", AtOnce)
+    with _plan._progress() as told:
+        told("remat")
+    assert capsys.readouterr().err == "planning\nplanning: remat\n"
+
+
 @pytest.mark.slow
 def test_the_7b_decoder_fits_80_gb_and_the_step_has_a_price(capsys):
     run_plan(PlanArguments(device_bytes="80GB", preset="llama-7b", dtype="bfloat16", json=True))

@@ -106,11 +106,13 @@ def parameters(names):
 def test_its_factors_and_its_state_are_in_the_plan(name):
     objective, batch, options = CASES[name]
     collection = {k: v for k, v in options.items() if k != "state"}
-    if name == "scalar loss, unsaid":
+    if name in ("scalar loss, unsaid", "scalar loss, aux"):
         collection["loss_terms"] = 1
     stats = value_grad_and_factors(objective, **collection)
-    given = {"state": options.get("state"), "step": jnp.zeros((), jnp.int32)}
-    like = jax.eval_shape(lambda *args: stats(*args, **given), PARAMS, batch, KEY).factors
+    like = jax.eval_shape(
+        lambda params, batch, key, state: stats(params, batch, key, state=state, step=0),
+        *(PARAMS, batch, KEY, options.get("state")),
+    ).factors
     for options_of_plan in ((), ("host",), ("budget",), ("accumulation",)):
         plan = plan_memory(
             *(objective, PARAMS, batch),

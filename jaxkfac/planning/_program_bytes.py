@@ -198,11 +198,10 @@ class ProgramBytes:
         program = self.program
         return 0 if self._donate else nbytes((program.trained, program.state, self.optimizer.state))
 
-    @property
-    def is_one_program(self) -> bool:
+    def is_one_program(self, steps: int) -> bool:
         """Whether gradient and update can be one program: nothing happens between them."""
         between = self._of is not None and not self.optimizer.bases
-        return not between and self.micro_batches.memory_kind == "device"
+        return not between and (steps == 1 or self.micro_batches.memory_kind == "device")
 
     def step_temporaries(self, steps: int) -> int | None:
         """Temporaries of gradient and update in one program, ``None`` where they are not.
@@ -211,7 +210,7 @@ class ProgramBytes:
             steps: Micro-batches a step: the update adds them up.
         """
         if steps not in self._steps:
-            self._steps[steps] = self._whole_step(steps) if self.is_one_program else None
+            self._steps[steps] = self._whole_step(steps) if self.is_one_program(steps) else None
         return self._steps[steps]
 
     def _whole_step(self, steps: int) -> int | None:

@@ -89,9 +89,10 @@ class Setting:
             of.temporaries(compiled) if kept is None else kept, self._accumulator_bytes(of), update
         )
         if not self._takes_factors:
+            steps = self.steps * of.micro_batches.steps
             if compiled == "all":
-                of.in_one_program(rows, self.steps * of.micro_batches.steps)
-            elif of.is_one_program:
+                of.in_one_program(rows, steps)
+            elif of.is_one_program(steps):
                 of.bound_of_one_program(rows)
         for option in self.ordered:
             option.change(rows, of, choice)
