@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -25,28 +26,30 @@ def _start(name, count, folder):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "tests._process_programs", name, str(port), str(count)]
-    return [
-        subprocess.Popen(
-            [*command, str(rank), str(folder)],
-            cwd=ROOT,
-            env=os.environ | ENVIRONMENT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
+    processes = []
+    for rank in range(count):  # files: a full pipe would keep one from ending, and the others wait
+        with (folder / f"out.{rank}").open("w") as out, (folder / f"err.{rank}").open("w") as err:
+            process = subprocess.Popen(
+                [*command, str(rank), str(folder)],
+                cwd=ROOT,
+                env=os.environ | ENVIRONMENT,
+                stdout=out,
+                stderr=err,
+            )
+        processes.append(process)
+    return processes
 
 
 def ended(name, count, folder):
     """``(exit code, standard output, standard error)`` of each process, all within 120 s."""
-    processes = _start(name, count, folder)
+    processes, end = _start(name, count, folder), time.monotonic() + 120
     try:
-        texts = [process.communicate(timeout=120) for process in processes]
+        codes = [process.wait(max(1, end - time.monotonic())) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]
+    read = lambda name, rank: (folder / f"{name}.{rank}").read_text()
+    return [(code, read("out", rank), read("err", rank)) for rank, code in enumerate(codes)]
 
 
 def run(name, count, folder):

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, DTypeLike
 
 from jaxkfac._checks import one_of
+from jaxkfac.curvature._divided import MeshAxis, solve_divided
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature._layout import EigenBlock, Place, layout_of
 from jaxkfac.curvature._on_host import DenseMean, solve_on_host
@@ -40,6 +41,7 @@ def eigendecompose(
     placement: Placement = "auto",
     vectors: bool = True,
     dtype: DTypeLike = "float64",
+    distribute: str | MeshAxis | None = None,
 ) -> Eigenbases:
     r"""Eigendecompose every factor of a model, each distinct one once.
 
@@ -68,13 +70,17 @@ def eigendecompose(
             bit by bit, and the same work.
         dtype: In which the host decomposes, ``"float64"`` or ``"float32"``. Factors in
             float64 are decomposed in float64 whatever it is.
+        distribute: A mesh axis, over whose devices the matrices are divided by the cubes of their
+            sizes: each is decomposed by one device, and every device has all results. The mesh
+            is that of ``jax.set_mesh`` or of the factors. Not with ``"host"``, where several
+            processes divide the work without being told.
 
     Returns:
         The bases, in the factors' dtype. Raw values are stored; clipping is on read.
 
     Raises:
         ValueError: ``max_condition < 1``, ``floor < 0``, an unknown ``placement`` or ``dtype``,
-            or ``"host"`` inside a trace.
+            or ``"host"`` inside a trace; ``distribute`` names no axis of a known mesh.
         TypeError: ``factors`` are none, but a gradient, say.
         NonFiniteFactorError: naming the layer; outside a trace with ``"auto"`` and
             ``"host"``, after a retry on the host.
@@ -124,7 +130,17 @@ def eigendecompose(
             "placement='host' needs concrete factors, and these are traced; inside jit use "
             "'auto' or 'device', or call eigendecompose outside"
         )
-    for side, spectrum in _decompose(sides, placement, vectors, on_host):
+    if distribute is None:
+        solved = _decompose(sides, placement, vectors, on_host)
+    elif placement == "host":
+        raise ValueError("distribute divides what devices decompose: not with placement='host'")
+    else:
+        if isinstance(distribute, str):
+            distribute = MeshAxis.of(distribute, factors)
+        matrices = [(jnp.asarray(side.matrix),) for side in sides]
+        eigh = functools.partial(eigh_checked, vectors=vectors)
+        solved = zip(sides, solve_divided(matrices, eigh, distribute), strict=True)
+    for side, spectrum in solved:
         spectra[side.block.place] = spectrum
     return Eigenbases.of_blocks(layout, spectra, max_condition=max_condition, floor=floor)
 
