@@ -14,7 +14,7 @@ from jaxtyping import Array, DTypeLike
 from jaxkfac._checks import one_of
 from jaxkfac.curvature._divided import MeshAxis, solve_divided
 from jaxkfac.curvature._eigenbases import Eigenbases
-from jaxkfac.curvature._layout import EigenBlock, Place, layout_of
+from jaxkfac.curvature._layout import EigenBlock, Entry, Place, layout_of
 from jaxkfac.curvature._on_host import DenseMean, solve_on_host
 from jaxkfac.curvature._placement import (
     Placement,
@@ -147,15 +147,15 @@ def eigendecompose(
 
 def _mean(factors: Factors, block: EigenBlock) -> Array | np.ndarray:
     """What is decomposed for a block; as in :class:`Factors`, NumPy in, NumPy out."""
-    source = block.source
-    table, key = source.place
-    if table != "a":
+
+    def mean(entry: Entry) -> Array | np.ndarray:
+        table, key = entry.place
+        if table == "a":
+            return mean_of(factors.a_sums[key], factors.a_counts[key], 1 + entry.dense)
         sums = (factors.g_sums if table == "g" else factors.diagonals)[key]
         return mean_of(sums, factors.terms, 0)
-    sums = factors.a_sums[key]
-    if block.without_ones:
-        sums = sums[..., :-1, :-1] if source.dense else sums[..., :-1]
-    return mean_of(sums, factors.a_counts[key], 1 + source.dense)
+
+    return block.mean(mean)
 
 
 def _decompose(

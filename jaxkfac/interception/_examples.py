@@ -59,9 +59,7 @@ def _is_use(analysis: Analysis, use: Use, num_outputs: int) -> bool:
         return True
     table = analysis.table
     rows = {a for axis in use.rows for a in table.atoms(axis)}
-    return any(
-        rows.issuperset(table.atoms(axis)) for axis in _leading_axes(analysis, num_outputs)
-    )
+    return any(rows.issuperset(table.atoms(axis)) for axis in _leading_axes(analysis, num_outputs))
 
 
 def _repeats(analysis: Analysis, alone: list[Use], num_outputs: int) -> Repeats:

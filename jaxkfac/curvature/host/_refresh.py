@@ -72,8 +72,7 @@ class Decompositions:
 
     def begin(self, averages: Averages, age: int, workers: Workers) -> None:
         """Take the snapshots and queue the slices; runs between pushes, in their thread."""
-        for block in self._blocks:
-            entry = block.source
+        for entry in (entry for block in self._blocks for entry in block.sources):
             if entry.place not in self._snapshots:
                 self._snapshots[entry.place] = averages.snapshot(entry, age)
         jobs: list[tuple[EigenBlock, tuple[int, ...]]] = []
@@ -102,15 +101,15 @@ class Decompositions:
         self._count(block)
 
     def _spectrum(self, block: EigenBlock, index: tuple[int, ...]) -> HostSpectrum:
-        snapshot = self._snapshots[block.source.place]
+        snapshots = {entry.place: self._snapshots[entry.place] for entry in block.sources}
         name = block.name + (f" at stack index {index}" if index else "")
-        if snapshot.num_left_out:
-            raise failure(block.name, snapshot.num_left_out)
-        mean = snapshot.mean(index)
+        left_out = max(snapshot.num_left_out for snapshot in snapshots.values())
+        if left_out:
+            raise failure(block.name, left_out)
+        mean = block.mean(lambda entry: snapshots[entry.place].mean(index))
         if not block.source.dense:
-            return HostSpectrum(mean[..., :-1] if block.without_ones else mean, None)
-        if block.without_ones:
-            mean = np.ascontiguousarray(mean[:-1, :-1])
+            return HostSpectrum(mean, None)
+        mean = np.ascontiguousarray(mean)
         old = self._old_vectors(block.place)
         return self._decomposer.decompose(
             mean,
@@ -181,9 +180,10 @@ class Decompositions:
                 self.failures[block.place] = errors[min(errors)]
             elif whole is not None:
                 self.results[block.place] = whole
-            source = block.source.place
-            if not any(b.source.place == source and b.place in self._left for b in self._blocks):
-                del self._snapshots[source]
+            left = {e.place for b in self._blocks if b.place in self._left for e in b.sources}
+            for entry in block.sources:
+                if entry.place not in left:
+                    self._snapshots.pop(entry.place, None)
             self._previous.pop(block.place, None)
             done = not self._left
         if done:
