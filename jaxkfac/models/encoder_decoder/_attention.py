@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from jaxkfac.linalg import statistics_dtype
 from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
 
 
@@ -57,10 +58,17 @@ class PlainAttention(nnx.Module):
 
     def __call__(self, x_BxTxD: Array, asked: KeysValues, seen: Seen) -> Array:
         q_BxTxHxK = self._by_head(self.q(x_BxTxD))
-        with jax.numpy_dtype_promotion("standard"):  # it adds float32 to bfloat16 inside
-            mixed_BxTxHxK = jax.nn.dot_product_attention(
-                q_BxTxHxK, *asked, mask=seen.mask, bias=seen.bias, scale=1.0
-            )
+        # Written out: jax.nn.dot_product_attention has its scores in float32 under x64 too.
+        wide = statistics_dtype(x_BxTxD.dtype)
+        scores_BxHxTxS = jnp.einsum(
+            "bthk,bshk->bhts", q_BxTxHxK, asked.keys, preferred_element_type=wide
+        )
+        if seen.bias is not None:
+            scores_BxHxTxS = scores_BxHxTxS + seen.bias.astype(wide)
+        if seen.mask is not None:
+            scores_BxHxTxS = jnp.where(seen.mask, scores_BxHxTxS, jnp.finfo(wide).min)
+        weights_BxHxTxS = jax.nn.softmax(scores_BxHxTxS, axis=-1).astype(x_BxTxD.dtype)
+        mixed_BxTxHxK = jnp.einsum("bhts,bshk->bthk", weights_BxHxTxS, asked.values)
         return self.o(mixed_BxTxHxK.reshape(*x_BxTxD.shape[:2], -1))
 
     def _by_head(self, x: Array) -> Array:
