@@ -22,6 +22,7 @@ from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.factors._scalar_loss import check_marked, check_scalar_loss, warn_of_sum
 from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
 from jaxkfac.interception import (
+    Layer,
     Staged,
     TraceCache,
     Traced,
@@ -274,8 +275,8 @@ class FactorCollector:
         )
         outputs = call.estimator.gathered(objective, at, call.batch, statistics.outputs)
         factors = statistics.factors(at.emitted, outputs, at.terms, at.squares_to_sums)
-        if self._uncovered == "diagonal" and traced.table.uncovered and gradient:
-            factors = self._with_diagonals(traced, params, call, factors, at)
+        if gradient and (layers := self._second_pass(traced, params)):
+            factors = self._with_diagonals(traced, layers, params, call, factors, at)
         factors = self._counted(factors, factors.terms)
         return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
 
@@ -349,8 +350,7 @@ class FactorCollector:
     def types(self, params: PyTree, call: Call) -> Factors:
         """The same of a call; from the layers alone, where one pass covers them."""
         traced, objective = self.traced(params, call), self._program.objective
-        second_pass = self._uncovered == "diagonal" and traced.table.uncovered
-        if second_pass or traced.marks:
+        if self._second_pass(traced, params) or traced.marks:
             return jax.eval_shape(self.gather, params, call).factors
         if not isinstance(objective, Objective):
             self._check_scalar(traced, call)
@@ -361,10 +361,22 @@ class FactorCollector:
         jax.eval_shape(self.statistics(traced).slots)  # which refuses what cannot be gathered
         return self._counted(self.statistics(traced).shapes(terms), terms)
 
+    def _second_pass(self, traced: Traced, params: PyTree) -> list[Layer]:
+        """The diagonals that each example gives by itself."""
+        behind = list(traced.table.second_pass)
+        if self._uncovered != "diagonal":
+            return behind
+        return behind + diagonal_layers(traced.table, params)
+
     def _with_diagonals(
-        self, traced: Traced, params: PyTree, call: Call, factors: Factors, at: Linearised
+        self,
+        traced: Traced,
+        layers: list[Layer],
+        params: PyTree,
+        call: Call,
+        factors: Factors,
+        at: Linearised,
     ) -> Factors:
-        layers = diagonal_layers(traced.table, params)
         check_alone(traced, layers)
         print(
             f"jaxkfac: {len(layers)} parameters are covered by a second pass over "

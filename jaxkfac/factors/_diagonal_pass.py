@@ -29,7 +29,8 @@ def diagonal_layers(table: LayerTable, params: PyTree) -> list[Layer]:
         UncoveredParameterError: one is complex.
     """
     leaves, layers = leaves_by_path(params), []
-    for path in dict.fromkeys(path for path, _ in table.uncovered):
+    behind = {layer.weight.path for layer in table.second_pass}
+    for path in dict.fromkeys(path for path, _ in table.uncovered if path not in behind):
         if jnp.issubdtype(leaves[path].dtype, jnp.complexfloating):
             raise UncoveredParameterError(
                 f"{path!r} is complex ({leaves[path].dtype}): the square of a complex gradient is "

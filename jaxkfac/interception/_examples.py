@@ -6,6 +6,7 @@ from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._axes import AxisTable
 from jaxkfac.interception._compat import ClosedJaxpr
 from jaxkfac.interception._joins import pieces_of
+from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._row_masks import own_axes
 from jaxkfac.interception._structured import MODIFIED
 from jaxkfac.interception._table import EXAMPLES_LOST
@@ -14,7 +15,13 @@ from jaxkfac.interception._values import CoverageNote, Data, Use
 _OF_ROWS = frozenset("mul div add sub add_any".split())
 
 
-def analyse(closed: ClosedJaxpr, paths: list[str | None], *, num_outputs: int = 0) -> Analysis:
+def analyse(
+    closed: ClosedJaxpr,
+    paths: list[str | None],
+    *,
+    num_outputs: int = 0,
+    state: frozenset[int] = frozenset(),
+) -> Analysis:
     """The analysis of a traced function, constants told apart from rows.
 
     A constant times a parameter is a layer use where its rows are the examples (the zeros that
@@ -26,21 +33,45 @@ def analyse(closed: ClosedJaxpr, paths: list[str | None], *, num_outputs: int = 
     So it is with a scale or bias that meets data without the example axis (a batch statistic, in
     ``(x - mean) * (rsqrt(var) * scale)``): such data is a constant of every row that it meets
     later, and the parameter is used there.
+
+    State without the examples (a spectral norm's vectors) is constant altogether: ``state`` says
+    which of the inputs may be it.
     """
     refused: set[Hashable] = set()
     constants: set[Hashable] = set()
+    held: frozenset[int] = frozenset()
     while True:
-        analysis = Analysis(closed, paths, refused, constants)
+        analysis = Analysis(closed, paths, refused, constants, held)
+        if state and (held := _without_examples(analysis, state)):
+            state = frozenset()
+            continue
+        state = frozenset()
         wrong = {u.where for u in analysis.plan.all_uses() if not _is_use(analysis, u)}
-        lost = {
-            u.where
-            for u in _lost_uses(analysis, num_outputs=num_outputs)
-            if u.eqn.primitive.name in _OF_ROWS and not u.from_constant
-        }
-        if not wrong and lost <= constants:
+        lost = set()
+        for use in _lost_uses(analysis, num_outputs=num_outputs):
+            if use.eqn.primitive.name in _OF_ROWS and not use.from_constant:
+                lost.add(use.where)
+            elif use.kind.product and use.scope:  # a constant in the first iteration of a loop
+                wrong.add(use.where)
+        if wrong <= refused and lost <= constants:
             return analysis
         refused |= wrong
         constants |= lost
+
+
+def _without_examples(analysis: Analysis, inputs: frozenset[int]) -> frozenset[int]:
+    """Which of some inputs lack the leading axis of the first output, or that of other inputs."""
+    table, first = analysis.table, analysis.outputs[0]
+    others = [axes for k, axes in analysis.axes_of_input.items() if k not in inputs]
+    leading = [first.axes] if isinstance(first, Data) and first.axes else others
+    examples = {a for axes in leading for axis in axes[:1] for a in table.atoms(axis)}
+    if not examples:  # a single example: its axis is not known
+        return frozenset()
+
+    def has_examples(axes: Axes) -> bool:
+        return any(examples.intersection(table.atoms(axis)) for axis in axes)
+
+    return frozenset(i for i in inputs if not has_examples(analysis.axes_of_input[i]))
 
 
 def _is_use(analysis: Analysis, use: Use) -> bool:
@@ -69,7 +100,9 @@ def split_lost(analysis: Analysis, *, num_outputs: int) -> tuple[list[Use], list
     uses = analysis.plan.all_uses()
     lost = set(_lost_uses(analysis, num_outputs=num_outputs))
     findings = [
-        CoverageNote(use.view.path, _reason(use), fatal=True) for use in uses if use in lost
+        CoverageNote(use.view.path, _reason(use), fatal=True)
+        for use in uses
+        if use in lost and not use.view.computed_from
     ]
     return [use for use in uses if use not in lost], findings
 

@@ -19,7 +19,8 @@ class NnxApply:
     Returns the model's outputs, and with ``mutable=`` the pair ``(outputs, changed)``. What else
     the model holds is kept as it was when the model was taken apart, and the model is rebuilt
     inside the trace, so that calls have no side effect. A ``key`` seeds every random stream anew.
-    What a model sows (``nnx.Intermediate``) is left out.
+    What a model sows (``nnx.Intermediate``) is left out, and so is what it writes into parameters
+    (the kernel that ``nnx.SpectralNorm`` has normalised): these change by their gradient.
 
     Attributes:
         state: What ``mutable=`` names, as it was in the model: a plain dictionary of arrays, for
@@ -125,7 +126,7 @@ class NnxApply:
 
     def _is_suspect(self, call: "_Call", path: Path, key: Any) -> bool:
         """Whether a variable that nothing carries on may have another value than before."""
-        if path in self._state.paths:
+        if path in self._state.paths or path in self._params.paths:
             return False
         if issubclass(call.kinds[path], nnx.RngState):
             drawn = key is None and issubclass(call.kinds[path], nnx.RngCount)
@@ -257,9 +258,12 @@ def as_state(grads: PyTree, model: nnx.Module) -> nnx.State:
 def _values(model: nnx.Module) -> tuple[dict[Path, Any], dict[Path, type]]:
     """The value and the type of every variable."""
     variables = dict(nnx.to_flat_state(nnx.state(model)))
-    return {p: v.get_value() for p, v in variables.items()}, {
-        p: type(v) for p, v in variables.items()
-    }
+    values = {p: v.get_value() if _is_variable(v) else v for p, v in variables.items()}
+    return values, {p: type(v) for p, v in variables.items()}
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, nnx.Variable)  # beside them a model may hold bare arrays
 
 
 def _nested(like: PyTree, values: dict[Path, Any], path: Path = ()) -> PyTree:

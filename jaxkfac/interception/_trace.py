@@ -195,6 +195,7 @@ class Traced:
         entries = entries or {}
         check_entries(slots, entries)
         by_path = collections.defaultdict(dict)
+        computed = {name: slot for name, slot in slots.items() if self.table[name].computed_from}
         walkers = collections.defaultdict(set)
         for use in self.analysis.plan.all_uses():
             for name in slots.keys() & use.layers:
@@ -222,7 +223,7 @@ class Traced:
         riding = [by_path.get(path, {}) for path in paths]
         flat += jax.tree.leaves(args)
         riding += [{}] * (len(flat) - len(riding))
-        out = rewriter.run(self.analysis.plan, flat, riding, Around(masks or [], {}))
+        out = rewriter.run(self.analysis.plan, flat, riding, Around(masks or [], {}, computed))
         refuse_deferred(enumerate(out), lambda _: "the caller: the function returns it")
         return jax.tree.unflatten(self.out_tree, out)
 
@@ -236,11 +237,13 @@ def trace(
     experts: str | None = None,
     scale_blocks: bool = False,
     num_outputs: int = 0,
+    state: PyTree = None,
 ) -> Traced:
     """Trace ``fn(params, *args)`` and find its layers; see ``find_layers``.
 
     ``scale_blocks`` gives scales and lone biases a dense block; ``num_outputs`` says of how many
-    leaves that the result begins with the first axis is the examples.
+    leaves that the result begins with the first axis is the examples; ``state`` is the part of the
+    arguments that a call changes.
     """
     check_function("fn", fn, "fn(params, *args)")
     encoded, params = encoded_paths(params), decoded_shapes(params)
@@ -249,7 +252,14 @@ def trace(
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, *args)
     paths = leaves_by_path(params)
     num_args = len(closed.jaxpr.invars) - len(paths)
-    analysis = analyse(closed, [*paths, *[None] * num_args], num_outputs=num_outputs)
+    changing = {id(leaf) for leaf in jax.tree.leaves(state)}
+    states = [k for k, x in enumerate(jax.tree.leaves(args)) if id(x) in changing]
+    analysis = analyse(
+        closed,
+        [*paths, *[None] * num_args],
+        num_outputs=num_outputs,
+        state=frozenset(k + len(paths) for k in states),
+    )
     uses, lost = split_lost(analysis, num_outputs=num_outputs)
     _refuse_encoded_parts(uses, encoded)
     uses, cut = split_parts(analysis.table, uses)
@@ -380,5 +390,5 @@ def find_layers(
 
     options: Any = {"layers": layers, "max_dense": max_dense, "experts": experts}
     if named:
-        return trace(called, params, named, *args, **options).table
+        return trace(called, params, named, *args, state=named.get("state"), **options).table
     return trace(fn, params, *args, **options).table
