@@ -57,6 +57,10 @@ class Call(NamedTuple):
     estimator: Estimator
     state: Any = None
 
+    def quiet(self) -> "Call":
+        """The call for its shapes alone: what it would cost is not printed."""
+        return self._replace(estimator=dataclasses.replace(self.estimator, prints=False))
+
 
 class ValueGradAndFactors(NamedTuple):
     """What one call returns."""
@@ -158,7 +162,7 @@ class FactorCollector:
         """Whether factors are collected at a step, a bool; traced where the step is.
 
         Raises:
-            ValueError: ``every=`` is above 1 and there is no step, or one that is no number.
+            ValueError: ``every=`` is above 1 and there is no step, or one that is no whole number.
         """
         if self._every == 1:
             return True
@@ -167,8 +171,8 @@ class FactorCollector:
                 f"every={self._every} collects at some steps: pass step=, the number of this one"
             )
         kind = getattr(step, "dtype", type(step))
-        if np.ndim(step) or not jnp.issubdtype(kind, jnp.number):
-            raise ValueError(f"step={step!r}: expected the number of this step, a scalar")
+        if np.ndim(step) or not jnp.issubdtype(kind, jnp.integer):
+            raise ValueError(f"step={step!r}: expected the number of this step, a whole number")
         due = step % self._every == 0
         return due if isinstance(due, Tracer) else bool(due)
 
@@ -344,14 +348,14 @@ class FactorCollector:
             key = jax.eval_shape(lambda: jax.random.key(0))
         call = self.checked(batch, key, positions, None, state)
         if positions is not None:  # which may be lost on the way to a layer
-            return jax.eval_shape(self.gather, params, call).factors
+            return jax.eval_shape(self.gather, params, call.quiet()).factors
         return self.types(params, call)
 
     def types(self, params: PyTree, call: Call) -> Factors:
         """The same of a call; from the layers alone, where one pass covers them."""
         traced, objective = self.traced(params, call), self._program.objective
         if self._second_pass(traced, params) or traced.marks:
-            return jax.eval_shape(self.gather, params, call).factors
+            return jax.eval_shape(self.gather, params, call.quiet()).factors
         if not isinstance(objective, Objective):
             self._check_scalar(traced, call)
             terms = jax.ShapeDtypeStruct((), statistics_dtype(traced.out_shapes[0].dtype))
@@ -378,11 +382,12 @@ class FactorCollector:
         at: Linearised,
     ) -> Factors:
         check_alone(traced, layers)
-        print(
-            f"jaxkfac: {len(layers)} parameters are covered by a second pass over "
-            f"{traced.num_examples} examples, about one more gradient",
-            file=sys.stderr,
-        )
+        if call.estimator.prints:
+            print(
+                f"jaxkfac: {len(layers)} parameters are covered by a second pass over "
+                f"{traced.num_examples} examples, about one more gradient",
+                file=sys.stderr,
+            )
         sums = per_example_diagonals(
             self._program.objective,
             params,

@@ -57,7 +57,7 @@ def check_alone(traced: Traced, layers: list[Layer]) -> None:
             f"{names}: uncovered='diagonal' runs each example alone, and the model's examples "
             f"meet {traced.coupled_inputs} (batch statistics, a product along the batch). Leave "
             "these parameters out with layers= or uncovered='ignore', or put the model in "
-            "evaluation mode"
+            "evaluation mode (Linen: use_running_average=True; NNX: model.eval())"
         )
 
 

@@ -49,7 +49,8 @@ def analyse(
         wrong = {u.where for u in analysis.plan.all_uses() if not _is_use(analysis, u)}
         lost = set()
         for use in _lost_uses(analysis, num_outputs=num_outputs):
-            if use.eqn.primitive.name in _OF_ROWS and not use.from_constant:
+            of_rows = use.eqn.primitive.name in _OF_ROWS and use.kind.covered
+            if of_rows and not use.from_constant:
                 lost.add(use.where)
             elif use.kind.product and use.scope:  # a constant in the first iteration of a loop
                 wrong.add(use.where)

@@ -19,8 +19,9 @@ class NnxApply:
     Returns the model's outputs, and with ``mutable=`` the pair ``(outputs, changed)``. What else
     the model holds is kept as it was when the model was taken apart, and the model is rebuilt
     inside the trace, so that calls have no side effect. A ``key`` seeds every random stream anew.
-    What a model sows (``nnx.Intermediate``) is left out, and so is what it writes into parameters
-    (the kernel that ``nnx.SpectralNorm`` has normalised): these change by their gradient.
+    What a model sows (``nnx.Intermediate``) is left out. What it writes into parameters (the kernel
+    that ``nnx.SpectralNorm`` has normalised) is dropped where ``mutable=`` names ``nnx.Param``, for
+    these change by their gradient, and raises elsewhere.
 
     Attributes:
         state: What ``mutable=`` names, as it was in the model: a plain dictionary of arrays, for
@@ -39,9 +40,12 @@ class NnxApply:
         # Forms, not values: a second copy of the parameters is never held.
         self._params, self._state = _Form.of("params", params), _Form.of("state", state)
         self.state: PyTree | None = nnx.to_pure_dict(state) if self._state.paths else None
+        named = nnx.filterlib.to_predicate(() if mutable is None else mutable)
+        self._written = {path for path, v in nnx.to_flat_state(params) if named(path, v)}
         held = [v for part in (state, self._rest) for _, v in nnx.to_flat_state(part)]
         self._streams = sorted({v.tag for v in held if isinstance(v, nnx.RngKey) and v.tag})
-        if self.state is None and not self._drops and mutable is not None:
+        unknown = self.state is None and not self._written
+        if unknown and not self._drops and mutable is not None:
             kinds = sorted({type(v).__name__ for v in (*held, nnx.Param(0))})
             raise ValueError(
                 f"mutable={_name(mutable)} names no variable of the model, whose variables are "
@@ -126,7 +130,7 @@ class NnxApply:
 
     def _is_suspect(self, call: "_Call", path: Path, key: Any) -> bool:
         """Whether a variable that nothing carries on may have another value than before."""
-        if path in self._state.paths or path in self._params.paths:
+        if path in self._state.paths or path in self._written:
             return False
         if issubclass(call.kinds[path], nnx.RngState):
             drawn = key is None and issubclass(call.kinds[path], nnx.RngCount)

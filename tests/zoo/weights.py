@@ -271,7 +271,7 @@ def _nnx_spectral():
         def __call__(self, x):
             return self.down(jnp.tanh(self.up(x)))
 
-    apply_fn, params = jk.from_nnx(Net(nnx.Rngs(0)), mutable=nnx.BatchStat)
+    apply_fn, params = jk.from_nnx(Net(nnx.Rngs(0)), mutable=(nnx.BatchStat, nnx.Param))
     objective = jk.Objective(apply_fn, jk.Categorical())
     return Case(objective, params, (normal(8, 6, 4), labels(9, 6)), call={"state": apply_fn.state})
 
