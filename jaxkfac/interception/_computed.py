@@ -1,4 +1,4 @@
-"""Weights that are computed from parameters, where those are no longer seen: ``v / norm(v) * g``.
+"""Weights that are computed from parameters and are no matrix of them: ``v / norm(v) * g``.
 
 Such a weight is a layer of its own, with the factors of its product, under the name of the largest
 parameter in it and ``@effective``. No parameter is preconditioned by them: each parameter behind
@@ -37,15 +37,18 @@ def uses_in(
         Uses of what is seen of parameters, of the weight itself where it is computed from them,
         and of each parameter behind it; or the reason why no rule applies.
     """
-    kind, seen = kind_reading(eqn.primitive.name), list(map(_seen, ins))
+    kind, seen, hidden = kind_reading(eqn.primitive.name), list(map(_seen, ins)), _hidden
     uses: list[Use] | str = []
     if any(map(views_in, seen)):
         uses = uses_of(facts.table, eqn, seen, scope)
-    if isinstance(uses, str) or kind is None:
+    if kind is None or (isinstance(uses, str) and kind.elementwise):
         return uses
-    behind = [(k, path) for k, value in enumerate(ins) for path in _hidden(value)]
+    if isinstance(uses, str):  # what is seen is no matrix: a kernel behind exp, joined tables
+        uses, hidden = [], _paths
+    behind = [(k, path) for k, value in enumerate(ins) for path in hidden(value)]
     if not kind.elementwise:
-        found = [_weight(facts, eqn, ins, k, scope) for k, v in enumerate(ins) if _is_computed(v)]
+        weights = [k for k, v in enumerate(ins) if hidden is _paths or _is_computed(v)]
+        found = [_weight(facts, eqn, ins, k, scope) for k in weights if _paths(ins[k])]
         uses = [use for each in found for use in each] + uses
     data = next(v for v in ins if isinstance(v, Data))
     unseen = kind_named(BEHIND)
@@ -74,7 +77,7 @@ def _is_computed(value: Value) -> bool:
     """Whether no matrix of a parameter is seen in a value of parameters."""
     if isinstance(value, Constant | Data):
         return False
-    return all(view.function for view in views_in(value))
+    return all(view.function or view.axes is None for view in views_in(value))
 
 
 def _weight(

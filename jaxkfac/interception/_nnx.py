@@ -101,8 +101,9 @@ class NnxApply:
             kinds = ", ".join(sorted({f"nnx.{call.kinds[path].__name__}" for path in changed}))
             raise ValueError(
                 f"a call of the model changes {_joined(changed)}, which would stay at its first "
-                f"value: name it with jk.from_nnx(model, mutable={kinds}) and carry the state, "
-                "take the model apart in evaluation mode (model.eval()), or drop the changes "
+                f"value: name it with jk.from_nnx(model, mutable={kinds}) and carry the state "
+                "(what is written into an nnx.Param is dropped then), take the model apart in "
+                "evaluation mode (model.eval()), or drop the changes "
                 "knowingly with mutable=()"
             )
 

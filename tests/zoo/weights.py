@@ -227,6 +227,101 @@ def _embedding():
     return Case(objective, params, batch, model, squares(objective, params, batch, ["e"]))
 
 
+@program("convolution with softplus kernels", family=COMPUTED, checked=BRUTE)
+def _softplus_convolution():
+    conv = Convolution(space=(5,), window=(3,), padding=((0, 0),), channels=(2, 3), bias=False)
+
+    def model(p, x, tap):
+        w = jax.nn.softplus(p["k"])
+        y = conv(x, w)
+        y = jnp.tanh(y if tap is PLAIN else conv.tapped(tap, "k@effective", x, y)).mean(1)
+        return tap.dense("head", y, y @ p["head"])
+
+    params = tree(0, k=conv.kernel_shape(), head=(3, 3))
+    batch, objective = (normal(1, 5, 5, 2), labels(2, 5)), objective_of(model)
+    return Case(objective, params, batch, model, squares(objective, params, batch, ["k"]))
+
+
+@program("embedding of exponentials", family=COMPUTED, checked=BRUTE)
+def _exponentials():
+    def model(p, ids, tap):
+        y = tap.embedding("e@effective", ids, jnp.exp(p["e"])[ids], size=7)
+        return tap.dense("head", y, y @ p["head"])
+
+    params, batch = tree(0, e=(7, 4), head=(4, 3)), (labels(3, 2, 3, classes=7), labels(9, 2, 3))
+    objective = objective_of(model)
+    return Case(objective, params, batch, model, squares(objective, params, batch, ["e"]))
+
+
+@program("two tables and padding joined into one embedding", family=COMPUTED, checked=BRUTE)
+def _joined_tables():
+    def model(p, ids, tap):
+        e = jnp.pad(jnp.concatenate([p["old"], p["new"]]), ((1, 0), (0, 0)))
+        y = tap.embedding("old@effective", ids, e[ids], size=8)
+        return tap.dense("head", y, y @ p["head"])
+
+    params = tree(0, old=(4, 4), new=(3, 4), head=(4, 3))
+    batch = (labels(3, 2, 3, classes=8), labels(9, 2, 3))
+    objective = objective_of(model)
+    diagonals = squares(objective, params, batch, ["old", "new"])
+    return Case(objective, params, batch, model, diagonals)
+
+
+@program("a lookup that keeps its axis (named arrays)", family=COMPUTED, checked="brute force")
+def _kept_axis():
+    def lookup(table, ids):
+        numbers = lax.GatherDimensionNumbers(
+            offset_dims=(0, 3), collapsed_slice_dims=(), start_index_map=(1,)
+        )
+        return lax.gather(table, ids[..., None], numbers, (4, 1), mode="clip")  # (4, n, s, 1)
+
+    def model(p, ids, tap):
+        y = jnp.moveaxis(lookup(p["e"], ids)[..., 0], 0, -1)
+        y = tap.embedding("e", ids, y, size=7)
+        return tap.dense("head", y, y @ p["head"])
+
+    params, batch = tree(0, e=(4, 7), head=(4, 3)), (labels(3, 2, 3, classes=7), labels(9, 2, 3))
+    return Case(objective_of(model), params, batch, model)
+
+
+@program("kernel rounded to four bits, straight-through", family=COMPUTED, checked=BRUTE)
+def _rounded():
+    def weight(p):
+        step = jnp.abs(p["w"]).max() / 7
+        return p["w"] + lax.stop_gradient(jnp.round(p["w"] / step) * step - p["w"])
+
+    return computed(weight, {"w": (4, 5)}, "w", behind=())
+
+
+@program("kernel of a low-rank and a diagonal part", family=COMPUTED, checked=BRUTE)
+def _diagonal_and_low_rank():
+    def model(p, x, tap):
+        w = jnp.diag(p["d"]) + p["u"] @ p["u"].T
+        y = jnp.tanh(tap.dense("u@effective", x, x @ w))
+        return tap.dense("head", y, y @ p["head"])
+
+    params, batch = tree(0, d=(4,), u=(4, 2), head=(4, 3)), (normal(8, 6, 4), labels(9, 6))
+    objective = objective_of(model)
+    return Case(objective, params, batch, model, squares(objective, params, batch, ["d", "u"]))
+
+
+@program("Kronecker product of two parameters as a kernel", family=COMPUTED, checked=BRUTE)
+def _kronecker():
+    shapes = {"u": (2, 5), "v": (2, 1)}
+    return computed(lambda p: jnp.kron(p["u"], p["v"]), shapes, "u@effective")
+
+
+@program("circulant kernel of one vector", family=COMPUTED, checked=BRUTE)
+def _circulant():
+    index = (jnp.arange(5) - jnp.arange(4)[:, None]) % 5
+    return computed(lambda p: p["c"][index], {"c": (5,)}, "c@effective")
+
+
+@program("cumulative sums of softplus (a monotone kernel)", family=COMPUTED, checked=BRUTE)
+def _monotone():
+    return computed(lambda p: jnp.cumsum(jax.nn.softplus(p["w"]), 0), {"w": (4, 5)}, "w@effective")
+
+
 @program("Linen: WeightNorm around Dense", family=COMPUTED, checked="gradient")
 def _linen():
     class Net(nn.Module):
@@ -287,5 +382,5 @@ def _nnx():
         def __call__(self, x):
             return self.down(jnp.tanh(self.up(x)))
 
-    apply_fn, params = jk.from_nnx(Net(nnx.Rngs(0)))
+    apply_fn, params = jk.from_nnx(Net(nnx.Rngs(0)), mutable=nnx.Param)
     return Case(jk.Objective(apply_fn, jk.Categorical()), params, (normal(8, 6, 4), labels(9, 6)))
