@@ -371,6 +371,7 @@ class Analysis(Facts):
             return self._opaque(eqn, ins)
         if self._where(eqn) in self._refused:
             reasons = reasons_of(ins, f"`{eqn.primitive.name}` {_NOT_EXAMPLES}")
+            self.of_constants.update(reasons)
             return [Derived(number, reasons, walkers_in(ins))]
         rows: list[Value] = [
             Data(v.number, fresh(self.table, a.aval.shape, "feature"))

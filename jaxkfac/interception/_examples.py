@@ -132,6 +132,27 @@ def _lost_uses(analysis: Analysis, *, num_outputs: int) -> list[Use]:
     return lost
 
 
+def split_partial(analysis: Analysis, uses: list[Use]) -> tuple[list[Use], list[CoverageNote]]:
+    """The uses without those of a parameter that is also a layer, and times a constant.
+
+    The rows of that constant (the zeros from which a recurrent state starts) would be missing in
+    the layer's factors.
+    """
+    layers = {u.view.path for u in uses if not (u.kind.elementwise or u.view.computed_from)}
+    partial = layers & analysis.of_constants.keys()
+    kept = [u for u in uses if u.kind.covered or u.view.path not in partial]
+    return kept, [
+        CoverageNote(
+            use.view.path,
+            f"goes through {analysis.of_constants[use.view.path]} and meets data in "
+            f"`{use.eqn.primitive.name}`",
+            fatal=True,
+        )
+        for use in uses
+        if not use.kind.covered and use.view.path in partial
+    ]
+
+
 def split_parts(table: AxisTable, uses: list[Use]) -> tuple[list[Use], list[CoverageNote]]:
     """The uses whose parameter is a whole number of entries of each axis it is a part of."""
     kept, findings = [], []

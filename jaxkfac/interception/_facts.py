@@ -31,6 +31,7 @@ class Facts:
         lengths: For each scan, its number of iterations.
         parameters: The parameters as they are given, by path.
         computed: The weights that are computed from parameters, by number and scans.
+        of_constants: The parameters that a constant without the examples times, by path, in words.
         stopped: By the number of a constant, the parameter whose gradient was stopped.
         mixing: By ``id`` of an equation, the atoms that it mixes (see ``_coupling``).
     """
@@ -44,6 +45,7 @@ class Facts:
         self.lengths: dict[int, int] = {}
         self.parameters: dict[str, View] = {}
         self.computed: dict[Hashable, View] = {}
+        self.of_constants: dict[str, str] = {}
         self.mixing: dict[int, set[int]] = {}
         self.stopped: dict[int, View] = {}
         self._numbers: dict[Hashable, int] = {}

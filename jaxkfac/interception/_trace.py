@@ -25,7 +25,7 @@ from jaxkfac.interception._encoded import (
     is_encoded,
     refuse_deferred,
 )
-from jaxkfac.interception._examples import analyse, split_lost, split_parts
+from jaxkfac.interception._examples import analyse, split_lost, split_partial, split_parts
 from jaxkfac.interception._grouping import group_uses
 from jaxkfac.interception._index import shape_of
 from jaxkfac.interception._layer import Layer, ParameterMatrix
@@ -263,8 +263,10 @@ def trace(
     uses, lost = split_lost(analysis, num_outputs=num_outputs)
     _refuse_encoded_parts(uses, encoded)
     uses, cut = split_parts(analysis.table, uses)
+    uses, partial = split_partial(analysis, uses)
     # The diagonal of some readings of a function of a parameter is nobody's diagonal.
-    missing = {f.path for f in (*analysis.findings, *lost, *cut) if f.fatal}
+    lost = [*lost, *cut, *partial]
+    missing = {f.path for f in (*analysis.findings, *lost) if f.fatal}
     uses = [u for u in uses if not (u.view.function and u.view.path in missing)]
     found, notes = group_uses(
         analysis.table,
@@ -274,7 +276,7 @@ def trace(
         pattern=layers,
         scale_blocks=scale_blocks,
     )
-    findings = [*analysis.findings, *lost, *cut, *notes]
+    findings = [*analysis.findings, *lost, *notes]
     held = {part.path for layer in found for part in (layer.weight, layer.bias) if part}
     touched = {f.path for f in findings}
     touched |= {v.path for u in uses for v in (u.view, *u.view.members)}

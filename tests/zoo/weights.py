@@ -7,30 +7,14 @@ from flax import nnx
 from jax import lax
 
 import jaxkfac as jk
-from tests._checks import objective_of
+from tests._checks import objective_of, squares
 from tests._convolutions import Convolution
-from tests._oracle import Block
 from tests._programs import labels, normal, tree
 from tests._taps import PLAIN
 from tests.zoo._program import Case, program
 
 COMPUTED = "Weights computed from parameters"
 BRUTE = "brute force, squares of each example's gradient"
-
-
-def squares(objective, params, batch, paths, **call):
-    """Diagonals of some parameters, from each example's gradient by itself."""
-
-    def loss(params, one):
-        value = objective(params, jax.tree.map(lambda x: x[None], one), **call)
-        return value[0] if isinstance(value, tuple) else value
-
-    each = jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, batch)
-    terms = batch[1][0].size  # of one example
-    return {
-        path: Block("reparameterised", None, None, terms * (each[path] ** 2).mean(0))
-        for path in paths
-    }
 
 
 def computed(weight, shapes, name, *, behind=None, tokens=False):
