@@ -254,13 +254,17 @@ def trace(
     num_args = len(closed.jaxpr.invars) - len(paths)
     changing = {id(leaf) for leaf in jax.tree.leaves(state)}
     states = [k for k, x in enumerate(jax.tree.leaves(args)) if id(x) in changing]
-    analysis = analyse(
+    closed, analysis = analyse(
         closed,
         [*paths, *[None] * num_args],
         num_outputs=num_outputs,
         state=frozenset(k + len(paths) for k in states),
     )
+    # What leads to no output has no gradient: derivatives of a function leave its value behind.
+    live = {id(use) for use in leading_to(analysis.plan, *range(len(analysis.outputs)))[0]}
     uses, lost = split_lost(analysis, num_outputs=num_outputs)
+    dead = {use.view.path for use in uses if id(use) not in live}
+    uses = [use for use in uses if id(use) in live]
     _refuse_encoded_parts(uses, encoded)
     uses, cut = split_parts(analysis.table, uses)
     uses, partial = split_partial(analysis, uses)
@@ -284,7 +288,11 @@ def trace(
     unread = [
         (
             path,
-            "meets no data" if path in analysis.reads else "is not read by the function",
+            "leads to no output"
+            if path in dead
+            else "meets no data"
+            if path in analysis.reads
+            else "is not read by the function",
         )
         for path in paths
         if path not in touched
@@ -391,6 +399,7 @@ def find_layers(
         return fn(params, *args, **named)
 
     options: Any = {"layers": layers, "max_dense": max_dense, "experts": experts}
-    if named:
-        return trace(called, params, named, *args, state=named.get("state"), **options).table
-    return trace(fn, params, *args, **options).table
+    called_fn, args = (called, (named, *args)) if named else (fn, args)
+    options["state"] = named.get("state")
+    traced = trace(called_fn, params, *args, **options)
+    return trace_marked(traced, params, *args, **options).table

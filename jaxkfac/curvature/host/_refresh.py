@@ -16,6 +16,7 @@ from jaxkfac.curvature._sharding import UNCOMMITTED, ResultSharding, detached, p
 from jaxkfac.curvature.host._average import Averages, Snapshot
 from jaxkfac.curvature.host._decompose import Decomposer, failure
 from jaxkfac.curvature.host._options import BasesIn, VectorsDtype
+from jaxkfac.curvature.host._shares import Shares
 from jaxkfac.curvature.host._store import Store
 from jaxkfac.curvature.host._threads import Monitor, Workers
 from jaxkfac.linalg import HostSpectrum, Spectrum
@@ -42,7 +43,8 @@ class Decompositions:
     Attributes:
         results: ``{place: spectrum}``, and the mean of diagonal ones as values.
         failures: ``{place: error}``.
-        done: Whether nothing is left to do.
+        done: Whether this process has nothing left to do.
+        shares: What of it is divided among processes.
     """
 
     def __init__(
@@ -56,6 +58,9 @@ class Decompositions:
     ) -> None:
         self._blocks, self._shardings, self._previous = blocks, shardings, previous
         self._decomposer, self._store, self._monitor = decomposer, store, monitor
+        self.shares = Shares(blocks, shardings)
+        self._exchanged = False
+        self._dtypes: dict[Place, np.dtype] = {}
         self.results: dict[Place, HostSpectrum] = {}
         self.failures: dict[Place, NonFiniteFactorError] = {}
         self.done = False
@@ -67,15 +72,18 @@ class Decompositions:
 
     def begin(self, averages: Averages, age: int, workers: Workers) -> None:
         """Take the snapshots and queue the slices; runs between pushes, in their thread."""
-        for block in self._blocks:
-            entry = block.source
+        for entry in (entry for block in self._blocks for entry in block.sources):
             if entry.place not in self._snapshots:
                 self._snapshots[entry.place] = averages.snapshot(entry, age)
         jobs: list[tuple[EigenBlock, tuple[int, ...]]] = []
         for block in sorted(self._blocks, key=lambda b: b.size, reverse=True):
-            indices = list(np.ndindex(block.source.stack))
-            self._left[block.place] = len(indices)
+            self._dtypes[block.place] = self._snapshots[block.source.place].dtype
+            indices = self.shares.of_this_process(block)
+            if indices:
+                self._left[block.place] = len(indices)
             jobs += [(block, index) for index in indices]
+        for source in self._snapshots.keys() - {block.source.place for block, _ in jobs}:
+            del self._snapshots[source]
         if not jobs:
             with self._monitor.changing():
                 self.done = True
@@ -93,15 +101,15 @@ class Decompositions:
         self._count(block)
 
     def _spectrum(self, block: EigenBlock, index: tuple[int, ...]) -> HostSpectrum:
-        snapshot = self._snapshots[block.source.place]
+        snapshots = {entry.place: self._snapshots[entry.place] for entry in block.sources}
         name = block.name + (f" at stack index {index}" if index else "")
-        if snapshot.num_left_out:
-            raise failure(block.name, snapshot.num_left_out)
-        mean = snapshot.mean(index)
+        left_out = max(snapshot.num_left_out for snapshot in snapshots.values())
+        if left_out:
+            raise failure(block.name, left_out)
+        mean = block.mean(lambda entry: snapshots[entry.place].mean(index))
         if not block.source.dense:
-            return HostSpectrum(mean[..., :-1] if block.without_ones else mean, None)
-        if block.without_ones:
-            mean = np.ascontiguousarray(mean[:-1, :-1])
+            return HostSpectrum(mean, None)
+        mean = np.ascontiguousarray(mean)
         old = self._old_vectors(block.place)
         return self._decomposer.decompose(
             mean,
@@ -119,13 +127,15 @@ class Decompositions:
             return old
 
     def _keep(self, block: EigenBlock, index: tuple[int, ...], spectrum: HostSpectrum) -> None:
-        if not index and self._store.budget is None:  # no copy
+        if not index and self._store.budget is None and block not in self.shares:  # no copy
             self._partial[block.place] = spectrum
             return
         with self._lock:
             whole = self._partial.get(block.place)
             if whole is None:
-                whole = self._partial[block.place] = self._allocate(block, spectrum)
+                shared = block in self.shares
+                whole = self._zeros(block) if shared else self._allocate(block, spectrum)
+                self._partial[block.place] = whole
         whole.values[index] = spectrum.values
         if whole.vectors is not None:
             whole.vectors[index] = spectrum.vectors
@@ -139,6 +149,25 @@ class Decompositions:
         assert values is not None
         return HostSpectrum(values, vectors)
 
+    def _zeros(self, block: EigenBlock) -> HostSpectrum:
+        """Of a dense block that is shared."""
+        side, dtype = (*block.source.stack, block.size), self._dtypes[block.place]
+        what = f"the basis of {block.name}"
+        values = self._store.zeros(side, dtype, what)
+        return HostSpectrum(values, self._store.zeros((*side, block.size), dtype, what))
+
+    def exchange(self, doing: str, about: str, error: BaseException | None = None) -> None:
+        """Have the results of the other processes; called by each of them once it is done.
+
+        Raises:
+            ProcessesDisagreeError: another process failed, or does something else.
+            BaseException: ``error``, what this process fails with.
+        """
+        if not self._exchanged:
+            results, failures = self.results, self.failures
+            self.shares.exchange(doing, about, error, results, failures, self._zeros)
+            self._exchanged = True
+
     def _count(self, block: EigenBlock) -> None:
         with self._lock:
             self._left[block.place] -= 1
@@ -151,9 +180,10 @@ class Decompositions:
                 self.failures[block.place] = errors[min(errors)]
             elif whole is not None:
                 self.results[block.place] = whole
-            source = block.source.place
-            if not any(b.source.place == source and b.place in self._left for b in self._blocks):
-                del self._snapshots[source]
+            left = {e.place for b in self._blocks if b.place in self._left for e in b.sources}
+            for entry in block.sources:
+                if entry.place not in left:
+                    self._snapshots.pop(entry.place, None)
             self._previous.pop(block.place, None)
             done = not self._left
         if done:
