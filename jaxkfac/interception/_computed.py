@@ -37,19 +37,16 @@ def uses_in(
         Uses of what is seen of parameters, of the weight itself where it is computed from them,
         and of each parameter behind it; or the reason why no rule applies.
     """
-    kind, seen, hidden = kind_reading(eqn.primitive.name), list(map(_seen, ins)), _hidden
-    uses: list[Use] | str = []
-    if any(map(views_in, seen)):
-        uses = uses_of(facts.table, eqn, seen, scope)
-    if kind is None or (isinstance(uses, str) and kind.elementwise):
-        return uses
-    if isinstance(uses, str):  # what is seen is no matrix: a kernel behind exp, joined tables
-        uses, hidden = [], _paths
-    behind = [(k, path) for k, value in enumerate(ins) for path in hidden(value)]
-    if not kind.elementwise:
-        weights = [k for k, v in enumerate(ins) if hidden is _paths or _is_computed(v)]
-        found = [_weight(facts, eqn, ins, k, scope) for k in weights if _paths(ins[k])]
-        uses = [use for each in found for use in each] + uses
+    kind, seen = kind_reading(eqn.primitive.name), list(map(_seen, ins))
+    found = uses_of(facts.table, eqn, seen, scope) if any(map(views_in, seen)) else []
+    no_rule = isinstance(found, str)
+    if kind is None or (no_rule and kind.elementwise):
+        return found
+    # Where what is seen is no matrix (a kernel behind exp, joined tables), all of it is behind.
+    behind = [(k, p) for k, v in enumerate(ins) for p in (_paths(v) if no_rule else _hidden(v))]
+    weights = [k for k, v in enumerate(ins) if _paths(v) and (no_rule or _is_computed(v))]
+    own = [] if kind.elementwise else [_weight(facts, eqn, ins, k, scope) for k in weights]
+    uses = [use for each in own for use in each] + ([] if isinstance(found, str) else found)
     data = next(v for v in ins if isinstance(v, Data))
     unseen = kind_named(BEHIND)
     views = [(k, facts.parameters[path]) for k, path in behind]
@@ -58,10 +55,9 @@ def uses_in(
 
 def _hidden(value: Value) -> tuple[str, ...]:
     """The parameters in a value whose gradient no view of them gives."""
-    if not getattr(value, "reasons", ()):
-        return ()
-    functions = [view.path for view in views_in(value) if view.function]
-    return tuple(dict.fromkeys([path for path, _ in value.reasons] + functions))  # type: ignore[union-attr]
+    reasons = getattr(value, "reasons", ())
+    functions = [view.path for view in views_in(value) if view.function and reasons]
+    return tuple(dict.fromkeys([path for path, _ in reasons] + functions))
 
 
 def _seen(value: Value) -> Value:
@@ -75,8 +71,6 @@ def _seen(value: Value) -> Value:
 
 def _is_computed(value: Value) -> bool:
     """Whether no matrix of a parameter is seen in a value of parameters."""
-    if isinstance(value, Constant | Data):
-        return False
     return all(view.function or view.axes is None for view in views_in(value))
 
 
