@@ -1046,6 +1046,7 @@ COMPUTED = {
     "W + A B": (_merged_adapter, dict(w=(4, 3), a=(4, 2), b=(2, 3)), ["a", "b"]),
     "A B": (_product_of_parameters, dict(a=(4, 2), b=(2, 3)), ["a", "b"]),
     "sorted W": (_sorted, dict(w=(4, 3)), ["w"]),
+    "W squared": (_parameter_squared, dict(w=(4, 3)), ["w"]),
 }
 
 
@@ -1063,7 +1064,6 @@ REPORTED = {
     "custom_vjp": (_rounded, dict(w=(4, 3)), "w", "custom_vjp_call`, where `round`"),
     "carry, modified": (_modified_in_the_carry, dict(w=(4, 3)), "w", "scan|sub|dot_general|carr"),
     "W times data": (_data_dependent_weight, dict(w=(4, 3)), "w", "lost at `dot_general`"),
-    "W squared": (_parameter_squared, dict(w=(4, 3)), "w", "mul|dot_general"),
 }
 
 
