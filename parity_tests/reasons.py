@@ -148,6 +148,7 @@ NAMES = {
     "kept_targets": _PART,
     "largest_budget": _PART,
     "mean_of": _PART,
+    "of_parameters": _PART,
     "without_loss_terms": _PART,
     "over_count": _PART,
     "plan_passes": _PART,

@@ -22,6 +22,7 @@ from jaxkfac.factors import (
     check_decay,
     check_factors,
     check_like,
+    of_parameters,
     update_average,
     without_loss_terms,
     zeros_like,
@@ -200,6 +201,7 @@ def kfac(
     )
     check_like(like)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), without_loss_terms(like))
+    given, like = like, of_parameters(like)
     covered = covered_indices(like.layers)
     scheduled: tuple[Any, ...] = learning_rate, damping
     staged: TraceCache[Staged] = TraceCache()
@@ -234,8 +236,8 @@ def kfac(
             raise ValueError("kfac needs this step's factors: tx.update(..., factors=factors)")
         if params is None and may_be_positive(weight_decay):
             raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
-        check_factors(factors, like)
-        factors = without_loss_terms(factors)
+        check_factors(factors, given)
+        factors = of_parameters(without_loss_terms(factors))
         check_state("kfac", state, KfacState)
         if state.average.layers != like.layers or state.average.bias != like.bias:
             raise ValueError(
