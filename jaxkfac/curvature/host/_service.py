@@ -13,7 +13,7 @@ import jax
 from jaxtyping import DTypeLike
 
 from jaxkfac._errors import CheckpointMismatchError
-from jaxkfac.curvature._eigenbases import Eigenbases, identity_bases
+from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature._layout import factors_without_arrays, layout_of
 from jaxkfac.curvature._placement import Placement
 from jaxkfac.curvature._sharding import result_sharding
@@ -115,7 +115,8 @@ class HostCurvature:
     Memory:
         On the host, with $F$ the bytes of the folded factors (half of the whole ones):
         $2 F$ for average and snapshot ($3 F$ once an average is worth more than 256 pushes, of
-        one step or with a decay near 1: it goes on in float64, so that 200,000 keep 1e-5), bases in use (on the CPU) and those in work,
+        one step or with a decay near 1: it goes on in float64, so that 200,000 keep 1e-5),
+        bases in use (on the CPU) and those in work,
         ``workers * 36 n**2`` bytes (``16 n**2`` with ``dtype="float32"``) and the bytes in
         flight. With ``bases_in="host"`` the eigenvectors in use are there too, and on the device
         those of two blocks of one layer. Those in work are a share of ``1 / stagger``, but in the
@@ -192,16 +193,16 @@ class HostCurvature:
             )
         self._start(options, Schedule(options.every, options.lag, options.stagger), like)
         if like is not None and initial == "identity":
-            clipping = {"max_condition": max_condition, "floor": floor}
-            self._state.active.take(identity_bases(like, **clipping))
+            self._state.active.take_identities(like)
 
     def _start(self, options: HostOptions, schedule: Schedule, like: Factors | None) -> None:
         monitor = Monitor(options.timeout)
+        store = Store(options.host_bytes, options.disk)
         self._state = State(
             options,
             monitor,
             schedule,
-            Store(options.host_bytes, options.disk),
+            store,
             ActiveBases(
                 options.max_condition,
                 options.floor,
@@ -209,6 +210,7 @@ class HostCurvature:
                 options.bases_in,
                 options.vectors_dtype,
                 options.rank,
+                store=store,
             ),
             Decomposer(options.placement, options.reuse_tolerance, options.dtype),
         )

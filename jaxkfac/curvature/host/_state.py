@@ -150,7 +150,9 @@ def restore_state(state: State, saved: Archive) -> None:
     for place, values, vectors in _read_spectra("bases", about["bases"], saved):
         on_device = _on_device(values)
         if place.table != "diagonals":
-            columns = None if vectors is None else state.active.stored(vectors, UNCOMMITTED)
+            columns = None
+            if vectors is not None:
+                columns = state.active.stored(vectors, UNCOMMITTED, place.key, counted=False)
             on_device = Spectrum(on_device, columns)
         state.active.tables[place] = on_device
     if "results" in about:
