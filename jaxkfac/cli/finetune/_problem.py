@@ -84,7 +84,8 @@ def build_problem(
         ValueError: ``max_length`` is beyond the model's context, nothing to learn fits, or the
             tokenizer has tokens that the model has not.
     """
-    pretrained = pretrained._replace(params=devices.put_base(pretrained.params))
+    if devices.mesh is not None:
+        pretrained = pretrained._replace(params=devices.put_base(pretrained.params))
     context, tokenizer = pretrained.config.longest, pretrained.tokenizer
     if experiment.data == "elements":  # short, whatever the model is
         longest = min(experiment.max_length, context)
