@@ -169,6 +169,7 @@ NAMES = {
     "HostOptions": "the arguments of HostCurvature",
     "WORKSPACE_MATRICES": "predicts bytes, of which torch_ref has no table",
     "diagonal_rows": _PIECE,
+    "MeshAxis": "where matrices are decomposed; the results are the same",
     "METRICS": "the table of the metrics, whose numbers have cases",
     "MeasuredSpectrum": "what a metric is a function of",
     "Metric": _TYPE,
