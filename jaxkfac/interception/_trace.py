@@ -40,7 +40,6 @@ from jaxkfac.interception._table import LayerTable
 from jaxkfac.interception._values import CoverageNote, Data, Use
 from jaxkfac.interception._windows import Window
 
-
 _PARTLY = "is in a layer for some of its readings: its factors leave out those that are not covered"
 
 
