@@ -59,6 +59,11 @@ class ParameterMatrix:
     def size(self) -> int:
         return math.prod(self.atoms)
 
+    def is_transpose_of(self, other: "ParameterMatrix") -> bool:
+        """Whether it is the same part of a parameter, with inputs and outputs changed round."""
+        turned = dataclasses.replace(other, inputs=other.outputs, outputs=other.inputs)
+        return self == turned and self.inputs != self.outputs
+
     def read(self, leaf: Shaped[Array, "..."]) -> Shaped[Array, "*stack in out"]:
         """The matrix ``(stack..., in, out)`` held by a leaf shaped like the parameter.
 
@@ -150,6 +155,11 @@ class Layer:
         If it has a dense block all the same, that block is read as G, beside an A of one.
         """
         return kind_named(self.kind).elementwise
+
+    @property
+    def suffix(self) -> str:
+        """What its name has behind the parameter's; not empty for further blocks of one."""
+        return self.name.removeprefix(self.weight.path)
 
     @property
     def is_covered(self) -> bool:
