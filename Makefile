@@ -148,7 +148,7 @@ ACCELERATORS_ARGS ?=
 H100 = $(CUDA)/bin/python -m benchmarks.accelerators --target h100 $(ACCELERATORS_ARGS)
 
 accelerators: $(CUDA)/.stamp $(TPU)/.stamp
-	for dtype in float32 bfloat16; do for size in real small; do $(H100) --size $$size --dtype $$dtype; done; done
+	for dtype in float32 bfloat16; do for size in real small others; do $(H100) --size $$size --dtype $$dtype; done; done
 	for layout in "data parallel" "fully sharded"; do $(H100) --layout "$$layout"; done
 	$(TPU)/bin/python -m benchmarks.accelerators --target v5e --limit 300 $(ACCELERATORS_ARGS)
 

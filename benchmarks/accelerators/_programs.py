@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import AbstractMesh
 
 import jaxkfac as jk
 from jaxkfac.factors import FISHER_TYPES, Pass, plan_passes, smallest_budget
@@ -77,6 +78,14 @@ class Steps:
     def factors(self, **options: Any) -> Any:
         return self._collector(**options), (self.params, self.batch, self.key)
 
+    def every_fourth(self) -> Any:
+        stats = self._collector(every=4)
+
+        def step(params: Any, batch: Any, number: Array) -> Any:
+            return stats(params, batch, step=number)
+
+        return step, (self.params, self.batch, jax.ShapeDtypeStruct((), jnp.int32))
+
     def _collector(self, **options: Any) -> Any:
         return jk.value_grad_and_factors(self.objective, **options)
 
@@ -104,14 +113,17 @@ class Steps:
         step = functools.partial(jk.natural_gradient, damping=1e-3)
         return step, (self.params, self.bases)
 
-    def kfac(self) -> Any:
+    def kfac(self, *, divided: bool = False) -> Any:
         """Gradient, factors and the update, which decomposes every ten steps."""
-        tx = jk.kfac(0.1, like=self.like, damping=1e-3, norm_constraint=1e-2)
+        axis = "data" if divided else None
+        tx = jk.kfac(0.1, like=self.like, damping=1e-3, norm_constraint=1e-2, distribute=axis)
         stats = self._collector()
+        mesh = AbstractMesh((8,), ("data",)) if divided else jax.sharding.get_abstract_mesh()
 
         def step(params: Any, state: Any, batch: Any) -> Any:
             value, grads, factors = stats(params, batch)
-            updates, state = tx.update(grads, state, params, factors=factors)
+            with jax.sharding.use_abstract_mesh(mesh):
+                updates, state = tx.update(grads, state, params, factors=factors)
             return value, jax.tree.map(jnp.add, params, updates), state
 
         return step, (self.params, jax.eval_shape(tx.init, self.params), self.batch)
@@ -221,23 +233,27 @@ def _block(x_BxTxD: Array, p: Any, *, heads: int) -> tuple[Array, None]:
     return x_BxTxD + jax.nn.silu(normalised(x_BxTxD) @ p["up"]) @ p["down"], None
 
 
-def steps() -> Mapping[str, Callable[[Steps], Any]]:
-    """``{name: from Steps to (function, shapes of its arguments)}``; the gradient comes first."""
-    out: dict[str, Callable[[Steps], Any]] = {"gradient": Steps.gradient}
+def decoder_steps(size: str, dtype: Any) -> Mapping[str, Callable[[], Any]]:
+    """``{name: () to (function, shapes of its arguments)}``; the gradient comes first."""
+    s = Steps(SIZES[size], dtype)
+    out: dict[str, Callable[[], Any]] = {"gradient": s.gradient}
     for fisher in FISHER_TYPES:
-        out[f"factors, {fisher}"] = lambda s, fisher=fisher: s.factors(fisher=fisher)
+        out[f"factors, {fisher}"] = functools.partial(s.factors, fisher=fisher)
     return out | {
-        "factors, empirical, reduce": lambda s: s.factors(sharing="reduce"),
-        "factors, mc, reduce": lambda s: s.factors(fisher="mc", sharing="reduce"),
-        "EKFAC pass": Steps.ekfac,
-        "decomposition": Steps.decomposition,
-        "natural gradient": Steps.natural_gradient,
-        "K-FAC step": Steps.kfac,
-        "adapters, factors": Steps.adapters,
-        "adapters on NF4, factors": lambda s: s.adapters(quantised=True),
-        "library's decoder, gradient": lambda s: s.decoder_step(factors=False),
-        "library's decoder, factors": lambda s: s.decoder_step(factors=True),
-        "generation": Steps.generation,
-        "budget of 1/4, first pass": lambda s: s.budgeted(0),
-        "budget of 1/4, last pass": lambda s: s.budgeted(-1),
+        "factors, empirical, reduce": lambda: s.factors(sharing="reduce"),
+        "factors, mc, reduce": lambda: s.factors(fisher="mc", sharing="reduce"),
+        "factors, a quarter of the rows": lambda: s.factors(subsample=0.25),
+        "factors, at every fourth step": s.every_fourth,
+        "EKFAC pass": s.ekfac,
+        "decomposition": s.decomposition,
+        "natural gradient": s.natural_gradient,
+        "K-FAC step": s.kfac,
+        "K-FAC step, divided": lambda: s.kfac(divided=True),
+        "adapters, factors": s.adapters,
+        "adapters on NF4, factors": lambda: s.adapters(quantised=True),
+        "library's decoder, gradient": lambda: s.decoder_step(factors=False),
+        "library's decoder, factors": lambda: s.decoder_step(factors=True),
+        "generation": s.generation,
+        "budget of 1/4, first pass": lambda: s.budgeted(0),
+        "budget of 1/4, last pass": lambda: s.budgeted(-1),
     }

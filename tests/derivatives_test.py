@@ -1,0 +1,148 @@
+"""Losses of a network's derivatives: constant tangents, and kernels read in both orientations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkfac as jk
+from tests._checks import assert_block_close
+from tests._derivatives import FORMS, along, blocks_of, direction, net, net_params, points
+from tests._programs import normal
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def residual(form, wall=lambda f: f):
+    return lambda p, x: FORMS[form](wall(lambda x: net(p, x)), x) - 1.0
+
+
+def loss_of(inside, border=net):
+    """A residual inside and a boundary condition, as a user writes them."""
+
+    def loss(p, batch):
+        x, z = batch
+        r = jk.mark_outputs(jax.vmap(inside, (None, 0))(p, x), jk.Gaussian(), weight=2.0)
+        b = jk.mark_outputs(jax.vmap(border, (None, 0))(p, z), jk.Gaussian(), weight=20.0)
+        return jnp.square(r).mean() + 10 * jnp.square(b).mean()
+
+    return loss
+
+
+def pulls_of(fisher, outputs, labels):
+    """Cotangents of each mark's outputs, (pulls, points, 1)."""
+    if fisher == "exact":
+        return np.ones((1, len(outputs), 1))
+    if fisher == "mc":
+        return (outputs[None] - labels)[..., None] / np.sqrt(len(labels))
+    return outputs[None, :, None]
+
+
+def check(inside, fisher="exact", wall=lambda f: f, loss=None):
+    params, (x, z) = net_params(), points()
+    loss = loss or loss_of(inside)
+    labels = [normal(5, 2, len(x)), normal(6, 2, len(z))] if fisher == "mc" else None
+    stats = jk.value_grad_and_factors(loss, fisher=fisher)
+    extra = {"labels": labels} if labels else {}
+    value, grads, factors = jax.jit(stats)(params, (x, z), **extra)
+    expected = jax.value_and_grad(loss)(params, (x, z))
+    np.testing.assert_allclose(value, expected[0], rtol=1e-12)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), grads, expected[1])
+    parts = []
+    for k, (fn, xs, weight) in enumerate(((inside, x, 2.0), (net, z, 20.0))):
+        outputs = np.asarray(jax.vmap(fn, (None, 0))(params, xs))
+        pulls = pulls_of(fisher, outputs, None if labels is None else labels[k])
+        parts.append((fn, xs, weight, pulls))
+    joined = {layer.name: layer.bias is not None for layer in factors.layers}
+    blocks = blocks_of(parts, params, joined)
+    assert blocks.keys() == {x.name for x in factors.layers if x.kind == "dense"}
+    for name, block in blocks.items():
+        if fisher == "forward":
+            block = block._replace(g=np.eye(len(block.g)))
+        assert_block_close(factors[name], block, 1e-10, name)
+    table = jk.find_layers(loss, params, (x, z))
+    assert not table.problems and list(table) == list(factors)
+    return factors
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("form", FORMS)
+def test_factors_of_a_derivative_are_those_of_brute_force(form):
+    check(residual(form))
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "mc", "forward"])
+def test_every_fisher_type_of_a_second_derivative(fisher):
+    check(residual("forward over reverse"), fisher)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("wall", [jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("form", ["hessian", "forward over forward"])
+def test_a_network_inside_jit_or_remat(form, wall):
+    walled = loss_of(residual(form, wall))
+    check(residual(form), loss=walled)
+
+
+def random_features(p, x):
+    """Linear in its kernel."""
+    return (jnp.tanh(x @ normal(8, 2, 6)) @ p["w"])[0]
+
+
+ALONG_ONE = {
+    "grad": lambda f, x: jax.grad(f)(x)[0],
+    "hessian": lambda f, x: jax.hessian(f)(x)[0, 0],
+    "forward": lambda f, x: along(f, direction(0))(x),
+    "forward over forward": lambda f, x: along(along(f, direction(0)), direction(0))(x),
+    "forward over reverse": lambda f, x: along(jax.grad(f), direction(0))(x)[0],
+    "reverse over forward": lambda f, x: jax.grad(along(f, direction(0)))(x)[0],
+    "reverse over reverse": lambda f, x: jax.grad(lambda x: jax.grad(f)(x)[0])(x)[0],
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("form", ALONG_ONE)
+def test_a_linear_model_has_its_gauss_newton_matrix(form):
+    """Whichever way it is differentiated, and so in whichever orientation its kernel is read."""
+    params, (x, _) = {"w": normal(7, 6, 1)}, points()
+
+    def loss(p, x):
+        values = jax.vmap(lambda x: ALONG_ONE[form](lambda x: random_features(p, x), x))(x)
+        return 0.5 * jnp.square(jk.mark_outputs(values, jk.Gaussian()) - 1.0).mean()
+
+    hessian = jax.hessian(lambda w: loss({"w": w[:, None]}, x))(params["w"][:, 0])
+    factors = jax.jit(jk.value_grad_and_factors(loss, fisher="exact"))(params, x).factors
+    (name,) = factors
+    np.testing.assert_allclose(np.kron(*factors[name]), hessian, rtol=1e-10, atol=1e-13)
+    found = jk.operators.ggn(loss, params, x).to_dense()
+    np.testing.assert_allclose(found, hessian, rtol=1e-10, atol=1e-13)
+
+
+def test_both_orientations_of_a_kernel_make_one_block():
+    """Of one output each G is a number, so that the block is the sum of both."""
+    factors = check(residual("grad"))
+    bases = jk.eigendecompose(factors, max_condition=np.inf)
+    (a, g), (turned_a, turned_g) = factors["w3"], factors["w3@transposed"]
+    expected = np.kron(a, g) + np.kron(np.pad(turned_g, (0, 1)), turned_a)
+    block = jk.reconstruct(bases)["w3"]
+    np.testing.assert_allclose(np.kron(*block), expected, rtol=1e-9, atol=1e-12)
+    with jk.HostCurvature(max_condition=np.inf) as service:
+        service.push(factors, 0)
+        held = jk.reconstruct(service.bases(5))["w3"]
+    np.testing.assert_allclose(np.kron(*held), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_measured_eigenvalues_are_of_the_sum_of_both_orientations():
+    params, (x, _) = net_params(), points()
+
+    def loss(p, x):
+        r = jax.vmap(residual("forward over reverse"), (None, 0))(p, x)
+        return jnp.square(jk.mark_outputs(r, jk.Gaussian(), weight=2.0)).mean()
+
+    factors = jk.value_grad_and_factors(loss, fisher="exact")(params, x).factors
+    bases = jk.eigendecompose(factors)
+    values = jk.correct_eigenvalues(loss, bases, fisher="exact")(params, x)["w2"].raw_values
+    fisher = jk.operators.fisher(loss, params, x, fisher="exact").to_dense()
+    kernel = jax.tree.map(jnp.zeros_like, params) | {"w2": jnp.ones_like(params["w2"])}
+    own = np.flatnonzero(jax.flatten_util.ravel_pytree(kernel)[0])
+    np.testing.assert_allclose(values.sum(), np.trace(fisher[np.ix_(own, own)]), rtol=1e-10)
