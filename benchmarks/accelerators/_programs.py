@@ -249,6 +249,6 @@ def decoder_steps(size: str, dtype: Any) -> Mapping[str, Callable[[], Any]]:
         "library's decoder, gradient": lambda: s.decoder_step(factors=False),
         "library's decoder, factors": lambda: s.decoder_step(factors=True),
         "generation": s.generation,
-        "budget of 1/4, first pass": lambda: s.budgeted(0),
-        "budget of 1/4, last pass": lambda: s.budgeted(-1),
+        "budget of a quarter, first pass": lambda: s.budgeted(0),
+        "budget of a quarter, last pass": lambda: s.budgeted(-1),
     }
