@@ -8,7 +8,8 @@ from jaxkfac.memory import free_bytes
 
 Placement = Literal["auto", "device", "host"]
 
-# syevd, on LAPACK and on cuSOLVER: the matrix it overwrites and about 2 n^2 of scratch.
+# The matrix that is overwritten, and 1 + 6 n + 2 n^2 elements of scratch: LWORK of LAPACK's ssyevd
+# for eigenvectors. cuSOLVER says what it takes when it runs; its documentation has no formula.
 WORKSPACE_MATRICES = 3
 
 
