@@ -9,11 +9,31 @@ from jaxtyping import Array
 from jaxkfac.linalg import clip_eigenvalues
 
 
+class MeasuredValues(NamedTuple):
+    """Eigenvalues of one layer's block, each divided by ``root ** 2``.
+
+    Attributes:
+        values: Clipped, the largest sought over each block, ``(stack..., in[+1], out)``.
+        raw_values: As measured.
+        root: ``(stack..., 1, 1)``: see :func:`jaxkfac.linalg.block_root`.
+    """
+
+    values: Array
+    raw_values: Array
+    root: Array
+
+    @property
+    def in_own_units(self) -> tuple[Array, Array]:
+        """Both, 0 or infinite where the dtype does not reach."""
+        return tuple(x * self.root * self.root for x in self[:2])
+
+
 class Corrections(NamedTuple):
     """Sums of squared gradients in the eigenbases; they combine by adding.
 
     Attributes:
-        sums: ``{layer name: (stack..., in[+1], out)}``; of a diagonal, shaped like it.
+        sums: ``{layer name: (stack..., in[+1], out)}``, divided by the square of the layer's
+            ``Eigenbases.block_root``; of a diagonal, shaped like it and whole.
         bias_sums: ``{layer name: (stack..., out)}`` of biases with a block of their own.
         terms: Number of loss terms, scalar.
     """
@@ -28,14 +48,17 @@ class Corrections(NamedTuple):
         terms = jnp.where(self.terms > 0, self.terms, 1)
         return total / terms.astype(total.dtype)
 
+    def measured(
+        self, name: str, root: Array, max_condition: float, floor: float
+    ) -> MeasuredValues:
+        """The eigenvalues of a layer with two factors."""
+        raw = self.mean(self.sums[name])
+        rows = raw.reshape(*raw.shape[:-2], -1)
+        clipped = clip_eigenvalues(rows, max_condition).reshape(raw.shape)
+        return MeasuredValues(jnp.maximum(clipped, floor / root / root), raw, root)
+
     def decayed(self, decay: Any, new: "Corrections") -> "Corrections":
         """``decay * self + new``, dtypes kept."""
         return jax.tree.map(
             lambda x, y: jnp.asarray(decay, x.dtype) * x + y.astype(x.dtype), self, new
         )
-
-
-def clip_block(values: Array, max_condition: float, floor: float) -> Array:
-    """Clip ``(stack..., in, out)``, the largest sought over each block."""
-    rows = values.reshape(*values.shape[:-2], -1)
-    return clip_eigenvalues(rows, max_condition, floor).reshape(values.shape)

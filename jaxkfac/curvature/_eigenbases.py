@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool
 from jaxkfac._checks import instance_of
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac._serialization import serializable
-from jaxkfac.curvature._corrections import Corrections, clip_block
+from jaxkfac.curvature._corrections import Corrections, MeasuredValues
 from jaxkfac.curvature._layout import Layout, Place, layout_of
 from jaxkfac.factors import BiasMode, Factors, check_same_layers
 from jaxkfac.interception import Layer
-from jaxkfac.linalg import Spectrum, clip_eigenvalues
+from jaxkfac.linalg import Spectrum, block_root, clip_eigenvalues
 
 
 class KroneckerEigenbasis(NamedTuple):
@@ -37,6 +37,8 @@ class KroneckerEigenbasis(NamedTuple):
         bias_values: Of corrected bases, the clipped eigenvalues of a bias with a block of
             its own, ``(stack..., out)``; ``None``: they are those of G.
         bias_raw_values: The same as measured.
+        measured: Of corrected bases, ``values`` and ``raw_values`` in a unit in which they are in
+            range.
     """
 
     a_values: Array
@@ -49,6 +51,7 @@ class KroneckerEigenbasis(NamedTuple):
     raw_values: Array | None = None
     bias_values: Array | None = None
     bias_raw_values: Array | None = None
+    measured: MeasuredValues | None = None
 
 
 class DiagonalEigenbasis(NamedTuple):
@@ -157,9 +160,17 @@ class Eigenbases(_Named):
     def _clipped(self, values: Array) -> Array:
         return clip_eigenvalues(values, self.max_condition, self.floor)
 
-    def _measured(self, corrections: Corrections, layer: Layer) -> dict[str, Array]:
-        raw = corrections.mean(corrections.sums[layer.name])
-        found = {"values": clip_block(raw, self.max_condition, self.floor), "raw_values": raw}
+    def block_root(self, layer: Layer) -> Array:
+        """The unit in which the gradients of a layer with two factors are squared."""
+        a, g = self.spectra(layer)
+        return block_root(a.values, g.values)
+
+    def _measured(self, corrections: Corrections, layer: Layer) -> dict[str, Any]:
+        measured = corrections.measured(
+            layer.name, self.block_root(layer), self.max_condition, self.floor
+        )
+        values, raw_values = measured.in_own_units
+        found: dict[str, Any] = {"measured": measured, "values": values, "raw_values": raw_values}
         if layer.name in corrections.bias_sums:
             raw = corrections.mean(corrections.bias_sums[layer.name])
             found |= {"bias_values": self._clipped(raw), "bias_raw_values": raw}
