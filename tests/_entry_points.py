@@ -20,12 +20,14 @@ class EntryPoint(NamedTuple):
     """How a function is exported, and what is in its module.
 
     ``build`` gives the function and the shapes of its arguments; ``grams`` are products of rows
-    with themselves by size, and ``solves`` decompositions, equal sizes in one call.
+    with themselves by size, ``eigh`` eigendecompositions, equal sizes in one call, and ``qr``
+    whether there are QR decompositions.
     """
 
     build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
     grams: Mapping[int, int]
-    solves: int
+    eigh: int
+    qr: bool
 
 
 ENTRY_POINTS: dict[str, EntryPoint] = {}
@@ -43,6 +45,8 @@ NOT_EXPORTED = {
     "load_safetensors": _DATA,
     "place_once": _DATA,
     "plan_memory": _PYTHON,
+    "lslora.Adapted": "what lslora.attach returns, which is exported",
+    "lslora.Bank": "what lslora.stack returns, which is exported",
     "lslora.approximate_merge": _HOST,
     "lslora.find_nonlinearity": _PYTHON,
     "lslora.load": _DATA,
@@ -57,11 +61,13 @@ NOT_EXPORTED = {
 }
 
 
-def entry(name: str, *, grams: Mapping[int, int] | None = None, solves: int = 0) -> Any:
+def entry(
+    name: str, *, grams: Mapping[int, int] | None = None, eigh: int = 0, qr: bool = False
+) -> Any:
     """Enter a builder; of several of one function the names go on after a comma."""
 
     def register(build: Any) -> Any:
-        ENTRY_POINTS[name] = EntryPoint(build, grams or {}, solves)
+        ENTRY_POINTS[name] = EntryPoint(build, grams or {}, eigh, qr)
         return build
 
     return register
@@ -103,7 +109,6 @@ def bases():
     return jax.eval_shape(decompose, like())
 
 
-@functools.cache
 def adapters(config=CONFIG):
     init = functools.partial(lslora.init, config, apply, PARAMS, BATCH[0])
     return jax.eval_shape(lambda key: init(key=key), KEY)
@@ -205,7 +210,7 @@ def _():
 # ------------------------------------------------------------------ curvature
 
 
-@entry("eigendecompose", solves=3)
+@entry("eigendecompose", eigh=3)
 def _():
     return decompose, (like(),)
 
@@ -225,7 +230,7 @@ def _():
     return jk.fisher_vector_product, (PARAMS, bases())
 
 
-@entry("reconstruct")
+@entry("reconstruct", grams={IN: 1, OUT: 1})  # not of rows: eigenvectors, two of one size in one
 def _():
     return jk.reconstruct, (bases(),)
 
@@ -250,12 +255,12 @@ def kfac():
     return jk.kfac(0.1, like=like(), damping=1e-3, norm_constraint=1e-2)
 
 
-@entry("kfac", solves=3)
+@entry("kfac", eigh=3)
 def _():
     return updates(kfac(), factors=like())
 
 
-@entry("multi_steps", solves=3)
+@entry("multi_steps", eigh=3)
 def _():
     return updates(jk.multi_steps(kfac(), 4, like=like()), factors=like())
 
@@ -293,8 +298,8 @@ def _():
 
 @entry("operators.from_function")
 def _():
-    doubled = lambda v: jax.tree.map(lambda x: 2 * x, v)
-    return lambda v: operators.from_function(doubled, PARAMS) @ v, (PARAMS,)
+    scaled = lambda scale, v: jax.tree.map(lambda x: scale * x, v)
+    return lambda s, v: operators.from_function(scaled, s, PARAMS) @ v, (of(), PARAMS)
 
 
 @entry("operators.solve")
@@ -303,20 +308,20 @@ def _():
     return solve, (PARAMS, BATCH, PARAMS)
 
 
-def estimates(name, solves, **options):
+def estimates(name, *, eigh=0, qr=False, **options):
     """Enter what is estimated of an operator from random vectors."""
     estimate = getattr(operators, name)
 
-    @entry(f"operators.{name}", solves=solves)
+    @entry(f"operators.{name}", eigh=eigh, qr=qr)
     def _():
         of_model = lambda p, d, k: estimate(operators.ggn(OBJECTIVE, p, d), key=k, **options)
         return of_model, (PARAMS, BATCH, KEY)
 
 
-estimates("spectrum", 1, num_eigenvalues=3)
-estimates("trace", 0)
-estimates("spectral_density", 1)
-estimates("log_determinant", 1, damping=0.1)
+estimates("spectrum", eigh=1, num_eigenvalues=3)
+estimates("trace", qr=True)
+estimates("spectral_density", eigh=1)
+estimates("log_determinant", eigh=1, damping=0.1)
 
 
 # ------------------------------------------------------------------ adapters

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.accelerators import _record
 from benchmarks.accelerators._others import others
 from benchmarks.accelerators._programs import decoder_steps
 from benchmarks.accelerators._table import page
@@ -100,3 +101,19 @@ def every_step(dtype):
 def test_every_step_of_the_record_traces_in_bfloat16(name):
     fn, args = every_step(jnp.bfloat16)[name]()
     jax.eval_shape(fn, *args)
+
+
+def test_a_row_stands_while_program_and_compilers_are_the_same(tmp_path, monkeypatch):
+    """And is compiled again where nothing came back."""
+    found = {"jax": "1"}
+    monkeypatch.setattr(_record, "RECORD", tmp_path / "record.json")
+    monkeypatch.setattr(_record, "versions", lambda target: dict(found))
+    place = ("h100", "one device", "small", "float32", "gradient")
+    assert not _record.is_current(place, "abc")
+    _record.keep(place, {"stopped": _record.BEGUN}, "abc")
+    assert not _record.is_current(place, "abc")
+    _record.keep(place, {"stopped": "no result after 300 CPU s"}, "abc")
+    assert _record.is_current(place, "abc") and not _record.is_current(place, "abd")
+    assert "no result after 300 CPU s" in (tmp_path / "record.md").read_text()
+    found["jax"] = "2"
+    assert not _record.is_current(place, "abc")

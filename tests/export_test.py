@@ -5,6 +5,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Mapping
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,17 @@ EIGH = {
     "cuda": "cusolver_syevd_ffi",
     "rocm": "hipsolver_syevd_ffi",
     "tpu": "Eigh",
+}
+
+QR = {
+    "lapack_sgeqrf_ffi",
+    "lapack_sorgqr_ffi",
+    "cusolver_geqrf_ffi",
+    "cusolver_orgqr_ffi",
+    "hipsolver_geqrf_ffi",
+    "hipsolver_orgqr_ffi",
+    "Qr",
+    "ProductOfElementaryHouseholderReflectors",
 }
 
 _DOT = re.compile(
@@ -90,7 +102,8 @@ def test_every_entry_point_is_a_module_of_its_own_without_callbacks(name):
     """Products of rows, in full precision; all that it calls are the platforms' solvers."""
     entry = ENTRY_POINTS[name]
     text = module(*entry_of(name), platforms=PLATFORMS)
-    assert set(_CALL.findall(text)) == (set(EIGH.values()) if entry.solves else set())
+    solvers = (set(EIGH.values()) if entry.eigh else set()) | (QR if entry.qr else set())
+    assert set(_CALL.findall(text)) == solvers
     # One for every way in which JAX lowers a product, where it lowers for all platforms at once.
     found = grams(text) and grams(module(*entry_of(name), platforms=["tpu"]))
     assert {n: len(asked) for (_, n, _), asked in found.items()} == entry.grams
@@ -98,29 +111,31 @@ def test_every_entry_point_is_a_module_of_its_own_without_callbacks(name):
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("name", [name for name, entry in ENTRY_POINTS.items() if entry.solves])
+@pytest.mark.parametrize("name", [name for name, entry in ENTRY_POINTS.items() if entry.eigh])
 def test_sides_of_one_size_are_decomposed_by_one_call(name, platform):
     """Four sides, of which two have one size; one tridiagonal matrix of a Lanczos iteration."""
     called = _CALL.findall(module(*entry_of(name), platforms=[platform]))
-    assert called == [EIGH[platform]] * ENTRY_POINTS[name].solves
+    assert called == [EIGH[platform]] * ENTRY_POINTS[name].eigh
 
 
 def public():
     """``{name: callable}`` as users write it, after ``jk.``."""
-    rooms = {"": jk, "lslora.": jk.lslora, "nf4.": jk.nf4, "operators.": jk.operators}
-    return {
-        room + name: getattr(module, name)
-        for room, module in rooms.items()
-        for name in module.__all__
-        if callable(getattr(module, name)) and not is_value(getattr(module, name))
-    }
+    rooms = {"lslora.": jk.lslora, "nf4.": jk.nf4, "operators.": jk.operators, "": jk}
+    found: dict = {}  # a function that has two names counts under the longer one
+    for room, module in rooms.items():
+        for name in module.__all__:
+            value = getattr(module, name)
+            if callable(value) and not is_value(value) and value not in found.values():
+                found[room + name] = value
+    return found
 
 
 def is_value(found):
     """A class that only holds something, or names it."""
     if not inspect.isclass(found):
         return not inspect.isfunction(found)  # an alias of types
-    return issubclass(found, BaseException | tuple | Mapping) or dataclasses.is_dataclass(found)
+    holds = issubclass(found, BaseException | tuple | Mapping) or dataclasses.is_dataclass(found)
+    return holds or inspect.isabstract(found) or issubclass(found, Protocol)
 
 
 def test_every_public_function_is_exported_or_has_a_reason_not_to_be():

@@ -64,9 +64,9 @@ def plan_memory(
 
     Temporaries are counted from the equations of the program, without a compiler; with
     ``compiler=`` they are what that compiler allocates. What libraries allocate by themselves
-    has rows of its own, from formulas: eigh scratch is $2 n^2$ elements for the largest side
-    $n$ (for all matrices of one size inside an update), conv scratch the patches of the
-    largest convolution.
+    has rows of its own, from formulas: eigh scratch is $2 n^2 + 6 n + 1$ elements for the
+    largest side $n$ (inside an update for all matrices of one size, as many as 2 GiB hold),
+    conv scratch the patches of the largest convolution.
 
     The options, from the cheapest to the dearest, each also a column of the table:
 
