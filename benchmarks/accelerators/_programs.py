@@ -112,9 +112,9 @@ class Steps:
         step = functools.partial(jk.natural_gradient, damping=1e-3)
         return step, (self.params, self.bases)
 
-    def kfac(self) -> Any:
+    def kfac(self, **options: Any) -> Any:
         """Gradient, factors and the update, which decomposes every ten steps."""
-        tx = jk.kfac(0.1, like=self.like, damping=1e-3, norm_constraint=1e-2)
+        tx = jk.kfac(0.1, like=self.like, damping=1e-3, norm_constraint=1e-2, **options)
         stats = self._collector()
 
         def step(params: Any, state: Any, batch: Any) -> Any:
@@ -251,4 +251,15 @@ def decoder_steps(size: str, dtype: Any) -> Mapping[str, Callable[[], Any]]:
         "generation": s.generation,
         "budget of a quarter, first pass": lambda: s.budgeted(0),
         "budget of a quarter, last pass": lambda: s.budgeted(-1),
+    }
+
+
+def sharded_steps(size: str, dtype: Any) -> Mapping[str, Callable[[], Any]]:
+    """Those of ``decoder_steps`` that are compiled for several devices, too."""
+    s = Steps(SIZES[size], dtype)
+    return {
+        "gradient": s.gradient,
+        "factors, empirical": s.factors,
+        "natural gradient": s.natural_gradient,
+        "K-FAC step": s.kfac,
     }
