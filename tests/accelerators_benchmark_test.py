@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.accelerators import _record
 from benchmarks.accelerators._others import others
-from benchmarks.accelerators._programs import decoder_steps
+from benchmarks.accelerators._steps import decoder_steps
 from benchmarks.accelerators._table import page
 from benchmarks.accelerators._text import described
 

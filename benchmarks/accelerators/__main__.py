@@ -16,7 +16,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.accelerators._record import BEGUN, Place, is_current, keep, recorded
@@ -42,6 +42,8 @@ def main() -> None:
         # XLA reads them when it is loaded, and it is: begin again.
         os.environ.update(ours)
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.accelerators", *sys.argv[1:]])
+    from benchmarks.accelerators._steps import steps_of
+
     steps = steps_of(args.size, args.dtype, args.layout)
     for name in steps:
         if re.search(args.only, name):
@@ -50,16 +52,6 @@ def main() -> None:
                 apart(place, args.limit, again=args.again)
             else:
                 compile_into_record(place, steps[name], again=args.again)
-
-
-def steps_of(size: str, dtype: str, layout: str) -> Mapping[str, Callable[[], Any]]:
-    """``{name: () to (function, shapes of its arguments)}``."""
-    from benchmarks.accelerators._others import others
-    from benchmarks.accelerators._programs import DTYPES, decoder_steps, sharded_steps
-
-    if size == "others":
-        return others(DTYPES[dtype])
-    return (decoder_steps if layout == "one device" else sharded_steps)(size, DTYPES[dtype])
 
 
 def compile_into_record(place: Place, step: Callable[[], Any], *, again: bool) -> None:
