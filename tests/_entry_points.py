@@ -45,7 +45,6 @@ NOT_EXPORTED = {
     "load_safetensors": _DATA,
     "place_once": _DATA,
     "plan_memory": _PYTHON,
-    "lslora.Adapted": "what lslora.attach returns, which is exported",
     "lslora.Bank": "what lslora.stack returns, which is exported",
     "lslora.approximate_merge": _HOST,
     "lslora.find_nonlinearity": _PYTHON,
@@ -308,18 +307,18 @@ def _():
     return solve, (PARAMS, BATCH, PARAMS)
 
 
-def estimates(name, *, eigh=0, qr=False, **options):
+def estimates(name, *, grams=None, eigh=0, qr=False, **options):
     """Enter what is estimated of an operator from random vectors."""
     estimate = getattr(operators, name)
 
-    @entry(f"operators.{name}", eigh=eigh, qr=qr)
+    @entry(f"operators.{name}", grams=grams, eigh=eigh, qr=qr)
     def _():
         of_model = lambda p, d, k: estimate(operators.ggn(OBJECTIVE, p, d), key=k, **options)
         return of_model, (PARAMS, BATCH, KEY)
 
 
 estimates("spectrum", eigh=1, num_eigenvalues=3)
-estimates("trace", qr=True)
+estimates("trace", grams={32: 2}, qr=True)  # of the sketch of its 32 samples
 estimates("spectral_density", eigh=1)
 estimates("log_determinant", eigh=1, damping=0.1)
 

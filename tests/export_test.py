@@ -23,7 +23,8 @@ EIGH = {
     "tpu": "Eigh",
 }
 
-QR = {
+QR = {  # and a solve with its triangle, which only LAPACK has as a call
+    "lapack_strsm_ffi",
     "lapack_sgeqrf_ffi",
     "lapack_sorgqr_ffi",
     "cusolver_geqrf_ffi",
@@ -141,6 +142,4 @@ def is_value(found):
 def test_every_public_function_is_exported_or_has_a_reason_not_to_be():
     exported = {name.split(", ")[0] for name in ENTRY_POINTS}
     assert not exported & NOT_EXPORTED.keys()
-    missing = public().keys() - exported - NOT_EXPORTED.keys()
-    assert not missing
-    assert not NOT_EXPORTED.keys() - public().keys()
+    assert public().keys() == exported - {"Objective", "LongSum"} | NOT_EXPORTED.keys()
