@@ -167,7 +167,7 @@ NAMES = {
     "identity_bases": "identity matrices: preconditioning by them changes nothing",
     "HostBytes": "predicts bytes, of which torch_ref has no table",
     "HostOptions": "the arguments of HostCurvature",
-    "WORKSPACE_MATRICES": "predicts bytes, of which torch_ref has no table",
+    "solver_scratch": "predicts bytes, of which torch_ref has no table",
     "diagonal_rows": _PIECE,
     "MeshAxis": "where matrices are decomposed; the results are the same",
     "METRICS": "the table of the metrics, whose numbers have cases",

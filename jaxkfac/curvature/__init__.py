@@ -16,7 +16,7 @@ from jaxkfac.curvature._eigenbases import (
     identity_bases,
 )
 from jaxkfac.curvature._eigendecompose import eigendecompose
-from jaxkfac.curvature._placement import WORKSPACE_MATRICES, Placement
+from jaxkfac.curvature._placement import Placement, solver_scratch
 from jaxkfac.curvature._reconstruct import reconstruct
 from jaxkfac.curvature.capacity import (
     CapacityComparison,
@@ -34,7 +34,6 @@ from jaxkfac.curvature.ekfac import EigenvalueCorrector, correct_eigenvalues
 from jaxkfac.curvature.host import HostCurvature
 
 __all__ = [
-    "WORKSPACE_MATRICES",
     "CapacityComparison",
     "CapacityInterval",
     "CapacityMetrics",
@@ -62,4 +61,5 @@ __all__ = [
     "identity_bases",
     "natural_gradient",
     "reconstruct",
+    "solver_scratch",
 ]
