@@ -120,7 +120,7 @@ def eigendecompose(
     sides: list[_DenseMean] = []
     spectra: dict[Place, Any] = {}
     for place, block in layout.blocks.items():
-        mean = _mean(factors, block)
+        mean = block_mean(factors, block)
         if block.source.dense:
             sides.append(_DenseMean(block, mean))
         elif place.table == "diagonals":
@@ -137,7 +137,7 @@ def eigendecompose(
     return Eigenbases.of_blocks(layout, spectra, max_condition=max_condition, floor=floor)
 
 
-def _mean(factors: Factors, block: EigenBlock) -> Array | np.ndarray:
+def block_mean(factors: Factors, block: EigenBlock) -> Array | np.ndarray:
     """What is decomposed for a block; as in :class:`Factors`, NumPy in, NumPy out."""
     source = block.source
     table, key = source.place
