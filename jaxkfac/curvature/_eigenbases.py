@@ -13,9 +13,16 @@ from jaxtyping import Array, Bool
 from jaxkfac._checks import instance_of
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac._serialization import serializable
-from jaxkfac.curvature._corrections import Corrections, clip_block
+from jaxkfac.curvature._corrections import clip_block
 from jaxkfac.curvature._layout import Layout, Place, layout_of
-from jaxkfac.factors import BiasMode, Factors, check_same_layers
+from jaxkfac.factors import (
+    BiasMode,
+    Corrections,
+    Estimator,
+    Factors,
+    Program,
+    check_same_layers,
+)
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import Spectrum, clip_eigenvalues
 
@@ -86,7 +93,8 @@ class Eigenbases(_Named):
         bias: ``"joint"`` or ``"separate"``, static.
         max_condition: Bound of the clipping on read, static.
         floor: Smallest eigenvalue of the clipping on read, static.
-        corrections: Measured eigenvalues (:func:`correct_eigenvalues`), or ``None``. Those of
+        corrections: Measured eigenvalues (:func:`correct_eigenvalues`), or ``None``; sums over no
+            loss term read as if there were none. Those of
             several batches in the same eigenbases are combined with ``+``, and averaged by
             :func:`update_average`.
     """
@@ -158,10 +166,16 @@ class Eigenbases(_Named):
         return clip_eigenvalues(values, self.max_condition, self.floor)
 
     def _measured(self, corrections: Corrections, layer: Layer) -> dict[str, Array]:
-        raw = corrections.mean(corrections.sums[layer.name])
-        found = {"values": clip_block(raw, self.max_condition, self.floor), "raw_values": raw}
+        a, g = self.spectra(layer)
+        raw = _or(corrections, corrections.sums[layer.name], _products(a.values, g.values))
+        clipped = _products(self._clipped(a.values), self._clipped(g.values))
+        own = clip_block(raw, self.max_condition, self.floor)
+        found = {
+            "values": jnp.where(corrections.terms > 0, own, clipped),
+            "raw_values": raw,
+        }
         if layer.name in corrections.bias_sums:
-            raw = corrections.mean(corrections.bias_sums[layer.name])
+            raw = _or(corrections, corrections.bias_sums[layer.name], g.values)
             found |= {"bias_values": self._clipped(raw), "bias_raw_values": raw}
         return found
 
@@ -169,9 +183,24 @@ class Eigenbases(_Named):
         """The basis of a layer that is a diagonal, clipped over each stacked slice."""
         raw = self.diagonals[layer.name]
         if self.corrections is not None:
-            raw = self.corrections.mean(self.corrections.sums[layer.name])
+            raw = _or(self.corrections, self.corrections.sums[layer.name], raw)
         clipped = map_slices(layer, raw, self._clipped)
         return DiagonalEigenbasis(diagonal=clipped, raw_diagonal=raw)
+
+    def measured(
+        self,
+        program: Program,
+        estimator: Estimator,
+        params: Any,
+        batch: Any,
+        key: Any,
+        positions: Any,
+        state: Any,
+    ) -> Corrections:
+        """See :class:`jaxkfac.factors.Measurable`."""
+        from jaxkfac.curvature.ekfac import corrections_of  # which reads eigenbases
+
+        return corrections_of(program, self, estimator, params, batch, key, positions, state)
 
     def spectra(self, layer: Layer) -> tuple[Spectrum, Spectrum]:
         """The input and output spectra of a layer with two factors, as stored."""
@@ -215,6 +244,15 @@ class Eigenbases(_Named):
         if self.corrections is not None:
             total = self.corrections.decayed(decay, new.corrections)
         return dataclasses.replace(self, corrections=total)
+
+
+def _products(a_values: Array, g_values: Array) -> Array:
+    return jnp.maximum(a_values, 0)[..., :, None] * jnp.maximum(g_values, 0)[..., None, :]
+
+
+def _or(corrections: Corrections, total: Array, values: Array) -> Array:
+    """The mean of a sum; ``values`` where nothing was measured."""
+    return jnp.where(corrections.terms > 0, corrections.mean(total), values.astype(total.dtype))
 
 
 def _check_same_shapes(new: Eigenbases, expected: Eigenbases) -> None:

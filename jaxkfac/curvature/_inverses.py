@@ -138,7 +138,7 @@ def invert(
     def inverse(matrix: Array, dense: bool, shift: Array) -> Array:
         nonlocal last
         if not dense:
-            return power_or_zero(clipped(matrix) + shift[..., None], -1)
+            return power_or_zero(clipped(matrix) + shift[..., None], -1.0)
         least = jnp.maximum(_trace(matrix) / max_condition, floor)
         last = damped_inverse(matrix, jnp.maximum(shift, least), after=last)
         return last

@@ -11,15 +11,19 @@ from jaxkfac.factors._average import (
 from jaxkfac.factors._budgeted import BudgetedCollector
 from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
+from jaxkfac.factors._corrections import Corrections, Measurable
 from jaxkfac.factors._diagonal_pass import check_alone, per_example_diagonals
 from jaxkfac.factors._estimator import LABEL_FOLD, Estimator, check_label_values
 from jaxkfac.factors._example_sums import gradient_rows
 from jaxkfac.factors._factors import (
     BiasMode,
+    CorrectedDiagonal,
+    CorrectedFactor,
     DiagonalFactor,
     Factors,
     KroneckerFactor,
     mean_of,
+    without_corrections,
     without_loss_terms,
 )
 from jaxkfac.factors._fisher import FISHER_TYPES, estimator_of, over_count
@@ -47,6 +51,9 @@ __all__ = [
     "BiasMode",
     "BudgetedCollector",
     "Categorical",
+    "CorrectedDiagonal",
+    "CorrectedFactor",
+    "Corrections",
     "DiagonalFactor",
     "Estimator",
     "FactorCollector",
@@ -58,6 +65,7 @@ __all__ = [
     "LongSum",
     "LossTerms",
     "MarkedTerms",
+    "Measurable",
     "Objective",
     "Pass",
     "PassPlan",
@@ -85,6 +93,7 @@ __all__ = [
     "takes_key",
     "update_average",
     "value_grad_and_factors",
+    "without_corrections",
     "without_loss_terms",
     "zeros_like",
 ]

@@ -1,5 +1,6 @@
 """K-FAC as an optax transformation, all in one graph."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from jaxkfac.factors import (
     check_factors,
     check_like,
     update_average,
+    without_corrections,
     without_loss_terms,
     zeros_like,
 )
@@ -93,6 +95,15 @@ class KfacState(NamedTuple):
     def average(self) -> Factors:
         """Exponential average of the factors, as sums and counts."""
         return _read(self.stacks.unstacked_factors, self.stacked_average)
+
+    @property
+    def statistics(self) -> Factors:
+        """The average, and of measured eigenvalues those since the last refresh."""
+        corrections = None
+        if isinstance(self.stacked_bases, Eigenbases):
+            corrections = self.stacked_bases.corrections
+        stacked = dataclasses.replace(self.stacked_average, corrections=corrections)
+        return _read(self.stacks.unstacked_factors, stacked)
 
     @property
     def bases(self) -> Eigenbases:
@@ -239,11 +250,12 @@ def kfac(
     )
     check_like(like)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), without_loss_terms(like))
-    method = preconditioner_of(inverse, damping, damping_mode)
+    measures = like.corrections is not None
+    method = preconditioner_of(inverse, damping, damping_mode, measures=measures)
     covered, stacks = covered_indices(like.layers), Stacks.of(like)
     stacked_like = jax.eval_shape(stacks.factors, like)
-    stacked_paths = covered_indices(stacked_like.layers)
-    refresh = Refresh(method, stacked_like, refresh_every, stagger=stagger)
+    bare, stacked_paths = without_corrections(stacked_like), covered_indices(stacked_like.layers)
+    refresh = Refresh(method, bare, refresh_every, stagger=stagger)
     scheduled: tuple[Any, ...] = learning_rate, damping
     staged: TraceCache[Staged] = TraceCache()
 
@@ -256,10 +268,11 @@ def kfac(
         check_some_covered("params", params, covered, "like=")
         first = jnp.zeros((), jnp.int32)
         held = clipping_of_init(clipping)
+        bases = method.initial(bare, at_step(damping, first), held)
         return KfacState(
             step=first,
-            stacked_average=zeros_like(stacked_like),
-            stacked_bases=method.initial(stacked_like, at_step(damping, first), held),
+            stacked_average=zeros_like(bare),
+            stacked_bases=method.with_corrections(bases, stacked_like.corrections),
             momentum=zero_momentum(params, covered, everywhere=rest is None),
             others=() if rest is None else rest.init(params),
             skipped=jnp.zeros((), jnp.int32),
@@ -281,6 +294,7 @@ def kfac(
         if factors is not None:
             check_factors(factors, like)
             factors = without_loss_terms(factors)
+            method.check_measured(factors, stagger=stagger)
         check_state("kfac", state, KfacState)
         _check_held(state, stacks, method.kept)
         check_like_momentum(grads, state.momentum)
@@ -300,7 +314,7 @@ def kfac(
     def averaged(state: KfacState, factors: Factors | None) -> Factors:
         if factors is None:
             return state.stacked_average
-        return update_average(state.stacked_average, factors, decay)
+        return update_average(state.stacked_average, without_corrections(factors), decay)
 
     def refresh_on_host(
         concrete: bool,
@@ -342,11 +356,14 @@ def kfac(
 
         def step() -> Any:
             average = averaged(state, new)
+            held, more = method.advanced(state.stacked_bases, new, decay)
             if method.on_host:
-                bases = state.stacked_bases if from_host is None else from_host
-                kept = jnp.zeros((), jnp.int32)
+                bases = held if from_host is None else from_host
+                kept, due = jnp.zeros((), jnp.int32), jnp.asarray(from_host is not None)
             else:
-                bases, kept = refresh(state, average, delta, clipped)
+                bases, kept = refresh(state, held, average, delta, clipped)
+                due = refresh.is_due(state) & (average.terms > 0)
+            bases = method.measured_since(bases, more, due)
             steps = method.apply(stacked, bases, delta)
             if norm_constraint is not None:
                 steps = constrain_norm(steps, stacked, stacked_paths, rate, norm_constraint)
@@ -360,7 +377,9 @@ def kfac(
         def skip() -> Any:
             steps, out = jax.tree.map(jnp.zeros_like, (stacked, () if rest is None else own))
             skipped = jnp.asarray(optax.safe_increment(state.skipped))
-            held = state.stacked_average, state.stacked_bases, (out, state.others)
+            bare_bases, more = method.advanced(state.stacked_bases, new, None)
+            bases = method.measured_since(bare_bases, more, jnp.asarray(False))
+            held = state.stacked_average, bases, (out, state.others)
             return steps, *held, state.step, skipped, state.kept
 
         # A cond, not a select of every leaf: XLA copies the reduction over all leaves into

@@ -265,10 +265,13 @@ def _sums(
     if factors is not None:
         # Output statistics of no loss term are sums over nothing, whatever 0/0 made of them.
         seen = factors.terms > 0
-        g_sums, diagonals = jax.tree.map(
-            lambda f: jnp.where(seen, f, jnp.zeros_like(f)), (factors.g_sums, factors.diagonals)
+        g_sums, diagonals, corrections = jax.tree.map(
+            lambda f: jnp.where(seen, f, jnp.zeros_like(f)),
+            (factors.g_sums, factors.diagonals, factors.corrections),
         )
-        factors = dataclasses.replace(factors, g_sums=g_sums, diagonals=diagonals)
+        factors = dataclasses.replace(
+            factors, g_sums=g_sums, diagonals=diagonals, corrections=corrections
+        )
 
     def weighted(grads: PyTree) -> PyTree:
         return jax.tree.map(lambda g: count * g.astype(dtype), grads)
@@ -299,7 +302,7 @@ def _factors_in(state: Any) -> Factors | None:
     """The factors that an inner transformation keeps an average of, if any."""
     kept = (Factors, KfacState)
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kept))
-    nodes = [node.average if isinstance(node, KfacState) else node for node in nodes]
+    nodes = [node.statistics if isinstance(node, KfacState) else node for node in nodes]
     found = [without_loss_terms(node) for node in nodes if isinstance(node, Factors)]
     for other in found[1:]:
         check_same_layers(other, found[0])
@@ -322,3 +325,9 @@ def _check_statistics(factors: Any, terms: Any, held: Factors | None) -> None:
                 "terms= if it needs no factors"
             )
         check_factors(factors, held)
+        if (factors.corrections is None) != (held.corrections is None):
+            raise ValueError(
+                "eigenvalues measured in eigenbases (bases=) are accumulated from the first "
+                "micro-step on or never: build jk.kfac with like=stats.factor_shapes(params, "
+                "batch, bases=...), and hand bases= to every call of stats"
+            )

@@ -1,10 +1,12 @@
 """How K-FAC keeps what it preconditions with: eigenvectors, or inverses of damped factors."""
 
 import abc
+import dataclasses
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
 from jaxkfac._checks import one_of
@@ -19,7 +21,7 @@ from jaxkfac.curvature import (
     natural_gradient,
     precondition,
 )
-from jaxkfac.factors import Factors
+from jaxkfac.factors import Corrections, Factors
 from jaxkfac.linalg import Damping, DampingMode, Spectrum, is_separable
 from jaxkfac.optim._injected import Clipping
 
@@ -48,6 +50,37 @@ class Preconditioner(abc.ABC):
     def fresh(self, average: Factors, damping: Damping, clipping: Clipping) -> Any:
         """Of an average."""
 
+    def with_corrections(self, held: Any, like: Corrections | None) -> Any:
+        """With measured eigenvalues of nothing, where ``like`` has their shapes."""
+        return held
+
+    def check_measured(self, factors: Factors, *, stagger: bool) -> None:
+        """Refuse measured eigenvalues where none can be used.
+
+        Raises:
+            ValueError: with the remedy.
+        """
+        if factors.corrections is not None:
+            raise ValueError(
+                "the factors hold eigenvalues measured in eigenbases (bases=), and this kfac keeps "
+                "inverses: build it with inverse='eigh'"
+            )
+
+    def advanced(
+        self, held: Any, factors: Factors | None, decay: ArrayLike | None
+    ) -> tuple[Any, Corrections | None]:
+        """What is held without its measured eigenvalues, and those, advanced by a step.
+
+        Without a ``decay`` they stay.
+        """
+        return held, None
+
+    def measured_since(
+        self, held: Any, corrections: Corrections | None, renewed: Bool[Array, ""]
+    ) -> Any:
+        """With measured eigenvalues, or those of nothing where the eigenvectors are new."""
+        return held
+
     @abc.abstractmethod
     def apply(self, grads: PyTree, held: Any, damping: Damping) -> PyTree:
         """Preconditioned gradients; those that no layer covers as they are."""
@@ -68,6 +101,39 @@ class _Eigenvectors(Preconditioner):
     def apply(self, grads: PyTree, held: Eigenbases, damping: Damping) -> PyTree:
         options: Any = {"damping_mode": self._mode, "missing": "identity"}
         return natural_gradient(grads, held, damping=damping, **options)
+
+    def with_corrections(self, held: Eigenbases, like: Corrections | None) -> Eigenbases:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return dataclasses.replace(held, corrections=zeros)
+
+    def check_measured(self, factors: Factors, *, stagger: bool) -> None:
+        if factors.corrections is not None and stagger:
+            raise ValueError(
+                "stagger=True renews eigenvectors layer by layer, and measured eigenvalues "
+                "(bases=) have one count for all: leave out one of the two"
+            )
+
+    def advanced(
+        self, held: Eigenbases, factors: Factors | None, decay: ArrayLike | None
+    ) -> tuple[Eigenbases, Corrections | None]:
+        old, new = held.corrections, None if factors is None else factors.corrections
+        held = dataclasses.replace(held, corrections=None)
+        if new is None:
+            return held, old
+        if old is None:
+            old = jax.tree.map(jnp.zeros_like, new)
+        if decay is None:
+            return held, old
+        kept = jnp.where(new.terms > 0, decay, 1.0)
+        return held, old.decayed(kept, new)
+
+    def measured_since(
+        self, held: Eigenbases, corrections: Corrections | None, renewed: Bool[Array, ""]
+    ) -> Eigenbases:
+        if corrections is not None:
+            zeros = jax.tree.map(jnp.zeros_like, corrections)
+            corrections = jax.lax.cond(renewed, lambda: zeros, lambda: corrections)
+        return dataclasses.replace(held, corrections=corrections)
 
 
 class _HostEigenvectors(_Eigenvectors):
@@ -99,18 +165,30 @@ METHODS: dict[str, type[Preconditioner]] = {
 
 
 def preconditioner_of(
-    inverse: InverseMethod, damping: Any, damping_mode: DampingMode
+    inverse: InverseMethod, damping: Any, damping_mode: DampingMode, *, measures: bool
 ) -> Preconditioner:
     """The one that ``inverse=`` names.
 
+    Args:
+        inverse: Its name.
+        damping: Whether it is a pair is all that is read.
+        damping_mode: As in :func:`jaxkfac.kfac`.
+        measures: Whether eigenvalues are measured, which takes eigenvectors.
+
     Raises:
-        ValueError: an unknown name, or inverses of a damping that is not separable.
+        ValueError: an unknown name, or inverses that there are none of.
     """
     one_of("inverse", inverse, ("auto", *METHODS))
     if inverse == "auto":
-        inverse = "cholesky" if is_separable(damping, damping_mode) else "eigh"
+        separable = is_separable(damping, damping_mode)
+        inverse = "cholesky" if separable and not measures else "eigh"
     if inverse == "cholesky":
         check_separable(damping, damping_mode)
+        if measures:
+            raise ValueError(
+                "like= has eigenvalues measured in eigenbases (bases=), and inverse='cholesky' "
+                "keeps none: take inverse='eigh'"
+            )
     return METHODS[inverse](damping_mode)
 
 

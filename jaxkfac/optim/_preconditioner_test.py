@@ -12,7 +12,6 @@ from jaxkfac.optim._kfac_test import assert_close, jitted, run
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-BATCHES = [net_batch(jax.random.key(i), 8) for i in range(6)]
 OPTIONS = {"decay": 0.7, "refresh_every": 3, "momentum": 0.0, "max_condition": float("inf")}
 
 
@@ -21,11 +20,16 @@ def params():
     return net_params(jax.random.key(0))
 
 
+@pytest.fixture
+def batches():
+    return [net_batch(jax.random.key(i), 8) for i in range(6)]
+
+
 def like_for(params):
-    return net_like(params, BATCHES[0])
+    return net_like(params, net_batch(jax.random.key(0), 8))
 
 
-def written_out(params, damping, mode, refreshes=(0, 3), batches=BATCHES):
+def written_out(params, damping, mode, batches, refreshes=(0, 3)):
     """Parameters after steps with the eigenvectors, and the damping, of the last refresh."""
     average = zeros_like(like_for(params))
     for t, batch in enumerate(batches):
@@ -39,12 +43,14 @@ def written_out(params, damping, mode, refreshes=(0, 3), batches=BATCHES):
 
 
 @pytest.mark.parametrize("mode", ["pi", "factored"])
-def test_stored_inverses_step_like_eigenvectors_with_the_damping_of_the_refresh(params, mode):
+def test_stored_inverses_step_like_eigenvectors_with_the_damping_of_the_refresh(
+    params, batches, mode
+):
     damping = lambda t: 0.3 / (1.0 + t)
     tx = kfac(0.1, like=like_for(params), damping=damping, damping_mode=mode, **OPTIONS)
     with jax.numpy_dtype_promotion("standard"):  # the schedule divides by an int32 step
-        found, _ = run(jitted(tx), params, tx.init(params), BATCHES)
-    assert_close(found, written_out(params, damping, mode))
+        found, _ = run(jitted(tx), params, tx.init(params), batches)
+    assert_close(found, written_out(params, damping, mode, batches))
 
 
 @pytest.mark.parametrize(
@@ -56,18 +62,20 @@ def test_stored_inverses_step_like_eigenvectors_with_the_damping_of_the_refresh(
         ("cholesky", "exact", (0.2, 0.3)),
     ],
 )
-def test_every_way_of_keeping_a_refresh_gives_the_same_steps(params, inverse, mode, damping):
+def test_every_way_of_keeping_a_refresh_gives_the_same_steps(
+    params, batches, inverse, mode, damping
+):
     options = {"damping": damping, "damping_mode": mode, **OPTIONS}
     tx = kfac(0.1, like=like_for(params), inverse=inverse, **options)
     step = jitted(tx) if inverse != "host" else lambda g, s, p, f: tx.update(g, s, p, factors=f)
-    found, state = run(step, params, tx.init(params), BATCHES)
-    assert_close(found, written_out(params, lambda t: damping, mode))
-    assert int(state.step) == len(BATCHES)
+    found, state = run(step, params, tx.init(params), batches)
+    assert_close(found, written_out(params, lambda t: damping, mode, batches))
+    assert int(state.step) == len(batches)
 
 
-def test_stored_inverses_go_through_scan_multi_steps_and_injected_numbers(params):
+def test_stored_inverses_go_through_scan_multi_steps_and_injected_numbers(params, batches):
     tx = kfac(0.1, like=like_for(params), damping=0.2, damping_mode="pi", **OPTIONS)
-    expected, _ = run(jitted(tx), params, tx.init(params), BATCHES)
+    expected, _ = run(jitted(tx), params, tx.init(params), batches)
 
     def step(tx, carry, batch):
         params, state = carry
@@ -75,7 +83,7 @@ def test_stored_inverses_go_through_scan_multi_steps_and_injected_numbers(params
         updates, state = tx.update(grads, state, params, factors=factors)
         return (optax.apply_updates(params, updates), state), None
 
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *BATCHES)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)
     injected = optax.inject_hyperparams(kfac, static_args=("like", "max_condition"))(
         0.1, like=like_for(params), damping=0.2, damping_mode="pi", **OPTIONS
     )
@@ -84,13 +92,13 @@ def test_stored_inverses_go_through_scan_multi_steps_and_injected_numbers(params
         (found, _), _ = jax.lax.scan(lambda c, b, each=each: step(each, c, b), start, stacked)
         assert_close(found, expected, 1e-9)
     donated = jax.jit(lambda g, s, p, f: tx.update(g, s, p, factors=f), donate_argnums=1)
-    one, _ = run(donated, params, tx.init(params), BATCHES[:3])
-    assert_close(one, run(jitted(tx), params, tx.init(params), BATCHES[:3])[0], 0.0)
+    one, _ = run(donated, params, tx.init(params), batches[:3])
+    assert_close(one, run(jitted(tx), params, tx.init(params), batches[:3])[0], 0.0)
 
 
-def test_a_nan_batch_changes_neither_average_nor_inverses(params):
+def test_a_nan_batch_changes_neither_average_nor_inverses(params, batches):
     tx = kfac(0.1, like=like_for(params), damping=0.2, damping_mode="pi", **OPTIONS)
-    grads, factors = net_statistics(params, BATCHES[0])
+    grads, factors = net_statistics(params, batches[0])
     _, state = jitted(tx)(grads, tx.init(params), params, factors)
     bad = jax.tree.map(lambda x: x * jnp.nan, factors)
     updates, after = jitted(tx)(grads, state, params, bad)
@@ -98,11 +106,11 @@ def test_a_nan_batch_changes_neither_average_nor_inverses(params):
     assert_close(after._replace(skipped=state.skipped), state, 0.0)
 
 
-def test_an_inverse_that_fails_leaves_the_one_before_it(params):
+def test_an_inverse_that_fails_leaves_the_one_before_it(params, batches):
     """Without damping and clipping, a factor of too few rows has none."""
     options = OPTIONS | {"refresh_every": 1, "decay": 0.0}
     tx = kfac(0.1, like=like_for(params), damping=0.0, damping_mode="factored", **options)
-    grads, factors = net_statistics(params, BATCHES[0])
+    grads, factors = net_statistics(params, batches[0])
     _, state = jitted(tx)(grads, tx.init(params), params, factors)
     assert int(state.kept) == 0
     factors.g_sums["head/kernel"] = jnp.ones((2, 2))
@@ -112,18 +120,18 @@ def test_an_inverse_that_fails_leaves_the_one_before_it(params):
     assert np.array_equal(held(after), held(state))
 
 
-def test_bfloat16_parameters_keep_their_dtype(params):
+def test_bfloat16_parameters_keep_their_dtype(params, batches):
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     tx = kfac(0.1, like=like_for(params), damping=0.2, damping_mode="pi")
-    grads, factors = net_statistics(params, BATCHES[0])
+    grads, factors = net_statistics(params, batches[0])
     grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), grads)
     updates, _ = jitted(tx)(grads, tx.init(half), half, factors)
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
 
 
-def test_what_cannot_be_is_refused(params):
+def test_what_cannot_be_is_refused(params, batches):
     like = like_for(params)
-    grads, factors = net_statistics(params, BATCHES[0])
+    grads, factors = net_statistics(params, batches[0])
     with pytest.raises(ValueError, match="damping_mode='exact'.*eigenvectors"):
         kfac(0.1, like=like, inverse="cholesky")
     with pytest.raises(ValueError, match="inverse='lu'"):

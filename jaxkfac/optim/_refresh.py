@@ -59,10 +59,10 @@ class Refresh:
         return first | (state.step % self._every == offset)
 
     def __call__(
-        self, state: Any, average: Factors, damping: Damping, clipping: Clipping
+        self, state: Any, bases: Any, average: Factors, damping: Damping, clipping: Clipping
     ) -> tuple[Any, Int[Array, ""]]:
-        """What holds after this step, and how many decompositions failed."""
-        bases, failed = state.stacked_bases, jnp.zeros((), jnp.int32)
+        """What holds after this step in place of ``bases``, and how many decompositions failed."""
+        failed = jnp.zeros((), jnp.int32)
         for offset, layers in self._parts:
             part = _part_of(average, layers)
 

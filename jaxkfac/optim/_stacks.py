@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxkfac._serialization import serializable
 from jaxkfac.curvature import Eigenbases
-from jaxkfac.factors import Factors
+from jaxkfac.factors import Corrections, Factors
 from jaxkfac.interception import Layer, ParameterMatrix, leaves_by_path, with_leaves
 from jaxkfac.linalg import Spectrum
 
@@ -100,7 +100,8 @@ class Stacks:
                 dtypes = [x.dtype for x in parts if x is not None]
                 if not dtypes:
                     continue
-                dtype = functools.reduce(jnp.promote_types, dtypes)
+                with jax.numpy_dtype_promotion("standard"):
+                    dtype = functools.reduce(jnp.promote_types, dtypes)
                 leaves[stacked.path] = jnp.stack(
                     [
                         jnp.zeros(m.atoms, dtype) if x is None else x.reshape(m.atoms).astype(dtype)
@@ -126,15 +127,9 @@ class Stacks:
 
     def factors(self, factors: Factors) -> Factors:
         """Factors of the stacked model."""
-
-        def stacked(table: dict[str, Any]) -> dict[str, Any]:
-            out = {}
-            for layer, members, _ in self.groups:
-                if members[0].name in table:
-                    each = [table[member.name] for member in members]
-                    out[layer.name] = jnp.stack(each) if len(each) > 1 else each[0]
-            return out
-
+        stacked, more = self._stacked_table, factors.corrections
+        if more is not None:
+            more = more._replace(sums=stacked(more.sums), bias_sums=stacked(more.bias_sums))
         return dataclasses.replace(
             factors,
             a_sums=stacked(factors.a_sums),
@@ -142,7 +137,16 @@ class Stacks:
             g_sums=stacked(factors.g_sums),
             diagonals=stacked(factors.diagonals),
             layers=tuple(group.layer for group in self.groups),
+            corrections=more,
         )
+
+    def _stacked_table(self, table: dict[str, Any]) -> dict[str, Any]:
+        out = {}
+        for layer, members, _ in self.groups:
+            if members[0].name in table:
+                each = [table[member.name] for member in members]
+                out[layer.name] = jnp.stack(each) if len(each) > 1 else each[0]
+        return out
 
     def unstacked_factors(self, stacked: Factors) -> Factors:
         """The inverse of :meth:`factors`."""
@@ -153,6 +157,7 @@ class Stacks:
             g_sums=self._each(stacked.g_sums, lambda layer: 1 + layer.g_dense),
             diagonals=self._each_diagonal(stacked.diagonals),
             layers=self.layers,
+            corrections=self._unstacked_corrections(stacked.corrections),
         )
 
     def unstacked_bases(self, stacked: Eigenbases) -> Eigenbases:
@@ -171,6 +176,18 @@ class Stacks:
             g=sides(stacked.g),
             diagonals=self._each_diagonal(stacked.diagonals),
             layers=self.layers,
+            corrections=self._unstacked_corrections(stacked.corrections),
+        )
+
+    def _unstacked_corrections(self, more: Corrections | None) -> Corrections | None:
+        if more is None:
+            return None
+        flat = {layer.name for layer, *_ in self.groups if layer.is_diagonal}
+        diagonals = {k: x for k, x in more.sums.items() if k in flat}
+        blocks = {k: x for k, x in more.sums.items() if k not in flat}
+        return more._replace(
+            sums=self._each_diagonal(diagonals) | self._each(blocks, lambda layer: 2),
+            bias_sums=self._each(more.bias_sums, lambda layer: 1),
         )
 
     def _each(self, table: dict[str, Any], axes: Callable[[Layer], int]) -> dict[str, Any]:
