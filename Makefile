@@ -103,7 +103,7 @@ test: $(VENV)/.stamp-test
 # pytest's exit status 5 says that no test is selected: nothing is marked so yet.
 # What users run, optimised kernels and all; the default suite does without (see conftest.py).
 test-slow: $(VENV)/.stamp-test
-	XLA_FLAGS=--xla_backend_optimization_level=3 $(BIN)/python -m pytest -m slow -n $(WORKERS) $(PYTEST_ARGS) || test $$? -eq 5
+	XLA_FLAGS=--xla_backend_optimization_level=3 $(BIN)/python -m pytest -m "slow and not exhaustive" -n $(WORKERS) $(PYTEST_ARGS) || test $$? -eq 5
 
 test-exhaustive: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m exhaustive -n $(WORKERS) $(PYTEST_ARGS)
@@ -148,7 +148,7 @@ ACCELERATORS_ARGS ?=
 H100 = $(CUDA)/bin/python -m benchmarks.accelerators --target h100 $(ACCELERATORS_ARGS)
 
 accelerators: $(CUDA)/.stamp $(TPU)/.stamp
-	for dtype in float32 bfloat16; do for size in real small; do $(H100) --size $$size --dtype $$dtype; done; done
+	for dtype in float32 bfloat16; do for size in real small others; do $(H100) --size $$size --dtype $$dtype; done; done
 	for layout in "data parallel" "fully sharded"; do $(H100) --layout "$$layout"; done
 	$(TPU)/bin/python -m benchmarks.accelerators --target v5e --limit 300 $(ACCELERATORS_ARGS)
 

@@ -137,12 +137,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_to_exhaustive(items: list[pytest.Item]) -> None:
-    """Of the cases of a test marked ``sampled(n)``, all but n, spread evenly, are exhaustive."""
-    cases: dict[str, list[pytest.Item]] = {}
+    """Of the cases of a test marked ``sampled(n)``, all but n, spread evenly, are exhaustive.
+
+    Of those that are slow n are taken too.
+    """
+    cases: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if "sampled" in marks and not marks & {"exhaustive", "slow", "gpu"}:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if "sampled" in marks and not marks & {"exhaustive", "gpu"}:
+            test = item.nodeid.partition("[")[0]
+            cases.setdefault((test, "slow" in marks), []).append(item)
     for members in cases.values():
         (wanted,) = members[0].get_closest_marker("sampled").args
         last = len(members) - 1

@@ -297,7 +297,8 @@ def keep_freed_memory() -> bool:
 
 def show(record: dict[str, Any], sizes: Sequence[int]) -> None:
     from rich.console import Console
-    from rich.table import Table
+
+    from jaxkfac.report import terminal_table
 
     console = Console()
     if not console.is_terminal:  # a file has no width to keep to
@@ -305,9 +306,7 @@ def show(record: dict[str, Any], sizes: Sequence[int]) -> None:
     for d in sizes:
         of = record[str(d)]
         title = f"d = {d}, {of['rows']} rows: a step (in brackets: in processor time)"
-        table = Table(title=title, title_justify="left", box=None)
-        for column in ("contestant", "ms", "/ base", "/ linear", "overhead / PEFT's"):
-            table.add_column(column, justify="left" if column == "contestant" else "right")
+        rows = []
         for name, row in of.items():
             if not name.startswith(("jax ", "torch ")):
                 continue
@@ -318,15 +317,16 @@ def show(record: dict[str, Any], sizes: Sequence[int]) -> None:
                 known = values is not None and key in values
                 pair = (values[key], values[f"processor_{key}"]) if known and values else None
                 cells.append(f"{pair[0]:.2f} ({pair[1]:.2f})" if pair else "")
-            table.add_row(name, *cells)
-        console.print(table)
-    goals = Table(title="goals", title_justify="left", box=None)
-    for column in ("goal", "d", "measured", "at most", "met"):
-        goals.add_column(column)
+            rows.append([name, *cells])
+        head = ["contestant", "ms", "/ base", "/ linear", "overhead / PEFT's"]
+        console.print(terminal_table(title, head, rows))
+    goals = []
     for row in record["goals"]:
         found, limit = f"{row['measured']:.3g}", f"{row['at_most']:g}"
-        goals.add_row(row["goal"], str(row["d"] or ""), found, limit, "yes" if row["met"] else "no")
-    console.print(goals)
+        met = "yes" if row["met"] else "no"
+        goals.append([row["goal"], str(row["d"] or ""), found, limit, met])
+    head = ["goal", "d", "measured", "at most", "met"]
+    console.print(terminal_table("goals", head, goals, words=(0, 4)))
 
 
 def main() -> None:

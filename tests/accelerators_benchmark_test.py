@@ -1,52 +1,102 @@
 """The record of compiled programs reads their text rightly, and makes a page of it."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from benchmarks.accelerators._compiled import described
-from benchmarks.accelerators._programs import DTYPES, SIZES, Steps, steps
+from benchmarks.accelerators._others import others
+from benchmarks.accelerators._programs import decoder_steps
 from benchmarks.accelerators._table import page
+from benchmarks.accelerators._text import described
 
-TEXT = """
-  %a = (f32[3,8,8]{1,2,0}, f32[3,8]{1,0}) custom-call(%x), custom_call_target="cusolver_syevd_ffi"
-  %b = (f64[16,16]{0,1}, f64[16]{0}) custom-call(%y), custom_call_target="cusolver_syevd_ffi"
+TEXT = """\
+HloModule jit_step, is_scheduled=true
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  ROOT %s = f32[] add(%a, %b)
+}
+
+%body (p: (f32[4], s32[])) -> (f32[4], s32[]) {
   %c = f32[4]{0} all-reduce(%z), replica_groups={{0,1}}, to_apply=%sum
-  %d = (f32[4]{0}, f32[4]{0}) all-reduce-start(%z), replica_groups={{0,1}}, to_apply=%sum
-  %e = f32[4]{0} all-reduce-done(%d)
+  %v = (f32[16,16]{0,1}, s32[]) custom-call(%y), custom_call_target="cusolver_potrf_ffi"
+}
+
+%first (p: f32[3,8,8]) -> f32[3,8,8] {
+  %a = (f32[3,8,8]{1,2,0}, f32[3,8]{1,0}) custom-call(%x), custom_call_target="cusolver_syevd_ffi"
+}
+
+%second (p: f64[16,16]) -> f64[16,16] {
+  %b = (f64[16,16]{0,1}, f64[16]{0}) custom-call(%y), custom_call_target="cusolver_syevd_ffi"
+}
+
+ENTRY %main (p: f32[4]) -> f32[8] {
+  %w = (f32[4], s32[]) while(%p), condition=%never, body=%body, \
+backend_config={"known_trip_count":{"n":"5"}}
+  %d = (f32[4]{0}, bf16[4]{0}) all-reduce-start(%z), replica_groups={{0,1}}, to_apply=%sum
+  %e = (f32[4]{0}, bf16[4]{0}) all-reduce-done(%d)
   %f = f32[8]{0} all-gather(%c), dimensions={0}
+  %g = f32[4] conditional(%i, %l, %r), branch_computations={%first, %second}
+  %h = f32[4] custom-call(%i), custom_call_target="__cudnn$convForward"
+}
 """
 
 
-def test_solves_scratch_and_collectives_are_read_from_the_text():
+def test_loops_count_as_they_turn_and_branches_as_the_one_that_solves_most():
     found = described(TEXT)
-    assert found["solves"] == ["1 x 16", "3 x 8"]
-    assert found["scratch"] == 8 * (1 + 6 * 16 + 2 * 16**2)  # the larger call, in float64
-    assert found["collectives"] == {"all-reduce": 2, "all-gather": 1}
-    assert found["cudnn_calls"] == 0
+    assert found["solves"] == ["1 x 16", "cholesky 5 x 16"]
+    assert found["cubes"] == 6 * 16**3
+    assert found["scratch"] == 8 * (1 + 6 * 16 + 2 * 16**2)  # of float64
+    assert found["cudnn_calls"] == 1
+    assert found["collectives"] == {
+        "all-reduce": {"count": 6, "bytes": 5 * 16 + 16 + 8},
+        "all-gather": {"count": 1, "bytes": 32},
+    }
 
 
-def test_the_page_has_a_line_for_every_row_beside_the_gradient():
+def test_scratch_is_of_all_matrices_that_one_call_solves():
+    """As many as fit into 2**31 - 1 bytes."""
+    shape = '  %b = (f32[{0},{1},{1}]) custom-call(%y), custom_call_target="cusolver_syevd_ffi"'
+    for batch, n, together in ((3, 8, 3), (200, 4096, 31), (2, 30000, 1)):
+        text = "ENTRY %main (p: f32[4]) -> f32[8] {\n" + shape.format(batch, n)
+        assert described(text)["scratch"] == together * 4 * (1 + 6 * n + 2 * n**2)
+
+
+def test_the_page_has_a_line_for_every_row_beside_its_gradient():
     row = {
         "temporaries": 3 * 2**20,
         "arguments": 0,
         "outputs": 0,
-        "compile_cpu_s": 1.0,
+        "compile_cpu_s": 4.0,
         **described(TEXT),
+        "versions": {"jax": "1.2"},
+        "date": "2026-01-02",
+        "commit": "abc",
     }
+    faster = row | {"temporaries": 2 * 2**20, "compile_cpu_s": 2.0}
     rows = {
-        "h100/one device/small/float32/gradient": row | {"temporaries": 2 * 2**20},
+        "h100/one device/small/float32/gradient": faster,
         "h100/one device/small/float32/decomposition": row,
-        "h100/one device/small/float32/EKFAC pass": {"stopped": "no result after 300 CPU s"},
+        "h100/one device/small/float32/EKFAC pass": row | {"stopped": "no result"},
+        "h100/one device/small/float32/net, gradient": row,
+        "h100/one device/small/float32/net, factors": row,
     }
-    lines = page({"command": "make accelerators", "versions": {}, "rows": rows}).splitlines()
-    lines = [line for line in lines if line.startswith("| ")][1:]
-    assert lines[0].startswith("| gradient | 2.0 | 1.000 |")
-    assert lines[1] == "| EKFAC pass | no result after 300 CPU s | | | | | | | |"
-    assert lines[2].startswith("| decomposition | 3.0 | 1.500 |")
+    lines = page({"command": "make accelerators", "rows": rows}).splitlines()
+    lines = [line for line in lines if line.startswith("| ")]
+    assert len({line.count("|") for line in lines}) == 1
+    assert lines[1].startswith("| gradient | 2.0 | 1.000 |")
+    assert lines[2].startswith("| EKFAC pass | no result | |")
+    assert lines[3].startswith("| decomposition | 3.0 | 1.500 |")
+    assert "| 4.0 | 2.000 | 1 x 16, cholesky 5 x 16 |" in lines[3]
+    assert lines[4].startswith("| net, factors | 3.0 | 1.000 |")
+    assert all(line.endswith("| 2026-01-02 abc |") for line in lines[1:])
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", steps())
+def every_step(dtype):
+    return {**decoder_steps("small", dtype), **others(dtype)}
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", every_step(jnp.float32))
 def test_every_step_of_the_record_traces_in_bfloat16(name):
-    fn, args = steps()[name](Steps(SIZES["small"], DTYPES["bfloat16"]))
+    fn, args = every_step(jnp.bfloat16)[name]()
     jax.eval_shape(fn, *args)

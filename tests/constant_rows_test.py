@@ -162,26 +162,21 @@ def test_corrected_eigenvalues_of_the_loop_and_the_scan(x64):
 # ------------------------------------------------------- rows that are not examples
 
 
-def _one_state_for_all(p, x, tap, depends=False):
+def _one_state_for_all(p, x, tap):
     """The state has no axis of examples: its cotangent is a sum over them."""
     h = jnp.zeros((D,), x.dtype)
+    if tap is not PLAIN:  # of whose rows there is one for each
+        h = jnp.broadcast_to(h, (x.shape[0], D))
     for t in range(x.shape[1]):
-        h = h + 0 * x[:, t, :1] if depends and t == 0 else h
         z = tap.dense("w", x[:, t], x[:, t] @ p["w"]) + tap.dense("u", h, h @ p["u"])
         h = jnp.tanh(tap.lone_bias("b", z + p["b"], shape=(D,)))
     return tap.dense("head", h, h @ p["head"])
 
 
-def test_a_state_without_examples_is_reported_and_may_start_from_data(x64):
-    objective = objective_of(_one_state_for_all)
-    reason = r"`dot_general` with a constant .*`h \+ 0 \* x\[:, :1\]`.* meets data in `add`"
-    with pytest.raises(jk.UncoveredParameterError, match=reason):
-        jk.value_grad_and_factors(objective)(_params(), _batch())
-    for sharing in ("expand", "reduce"):
-        check(
-            lambda p, x, tap: _one_state_for_all(p, x, tap, depends=True),
-            _params(), _batch(), sharing=sharing,
-        )  # fmt: skip
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_a_state_without_examples_is_a_row_of_each(x64, sharing):
+    """It meets each example's data in an addition; its product is made for each of them."""
+    check(_one_state_for_all, _params(), _batch(), sharing=sharing)
 
 
 def test_a_scalar_loss_shows_no_examples_and_its_state_may_start_from_data(x64):
@@ -203,16 +198,19 @@ def test_a_scalar_loss_shows_no_examples_and_its_state_may_start_from_data(x64):
 
 
 @pytest.mark.parametrize("positions", [S, N])
-def test_a_projected_table_of_positions_is_no_layer(x64, positions):
+def test_a_projected_table_of_positions_is_read_by_each_example(x64, positions):
     """Its rows are positions, even where there are as many of them as examples."""
     table = normal(9, positions, 5)
 
     def model(p, x, tap):
-        return jnp.tanh(x + table @ p["places"]) @ p["head"]
+        places = jnp.broadcast_to(table, (x.shape[0], *table.shape)) if tap is not PLAIN else table
+        x = x + tap.dense("places", places, places @ p["places"])
+        return tap.dense("head", jnp.tanh(x), jnp.tanh(x) @ p["head"])
 
     p = tree(8, places=(5, D), head=(D, 3))
     batch = (normal(1, N, positions, D), labels(2, N, positions))
-    assert_reported_and_raises(objective_of(model), p, batch, "places", "dot_general.*constant")
+    for sharing in ("expand", "reduce"):
+        check(model, p, batch, sharing=sharing)
 
 
 def test_a_weight_in_a_fixed_basis_is_no_layer(x64):

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from benchmarks import documents
 from benchmarks._documents import CLAIMS, Context, Measured, judge
 from benchmarks._documents._rules import (
     Agrees,
@@ -144,21 +145,29 @@ def test_budgets_name_the_rows_that_the_documents_forgot():
     assert {name for name, claimed, _ in first["rows"] if claimed} >= {"factors", "optimizer"}
 
 
-def run(*words):
-    return subprocess.run(
+@pytest.mark.slow
+def test_claims_can_be_measured_alone():
+    words = ["--claims", "clipping/transpose", "kfac-7b/workspace-40gb"]
+    done = subprocess.run(
         [sys.executable, "-m", "benchmarks.documents", *words],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
-
-
-@pytest.mark.slow
-def test_one_claim_can_be_measured_alone():
-    done = run("--claims", "clipping/transpose", "kfac-7b/workspace-40gb")
     assert done.returncode == 0, done.stderr
     assert "clipping/transpose: false" in done.stdout
     assert "kfac-7b/workspace-40gb: false" in done.stdout
-    assert run("--claims", "clipping/transpose", "--write").returncode == 2
-    refused = run("--claims", "no/such")
-    assert refused.returncode == 2 and "no such claims: ['no/such']" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--claims", "clipping/transpose", "--write"], "a part of them is no record"),
+        (["--claims", "no/such"], "no such claims: ['no/such']"),
+    ],
+)
+def test_a_part_is_not_written_and_an_unknown_claim_is_refused(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["documents", *words])
+    with pytest.raises(SystemExit, match="2"):
+        documents.main()
+    assert message in capsys.readouterr().err

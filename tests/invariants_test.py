@@ -19,7 +19,8 @@ from tests._dense import fisher_block, root_fisher
 from tests._likelihoods import mean_loss
 from tests._programs import attention, attention_params, labels, mlp, mlp_params, normal, tree
 
-pytestmark = pytest.mark.slow  # minutes for the file; make test-slow
+# Minutes for the file; make test-slow.
+pytestmark = [pytest.mark.slow, pytest.mark.sampled(2)]
 
 SHARINGS = ("expand", "reduce")
 BIASES = ("joint", "separate")

@@ -1,33 +1,35 @@
-"""One step compiled for a target: its bytes, and what its text says of libraries and devices."""
+"""One step compiled for a target: its bytes, its time, and what its text says."""
 
-import re
+import functools
+import hashlib
+import resource
 import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies  # noqa: TID251 (the only way to compile for no device)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from benchmarks.accelerators._text import described
 from jaxkfac.planning import TARGETS
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_COLLECTIVE = re.compile(rf"= .*? ({'|'.join(COLLECTIVES)})(?:-start)?\(")
-_CALL = re.compile(r'= \(?(\w+)\[([\d,]*)\].* custom-call\(.*custom_call_target="([^"]+)"')
 
-
+@functools.cache
 def devices(target: str, count: int) -> Any:
-    """Devices to compile for."""
+    """Devices to compile for, and a compiler that has been used once: its first is slower."""
     how = dict(TARGETS[target].topology)
     if target == "h100":
         how["topology"] = f"1x1x{count}"
-    return topologies.get_topology_desc(**how).devices[:count]
+    found = topologies.get_topology_desc(**how).devices[:count]
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(found[0]))
+    jax.jit(lambda x: x + 1).lower(scalar).compile()
+    return found
 
 
-def compile_step(
-    fn: Any, args: tuple[Any, ...], target: str, layout: str = "one device"
-) -> dict[str, Any]:
-    """Compile a step and describe the result.
+def lowered_step(fn: Any, args: tuple[Any, ...], target: str, layout: str) -> tuple[Any, float]:
+    """A step lowered for a target, and the CPU seconds of that.
 
     Args:
         fn: The step.
@@ -37,47 +39,34 @@ def compile_step(
     """
     args = _placed(args, target, layout)
     start = time.process_time()
-    lowered = jax.jit(fn).lower(*args)
-    traced = time.process_time()
+    return jax.jit(fn).lower(*args), time.process_time() - start
+
+
+def fingerprint(lowered: Any, target: str) -> str:
+    """Of the program and the description of the device: the same, compiled again, is the same."""
+    described = repr(sorted(TARGETS[target].topology.items()))
+    return hashlib.sha256((lowered.as_text() + described).encode()).hexdigest()[:16]
+
+
+def compiled_step(lowered: Any) -> dict[str, Any]:
+    """Compile a step and describe the result; see also ``described``."""
+    start = _cpu_seconds()
     compiled = lowered.compile()
-    done = time.process_time()
-    memory, text = compiled.memory_analysis(), compiled.as_text()
+    seconds = _cpu_seconds() - start
+    memory = compiled.memory_analysis()
     return {
         "temporaries": memory.temp_size_in_bytes,
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
-        "trace_cpu_s": round(traced - start, 2),
-        "compile_cpu_s": round(done - traced, 2),
-        **described(text),
+        "compile_cpu_s": round(seconds, 2),
+        **described(compiled.as_text()),
     }
 
 
-def described(text: str) -> dict[str, Any]:
-    """What a compiled program's text says; figures are of one device.
-
-    ``scratch`` is what LAPACK's ``syevd`` takes beside matrix and eigenvalues when it wants
-    vectors: at least 1 + 6 n + 2 n^2 elements ("lwork" of ssyevd, LAPACK Users' Guide).
-    cuSOLVER's has the same interface, and says at run time how much it takes. Calls follow
-    one another, so the largest counts.
-    """
-    collectives = dict.fromkeys(COLLECTIVES, 0)
-    for found in _COLLECTIVE.finditer(text):
-        collectives[found[1]] += 1
-    solves, scratch, dnn = [], 0, 0
-    for dtype, shape, name in _CALL.findall(text):
-        dnn += "cudnn" in name
-        if "syev" in name:
-            *batch, n, _ = map(int, shape.split(","))
-            solves.append(f"{int(np.prod(batch, dtype=int))} x {n}")
-            scratch = max(
-                scratch, (1 + 6 * n + 2 * n * n) * np.dtype(dtype.replace("f", "float")).itemsize
-            )
-    return {
-        "scratch": scratch,
-        "solves": sorted(solves, key=lambda s: -int(s.split()[-1])),
-        "cudnn_calls": dnn,
-        "collectives": {name: count for name, count in collectives.items() if count},
-    }
+def _cpu_seconds() -> float:
+    """Of this process and of those it waited for: ptxas is one of its own."""
+    both = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(used.ru_utime + used.ru_stime for used in both)
 
 
 def _placed(args: tuple[Any, ...], target: str, layout: str) -> tuple[Any, ...]:

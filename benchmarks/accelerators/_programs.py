@@ -77,6 +77,14 @@ class Steps:
     def factors(self, **options: Any) -> Any:
         return self._collector(**options), (self.params, self.batch, self.key)
 
+    def every_fourth(self) -> Any:
+        stats = self._collector(every=4)
+
+        def step(params: Any, batch: Any, number: Array) -> Any:
+            return stats(params, batch, step=number)
+
+        return step, (self.params, self.batch, jax.ShapeDtypeStruct((), jnp.int32))
+
     def _collector(self, **options: Any) -> Any:
         return jk.value_grad_and_factors(self.objective, **options)
 
@@ -221,23 +229,26 @@ def _block(x_BxTxD: Array, p: Any, *, heads: int) -> tuple[Array, None]:
     return x_BxTxD + jax.nn.silu(normalised(x_BxTxD) @ p["up"]) @ p["down"], None
 
 
-def steps() -> Mapping[str, Callable[[Steps], Any]]:
-    """``{name: from Steps to (function, shapes of its arguments)}``; the gradient comes first."""
-    out: dict[str, Callable[[Steps], Any]] = {"gradient": Steps.gradient}
+def decoder_steps(size: str, dtype: Any) -> Mapping[str, Callable[[], Any]]:
+    """``{name: () to (function, shapes of its arguments)}``; the gradient comes first."""
+    s = Steps(SIZES[size], dtype)
+    out: dict[str, Callable[[], Any]] = {"gradient": s.gradient}
     for fisher in FISHER_TYPES:
-        out[f"factors, {fisher}"] = lambda s, fisher=fisher: s.factors(fisher=fisher)
+        out[f"factors, {fisher}"] = functools.partial(s.factors, fisher=fisher)
     return out | {
-        "factors, empirical, reduce": lambda s: s.factors(sharing="reduce"),
-        "factors, mc, reduce": lambda s: s.factors(fisher="mc", sharing="reduce"),
-        "EKFAC pass": Steps.ekfac,
-        "decomposition": Steps.decomposition,
-        "natural gradient": Steps.natural_gradient,
-        "K-FAC step": Steps.kfac,
-        "adapters, factors": Steps.adapters,
-        "adapters on NF4, factors": lambda s: s.adapters(quantised=True),
-        "library's decoder, gradient": lambda s: s.decoder_step(factors=False),
-        "library's decoder, factors": lambda s: s.decoder_step(factors=True),
-        "generation": Steps.generation,
-        "budget of 1/4, first pass": lambda s: s.budgeted(0),
-        "budget of 1/4, last pass": lambda s: s.budgeted(-1),
+        "factors, empirical, reduce": lambda: s.factors(sharing="reduce"),
+        "factors, mc, reduce": lambda: s.factors(fisher="mc", sharing="reduce"),
+        "factors, a quarter of the rows": lambda: s.factors(subsample=0.25),
+        "factors, at every fourth step": s.every_fourth,
+        "EKFAC pass": s.ekfac,
+        "decomposition": s.decomposition,
+        "natural gradient": s.natural_gradient,
+        "K-FAC step": s.kfac,
+        "adapters, factors": s.adapters,
+        "adapters on NF4, factors": lambda: s.adapters(quantised=True),
+        "library's decoder, gradient": lambda: s.decoder_step(factors=False),
+        "library's decoder, factors": lambda: s.decoder_step(factors=True),
+        "generation": s.generation,
+        "budget of 1/4, first pass": lambda: s.budgeted(0),
+        "budget of 1/4, last pass": lambda: s.budgeted(-1),
     }

@@ -1,20 +1,29 @@
 """The record as a page of tables."""
 
+from collections.abc import Mapping
 from typing import Any
 
 MIB = 2**20
-_HEAD = (
-    "| step | temporaries | of the gradient's | arguments | outputs | library scratch, at least "
-    "| CPU s to compile | solves | collectives |\n|---|---|---|---|---|---|---|---|---|\n"
+_COLUMNS = (
+    "step",
+    "temporaries",
+    "of the gradient's",
+    "arguments",
+    "outputs",
+    "library scratch, by formula",
+    "CPU s to compile",
+    "of the gradient's",
+    "solves",
+    "collectives",
+    "compiled",
 )
 
 
-def page(record: dict[str, Any]) -> str:
+def page(record: Mapping[str, Any]) -> str:
     """Markdown: one table for each target, layout, size and dtype."""
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     parts = [
         "# Compiled without a device\n",
-        f"`{record['command']}` writes this page and `accelerators.json`. {versions}.\n",
+        f"`{record['command']}` writes this page and `accelerators.json`.\n",
         "Bytes are MiB on one device. What a row says and what it cannot say: "
         "`docs/accelerators.md`.\n",
     ]
@@ -23,20 +32,54 @@ def page(record: dict[str, Any]) -> str:
         group, _, name = place.rpartition("/")
         groups.setdefault(group, {})[name] = row
     for group, rows in groups.items():
-        gradient = rows.get("gradient", {}).get("temporaries")
+        target, layout, size, dtype = group.split("/")
         first = sorted(rows, key=lambda name: (name != "gradient", name))
-        lines = [_line(name, rows[name], gradient) for name in first]
-        parts.append(f"## {', '.join(group.split('/'))}\n\n{_HEAD}" + "\n".join(lines) + "\n")
+        options = f"--target {target} --layout '{layout}' --size {size} --dtype {dtype}"
+        parts += [
+            f"## {target}, {layout}, {size}, {dtype}\n",
+            f"`python -m benchmarks.accelerators {options}`\n\n{_versions(rows)}.\n",
+            f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|",
+            "\n".join(_line(name, rows) for name in first) + "\n",
+        ]
     return "\n".join(parts)
 
 
-def _line(name: str, row: dict[str, Any], gradient: int | None) -> str:
+def _versions(rows: Mapping[str, Any]) -> str:
+    """Of the compilers of a table's rows; more than one set where some are older."""
+    every = {", ".join(map(" ".join, row["versions"].items())): None for row in rows.values()}
+    return "; ".join(every)
+
+
+def _line(name: str, rows: Mapping[str, Any]) -> str:
+    row = rows[name]
+    when = f"{row['date']} {row['commit']}"
     if "stopped" in row:
-        return f"| {name} | {row['stopped']} | | | | | | | |"
-    ratio = f"{row['temporaries'] / gradient:.3f}" if gradient else "–"
-    solves = ", ".join(row["solves"]) or "–"
-    collectives = ", ".join(f"{n} {c}" for n, c in row["collectives"].items()) or "–"
+        return f"| {name} | {row['stopped']} |{' |' * (len(_COLUMNS) - 3)} {when} |"
+    gradient = _gradient(name, rows)
     sizes = (row[key] / MIB for key in ("temporaries", "arguments", "outputs", "scratch"))
     temporaries, *others = (f"{size:.1f}" for size in sizes)
-    cells = (name, temporaries, ratio, *others, f"{row['compile_cpu_s']:.1f}", solves, collectives)
+    collectives = [
+        f"{kind} {of['count']} ({of['bytes'] / MIB:.1f})" for kind, of in row["collectives"].items()
+    ]
+    cells = (
+        name,
+        temporaries,
+        _ratio(row, gradient, "temporaries"),
+        *others,
+        f"{row['compile_cpu_s']:.1f}",
+        _ratio(row, gradient, "compile_cpu_s"),
+        ", ".join(row["solves"]) or "–",
+        ", ".join(collectives) or "–",
+        when,
+    )
     return f"| {' | '.join(cells)} |"
+
+
+def _gradient(name: str, rows: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a step's own program where the table has it, else the table's."""
+    program, _, _ = name.partition(", ")
+    return rows.get(f"{program}, gradient") or rows.get("gradient") or {}
+
+
+def _ratio(row: Mapping[str, Any], gradient: Mapping[str, Any], key: str) -> str:
+    return f"{row[key] / gradient[key]:.3f}" if gradient.get(key) else "–"

@@ -14,6 +14,7 @@ from rich.table import Table
 from jaxkfac._errors import DamagedFileError
 from jaxkfac.cli._options import AdapterArguments
 from jaxkfac.lslora import Diagnosis, Nonlinearity, SavedModules, diagnose, read_modules
+from jaxkfac.report import terminal_table
 
 _NUMBERS = {"sigma": "σ", "deviation": "deviation", "nonlinearity": "nonlin."}
 
@@ -87,15 +88,12 @@ def _numbers(diagnosis: Diagnosis | None) -> dict[str, Any]:
 
 
 def _table(rows: Mapping[str, Mapping[str, Any]], phi: Nonlinearity | None, title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("module", no_wrap=True)
-    heads = ["rank", "in", "out"]
+    head = ["module", "rank", "in", "out"]
     if phi is not None:
-        heads += [*(f"c{i}" for i in range(len(phi.initial))), *_NUMBERS.values()]
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
+        head += [*(f"c{i}" for i in range(len(phi.initial))), *_NUMBERS.values()]
+    cells = []
     for module, row in rows.items():
         sizes = [str(row[key]) for key in ("rank", "in", "out")]
         numbers = [*row.get("coefficients", ()), *(row[k] for k in _NUMBERS if k in row)]
-        table.add_row(module, *sizes, *(f"{x:.3g}" for x in numbers))
-    return table
+        cells.append([module, *sizes, *(f"{x:.3g}" for x in numbers)])
+    return terminal_table(title, head, cells, no_wrap=True)

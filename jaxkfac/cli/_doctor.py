@@ -30,7 +30,7 @@ class DoctorArguments:
 def run_doctor(arguments: DoctorArguments) -> None:
     """Print the findings."""
     from jaxkfac.memory import TROUBLESHOOTING_PAGE
-    from jaxkfac.report import versions
+    from jaxkfac.report import terminal_table, versions
 
     findings = _findings()
     if arguments.json:
@@ -39,18 +39,13 @@ def run_doctor(arguments: DoctorArguments) -> None:
         return
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(title="Doctor", title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
-    table.add_column("what", no_wrap=True)
-    table.add_column("is", overflow="fold")
-    table.add_column("to change", overflow="fold")
+    rows = []
     for finding in findings:
         mark = "[bold red]![/]" if finding.problem else ""
-        table.add_row(mark, *(escape(text) for text in finding[:3]))
+        rows.append([mark, *(escape(text) for text in finding[:3])])
     console = Console()
-    console.print(table)
+    console.print(terminal_table("Doctor", ["", "what", "is", "to change"], rows, words=range(4)))
     found = ", ".join(f"{name} {version}" for name, version in versions().items())
     console.print(f"versions: {found}", highlight=False)
     problems = sum(finding.problem for finding in findings)

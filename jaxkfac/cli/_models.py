@@ -34,22 +34,21 @@ def run_models(arguments: ModelsArguments) -> None:
         return
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     from jaxkfac.memory import bytes_text
+    from jaxkfac.report import terminal_table
 
-    table = Table(title="Pretrained weights", title_justify="left", box=None, pad_edge=False)
-    for head in ("name", "size", "licence", "from", "in the cache"):
-        table.add_column(head, overflow="fold")
+    cells = []
     for row in rows:
         have = row["cached_bytes"]
         here = "no" if have is None else "yes"
         if have is not None and have != row["bytes"]:
             here = f"damaged: {bytes_text(have)}; delete it"
-        cells = (row["name"], bytes_text(row["bytes"]), row["licence"], row["requirement"], here)
-        table.add_row(*(escape(cell) for cell in cells))
+        texts = (row["name"], bytes_text(row["bytes"]), row["licence"], row["requirement"], here)
+        cells.append([escape(text) for text in texts])
+    head = ["name", "size", "licence", "from", "in the cache"]
     console = Console()
-    console.print(table)
+    console.print(terminal_table("Pretrained weights", head, cells, words=(0, 2, 3, 4)))
     for row in rows:
         console.print(f"{row['about']}\n  {row['path']}", style="dim", highlight=False)
 

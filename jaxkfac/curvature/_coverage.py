@@ -29,14 +29,14 @@ def owners(layers: tuple[Layer, ...]) -> tuple[Owner, ...]:
     """Give each (slice of a) parameter to one layer.
 
     Where several blocks cover the same parameter (a tied embedding and head, a parameter
-    used in two orientations) a dense one goes before an embedding, and among equals the
-    first: the embedding's rows are mostly zeros, the head sees every row.
+    used in two orientations) a dense one goes before an embedding, and among equals the one
+    that has the parameter's name: the embedding's rows are mostly zeros, the head sees every row.
 
     Returns:
         The layers that write anything, least preferred first, so that where a slice and
         its whole parameter are both covered the preferred one is written last.
     """
-    ranked = sorted(layers, key=lambda layer: kind_named(layer.kind).rank)
+    ranked = sorted(layers, key=lambda layer: (kind_named(layer.kind).rank, "@" in layer.suffix))
     taken: set[tuple[str, Index]] = set()
     chosen = []
     for layer in ranked:

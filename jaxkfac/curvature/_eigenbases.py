@@ -13,18 +13,18 @@ from jaxtyping import Array, Bool
 from jaxkfac._checks import instance_of
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac._serialization import serializable
-from jaxkfac.curvature._corrections import clip_block
 from jaxkfac.curvature._layout import Layout, Place, layout_of
 from jaxkfac.factors import (
     BiasMode,
     Corrections,
     Estimator,
     Factors,
+    MeasuredValues,
     Program,
     check_same_layers,
 )
 from jaxkfac.interception import Layer
-from jaxkfac.linalg import Spectrum, clip_eigenvalues
+from jaxkfac.linalg import Spectrum, block_root, clip_eigenvalues
 
 
 class KroneckerEigenbasis(NamedTuple):
@@ -44,6 +44,8 @@ class KroneckerEigenbasis(NamedTuple):
         bias_values: Of corrected bases, the clipped eigenvalues of a bias with a block of
             its own, ``(stack..., out)``; ``None``: they are those of G.
         bias_raw_values: The same as measured.
+        measured: Of corrected bases, ``values`` and ``raw_values`` in a unit in which they are in
+            range.
     """
 
     a_values: Array
@@ -56,6 +58,7 @@ class KroneckerEigenbasis(NamedTuple):
     raw_values: Array | None = None
     bias_values: Array | None = None
     bias_raw_values: Array | None = None
+    measured: MeasuredValues | None = None
 
 
 class DiagonalEigenbasis(NamedTuple):
@@ -165,17 +168,27 @@ class Eigenbases(_Named):
     def _clipped(self, values: Array) -> Array:
         return clip_eigenvalues(values, self.max_condition, self.floor)
 
-    def _measured(self, corrections: Corrections, layer: Layer) -> dict[str, Array]:
+    def block_root(self, layer: Layer) -> Array:
+        """The unit in which the gradients of a layer with two factors are squared."""
         a, g = self.spectra(layer)
-        raw = _or(corrections, corrections.sums[layer.name], _products(a.values, g.values))
-        clipped = _products(self._clipped(a.values), self._clipped(g.values))
-        own = clip_block(raw, self.max_condition, self.floor)
-        found = {
-            "values": jnp.where(corrections.terms > 0, own, clipped),
-            "raw_values": raw,
-        }
+        return block_root(a.values, g.values)
+
+    def _measured(self, corrections: Corrections, layer: Layer) -> dict[str, Any]:
+        a, g = self.spectra(layer)
+        root = self.block_root(layer)
+        measured = corrections.where_any(
+            corrections.measured(layer.name, root, self.max_condition, self.floor),
+            MeasuredValues(
+                _products(self._clipped(a.values), self._clipped(g.values), root),
+                _products(a.values, g.values, root),
+                root,
+            ),
+        )
+        values, raw_values = measured.in_own_units
+        found: dict[str, Any] = {"measured": measured, "values": values, "raw_values": raw_values}
         if layer.name in corrections.bias_sums:
-            raw = _or(corrections, corrections.bias_sums[layer.name], g.values)
+            raw = corrections.mean(corrections.bias_sums[layer.name])
+            raw = corrections.where_any(raw, g.values)
             found |= {"bias_values": self._clipped(raw), "bias_raw_values": raw}
         return found
 
@@ -183,7 +196,8 @@ class Eigenbases(_Named):
         """The basis of a layer that is a diagonal, clipped over each stacked slice."""
         raw = self.diagonals[layer.name]
         if self.corrections is not None:
-            raw = _or(self.corrections, self.corrections.sums[layer.name], raw)
+            measured = self.corrections.mean(self.corrections.sums[layer.name])
+            raw = self.corrections.where_any(measured, raw)
         clipped = map_slices(layer, raw, self._clipped)
         return DiagonalEigenbasis(diagonal=clipped, raw_diagonal=raw)
 
@@ -246,13 +260,9 @@ class Eigenbases(_Named):
         return dataclasses.replace(self, corrections=total)
 
 
-def _products(a_values: Array, g_values: Array) -> Array:
-    return jnp.maximum(a_values, 0)[..., :, None] * jnp.maximum(g_values, 0)[..., None, :]
-
-
-def _or(corrections: Corrections, total: Array, values: Array) -> Array:
-    """The mean of a sum; ``values`` where nothing was measured."""
-    return jnp.where(corrections.terms > 0, corrections.mean(total), values.astype(total.dtype))
+def _products(a_values: Array, g_values: Array, root: Array) -> Array:
+    a, g = (jnp.maximum(x, 0) for x in (a_values, g_values))
+    return (a[..., :, None] / root) * (g[..., None, :] / root)
 
 
 def _check_same_shapes(new: Eigenbases, expected: Eigenbases) -> None:

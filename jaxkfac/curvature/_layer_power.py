@@ -20,10 +20,9 @@ from jaxkfac.linalg import (
     above_rcond,
     diagonal_power,
     kronecker_above_rcond,
-    kronecker_damping,
     kronecker_power,
+    measured_power,
     scale_in_eigenbasis,
-    scaled_power,
 )
 
 
@@ -149,23 +148,16 @@ def powered_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> ScaledPower
     a_raw, g_raw = basis.a_raw_values, basis.g_raw_values
     raw = power.exponent > 0
     a, g = (a_raw, g_raw) if raw else (basis.a_values, basis.g_values)
-    measured = basis.raw_values
-    if measured is not None and basis.values is not None:
-        values = jnp.maximum(measured if raw else basis.values, 0)
-        damped = values + kronecker_damping(a, g, damping=power.damping, mode=power.mode)
+    how = {"power": power.exponent, "damping": power.damping, "mode": power.mode}
+    if (measured := basis.measured) is not None:
+        kept = None
         if power.cut:
-            rows = measured.reshape(*measured.shape[:-2], -1)
-            kept = above_rcond(rows, power.cut).reshape(measured.shape)
-            damped = jnp.where(kept, damped, 0)
-        return scaled_power(damped, power.exponent)
-    return kronecker_power(
-        a,
-        g,
-        power=power.exponent,
-        damping=power.damping,
-        mode=power.mode,
-        kept=kronecker_above_rcond(a_raw, g_raw, power.cut) if power.cut else None,
-    )
+            rows = measured.raw_values.reshape(*measured.raw_values.shape[:-2], -1)
+            kept = above_rcond(rows, power.cut).reshape(measured.raw_values.shape)
+        values = jnp.maximum(measured.raw_values if raw else measured.values, 0)
+        return measured_power(values, measured.root, a, g, kept=kept, **how)
+    kept = kronecker_above_rcond(a_raw, g_raw, power.cut) if power.cut else None
+    return kronecker_power(a, g, kept=kept, **how)
 
 
 def _powered_output_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> Array:

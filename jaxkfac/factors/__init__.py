@@ -11,7 +11,7 @@ from jaxkfac.factors._average import (
 from jaxkfac.factors._budgeted import BudgetedCollector
 from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
-from jaxkfac.factors._corrections import Corrections, Measurable
+from jaxkfac.factors._corrections import Corrections, Measurable, MeasuredValues
 from jaxkfac.factors._diagonal_pass import check_alone, per_example_diagonals
 from jaxkfac.factors._estimator import LABEL_FOLD, Estimator, check_label_values
 from jaxkfac.factors._example_sums import gradient_rows
@@ -66,6 +66,7 @@ __all__ = [
     "LossTerms",
     "MarkedTerms",
     "Measurable",
+    "MeasuredValues",
     "Objective",
     "Pass",
     "PassPlan",

@@ -8,13 +8,34 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Key, PyTree
 
 from jaxkfac.interception import Layer
+from jaxkfac.linalg import clip_eigenvalues
+
+
+class MeasuredValues(NamedTuple):
+    """Eigenvalues of one layer's block, each divided by ``root ** 2``.
+
+    Attributes:
+        values: Clipped, the largest sought over each block, ``(stack..., in[+1], out)``.
+        raw_values: As measured.
+        root: ``(stack..., 1, 1)``: see :func:`jaxkfac.linalg.block_root`.
+    """
+
+    values: Array
+    raw_values: Array
+    root: Array
+
+    @property
+    def in_own_units(self) -> tuple[Array, Array]:
+        """Both, 0 or infinite where the dtype does not reach."""
+        return tuple(x * self.root * self.root for x in self[:2])
 
 
 class Corrections(NamedTuple):
     """Sums of squared gradients in the eigenbases; they combine by adding.
 
     Attributes:
-        sums: ``{layer name: (stack..., in[+1], out)}``; of a diagonal, shaped like it.
+        sums: ``{layer name: (stack..., in[+1], out)}``, divided by the square of the layer's
+            ``Eigenbases.block_root``; of a diagonal, shaped like it and whole.
         bias_sums: ``{layer name: (stack..., out)}`` of biases with a block of their own.
         terms: Number of loss terms, scalar.
     """
@@ -28,6 +49,22 @@ class Corrections(NamedTuple):
         """The eigenvalues whose sum is ``total``; 0 if there were no terms."""
         terms = jnp.where(self.terms > 0, self.terms, 1)
         return total / terms.astype(total.dtype)
+
+    def measured(
+        self, name: str, root: Array, max_condition: float, floor: float
+    ) -> MeasuredValues:
+        """The eigenvalues of a layer with two factors."""
+        raw = self.mean(self.sums[name])
+        rows = raw.reshape(*raw.shape[:-2], -1)
+        clipped = clip_eigenvalues(rows, max_condition).reshape(raw.shape)
+        return MeasuredValues(jnp.maximum(clipped, floor / root / root), raw, root)
+
+    def where_any(self, measured: PyTree, otherwise: PyTree) -> PyTree:
+        """``measured``, or what holds ``otherwise`` where there were no terms."""
+        there = self.terms > 0
+        return jax.tree.map(
+            lambda x, y: jnp.where(there, x, y.astype(x.dtype)), measured, otherwise
+        )
 
     def decayed(self, decay: ArrayLike, new: "Corrections") -> "Corrections":
         """``decay * self + new``, dtypes kept."""

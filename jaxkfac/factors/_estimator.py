@@ -24,7 +24,8 @@ class Estimator(abc.ABC):
     """One Fisher type. A pytree: key and labels are its leaves.
 
     A new type is a frozen dataclass that says in ``expectation`` which cotangents of the outputs
-    it propagates back. Pass an instance as ``fisher=``, or add the class to ``FISHER_TYPES``.
+    it propagates back. An instance is passed as ``fisher=`` wherever a name is; the
+    library's own names are in ``FISHER_TYPES``.
 
     Attributes:
         samples: How many labels are sampled for each term, where labels are.

@@ -172,21 +172,32 @@ FISHER_TYPES: Mapping[str, type[Estimator]] = {
 }
 
 
-def estimator_of(fisher: str | Estimator, *, samples: int, chunk: int) -> Estimator:
+def estimator_of(
+    fisher: str | Estimator, *, samples: int, chunk: int, of_examples: bool = False
+) -> Estimator:
     """The estimator of a Fisher type; one that is given is taken as it is.
 
+    Args:
+        fisher: A Fisher type.
+        samples: Of the estimator.
+        chunk: Of the estimator.
+        of_examples: Whether it has to be right for gradients of whole examples.
+
     Raises:
-        ValueError: an unknown name; or ``samples`` or ``chunk`` beside an estimator, which has its
-            own.
+        ValueError: an unknown name, or a type that is not right for whole examples where it has to
+            be; or ``samples`` or ``chunk`` beside an estimator, which has its own.
     """
+    choices = [name for name, cls in FISHER_TYPES.items() if cls.of_examples or not of_examples]
     if isinstance(fisher, Estimator):
         if (samples, chunk) != (1, 1):
             raise ValueError(
                 f"samples={samples}, chunk={chunk} beside an Estimator: give them to "
                 f"{type(fisher).__name__} itself"
             )
+        if of_examples and not fisher.of_examples:
+            one_of("fisher", fisher.name, choices)
         return fisher
-    one_of("fisher", fisher, tuple(FISHER_TYPES))
+    one_of("fisher", fisher, choices)
     return FISHER_TYPES[fisher](samples=samples, chunk=chunk)
 
 

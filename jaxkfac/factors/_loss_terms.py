@@ -226,6 +226,26 @@ class LossTerms(abc.ABC):
         flat = [head.outputs for head in self.heads(cotangents, None, mask)]
         return self.tree([times(c, s) for c, s in zip(flat, own_scales(heads), strict=True)])
 
+    def over_counts(
+        self, cotangents: PyTree, mask: PyTree, counts: Sequence[Float[Array, ""]]
+    ) -> PyTree:
+        r"""Cotangents of one example by itself, as those of its sum of terms over $\sqrt{T_m}$.
+
+        The Fisher of a batch's mean loss is the sum of the outer products of its examples'.
+
+        Args:
+            cotangents: As ``scores`` and ``columns`` give them for the example.
+            mask: Of the example.
+            counts: For each output, its number of terms in the batch.
+        """
+        heads = self.heads(cotangents, None, mask)
+        total = total_count(heads)
+        scales = [
+            jnp.sqrt(head.count * total.astype(head.count.dtype) / count)
+            for head, count in zip(heads, counts, strict=True)
+        ]
+        return self.tree([times(h.outputs, s) for h, s in zip(heads, scales, strict=True)])
+
     def sample(self, key: Key[Array, ""], outputs: PyTree) -> PyTree:
         """Labels drawn from the model, independently for each term of each output."""
         heads = self.heads(outputs)

@@ -66,6 +66,7 @@ def assert_unbiased(objective, params, batch, positions=None, fraction=0.3, **op
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_factors_of_a_part_are_unbiased(sharing, masked):

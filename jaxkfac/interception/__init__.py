@@ -26,13 +26,16 @@ make queries and keys the same axis.
 
 **Plan and emission.** The walk leaves a plan: for each jaxpr, which equations are uses, views or
 calls. ``Traced.emit`` runs it, the equations between them as they were, through jit, checkpoint
-(policy kept), scan and shard_map. Each layer has a **slot**, a dictionary of extra inputs, which
-rides along with its parameter: a scanned parameter has a stacked slot, and one multiplied by a
-constant has its slot multiplied by the power of it that each entry declares (``SlotEntry``). A
+(policy kept), scan, cond and shard_map. Each layer has a **slot**, a dictionary of extra inputs,
+which goes where its parameter goes: a scanned parameter has a stacked slot, and one multiplied by
+a constant has its slot multiplied by the power of it that each entry declares (``SlotEntry``). A
 slot shaped like the parameter has a derivative beside it instead, applied at the use. At a use
 the handler gets the site and the operands, and returns the result. A handler whose backward rule
 returns statistics as the slot's cotangent has them summed over uses and stacked over
 iterations by differentiation itself.
+
+**Marks.** A scalar loss can name its outputs (``mark_outputs``). The walk says which layers lead to
+which mark (``leading_to``), and ``lifted`` runs the program so that it returns what they mark.
 
 Example:
     >>> import jax, jax.numpy as jnp, jaxkfac.interception as interception

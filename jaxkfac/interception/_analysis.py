@@ -28,6 +28,7 @@ from jaxkfac.interception._compat import (
     is_stateful,
     is_var,
 )
+from jaxkfac.interception._constant_rows import Meeting
 from jaxkfac.interception._coupling import mixed_atoms
 from jaxkfac.interception._custom import (
     is_rule,
@@ -59,8 +60,8 @@ from jaxkfac.interception._values import (
 from jaxkfac.interception._views import broadcast_axes, view_of
 
 _NOT_EXAMPLES = (
-    "with a constant (whose rows are not seen to be the examples: the leading axis of the first "
-    "output; a recurrent state may start from data instead, as in `h + 0 * x[:, :1]`)"
+    "with a constant (whose rows are not seen to be the examples, the leading axis of an output or "
+    "of a mark; give it a row for each, as in `h + 0 * x[:, :1]`)"
 )
 
 _FROZEN = "is frozen by `stop_gradient`"
@@ -88,6 +89,8 @@ class Analysis(Facts):
     Attributes:
         plan: The plan of the outermost jaxpr.
         outputs: What is known of each output.
+        meetings: By its place, each equation in which products of constants meet data.
+        closed_in: Products of constants whose results enter an equation that is not followed.
     """
 
     def __init__(
@@ -99,9 +102,12 @@ class Analysis(Facts):
     ) -> None:
         super().__init__()
         self._refused, self._constants = refused, constants
+        self.meetings: dict[Hashable, Meeting] = {}
+        self.closed_in: set[Hashable] = set()
         self._around: tuple[int, ...] = ()  # positions of the calls around an equation
         ins = [self._input(v, path) for v, path in zip(closed.jaxpr.invars, paths, strict=True)]
         self.outputs, self.plan = self._walk(closed.jaxpr, closed.consts, ins, ())
+        self.closed_in.update(_products_in(self.outputs))
         for out in self.outputs:
             self.report(out, "is also in a parameter-only term", fatal=False)
 
@@ -154,6 +160,8 @@ class Analysis(Facts):
         for position, eqn in enumerate(jaxpr.eqns):
             values = [read(v) for v in eqn.invars]
             outs = self._equation(eqn, position, values, plan, scope)
+            if products := _products_in(values):
+                outs = self._from_products(eqn, values, outs, products)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars], plan
 
@@ -187,6 +195,24 @@ class Analysis(Facts):
             self._follow_stopped(eqn, ins, outs)
             return outs
         return self._parameter_equation(eqn, position, ins, plan, scope)
+
+    def _from_products(
+        self, eqn: Eqn, ins: list[Value], outs: list[Value], products: frozenset[Hashable]
+    ) -> list[Value]:
+        """The results of an equation that reads products of constants."""
+        if call_kind(eqn) in ("jit", "checkpoint"):
+            return outs  # its body was followed
+        rows = tuple(v.axes for v in ins if isinstance(v, Data) and not v.products)
+        if call_kind(eqn) is not None:
+            self.closed_in.update(products)
+        elif rows:
+            self.meetings[self._where(eqn)] = Meeting(eqn, rows, products)
+        else:
+            return [
+                dataclasses.replace(v, products=products) if isinstance(v, Data) else v
+                for v in outs
+            ]
+        return outs
 
     @contextlib.contextmanager
     def _inside(self, position: int) -> Iterator[None]:
@@ -369,7 +395,8 @@ class Analysis(Facts):
             return self._opaque(eqn, ins)
         uses[0].from_constant, uses[0].where = True, self._where(eqn)
         plan.uses[position] = uses
-        return [self._result(eqn, rows, uses, number)]
+        product = self._result(eqn, rows, uses, number)
+        return [dataclasses.replace(product, products=frozenset([uses[0].where]))]
 
     def _result(self, eqn: Eqn, ins: list[Value], uses: list[Use], number: int) -> Data:
         axes = uses[0].kind.result_axes(self.table, uses[0])
@@ -384,6 +411,11 @@ class Analysis(Facts):
         if product is None:
             return Data(number, axes)
         return Data(number, axes, uses[0], product)
+
+
+def _products_in(values: Sequence[Value]) -> frozenset[Hashable]:
+    """The products of constants from which alone some of these values come."""
+    return frozenset().union(*(v.products for v in values if isinstance(v, Data)))
 
 
 def _is_rowless(value: Value) -> bool:

@@ -3,8 +3,9 @@
 from collections.abc import Hashable
 
 from jaxkfac.interception._analysis import Analysis
-from jaxkfac.interception._axes import AxisTable
+from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import ClosedJaxpr
+from jaxkfac.interception._constant_rows import Repeats, repeated, repeats
 from jaxkfac.interception._joins import pieces_of
 from jaxkfac.interception._row_masks import own_axes
 from jaxkfac.interception._structured import MODIFIED
@@ -14,11 +15,15 @@ from jaxkfac.interception._values import CoverageNote, Data, Use
 _OF_ROWS = frozenset("mul div add sub add_any".split())
 
 
-def analyse(closed: ClosedJaxpr, paths: list[str | None], *, num_outputs: int = 0) -> Analysis:
-    """The analysis of a traced function, constants told apart from rows.
+def analyse(
+    closed: ClosedJaxpr, paths: list[str | None], *, num_outputs: int = 0
+) -> tuple[ClosedJaxpr, Analysis]:
+    """A traced function and its analysis, constants told apart from rows.
 
     A constant times a parameter is a layer use where its rows are the examples (the zeros that
-    a recurrent state starts from). Anywhere else (a table of positions, a penalty) its cotangent
+    a recurrent state starts from). Where it is made once for all examples and meets them later
+    (the direction of a derivative), the program is changed to make it for each
+    (``_constant_rows``). Anywhere else (a penalty, a weight in a fixed basis) its cotangent
     is a sum over examples, and what it gives is a value of the parameter alone. Which it is shows
     only at the end: each is taken for a use first, and the walk repeated without those that are
     none.
@@ -31,27 +36,43 @@ def analyse(closed: ClosedJaxpr, paths: list[str | None], *, num_outputs: int = 
     constants: set[Hashable] = set()
     while True:
         analysis = Analysis(closed, paths, refused, constants)
-        wrong = {u.where for u in analysis.plan.all_uses() if not _is_use(analysis, u)}
+        alone = [u for u in analysis.plan.all_uses() if not _is_use(analysis, u, num_outputs)]
+        todo = _repeats(analysis, alone, num_outputs)
+        if todo.products:
+            closed, refused, constants = repeated(closed, todo), set(), set()
+            continue
+        wrong = {u.where for u in alone}
         lost = {
             u.where
             for u in _lost_uses(analysis, num_outputs=num_outputs)
             if u.eqn.primitive.name in _OF_ROWS and not u.from_constant
         }
         if not wrong and lost <= constants:
-            return analysis
+            return closed, analysis
         refused |= wrong
         constants |= lost
 
 
-def _is_use(analysis: Analysis, use: Use) -> bool:
-    """Whether the rows are known to be data's, or hold the whole leading axis of the output."""
+def _is_use(analysis: Analysis, use: Use, num_outputs: int) -> bool:
+    """Whether the rows are known to be data's, or hold the whole leading axis of an output."""
     if not use.from_constant:
         return True
-    table, first = analysis.table, analysis.outputs[0]
-    if not isinstance(first, Data) or not first.axes:
-        return False
+    table = analysis.table
     rows = {a for axis in use.rows for a in table.atoms(axis)}
-    return rows.issuperset(table.atoms(first.axes[0]))
+    return any(rows.issuperset(table.atoms(axis)) for axis in _leading_axes(analysis, num_outputs))
+
+
+def _repeats(analysis: Analysis, alone: list[Use], num_outputs: int) -> Repeats:
+    """What is to be made for each example, of products that are made once for all."""
+    table, axes = analysis.table, _leading_axes(analysis, num_outputs)
+    examples = list(dict.fromkeys(atoms for axis in axes if (atoms := table.atoms(axis))))
+    closed_in = frozenset(analysis.closed_in)
+    return repeats(table, alone, analysis.meetings, closed_in, examples)
+
+
+def _leading_axes(analysis: Analysis, num_outputs: int) -> list[Atoms]:
+    outputs = analysis.outputs[: max(1, num_outputs)]
+    return [v.axes[0] for v in outputs if isinstance(v, Data) and v.axes]
 
 
 def split_lost(analysis: Analysis, *, num_outputs: int) -> tuple[list[Use], list[CoverageNote]]:

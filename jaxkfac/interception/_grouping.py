@@ -330,13 +330,17 @@ def _without_overlaps(blocks: list[_UseGroup]) -> tuple[list[_UseGroup], list[Co
 
 
 def _name(blocks: list[_UseGroup]) -> list[CoverageNote]:
-    """Name every block; where a parameter has several, the dense one keeps the path."""
+    """Name every block; where a parameter has several, the dense one keeps the path.
+
+    Of a kernel that is read in both orientations it is the one with a bias, or that contracts its
+    first axes.
+    """
     notes, by_path = [], collections.defaultdict(list)
     for block in blocks:
         by_path[block.weight.path + index_name(block.weight.index)].append(block)
     for path, group in by_path.items():
         taken: set[str] = set()
-        for block in sorted(group, key=lambda b: b.kind.rank):
+        for block in sorted(group, key=lambda b: (b.kind.rank, b.bias is None, _is_turned(b))):
             name = path if not taken else f"{path}@{block.kind.suffix}"
             while name in taken:
                 name += "'"
@@ -347,6 +351,12 @@ def _name(blocks: list[_UseGroup]) -> list[CoverageNote]:
             reason = f"has {len(group)} blocks: {names}; the optimizer uses {path!r}"
             notes.append(CoverageNote(group[0].weight.path, reason, fatal=False))
     return notes
+
+
+def _is_turned(block: _UseGroup) -> bool:
+    """Whether the outputs come before the inputs; of an axis of size one that is not known."""
+    weight = block.weight
+    return bool(weight.inputs and weight.outputs and weight.inputs > weight.outputs)
 
 
 def _looked_up_matrices(table: AxisTable, blocks: list[_UseGroup]) -> list[CoverageNote]:

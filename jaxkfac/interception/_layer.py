@@ -152,6 +152,11 @@ class Layer:
         return kind_named(self.kind).elementwise
 
     @property
+    def suffix(self) -> str:
+        """What its name has behind the parameter's; not empty for further blocks of one."""
+        return self.name.removeprefix(self.weight.path)
+
+    @property
     def is_covered(self) -> bool:
         """Whether it is gathered in the gradient's backward pass, not by a second one."""
         return kind_named(self.kind).covered

@@ -7,10 +7,10 @@ from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._values import Use
 
 
-def leading_to(plan: Plan, output: int) -> tuple[list[Use], frozenset[int]]:
-    """The uses that one output depends on, and the inputs."""
+def leading_to(plan: Plan, *outputs: int) -> tuple[list[Use], frozenset[int]]:
+    """The uses that some outputs depend on, and the inputs."""
     uses: dict[int, Use] = {}
-    inputs = _inputs(plan, {output}, uses)
+    inputs = _inputs(plan, outputs, uses)
     return list(uses.values()), frozenset(inputs)
 
 
@@ -26,9 +26,15 @@ def _inputs(plan: Plan, outputs: Iterable[int], uses: dict[int, Use]) -> set[int
         uses.update((id(use), use) for use in plan.uses.get(position, ()))
         read = set(range(len(eqn.invars)))
         if position in plan.calls:
-            inner = plan.calls[position]
-            if call_kind(eqn) == "scan":
+            inner, kind = plan.calls[position], call_kind(eqn)
+            uses.update((id(use), use) for use in inner.entries.values())
+            if kind == "scan":
                 read = _inputs_of_scan(inner, *scan_counts(eqn), wanted, uses)
+            elif kind == "cond":
+                branches = [_inputs(branch, wanted, uses) for branch in inner.calls.values()]
+                read = {0}.union(*({k + 1 for k in operands} for operands in branches))
+            elif kind == "custom":  # a rule has other operands and results than its function
+                uses.update((id(use), use) for use in inner.all_uses())
             else:
                 read = _inputs(inner, wanted, uses)
         live |= {v for k in read if is_var(v := eqn.invars[k])}

@@ -249,8 +249,12 @@ def trace(
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, *args)
     paths = leaves_by_path(params)
     num_args = len(closed.jaxpr.invars) - len(paths)
-    analysis = analyse(closed, [*paths, *[None] * num_args], num_outputs=num_outputs)
+    closed, analysis = analyse(closed, [*paths, *[None] * num_args], num_outputs=num_outputs)
+    # What leads to no output has no gradient: derivatives of a function leave its value behind.
+    live = {id(use) for use in leading_to(analysis.plan, *range(len(analysis.outputs)))[0]}
     uses, lost = split_lost(analysis, num_outputs=num_outputs)
+    dead = {use.view.path for use in uses if id(use) not in live}
+    uses = [use for use in uses if id(use) in live]
     _refuse_encoded_parts(uses, encoded)
     uses, cut = split_parts(analysis.table, uses)
     # The diagonal of some readings of a function of a parameter is nobody's diagonal.
@@ -272,7 +276,11 @@ def trace(
     unread = [
         (
             path,
-            "meets no data" if path in analysis.reads else "is not read by the function",
+            "leads to no output"
+            if path in dead
+            else "meets no data"
+            if path in analysis.reads
+            else "is not read by the function",
         )
         for path in paths
         if path not in touched
@@ -379,6 +387,6 @@ def find_layers(
         return fn(params, *args, **named)
 
     options: Any = {"layers": layers, "max_dense": max_dense, "experts": experts}
-    if named:
-        return trace(called, params, named, *args, **options).table
-    return trace(fn, params, *args, **options).table
+    called_fn, args = (called, (named, *args)) if named else (fn, args)
+    traced = trace(called_fn, params, *args, **options)
+    return trace_marked(traced, params, *args, **options).table

@@ -140,12 +140,15 @@ class Data:
         product: The layer use of which this value is the product, seen through views that
             nothing else reads; a bias added to it is joined to that use.
         product_axes: Per axis, the atoms of the parameter's free axes, or ``None``.
+        products: Where it depends on no other data: the products of constants and parameters that
+            it comes from (see ``_constant_rows``).
     """
 
     number: int
     axes: Axes
     product: "Use | None" = None
     product_axes: tuple[Atoms | None, ...] = ()
+    products: frozenset[Hashable] = frozenset()
 
 
 Parameter = View | Combined | Derived

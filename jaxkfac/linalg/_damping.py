@@ -13,6 +13,8 @@ from jaxtyping import Array, Bool, Float
 DampingMode = Literal["exact", "factored", "pi"]
 Damping = ArrayLike | tuple[ArrayLike, ArrayLike]
 
+_SMALL_ROOT = 2.0**-20  # its fourth power, times what a condition number leaves, is in range
+
 
 class ScaledPower(NamedTuple):
     """A power of eigenvalues in range: each is ``values * root * root``.
@@ -131,12 +133,6 @@ def kronecker_power(
     return ScaledPower(values if kept is None else jnp.where(kept, values, 0), root)
 
 
-def scaled_power(values: Float[Array, "*stack n_in n_out"], power: float) -> ScaledPower:
-    """The power of damped eigenvalues that are no products, scaled like those that are."""
-    values, root = _near_one(values, (-2, -1))
-    return ScaledPower(power_or_zero(values, power), power_or_zero(root, power))
-
-
 def _near_one(values: Array, axes: int | tuple[int, int]) -> tuple[Array, Array]:
     """Values divided by the square of a power of two, so that the largest is near 1, and it."""
     root = _root(values.max(axes, keepdims=True))
@@ -151,27 +147,69 @@ def _root(x: Array) -> Array:
     return jax.lax.stop_gradient(jnp.where(jnp.isfinite(root), root, 1))
 
 
-def kronecker_damping(
+def block_root(
+    a_values: Float[Array, "*stack n_in"], g_values: Float[Array, "*stack n_out"]
+) -> Float[Array, "*stack 1 1"]:
+    r"""A power of two near the root of the largest $\lambda_A \lambda_G$, to measure squares in.
+
+    Squares of gradients of size 1e-22 are less than float32 holds. Measured in units of the
+    square of this root they are near 1. It is 1 where they are in range as they are.
+    """
+    of_a, of_g = (_near_one(jnp.maximum(x, 0), -1)[1] for x in (a_values, g_values))
+    root = (of_a * of_g)[..., None]
+    in_range = (root > 0) & (root >= _SMALL_ROOT) & (root <= 1 / _SMALL_ROOT)
+    return jnp.where(in_range | (root == 0), 1, root)
+
+
+def measured_power(
+    values: Float[Array, "*stack n_in n_out"],
+    root: Float[Array, "*stack 1 1"],
     a_values: Float[Array, "*stack n_in"],
     g_values: Float[Array, "*stack n_out"],
     *,
+    power: float,
     damping: Damping = 0.0,
     mode: DampingMode = "exact",
-) -> Float[Array, "..."]:
-    r"""What each form of damping adds to $\lambda_A \lambda_G$, broadcasting against the matrix.
+    kept: Bool[Array, "*stack n_in n_out"] | None = None,
+) -> ScaledPower:
+    r"""The damped power of measured eigenvalues, which are no products.
 
-    With per-factor dampings $\delta_A, \delta_G$ (of a pair, or of ``"factored"`` and ``"pi"``)
-    this is $\delta_A \lambda_G + \lambda_A \delta_G + \delta_A \delta_G$; exact damping adds
-    $\delta$. So measured eigenvalues, which are no products, are damped as their products
-    would be. The arguments are those of :func:`kronecker_power`.
+    They get what each form of damping adds to the products $\lambda_A \lambda_G$ that they
+    stand for: $\delta$ in the exact form, and with per-factor dampings (of a pair, or of
+    ``"factored"`` and ``"pi"``) $\delta_A \lambda_G + \lambda_A \delta_G + \delta_A \delta_G$.
+
+    Args:
+        values: The eigenvalues divided by ``root ** 2``, zero or positive.
+        root: As :func:`block_root` gives it.
+        a_values: Eigenvalues of the input factor.
+        g_values: Eigenvalues of the output factor.
+        power: As in :func:`kronecker_power`, like the other arguments.
+        damping: Likewise.
+        mode: Likewise.
+        kept: Likewise.
     """
     check_damping(damping, mode)
     a, g = jnp.maximum(a_values, 0), jnp.maximum(g_values, 0)
     if not isinstance(damping, tuple) and mode == "exact":
-        return jnp.asarray(damping, a.dtype)
-    to_a, to_g = (x[..., None] if x.ndim else x for x in _per_factor(a, g, damping, mode))
-    a, g = a[..., :, None], g[..., None, :]
-    return to_a * g + a * to_g + to_a * to_g
+        delta = jnp.asarray(damping, a.dtype)
+        common = jnp.maximum(root, _root(delta))
+        added = delta / common / common
+    else:
+        to_a, to_g = _per_factor(a, g, damping, mode)
+        of_a, of_g = (_near_one(x, -1)[1] for x in (a + to_a, g + to_g))
+        to_a, a = (x / of_a / of_a for x in (to_a, a))
+        to_g, g = (x / of_g / of_g for x in (to_g, g))
+        to_a, a, to_g, g = to_a[..., None], a[..., None], to_g[..., None, :], g[..., None, :]
+        of_product = (of_a * of_g)[..., None]
+        common = jnp.maximum(root, of_product)
+        grow = of_product / common
+        added = (to_a * g + a * to_g + to_a * to_g) * grow * grow
+    shrink = root / common
+    damped = values * shrink * shrink + added
+    found, own = _near_one(damped if kept is None else jnp.where(kept, damped, 0), (-2, -1))
+    return ScaledPower(
+        power_or_zero(found, power), power_or_zero(own, power) * power_or_zero(common, power)
+    )
 
 
 def is_separable(damping: Any, mode: str) -> bool:

@@ -51,7 +51,8 @@ def live_bytes(
             kinds.remove(kind)
         else:
             places.append(value)
-    return _Lives(program.ordered(results, depth_first=in_turn), results).peak(places)
+    equations = program.ordered(results, depth_first=in_turn)
+    return _Lives(equations, results, platform=platform).peak(places)
 
 
 class _Lives:
@@ -62,6 +63,7 @@ class _Lives:
         results: What they return.
         stacked: Of an iteration, what is copied into stacked arrays as soon as it is made; then
             ``results`` are what the next iteration takes.
+        platform: Whose compiler is imitated.
     """
 
     def __init__(
@@ -69,8 +71,11 @@ class _Lives:
         equations: Sequence[Equation],
         results: Sequence[Value],
         stacked: Sequence[Value] | None = None,
+        *,
+        platform: str,
     ) -> None:
         self._equations, self._results, self._stacked = equations, results, stacked
+        self._platform = platform
         self._readers: dict[Value, set[int]] = {}
         for k, equation in enumerate(equations):
             for v in equation.reads:
@@ -80,7 +85,8 @@ class _Lives:
             v for e in equations for v in e.makes if v in returned or self._takes_room(e, v)
         }
         self._follow()
-        if stacked is None:  # compiled for an H100, the bodies of loops do keep such values
+        # Compiled for an H100, the bodies of loops do keep such values; for a CPU, all do.
+        if stacked is None and platform != "cpu":
             self._held -= {v for v in self._held - returned if self._is_computed_again(v)}
             self._follow()
 
@@ -126,9 +132,20 @@ class _Lives:
                         sizes.remove(v.nbytes)
                         live, ended = live - v.nbytes, ended - v.nbytes
             live += sum(v.nbytes for v in made)
-            peak = max(peak, live + _inner_peak(equation))
+            peak = max(peak, live + self._inner_peak(equation))
             live -= ended
         return peak
+
+    def _inner_peak(self, equation: Equation) -> int:
+        """Most bytes at once of one iteration, or of the dearest branch."""
+        peaks = []
+        for body in equation.bodies:
+            order = body.program.ordered([*body.results, *body.stacked], depth_first=False)
+            is_scan = equation.name == "scan"
+            stacked = body.stacked if is_scan else None
+            lives = _Lives(order, body.results, stacked, platform=self._platform)
+            peaks.append(lives.peak(() if is_scan else body.results))
+        return max(peaks, default=0)
 
     def _takes_room(self, equation: Equation, value: Value) -> bool:
         readers = [self._equations[k] for k in self._readers.get(value, ())]
@@ -177,17 +194,6 @@ class _Lives:
                     found.add(v)
                     break
         return found
-
-
-def _inner_peak(equation: Equation) -> int:
-    """Most bytes at once of one iteration, or of the dearest branch."""
-    peaks = []
-    for body in equation.bodies:
-        order = body.program.ordered([*body.results, *body.stacked], depth_first=False)
-        is_scan = equation.name == "scan"
-        lives = _Lives(order, body.results, body.stacked if is_scan else None)
-        peaks.append(lives.peak(() if is_scan else body.results))
-    return max(peaks, default=0)
 
 
 def _computes(reader: Equation, maker: Equation) -> bool:

@@ -21,6 +21,7 @@ from jaxkfac.report._records import EpochRecord, RunRecords
 from jaxkfac.report._spectra import SpectrumRecord, spectrum_records
 from jaxkfac.report._spectra_figure import spectra_figure
 from jaxkfac.report._tables import coverage_table, runs_table, spectra_table
+from jaxkfac.report._terminal import terminal_table
 from jaxkfac.report._versions import versions
 
 __all__ = [
@@ -52,5 +53,6 @@ __all__ = [
     "spectra_figure",
     "spectra_table",
     "spectrum_records",
+    "terminal_table",
     "versions",
 ]

@@ -10,7 +10,7 @@ ROWS = all_programs()
 HERE = [pytest.param(row, id=name) for name, row in ROWS.items() if row.available]
 FAMILIES = {row.family: name for name, row in reversed(ROWS.items()) if row.available}
 NUMBERS = [
-    pytest.param(row, id=name, marks=[] if FAMILIES[row.family] == name else pytest.mark.slow)
+    pytest.param(row, id=name, marks=[] if FAMILIES[row.family] == name else pytest.mark.exhaustive)
     for name, row in ROWS.items()
     if row.available
 ]

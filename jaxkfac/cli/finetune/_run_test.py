@@ -33,10 +33,7 @@ TINY = [
     *("--checkpoint-every", "2", "--diagnose-every", "2", "--samples", "2"),
     *("--sample-tokens", "3", "--adamw.learning-rate", "0.02"),
 ]
-pytestmark = [
-    pytest.mark.standard_promotion,  # optax.adamw needs it
-    pytest.mark.usefixtures("compiled_once"),
-]
+pytestmark = pytest.mark.standard_promotion  # optax.adamw needs it
 
 
 @pytest.fixture(scope="module")
@@ -149,20 +146,18 @@ def assert_same_end(one, other):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param((), marks=pytest.mark.slow),
         ("--gradient-accumulation-steps", "2", "--adapter.dropout", "0.1"),
-        pytest.param(
-            (
-                *("--optimizer", "kfac", "--batching", "pack", "--max-length", "128"),
-                *("--questions", "0", "--samples", "0"),
-            ),
-            marks=pytest.mark.slow,
+        (),
+        (
+            *("--optimizer", "kfac", "--batching", "pack", "--max-length", "128"),
+            *("--questions", "0", "--samples", "0"),
         ),
     ],
-    ids=["adamw", "accumulated-dropout", "kfac-packed"],
+    ids=["accumulated-dropout", "adamw", "kfac-packed"],
 )
 def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
     words, run, plain, tmp_path, monkeypatch, capsys
@@ -288,21 +283,16 @@ def test_an_examination_that_ctrl_c_breaks_off_is_held_after_resuming(
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "words",
     [
         ("--adapter.fourier-placement", "none", "--schedule", "linear", "--adapter.split"),
+        ("--adapter.fourier-placement", "bottleneck", "--clip-norm", "None"),
+        ("--batching", "pack", "--max-length", "128", "--loss-on", "all"),
+        ("--num-lengths", "3", "--style", "plain"),
+        ("--dtype", "bfloat16"),
         ("--optimizer", "kfac", "--schedule", "constant"),
-        pytest.param(
-            ("--adapter.fourier-placement", "bottleneck", "--clip-norm", "None"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ("--batching", "pack", "--max-length", "128", "--loss-on", "all"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(("--num-lengths", "3", "--style", "plain"), marks=pytest.mark.slow),
-        pytest.param(("--dtype", "bfloat16"), marks=pytest.mark.slow),
     ],
     ids=lambda words: words[1],
 )

@@ -13,7 +13,6 @@ from jaxkfac._errors import CoupledExamplesError, UnknownLayerError, nearest
 from jaxkfac.curvature._eigenbases import Eigenbases, check_bases
 from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients
 from jaxkfac.factors import (
-    FISHER_TYPES,
     Corrections,
     Estimator,
     Objective,
@@ -187,10 +186,7 @@ def correct_eigenvalues(
     """
     if not isinstance(objective, Objective):
         check_function("objective", objective, "loss(params, batch), or a jk.Objective")
-    estimator = estimator_of(fisher, samples=samples, chunk=chunk)
-    if not estimator.of_examples:
-        choices = [name for name, cls in FISHER_TYPES.items() if cls.of_examples]
-        one_of("fisher", estimator.name, choices)
+    estimator = estimator_of(fisher, samples=samples, chunk=chunk, of_examples=True)
     one_of("per", per, get_args(Per))
     at_least_one(samples=samples, chunk=chunk)
     check_bases(bases)

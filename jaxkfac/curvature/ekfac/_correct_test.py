@@ -516,6 +516,38 @@ def test_powers_use_the_measured_values(name, bias):
                 assert_close(row_after, row * (values + damping) ** power, layer.name)
 
 
+@pytest.mark.parametrize(
+    ("damping", "mode"), [(0.0, "exact"), (1e-37, "exact"), (1e-37, "pi"), ((1e-23, 1e-22), "pi")]
+)
+@pytest.mark.parametrize("name", ["linear", "tokens_of_one", "batched"])
+def test_squares_below_the_smallest_float32_are_not_lost(name, damping, mode):
+    """Of rows and gradients of size 1e-11: their products' squares are of size 1e-44."""
+    double = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float64), tree)
+    single = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    x, params = 1e-11 * normal(0, 40, 4), {"w": normal(1, 4, 3)}
+    apply_fn = lambda p, x: x @ p["w"]
+    if name == "tokens_of_one":  # an example's gradient is a sum over its positions
+        x = 1e-11 * normal(0, 40, 6, 4)
+    if name == "batched":
+        x, params = 1e-11 * normal(0, 40, 2, 4), {"w": normal(1, 2, 4, 3)}
+        apply_fn = lambda p, x: jnp.einsum("nei,eio->neo", x, p["w"])
+    batch = x, 1e-11 * normal(2, *x.shape[:-1], 3)
+    objective = Objective(apply_fn, Gaussian())
+    params, batch = single((params, batch))
+    bases = eigendecompose(value_grad_and_factors(objective)(params, batch).factors)
+    tree = single({"w": 1e-22 * normal(3, *params["w"].shape)})
+    got, wanted = (
+        apply_power(
+            cast(tree),
+            correct_eigenvalues(objective, cast(bases))(cast(params), cast(batch)),
+            *(-1.0, damping, mode),
+        )["w"]
+        for cast in (single, double)
+    )
+    assert got.dtype == jnp.float32 and jnp.abs(wanted).max() > 0
+    assert jnp.abs(double(got) - wanted).max() < 1e-4 * jnp.abs(wanted).max()
+
+
 def test_values_are_clipped_on_read_over_each_block():
     objective, params, batch, options = problem("scanned")
     bases = dataclasses.replace(bases_of(objective, params, batch), max_condition=4.0)

@@ -32,7 +32,8 @@ class Squares(NamedTuple):
     """Sums of squares by layer.
 
     Attributes:
-        values: ``(stack..., in[+1], out)``, or shaped like the parameter for a diagonal.
+        values: ``(stack..., in[+1], out)``, of gradients divided by ``Eigenbases.block_root``; or
+            shaped like the parameter for a diagonal.
         bias_values: ``(stack..., out)``, of a bias with a block of its own.
     """
 
@@ -101,7 +102,8 @@ class SquaredGradients:
         slot["squares"] = jnp.zeros((*stack, a.values.shape[-1], n_out), dtype)
         if self._has_own_bias(layer):
             slot["bias_squares"] = jnp.zeros((*stack, n_out), dtype)
-        constants = {"a_vectors": a.vectors, "g_vectors": g.vectors}
+        a_vectors, g_vectors = self._vectors(layer, bases)
+        constants = {"a_vectors": a_vectors, "g_vectors": g_vectors}
         if any(use.view.scaled for use in self._traced.uses_of(layer)):
             constants["constant"] = jnp.ones(stack, dtype)
         slot["constants"] = {key: value for key, value in constants.items() if value is not None}
@@ -169,21 +171,31 @@ class SquaredGradients:
             if name in self._elements:
                 values[name] = self._of_elements(layer, slot, bases)
                 continue
+            a, g = self._vectors(layer, bases)
             if "gradients" not in slot:
-                values[name] = slot["squares"]
-                if "bias_squares" in slot:
-                    bias_values[name] = slot["bias_squares"]
-                continue
-            gradient, bias = slot["gradients"], slot.get("bias_gradients")
-            for other in self._parts.get(name, ()):
-                gradient = gradient + self._reoriented(other, layer, emitted[other]["gradients"])
-            a, g = (spectrum.vectors for spectrum in bases.spectra(layer))
-            if bias is not None and self._has_ones(layer):
-                gradient = jnp.concatenate([gradient, bias[..., None, :]], -2)
-            elif bias is not None:
-                bias_values[name] = _squared(bias[..., None, :], None, g)[..., 0, :]
-            values[name] = _squared(gradient, a, g)
+                values[name], bias = slot["squares"], slot.get("bias_squares")
+            else:
+                gradient, bias = slot["gradients"], slot.get("bias_gradients")
+                for other in self._parts.get(name, ()):
+                    gradient = gradient + self._reoriented(other, layer, emitted[other]["gradients"])
+                if bias is not None and self._has_ones(layer):
+                    gradient, bias = jnp.concatenate([gradient, bias[..., None, :]], -2), None
+                values[name] = _squared(gradient, a, g)
+                bias = None if bias is None else _squared(bias[..., None, :], None, g)[..., 0, :]
+            root = bases.block_root(layer)
+            if a is None and g is None:
+                values[name] = values[name] / root / root
+            if bias is not None:  # a block of its own, whose squares are in range
+                bias_values[name] = bias if g is None else bias * root[..., 0] * root[..., 0]
         return Squares(values, bias_values)
+
+    def _vectors(self, layer: Layer, bases: Eigenbases) -> tuple[Array | None, Array | None]:
+        """Eigenvectors, one side's divided by the block's root: so are then the gradients."""
+        a, g = (spectrum.vectors for spectrum in bases.spectra(layer))
+        root = bases.block_root(layer)
+        if g is not None:
+            return a, jnp.asarray(g) / root.astype(g.dtype)
+        return None if a is None else jnp.asarray(a) / root.astype(a.dtype), None
 
     def _reoriented(self, name: str, layer: Layer, gradient: Array) -> Array:
         """Gradients by example of another block of one parameter, as this block reads it."""
@@ -199,7 +211,7 @@ class SquaredGradients:
         if not layer.g_dense:
             return self._elements[layer.name].output(layer, slot)
         rows = gradient_rows(layer, slot["gradient"])[..., None, :]
-        return _squared(rows, None, bases.spectra(layer)[1].vectors)
+        return _squared(rows, None, self._vectors(layer, bases)[1])
 
 
 def _tied_parts(layers: Sequence[Layer], known: Mapping[str, Layer]) -> dict[str, list[str]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ from jaxkfac.factors import Factors
 from jaxkfac.linalg import pack, packed_shape, unpack
 
 _PIECE = 1 << 18
+# A plain sum of so many alike terms may have lost 1e-5: each addition rounds by 2**-24 of what
+# there is by then, which is half of the whole on average.
+_PLAIN_TERMS = 256
 
 
 class Snapshot(NamedTuple):
@@ -63,6 +67,8 @@ class Running:
         num_added: Finite contributions since the last snapshot, or since the sums overflowed.
         num_left_out: Contributions since the last snapshot that were not finite, or whose sum
             with the average was not.
+        weight: How many contributions the sums are worth: each counts one, and decays with them.
+        stays_single: Whether there was no room for sums in double precision.
     """
 
     sums: np.ndarray
@@ -72,6 +78,13 @@ class Running:
     idle: bool = False
     num_added: int = 0
     num_left_out: int = 0
+    weight: float = 0.0
+    stays_single: bool = False
+
+    @property
+    def work_dtype(self) -> np.dtype:
+        """That of the arithmetic: of the sums, but no fewer bits than ``dtype`` has."""
+        return self.sums.dtype if self.sums.itemsize > self.dtype.itemsize else self.dtype
 
 
 class Averages:
@@ -81,6 +94,10 @@ class Averages:
     + \Sigma_t'' \ldots$, in the dtype of the factors and in the order of the pushes. With one
     push for each step this is ``update_average``, bit by bit; several pushes of one step are
     added to the average rather than to each other, which differs by rounding.
+
+    Sums of float32 that have become worth more than 256 contributions (of one step, or with a decay
+    near 1) go on in float64: 200,000 are right to 1e-5. That takes twice the bytes. Where the store
+    has no room for them, they stay in float32, with a warning.
 
     Args:
         layout: What there is.
@@ -134,7 +151,10 @@ class Averages:
             self._catch_up(running, age, new=True)  # the other iterations as well
         decays = _decays(running, age)
         running.age, running.idle = age, False
-        decay = np.asarray(self._decay, running.dtype)
+        running.weight = running.weight * self._decay**decays + 1
+        if running.weight > _PLAIN_TERMS:
+            self._widen(running, entry)
+        decay = np.asarray(self._decay, running.work_dtype)
         for _ in range(decays):
             running.count *= decay
         running.count[rows] += count.astype(running.dtype, copy=False)
@@ -152,10 +172,30 @@ class Averages:
                 if entry.dense:
                     new = pack(new, folded)
                 _advance(sums[i, ...], decay, decays, new.astype(running.dtype, copy=False))
-        rounded = sums.dtype != running.dtype  # which no flag tells of
+        rounded = sums.itemsize < running.dtype.itemsize  # which no flag tells of
         if overflows or (rounded and not _is_finite(sums)):
             running.sums[...] = running.count[...] = running.num_added = 0
+            running.weight = 0.0
             self._leave_out(running, entry)
+
+    def _widen(self, running: Running, entry: Entry) -> None:
+        """Go on in double precision, if there is room."""
+        if running.sums.dtype != np.float32 or running.stays_single:
+            return
+        what = f"the average of {entry.name} in float64"
+        try:
+            sums = self._store.empty(running.sums.shape, np.dtype(np.float64), what)
+        except (MemoryError, OSError) as error:
+            running.stays_single = True
+            warnings.warn(
+                f"the average of {entry.name} stays in float32, and may lose "
+                f"2**-25 of itself with each contribution: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        sums[...] = running.sums
+        running.sums, running.count = sums, running.count.astype(np.float64)
 
     def _leave_out(self, running: Running, entry: Entry) -> None:
         running.num_left_out += 1
@@ -177,9 +217,10 @@ class Averages:
 
     def _catch_up(self, running: Running, age: int, *, new: bool = False) -> None:
         """Decay for the steps up to ``age``; for an idle one only where something is ``new``."""
-        decay, decays = np.asarray(self._decay, running.dtype), age - running.age
+        decay, decays = np.asarray(self._decay, running.work_dtype), age - running.age
         if new:
             decays = _decays(running, age)
+        running.weight *= self._decay**decays
         for _ in range(decays):
             running.count *= decay
         for part in running.sums if running.sums.ndim > 1 else [running.sums]:
@@ -191,17 +232,19 @@ class Averages:
         running = self.running[entry.place]
         self._catch_up(running, age)
         what = f"the snapshot of {entry.name}"
-        sums = self._store.empty(running.sums.shape, running.sums.dtype, what)
+        stored = min(running.sums.dtype, running.dtype, key=lambda dtype: dtype.itemsize)
+        sums = self._store.empty(running.sums.shape, stored, what)
         sums[...] = running.sums
         left_out = 0 if running.num_added else running.num_left_out
         running.num_added = running.num_left_out = 0
-        return Snapshot(entry, sums, running.count.copy(), running.dtype, left_out)
+        return Snapshot(entry, sums, running.count.astype(running.dtype), running.dtype, left_out)
 
     def view(self, entry: Entry, age: int) -> Snapshot:
         """One entry at ``age`` without a copy; it changes with the next contribution."""
         running = self.running[entry.place]
         self._catch_up(running, age)
-        return Snapshot(entry, running.sums, running.count, running.dtype, 0)
+        count = running.count.astype(running.dtype, copy=False)
+        return Snapshot(entry, running.sums, count, running.dtype, 0)
 
     def factors(self, age: int) -> Factors:
         """The average at ``age`` as factors of NumPy arrays.

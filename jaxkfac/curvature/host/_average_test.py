@@ -106,6 +106,50 @@ def test_micro_batches_are_added_by_count():
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-5)
 
 
+LINEAR = (layer("w", (3, 4)),)
+
+
+def in_one_step(averages, factors, number):
+    for _ in range(number):
+        add(averages, factors, 1)
+    return averages
+
+
+@pytest.mark.parametrize(
+    "number", [10_000, pytest.param(200_000, marks=[pytest.mark.exhaustive, pytest.mark.slow])]
+)
+@pytest.mark.parametrize("decay", [0.9, 1 - 1e-9])
+def test_sums_of_very_many_pushes_keep_their_digits(number, decay):
+    (factors,) = (on_host(random_factors(LINEAR, jax.random.key(0))),)
+    averages = new(decay, LINEAR)
+    for age in range(1, number + 1):
+        add(averages, factors, 1 if decay == 0.9 else age)
+    found = averages.factors(1 if decay == 0.9 else number)
+    np.testing.assert_allclose(found.a_sums["w"], number * factors.a_sums["w"], rtol=1e-5)
+    np.testing.assert_allclose(found.a_counts["w"], number * factors.a_counts["w"], rtol=1e-5)
+    assert found.a_sums["w"].dtype == found.a_counts["w"].dtype == np.float32
+
+
+def test_few_pushes_keep_their_bytes_and_many_take_twice():
+    (factors,) = (on_host(random_factors(LINEAR, jax.random.key(0))),)
+    averages = in_one_step(new(layers=LINEAR), factors, 256)
+    single = averages._store.in_memory
+    in_one_step(averages, factors, 1)
+    assert averages._store.in_memory == 2 * single
+    entry = averages.layout.entries[Place("a", "w")]
+    assert averages.snapshot(entry, 1).sums.dtype == np.float32
+
+
+def test_without_room_sums_stay_in_single_precision_and_say_so_once(recwarn):
+    (factors,) = (on_host(random_factors(LINEAR, jax.random.key(0))),)
+    averages = in_one_step(new(layers=LINEAR), factors, 256)
+    averages._store.budget = averages._store.in_memory
+    in_one_step(averages, factors, 3)
+    messages = [str(warning.message) for warning in recwarn]
+    assert len(messages) == 2 and all("stays in float32" in message for message in messages)
+    assert {running.sums.dtype for running in averages.running.values()} == {np.dtype(np.float32)}
+
+
 def test_a_factor_that_skips_steps_decays_with_the_others():
     first, second = steps(2)
     averages = new()

@@ -141,6 +141,9 @@ class HostBytes(NamedTuple):
 def service_bytes(like: Factors, options: HostOptions) -> HostBytes:
     """The least host memory with which a service works, from shapes alone.
 
+    Averages of float32 that become worth more than 256 contributions take twice their bytes
+    where there is room, see :class:`Averages`.
+
     Args:
         like: Factors of one step, or ``stats.factor_shapes(params, batch)``.
         options: Of the service; ``workers``, ``in_flight_bytes``, ``storage`` and ``dtype`` count.

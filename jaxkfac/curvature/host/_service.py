@@ -113,7 +113,8 @@ class HostCurvature:
 
     Memory:
         On the host, with $F$ the bytes of the folded factors (half of the whole ones):
-        $2 F$ for average and snapshot, bases in use (on the CPU) and those in work,
+        $2 F$ for average and snapshot ($3 F$ once an average is worth more than 256 pushes, of
+        one step or with a decay near 1: it goes on in float64, so that 200,000 keep 1e-5), bases in use (on the CPU) and those in work,
         ``workers * 36 n**2`` bytes (``16 n**2`` with ``dtype="float32"``) and the bytes in
         flight. With ``bases_in="host"`` the eigenvectors in use are there too, and on the device
         those of two blocks of one layer. Those in work are a share of ``1 / stagger``, but in the

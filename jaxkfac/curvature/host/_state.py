@@ -171,7 +171,7 @@ def _describe_averages(averages: Averages, arrays: _Arrays) -> Iterator[dict[str
     for i, (place, running) in enumerate(averages.running.items()):
         names = {"sums": f"averages/{i}/sums", "count": f"averages/{i}/count"}
         arrays += [(names["sums"], running.sums), (names["count"], running.count)]
-        counters = ("age", "idle", "num_added", "num_left_out")
+        counters = ("age", "idle", "num_added", "num_left_out", "weight", "stays_single")
         yield {
             "place": list(place),
             "dtype": running.dtype.name,

@@ -28,7 +28,8 @@ class ExactOperator(Operator):
     Attributes:
         params: All parameters.
         batch: The batch, whole.
-        labels: ``(N, samples, *targets)`` in place of the batch's targets, or ``None``.
+        labels: ``(N, samples, *targets)`` in place of the batch's targets, or an ``Estimator``
+            for each example, stacked, or ``None``.
         key: For dropout.
         state: What a call of the model changes, or ``None``.
         objective: The objective, static.
@@ -49,10 +50,7 @@ class ExactOperator(Operator):
 
     @property
     def like(self) -> PyTree:
-        if self.only is None:
-            return shapes(self.params)
-        leaves = leaves_by_path(self.params)
-        return {path: shapes(leaves[path]) for path in self.only}
+        return chosen_shapes(self.params, self.only)
 
     def product(self, leaves: Leaves) -> Leaves:
         return _product(self, leaves)
@@ -130,6 +128,14 @@ def checked_batch(
 def shapes(tree: PyTree) -> PyTree:
     """The shapes and dtypes of a tree."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+
+
+def chosen_shapes(params: PyTree, only: tuple[str, ...] | None) -> PyTree:
+    """Shapes and dtypes of the parameters, or ``{path: leaf}`` of the chosen ones."""
+    if only is None:
+        return shapes(params)
+    leaves = leaves_by_path(params)
+    return {path: shapes(leaves[path]) for path in only}
 
 
 def chosen_paths(only: str | None, params: PyTree) -> tuple[str, ...] | None:

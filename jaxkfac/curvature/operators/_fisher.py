@@ -8,26 +8,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
-from jaxkfac._checks import at_least_one, one_of
+from jaxkfac._checks import at_least_one
 from jaxkfac.curvature.operators._exact import ExactOperator, checked_batch, chosen_paths
 from jaxkfac.curvature.operators._marked import marked_gauss_newton
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import (
     Chunk,
     Leaves,
+    estimated_products,
     expected_products,
     outer_products,
 )
-from jaxkfac.factors import LABEL_FOLD, Objective, estimator_of
+from jaxkfac.factors import FISHER_TYPES, LABEL_FOLD, Estimator, Objective, estimator_of
 from jaxkfac.linalg import map_over_chunks
 
 FisherType = Literal["exact", "empirical", "mc"]
 
-# The product with a vector on one chunk. All else about a type is said by its estimator.
-_PRODUCTS: Mapping[FisherType, Callable[[Chunk, Leaves], Leaves]] = {
-    "exact": expected_products,
-    "empirical": outer_products,
-    "mc": outer_products,
+# Products with a vector on one chunk that are cheaper than ``estimated_products``.
+_PRODUCTS: Mapping[type[Estimator], Callable[[Chunk, Leaves], Leaves]] = {
+    FISHER_TYPES["exact"]: expected_products,
+    FISHER_TYPES["empirical"]: outer_products,
+    FISHER_TYPES["mc"]: outer_products,
 }
 
 
@@ -36,7 +37,7 @@ def fisher(
     params: PyTree,
     batch: Any,
     *,
-    fisher: FisherType = "exact",
+    fisher: FisherType | Estimator = "exact",
     key: Key[Array, ""] | None = None,
     labels: PyTree = None,
     samples: int = 1,
@@ -64,7 +65,7 @@ def fisher(
         fisher: ``"exact"``: the expectation over the model's own labels. ``"empirical"``:
             the given targets in place of the expectation. ``"mc"``: labels sampled from the
             model, once, when the operator is built; unbiased, of rank at most
-            ``samples * N``.
+            ``samples * N``. Or an ``Estimator`` of your own, run on each example by itself.
         key: For dropout, and for the labels of ``"mc"``. An example's labels depend on the
             key and its place in the batch, not on the chunk. They are not those that
             ``value_grad_and_factors`` samples from the same key: pass both ``labels=``.
@@ -101,25 +102,27 @@ def fisher(
         Frederik Kunstner, Lukas Balles and Philipp Hennig, "Limitations of the Empirical
         Fisher Approximation", 2019.
     """
-    one_of("fisher", fisher, tuple(_PRODUCTS))
     at_least_one(samples=samples)
+    estimator = estimator_of(fisher, samples=samples, chunk=1, of_examples=True)
+    rule = _PRODUCTS.get(type(estimator), estimated_products)
     if not isinstance(objective, Objective):
-        if fisher != "exact":
+        if rule is not expected_products:
             raise ValueError(
-                f'fisher="{fisher}" needs gradients of examples, which a scalar loss does not '
-                'show: give a jk.Objective, or take fisher="exact"'
+                f'fisher="{estimator.name}" needs gradients of examples, which a scalar loss does '
+                'not show: give a jk.Objective, or take fisher="exact"'
             )
         return marked_gauss_newton("fisher", objective, params, batch, key, chunk, only, state)
     batch = objective.batch(batch)
-    estimator = estimator_of(fisher, samples=samples, chunk=1).bound(key, labels, batch)
+    estimator = estimator.bound(key, labels, batch)
     checked = checked_batch(objective, params, batch, key, chunk, labels, state)
-    rule = _PRODUCTS[fisher]
     paths = chosen_paths(only, params)
     operator = ExactOperator(params, checked, None, key, state, objective, rule, chunk, paths)
-    if not estimator.samples_labels:
+    if rule is estimated_products:
+        by_example = estimator.by_example(batch.num_examples)
+    elif not estimator.samples_labels:
         return operator
-    if labels is None:
-        by_example = _sample(operator, samples)
+    elif labels is None:
+        by_example = _sample(operator, estimator.samples)
     else:
         by_example = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), labels)
     return dataclasses.replace(operator, labels=by_example)

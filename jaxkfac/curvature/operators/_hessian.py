@@ -7,7 +7,12 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key, PyTree
 
-from jaxkfac.curvature.operators._exact import ExactOperator, checked_batch, chosen_paths, shapes
+from jaxkfac.curvature.operators._exact import (
+    ExactOperator,
+    checked_batch,
+    chosen_paths,
+    chosen_shapes,
+)
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import Leaves, hessian_product
 from jaxkfac.factors import Objective, returned
@@ -92,10 +97,7 @@ class ScalarHessian(Operator):
 
     @property
     def like(self) -> PyTree:
-        if self.only is None:
-            return shapes(self.params)
-        leaves = leaves_by_path(self.params)
-        return {path: shapes(leaves[path]) for path in self.only}
+        return chosen_shapes(self.params, self.only)
 
     def product(self, leaves: Leaves) -> Leaves:
         return _product(self, leaves)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from jaxkfac.curvature.operators._exact import chosen_paths, shapes
+from jaxkfac.curvature.operators._exact import chosen_paths, chosen_shapes
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import Leaves, fisher_of_terms
 from jaxkfac.factors import MarkedTerms, takes_key
@@ -72,10 +72,7 @@ class MarkedGaussNewton(Operator):
 
     @property
     def like(self) -> PyTree:
-        if self.only is None:
-            return shapes(self.params)
-        leaves = leaves_by_path(self.params)
-        return {path: shapes(leaves[path]) for path in self.only}
+        return chosen_shapes(self.params, self.only)
 
     def product(self, leaves: Leaves) -> Leaves:
         return _product(self, leaves)

@@ -7,8 +7,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from jaxkfac.factors import Bernoulli, Categorical, Gaussian, Head, over_count
+from jaxkfac.factors import (
+    Batch,
+    Bernoulli,
+    Categorical,
+    Estimator,
+    Gaussian,
+    Head,
+    over_count,
+)
 from jaxkfac.interception import with_leaves
+from jaxkfac.linalg import statistics_dtype
 
 Leaves = dict[str, Array]
 
@@ -22,7 +31,8 @@ class Chunk(NamedTuple):
         leaves: ``{path: parameter}`` of those the operator acts on; only these are
             differentiated.
         batch: The chunk's examples.
-        labels: ``(n, samples, *targets)``, or ``None`` for the given targets.
+        labels: ``(n, samples, *targets)``, or ``None`` for the given targets; or an
+            ``Estimator`` for each example, stacked.
         counts: For each output, the number of its loss terms in the *whole* batch, by which a
             sum becomes its share of the mean. Dividing first keeps 16-bit cotangents in range.
         key: For dropout, or ``None``.
@@ -128,6 +138,35 @@ def _shares(chunk: Chunk, outputs: PyTree, targets: PyTree) -> Array:
     sums = chunk.losses(outputs, targets)
     parts = [s / jnp.sqrt(n.astype(s.dtype)) for s, n in zip(sums, chunk.counts, strict=True)]
     return functools.reduce(jnp.add, parts)
+
+
+def estimated_products(chunk: Chunk, vector: Leaves) -> Leaves:
+    r"""$\frac{1}{NR} \sum_n \sum_c g_{nc} g_{nc}^\top v$ over the cotangents of an estimator.
+
+    The estimator runs on each example by itself, so that the chunk does not change what it draws.
+    """
+    objective = chunk.objective
+    outputs, vjp = jax.vjp(chunk.outputs, chunk.leaves)
+
+    def curved(example: tuple[Batch, Estimator, PyTree, PyTree]) -> PyTree:
+        batch, estimator, at, pushed = example
+        one, at, pushed = jax.tree.map(lambda x: x[None], (batch, at, pushed))
+
+        def contribution(cotangents: PyTree) -> PyTree:
+            shares = objective.over_counts(cotangents, one.mask, chunk.counts)
+            products = jax.tree.map(_inner, shares, pushed)
+            along = functools.reduce(jnp.add, jax.tree.leaves(products))
+            return jax.tree.map(lambda x: (x * along.astype(x.dtype))[0], shares)
+
+        return estimator.expectation(objective, at, one, contribution)
+
+    examples = (chunk.batch, chunk.labels, outputs, _push(chunk, vector))
+    return vjp(jax.vmap(curved)(examples))[0]
+
+
+def _inner(x: Array, y: Array) -> Array:
+    dtype = statistics_dtype(x.dtype)
+    return jnp.vdot(x.astype(dtype), y.astype(dtype))
 
 
 def hessian_product(chunk: Chunk, vector: Leaves) -> Leaves:
