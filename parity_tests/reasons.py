@@ -26,6 +26,7 @@ NAMES = {
     "JaxkfacError": _ERROR,
     "LostRowsError": _ERROR,
     "NonFiniteFactorError": _ERROR,
+    "ProcessesDisagreeError": _ERROR,
     "UncoveredParameterError": _ERROR,
     "UnknownLayerError": _ERROR,
     "CoupledExamplesError": _ERROR,

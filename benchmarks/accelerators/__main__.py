@@ -22,7 +22,8 @@ from typing import Any
 from benchmarks.accelerators._record import BEGUN, Place, is_current, keep, recorded
 
 SIZES = ("real", "small", "others")
-SHARDED = ("gradient", "factors, empirical", "natural gradient", "K-FAC step")
+OF_EIGHT = ("K-FAC step, divided",)
+SHARDED = ("gradient", "factors, empirical", "natural gradient", "K-FAC step", *OF_EIGHT)
 LAYOUTS = ("one device", "data parallel", "fully sharded")
 
 
@@ -45,7 +46,8 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.accelerators", *sys.argv[1:]])
     steps = steps_of(args.size, args.dtype)
     for name in steps:
-        chosen = args.layout == "one device" or name in SHARDED
+        one = args.layout == "one device"
+        chosen = name not in OF_EIGHT if one else name in SHARDED
         if chosen and re.search(args.only, name):
             place = (args.target, args.layout, args.size, args.dtype, name)
             if args.limit:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import AbstractMesh
 
 import jaxkfac as jk
 from jaxkfac.factors import FISHER_TYPES, Pass, plan_passes, smallest_budget
@@ -112,14 +113,17 @@ class Steps:
         step = functools.partial(jk.natural_gradient, damping=1e-3)
         return step, (self.params, self.bases)
 
-    def kfac(self) -> Any:
+    def kfac(self, *, divided: bool = False) -> Any:
         """Gradient, factors and the update, which decomposes every ten steps."""
-        tx = jk.kfac(0.1, like=self.like, damping=1e-3, norm_constraint=1e-2)
+        axis = "data" if divided else None
+        tx = jk.kfac(0.1, like=self.like, damping=1e-3, norm_constraint=1e-2, distribute=axis)
         stats = self._collector()
+        mesh = AbstractMesh((8,), ("data",)) if divided else jax.sharding.get_abstract_mesh()
 
         def step(params: Any, state: Any, batch: Any) -> Any:
             value, grads, factors = stats(params, batch)
-            updates, state = tx.update(grads, state, params, factors=factors)
+            with jax.sharding.use_abstract_mesh(mesh):
+                updates, state = tx.update(grads, state, params, factors=factors)
             return value, jax.tree.map(jnp.add, params, updates), state
 
         return step, (self.params, jax.eval_shape(tx.init, self.params), self.batch)
@@ -244,6 +248,7 @@ def decoder_steps(size: str, dtype: Any) -> Mapping[str, Callable[[], Any]]:
         "decomposition": s.decomposition,
         "natural gradient": s.natural_gradient,
         "K-FAC step": s.kfac,
+        "K-FAC step, divided": lambda: s.kfac(divided=True),
         "adapters, factors": s.adapters,
         "adapters on NF4, factors": lambda: s.adapters(quantised=True),
         "library's decoder, gradient": lambda: s.decoder_step(factors=False),

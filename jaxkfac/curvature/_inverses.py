@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from jaxkfac._serialization import serializable
 from jaxkfac.curvature._coverage import owners
+from jaxkfac.curvature._divided import MeshAxis, solve_divided
 from jaxkfac.curvature._eigenbases import map_slices
 from jaxkfac.curvature._eigendecompose import block_mean
 from jaxkfac.curvature._layer_power import load_parts, write_scaled, write_solved
@@ -93,6 +94,7 @@ def invert(
     damping_mode: DampingMode,
     max_condition: float = 1e6,
     floor: float = 0.0,
+    distribute: MeshAxis | None = None,
 ) -> Inverses:
     r"""Invert the damped factors of a model, by Cholesky in the graph.
 
@@ -111,6 +113,8 @@ def invert(
         damping_mode: ``"factored"`` or ``"pi"``; beside a pair any.
         max_condition: $\kappa \ge 1$.
         floor: Least that is added to a factor, in its own units.
+        distribute: A mesh axis over whose devices the matrices are divided, as in
+            :func:`eigendecompose`.
 
     Returns:
         The inverses; those of a factor that is not finite, or not positive definite, are NaN.
@@ -130,43 +134,61 @@ def invert(
     check_separable(damping, damping_mode)
     layout = layout_of(factors.layers, factors.bias)
     means = {place: jnp.asarray(block_mean(factors, b)) for place, b in layout.blocks.items()}
-    last: Array | None = None
 
     def clipped(values: Array) -> Array:
         return clip_eigenvalues(values, max_condition, floor)
-
-    def inverse(matrix: Array, dense: bool, shift: Array) -> Array:
-        nonlocal last
-        if not dense:
-            return power_or_zero(clipped(matrix) + shift[..., None], -1.0)
-        least = jnp.maximum(_trace(matrix) / max_condition, floor)
-        last = damped_inverse(matrix, jnp.maximum(shift, least), after=last)
-        return last
 
     def mean(matrix: Array, dense: bool) -> Array:
         return _trace(matrix) / matrix.shape[-1] if dense else clipped(matrix).mean(-1)
 
     shared = isinstance(damping, tuple) or damping_mode != "pi"
     holders = _holders(factors.layers, factors.bias, shared)
-    a, g, biases, diagonals = {}, {}, {}, {}
+    tables: dict[str, dict[str, Array]] = {x: {} for x in ("a", "g", "biases", "diagonals")}
+    problems: dict[tuple[str, str], tuple[Array, Array]] = {}
+
+    def inverse(table: str, name: str, matrix: Array, dense: bool, shift: Array) -> None:
+        if not dense:
+            tables[table][name] = power_or_zero(clipped(matrix) + shift[..., None], -1.0)
+            return
+        least = jnp.maximum(_trace(matrix) / max_condition, floor)
+        problems[table, name] = matrix, jnp.maximum(shift, least)
+
     for layer in factors.layers:
+        name = layer.name
         if layer.is_diagonal:
-            raw = means[Place("diagonals", layer.name)]
-            values = map_slices(layer, raw, clipped)
-            diagonals[layer.name] = diagonal_power(values, power=-1.0, damping=damping)
+            values = map_slices(layer, means[Place("diagonals", name)], clipped)
+            tables["diagonals"][name] = diagonal_power(values, power=-1.0, damping=damping)
             continue
-        of_a, of_g = means[_input_place(layout, layer)], means[Place("g", layer.name)]
+        of_a, of_g = means[_input_place(layout, layer)], means[Place("g", name)]
         to_a, to_g = factor_damping(
             mean(of_a, layer.a_dense), mean(of_g, layer.g_dense), damping=damping, mode=damping_mode
         )
-        if holders[layer.name] == layer.name:
-            a[layer.name] = inverse(of_a, layer.a_dense, to_a)
-        g[layer.name] = inverse(of_g, layer.g_dense, to_g)
+        if holders[name] == name:
+            inverse("a", name, of_a, layer.a_dense, to_a)
+        inverse("g", name, of_g, layer.g_dense, to_g)
         if layer.bias is not None and factors.bias == "separate":
-            biases[layer.name] = inverse(of_g, layer.g_dense, _of_one_factor(damping, of_g.dtype))
+            inverse("biases", name, of_g, layer.g_dense, _of_one_factor(damping, of_g.dtype))
+    for (table, name), solved in zip(
+        problems, _solved(list(problems.values()), distribute), strict=True
+    ):
+        tables[table][name] = solved
     return Inverses(
-        a, g, biases, diagonals, factors.layers, factors.bias, shared, max_condition, floor
+        **tables,
+        layers=factors.layers,
+        bias=factors.bias,
+        shared=shared,
+        max_condition=max_condition,
+        floor=floor,
     )
+
+
+def _solved(problems: list[tuple[Array, Array]], axis: MeshAxis | None) -> list[Array]:
+    if axis is not None:
+        return solve_divided(problems, damped_inverse, axis)
+    out: list[Array] = []
+    for matrix, shift in problems:
+        out.append(damped_inverse(matrix, shift, after=out[-1] if out else None))
+    return out
 
 
 def check_separable(damping: Any, mode: str) -> None:

@@ -51,6 +51,17 @@ def check_marked_outputs(heads: Sequence[Head]) -> None:
             )
 
 
+def refuse_beside(traced: Traced) -> None:
+    """Refuse given targets of a mark that stands in a derivative of its own: it has none."""
+    for number, mark in enumerate(traced.marks):
+        if mark.beside:
+            raise ValueError(
+                f"jk.mark_outputs: mark {number} stands in a function with a derivative of its own "
+                "(custom_jvp), which sends no cotangent to what it marks: take "
+                'fisher="mc" or "exact"'
+            )
+
+
 def refuse_chained(traced: Traced) -> None:
     """Refuse marks that follow each other: the first one's cotangent holds the second's."""
     last = len(traced.closed.jaxpr.invars) - len(traced.marks)

@@ -13,6 +13,7 @@ from jaxkfac.factors._marked_terms import MarkedTerms
 from jaxkfac.factors._marks import (
     check_marked_outputs,
     coupled,
+    refuse_beside,
     refuse_chained,
     refuse_marks,
     refuse_unmarked,
@@ -196,6 +197,7 @@ class Program:
         scale = common_scale(heads)
 
         def own() -> PyTree:
+            refuse_beside(traced)
             refuse_chained(traced)
             return terms_of.rescaled(fixed, cotangents, None)
 
@@ -209,7 +211,7 @@ class Program:
             lambda g: vjp((g, jnp.zeros_like(value)))[1],
             terms_of,
             Batch(None, None, None),
-            own if scale is None else None,
+            own if scale is None or any(mark.beside for mark in traced.marks) else None,
             scale,
         )
 

@@ -31,6 +31,7 @@ from jaxkfac.interception._compat import (
 from jaxkfac.interception._constant_rows import Meeting
 from jaxkfac.interception._coupling import mixed_atoms
 from jaxkfac.interception._custom import (
+    APART,
     is_rule,
     step_without_derivative,
     walk_primal,
@@ -173,6 +174,9 @@ class Analysis(Facts):
         has_parameters = any(isinstance(v, Parameter) for v in ins)
         if kind == "jit" and eqn.params.get("name") == MARK_ROWS:
             return self._mark(eqn, position, ins, plan)
+        if kind == "jit" and eqn.params.get("name") == APART:
+            axes = (fresh(self.table, v.aval.shape) for v in eqn.outvars)
+            return [Data(self.unique(), own) for own in axes]
         if kind in ("jit", "checkpoint") or (kind == "custom" and not has_parameters):
             with self._inside(position):
                 outs, inner = self._walk(*body_of(eqn), ins, scope)

@@ -348,7 +348,9 @@ def _name(blocks: list[_UseGroup]) -> list[CoverageNote]:
             block.name = name
         if len(group) > 1:
             names = ", ".join(sorted(taken))
-            reason = f"has {len(group)} blocks: {names}; the optimizer uses {path!r}"
+            turned = any(_are_turned(*pair) for pair in itertools.combinations(group, 2))
+            taken_by = " and its transpose, as one product" if turned else ""
+            reason = f"has {len(group)} blocks: {names}; the optimizer uses {path!r}{taken_by}"
             notes.append(CoverageNote(group[0].weight.path, reason, fatal=False))
     return notes
 
@@ -375,9 +377,23 @@ def _looked_up_matrices(table: AxisTable, blocks: list[_UseGroup]) -> list[Cover
 
 
 def _owners(table: AxisTable, blocks: list[_UseGroup]) -> dict[int, _UseGroup]:
-    """For each block, the first block that reads the same inputs in the same way."""
+    """For each block, the first block that reads the same inputs in the same way.
+
+    One whose kernel is also read in the other orientation has an A for itself.
+    """
     first: dict[Any, _UseGroup] = {}
-    return {id(b): first.setdefault((_input_key(table, b), b.member), b) for b in blocks}
+    by_path = collections.defaultdict(list)
+    for block in blocks:
+        by_path[block.weight.path].append(block)
+    pairs = (p for group in by_path.values() for p in itertools.combinations(group, 2))
+    turned = {id(block) for pair in pairs if _are_turned(*pair) for block in pair}
+    keys = {id(b): id(b) if id(b) in turned else _input_key(table, b) for b in blocks}
+    return {id(b): first.setdefault((keys[id(b)], b.member), b) for b in blocks}
+
+
+def _are_turned(one: _UseGroup, other: _UseGroup) -> bool:
+    """Whether two blocks read one kernel in opposite orientations: these are made one block."""
+    return one.kind is other.kind and one.weight.is_transpose_of(other.weight)
 
 
 def _input_key(table: AxisTable, block: _UseGroup) -> Any:

@@ -59,6 +59,11 @@ class ParameterMatrix:
     def size(self) -> int:
         return math.prod(self.atoms)
 
+    def is_transpose_of(self, other: "ParameterMatrix") -> bool:
+        """Whether it is the same part of a parameter, with inputs and outputs changed round."""
+        turned = dataclasses.replace(other, inputs=other.outputs, outputs=other.inputs)
+        return self == turned and self.inputs != self.outputs
+
     def read(self, leaf: Shaped[Array, "..."]) -> Shaped[Array, "*stack in out"]:
         """The matrix ``(stack..., in, out)`` held by a leaf shaped like the parameter.
 

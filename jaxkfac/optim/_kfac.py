@@ -1,6 +1,7 @@
 """K-FAC as an optax transformation, all in one graph."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
-from jaxkfac.curvature import Eigenbases, Inverses, covered_indices
+from jaxkfac.curvature import Eigenbases, Inverses, MeshAxis, covered_indices
 from jaxkfac.factors import (
     Factors,
     check_decay,
@@ -30,6 +31,7 @@ from jaxkfac.optim._descent import (
     where,
     zero_momentum,
 )
+from jaxkfac.optim._explicit import is_sharded, sharded_like, whole
 from jaxkfac.optim._injected import (
     check_numbers,
     clipping_of,
@@ -142,6 +144,7 @@ def kfac(
     others: optax.GradientTransformation | None = None,
     inverse: InverseMethod = "auto",
     stagger: bool = False,
+    distribute: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Kronecker-factored natural gradient descent with averages, refreshes and momentum.
 
@@ -198,6 +201,9 @@ def kfac(
             stacked, stay together), each at a step of its own. Each layer is still refreshed
             every ``refresh_every`` steps, from the average of that step, and all of them at the
             first step that has factors.
+        distribute: A mesh axis, over whose devices the decompositions of a refresh are divided
+            by the cubes of their sizes. By default each device does all of them. The mesh is
+            that of ``jax.set_mesh``, or outside ``jit`` of the parameters.
 
     Under ``optax.inject_hyperparams(jk.kfac)`` every number may change in flight, as
     ``state.hyperparams["damping"]``, but for ``max_condition`` and ``floor``: those of ``init``
@@ -212,7 +218,8 @@ def kfac(
     Raises:
         ValueError: when built, naming the argument out of range, or inverses for a damping that
             is not separable; in ``update``, if ``factors`` are of other layers than ``like``, the
-            state is of another transformation, or ``inverse="host"`` is traced.
+            state is of another transformation, ``inverse="host"`` is traced, or
+            ``distribute`` names no axis of a known mesh.
 
     Memory:
         For each factor of size ``n``: ``n**2`` for its average and ``n**2 + n`` for its
@@ -300,16 +307,24 @@ def kfac(
         check_like_momentum(grads, state.momentum)
         if params is not None:
             check_some_covered("params", params, covered, "like=")
+        axis = None if distribute is None else MeshAxis.of(distribute, params, grads, state)
         numbers = tuple(at_step(x, state.step) if has_schedule(x) else None for x in scheduled)
         call = (grads, state, params, factors, numbers, extra)
         concrete = all(is_concrete(x) for x in jax.tree.leaves(call))
         if method.on_host:
             call = (*call, refresh_on_host(concrete, *call))
+        step = functools.partial(whole_advance, axis=axis)
         # Outside of jit a later call runs equations alone: a new lax.cond compiles its branches.
         # Schedules are read at every call, and what `others` may read is not known.
         if rest is None and concrete:
-            return staged.get(call, lambda: Staged.of(advance, *call))(*call)
-        return advance(*call)
+            return staged.get(call, lambda: Staged.of(step, *call), static=axis)(*call)
+        return step(*call)
+
+    def whole_advance(grads: PyTree, state: KfacState, *rest: Any, axis: MeshAxis | None) -> Any:
+        if not is_sharded((grads, state, rest)):
+            return advance(grads, state, *rest, axis=axis)
+        out, new = advance(*whole((grads, state, *rest)), axis=axis)
+        return sharded_like(out, grads), sharded_like(new, state)
 
     def averaged(state: KfacState, factors: Factors | None) -> Factors:
         if factors is None:
@@ -337,7 +352,7 @@ def kfac(
         average = averaged(state, new)
         if not (refresh.is_due(state) and average.terms > 0):
             return None
-        return method.fresh(average, 0.0, clipping_of(state.stacked_bases, clipping))
+        return method.fresh(average, 0.0, clipping_of(state.stacked_bases, clipping), None)
 
     def advance(
         grads: PyTree,
@@ -347,6 +362,8 @@ def kfac(
         numbers: tuple[Any, ...],
         extra: Any,
         from_host: Eigenbases | None = None,
+        *,
+        axis: MeshAxis | None,
     ) -> tuple[PyTree, KfacState]:
         own, clipped = gradients_only(grads), clipping_of(state.stacked_bases, clipping)
         rate, delta = (x if now is None else now for x, now in zip(scheduled, numbers, strict=True))
@@ -361,7 +378,7 @@ def kfac(
                 bases = held if from_host is None else from_host
                 kept, due = jnp.zeros((), jnp.int32), jnp.asarray(from_host is not None)
             else:
-                bases, kept = refresh(state, held, average, delta, clipped)
+                bases, kept = refresh(state, held, average, delta, clipped, axis)
                 due = refresh.is_due(state) & (average.terms > 0)
             bases = method.measured_since(bases, more, due)
             steps = method.apply(stacked, bases, delta)

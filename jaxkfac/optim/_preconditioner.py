@@ -13,6 +13,7 @@ from jaxkfac._checks import one_of
 from jaxkfac.curvature import (
     Eigenbases,
     Inverses,
+    MeshAxis,
     check_separable,
     eigendecompose,
     identity_bases,
@@ -47,8 +48,10 @@ class Preconditioner(abc.ABC):
         """Of factors that are the identity."""
 
     @abc.abstractmethod
-    def fresh(self, average: Factors, damping: Damping, clipping: Clipping) -> Any:
-        """Of an average."""
+    def fresh(
+        self, average: Factors, damping: Damping, clipping: Clipping, axis: MeshAxis | None
+    ) -> Any:
+        """Of an average, made by the devices of a mesh axis where there is one."""
 
     def with_corrections(self, held: Any, like: Corrections | None) -> Any:
         """With measured eigenvalues of nothing, where ``like`` has their shapes."""
@@ -94,9 +97,11 @@ class _Eigenvectors(Preconditioner):
     def initial(self, like: Factors, damping: Damping, clipping: Clipping) -> Eigenbases:
         return identity_bases(like, **clipping)
 
-    def fresh(self, average: Factors, damping: Damping, clipping: Clipping) -> Eigenbases:
+    def fresh(
+        self, average: Factors, damping: Damping, clipping: Clipping, axis: MeshAxis | None
+    ) -> Eigenbases:
         placement = "host" if self.on_host else "device"
-        return eigendecompose(average, placement=placement, **clipping)
+        return eigendecompose(average, placement=placement, distribute=axis, **clipping)
 
     def apply(self, grads: PyTree, held: Eigenbases, damping: Damping) -> PyTree:
         options: Any = {"damping_mode": self._mode, "missing": "identity"}
@@ -150,8 +155,11 @@ class _CholeskyInverses(Preconditioner):
     def initial(self, like: Factors, damping: Damping, clipping: Clipping) -> Inverses:
         return identity_inverses(like, damping=damping, damping_mode=self._mode, **clipping)
 
-    def fresh(self, average: Factors, damping: Damping, clipping: Clipping) -> Inverses:
-        return invert(average, damping=damping, damping_mode=self._mode, **clipping)
+    def fresh(
+        self, average: Factors, damping: Damping, clipping: Clipping, axis: MeshAxis | None
+    ) -> Inverses:
+        how: Any = {"damping": damping, "damping_mode": self._mode, "distribute": axis}
+        return invert(average, **how, **clipping)
 
     def apply(self, grads: PyTree, held: Inverses, damping: Damping) -> PyTree:
         return precondition(grads, held)

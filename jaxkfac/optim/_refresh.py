@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
+from jaxkfac.curvature import MeshAxis
 from jaxkfac.factors import Factors
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import Damping
@@ -59,7 +60,13 @@ class Refresh:
         return first | (state.step % self._every == offset)
 
     def __call__(
-        self, state: Any, bases: Any, average: Factors, damping: Damping, clipping: Clipping
+        self,
+        state: Any,
+        bases: Any,
+        average: Factors,
+        damping: Damping,
+        clipping: Clipping,
+        axis: MeshAxis | None,
     ) -> tuple[Any, Int[Array, ""]]:
         """What holds after this step in place of ``bases``, and how many decompositions failed."""
         failed = jnp.zeros((), jnp.int32)
@@ -70,7 +77,7 @@ class Refresh:
             def fresh(
                 part: Factors = part, held: Any = bases, failed: Array = failed
             ) -> tuple[Any, Array]:
-                new = self._method.fresh(part, damping, clipping)
+                new = self._method.fresh(part, damping, clipping, axis)
                 new, more = keep_where_not_finite(new, _like(held, new))
                 return _written(held, new), failed + more
 
