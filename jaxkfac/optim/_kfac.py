@@ -259,6 +259,7 @@ def kfac(
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), without_loss_terms(like))
     measures = like.corrections is not None
     method = preconditioner_of(inverse, damping, damping_mode, measures=measures)
+    method.check_stagger(stagger=stagger, measures=measures)
     covered, stacks = covered_indices(like.layers), Stacks.of(like)
     stacked_like = jax.eval_shape(stacks.factors, like)
     bare, stacked_paths = without_corrections(stacked_like), covered_indices(stacked_like.layers)
@@ -301,7 +302,8 @@ def kfac(
         if factors is not None:
             check_factors(factors, like)
             factors = without_loss_terms(factors)
-            method.check_measured(factors, stagger=stagger)
+            method.check_stagger(stagger=stagger, measures=factors.corrections is not None)
+            method.check_measured(factors)
         check_state("kfac", state, KfacState)
         _check_held(state, stacks, method.kept)
         check_like_momentum(grads, state.momentum)

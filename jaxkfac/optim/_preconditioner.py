@@ -57,7 +57,21 @@ class Preconditioner(abc.ABC):
         """With measured eigenvalues of nothing, where ``like`` has their shapes."""
         return held
 
-    def check_measured(self, factors: Factors, *, stagger: bool) -> None:
+    def check_stagger(self, *, stagger: bool, measures: bool) -> None:
+        """Refuse a staggered refresh where there is only a whole one.
+
+        Raises:
+            ValueError: with the remedy.
+        """
+        if stagger and self.on_host:
+            raise ValueError("stagger=True is for a refresh in graph, not for inverse='host'")
+        if stagger and measures:
+            raise ValueError(
+                "stagger=True renews eigenvectors part by part, and measured eigenvalues "
+                "(bases=) have one count for all: leave out one of the two"
+            )
+
+    def check_measured(self, factors: Factors) -> None:
         """Refuse measured eigenvalues where none can be used.
 
         Raises:
@@ -111,12 +125,8 @@ class _Eigenvectors(Preconditioner):
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
         return dataclasses.replace(held, corrections=zeros)
 
-    def check_measured(self, factors: Factors, *, stagger: bool) -> None:
-        if factors.corrections is not None and stagger:
-            raise ValueError(
-                "stagger=True renews eigenvectors layer by layer, and measured eigenvalues "
-                "(bases=) have one count for all: leave out one of the two"
-            )
+    def check_measured(self, factors: Factors) -> None:
+        return
 
     def advanced(
         self, held: Eigenbases, factors: Factors | None, decay: ArrayLike | None

@@ -136,6 +136,8 @@ def test_what_cannot_be_is_refused(params, batches):
         kfac(0.1, like=like, inverse="cholesky")
     with pytest.raises(ValueError, match="inverse='lu'"):
         kfac(0.1, like=like, inverse="lu")
+    with pytest.raises(ValueError, match="stagger=True.*inverse='host'"):
+        kfac(0.1, like=like, inverse="host", stagger=True)
     host = kfac(0.1, like=like, inverse="host")
     with pytest.raises(ValueError, match="outside of jit"):
         jitted(host)(grads, host.init(params), params, factors)

@@ -1,3 +1,4 @@
+import flax
 import jax
 import jax.numpy as jnp
 import pytest
@@ -134,5 +135,11 @@ def test_a_state_of_before_there_were_stacks_is_refused(factors):
     params = tree(jax.random.key(1))
     tx = kfac(0.1, like=factors)
     state = tx.init(params)
+    written = flax.serialization.to_state_dict(state)
+    written |= {"average": {}, "bases": {}}
+    with pytest.raises(ValueError, match="stacked_average"):
+        flax.serialization.from_state_dict(
+            state, {k: x for k, x in written.items() if not k.startswith("stack")}
+        )
     with pytest.raises(ValueError, match="earlier version"):
         tx.update(params, state._replace(stacked_average=state.average, stacks=()), params)
