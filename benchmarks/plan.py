@@ -5,9 +5,16 @@ Run: python -m benchmarks.plan [--targets cpu h100] [--python PYTHON] [--json F]
 Each training is compiled as it would run: gradient and update in one program where nothing
 happens between them, else one program after the other. Compiled bytes of a program are arguments,
 temporaries and results, donated ones once, and what else is alive meanwhile. The largest over the
-programs is compared with the plan's total without the scratch of libraries, which no compiler
-sees. The plan is from shapes alone, no compiler is asked. ``PYTHON`` is an interpreter that has
-the targets' compilers.
+programs is the column "compiled", in MiB. The others are the plan's total over it, without the
+scratch of libraries, which no compiler sees:
+
+- "plan": the plan compiles its own programs, as it does by itself for the training as it stands
+  and for the set of options that it chooses.
+- "calibrated": an option's estimate, from equations, times what the compiler's temporaries are of
+  those counted for the training as it stands. So the plan judges the other sets.
+- "counted": from equations alone, where no compiler is asked.
+
+``PYTHON`` is an interpreter that has the targets' compilers.
 """
 
 import argparse
@@ -36,6 +43,7 @@ from jaxkfac.planning import (
 MIB = 2**20
 PLENTY = "1PB"
 ADAM = optax.adam(1e-3)
+_NEEDED = {"nf4": ("adapters",)}  # by an option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +83,7 @@ class Training:
 
     def estimate(self, **how: Any) -> MemoryEstimate:
         """What the plan says."""
-        options = () if self.option is None else (self.option, "adapters", "host")
+        options = () if self.option is None else (self.option, *_NEEDED.get(self.option, ()))
         plan = plan_memory(*self.problem, device_bytes=PLENTY, options=options, **self.plan, **how)
         return plan.now if self.option is None else plan.alone[self.option]
 
@@ -286,31 +294,42 @@ def _shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 
 def compare(training: Training, target: Any, python: str) -> dict[str, float]:
-    """Planned and compiled MiB."""
-    planned = planned_bytes(training, training.estimate())
+    """Compiled MiB, and what the plan's totals are of them."""
+    how = {"compiler": target, "compiler_python": python}
     compiled = training.compiled(target, python=python)
-    return {
-        "compiled_mib": compiled / MIB,
-        "planned_mib": planned / MIB,
-        "planned_over_compiled": planned / compiled,
-    }
+    found = {"compiled_mib": compiled / MIB}
+    for name, sets in (("plan", "all"), ("calibrated", "chosen"), ("counted", "none")):
+        if training.option is not None or name != "calibrated":
+            estimate = training.estimate(compiled=sets, **how)
+            found[name] = planned_bytes(training, estimate) / compiled
+    return found
 
 
 def table(record: dict[str, Any], targets: Sequence[str]) -> str:
     """The record as a page."""
-    columns = ("compiled", "planned", "planned / compiled")
-    head = ["training", *(f"{target}: {x}" for target in targets for x in columns)]
+    columns = ("compiled_mib", "plan", "calibrated", "counted")
+    titles = ("compiled", *columns[1:])
+    head = ["training", *(f"{target}: {x}" for target in targets for x in titles)]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for name in dict.fromkeys(name for target in targets for name in record[target]):
         cells = [name]
         for target in targets:
             found = record[target].get(name, {})
-            cells += [f"{x:.4g}" for x in found.values()] or ["–"] * len(columns)
+            cells += [f"{found[x]:.3g}" if x in found else "–" for x in columns]
+        lines.append(cells)
+    for title, pick in (("furthest below", min), ("furthest above", max)):
+        cells = [title]
+        for target in targets:
+            for x in columns:
+                ratios = [row[x] for row in record[target].values() if x in row]
+                cells.append("" if x == "compiled_mib" else f"{pick(ratios):.3g}")
         lines.append(cells)
     rows = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     intro, _, about = (__doc__ or "").partition("\n\n")
     _, _, about = about.partition("\n\n")
-    return f"# {intro}\n\n{about}\nMiB.\n\n{rows}\n"
+    when = f"Written on {record['date']} with `python -m benchmarks.plan"
+    when += f" --targets {' '.join(targets)} --scale {record['scale']}`."
+    return f"# {intro}\n\n{about}\n{when}\n\n{rows}\n"
 
 
 def main() -> None:

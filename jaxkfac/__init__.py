@@ -9,6 +9,7 @@ from jaxkfac._errors import (
     JaxkfacError,
     LostRowsError,
     NonFiniteFactorError,
+    ProcessesDisagreeError,
     UncoveredParameterError,
     UnknownLayerError,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "MemoryPlan",
     "NonFiniteFactorError",
     "Objective",
+    "ProcessesDisagreeError",
     "UncoveredParameterError",
     "UnknownLayerError",
     "apply_power",

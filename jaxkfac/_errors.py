@@ -44,6 +44,10 @@ class DownloadError(JaxkfacError, RuntimeError):
     """A file could not be fetched, or was not what it should be."""
 
 
+class ProcessesDisagreeError(JaxkfacError, RuntimeError):
+    """Another process of this job failed, or does something else; raised in each of them."""
+
+
 class CompilerError(JaxkfacError, RuntimeError):
     """Another device's compiler gave no result."""
 

@@ -65,7 +65,8 @@ def layer_table(sides: Sides) -> Iterable[Pair]:
     """The layers of both sides: how many, their sizes, and nothing uncovered."""
     table = jk.find_layers(sides.objective, sides.params, sides.our_batch())
     modules = ref.find_layers(sides.model)
-    yield Pair("table", "number of layers", len(table.layers), len(sides.problem.twins))
+    layers = len(sides.problem.twins) + len(sides.problem.beside)
+    yield Pair("table", "number of layers", len(table.layers), layers)
     yield Pair("table", "uncovered", len(table.uncovered), 0)
     for twin in sides.problem.twins:
         layer, shape = table[sides.name(twin)], modules[twin.modules[0]].weight.shape

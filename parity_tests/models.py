@@ -11,6 +11,7 @@ from parity_tests.dense_models import (
     SHARED,
     WIDE,
 )
+from parity_tests.encoder_decoder_models import GATED, RELU
 from parity_tests.problem import Problem
 from parity_tests.recomputed_models import KEPT, RECOMPUTED
 from parity_tests.token_models import MARKED, MASKED, TIED, TOKENS
@@ -32,4 +33,6 @@ PROBLEMS: dict[str, Problem] = {
     "projections": PROJECTIONS,
     "blocks": KEPT,
     "recomputed blocks": RECOMPUTED,
+    "encoder-decoder": RELU,
+    "gated encoder-decoder": GATED,
 }

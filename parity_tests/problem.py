@@ -78,6 +78,8 @@ class Problem:
         zero_under_reduce: Layers whose G is rounding on both sides under reduce, and is not
             compared: softmax ignores a shift of all keys, so a key's gradients sum to zero over
             positions.
+        beside: Parameters of no layer that torch_ref knows (scales, tables of positions):
+            jaxkfac's path, and their names in PyTorch; several are stacked.
     """
 
     reference: Callable[[], nn.Module]
@@ -88,6 +90,7 @@ class Problem:
     options: tuple[Option, ...] = EVERY
     marks: bool = False
     zero_under_reduce: tuple[str, ...] = ()
+    beside: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def covers(self) -> tuple[str, ...]:
@@ -119,7 +122,14 @@ class Problem:
             if twin.bias is not None:
                 biases = {m: weights[f"{m}.bias"] for m in twin.modules}
                 leaves[twin.bias] = twin.stacked(biases, twin.to_bias)
-        return nested(leaves)
+        return nested(leaves | self.leaves_beside(weights))
+
+    def leaves_beside(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """``{path: leaf}`` of what is ``beside``, from arrays by PyTorch's names."""
+        return {
+            path: arrays[names[0]] if len(names) == 1 else np.stack([arrays[n] for n in names])
+            for path, names in self.beside.items()
+        }
 
 
 def _g(names: tuple[str, ...]) -> set[tuple[str, str]]:

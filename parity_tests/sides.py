@@ -189,6 +189,9 @@ class Sides:
             self.loss(self.model, self.batch(seed)).backward()
             names = [module for twin in self.problem.twins for module in twin.modules]
             found = torch_ref.factors.read_gradients(self.model, dict.fromkeys(names), bias=bias)
+            for name in (name for names in self.problem.beside.values() for name in names):
+                grad = self.model.get_parameter(name).grad
+                found[name] = torch_ref.factors.LayerGradient(grad)
             self.model.zero_grad()
             return found
 
@@ -238,9 +241,9 @@ class Sides:
 
     def tree(self, gradients: Any) -> dict[str, Any]:
         """A gradient of torch_ref as a tree of jaxkfac, in NumPy."""
-        return nested(
-            {path: x for t in self.problem.twins for path, x in t.leaves(gradients).items()}
-        )
+        leaves = {path: x for t in self.problem.twins for path, x in t.leaves(gradients).items()}
+        rest = {name: np.asarray(x.weight.detach().cpu()) for name, x in gradients.items()}
+        return nested(leaves | self.problem.leaves_beside(rest))
 
 
 class Workshop:

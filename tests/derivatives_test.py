@@ -7,7 +7,7 @@ import pytest
 
 import jaxkfac as jk
 from tests._checks import assert_block_close
-from tests._derivatives import FORMS, blocks_of, net, net_params, points
+from tests._derivatives import FORMS, along, blocks_of, direction, net, net_params, points
 from tests._programs import normal
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -82,3 +82,67 @@ def test_every_fisher_type_of_a_second_derivative(fisher):
 def test_a_network_inside_jit_or_remat(form, wall):
     walled = loss_of(residual(form, wall))
     check(residual(form), loss=walled)
+
+
+def random_features(p, x):
+    """Linear in its kernel."""
+    return (jnp.tanh(x @ normal(8, 2, 6)) @ p["w"])[0]
+
+
+ALONG_ONE = {
+    "grad": lambda f, x: jax.grad(f)(x)[0],
+    "hessian": lambda f, x: jax.hessian(f)(x)[0, 0],
+    "forward": lambda f, x: along(f, direction(0))(x),
+    "forward over forward": lambda f, x: along(along(f, direction(0)), direction(0))(x),
+    "forward over reverse": lambda f, x: along(jax.grad(f), direction(0))(x)[0],
+    "reverse over forward": lambda f, x: jax.grad(along(f, direction(0)))(x)[0],
+    "reverse over reverse": lambda f, x: jax.grad(lambda x: jax.grad(f)(x)[0])(x)[0],
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("form", ALONG_ONE)
+def test_a_linear_model_has_its_gauss_newton_matrix(form):
+    """Whichever way it is differentiated, and so in whichever orientation its kernel is read."""
+    params, (x, _) = {"w": normal(7, 6, 1)}, points()
+
+    def loss(p, x):
+        values = jax.vmap(lambda x: ALONG_ONE[form](lambda x: random_features(p, x), x))(x)
+        return 0.5 * jnp.square(jk.mark_outputs(values, jk.Gaussian()) - 1.0).mean()
+
+    hessian = jax.hessian(lambda w: loss({"w": w[:, None]}, x))(params["w"][:, 0])
+    factors = jax.jit(jk.value_grad_and_factors(loss, fisher="exact"))(params, x).factors
+    (name,) = factors
+    np.testing.assert_allclose(np.kron(*factors[name]), hessian, rtol=1e-10, atol=1e-13)
+    found = jk.operators.ggn(loss, params, x).to_dense()
+    np.testing.assert_allclose(found, hessian, rtol=1e-10, atol=1e-13)
+
+
+def test_both_orientations_of_a_kernel_make_one_block():
+    """Of one output each G is a number, so that the block is the sum of both."""
+    factors = check(residual("grad"))
+    bases = jk.eigendecompose(factors, max_condition=np.inf)
+    (a, g), (turned_a, turned_g) = factors["w3"], factors["w3@transposed"]
+    expected = np.kron(a, g) + np.kron(np.pad(turned_g, (0, 1)), turned_a)
+    block = jk.reconstruct(bases)["w3"]
+    np.testing.assert_allclose(np.kron(*block), expected, rtol=1e-9, atol=1e-12)
+    with jk.HostCurvature(max_condition=np.inf) as service:
+        service.push(factors, 0)
+        held = jk.reconstruct(service.bases(5))["w3"]
+    np.testing.assert_allclose(np.kron(*held), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_measured_eigenvalues_are_of_the_sum_of_both_orientations():
+    params, (x, _) = net_params(), points()
+
+    def loss(p, x):
+        r = jax.vmap(residual("forward over reverse"), (None, 0))(p, x)
+        return jnp.square(jk.mark_outputs(r, jk.Gaussian(), weight=2.0)).mean()
+
+    factors = jk.value_grad_and_factors(loss, fisher="exact")(params, x).factors
+    bases = jk.eigendecompose(factors)
+    values = jk.correct_eigenvalues(loss, bases, fisher="exact")(params, x)["w2"].raw_values
+    fisher = jk.operators.fisher(loss, params, x, fisher="exact").to_dense()
+    kernel = jax.tree.map(jnp.zeros_like, params) | {"w2": jnp.ones_like(params["w2"])}
+    own = np.flatnonzero(jax.flatten_util.ravel_pytree(kernel)[0])
+    np.testing.assert_allclose(values.sum(), np.trace(fisher[np.ix_(own, own)]), rtol=1e-10)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkfac.models import generate, smollm2
-from jaxkfac.models.decoder._tokenizer_test import TRICKY
+from jaxkfac.models.checkpoint._tokenizer_test import TRICKY
 
 pytestmark = pytest.mark.slow
 

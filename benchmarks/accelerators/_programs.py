@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import AbstractMesh
 
 import jaxkfac as jk
 from jaxkfac.factors import Pass, plan_passes, smallest_budget
@@ -111,14 +112,17 @@ class Steps:
         step = functools.partial(jk.natural_gradient, damping=1e-3)
         return step, (self.params, self.bases)
 
-    def kfac(self, **options: Any) -> Any:
+    def kfac(self, *, divided: bool = False) -> Any:
         """Gradient, factors and the update, which decomposes every ten steps."""
-        tx = jk.kfac(0.1, like=self.like, damping=1e-3, norm_constraint=1e-2, **options)
+        axis = "data" if divided else None
+        tx = jk.kfac(0.1, like=self.like, damping=1e-3, norm_constraint=1e-2, distribute=axis)
         stats = self._collector()
+        mesh = AbstractMesh((8,), ("data",)) if divided else jax.sharding.get_abstract_mesh()
 
         def step(params: Any, state: Any, batch: Any) -> Any:
             value, grads, factors = stats(params, batch)
-            updates, state = tx.update(grads, state, params, factors=factors)
+            with jax.sharding.use_abstract_mesh(mesh):
+                updates, state = tx.update(grads, state, params, factors=factors)
             return value, jax.tree.map(jnp.add, params, updates), state
 
         return step, (self.params, jax.eval_shape(tx.init, self.params), self.batch)

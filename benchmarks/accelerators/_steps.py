@@ -53,4 +53,5 @@ def sharded_steps(size: str, dtype: Any) -> Mapping[str, Callable[[], Any]]:
         "factors, empirical": s.factors,
         "natural gradient": s.natural_gradient,
         "K-FAC step": s.kfac,
+        "K-FAC step, divided": lambda: s.kfac(divided=True),
     }

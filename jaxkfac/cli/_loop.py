@@ -17,6 +17,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxkfac._errors import JaxkfacError
+from jaxkfac.cli._devices import ONE_DEVICE, RunDevices
 from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._options import Experiment
 from jaxkfac.cli._phases import phase
@@ -134,11 +135,11 @@ def skipped_updates(optimizer_state: PyTree) -> Int[Array, ""]:
     return sum(counts, start=jnp.zeros((), jnp.int32))
 
 
-def compile_epoch(epoch: Callable[..., Any], *arguments: Any) -> Any:
+def compile_epoch(epoch: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """The program of an epoch; parameters and optimizer state are donated to it."""
     # A trace that is broken off can take the process down when it ends.
     with interrupts_deferred("compiling"), phase("compiling"):
-        return jax.jit(epoch, donate_argnums=(0, 1)).lower(*arguments).compile()
+        return jax.jit(epoch, donate_argnums=(0, 1), **options).lower(*arguments).compile()
 
 
 def train(
@@ -149,6 +150,7 @@ def train(
     state: TrainState,
     *,
     each_epoch: Callable[[TrainState], None],
+    devices: RunDevices = ONE_DEVICE,
 ) -> TrainState:
     """Run from ``state``, whose arrays are donated, to the end of the experiment.
 
@@ -165,7 +167,7 @@ def train(
 
     def rows_from(step: int) -> tuple[Array, Array]:
         rows, numbers = epoch_rows(experiment, problem, step, total)
-        return jnp.asarray(rows), jnp.asarray(numbers)
+        return devices.put_rows(rows), devices.whole(jnp.asarray(numbers))
 
     ahead = rows_from(state.step)
     while state.step < total:
@@ -174,7 +176,8 @@ def train(
             arguments = (state.params, state.optimizer, *ahead, problem.train)
             if updates not in compiled:
                 started = time.perf_counter()
-                compiled[updates] = compile_epoch(epoch, *arguments)
+                options = devices.of_program(*arguments[:2])
+                compiled[updates] = compile_epoch(epoch, *arguments, **options)
                 spent = records.compile_seconds + time.perf_counter() - started
                 records = records._replace(compile_seconds=spent)
             started = time.perf_counter()

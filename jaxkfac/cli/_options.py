@@ -115,6 +115,10 @@ class TrainArguments:
     """Start over although the output folder holds checkpoints; they are removed."""
     checkpoint_every: int = 10
     """Epochs between two checkpoints; the last epoch is always kept."""
+    devices: str = "1"
+    """How many devices, or all. A run may go on with others than it was begun with."""
+    mesh: str | None = None
+    """data=4,model=2: rows of a batch over four, matrices over two; by default all for data."""
     json: bool = False
     """Print the summary as JSON instead of a table."""
     debug: bool = False

@@ -18,8 +18,8 @@ from jaxkfac.cli._options import TrainArguments
 from jaxkfac.cli._phases import phase, phases_of
 from jaxkfac.cli._remedies import Need, RunShapes, accumulations, flags, remedy
 from jaxkfac.cli.finetune._options import FinetuneArguments
+from jaxkfac.models.checkpoint._tokenizer_test import folder_with
 from jaxkfac.models.decoder._load_test import tensors_of
-from jaxkfac.models.decoder._tokenizer_test import folder_with
 
 GIB = 2**30
 # Limits its own address space when everything is imported, then runs a command.

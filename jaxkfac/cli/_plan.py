@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -64,7 +65,9 @@ class PlanArguments:
     options: tuple[OptionName, ...] = OPTION_NAMES
     """Which may be used."""
     compiler: Literal["cpu", "h100", "v5e"] | None = None
-    """Ask this compiler for temporaries, instead of counting them; takes minutes."""
+    """Ask this compiler for temporaries; without it they are estimated, for an H100."""
+    compiled: Literal["chosen", "all"] = "chosen"
+    """With a compiler: the training as it stands and the chosen set, or all sets."""
     compiler_python: str | None = None
     """An interpreter where that compiler is installed; by default this one."""
     json: bool = False
@@ -110,7 +113,8 @@ def run_plan(arguments: PlanArguments) -> None:
             accumulator_dtype=arguments.accumulator_dtype,
             accumulator_memory_kind=arguments.accumulator_memory_kind,
             options=arguments.options,
-            compiler=arguments.compiler,
+            compiler=arguments.compiler or "h100",
+            compiled=arguments.compiled if arguments.compiler else "none",
             compiler_python=arguments.compiler_python or sys.executable,
             progress=told,
             max_dense=arguments.max_dense,
@@ -124,18 +128,40 @@ def _progress() -> Iterator[Callable[[str], None]]:
     """What is estimated, on standard error: from two seconds on, since most plans are quicker."""
     from rich.console import Console
 
-    console, start = Console(stderr=True), time.monotonic()
-    with console.status("planning") as status:
+    console, start, quiet = Console(stderr=True), time.monotonic(), [True]
+    now, lock = ["planning"], threading.Lock()
 
-        def told(options: str) -> None:
-            if time.monotonic() - start < _QUIET:
-                return
-            if console.is_terminal:
-                status.update(f"planning: {options}")
-            else:
-                console.print(f"planning: {options}", highlight=False)
+    def show() -> None:
+        quiet[0] = False
+        if console.is_terminal:
+            status.update(now[0])
+        else:
+            console.print(now[0], highlight=False)
 
-        yield told
+    def told(options: str) -> None:
+        with lock:
+            now[0] = f"planning: {options}"
+            if not quiet[0] or _elapsed(start) >= _QUIET:
+                show()
+
+    def is_time() -> None:
+        with lock:
+            if quiet[0]:
+                show()
+
+    timer = threading.Timer(max(_QUIET - _elapsed(start), 0.0), is_time)
+    with console.status(now[0]) as status:
+        if _QUIET > 0:
+            timer.start()
+        try:
+            yield told
+        finally:
+            timer.cancel()
+
+
+def _elapsed(start: float) -> float:
+    """Seconds of this process at the least: imports are a part of them."""
+    return max(time.process_time(), time.monotonic() - start)
 
 
 def _optimizer(arguments: PlanArguments, objective: Any, params: Any, batch: Any) -> Any:

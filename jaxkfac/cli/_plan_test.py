@@ -21,7 +21,7 @@ def test_the_table_is_printed_and_what_fits_is_said(capsys):
     run_plan(PlanArguments(device_bytes=1e9, options=("remat", "host"), **TINY))
     shown = capsys.readouterr().out
     assert shown.split("\n")[0].split() == ["on", "the", "device", "now", "host", "remat"]
-    assert "it fits as it is" in shown and "~: an estimate" in shown
+    assert "it fits as it is" in shown and "~: temporaries are for NVIDIA H100" in shown
 
 
 def test_json_holds_bytes_and_the_optimizers_share(capsys):
@@ -87,6 +87,18 @@ def test_what_takes_longer_than_two_seconds_says_where_it_is(capsys, monkeypatch
     monkeypatch.setattr(_plan, "_QUIET", 0.0)
     run_plan(PlanArguments(device_bytes="1GB", options=("remat",), **TINY))
     assert "planning: as it stands\nplanning: remat" in capsys.readouterr().err
+
+
+def test_the_first_line_does_not_wait_for_the_next_set(capsys, monkeypatch):
+    class AtOnce:
+        def __init__(self, seconds, run):
+            self.start, self.cancel = run, lambda: None
+
+    monkeypatch.setattr(_plan, "_elapsed", lambda start: 0.0)
+    monkeypatch.setattr(_plan.threading, "Timer", AtOnce)
+    with _plan._progress() as told:
+        told("remat")
+    assert capsys.readouterr().err == "planning\nplanning: remat\n"
 
 
 @pytest.mark.slow

@@ -80,7 +80,12 @@ def find_layers(problem: DigitsProblem) -> Any:
 
 
 def build_optimizer(
-    name: Optimizer, experiment: Experiment, problem: DigitsProblem, num_updates: int
+    name: Optimizer,
+    experiment: Experiment,
+    problem: DigitsProblem,
+    num_updates: int,
+    *,
+    distribute: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """K-FAC or AdamW, accumulating over micro-batches, with a schedule of its own."""
     if name == "kfac":
@@ -88,6 +93,7 @@ def build_optimizer(
         tx = jk.kfac(
             warmup_schedule(options.learning_rate, options.warmup, num_updates),
             like=problem.like,
+            distribute=distribute,
             **options.arguments(),
         )
     else:

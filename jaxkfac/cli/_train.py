@@ -16,6 +16,7 @@ from jaxkfac.cli._checkpoint import (
     save_checkpoint,
     say_nothing_saved,
 )
+from jaxkfac.cli._devices import ONE_DEVICE, RunDevices, devices_line, run_devices
 from jaxkfac.cli._held_once import check_held_once
 from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._loop import TrainState, total_updates, train, updates_per_epoch
@@ -48,28 +49,42 @@ def run_train(arguments: TrainArguments) -> None:
         ("kfac", "adamw") if arguments.optimizer == "both" else (arguments.optimizer,)
     )
     _check(arguments, names)
+    devices = run_devices(arguments.devices, arguments.mesh, batch_size=experiment.batch_size)
     finals, spectra = {}, []
     with jk.memory.track("run") as stages:
         with jk.memory.track("data and model"), phase("loading data and model"):
             problem = digits_problem(experiment)
+            data = devices.whole((problem.train, problem.test))
+            problem = problem._replace(train=data[0], test=data[1])
+            del data
         for name in names:
             with jk.memory.track(f"train with {name}"), phase(f"training with {name}"):
-                finals[name] = train_one(name, problem, arguments)
+                finals[name] = train_one(name, problem, arguments, devices)
         if "kfac" in finals:
             with jk.memory.track("decompose the factors"), phase("decomposing the factors"):
                 spectra = spectra_of(finals["kfac"].optimizer, experiment)
     runs = {name: state.records for name, state in finals.items()}
     with phase("writing the report"):
         summary = _write_results(output, experiment, problem, runs, spectra, stages)
+    kept = {name: devices.described((x.params, x.optimizer)) for name, x in finals.items()}
+    summary["devices"] = kept
     if arguments.json:
         print(json.dumps(summary))
         return
     console = Console()
     console.print(runs_table(runs))
+    if devices.mesh is not None:
+        for name, run in runs.items():
+            console.print(devices_line(name, run.samples_per_second, kept[name]), highlight=False)
     console.print(f"report: {output / 'report.html'}", soft_wrap=True, highlight=False)
 
 
-def train_one(name: Optimizer, problem: DigitsProblem, arguments: TrainArguments) -> TrainState:
+def train_one(
+    name: Optimizer,
+    problem: DigitsProblem,
+    arguments: TrainArguments,
+    devices: RunDevices = ONE_DEVICE,
+) -> TrainState:
     """One optimizer from its checkpoint, or from the start, to the end.
 
     A Ctrl-C waits for the epoch that is under way, and writes a checkpoint of it before it
@@ -80,8 +95,13 @@ def train_one(name: Optimizer, problem: DigitsProblem, arguments: TrainArguments
     """
     experiment, folder = arguments.experiment, arguments.output / name
     total, config = total_updates(experiment, problem), as_config(experiment)
-    tx, earlier = build_optimizer(name, experiment, problem, total), jax.live_arrays()
+    tx = build_optimizer(name, experiment, problem, total, distribute=devices.divides)
+    earlier = jax.live_arrays()
     state = _start(problem, tx, folder if arguments.resume else None, config)
+    if devices.mesh is not None:
+        placed = devices.put((state.params, state.optimizer))
+        state = state._replace(params=placed[0], optimizer=placed[1])
+        del placed
     if state.step == total:
         return state
     check_held_once(earlier, params=state.params, optimizer=state.optimizer)
@@ -107,7 +127,10 @@ def train_one(name: Optimizer, problem: DigitsProblem, arguments: TrainArguments
                 save(state)
 
         try:
-            return train(name, experiment, problem, tx, state, each_epoch=each_epoch)
+            with devices.set():
+                return train(
+                    name, experiment, problem, tx, state, each_epoch=each_epoch, devices=devices
+                )
         except KeyboardInterrupt:
             if is_whole(latest[0].params, latest[0].optimizer):
                 save(latest[0])

@@ -46,6 +46,7 @@ def _need(arguments: TrainArguments, name: Optimizer, problem: DigitsProblem) ->
         device_bytes=1,
         curvature=name == "kfac",
         options=(),
+        compiled="none",
         fisher=experiment.fisher,
     )
     rows = plan.now.at_once

@@ -7,6 +7,7 @@ from jaxkfac.curvature._apply import (
     natural_gradient,
 )
 from jaxkfac.curvature._coverage import covered_indices
+from jaxkfac.curvature._divided import MeshAxis
 from jaxkfac.curvature._eigenbases import (
     DiagonalEigenbasis,
     Eigenbases,
@@ -44,6 +45,7 @@ __all__ = [
     "HostCurvature",
     "Interval",
     "KroneckerEigenbasis",
+    "MeshAxis",
     "Missing",
     "OverLayers",
     "Placement",

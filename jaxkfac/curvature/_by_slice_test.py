@@ -16,6 +16,7 @@ from jaxkfac.curvature import (
     natural_gradient,
     reconstruct,
 )
+from jaxkfac.curvature.host import HostOptions, service_bytes
 from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
 
 WIDTH, DEPTH = 70, 3  # a side beyond what is solved in batches
@@ -114,6 +115,58 @@ def test_identities_are_kept_likewise(problem):
     assert all(isinstance(x.vectors, np.ndarray) for x in held.g.values())
     halved = natural_gradient(grads, dataclasses.replace(held), damping=1.0)
     assert distance(halved, jax.tree.map(lambda g: g / 2, grads)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"vectors_dtype": "bfloat16"}, {"rank": 9}, {"bases_in": "device", "rank": 9}]
+)
+def test_identities_are_formed_as_they_are_kept(problem, options, monkeypatch):
+    """None is formed in full, and on the host one of a size serves all factors of it."""
+    _, grads, factors = problem
+    bound = WIDTH * 9 if "rank" in options else (WIDTH + 1) ** 2
+    formed, eye = [], np.fill_diagonal
+    monkeypatch.setattr(np, "fill_diagonal", lambda x, value: formed.append(x) or eye(x, value))
+    whole = {"bases_in": "host", "initial": "identity", "like": factors, **options}
+    with monkeypatch.context() as patch:
+        if whole["bases_in"] == "host":
+            patch.setattr(jnp, "eye", lambda *a, **k: pytest.fail("formed on the device"))
+        with HostCurvature(**whole) as service:
+            held = service.bases(0)
+            store = service._state.store.in_memory
+    if whole["bases_in"] == "host":
+        assert len(formed) == len(
+            {x.vectors.shape[-2] for x in (*held.a.values(), *held.g.values())}
+        )
+        itemsize = 2 if "vectors_dtype" in options else 4
+        assert store <= 3 * itemsize * max(bound, (WIDTH + 1) * options.get("rank", WIDTH + 1))
+    halved = natural_gradient(grads, held, damping=1.0)
+    assert distance(halved, jax.tree.map(lambda g: g / 2, grads)) < 1e-2
+
+
+@pytest.mark.parametrize("options", [{}, {"vectors_dtype": "bfloat16"}, {"rank": 9}])
+def test_eigenvectors_on_the_host_count_in_its_budget_and_go_to_the_disk(
+    problem, options, tmp_path
+):
+    _, grads, factors = problem
+    whole = {"bases_in": "host", "refresh_every": 1, "lag": 0, **options}
+    needed = service_bytes(factors, HostOptions(**whole))
+    held = 0.9 * (needed.averages + needed.bases)  # beside which it has room for rounding up
+    with HostCurvature(**whole, host_bytes=sum(needed), like=factors) as service:
+        service.push(factors, 0)
+        expected = service.bases(0)
+        store = service._state.store
+        assert store.in_memory > held
+        service.save(tmp_path / "saved")
+    with HostCurvature.load(tmp_path / "saved", host_bytes=sum(needed)) as service:
+        assert service._state.store.in_memory > held
+    with HostCurvature(
+        **whole, host_bytes=needed.fixed + 1, disk=tmp_path, like=factors
+    ) as service:
+        service.push(factors, 0)
+        found = service.bases(0)
+        assert service._state.store.on_disk > held
+    same = jax.tree.map(lambda x, y: bool((np.asarray(x) == np.asarray(y)).all()), found, expected)
+    assert all(jax.tree.leaves(same))
 
 
 def solved_densely(grads, rebuilt, damping):

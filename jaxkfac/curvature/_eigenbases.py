@@ -263,13 +263,20 @@ def map_slices(layer: Layer, raw: Array, function: Callable[[Array], Array]) -> 
     return whole.write(raw, function(rows).reshape(matrix.shape))
 
 
-def identity_bases(like: Factors, *, max_condition: float = 1e6, floor: float = 0.0) -> Eigenbases:
+def identity_bases(
+    like: Factors,
+    *,
+    max_condition: float = 1e6,
+    floor: float = 0.0,
+    eye: Callable[[int, Any], Array | np.ndarray] | None = None,
+) -> Eigenbases:
     """Bases in which every factor is the identity: preconditioning changes nothing.
 
     Args:
         like: Factors, or their shapes (``stats.factor_shapes``), which say what there is.
         max_condition: Kept for reading, as in :func:`eigendecompose`.
         floor: Kept for reading, as in :func:`eigendecompose`.
+        eye: From a size and a dtype to the eigenvectors, by default ``jnp.eye``.
 
     Returns:
         Bases of the structure, shapes and dtypes :func:`eigendecompose` gives for ``like``.
@@ -286,6 +293,8 @@ def identity_bases(like: Factors, *, max_condition: float = 1e6, floor: float = 
         n, dtype = block.size, shape.dtype
         vectors = None  # a vocabulary's square is gigabytes
         if source.dense:
-            vectors = jnp.broadcast_to(jnp.eye(n, dtype=dtype), (*source.stack, n, n))
+            one = jnp.eye(n, dtype=dtype) if eye is None else eye(n, dtype)
+            numpy = np if isinstance(one, np.ndarray) else jnp  # a view, in host memory
+            vectors = numpy.broadcast_to(one, (*source.stack, *one.shape))
         spectra[place] = Spectrum(jnp.ones((*source.stack, n), dtype), vectors)
     return Eigenbases.of_blocks(layout, spectra, max_condition=max_condition, floor=floor)

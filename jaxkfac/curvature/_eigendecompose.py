@@ -3,7 +3,7 @@
 import functools
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,32 +12,25 @@ from jax.core import Tracer
 from jaxtyping import Array, DTypeLike
 
 from jaxkfac._checks import one_of
+from jaxkfac.curvature._divided import MeshAxis, solve_divided
 from jaxkfac.curvature._eigenbases import Eigenbases
-from jaxkfac.curvature._layout import EigenBlock, Place, layout_of
+from jaxkfac.curvature._layout import EigenBlock, Entry, Place, layout_of
+from jaxkfac.curvature._on_host import DenseMean, solve_on_host
 from jaxkfac.curvature._placement import (
     Placement,
     device_of,
     is_on_host,
     matrices_that_fit,
 )
-from jaxkfac.curvature._sharding import put_result, result_sharding
 from jaxkfac.factors import Factors, mean_of
 from jaxkfac.linalg import (
-    HostDType,
     Spectrum,
     check_clipping,
     eigh_checked,
     eigh_in_turn,
-    eigh_on_host,
     host_dtype,
 )
-
-
-class _DenseMean(NamedTuple):
-    """A dense block to decompose, as the mean of its factor."""
-
-    block: EigenBlock
-    matrix: Array | np.ndarray
+from jaxkfac.memory import whole_here
 
 
 def eigendecompose(
@@ -48,6 +41,7 @@ def eigendecompose(
     placement: Placement = "auto",
     vectors: bool = True,
     dtype: DTypeLike = "float64",
+    distribute: str | MeshAxis | None = None,
 ) -> Eigenbases:
     r"""Eigendecompose every factor of a model, each distinct one once.
 
@@ -76,13 +70,17 @@ def eigendecompose(
             bit by bit, and the same work.
         dtype: In which the host decomposes, ``"float64"`` or ``"float32"``. Factors in
             float64 are decomposed in float64 whatever it is.
+        distribute: A mesh axis, over whose devices the matrices are divided by the cubes of their
+            sizes: each is decomposed by one device, and every device has all results. The mesh
+            is that of ``jax.set_mesh`` or of the factors. Not with ``"host"``, where several
+            processes divide the work without being told.
 
     Returns:
         The bases, in the factors' dtype. Raw values are stored; clipping is on read.
 
     Raises:
         ValueError: ``max_condition < 1``, ``floor < 0``, an unknown ``placement`` or ``dtype``,
-            or ``"host"`` inside a trace.
+            or ``"host"`` inside a trace; ``distribute`` names no axis of a known mesh.
         TypeError: ``factors`` are none, but a gradient, say.
         NonFiniteFactorError: naming the layer; outside a trace with ``"auto"`` and
             ``"host"``, after a retry on the host.
@@ -115,14 +113,14 @@ def eigendecompose(
         )
     check_clipping(max_condition, floor)
     one_of("placement", placement, get_args(Placement))
-    on_host = functools.partial(_on_host, vectors=vectors, dtype=host_dtype(dtype))
+    on_host = functools.partial(solve_on_host, vectors=vectors, dtype=host_dtype(dtype))
     layout = layout_of(factors.layers, factors.bias)
-    sides: list[_DenseMean] = []
+    sides: list[DenseMean] = []
     spectra: dict[Place, Any] = {}
     for place, block in layout.blocks.items():
         mean = _mean(factors, block)
         if block.source.dense:
-            sides.append(_DenseMean(block, mean))
+            sides.append(DenseMean(block, mean))
         elif place.table == "diagonals":
             spectra[place] = jnp.asarray(mean)
         else:
@@ -132,61 +130,73 @@ def eigendecompose(
             "placement='host' needs concrete factors, and these are traced; inside jit use "
             "'auto' or 'device', or call eigendecompose outside"
         )
-    for side, spectrum in _decompose(sides, placement, vectors, on_host):
+    if distribute is None:
+        solved = _decompose(sides, placement, vectors, on_host)
+    elif placement == "host":
+        raise ValueError("distribute divides what devices decompose: not with placement='host'")
+    else:
+        if isinstance(distribute, str):
+            distribute = MeshAxis.of(distribute, factors)
+        matrices = [(jnp.asarray(side.matrix),) for side in sides]
+        eigh = functools.partial(eigh_checked, vectors=vectors)
+        solved = zip(sides, solve_divided(matrices, eigh, distribute), strict=True)
+    for side, spectrum in solved:
         spectra[side.block.place] = spectrum
     return Eigenbases.of_blocks(layout, spectra, max_condition=max_condition, floor=floor)
 
 
 def _mean(factors: Factors, block: EigenBlock) -> Array | np.ndarray:
     """What is decomposed for a block; as in :class:`Factors`, NumPy in, NumPy out."""
-    source = block.source
-    table, key = source.place
-    if table != "a":
+
+    def mean(entry: Entry) -> Array | np.ndarray:
+        table, key = entry.place
+        if table == "a":
+            return mean_of(factors.a_sums[key], factors.a_counts[key], 1 + entry.dense)
         sums = (factors.g_sums if table == "g" else factors.diagonals)[key]
         return mean_of(sums, factors.terms, 0)
-    sums = factors.a_sums[key]
-    if block.without_ones:
-        sums = sums[..., :-1, :-1] if source.dense else sums[..., :-1]
-    return mean_of(sums, factors.a_counts[key], 1 + source.dense)
+
+    return block.mean(mean)
 
 
 def _decompose(
-    sides: list[_DenseMean],
+    sides: list[DenseMean],
     placement: Placement,
     vectors: bool,
-    solve_on_host: Callable[[_DenseMean], Spectrum],
-) -> list[tuple[_DenseMean, Spectrum]]:
+    on_host: Callable[[list[DenseMean]], list[Spectrum]],
+) -> list[tuple[DenseMean, Spectrum]]:
     if placement == "host":
-        return [(side, solve_on_host(side)) for side in sides]
-    groups: dict[Any, list[_DenseMean]] = defaultdict(list)
-    results: list[tuple[_DenseMean, Spectrum]] = []
+        return list(zip(sides, on_host(sides), strict=True))
+    groups: dict[Any, list[DenseMean]] = defaultdict(list)
+    results: list[tuple[DenseMean, Spectrum]] = []
+    left_to_host: list[DenseMean] = []
     for side in sides:
         matrix = side.matrix
-        on_host = isinstance(matrix, np.ndarray)  # of a byte budget: too much for the device
-        if on_host and placement == "auto":
-            results.append((side, solve_on_host(side)))
+        here = isinstance(matrix, np.ndarray)  # of a byte budget: too much for the device
+        if here and placement == "auto":
+            left_to_host.append(side)
             continue
         where = frozenset()
-        if not on_host and not isinstance(matrix, Tracer):
+        if not here and not isinstance(matrix, Tracer):
             where = frozenset(matrix.sharding.device_set)
         groups[matrix.shape[-1], matrix.dtype, where].append(side)
     for (n, dtype, _), members in groups.items():
         first = members[0].matrix
         checked = placement == "auto" and not isinstance(first, Tracer)
-        limit = matrices_that_fit(n, dtype, device_of(first)) if checked else None
+        limit = matrices_that_fit(n, dtype, first) if checked else None
         is_host = limit is None and checked and device_of(first).platform == "cpu"
         if checked and (limit == 0 or is_host or is_on_host(first)):
-            results += [(side, solve_on_host(side)) for side in members]
+            left_to_host += members
             continue
         after = results[-1][1].values if results and isinstance(first, Tracer) else None
         spectra = _of_one_size(
             [jnp.asarray(side.matrix) for side in members], limit, vectors, after
         )
         for side, spectrum in zip(members, spectra, strict=True):
-            if checked and not np.isfinite(np.asarray(spectrum.values)).all():
-                spectrum = solve_on_host(side)
-            results.append((side, spectrum))
-    return results
+            if checked and not np.isfinite(np.asarray(whole_here(spectrum.values))).all():
+                left_to_host.append(side)
+            else:
+                results.append((side, spectrum))
+    return [*results, *zip(left_to_host, on_host(left_to_host), strict=True)]
 
 
 def _of_one_size(
@@ -218,11 +228,3 @@ def _batched(matrices: list[Array], *, limit: int | None, vectors: bool) -> list
         results.append(Spectrum(values[start:stop].reshape(matrix.shape[:-1]), own_columns))
         start = stop
     return results
-
-
-def _on_host(side: _DenseMean, *, vectors: bool, dtype: HostDType) -> Spectrum:
-    name = side.block.name
-    values, columns = eigh_on_host(side.matrix, name=name, vectors=vectors, dtype=dtype)
-    where = result_sharding(side.matrix)
-    placed = None if columns is None else put_result(columns, where)
-    return Spectrum(put_result(values, where), placed)

@@ -7,6 +7,7 @@ import pytest
 
 from jaxkfac._errors import NonFiniteFactorError, UnknownLayerError
 from jaxkfac.curvature import _eigendecompose as module
+from jaxkfac.curvature import _on_host as host_module
 from jaxkfac.curvature import eigendecompose, identity_bases, reconstruct
 from jaxkfac.curvature._placement import matrices_that_fit
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors, zeros_like
@@ -56,7 +57,7 @@ def test_unclipped_bases_rebuild_the_factors(placement, bias):
 @pytest.mark.parametrize("accelerator", [True, False])
 def test_each_distinct_factor_is_decomposed_once(factors, monkeypatch, accelerator):
     calls = []
-    batched, on_host = module.eigh_checked, module.eigh_on_host
+    batched, on_host = module.eigh_checked, host_module.eigh_on_host
 
     def counted(matrix, **kwargs):
         calls.append(matrix.shape)
@@ -67,7 +68,7 @@ def test_each_distinct_factor_is_decomposed_once(factors, monkeypatch, accelerat
         return on_host(matrix, **kwargs)
 
     monkeypatch.setattr(module, "eigh_checked", counted)
-    monkeypatch.setattr(module, "eigh_on_host", counted_on_host)
+    monkeypatch.setattr(host_module, "eigh_on_host", counted_on_host)
     if accelerator:  # where the room for workspace is known
         monkeypatch.setattr(module, "matrices_that_fit", lambda *_: 100)
     bases = eigendecompose(factors)
@@ -201,10 +202,10 @@ def test_half_of_the_free_memory_limits_the_batch():
 @pytest.mark.parametrize("limit", [0, 1, 2, 3])
 def test_a_small_device_decomposes_every_factor_all_the_same(factors, monkeypatch, limit):
     on_host, sizes = [], []
-    host, device = module.eigh_on_host, module.eigh_checked
+    host, device = host_module.eigh_on_host, module.eigh_checked
     monkeypatch.setattr(module, "matrices_that_fit", lambda *_: limit)
     monkeypatch.setattr(
-        module, "eigh_on_host", lambda m, **k: on_host.append(k["name"]) or host(m, **k)
+        host_module, "eigh_on_host", lambda m, **k: on_host.append(k["name"]) or host(m, **k)
     )
     monkeypatch.setattr(
         module, "eigh_checked", lambda m, **k: sizes.append(len(m)) or device(m, **k)

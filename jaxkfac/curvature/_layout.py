@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from jaxkfac._errors import nearest
+from jaxkfac.curvature._orientations import Side, nearest_product, turned_pairs
 from jaxkfac.factors import BiasMode, Factors
 from jaxkfac.interception import Layer
 
@@ -50,6 +51,21 @@ class Entry:
         return math.prod(self.stack) * each
 
 
+class Orientations(NamedTuple):
+    """The factors of a kernel that is read in both orientations."""
+
+    a: Entry
+    g: Entry
+    turned_a: Entry
+    turned_g: Entry
+
+    def product(self, mean: Callable[[Entry], Any]) -> tuple[Any, Any]:
+        """A and G of the nearest Kronecker product to the sum of both, from means."""
+        a, g, turned_a, turned_g = (Side(mean(x), x.dense) for x in self)
+        left, right = nearest_product((a, g), (turned_g, turned_a))
+        return left.x, right.x
+
+
 @dataclasses.dataclass(frozen=True)
 class EigenBlock:
     """One spectrum of the eigenbases.
@@ -58,11 +74,27 @@ class EigenBlock:
         place: ``a``, ``a_without_ones``, ``g`` or ``diagonals``, and the key.
         source: The entry it is computed from.
         without_ones: Whether the last row and column of the source are left out.
+        both: Of a kernel that is read in both orientations: all that it is computed from.
     """
 
     place: Place
     source: Entry
     without_ones: bool
+    both: Orientations | None = None
+
+    @property
+    def sources(self) -> tuple[Entry, ...]:
+        """Every entry that it is computed from."""
+        return (self.source,) if self.both is None else tuple(self.both)
+
+    def mean(self, mean: Callable[[Entry], Any]) -> Any:
+        """What is decomposed, from the means of entries."""
+        if self.both is not None:
+            return self.both.product(mean)[self.place.table == "g"]
+        matrix = mean(self.source)
+        if not self.without_ones:
+            return matrix
+        return matrix[..., :-1, :-1] if self.source.dense else matrix[..., :-1]
 
     @property
     def name(self) -> str:
@@ -120,10 +152,11 @@ class Layout:
         return layout_of((*self.layers, *new), self.bias)
 
     def groups(self, count: int) -> list[list[EigenBlock]]:
-        """Blocks in groups of about equal work; all blocks of one entry are in one group."""
+        """Blocks in groups of about equal work; what is computed from one entry is in one group."""
+        joint = {e.place: b.sources[0].place for b in self.blocks.values() for e in b.sources}
         by_entry: dict[Place, list[EigenBlock]] = {}
         for block in self.blocks.values():
-            by_entry.setdefault(block.source.place, []).append(block)
+            by_entry.setdefault(joint[block.source.place], []).append(block)
         groups: list[list[EigenBlock]] = [[] for _ in range(count)]
         loads = [0] * count
         for blocks in sorted(by_entry.values(), key=_work, reverse=True):
@@ -147,6 +180,12 @@ def layout_of(layers: tuple[Layer, ...], bias: BiasMode) -> Layout:
             own = Place("a_without_ones", place.key) if bare else place
             source = entries.setdefault(place, entry)
             blocks.setdefault(own, EigenBlock(own, source, bare))
+    for layer, turned in turned_pairs(layers):
+        places = [Place(t, k) for x in (layer, turned) for t, k in (("a", x.input), ("g", x.name))]
+        both = Orientations(*(entries[place] for place in places))
+        if bias == "joint" or layer.bias is None:  # else the bias's block is G alone
+            for place in places[:2]:
+                blocks[place] = dataclasses.replace(blocks[place], both=both)
     return Layout(layers, bias, entries, blocks)
 
 

@@ -2,9 +2,10 @@
 
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
-from jaxkfac.memory import free_bytes
+from jaxkfac.memory import ProcessGroup, free_bytes
 
 Placement = Literal["auto", "device", "host"]
 
@@ -34,21 +35,32 @@ def solver_scratch(n: int, number: int, itemsize: int) -> int:
     return at_once * (1 + 6 * n + 2 * n**2) * itemsize
 
 
-def matrices_that_fit(n: int, dtype: Any, device: Any) -> int | None:
-    """How many ``(n, n)`` matrices can be decomposed at once on ``device``.
+def matrices_that_fit(n: int, dtype: Any, like: Any) -> int | None:
+    """How many ``(n, n)`` matrices can be decomposed at once where an array lies.
 
     Half of what ``memory_stats`` says is free is used; the rest is left to results and
-    fragmentation. ``None`` is no known limit (the CPU keeps no such count).
+    fragmentation. ``None`` is no known limit (the CPU keeps no such count). On devices of several
+    processes the least of what they find.
+
+    Args:
+        n: Size.
+        dtype: Of the matrices.
+        like: The array, or a device.
     """
-    free = free_bytes(device)
+    is_array = isinstance(like, jax.Array)
+    free = free_bytes(device_of(like) if is_array else like)
     if free is None:
         return None
-    return int(free / 2 // (_WORKSPACE_MATRICES * n**2 * np.dtype(dtype).itemsize))
+    fit = int(free / 2 // (_WORKSPACE_MATRICES * n**2 * np.dtype(dtype).itemsize))
+    group = ProcessGroup.of(like.sharding) if is_array else None
+    return (
+        fit if group is None else int(group.gathered(np.array(min(fit, 1 << 30), np.int32)).min())
+    )
 
 
 def device_of(x: Any) -> Any:
-    """The device of ``x`` for questions about memory: the first of several."""
-    return next(iter(x.devices()))
+    """The device of ``x`` for questions about memory: the first that is of this process."""
+    return next(iter(x.sharding.addressable_devices), next(iter(x.devices())))
 
 
 def is_on_host(x: Any) -> bool:

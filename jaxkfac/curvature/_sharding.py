@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
+from jaxkfac.curvature._placement import device_of
 from jaxkfac.memory import put_leaf
 
 
@@ -14,7 +15,7 @@ class ResultSharding(NamedTuple):
     """Where results of one factor go, without holding the factor.
 
     Attributes:
-        device: The (first) device, ``None`` for a NumPy array.
+        device: The (first) device of this process, ``None`` for a NumPy array.
         sharding: Where results are committed to, ``None`` for uncommitted results.
     """
 
@@ -29,7 +30,7 @@ def result_sharding(factor: Any) -> ResultSharding:
     """Results of a sharded factor are replicated, those of an uncommitted one uncommitted."""
     if not isinstance(factor, jax.Array):
         return UNCOMMITTED
-    device = next(iter(factor.devices()))
+    device = device_of(factor)
     sharding = factor.sharding
     if not factor.committed:
         return ResultSharding(device, None)

@@ -20,6 +20,7 @@ from jaxkfac.factors._factors import (
     Factors,
     KroneckerFactor,
     mean_of,
+    of_parameters,
     without_loss_terms,
 )
 from jaxkfac.factors._fisher import FISHER_TYPES, estimator_of, over_count
@@ -77,6 +78,7 @@ __all__ = [
     "kept_targets",
     "largest_budget",
     "mean_of",
+    "of_parameters",
     "over_count",
     "per_example_diagonals",
     "plan_passes",

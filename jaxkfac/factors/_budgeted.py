@@ -16,6 +16,7 @@ from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.factors._passes import Pass, PassPlan, plan_passes
 from jaxkfac.factors._statistics import PassPart
 from jaxkfac.interception import Layer, Window
+from jaxkfac.memory import whole_here
 
 _SUMS = ("a_sums", "a_counts", "g_sums", "diagonals")
 
@@ -171,7 +172,7 @@ class BudgetedCollector:
 def _on_host(factors: Factors, one: Pass, layers: Sequence[Layer]) -> Factors:
     """One pass's factors in host memory, without rows beyond the end of a scan."""
     known = {layer.name: layer for layer in layers}
-    fetched = jax.device_get(factors)
+    fetched = jax.device_get(jax.tree.map(whole_here, factors))
 
     def copied(kind: dict[str, Any]) -> dict[str, Any]:
         out = {}

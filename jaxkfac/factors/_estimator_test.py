@@ -80,3 +80,9 @@ def test_an_estimator_is_a_tree_of_its_key_and_labels():
 def test_an_estimator_has_its_own_samples_and_chunk(option):
     with pytest.raises(ValueError, match=f"{option}=3.* give them to AtOneLabel itself"):
         value_grad_and_factors(problem()[0], fisher=AtOneLabel(), **{option: 3})
+
+
+def test_a_field_without_a_hash_is_named():
+    objective, *_ = problem()
+    with pytest.raises(TypeError, match=r"AtOneLabel.label is a list, which has no hash.*a tuple"):
+        value_grad_and_factors(objective, fisher=AtOneLabel(label=[1]))

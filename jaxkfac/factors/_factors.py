@@ -146,6 +146,25 @@ def without_loss_terms(factors: Factors) -> Factors:
     return dataclasses.replace(factors, loss_terms=None)
 
 
+def of_parameters(factors: Factors) -> Factors:
+    """The factors by which gradients are preconditioned: without those of computed weights."""
+    layers = tuple(layer for layer in factors.layers if not layer.computed_from)
+    if len(layers) == len(factors.layers):
+        return factors
+    inputs, names = {layer.input for layer in layers}, {layer.name for layer in layers}
+
+    def kept(sums: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
+        return {name: x for name, x in sums.items() if name in wanted}
+
+    return dataclasses.replace(
+        factors,
+        a_sums=kept(factors.a_sums, inputs),
+        a_counts=kept(factors.a_counts, inputs),
+        g_sums=kept(factors.g_sums, names),
+        layers=layers,
+    )
+
+
 def alike(one: Factors, other: Factors) -> tuple[Factors, Factors]:
     """Both with ``loss_terms`` or neither: where one lacks them, their sum is not known."""
     if (one.loss_terms is None) == (other.loss_terms is None):

@@ -104,7 +104,8 @@ class Exact(Estimator):
         contribution: Callable[[PyTree], PyTree],
     ) -> PyTree:
         totals, every = [], objective.columns(outputs, batch.mask)
-        if any(head.coupled for head in objective.heads(outputs, None, batch.mask)):
+        coupled = any(head.coupled for head in objective.heads(outputs, None, batch.mask))
+        if coupled and self.prints:
             number = sum(columns * rows for columns, rows, _ in every)
             print(
                 f"jaxkfac: the examples are coupled, so that fisher={self.name!r} takes "
@@ -186,6 +187,7 @@ def estimator_of(
     Raises:
         ValueError: an unknown name, or a type that is not right for whole examples where it has to
             be; or ``samples`` or ``chunk`` beside an estimator, which has its own.
+        TypeError: a field of the estimator has no hash.
     """
     choices = [name for name, cls in FISHER_TYPES.items() if cls.of_examples or not of_examples]
     if isinstance(fisher, Estimator):
@@ -196,9 +198,22 @@ def estimator_of(
             )
         if of_examples and not fisher.of_examples:
             one_of("fisher", fisher.name, choices)
+        _check_hashable(fisher)
         return fisher
     one_of("fisher", fisher, choices)
     return FISHER_TYPES[fisher](samples=samples, chunk=chunk)
+
+
+def _check_hashable(fisher: Estimator) -> None:
+    """Refuse fields that ``jit`` cannot tell apart: all but key and labels are static."""
+    for name, value in fisher.tree_flatten()[1]:
+        try:
+            hash(value)
+        except TypeError:
+            raise TypeError(
+                f"fisher: {type(fisher).__name__}.{name} is a {type(value).__name__}, which has no "
+                "hash, and the fields of an Estimator are static: give a tuple or a number"
+            ) from None
 
 
 def over_count(x: Float[Array, "*shape"], count: Num[Array, ""]) -> Float[Array, "*shape"]:

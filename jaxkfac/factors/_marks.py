@@ -12,7 +12,7 @@ from jaxkfac.interception import Layer, Traced, leading_to, marks_of
 
 def refuse_marks(traced: Traced) -> None:
     """Refuse marks beside an ``Objective``, which says itself what its outputs are."""
-    if marks_of(traced.closed.jaxpr):
+    if marks_of(traced.closed.jaxpr, rules=False):
         raise ValueError(
             "jk.mark_outputs stands inside the apply_fn of a jk.Objective, whose likelihood says "
             "what its outputs are: leave the mark out, give a dictionary of likelihoods for "
@@ -27,7 +27,7 @@ def refuse_unmarked(traced: Traced) -> None:
     reached = traced.marks_reached
     lost = [
         layer.name
-        for layer in traced.table.layers
+        for layer in traced.table.tapped
         if not any(id(use) in reached for use in traced.uses_of(layer))
     ]
     if lost:
@@ -48,6 +48,17 @@ def check_marked_outputs(heads: Sequence[Head]) -> None:
             raise ValueError(
                 f"{head.name} is of shape {head.outputs.shape}, expected (examples, ..., outputs) "
                 f"for {name}: mark the outputs themselves, not a function of them"
+            )
+
+
+def refuse_beside(traced: Traced) -> None:
+    """Refuse given targets of a mark that stands in a derivative of its own: it has none."""
+    for number, mark in enumerate(traced.marks):
+        if mark.beside:
+            raise ValueError(
+                f"jk.mark_outputs: mark {number} stands in a function with a derivative of its own "
+                "(custom_jvp), which sends no cotangent to what it marks: take "
+                'fisher="mc" or "exact"'
             )
 
 
@@ -112,7 +123,7 @@ def weighed(traced: Traced) -> list[Layer]:
     """The layers whose rows of input are weighed use by use."""
     return [
         layer
-        for layer in traced.table.layers
+        for layer in traced.table.tapped
         if traced.marks
         and not layer.is_elementwise
         and layer.input == layer.name

@@ -23,11 +23,13 @@ class Pass(NamedTuple):
         parts: What it gathers.
         start: First iteration of its window, where it has one.
         nbytes: Most bytes that its factors take on the device.
+        results: Of these, the factors that it returns.
     """
 
     parts: Mapping[str, PassPart]
     start: int
     nbytes: int
+    results: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +121,10 @@ def plan_passes(statistics: Statistics, max_factor_bytes: int, *, vjps: int = 0)
             if fit := min(_rows(group, room), length):
                 first = _pass(group, fit, 0)
                 passes[0] = Pass(
-                    _merged(passes[0].parts, first.parts), 0, passes[0].nbytes + first.nbytes
+                    _merged(passes[0].parts, first.parts),
+                    0,
+                    passes[0].nbytes + first.nbytes,
+                    passes[0].results + first.results,
                 )
                 done = fit
             if left := length - done:
@@ -145,7 +150,7 @@ def _sides(statistics: Statistics, vjps: int) -> Iterator[_Side]:
     traced = statistics.traced
     walkers = {
         x.name: None if x.is_elementwise else walked_by(traced.uses_of(x))
-        for x in traced.table.layers
+        for x in traced.table.tapped
     }
     one = dataclasses.replace(
         statistics, parts={name: PassPart(rows=1 if w else None) for name, w in walkers.items()}
@@ -154,7 +159,7 @@ def _sides(statistics: Statistics, vjps: int) -> Iterator[_Side]:
     made = jax.eval_shape(
         lambda slots: one.factors(slots, one.outputs(slots), number, number), slots
     )
-    for layer in traced.table.layers:
+    for layer in traced.table.tapped:
         walker, slot = walkers[layer.name], slots[layer.name]
         a = {key: leaf for key, leaf in slot.items() if key.startswith("a")}
         g = {key: leaf for key, leaf in slot.items() if key not in a}
@@ -201,7 +206,8 @@ def _pass(group: list[_Side], rows: int, start: int) -> Pass:
     parts: dict[str, PassPart] = {}
     for side in group:
         parts = _merged(parts, {side.layer.name: side.part(rows)})
-    return Pass(parts, start, sum(s.nbytes(rows or 1) for s in group))
+    results = sum(s.output * (rows or 1) for s in group)
+    return Pass(parts, start, sum(s.nbytes(rows or 1) for s in group), results)
 
 
 def _merged(one: Mapping[str, PassPart], other: Mapping[str, PassPart]) -> dict[str, PassPart]:

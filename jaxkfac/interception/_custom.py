@@ -21,6 +21,8 @@ from jaxkfac.interception._propagate import fresh
 from jaxkfac.interception._structured import Scope, Walk, Walked
 from jaxkfac.interception._values import Constant, Data, Parameter, Value
 
+APART = "jaxkfac_apart"  # what a call is named in which no layer is looked for
+
 _NO_DERIVATIVE = frozenset(
     "round floor ceil sign nextafter pure_callback io_callback ffi_call pallas_call".split()
 )
@@ -72,8 +74,8 @@ def walk_rule(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: S
     """
     held = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
     outs, _ = walk(*body_of(eqn), held, scope)
-    primals, tangents = _operands(eqn)
-    closed = _rule_of(eqn)
+    primals, tangents = operands_of(eqn)
+    closed = rule_of(eqn)
     own = dict(zip(eqn.invars, ins, strict=True))
     inside = [dict(zip(eqn.invars, held, strict=True))[v] for v in primals]
     inside += [_tangent(facts, own[v]) for v in tangents]
@@ -92,7 +94,7 @@ def _tangent(facts: Facts, value: Value) -> Value:
     return dataclasses.replace(value, number=number)
 
 
-def _operands(eqn: Eqn) -> tuple[list[Var], list[Var]]:
+def operands_of(eqn: Eqn) -> tuple[list[Var], list[Var]]:
     """The variables that an equation reads, each once, and those of them that have tangents."""
     primals = list(dict.fromkeys(v for v in eqn.invars if is_var(v)))
     return primals, [v for v, d in zip(primals, _floats(primals), strict=True) if d]
@@ -104,12 +106,12 @@ def _floats(variables: Sequence[Var]) -> list[bool]:
 
 def _function(eqn: Eqn) -> Callable[..., list[Any]]:
     """The call as a function of the variables it reads, each once."""
-    return evaluate([eqn], _operands(eqn)[0], eqn.outvars, body_of(eqn)[0])
+    return evaluate([eqn], operands_of(eqn)[0], eqn.outvars, body_of(eqn)[0])
 
 
-def _rule_of(eqn: Eqn) -> ClosedJaxpr:
+def rule_of(eqn: Eqn) -> ClosedJaxpr:
     """The program of the tangents of a ``custom_jvp``: of its variables, then their tangents."""
-    primals, tangents = _operands(eqn)
+    primals, tangents = operands_of(eqn)
     run = _function(eqn)
 
     def tangents_out(values: list[Array], dots: list[Array]) -> list[Array]:
@@ -121,15 +123,27 @@ def _rule_of(eqn: Eqn) -> ClosedJaxpr:
         outs = jax.jvp(of, (at,), (dots,))[1]
         return [x for x, d in zip(outs, _floats(eqn.outvars), strict=True) if d]
 
-    def shapes(variables: list[Var]) -> list[jax.ShapeDtypeStruct]:
-        return [
-            jax.ShapeDtypeStruct(
-                v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)
-            )
-            for v in variables
-        ]
+    return jax.make_jaxpr(tangents_out)(shapes_of(primals), shapes_of(tangents))
 
-    return jax.make_jaxpr(tangents_out)(shapes(primals), shapes(tangents))
+
+def shapes_of(variables: Sequence[Var]) -> list[jax.ShapeDtypeStruct]:
+    """What a program is traced with, for such operands."""
+    return [
+        jax.ShapeDtypeStruct(
+            v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)
+        )
+        for v in variables
+    ]
+
+
+def apart(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """A call that no layer is looked for in: what is marked in it was taken out of it."""
+
+    def call(*operands: Any) -> list[Any]:
+        return run(*operands)
+
+    call.__name__ = APART
+    return jax.jit(call)
 
 
 def run_beside(
@@ -146,7 +160,7 @@ def run_beside(
         values: The operands of the call.
         along: What rides along with them.
     """
-    primals, tangents = _operands(eqn)
+    primals, tangents = operands_of(eqn)
     at = dict(zip(eqn.invars, values, strict=True))
     outs = _function(eqn)(*[at[v] for v in primals])
     if is_rule(eqn):

@@ -2,8 +2,10 @@
 
 A mark is a primitive, an identity that carries its likelihood down into the jaxpr. Differentiating
 keeps it on the primal value alone, so marks under ``jax.grad`` inside the loss stay what they are.
-Marks in a function with a derivative of its own (``custom_jvp``, ``custom_vjp``) are refused, and
-in its rule they are not seen.
+
+A loss may have a derivative of its own (``custom_jvp``), and its mark stand in the function or in
+the rule. The program that holds the mark is then run beside the call, for its outputs alone: the
+call gives value and gradient. In a ``custom_vjp`` a mark is refused, and in its rule not seen.
 """
 
 import functools
@@ -20,16 +22,20 @@ from jaxtyping import Array, Float, Shaped
 
 from jaxkfac._errors import HiddenMarkError
 from jaxkfac.interception._compat import (
+    ClosedJaxpr,
     Eqn,
     Jaxpr,
-    bind,
     body_of,
     call_kind,
     cast_varying,
     checkpoint_like,
+    evaluate,
     is_var,
+    of_operands,
     open_jaxpr,
 )
+from jaxkfac.interception._custom import apart, is_rule, operands_of, rule_of, shapes_of
+from jaxkfac.interception._functions import is_function
 
 MARK_OUTPUTS = "jaxkfac_mark_outputs"
 _primitive = Primitive(MARK_OUTPUTS)
@@ -66,8 +72,7 @@ def mark_outputs(
         ValueError: ``x`` has no floating dtype, a mask that is no bool array of the terms' shape,
             a weight that is not positive, or an ``ignore_index`` without the mask that it means.
         HiddenMarkError: later, when factors are collected: the mark stands inside a ``scan``,
-            ``cond``, ``while``, ``shard_map``, ``custom_jvp`` or ``custom_vjp``, where its terms
-            cannot be read.
+            ``cond``, ``while``, ``shard_map`` or ``custom_vjp``, where its terms cannot be read.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac as jk
@@ -193,6 +198,8 @@ class OutputMark(NamedTuple):
         weight: A number; ``None`` where it is an array.
         masked: Whether it has a mask.
         type: Type of what it marks, which says over which devices it differs.
+        beside: Whether it stands in a function with a derivative of its own, or in its rule: the
+            loss then sends no cotangent to it.
     """
 
     likelihood: Any
@@ -200,6 +207,7 @@ class OutputMark(NamedTuple):
     weight: float | None
     masked: bool
     type: Any
+    beside: bool = False
 
     def zeros(self) -> Float[Array, "..."]:
         """Zeros of its shape. Inside ``shard_map`` they differ between devices where it does."""
@@ -222,8 +230,12 @@ class Marked(NamedTuple):
     masks: dict[int, Any]
 
 
-def marks_of(jaxpr: Jaxpr) -> list[OutputMark]:
+def marks_of(jaxpr: Jaxpr, *, rules: bool = True) -> list[OutputMark]:
     """The marks of a program, in order.
+
+    Args:
+        jaxpr: The program.
+        rules: Whether those in the rule of a ``custom_jvp`` are asked for.
 
     Raises:
         HiddenMarkError: one stands where its terms cannot be read.
@@ -250,7 +262,12 @@ def marks_of(jaxpr: Jaxpr) -> list[OutputMark]:
                 )
             )
             continue
-        inner = [m for body in _bodies(eqn) for m in marks_of(body)]
+        if is_rule(eqn):
+            beside = _beside(eqn, rules=rules)
+            inner = marks_of(beside.jaxpr, rules=False) if beside else []
+            found += [mark._replace(beside=True) for mark in inner]
+            continue
+        inner = [m for body in _bodies(eqn) for m in marks_of(body, rules=rules)]
         if inner and call_kind(eqn) not in ("jit", "checkpoint"):
             raise HiddenMarkError(
                 f"jk.mark_outputs stands inside `{eqn.primitive.name}`, where its terms cannot be "
@@ -272,7 +289,7 @@ def lifted(
         shifts: For each mark zeros of its shape. Their cotangents are those that the loss sends
             to the marked outputs.
     """
-    out = _run(jaxpr, consts, args, list(shifts))
+    out = _run(jaxpr, consts, args, list(shifts), rules=True)
     weights = {k: w for k, (_, w, _) in enumerate(out.marks) if w is not None}
     masks = {k: m for k, (_, _, m) in enumerate(out.marks) if m is not None}
     return Marked([x for x, _, _ in out.marks], out.result, weights, masks)
@@ -283,7 +300,9 @@ class _Run(NamedTuple):
     marks: list[tuple[Any, Any, Any]]  # outputs, weight, mask
 
 
-def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], shifts: list[Any]) -> _Run:
+def _run(
+    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], shifts: list[Any], *, rules: bool
+) -> _Run:
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     marks: list[tuple[Any, Any, Any]] = []
 
@@ -297,21 +316,65 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], shifts: list[
             mask = rest.pop() if eqn.params["masked"] else None
             marks.append((values[0], rest[0] if rest else None, mask))
             out = [_shifted(values[0], shifts[len(marks) - 1])]
-        elif number := _number_of_marks(eqn):
+        elif number := _number_of_marks(eqn, rules=rules):
             here = shifts[len(marks) : len(marks) + number]
-            inner = functools.partial(_run, *body_of(eqn))
+            if is_rule(eqn):
+                marks += _run_beside(eqn, values, here, rules=rules)
+                out = apart(of_operands(eqn, jaxpr))(*values)
+                env.update(zip(eqn.outvars, out, strict=True))
+                continue
+            inner = functools.partial(_run, *body_of(eqn), rules=rules)
             again = checkpoint_like(eqn, inner) if call_kind(eqn) == "checkpoint" else inner
             out, found = again(values, here)
             marks += found
         else:
-            out = bind(eqn)(*values)
+            out = of_operands(eqn, jaxpr)(*values)
             out = out if eqn.primitive.multiple_results else [out]
         env.update(zip(eqn.outvars, out, strict=True))
     return _Run([read(v) for v in jaxpr.outvars], marks)
 
 
-def _number_of_marks(eqn: Eqn) -> int:
-    return sum(len(marks_of(body)) for body in _bodies(eqn))
+def _number_of_marks(eqn: Eqn, *, rules: bool) -> int:
+    if is_rule(eqn):
+        beside = _beside(eqn, rules=rules)
+        return len(marks_of(beside.jaxpr, rules=False)) if beside else 0
+    return sum(len(marks_of(body, rules=rules)) for body in _bodies(eqn))
+
+
+def _beside(eqn: Eqn, *, rules: bool) -> ClosedJaxpr | None:
+    """The program of a ``custom_jvp`` that holds its marks: the function, or else its rule.
+
+    Its operands are those of the rule: the variables that the call reads, and their tangents. The
+    rule of a function element by element holds none.
+    """
+    primals, tangents = operands_of(eqn)
+    if marks_of(body_of(eqn)[0], rules=False):
+
+        def function(values: list[Any], _: list[Any]) -> list[Any]:
+            at = dict(zip(primals, values, strict=True))
+            jaxpr, consts = body_of(eqn)
+            operands = [at[v] if is_var(v) else v.val for v in eqn.invars]
+            return evaluate(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr)(
+                *consts, *operands
+            )
+
+        return jax.make_jaxpr(function)(shapes_of(primals), shapes_of(tangents))
+    if not rules or is_function(eqn):
+        return None
+    rule = rule_of(eqn)
+    return rule if marks_of(rule.jaxpr, rules=False) else None
+
+
+def _run_beside(
+    eqn: Eqn, values: Sequence[Any], shifts: list[Any], *, rules: bool
+) -> list[tuple[Any, Any, Any]]:
+    """The marks of a function with a derivative of its own, whose results nobody reads."""
+    primals, tangents = operands_of(eqn)
+    at = dict(zip(eqn.invars, values, strict=True))
+    beside = _beside(eqn, rules=rules)
+    assert beside is not None
+    operands = [at[v] for v in primals] + [jnp.zeros_like(at[v]) for v in tangents]
+    return _run(beside.jaxpr, beside.consts, operands, shifts, rules=False).marks
 
 
 @jax.custom_vjp

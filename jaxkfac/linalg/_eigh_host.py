@@ -49,7 +49,7 @@ def _lapack(matrix: Array, *, dtype: np.dtype) -> Spectrum:
 
 def _first_try(host: np.ndarray, dtype: np.dtype) -> HostSpectrum:
     try:
-        cpu = jax.devices("cpu")[0]
+        cpu = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # jax_platforms="cuda" leaves the CPU backend out
         return HostSpectrum(np.full(host.shape[:-1], np.nan), None)
     with jax.enable_x64(dtype == np.float64):  # else a double would become a single

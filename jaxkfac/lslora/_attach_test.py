@@ -301,6 +301,18 @@ def test_modules_to_save_replace_the_base_parameters_and_are_trained():
     np.testing.assert_allclose(grads["params/head/bias"], np.full(3, 3.0))
 
 
+def test_a_kernel_has_an_adapter_or_is_trained_itself():
+    apply, params, _, _ = linen()
+    saved = {"rank": 2, "modules_to_save": "params/head/.*"}
+    fresh = lambda config: init(config, apply, params, X, key=jax.random.key(0))
+    with pytest.raises(
+        ValueError, match="both match 'params/head/kernel': a kernel has an adapter"
+    ):
+        fresh(Config(target=".*(q_proj|head)/kernel", **saved))
+    adapters = fresh(Config(target="all-linear", **saved))
+    assert isinstance(adapters["params/head/kernel"], jax.Array) and len(adapters) > 2
+
+
 def test_adapters_on_the_host_are_read_outside_jit():
     params = {"w": jnp.linspace(-1, 1, 12).reshape(4, 3)}
     config, fn = Config(rank=2, target="w"), lambda p, x: x @ p["w"]

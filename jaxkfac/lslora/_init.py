@@ -54,7 +54,8 @@ def init(
     Raises:
         UnknownLayerError: the target, or ``modules_to_save``, matches nothing.
         ValueError: the target matches something that cannot be adapted, ``modules_to_save``
-            something quantised, or the rank is larger than a layer; each named.
+            something quantised or a target as well (but with ``"all-linear"``, which leaves it
+            out), or the rank is larger than a layer; each named.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -79,12 +80,28 @@ def init(
                 f"modules_to_save={config.modules_to_save!r} matches {', '.join(quantised)}, which "
                 "are quantised and cannot be trained: dequantise them, or leave them out"
             )
+        _leave_to_whole(adapters, layers, whole, config)
         adapters |= {path: leaf for path, leaf in leaves.items() if path in whole}
     if isinstance(config.init_sigma, RmsSigma) and config.phi is not None:
         found = measured_sigmas(adapted, params, adapters, inputs, fresh=True)
         for name, rms in found.items():
             adapters[name] = adapters[name]._replace(sigma=config.init_sigma.factor * rms)
     return adapters
+
+
+def _leave_to_whole(
+    adapters: dict[str, Any], layers: list[Layer], whole: set[str], config: Config
+) -> None:
+    """Take out the adapters of what is trained as a whole, or refuse both for one parameter."""
+    both = [layer.name for layer in layers if layer.weight.path in whole]
+    if both and config.target != ALL_LINEAR:
+        raise ValueError(
+            f"target={config.target!r} and modules_to_save={config.modules_to_save!r} both match "
+            f"{', '.join(map(repr, both))}: a kernel has an adapter or is trained itself; name it "
+            "in exclude=, or leave it out of modules_to_save="
+        )
+    for name in both:
+        del adapters[name]
 
 
 def targeted(config: Config, table: LayerTable) -> list[Layer]:
@@ -97,9 +114,10 @@ def targeted(config: Config, table: LayerTable) -> list[Layer]:
     names = [name for name in table if config.targets(name)]
     layers = [table[name] for name in names]
     wrong = {x.name: f"is of kind {x.kind!r}" for x in layers if x.kind != "dense"}
+    wrong |= {x.name: "is computed from parameters" for x in layers if x.computed_from}
     held = {part.path for x in table.values() for part in (x.weight, x.bias) if part}
     if config.target == ALL_LINEAR:
-        layers, wrong = [x for x in layers if x.kind == "dense"], {}
+        layers, wrong = [x for x in layers if x.name not in wrong], {}
     else:
         wrong |= {p: r for p, r in table.uncovered if p not in held and config.targets(p)}
         names += [path for path in wrong if path not in names]

@@ -21,6 +21,12 @@ from jaxkfac.memory._exhausted import (
 from jaxkfac.memory._leaves import Target, check_targets
 from jaxkfac.memory._load import LeafSharding, load_safetensors
 from jaxkfac.memory._place import as_sharding, place_once, put_leaf
+from jaxkfac.memory._processes import (
+    ProcessGroup,
+    in_equal_shares,
+    spans_processes,
+    whole_here,
+)
 from jaxkfac.memory._resident import resident_bytes
 from jaxkfac.memory._track import Peak, Stage, track
 from jaxkfac.memory._units import ByteSize, parse_bytes
@@ -34,6 +40,7 @@ __all__ = [
     "LeafSharding",
     "MemoryBudgetError",
     "Peak",
+    "ProcessGroup",
     "Stage",
     "Target",
     "aligned_empty",
@@ -46,6 +53,7 @@ __all__ = [
     "explain_out_of_memory",
     "free_bytes",
     "free_host_bytes",
+    "in_equal_shares",
     "inspect_environment",
     "is_out_of_memory",
     "load_safetensors",
@@ -54,7 +62,9 @@ __all__ = [
     "put_leaf",
     "require",
     "resident_bytes",
+    "spans_processes",
     "stored_tensors",
     "track",
     "what_was_short",
+    "whole_here",
 ]

@@ -2,19 +2,24 @@
 
 from jaxkfac.models._mlp import MLP
 from jaxkfac.models._vision_transformer import VisionTransformer, VisionTransformerConfig
+from jaxkfac.models.checkpoint import Pretrained, Tokenizer
 from jaxkfac.models.decoder import (
     Cache,
     Cached,
     Decoder,
     DecoderConfig,
-    Pretrained,
     Rotary,
-    Tokenizer,
     Tokens,
     decoder_shapes,
     empty_cache,
     generate,
     load_decoder,
+)
+from jaxkfac.models.encoder_decoder import (
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    Pairs,
+    load_encoder_decoder,
 )
 from jaxkfac.models.pretrained import smollm2
 
@@ -24,6 +29,9 @@ __all__ = [
     "Cached",
     "Decoder",
     "DecoderConfig",
+    "EncoderDecoder",
+    "EncoderDecoderConfig",
+    "Pairs",
     "Pretrained",
     "Rotary",
     "Tokenizer",
@@ -34,5 +42,6 @@ __all__ = [
     "empty_cache",
     "generate",
     "load_decoder",
+    "load_encoder_decoder",
     "smollm2",
 ]

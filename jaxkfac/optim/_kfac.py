@@ -1,5 +1,6 @@
 """K-FAC as an optax transformation, all in one graph."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jaxtyping import Array, Int
 
 from jaxkfac.curvature import (
     Eigenbases,
+    MeshAxis,
     covered_indices,
     eigendecompose,
     identity_bases,
@@ -20,6 +22,7 @@ from jaxkfac.factors import (
     check_decay,
     check_factors,
     check_like,
+    of_parameters,
     update_average,
     without_loss_terms,
     zeros_like,
@@ -33,6 +36,7 @@ from jaxkfac.optim._descent import (
     keep_where_not_finite,
     zero_momentum,
 )
+from jaxkfac.optim._explicit import is_sharded, sharded_like, whole
 from jaxkfac.optim._injected import (
     check_numbers,
     clipping_of,
@@ -100,6 +104,7 @@ def kfac(
     max_condition: ArrayLike = 1e6,
     floor: ArrayLike = 0.0,
     others: optax.GradientTransformation | None = None,
+    distribute: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Kronecker-factored natural gradient descent with averages, refreshes and momentum.
 
@@ -144,6 +149,9 @@ def kfac(
         floor: Smallest eigenvalue of a factor.
         others: An optax transformation for the parameters that no factor covers, complete
             with its own learning rate and sign, e.g. ``optax.adam(1e-3)``.
+        distribute: A mesh axis, over whose devices the decompositions of a refresh are divided
+            by the cubes of their sizes. By default each device does all of them. The mesh is
+            that of ``jax.set_mesh``, or outside ``jit`` of the parameters.
 
     Under ``optax.inject_hyperparams(jk.kfac)`` every number may change in flight, as
     ``state.hyperparams["damping"]``, but for ``max_condition`` and ``floor``: those of ``init``
@@ -156,7 +164,8 @@ def kfac(
 
     Raises:
         ValueError: when built, naming the argument out of range; in ``update``, if
-            ``factors`` is missing or of other layers than ``like``.
+            ``factors`` is missing or of other layers than ``like``, or ``distribute`` names no
+            axis of a known mesh.
 
     Memory:
         For each factor of size ``n``: ``n**2`` for its average and ``n**2 + n`` for its
@@ -192,6 +201,7 @@ def kfac(
     )
     check_like(like)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), without_loss_terms(like))
+    given, like = like, of_parameters(like)
     covered = covered_indices(like.layers)
     scheduled: tuple[Any, ...] = learning_rate, damping
     staged: TraceCache[Staged] = TraceCache()
@@ -226,8 +236,8 @@ def kfac(
             raise ValueError("kfac needs this step's factors: tx.update(..., factors=factors)")
         if params is None and may_be_positive(weight_decay):
             raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
-        check_factors(factors, like)
-        factors = without_loss_terms(factors)
+        check_factors(factors, given)
+        factors = of_parameters(without_loss_terms(factors))
         check_state("kfac", state, KfacState)
         if state.average.layers != like.layers or state.average.bias != like.bias:
             raise ValueError(
@@ -236,13 +246,21 @@ def kfac(
         check_like_momentum(grads, state.momentum)
         if params is not None:
             check_some_covered("params", params, covered, "like=")
+        axis = None if distribute is None else MeshAxis.of(distribute, params, grads, state)
         numbers = tuple(at_step(x, state.step) if has_schedule(x) else None for x in scheduled)
         call = (grads, state, params, factors, numbers, extra)
+        step = functools.partial(whole_advance, axis=axis)
         # Outside of jit a later call runs equations alone: a new lax.cond compiles its branches.
         # Schedules are read at every call, and what `others` may read is not known.
         if rest is None and all(is_concrete(x) for x in jax.tree.leaves(call)):
-            return staged.get(call, lambda: Staged.of(advance, *call))(*call)
-        return advance(*call)
+            return staged.get(call, lambda: Staged.of(step, *call), static=axis)(*call)
+        return step(*call)
+
+    def whole_advance(grads: PyTree, state: KfacState, *rest: Any, axis: MeshAxis | None) -> Any:
+        if not is_sharded((grads, state, rest)):
+            return advance(grads, state, *rest, axis=axis)
+        out, new = advance(*whole((grads, state, *rest)), axis=axis)
+        return sharded_like(out, grads), sharded_like(new, state)
 
     def advance(
         grads: PyTree,
@@ -251,6 +269,8 @@ def kfac(
         factors: Factors,
         numbers: tuple[Any, ...],
         extra: Any,
+        *,
+        axis: MeshAxis | None,
     ) -> tuple[PyTree, KfacState]:
         own, clipped = gradients_only(grads), clipping_of(state.bases, clipping)
         rate, delta = (x if now is None else now for x, now in zip(scheduled, numbers, strict=True))
@@ -262,7 +282,8 @@ def kfac(
             bases, kept = jax.lax.cond(
                 due & (average.terms > 0),
                 lambda: keep_where_not_finite(
-                    eigendecompose(average, placement="device", **clipped), state.bases
+                    eigendecompose(average, placement="device", distribute=axis, **clipped),
+                    state.bases,
                 ),
                 lambda: (state.bases, jnp.zeros((), jnp.int32)),
             )

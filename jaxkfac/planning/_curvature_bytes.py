@@ -177,8 +177,8 @@ class CurvatureBytes:
     @functools.cached_property
     def _statistics(self) -> Any:
         program, collector = self._program, self._program.collector
-        key = jax.eval_shape(lambda: jax.random.key(0))  # of the labels, and the model's if any
-        call = collector.checked(program.batch, key)
+        given = program.given  # the key is that of the labels, and of the model's draws if any
+        call = collector.checked(program.batch, given.key, state=given.state)
         return collector.statistics(collector.traced(program.trained, call))
 
     @functools.cached_property

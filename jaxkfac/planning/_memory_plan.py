@@ -27,8 +27,10 @@ class MemoryPlan:
         host_bytes: Likewise in main memory; ``None`` is no limit.
         headroom: Share of ``device_bytes`` that stays free.
         max_gradients: What a step may cost, in gradients; ``None`` is no limit.
-        compiled_for: Whose compiler temporaries come from, in words.
+        compiled_for: The device that the programs are for, in words.
         not_traced: Why temporaries of the update are not counted; ``""`` where they are.
+        not_compiled: Why no compiler was asked that should have been; ``""`` otherwise.
+        within: What share of a total its estimate may be off by.
     """
 
     now: MemoryEstimate
@@ -42,6 +44,8 @@ class MemoryPlan:
     max_gradients: float | None
     compiled_for: str
     not_traced: str = ""
+    not_compiled: str = ""
+    within: float = 0.0
 
     @property
     def accumulation_steps(self) -> int:
@@ -111,6 +115,7 @@ class MemoryPlan:
             "headroom": self.headroom,
             "max_gradients": self.max_gradients,
             "compiled_for": self.compiled_for,
+            "within": self.within,
         }
         return plain
 
@@ -142,6 +147,7 @@ def _text(plan: MemoryPlan) -> str:
             f"fits {bytes_text(plan.usable_bytes)}",
             *("yes" if plan.fits(estimate) else "no" for estimate in columns),
         ],
+        ["compiled", *(_source(plan, estimate) for estimate in columns)],
         ["gradients a step", *(f"{estimate.gradients:.3g}" for estimate in columns)],
     ]
     if any(estimate.host for estimate in columns):
@@ -151,6 +157,10 @@ def _text(plan: MemoryPlan) -> str:
             ["total", *(bytes_text(estimate.host_total) for estimate in columns)],
         ]
     return "\n".join([*aligned(lines, width=WIDTH), "", *_remarks(plan), *_verdict(plan)])
+
+
+def _source(plan: MemoryPlan, estimate: MemoryEstimate) -> str:
+    return "yes" if estimate.compiled else f"±{plan.within:.0%}"
 
 
 def _rows(tables: Sequence[Mapping[str, int]], mark: Sequence[str]) -> list[list[str]]:
@@ -169,9 +179,12 @@ def _remarks(plan: MemoryPlan) -> list[str]:
     lines += [f"{OPTIONS[x].title}: not available: {why}" for x, why in plan.unavailable.items()]
     if plan.not_traced:
         lines.append(f"temporaries of the update are not counted: {plan.not_traced}")
+    if plan.not_compiled:
+        lines.append(f"not compiled: {plan.not_compiled}")
     lines.append(
-        f"~: an estimate: {plan.compiled_for} was asked for temporaries; of activations, "
-        "workspace and update only the largest is in the total; scratch of libraries is by formula"
+        f"~: temporaries are for {plan.compiled_for}: compiled, or estimated, whose totals have "
+        f"been off by at most {plan.within:.0%}; of activations, workspace and update only the "
+        "largest is in the total; scratch of libraries is by formula"
     )
     return [line for text in lines for line in _wrapped(text)]
 

@@ -15,13 +15,11 @@ class Choice:
         options: Names of all options of the setting.
         steps: Parts of the batch; 1 without accumulation.
         budget: ``max_factor_bytes``, where factors are gathered under one.
-        compiled: Whether activations are those of a compiled program; they are 0 otherwise.
     """
 
     options: frozenset[str]
     steps: int
     budget: int | None
-    compiled: bool = True
 
 
 class Option:

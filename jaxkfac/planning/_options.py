@@ -5,7 +5,7 @@ A new one is a class with what it changes, registered in ``OPTIONS``, here or fr
 
 import dataclasses
 import functools
-import math
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -96,8 +96,8 @@ class Host(Option):
 def _of_one_tuple(apply_fn: Callable[..., Any]) -> Callable[..., Any]:
     """``apply_fn(params, inputs)`` that unpacks a tuple as an ``Objective`` does."""
 
-    def run(params: Any, inputs: Any, key: Any = None) -> Any:
-        kwargs = {"key": key} if takes_key(apply_fn) else {}
+    def run(params: Any, inputs: Any, key: Any = None, **state: Any) -> Any:
+        kwargs = state | ({"key": key} if takes_key(apply_fn) else {})
         return apply_fn(*arguments(apply_fn, params, inputs, key), **kwargs)
 
     return run
@@ -113,9 +113,10 @@ class Remat(Option):
         wrapped = isinstance(objective, Objective)
         fn, data = (objective.apply_fn, program.batch[0]) if wrapped else (objective, program.batch)
         run = _of_one_tuple(fn) if wrapped else fn
-        keyed = {"key": shape_of_key()} if takes_key(fn) else {}
+        given = {"key": shape_of_key()} if takes_key(fn) else {}
+        given |= {} if program.state is None else {"state": program.state}
         try:
-            found = scans_to_remat(lambda p, d, kw: run(p, d, **kw), program.trained, data, keyed)
+            found = scans_to_remat(lambda p, d, kw: run(p, d, **kw), program.trained, data, given)
         except (JaxkfacError, ValueError, TypeError) as error:
             raise UnavailableError(first_line(error)) from None
         if not found:
@@ -163,7 +164,7 @@ class Budget(Option):
 
     def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
         held = of.require_factors()
-        rows.device["factors"] = min(choice.budget or 0, held.factors)
+        rows.device["factors"] = held.passes(choice.budget or 0).passes[0].results
         if Host.name in choice.options:
             return
         rows.host["factors"] = held.factors
@@ -191,6 +192,8 @@ class Adapters(Option):
     def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
         if not isinstance(program.objective, Objective):
             raise UnavailableError("adapters need a jk.Objective: a scalar loss has no outputs")
+        if program.state is not None:
+            raise UnavailableError("adapters are not planned beside a state that calls change")
         apply_fn, inputs = program.objective.apply_fn, program.batch[0]
         if type(inputs) is tuple:  # an objective unpacks it
             apply_fn = _of_one_tuple(apply_fn)
@@ -219,6 +222,7 @@ class Adapters(Option):
             batch=((program.trained, inputs), *program.batch[1:]),
             frozen=program.trained,
             adapted=tuple(layers[name] for name in adapters if name in layers),
+            base_table=layers,
             collection={"uncovered": "ignore", **own},
         )
 
@@ -230,16 +234,16 @@ class Adapters(Option):
 class Nf4(Option):
     """The frozen kernels in 4 bits."""
 
-    name, title, needs = "nf4", "NF4", "adapters"
+    name, title, needs, changes_program = "nf4", "NF4", "adapters", True
 
-    def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
-        largest = 0
-        for layer in of.program.adapted:
-            size, itemsize = layer.weight.size, of.itemsize(layer.weight.path)
-            rows.device["parameters"] += math.ceil(size * NF4_BYTES) - size * itemsize
-            largest = max(largest, layer.in_features * layer.out_features * itemsize)
-        # One kernel is dequantised at a time.
-        rows.device["activations"] += choice.compiled * largest
+    def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
+        (base, inputs), *rest = program.batch
+        names = "|".join(re.escape(layer.name) for layer in program.adapted)
+        try:
+            base = lslora.nf4.quantize(base, names, table=program.base_table)
+        except (JaxkfacError, ValueError, TypeError) as error:
+            raise UnavailableError(first_line(error)) from None
+        return dataclasses.replace(program, batch=((base, inputs), *rest), frozen=base)
 
     def cost(self, of: ProgramBytes, choice: Choice) -> str:
         return f"{8 * NF4_BYTES:.3g} bits a weight; each kernel is dequantised where read"

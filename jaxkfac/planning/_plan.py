@@ -1,9 +1,11 @@
 """What a training needs, and what to change so that it fits."""
 
+import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import optax
 from jax.typing import DTypeLike
@@ -11,6 +13,7 @@ from jaxtyping import PyTree
 
 from jaxkfac import lslora
 from jaxkfac._checks import at_least_one, one_of
+from jaxkfac._errors import CompilerError, CompilerNotFoundError
 from jaxkfac.curvature.host import HostOptions
 from jaxkfac.interception import check_arrays, check_function
 from jaxkfac.memory import ByteSize, parse_bytes
@@ -23,7 +26,9 @@ from jaxkfac.planning._program_bytes import Curvature, MicroBatches
 from jaxkfac.planning._search import MemoryEstimate, Search
 from jaxkfac.planning._setting import TrainingPrograms
 from jaxkfac.planning._shapes import UnavailableError, shapes_of
-from jaxkfac.planning._temporaries import Temporaries
+from jaxkfac.planning._temporaries import Temporaries, within
+
+CompiledSets = Literal["chosen", "all", "none"]
 
 
 def plan_memory(
@@ -31,6 +36,7 @@ def plan_memory(
     params: PyTree,
     batch: Any,
     *,
+    state: PyTree | None = None,
     optimizer: optax.GradientTransformation | None = None,
     device_bytes: ByteSize,
     host_bytes: ByteSize | None = None,
@@ -48,7 +54,9 @@ def plan_memory(
     accumulator_memory_kind: MemoryKind = "device",
     options: Sequence[str] = OPTION_NAMES,
     compiler: TargetName | None = None,
+    compiled: CompiledSets = "chosen",
     compiler_python: str | Path = sys.executable,
+    compiler_timeout: float = 300.0,
     progress: Callable[[str], None] | None = None,
     **collection: Any,
 ) -> MemoryPlan:
@@ -62,10 +70,15 @@ def plan_memory(
     its update) they are one program, and its temporaries are gradients, factors and
     activations.
 
-    Temporaries are counted from the equations of the program, without a compiler; with
-    ``compiler=`` they are what that compiler allocates. What libraries allocate by themselves
-    has rows of its own, from formulas: eigh scratch is $2 n^2 + 6 n + 1$ elements for the
-    largest side $n$ (inside an update for all matrices of one size, as many as 2 GiB hold),
+    Temporaries of the training as it stands and of the set that is chosen are those that the
+    compiler allocates. Those of the other sets are estimates: counted from the equations, and
+    multiplied by what the compiler's are of those counted for the training as it stands. The
+    table says of each column which, and how far estimates have been off
+    (``benchmarks/results/plan.md``).
+
+    What libraries allocate by themselves has rows of its own, from formulas: eigh scratch is
+    $2 n^2 + 6 n + 1$ elements for the largest side $n$ (inside an update for all matrices of one
+    size, as many as 2 GiB hold),
     conv scratch the patches of the largest convolution.
 
     The options, from the cheapest to the dearest, each also a column of the table:
@@ -90,6 +103,7 @@ def plan_memory(
         objective: A ``jk.Objective``, or a scalar loss ``fn(params, batch)``.
         params: Parameters; arrays or ``jax.ShapeDtypeStruct``.
         batch: One step's batch, likewise; examples first.
+        state: What a call changes (batch statistics), likewise, for an objective that takes it.
         optimizer: An optax transformation; its state is what ``init`` would allocate.
         device_bytes: What the device's allocator can hand out: bytes, or ``"80GB"``,
             ``"74.5GiB"``.
@@ -114,11 +128,15 @@ def plan_memory(
         accumulator_memory_kind: Likewise; with ``"pinned_host"`` the row is on the host. An
             update takes it through the device, where the activations were.
         options: Which may be used.
-        compiler: ``"cpu"``, ``"h100"`` or ``"v5e"``: take temporaries from its compiler, which
-            need not have its device here: another platform's runs in a child process. Each of
-            ``"bf16"``, ``"remat"``, ``"adapters"`` and each number of micro-batches is a
-            compilation. ``None`` compiles nothing.
+        compiler: ``"cpu"``, ``"h100"`` or ``"v5e"``: for which the programs are, and whose
+            compiler is asked. The device need not be here: another platform's compiler runs in a
+            child process. ``None`` is this process's own device.
+        compiled: ``"chosen"``, see above; ``"all"`` sets, of which each of ``"bf16"``,
+            ``"remat"``, ``"adapters"`` and each number of micro-batches is a compilation;
+            or ``"none"``, the quickest: temporaries are counted.
         compiler_python: An interpreter where that compiler is installed.
+        compiler_timeout: Most seconds for a compilation in a child process. What takes longer is
+            estimated.
         progress: Called with the options that are estimated next, in words.
         **collection: Of :func:`jaxkfac.value_grad_and_factors`: ``fisher``, ``max_dense``, ...
 
@@ -128,7 +146,8 @@ def plan_memory(
     Raises:
         ValueError: what is no size, an unknown option, compiler, dtype or memory, a number out
             of range, or ``accumulation_steps`` beside an optimizer that accumulates.
-        CompilerNotFoundError: ``compiler`` is not installed; what to install is said.
+        CompilerNotFoundError: ``compiler`` is not installed; what to install is said. With
+            ``compiled="none"`` it need not be.
         UncoveredParameterError: a parameter is in no layer: see ``uncovered``.
 
     Example:
@@ -139,6 +158,8 @@ def plan_memory(
         >>> plan = plan_memory(
         ...     objective, {"kernel": shape(100, 50)}, (shape(8, 100), shape(8, 50)),
         ...     optimizer=optax.adam(1e-3), device_bytes="330kB", options=("accumulation", "host"))
+        >>> plan.now.compiled, plan.smallest.compiled, plan.alone["accumulation"].compiled
+        (True, True, False)
         >>> plan.now.device["optimizer"], plan.now.device["factors"], plan.fits()
         (40004, 50008, False)
         >>> plan.smallest.options
@@ -162,31 +183,37 @@ def plan_memory(
     )
     check_memory_kind(accumulator_memory_kind)
     dtype = checked_accumulator_dtype(accumulator_dtype)
-    temporaries = Temporaries(compiler, compiler_python)
+    one_of("compiled", compiled, get_args(CompiledSets))
     check_function("objective", objective, "loss(params, batch), or a jk.Objective")
     check_arrays("params", params)
     check_arrays("batch", batch)
-    params, batch = shapes_of(params), shapes_of(batch)
+    params, batch, state = shapes_of(params), shapes_of(batch), shapes_of(state)
     config = lslora.Config(rank=adapter_rank)
-    search = Search(
-        TrainingPrograms(objective, params, batch, config, collection, temporaries),
-        batch,
-        optimizer,
-        Curvature(vectors, in_flight_bytes, basis_rank) if curvature else None,
-        device_bytes=(1 - headroom) * device_bytes,
-        host_bytes=host_bytes,
-        max_factor_bytes=max_factor_bytes,
-        options=asked,
-        micro_batches=MicroBatches(accumulation_steps, dtype, accumulator_memory_kind),
-        donate=donate,
-        max_gradients=max_gradients,
-        progress=progress,
-    )
+    micro_batches = MicroBatches(accumulation_steps, dtype, accumulator_memory_kind)
+
+    def search_with(temporaries: Temporaries, **more: Any) -> Search:
+        return Search(
+            TrainingPrograms(objective, params, batch, config, collection, temporaries, state),
+            batch,
+            optimizer,
+            Curvature(vectors, in_flight_bytes, basis_rank) if curvature else None,
+            device_bytes=(1 - headroom) * device_bytes,
+            host_bytes=host_bytes,
+            max_factor_bytes=max_factor_bytes,
+            options=asked,
+            micro_batches=micro_batches,
+            donate=donate,
+            max_gradients=max_gradients,
+            progress=progress,
+            **more,
+        )
+
+    temporaries = Temporaries(compiler, compiler_python, timeout=compiler_timeout)
     if accumulation_steps > 1 and optimizer_state(optimizer, params).accumulators:
         raise ValueError(
             f"accumulation_steps={accumulation_steps}: the optimizer accumulates by itself"
         )
-    now = search.estimate(())
+    search, now, not_compiled = _searches(search_with, temporaries, compiled)
     alone: dict[str, MemoryEstimate] = {}
     unavailable: dict[str, str] = {}
     for name in asked:
@@ -195,6 +222,7 @@ def plan_memory(
         except UnavailableError as reason:
             unavailable[name] = str(reason)
     smallest = search.smallest()
+    alone |= {name: smallest for name, x in alone.items() if _is_same(x, smallest)}
     return MemoryPlan(
         now=now,
         alone=alone,
@@ -207,4 +235,36 @@ def plan_memory(
         max_gradients=max_gradients,
         compiled_for=temporaries.title,
         not_traced=search.not_traced,
+        not_compiled=not_compiled or search.not_compiled,
+        within=search.within,
     )
+
+
+def _searches(
+    search_with: Callable[..., Search], temporaries: Temporaries, compiled: CompiledSets
+) -> tuple[Search, MemoryEstimate, str]:
+    """What searches, the training as it stands, and why a compiler was not asked."""
+    counting = functools.partial(dataclasses.replace, temporaries)
+    alone = search_with(counting(), within=within(temporaries.platform, calibrated=False))
+    if compiled == "none":
+        return alone, alone.estimate(()), ""
+    asking = search_with(counting(compiled=True))
+    try:
+        now = asking.estimate(())
+    except CompilerNotFoundError:
+        raise
+    except CompilerError as error:
+        return alone, alone.estimate(()), str(error)
+    if compiled == "all":
+        return asking, now, ""
+    factor = asking.main_temporaries / max(alone.main_temporaries, 1)
+    search = search_with(
+        counting(factor=factor if alone.main_temporaries else 1.0),
+        compiled=asking,
+        within=within(temporaries.platform, calibrated=True),
+    )
+    return search, now, ""
+
+
+def _is_same(one: MemoryEstimate, other: MemoryEstimate | None) -> bool:
+    return other is not None and (one.options, one.steps) == (other.options, other.steps)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 from typing import Any
 
 import jax
@@ -11,17 +12,21 @@ import optax
 import pytest
 
 from jaxkfac import lslora
-from jaxkfac._errors import UncoveredParameterError
+from jaxkfac._errors import CompilerError, CompilerNotFoundError, UncoveredParameterError
 from jaxkfac.curvature import eigendecompose
 from jaxkfac.curvature.host import HostCurvature
 from jaxkfac.factors import Categorical, Gaussian, Objective, value_grad_and_factors
+from jaxkfac.interception import find_layers
 from jaxkfac.memory import MemoryBudgetError
 from jaxkfac.optim import MultiStepsState, kfac, multi_steps
-from jaxkfac.planning import DecoderLayout, plan_memory, shaped
-from jaxkfac.planning._options import NF4_BYTES, OPTION_NAMES, OPTIONS
+from jaxkfac.planning import TARGETS, DecoderLayout, shaped
+from jaxkfac.planning import plan_memory as plan_by_default
+from jaxkfac.planning._options import OPTION_NAMES, OPTIONS
 from jaxkfac.planning._shapes import micro_batch
+from jaxkfac.planning._temporaries import Temporaries
 
 EXAMPLES, STEPS, RANK = 32, 4, 4
+plan_memory = functools.partial(plan_by_default, compiled="none")
 PLENTY = 1e15
 # Rows are within 10 % of what is measured; those that are counted rather than compiled are exact.
 WITHIN = 0.1
@@ -45,6 +50,7 @@ class Case:
             device_bytes=PLENTY,
             adapter_rank=RANK,
             compiler="cpu",
+            compiled="all",
         )
 
     @functools.cached_property
@@ -88,15 +94,15 @@ def mlp():
         return {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
 
     batch = (
-        jax.ShapeDtypeStruct((EXAMPLES, 24), jnp.float32),
+        jax.ShapeDtypeStruct((EXAMPLES, 64), jnp.float32),
         jax.ShapeDtypeStruct((EXAMPLES,), jnp.int32),
     )
-    params = [layer(24, 48), layer(48, 32), layer(32, 10)]
+    params = [layer(64, 64), layer(64, 64), layer(64, 10)]
     return Case(Objective(apply_fn, Categorical()), params, batch)
 
 
 def decoder():
-    layout = DecoderLayout(3, 32, 2, 48, 40, fused=False)
+    layout = DecoderLayout(3, 64, 2, 64, 40, fused=False)
     return Case(*shaped(layout, examples=EXAMPLES, tokens=16))
 
 
@@ -199,7 +205,7 @@ def test_a_budget_holds_and_says_how_many_passes_it_takes(case):
         value_grad_and_factors(case.objective, max_factor_bytes=budget - 1).plan(*case.objects)
     passes = value_grad_and_factors(case.objective, max_factor_bytes=budget).plan(*case.objects)
     assert f"{len(passes.passes)} passes" in smallest.costs["budget"] and len(passes.passes) > 2
-    assert smallest.device["factors"] == budget
+    assert smallest.device["factors"] == passes.passes[0].results <= budget
     assert smallest.host["factors"] == size(case.out.factors)
 
 
@@ -207,11 +213,11 @@ def test_a_budget_holds_and_says_how_many_passes_it_takes(case):
 def test_a_pass_under_a_budget_stays_within_its_rows():
     case = decoder()
     shapes = (case.objective, case.params, case.batch)
-    budget = 40_000
-    options = {"options": ("budget",), "max_factor_bytes": budget, "compiler": "cpu"}
+    budget = 60_000
+    options = {"options": ("budget",), "max_factor_bytes": budget, "compiled": "all"}
     plan = plan_memory(*shapes, device_bytes=PLENTY, **options)
     device = plan.alone["budget"].device
-    assert device["factors"] == budget
+    assert device["factors"] <= budget
     planned = sum(device[row] for row in ("activations", "gradients", "factors"))
     collector = value_grad_and_factors(case.objective, max_factor_bytes=budget)
     first = collector.lower(*case.filled)[0][1].compile().memory_analysis()
@@ -234,13 +240,10 @@ def test_adapters_alone_leave_the_base_without_gradient_and_state(case):
     )
     quantised = case.plan.alone["nf4"]
     assert quantised.options == ("adapters", "nf4")
-    dense = sum(
-        x.weight.size
-        for x in case.collector.traced(case.params, case.collector.checked(case.batch)).table.layers
-        if x.kind == "dense"
-    )
-    saved = estimate.device["parameters"] - quantised.device["parameters"]
-    assert saved == pytest.approx(dense * (4 - NF4_BYTES), rel=1e-3)
+    names = "|".join(map(re.escape, adapters))
+    table = find_layers(case.objective.apply_fn, params, batch[0])
+    base = size(lslora.nf4.quantize(params, names, table=table))
+    assert quantised.device["parameters"] == size(adapters) + base and base < size(params) / 4
 
 
 def test_bfloat16_halves_what_follows_the_parameters_and_not_the_factors(case):
@@ -308,6 +311,7 @@ def test_without_curvature_there_are_no_rows_of_it():
         "optimizer",
         "accumulation",
         "batch",
+        "state",
         "activations",
         "update",
         "conv scratch",
@@ -447,3 +451,39 @@ def test_an_update_that_cannot_be_traced_is_said():
     objective = Objective(lambda params, x: x @ params["kernel"], Gaussian())
     found = plan_memory(objective, params, batch, optimizer=optax.lbfgs(), device_bytes=1e9)
     assert "update are not counted: TypeError" in " ".join(str(found).split())
+
+
+def test_by_default_the_training_as_it_stands_and_the_chosen_set_are_compiled():
+    objective, params, batch = decoder().objects3
+    asked = {"optimizer": optax.adam(1e-3), "headroom": 0.0, "options": ("remat", "host")}
+    now = plan_by_default(objective, params, batch, device_bytes=PLENTY, **asked).now
+    plan = plan_by_default(objective, params, batch, device_bytes=now.device_total - 1, **asked)
+    assert plan.now.compiled and plan.now == now and plan.smallest.compiled
+    (chosen,) = plan.smallest.options
+    assert plan.alone[chosen] == plan.smallest
+    (other,) = {"remat", "host"} - {chosen}
+    assert not plan.alone[other].compiled
+    rows = (line.split() for line in str(plan).partition("\n\n")[0].splitlines())
+    (said,) = (cells for cells in rows if cells[0] == "compiled")
+    assert sorted(said[1:]) == ["yes", "yes", f"±{plan.within:.0%}"]
+    counted = plan_memory(objective, params, batch, device_bytes=PLENTY, **asked).now
+    assert not counted.compiled and counted.device != now.device
+
+
+def test_a_compiler_that_fails_leaves_estimates_and_says_so(monkeypatch):
+    def fail(*_, **__):
+        raise CompilerError("compiling for this CPU: no result after 1 s; raise timeout=")
+
+    monkeypatch.setattr(Temporaries, "_ask", fail)
+    plan = plan_by_default(*mlp().objects3, device_bytes=PLENTY, options=())
+    assert not plan.now.compiled and not plan.smallest.compiled
+    assert "not compiled: compiling for this CPU: no result after 1 s" in str(plan)
+
+
+def test_a_compiler_that_is_not_installed_is_needed_only_where_it_is_asked(monkeypatch):
+    absent = dataclasses.replace(TARGETS["h100"], module="no_such_plugins.xla_cuda")
+    monkeypatch.setitem(TARGETS, "h100", absent)
+    asked = {"device_bytes": PLENTY, "options": (), "compiler": "h100"}
+    assert "H100" in plan_memory(*mlp().objects3, **asked).compiled_for
+    with pytest.raises(CompilerNotFoundError, match="pip install"):
+        plan_by_default(*mlp().objects3, **asked)

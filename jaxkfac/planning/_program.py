@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,11 +11,33 @@ from jaxtyping import PyTree
 
 from jaxkfac import lslora
 from jaxkfac._errors import JaxkfacError
-from jaxkfac.factors import FactorCollector, Factors, Pass, takes_key, value_grad_and_factors
-from jaxkfac.interception import Layer, Window
+from jaxkfac.factors import (
+    FISHER_TYPES,
+    Estimator,
+    FactorCollector,
+    Factors,
+    Pass,
+    takes_key,
+    value_grad_and_factors,
+)
+from jaxkfac.interception import Layer, LayerTable, Window
 from jaxkfac.planning._scratch import convolution_scratch
 from jaxkfac.planning._shapes import UnavailableError
 from jaxkfac.planning._temporaries import Temporaries
+
+
+class Given(NamedTuple):
+    """What a call takes beside parameters and batch.
+
+    Attributes:
+        key: Of random numbers, or ``None`` where none are drawn.
+        state: What a call changes, or ``None``.
+        step: Its number, where factors are collected at some steps (``every=``), or ``None``.
+    """
+
+    key: Any
+    state: PyTree
+    step: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,7 +53,9 @@ class TrainingProgram:
         collection: For ``value_grad_and_factors``.
         config: Of adapters, if there are to be any.
         has_aux: Whether the objective returns ``(value, aux)``.
+        state: Shapes of what a call changes, ``None`` without.
         temporaries: Who says what a program needs beside its arguments and results.
+        base_table: Of the base beside adapters, ``None`` without.
         same_factors: A program with factors of the same shapes, which are not traced again.
     """
 
@@ -43,50 +67,72 @@ class TrainingProgram:
     collection: Mapping[str, Any]
     config: lslora.Config
     has_aux: bool
+    state: PyTree
     temporaries: Temporaries
+    base_table: LayerTable | None = None
     same_factors: "TrainingProgram | None" = None
 
     @functools.cached_property
     def gradient_temporaries(self) -> int:
         """Bytes beside arguments and results of value and gradient."""
-        return self.temporaries(self.gradient, self.trained, self.batch, *self.keys)
+        return self.temporaries(self.gradient, self.trained, self.batch, self.given)
 
     @functools.cached_property
     def factor_temporaries(self) -> int:
-        """Bytes beside arguments and results of value, gradient and all factors.
-
-        A few per cent more than the gradient's where activations rule; but 28 GB instead of
-        14 in a rematted 7B decoder, where triangles of large factors are put together.
-        """
-        return self.temporaries(self.collector, self.trained, self.batch, shape_of_key())
+        """Bytes beside arguments and results of value, gradient and all factors."""
+        return self.temporaries(self.collect, self.trained, self.batch, self.given)
 
     def pass_temporaries(self, one: Pass) -> int:
         """Bytes beside arguments and results of the gradient and one pass's factors."""
         rows = {name: part.rows for name, part in one.parts.items() if part.rows is not None}
 
-        def run(trained: PyTree, batch: Any, key: Any, at: Any) -> Any:
+        def run(trained: PyTree, batch: Any, given: Given, at: Any) -> Any:
             windows = {name: Window(at, count) for name, count in rows.items()}
-            call = self.collector.checked(batch, key)
+            call = self.collector.checked(batch, given.key, state=given.state)
             return self.collector.gather(trained, call, parts=dict(one.parts), windows=windows)
 
         at = jax.ShapeDtypeStruct((), np.int32)
-        return self.temporaries(run, self.trained, self.batch, shape_of_key(), at)
+        return self.temporaries(run, self.trained, self.batch, self.given, at)
 
     @functools.cached_property
     def convolution_scratch(self) -> int:
         """What cuDNN may allocate by itself: the patches of the largest convolution."""
-        return convolution_scratch(self.objective, self.trained, self.batch, *self.keys)
+        return convolution_scratch(self.value, self.trained, self.batch, self.given)
+
+    def value(self, trained: PyTree, batch: Any, given: "Given") -> Any:
+        """What the objective returns."""
+        kwargs = {"key": given.key} if self._takes_key else {}
+        if given.state is not None:
+            kwargs["state"] = given.state
+        return self.objective(trained, batch, **kwargs)
+
+    def gradient(self, trained: PyTree, batch: Any, given: "Given") -> Any:
+        """The value and the gradient."""
+        beside = self.has_aux or given.state is not None
+        run = jax.value_and_grad(self.value, has_aux=beside, allow_int=True)
+        return run(trained, batch, given)
+
+    def collect(self, trained: PyTree, batch: Any, given: "Given") -> Any:
+        """Value, gradient and factors."""
+        return self.collector(trained, batch, given.key, state=given.state, step=given.step)
 
     @property
-    def gradient(self) -> Callable[..., Any]:
-        """``gradient(trained, batch[, key])``: the value and the gradient."""
-        return jax.value_and_grad(self.objective, has_aux=self.has_aux, allow_int=True)
+    def given(self) -> "Given":
+        """Shapes of what every call takes beside parameters and batch."""
+        fisher = self.collection.get("fisher", "empirical")
+        kind = fisher if isinstance(fisher, Estimator) else FISHER_TYPES.get(fisher)
+        draws = kind is None or kind.samples_labels or self._takes_key
+        draws = draws or self.collection.get("subsample") is not None
+        sometimes = self.collection.get("every", 1) != 1
+        return Given(
+            shape_of_key() if draws else None,
+            self.state,
+            jax.ShapeDtypeStruct((), np.int32) if sometimes else None,
+        )
 
     @property
-    def keys(self) -> tuple[Any, ...]:
-        """The key that the objective takes, if it does."""
-        keyed = takes_key(getattr(self.objective, "apply_fn", self.objective))
-        return (shape_of_key(),) * keyed
+    def _takes_key(self) -> bool:
+        return takes_key(getattr(self.objective, "apply_fn", self.objective))
 
     @functools.cached_property
     def collector(self) -> FactorCollector:
@@ -100,7 +146,7 @@ class TrainingProgram:
         """Shapes of all factors."""
         if self.same_factors is not None:
             return self.same_factors.factors
-        return jax.eval_shape(self.collector, self.trained, self.batch, shape_of_key()).factors
+        return jax.eval_shape(self.collect, self.trained, self.batch, self.given).factors
 
 
 def check_traces(program: TrainingProgram) -> None:
@@ -109,7 +155,7 @@ def check_traces(program: TrainingProgram) -> None:
     Strict promotion in bfloat16 is a reason, and a fixed batch another.
     """
     try:
-        jax.eval_shape(program.objective, program.trained, program.batch, *program.keys)
+        jax.eval_shape(program.value, program.trained, program.batch, program.given)
     except (JaxkfacError, ValueError, TypeError) as error:
         raise UnavailableError(first_line(error)) from None
 

@@ -1,14 +1,13 @@
 """What one program holds on the device, row by row, before any option changes a row."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
 import optax
 
-from jaxkfac.interception import leaves_by_path, partition
+from jaxkfac.interception import partition
 from jaxkfac.optim import MemoryKind, multi_steps
 from jaxkfac.planning._curvature_bytes import CurvatureBytes
 from jaxkfac.planning._optimizer import optimizer_state
@@ -107,6 +106,7 @@ class ProgramBytes:
         self._updates = updates
         self.not_traced = ""  # why the update's temporaries are not counted
         self.micro_batches = micro_batches
+        self._steps: dict[int, int | None] = {}
         self._accumulators: dict[tuple[bool, Any], int] = {}
         self.basis_rank = 0 if curvature is None else curvature.rank
         self.wants_vectors = curvature is not None and curvature.vectors
@@ -176,6 +176,7 @@ class ProgramBytes:
             "optimizer": optimizer.nbytes,
             "accumulation": optimizer.accumulators + accumulators - on_host,
             "batch": nbytes(program.batch) - nbytes(program.frozen),
+            "state": nbytes(program.state),
             "activations": activations,
             "update": update + self.undonated,
             "conv scratch": program.convolution_scratch,
@@ -194,24 +195,36 @@ class ProgramBytes:
     @property
     def undonated(self) -> int:
         """The new parameters and state, where they do not take the place of the old."""
-        return 0 if self._donate else nbytes((self.program.trained, self.optimizer.state))
+        program = self.program
+        return 0 if self._donate else nbytes((program.trained, program.state, self.optimizer.state))
 
-    @property
-    def is_one_program(self) -> bool:
+    def is_one_program(self, steps: int) -> bool:
         """Whether gradient and update can be one program: nothing happens between them."""
         between = self._of is not None and not self.optimizer.bases
-        return not between and self.micro_batches.steps == 1
+        return not between and (steps == 1 or self.micro_batches.memory_kind == "device")
 
-    @functools.cached_property
-    def step_temporaries(self) -> int | None:
-        """Temporaries of gradient and update in one program, ``None`` where they are not."""
-        if not self.is_one_program:
-            return None
+    def step_temporaries(self, steps: int) -> int | None:
+        """Temporaries of gradient and update in one program, ``None`` where they are not.
+
+        Args:
+            steps: Micro-batches a step: the update adds them up.
+        """
+        if steps not in self._steps:
+            self._steps[steps] = self._whole_step(steps) if self.is_one_program(steps) else None
+        return self._steps[steps]
+
+    def _whole_step(self, steps: int) -> int | None:
+        tx, state, gathered = self._tx, self.optimizer.state, self._of is not None
+        if steps > 1:
+            like = self.program.factors if gathered else None
+            dtype = self.micro_batches.accumulator_dtype
+            inner = optax.identity() if tx is None else tx
+            tx = multi_steps(inner, steps, like=like, accumulator_dtype=dtype)
+            state = jax.eval_shape(tx.init, self.program.trained)
         found = whole_step(
-            self.program,
-            self._tx,
-            self.optimizer.state,
-            factors=self._of is not None,
+            *(self.program, tx, state),
+            factors=gathered,
+            accumulates=steps > 1,
             donate=self._donate,
         )
         return self._counted(found)
@@ -222,14 +235,14 @@ class ProgramBytes:
             return None
         return found
 
-    def in_one_program(self, rows: MemoryRows) -> None:
+    def in_one_program(self, rows: MemoryRows, steps: int) -> None:
         """Change the rows to those of a step that is one program.
 
         A compiler lets values die earlier there: a gradient that has been used, a parameter
         that has been written over. What the program has beyond its arguments and results is
         ascribed to gradients and factors first, the rest to activations.
         """
-        temporaries, device = self.step_temporaries, rows.device
+        temporaries, device = self.step_temporaries(steps), rows.device
         if temporaries is None:
             return
         device["gradients"] = min(device["gradients"], temporaries)
@@ -241,7 +254,7 @@ class ProgramBytes:
             device["workspace"] = 0
         device["activations"], device["update"] = temporaries, 0
         if self.undonated:
-            device["undonated"] = self.undonated
+            device["undonated"] = self.undonated + device["accumulation"] * (steps > 1)
 
     def bound_of_one_program(self, rows: MemoryRows) -> None:
         """Change the rows to a lower bound of :meth:`in_one_program`, without its temporaries."""
@@ -268,6 +281,12 @@ class ProgramBytes:
         """Whether the update takes bases."""
         return self.wants_vectors and not self.optimizer.bases
 
+    @property
+    def main_temporaries(self) -> int:
+        """Of the program that has the gradient."""
+        whole = self.step_temporaries(self.micro_batches.steps)
+        return self.temporaries("all") if whole is None else whole
+
     def temporaries(self, compiled: Compiled) -> int:
         """Temporaries of the program that runs as it stands; see :meth:`Setting.rows`."""
         if compiled == "none":
@@ -275,11 +294,3 @@ class ProgramBytes:
         if self._of is None or compiled == "gradient":
             return self.program.gradient_temporaries
         return self.program.factor_temporaries
-
-    def itemsize(self, path: str) -> int:
-        """Bytes of an element of a frozen parameter."""
-        return self._frozen_leaves[path].dtype.itemsize
-
-    @functools.cached_property
-    def _frozen_leaves(self) -> dict[str, Any]:
-        return leaves_by_path(self.program.frozen)

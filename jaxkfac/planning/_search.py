@@ -7,8 +7,10 @@ from typing import Any
 
 import optax
 
+from jaxkfac._errors import CompilerError, CompilerNotFoundError
 from jaxkfac.planning._options import OPTIONS, Accumulation, Budget
 from jaxkfac.planning._program_bytes import (
+    IN_TURN,
     SCRATCH,
     Compiled,
     Curvature,
@@ -35,6 +37,8 @@ class MemoryEstimate:
         costs: What each option costs, in words.
         factor_budget: ``max_factor_bytes``, where ``"budget"`` is among the options.
         gradients: What a step costs, in gradients of the training as it stands.
+        compiled: Whether its temporaries are those that a compiler allocates; else they are
+            estimated.
     """
 
     options: tuple[str, ...]
@@ -44,6 +48,7 @@ class MemoryEstimate:
     costs: Mapping[str, str]
     factor_budget: int | None
     gradients: float
+    compiled: bool = False
 
     @property
     def device_total(self) -> int:
@@ -74,6 +79,9 @@ class MemoryEstimate:
 class Search:
     """Estimates of settings, each computed once.
 
+    Where they are counted, and a compiler is there to ask, the set that is found is compiled. If it
+    takes more than was counted, and no longer fits, the search goes on with what was learned.
+
     Args:
         programs: The programs.
         batch: Shapes.
@@ -87,6 +95,12 @@ class Search:
         donate: Whether a step writes over its parameters and its optimizer's state.
         max_gradients: What a step may cost, in gradients; ``None`` is no limit.
         progress: Told, in words, what is estimated next.
+        compiled: Another search, whose estimates are compiled; ``None``: nobody is asked.
+        within: What share of a total estimates are off by.
+
+    Attributes:
+        within: As given.
+        not_compiled: Why the set that was found is not compiled.
     """
 
     def __init__(
@@ -104,7 +118,12 @@ class Search:
         donate: bool = True,
         max_gradients: float | None = None,
         progress: Callable[[str], None] | None = None,
+        compiled: "Search | None" = None,
+        within: float = 0.0,
     ) -> None:
+        self._compiled, self.within = compiled, within
+        self.not_compiled = ""
+        self._more: dict[Setting, int] = {}  # compiled bytes beyond those counted
         self._programs, self._batch, self._tx = programs, batch, tx
         self._curvature, self._budget = curvature, max_factor_bytes
         self._device_bytes, self._host_bytes = device_bytes, host_bytes
@@ -163,11 +182,49 @@ class Search:
         """
         for options in self._sets():
             try:
-                if self._may_fit(options) and self.fits(estimate := self.estimate(options)):
-                    return estimate
+                if self._may_fit(options) and (found := self._confirmed(options)) is not None:
+                    return found
             except UnavailableError:
                 continue
         return None
+
+    def _confirmed(self, options: Sequence[str]) -> MemoryEstimate | None:
+        """What a set needs if it fits, as compiled where a compiler is there."""
+        for _ in range(_ROUNDS):
+            estimate = self.estimate(options)
+            if self._compiled is None:
+                return estimate if self.fits(estimate) else None
+            if not self._may_be_less(estimate):
+                return None
+            setting = self._setting_of(estimate)
+            try:
+                found = self._compiled.at(setting, estimate.factor_budget)
+            except CompilerNotFoundError:
+                raise
+            except CompilerError as error:
+                self.not_compiled = str(error)
+                return estimate if self.fits(estimate) else None
+            if self._compiled.fits(found):
+                return found
+            more = found.device_total - estimate.device_total
+            if more <= 0:
+                return None
+            self._more[setting] = self._more.get(setting, 0) + more
+            del self._estimates[setting]
+        return None
+
+    def _may_be_less(self, estimate: MemoryEstimate) -> bool:
+        """Whether it fits, or would if it were off by as much as estimates are."""
+        if self.fits(estimate):
+            return True
+        settled = self._more.get(self._setting_of(estimate)) is not None
+        less = dataclasses.replace(
+            estimate, device={k: int(x / (1 + self.within)) for k, x in estimate.device.items()}
+        )
+        return not settled and self.fits(less)
+
+    def _setting_of(self, estimate: MemoryEstimate) -> Setting:
+        return Setting(frozenset(estimate.options), estimate.steps // self._micro_batches.steps)
 
     def best(self) -> MemoryEstimate:
         """What the set with the fewest bytes on the device needs, among those that were tried."""
@@ -209,7 +266,8 @@ class Search:
         for compiled in bounds:
             rows = self._floor(options, compiled)
             fits_host = self._host_bytes is None or sum(rows.host.values()) <= self._host_bytes
-            if not (fits_host and rows.device_total <= self._device_bytes):
+            off = self.within if self._compiled and compiled == "gradient" else 0.0
+            if not (fits_host and rows.device_total <= (1 + off) * self._device_bytes):
                 return False
         return True
 
@@ -233,19 +291,47 @@ class Search:
 
     def _estimate(self, setting: Setting) -> MemoryEstimate:
         if setting not in self._estimates:
-            if self._progress is not None:
-                self._progress(" + ".join(x.title for x in setting.ordered) or "as it stands")
-            of = self._bytes_of(setting)
-            budget = None
+            self._tell(setting)
+            of, budget = self._bytes_of(setting), None
             if Budget.name in setting:
                 budget = self._budget or self._affordable(of, setting)
-            rows, costs = setting.rows(of, budget), setting.costs(of, budget)
-            steps = setting.steps * self._micro_batches.steps
-            gradients = setting.gradients(of, budget)
-            self._estimates[setting] = MemoryEstimate(
-                tuple(costs), steps, *rows, costs, budget, gradients
-            )
+            self._estimates[setting] = self._estimate_at(of, setting, budget)
         return self._estimates[setting]
+
+    def at(self, setting: Setting, budget: int | None) -> MemoryEstimate:
+        """What a setting needs with a given budget of factors."""
+        self._tell(setting)
+        return self._estimate_at(self._bytes_of(setting), setting, budget)
+
+    def _estimate_at(
+        self, of: ProgramBytes, setting: Setting, budget: int | None
+    ) -> MemoryEstimate:
+        rows, costs = self._rows(of, setting, budget), setting.costs(of, budget)
+        steps, gradients = (
+            setting.steps * self._micro_batches.steps,
+            setting.gradients(of, budget),
+        )
+        compiled = self._programs.temporaries.compiled
+        return MemoryEstimate(tuple(costs), steps, *rows, costs, budget, gradients, compiled)
+
+    def _rows(self, of: ProgramBytes, setting: Setting, budget: int | None) -> MemoryRows:
+        """The rows, with what compiling this setting has shown to be missing."""
+        rows = setting.rows(of, budget)
+        if more := self._more.get(setting, 0):
+            row = max(IN_TURN, key=lambda row: rows.device.get(row, 0))
+            rows.device[row] += more
+        return rows
+
+    def _tell(self, setting: Setting) -> None:
+        if self._progress is not None:
+            compiling = "compiling " * self._programs.temporaries.compiled
+            names = " + ".join(x.title for x in setting.ordered) or "as it stands"
+            self._progress(compiling + names)
+
+    @property
+    def main_temporaries(self) -> int:
+        """Of the training as it stands, of the program that has the gradient."""
+        return self._bytes_of(Setting()).main_temporaries
 
     def _affordable(self, of: ProgramBytes, setting: Setting) -> int:
         """A budget that leaves room for the other rows, the least there is if none does."""
@@ -270,4 +356,4 @@ class Search:
 
     def _over(self, of: ProgramBytes, setting: Setting, budget: int) -> int:
         """Bytes beyond the device's under a budget."""
-        return setting.rows(of, budget).device_total - int(self._device_bytes)
+        return self._rows(of, setting, budget).device_total - int(self._device_bytes)

@@ -1,5 +1,6 @@
 """The set that is found is the smallest: against all sets, and on cases with a known answer."""
 
+import functools
 import itertools
 
 import jax
@@ -10,7 +11,8 @@ import pytest
 from jaxkfac import lslora
 from jaxkfac.factors import Categorical, Gaussian, Objective
 from jaxkfac.memory import MemoryBudgetError
-from jaxkfac.planning import OPTION_NAMES, plan_memory
+from jaxkfac.planning import OPTION_NAMES
+from jaxkfac.planning import plan_memory as plan_by_default
 from jaxkfac.planning._program_bytes import Curvature, MicroBatches
 from jaxkfac.planning._search import Search
 from jaxkfac.planning._setting import Setting, TrainingPrograms
@@ -18,6 +20,7 @@ from jaxkfac.planning._shapes import UnavailableError, nbytes
 from jaxkfac.planning._temporaries import Temporaries
 
 PLENTY = 1e15
+plan_memory = functools.partial(plan_by_default, compiled="none")
 
 
 def shape(*sizes):
@@ -59,7 +62,7 @@ def programs():
     return TrainingPrograms(*problem(), lslora.Config(rank=2), {}, Temporaries())
 
 
-def search(programs, device_bytes, host_bytes=None, options=OPTION_NAMES):
+def search(programs, device_bytes, host_bytes=None, options=OPTION_NAMES, **more):
     return Search(
         programs,
         problem()[2],
@@ -70,6 +73,7 @@ def search(programs, device_bytes, host_bytes=None, options=OPTION_NAMES):
         max_factor_bytes=None,
         options=options,
         micro_batches=MicroBatches(),
+        **more,
     )
 
 
@@ -129,14 +133,41 @@ def _accumulating(steps):
     return Setting(frozenset({"accumulation"}), steps)
 
 
+@pytest.mark.parametrize("dearer", [0.6, 1.5])
+def test_the_set_that_is_found_is_that_of_a_search_that_compiles_everything(dearer, monkeypatch):
+    """Whether a compiler allocates more than was counted, or less."""
+    counted = Temporaries.__call__
+
+    def asked(self, step, *args, **how):
+        found = counted(self, step, *args, **how)
+        return round(dearer * found) if self.compiled else found
+
+    monkeypatch.setattr(Temporaries, "__call__", asked)
+    config = lslora.Config(rank=2)
+    of = {
+        compiled: TrainingPrograms(*problem(), config, {}, Temporaries(compiled=compiled))
+        for compiled in (False, True)
+    }
+    names = ("accumulation", "host", "remat", "bf16")
+    total = search(of[True], PLENTY).estimate(()).device_total
+    for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4):
+        asking = search(of[True], share * total, options=names)
+        found = search(of[False], share * total, options=names, compiled=asking, within=1.0)
+        found, wanted = found.smallest(), asking.smallest()
+        assert (found is None) == (wanted is None)
+        if found is not None:
+            assert found.compiled and found.options == wanted.options
+            assert found.device_total <= share * total
+
+
 def test_a_budget_takes_what_is_left_over(programs):
     whole = search(programs, PLENTY).estimate(("budget",))
     assert "1 passes" in whole.costs["budget"]
     least = search(programs, 1.0).estimate(("budget",))
     middle = (least.device_total + whole.device_total) // 2
     estimate = search(programs, middle).estimate(("budget",))
-    assert estimate.device_total == middle and least.factor_budget < estimate.factor_budget
-    assert search(programs, middle - 1).estimate(("budget",)).device_total == middle - 1
+    assert 0.8 * middle < estimate.device_total <= middle
+    assert least.factor_budget < estimate.factor_budget
 
 
 def test_host_memory_counts_where_it_is_limited(programs):

@@ -78,7 +78,7 @@ class Setting:
         Raises:
             UnavailableError: an option needs factors, or another optimizer.
         """
-        choice = Choice(self.options, self.steps, budget, compiled != "none")
+        choice = Choice(self.options, self.steps, budget)
         for option in self.ordered:
             option.check(of, choice)
         own = (o.temporaries(of, choice) for o in self.ordered) if compiled == "all" else ()
@@ -88,10 +88,11 @@ class Setting:
         rows = of.rows(
             of.temporaries(compiled) if kept is None else kept, self._accumulator_bytes(of), update
         )
-        if self.steps == 1 and not self._takes_factors:
+        if not self._takes_factors:
+            steps = self.steps * of.micro_batches.steps
             if compiled == "all":
-                of.in_one_program(rows)
-            elif of.is_one_program:
+                of.in_one_program(rows, steps)
+            elif of.is_one_program(steps):
                 of.bound_of_one_program(rows)
         for option in self.ordered:
             option.change(rows, of, choice)
@@ -120,9 +121,10 @@ class Setting:
         return {option.name: option.cost(of, choice) for option in self.ordered}
 
 
-def _marks_outputs(loss: Callable[..., Any], params: PyTree, batch: Any) -> bool:
-    keyed = {"key": shape_of_key()} if takes_key(loss) else {}
-    traced = jax.make_jaxpr(lambda p, b, kw: loss(p, b, **kw))(params, batch, keyed)
+def _marks_outputs(loss: Callable[..., Any], params: PyTree, batch: Any, state: PyTree) -> bool:
+    given = {"key": shape_of_key()} if takes_key(loss) else {}
+    given |= {} if state is None else {"state": state}
+    traced = jax.make_jaxpr(lambda p, b, kw: loss(p, b, **kw))(params, batch, given)
     return bool(marks_of(traced.jaxpr))
 
 
@@ -136,6 +138,10 @@ class TrainingPrograms:
         config: Of the adapters.
         collection: For ``value_grad_and_factors``.
         temporaries: Who says what a program needs beside its arguments and results.
+        state: Shapes of what a call changes, ``None`` without.
+
+    Attributes:
+        temporaries: As given.
     """
 
     def __init__(
@@ -146,13 +152,16 @@ class TrainingPrograms:
         config: lslora.Config,
         collection: Mapping[str, Any],
         temporaries: Temporaries,
+        state: PyTree = None,
     ) -> None:
+        self.temporaries = temporaries
         collection = dict(collection)
-        if not isinstance(objective, Objective) and not _marks_outputs(objective, params, batch):
+        of_rows = not isinstance(objective, Objective)
+        if of_rows and not _marks_outputs(objective, params, batch, state):
             collection.setdefault("loss_terms", 1)  # shapes do not depend on it
         aux = bool(getattr(objective, "has_aux", collection.get("has_aux", False)))
         self._plain = TrainingProgram(
-            objective, params, batch, None, (), collection, config, aux, temporaries
+            objective, params, batch, None, (), collection, config, aux, state, temporaries
         )
         # Of float64 parameters in bfloat16 the factors are float32, and so others.
         self._single = all(x.dtype.itemsize < 8 for x in partition(params)[0].values())

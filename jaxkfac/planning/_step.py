@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 from jaxkfac._errors import CompilerError, JaxkfacError
 from jaxkfac.curvature import Eigenbases, natural_gradient
 from jaxkfac.optim import ScaleByBasesState
-from jaxkfac.planning._program import TrainingProgram, shape_of_key
+from jaxkfac.planning._program import Given, TrainingProgram
 from jaxkfac.planning._shapes import nodes_of
 
 # What a transformation raises that needs more than a plan has: a line search needs the value.
@@ -21,6 +22,7 @@ def whole_step(
     state: Any,
     *,
     factors: bool,
+    accumulates: bool = False,
     donate: bool,
 ) -> int | str:
     """Temporaries of gradient and update in one program; gradients are among them.
@@ -30,6 +32,7 @@ def whole_step(
         tx: The optimizer; ``None`` leaves the parameters as they are.
         state: Shapes of its state.
         factors: Whether factors are gathered and handed to the optimizer.
+        accumulates: Whether the optimizer is told the number of loss terms, to weigh sums by.
         donate: Whether parameters and state are written over.
 
     Returns:
@@ -39,18 +42,17 @@ def whole_step(
         return ""
     update = optax.with_extra_args_support(tx).update
 
-    def step(trained: Any, state: Any, batch: Any, *keys: Any) -> Any:
-        extra = {}
+    def step(trained: Any, state: Any, batch: Any, given: Given) -> Any:
+        extra: dict[str, Any] = {"terms": jnp.float32(1)} if accumulates else {}
         if factors:
-            value, grads, found = program.collector(trained, batch, keys[0])
-            extra = {"factors": found}
+            value, grads, found = program.collect(trained, batch, given)
+            extra["factors"] = found
         else:
-            value, grads = program.gradient(trained, batch, *keys)
+            value, grads = program.gradient(trained, batch, given)
         updates, state = update(grads, state, trained, **extra)
         return optax.apply_updates(trained, updates), state, value
 
-    keys = (shape_of_key(),) if factors else program.keys
-    args = (program.trained, state, program.batch, *keys)
+    args = (program.trained, state, program.batch, program.given)
     return _traced(lambda: program.temporaries(step, *args, donate_argnums=(0, 1) * donate))
 
 

@@ -68,6 +68,7 @@ def _need(experiment: Finetuning, problem: FinetuneProblem) -> Need:
         device_bytes=1,
         curvature=experiment.optimizer == "kfac",
         options=(),
+        compiled="none",
         fisher=kfac.fisher,
         uncovered="ignore",
         max_dense=kfac.max_dense,

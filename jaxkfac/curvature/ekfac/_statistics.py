@@ -177,7 +177,9 @@ class SquaredGradients:
             else:
                 gradient, bias = slot["gradients"], slot.get("bias_gradients")
                 for other in self._parts.get(name, ()):
-                    gradient = gradient + self._reoriented(other, layer, emitted[other]["gradients"])
+                    gradient = gradient + self._reoriented(
+                        other, layer, emitted[other]["gradients"]
+                    )
                 if bias is not None and self._has_ones(layer):
                     gradient, bias = jnp.concatenate([gradient, bias[..., None, :]], -2), None
                 values[name] = _squared(gradient, a, g)

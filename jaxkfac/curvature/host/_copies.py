@@ -13,6 +13,7 @@ from jaxkfac.curvature._layout import Entry, Layout, Place
 from jaxkfac.curvature._sharding import detached
 from jaxkfac.curvature.host._average import Averages
 from jaxkfac.factors import Factors
+from jaxkfac.memory import whole_here
 
 
 def arrays_of(factors: Factors, layout: Layout, first: int) -> list[tuple[Entry, Any, Any]]:
@@ -76,10 +77,11 @@ def _check(entry: Entry, value: Any, first: int) -> None:
 def start_copy(x: Any) -> Any:
     """Start the copy of ``x`` to the host, without waiting for it.
 
-    A NumPy array that can be written to is copied at once: a later write would show.
+    A NumPy array that can be written to is copied at once: a later write would show. Of an array
+    on devices of several processes, all of them exchange their parts first.
     """
     if isinstance(x, jax.Array):
-        x = detached(x)
+        x = detached(whole_here(x))
         x.copy_to_host_async()
         return x
     return np.array(x) if not isinstance(x, np.ndarray) or x.flags.writeable else x

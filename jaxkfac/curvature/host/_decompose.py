@@ -105,7 +105,7 @@ _eigh = jax.jit(eigh_checked)
 
 def _on_device(matrix: np.ndarray, device: Any) -> HostSpectrum | None:
     """``None`` where the device has no room or its result is not finite."""
-    device = jax.devices()[0] if device is None else device
+    device = jax.local_devices()[0] if device is None else device
     with jax.enable_x64(matrix.dtype == np.float64):  # a thread of its own has the default
         try:
             values, vectors = jax.device_get(_eigh(jax.device_put(matrix, device)))

@@ -10,14 +10,16 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxkfac._errors import NonFiniteFactorError
-from jaxkfac.curvature._eigenbases import Eigenbases
+from jaxkfac.curvature._eigenbases import Eigenbases, identity_bases
 from jaxkfac.curvature._layout import EigenBlock, Layout, Place
 from jaxkfac.curvature._sharding import UNCOMMITTED, ResultSharding, detached, put_result
 from jaxkfac.curvature.host._average import Averages, Snapshot
 from jaxkfac.curvature.host._decompose import Decomposer, failure
 from jaxkfac.curvature.host._options import BasesIn, VectorsDtype
+from jaxkfac.curvature.host._shares import Shares
 from jaxkfac.curvature.host._store import Store
 from jaxkfac.curvature.host._threads import Monitor, Workers
+from jaxkfac.factors import Factors
 from jaxkfac.linalg import HostSpectrum, Spectrum
 
 _TABLES = ("a", "a_without_ones", "g")
@@ -42,7 +44,8 @@ class Decompositions:
     Attributes:
         results: ``{place: spectrum}``, and the mean of diagonal ones as values.
         failures: ``{place: error}``.
-        done: Whether nothing is left to do.
+        done: Whether this process has nothing left to do.
+        shares: What of it is divided among processes.
     """
 
     def __init__(
@@ -56,6 +59,9 @@ class Decompositions:
     ) -> None:
         self._blocks, self._shardings, self._previous = blocks, shardings, previous
         self._decomposer, self._store, self._monitor = decomposer, store, monitor
+        self.shares = Shares(blocks, shardings)
+        self._exchanged = False
+        self._dtypes: dict[Place, np.dtype] = {}
         self.results: dict[Place, HostSpectrum] = {}
         self.failures: dict[Place, NonFiniteFactorError] = {}
         self.done = False
@@ -67,15 +73,19 @@ class Decompositions:
 
     def begin(self, averages: Averages, age: int, workers: Workers) -> None:
         """Take the snapshots and queue the slices; runs between pushes, in their thread."""
-        for block in self._blocks:
-            entry = block.source
+        for entry in (entry for block in self._blocks for entry in block.sources):
             if entry.place not in self._snapshots:
                 self._snapshots[entry.place] = averages.snapshot(entry, age)
         jobs: list[tuple[EigenBlock, tuple[int, ...]]] = []
         for block in sorted(self._blocks, key=lambda b: b.size, reverse=True):
-            indices = list(np.ndindex(block.source.stack))
-            self._left[block.place] = len(indices)
+            self._dtypes[block.place] = self._snapshots[block.source.place].dtype
+            indices = self.shares.of_this_process(block)
+            if indices:
+                self._left[block.place] = len(indices)
             jobs += [(block, index) for index in indices]
+        wanted = {entry.place for block, _ in jobs for entry in block.sources}
+        for source in self._snapshots.keys() - wanted:
+            del self._snapshots[source]
         if not jobs:
             with self._monitor.changing():
                 self.done = True
@@ -93,15 +103,15 @@ class Decompositions:
         self._count(block)
 
     def _spectrum(self, block: EigenBlock, index: tuple[int, ...]) -> HostSpectrum:
-        snapshot = self._snapshots[block.source.place]
+        snapshots = {entry.place: self._snapshots[entry.place] for entry in block.sources}
         name = block.name + (f" at stack index {index}" if index else "")
-        if snapshot.num_left_out:
-            raise failure(block.name, snapshot.num_left_out)
-        mean = snapshot.mean(index)
+        left_out = max(snapshot.num_left_out for snapshot in snapshots.values())
+        if left_out:
+            raise failure(block.name, left_out)
+        mean = block.mean(lambda entry: snapshots[entry.place].mean(index))
         if not block.source.dense:
-            return HostSpectrum(mean[..., :-1] if block.without_ones else mean, None)
-        if block.without_ones:
-            mean = np.ascontiguousarray(mean[:-1, :-1])
+            return HostSpectrum(mean, None)
+        mean = np.ascontiguousarray(mean)
         old = self._old_vectors(block.place)
         return self._decomposer.decompose(
             mean,
@@ -119,13 +129,15 @@ class Decompositions:
             return old
 
     def _keep(self, block: EigenBlock, index: tuple[int, ...], spectrum: HostSpectrum) -> None:
-        if not index and self._store.budget is None:  # no copy
+        if not index and self._store.budget is None and block not in self.shares:  # no copy
             self._partial[block.place] = spectrum
             return
         with self._lock:
             whole = self._partial.get(block.place)
             if whole is None:
-                whole = self._partial[block.place] = self._allocate(block, spectrum)
+                shared = block in self.shares
+                whole = self._zeros(block) if shared else self._allocate(block, spectrum)
+                self._partial[block.place] = whole
         whole.values[index] = spectrum.values
         if whole.vectors is not None:
             whole.vectors[index] = spectrum.vectors
@@ -139,6 +151,25 @@ class Decompositions:
         assert values is not None
         return HostSpectrum(values, vectors)
 
+    def _zeros(self, block: EigenBlock) -> HostSpectrum:
+        """Of a dense block that is shared."""
+        side, dtype = (*block.source.stack, block.size), self._dtypes[block.place]
+        what = f"the basis of {block.name}"
+        values = self._store.zeros(side, dtype, what)
+        return HostSpectrum(values, self._store.zeros((*side, block.size), dtype, what))
+
+    def exchange(self, doing: str, about: str, error: BaseException | None = None) -> None:
+        """Have the results of the other processes; called by each of them once it is done.
+
+        Raises:
+            ProcessesDisagreeError: another process failed, or does something else.
+            BaseException: ``error``, what this process fails with.
+        """
+        if not self._exchanged:
+            results, failures = self.results, self.failures
+            self.shares.exchange(doing, about, error, results, failures, self._zeros)
+            self._exchanged = True
+
     def _count(self, block: EigenBlock) -> None:
         with self._lock:
             self._left[block.place] -= 1
@@ -151,9 +182,10 @@ class Decompositions:
                 self.failures[block.place] = errors[min(errors)]
             elif whole is not None:
                 self.results[block.place] = whole
-            source = block.source.place
-            if not any(b.source.place == source and b.place in self._left for b in self._blocks):
-                del self._snapshots[source]
+            left = {e.place for b in self._blocks if b.place in self._left for e in b.sources}
+            for entry in block.sources:
+                if entry.place not in left:
+                    self._snapshots.pop(entry.place, None)
             self._previous.pop(block.place, None)
             done = not self._left
         if done:
@@ -172,6 +204,7 @@ class ActiveBases:
         bases_in: ``"host"`` keeps eigenvectors in host memory.
         vectors_dtype: Of eigenvectors; ``None`` is that of the factors.
         rank: How many leading eigenvectors are kept; ``None`` is all.
+        store: Where those are allocated that are kept on the host in fewer bits, or fewer of them.
 
     Attributes:
         tables: ``{place: spectrum, or the mean of a diagonal}``.
@@ -187,7 +220,10 @@ class ActiveBases:
         bases_in: BasesIn = "device",
         vectors_dtype: VectorsDtype | None = None,
         rank: int | None = None,
+        *,
+        store: Store,
     ) -> None:
+        self._store = store
         self._max_condition, self._floor = max_condition, floor
         self._keep_previous = keep_previous
         self._in_host, self._vectors_dtype = bases_in == "host", vectors_dtype
@@ -204,24 +240,53 @@ class ActiveBases:
             self._bases = Eigenbases.of_blocks(layout, self.tables, **clipping)
         return self._bases
 
-    def take(self, bases: Eigenbases) -> None:
-        """Use ``bases``, their eigenvectors where and as they are kept."""
+    def take_identities(self, like: Factors) -> None:
+        """Use identities until the first hand-over, formed where and as eigenvectors are kept.
+
+        On the host there is one for each size, whatever the number of factors.
+        """
+        eyes: dict[tuple[int, Any], np.ndarray] = {}
+
+        def eye(size: int, dtype: Any) -> Any:
+            columns = min(self._rank or size, size)
+            kept = np.dtype(dtype if self._vectors_dtype is None else self._vectors_dtype)
+            if not self._in_host:
+                return jnp.eye(size, dtype=kept)[:, size - columns :]
+            if (size, kept) not in eyes:
+                eyes[size, kept] = self._store.zeros((size, columns), kept, "the first bases")
+                np.fill_diagonal(eyes[size, kept][size - columns :], 1)
+            return eyes[size, kept]
+
+        clipping = {"max_condition": self._max_condition, "floor": self._floor}
         self._bases = None
+        bases = identity_bases(like, eye=eye, **clipping)
         for table in _TABLES:
-            for key, (values, vectors) in getattr(bases, table).items():
-                if vectors is not None and (self._in_host or self._vectors_dtype or self._rank):
-                    vectors = self.stored(np.asarray(vectors), UNCOMMITTED)
-                self.tables[Place(table, key)] = Spectrum(values, vectors)
+            for key, spectrum in getattr(bases, table).items():
+                self.tables[Place(table, key)] = spectrum
         for key, diagonal in bases.diagonals.items():
             self.tables[Place("diagonals", key)] = diagonal
 
-    def stored(self, vectors: np.ndarray, where: ResultSharding) -> Any:
-        """Eigenvectors in the memory, the dtype and the number in which they are kept."""
-        if self._rank is not None and self._rank < vectors.shape[-1]:
-            vectors = np.ascontiguousarray(vectors[..., -self._rank :])
-        if self._vectors_dtype is not None:
-            vectors = vectors.astype(jnp.dtype(self._vectors_dtype))
-        return vectors if self._in_host else put_result(vectors, where)
+    def stored(
+        self, vectors: np.ndarray, where: ResultSharding, name: str, *, counted: bool = True
+    ) -> Any:
+        """Eigenvectors in the memory, the dtype and the number in which they are kept.
+
+        Args:
+            vectors: In host memory.
+            where: On which device, if on one.
+            name: Of their block, for errors.
+            counted: Whether they lie in the store's memory already.
+        """
+        dtype = vectors.dtype if self._vectors_dtype is None else jnp.dtype(self._vectors_dtype)
+        columns = min(self._rank or vectors.shape[-1], vectors.shape[-1])
+        if counted and (dtype, columns) == (vectors.dtype, vectors.shape[-1]):
+            return vectors if self._in_host else put_result(vectors, where)
+        shape, kept = (*vectors.shape[:-1], columns), vectors[..., -columns:]
+        if not self._in_host:
+            return put_result(np.ascontiguousarray(kept.astype(dtype)), where)
+        out = self._store.empty(shape, np.dtype(dtype), f"the basis of {name}")
+        out[...] = kept
+        return out
 
     def hand_over(
         self,
@@ -252,7 +317,7 @@ class ActiveBases:
             if place.table == "diagonals":
                 self.tables[place] = put_result(values, where)
             else:
-                columns = None if vectors is None else self.stored(vectors, where)
+                columns = None if vectors is None else self.stored(vectors, where, block.name)
                 self.tables[place] = Spectrum(put_result(values, where), columns)
             del results[place], values, vectors
             self.kept.pop(block.name, None)

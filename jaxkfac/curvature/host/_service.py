@@ -1,6 +1,7 @@
 """The service: factors in, eigenbases out, and the threads between."""
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -12,7 +13,7 @@ import jax
 from jaxtyping import DTypeLike
 
 from jaxkfac._errors import CheckpointMismatchError
-from jaxkfac.curvature._eigenbases import Eigenbases, identity_bases
+from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature._layout import factors_without_arrays, layout_of
 from jaxkfac.curvature._placement import Placement
 from jaxkfac.curvature._sharding import result_sharding
@@ -30,7 +31,7 @@ from jaxkfac.curvature.host._refresh import ActiveBases
 from jaxkfac.curvature.host._schedule import Action, Schedule
 from jaxkfac.curvature.host._state import FORM, MACHINE, State, restore_state, save_state
 from jaxkfac.curvature.host._store import Storage, Store
-from jaxkfac.curvature.host._threads import Monitor, Workers
+from jaxkfac.curvature.host._threads import Monitor, Workers, call_in_time
 from jaxkfac.factors import Factors, check_same_layers
 from jaxkfac.files import Archive
 from jaxkfac.linalg import host_dtype
@@ -61,6 +62,11 @@ class HostCurvature:
     at most ``keep_previous`` refreshes, with a ``RuntimeWarning`` each time; then
     :meth:`bases` raises. An exception in a thread is raised by the next call. A forked process has
     none of the threads: every call there raises at once.
+
+    Factors may lie on the devices of several processes (``jax.distributed``). Each process has a
+    service with the same arguments and makes the same calls in the same order. Each averages all
+    factors, decomposes its share of the matrices, and has the results of the others at the
+    hand-over.
 
     Args:
         decay: $\beta \in [0, 1)$ of the average, once for each step that is pushed.
@@ -114,7 +120,8 @@ class HostCurvature:
     Memory:
         On the host, with $F$ the bytes of the folded factors (half of the whole ones):
         $2 F$ for average and snapshot ($3 F$ once an average is worth more than 256 pushes, of
-        one step or with a decay near 1: it goes on in float64, so that 200,000 keep 1e-5), bases in use (on the CPU) and those in work,
+        one step or with a decay near 1: it goes on in float64, so that 200,000 keep 1e-5),
+        bases in use (on the CPU) and those in work,
         ``workers * 36 n**2`` bytes (``16 n**2`` with ``dtype="float32"``) and the bytes in
         flight. With ``bases_in="host"`` the eigenvectors in use are there too, and on the device
         those of two blocks of one layer. Those in work are a share of ``1 / stagger``, but in the
@@ -191,16 +198,16 @@ class HostCurvature:
             )
         self._start(options, Schedule(options.every, options.lag, options.stagger), like)
         if like is not None and initial == "identity":
-            clipping = {"max_condition": max_condition, "floor": floor}
-            self._state.active.take(identity_bases(like, **clipping))
+            self._state.active.take_identities(like)
 
     def _start(self, options: HostOptions, schedule: Schedule, like: Factors | None) -> None:
         monitor = Monitor(options.timeout)
+        store = Store(options.host_bytes, options.disk)
         self._state = State(
             options,
             monitor,
             schedule,
-            Store(options.host_bytes, options.disk),
+            store,
             ActiveBases(
                 options.max_condition,
                 options.floor,
@@ -208,6 +215,7 @@ class HostCurvature:
                 options.bases_in,
                 options.vectors_dtype,
                 options.rank,
+                store=store,
             ),
             Decomposer(options.placement, options.reuse_tolerance, options.dtype),
         )
@@ -361,7 +369,8 @@ class HostCurvature:
                 backwards.
             NonFiniteFactorError: naming the layer, see the class.
             RuntimeError: the service is closed.
-            TimeoutError: a decomposition took longer than ``timeout``.
+            TimeoutError: a decomposition, or another process, took longer than ``timeout``.
+            ProcessesDisagreeError: another process failed, or has other factors, options or steps.
         """
         step = as_step(step)
         with self._one_call("bases"):
@@ -388,9 +397,19 @@ class HostCurvature:
 
     def _finish_work(self) -> None:
         work, pending = self._state.work, self._state.schedule.pending
-        if work is not None and pending is not None:
-            what = f"the decomposition of the refresh at step {pending.step}"
+        if work is None or pending is None:
+            return
+        what = f"the decomposition of the refresh at step {pending.step}"
+        error = None
+        try:
             self._monitor.wait_for(lambda: work.done, what)
+        except BaseException as failure:
+            if not work.shares:
+                raise
+            error = failure
+        if work.shares:
+            exchange = functools.partial(work.exchange, what, self._state.about(pending), error)
+            call_in_time(exchange, self._monitor.timeout, f"the other processes, after {what}")
 
     def average(self) -> Factors:
         """The running average as :class:`Factors` of NumPy arrays, whole matrices.
@@ -434,7 +453,8 @@ class HostCurvature:
     def save(self, path: str | Path) -> None:
         """Write everything to one file; a run that goes on from it is bitwise the same.
 
-        Waits for what is in flight and for a decomposition in work. The file is written under
+        Waits for what is in flight and for a decomposition in work. Where several processes share
+        one, each calls this, and the files are the same. The file is written under
         another name first, so that it is whole or not there, and has a checksum of every array
         and of itself.
 

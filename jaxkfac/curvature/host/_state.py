@@ -15,7 +15,7 @@ from jaxkfac.curvature.host._average import Averages, Running
 from jaxkfac.curvature.host._decompose import Decomposer
 from jaxkfac.curvature.host._options import HostOptions, layout_bytes
 from jaxkfac.curvature.host._refresh import ActiveBases, Decompositions
-from jaxkfac.curvature.host._schedule import Schedule
+from jaxkfac.curvature.host._schedule import Refresh, Schedule
 from jaxkfac.curvature.host._store import Store
 from jaxkfac.curvature.host._threads import Monitor
 from jaxkfac.files import Archive, write_archive
@@ -68,6 +68,13 @@ class State:
             decay, storage = self.options.decay, self.options.storage
             self.averages = Averages(layout, decay, storage, self.store)
         self.averages.layout = layout
+
+    def about(self, refresh: Refresh) -> str:
+        """What must be the same in every process that takes part in a refresh."""
+        assert self.layout is not None
+        options = {k: v for k, v in vars(self.options).items() if k not in MACHINE}
+        blocks = [(block.place, block.source.shape) for block in self.layout.blocks.values()]
+        return repr((refresh, sorted(options.items()), blocks))
 
     def new_work(self, group: int | None) -> Decompositions:
         """What a refresh of ``group`` decomposes.
@@ -143,7 +150,9 @@ def restore_state(state: State, saved: Archive) -> None:
     for place, values, vectors in _read_spectra("bases", about["bases"], saved):
         on_device = _on_device(values)
         if place.table != "diagonals":
-            columns = None if vectors is None else state.active.stored(vectors, UNCOMMITTED)
+            columns = None
+            if vectors is not None:
+                columns = state.active.stored(vectors, UNCOMMITTED, place.key, counted=False)
             on_device = Spectrum(on_device, columns)
         state.active.tables[place] = on_device
     if "results" in about:

@@ -234,6 +234,33 @@ class Workers:
             self._wake()  # the next thread ends as well
 
 
+def call_in_time(call: Callable[[], None], timeout: float, what: str) -> None:
+    """Call what may wait for other processes; its thread is left behind when it takes too long.
+
+    Raises:
+        TimeoutError: it took longer than ``timeout`` seconds.
+        BaseException: whatever it raised.
+    """
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+        done.set()
+
+    threading.Thread(target=run, name="jaxkfac-exchange", daemon=True).start()
+    if not done.wait(timeout):
+        raise TimeoutError(
+            f"waited {timeout:g} s for {what}: one of them has ended, or does something else; if "
+            "they are only slow, pass a larger timeout= to HostCurvature"
+        )
+    if errors:
+        raise errors[0]
+
+
 def _stop_at_exit(thread: threading.Thread, monitor: Monitor) -> None:
     """Registered later than JAX's own, so called earlier; until the thread is gone."""
     at_exit = functools.partial(_end, monitor, weakref.ref(thread))

@@ -3,9 +3,8 @@
 from jaxkfac.models.decoder._config import DecoderConfig
 from jaxkfac.models.decoder._decoder import Decoder
 from jaxkfac.models.decoder._generate import generate
-from jaxkfac.models.decoder._load import Pretrained, decoder_shapes, load_decoder
+from jaxkfac.models.decoder._load import decoder_shapes, load_decoder
 from jaxkfac.models.decoder._rotary import Rotary
-from jaxkfac.models.decoder._tokenizer import Tokenizer
 from jaxkfac.models.decoder._tokens import Cache, Cached, Tokens, empty_cache
 
 __all__ = [
@@ -13,9 +12,7 @@ __all__ = [
     "Cached",
     "Decoder",
     "DecoderConfig",
-    "Pretrained",
     "Rotary",
-    "Tokenizer",
     "Tokens",
     "decoder_shapes",
     "empty_cache",

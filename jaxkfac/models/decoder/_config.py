@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkfac.models.checkpoint import token_ids
 from jaxkfac.models.decoder._rotary import Rotary
 
 MODEL_TYPES = ("phi3", "llama", "mistral")
@@ -126,10 +127,3 @@ class DecoderConfig:
             rotary=Rotary.from_hugging_face(config),
             eos_ids=token_ids(config.get("eos_token_id")),
         )
-
-
-def token_ids(value: Any) -> tuple[int, ...]:
-    """None, one id or a list of them."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)

@@ -10,37 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxkfac.linalg import statistics_dtype
+from jaxkfac.models._rms_norm import RMSNorm
+from jaxkfac.models._token_embedding import TokenEmbedding
 from jaxkfac.models.decoder._attention import Attention, AttentionBy, Reading, read
 from jaxkfac.models.decoder._config import DecoderConfig
 from jaxkfac.models.decoder._tokens import Cache, Cached, Tokens
-
-
-class TokenEmbedding(nnx.Module):
-    """Rows by token, and the head where it is tied; in the dtype of the parameter."""
-
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        shape_VxD = (config.vocabulary, config.width)
-        self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape_VxD))
-
-    def __call__(self, ids_BxT: Array) -> Array:
-        return jnp.take(self.embedding[...], ids_BxT, axis=0)
-
-    def attend(self, x: Array) -> Array:
-        return x @ self.embedding[...].T
-
-
-class RMSNorm(nnx.Module):
-    """Divided by the root mean square, computed in float32 at least, then scaled."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        self.epsilon = config.norm_epsilon
-        self.scale = nnx.Param(jnp.ones(config.width))
-
-    def __call__(self, x_BxTxD: Array) -> Array:
-        wide = x_BxTxD.astype(statistics_dtype(x_BxTxD.dtype))
-        root = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.epsilon)
-        return (wide * root).astype(x_BxTxD.dtype) * self.scale[...]
 
 
 class GatedMLP(nnx.Module):
@@ -60,9 +34,9 @@ class DecoderBlock(nnx.Module):
     """Attention, then the gated layer, each normalised first and added to the stream."""
 
     def __init__(self, config: DecoderConfig, attention: AttentionBy, *, rngs: nnx.Rngs) -> None:
-        self.input_layernorm = RMSNorm(config)
+        self.input_layernorm = RMSNorm(config.width, config.norm_epsilon)
         self.self_attn = Attention(config, attention, rngs=rngs)
-        self.post_attention_layernorm = RMSNorm(config)
+        self.post_attention_layernorm = RMSNorm(config.width, config.norm_epsilon)
         self.mlp = GatedMLP(config, rngs=rngs)
 
     def __call__(
@@ -80,7 +54,7 @@ class Stream(nnx.Module):
         self, config: DecoderConfig, remat: bool, attention: AttentionBy, *, rngs: nnx.Rngs
     ) -> None:
         self.config, self.remat = config, remat
-        self.embed_tokens = TokenEmbedding(config, rngs=rngs)
+        self.embed_tokens = TokenEmbedding(config.vocabulary, config.width, rngs=rngs)
 
         @nnx.split_rngs(splits=config.depth)
         @nnx.vmap(in_axes=(0,), out_axes=0)
@@ -88,7 +62,7 @@ class Stream(nnx.Module):
             return DecoderBlock(config, attention, rngs=rngs)
 
         self.layers = stacked_blocks(rngs)
-        self.norm = RMSNorm(config)
+        self.norm = RMSNorm(config.width, config.norm_epsilon)
 
     def __call__(self, tokens: Tokens, cache: Cache | None) -> tuple[Array, Any]:
         reading = read(self.config, tokens, cache)

@@ -14,8 +14,8 @@ from jaxkfac._checks import at_least_one
 from jaxkfac.interception import is_encoded
 from jaxkfac.lslora import Bank
 from jaxkfac.memory import require
+from jaxkfac.models.checkpoint import Pretrained
 from jaxkfac.models.decoder._config import DecoderConfig
-from jaxkfac.models.decoder._load import Pretrained
 from jaxkfac.models.decoder._tokens import Cached, Tokens, empty_cache
 
 Prompt = str | Sequence[int] | jax.Array | np.ndarray

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxkfac.models.checkpoint import Tokenizer
 from jaxkfac.models.decoder._config import DecoderConfig
 from jaxkfac.models.decoder._gguf_tokenizer import gguf_tokenizer
 from jaxkfac.models.decoder._rotary import Rotary
-from jaxkfac.models.decoder._tokenizer import Tokenizer
 
 _BLOCK = {
     "attn_norm": "input_layernorm",

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxkfac.models import load_decoder
+from jaxkfac.models.checkpoint._tokenizer_test import TEMPLATE, TRICKY, byte_level
 from jaxkfac.models.decoder import _gguf, _load_test
-from jaxkfac.models.decoder._tokenizer_test import TEMPLATE, TRICKY, byte_level
 
 SIZES = {
     "hidden_size": 32,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxkfac.models.decoder._tokenizer import Tokenizer, tokenizers_package
+from jaxkfac.models.checkpoint import Tokenizer, tokenizers_package
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types that no merge makes
 _PRE = ("smollm", "gpt-2")

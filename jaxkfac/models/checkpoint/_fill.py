@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.memory import LeafSharding, Target, aligned_empty, as_sharding, check_targets
-from jaxkfac.models.decoder._layout import Leaf, Shape
+from jaxkfac.models.checkpoint._leaf import Leaf, Shape
 
 
 @runtime_checkable

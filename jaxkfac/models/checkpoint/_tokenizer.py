@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxkfac.models.decoder._chat_template import Messages, render
-from jaxkfac.models.decoder._json_file import read_json
+from jaxkfac.models.checkpoint._chat_template import Messages, render
+from jaxkfac.models.checkpoint._json_file import read_json
 
 
 class Tokenizer:
-    """A ``tokenizers.Tokenizer`` with what a decoder's checkpoint says beside it.
+    """A ``tokenizers.Tokenizer`` with what a checkpoint says beside it.
 
     Attributes:
         eos_ids: Tokens that end an answer.
@@ -67,6 +67,11 @@ class Tokenizer:
             chat_template=template,
             special=special,
         )
+
+    @property
+    def size(self) -> int:
+        """One more than the largest id."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.

@@ -1,0 +1,13 @@
+"""A pretrained encoder-decoder in the T5 layout."""
+
+from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
+from jaxkfac.models.encoder_decoder._encoder_decoder import EncoderDecoder
+from jaxkfac.models.encoder_decoder._load import load_encoder_decoder
+from jaxkfac.models.encoder_decoder._pairs import Pairs
+
+__all__ = [
+    "EncoderDecoder",
+    "EncoderDecoderConfig",
+    "Pairs",
+    "load_encoder_decoder",
+]

@@ -1,0 +1,125 @@
+"""The encoder-decoder: one embedding, two stacks of scanned blocks, a head.
+
+Shape suffixes: B rows, S tokens of the source, T tokens of the target, D width of the stream, V
+vocabulary.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxkfac.interception import mark_rows
+from jaxkfac.models._rms_norm import RMSNorm
+from jaxkfac.models._token_embedding import TokenEmbedding
+from jaxkfac.models.encoder_decoder._attention import Seen
+from jaxkfac.models.encoder_decoder._blocks import CrossBlock, EncoderBlock
+from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
+from jaxkfac.models.encoder_decoder._pairs import Pairs, check_pairs
+from jaxkfac.models.encoder_decoder._positions import RelativePositions
+
+
+class BlockStack(nnx.Module):
+    """Blocks in a scan, the table of positions that all of them share, and the last norm."""
+
+    def __init__(
+        self,
+        config: EncoderDecoderConfig,
+        block: type[EncoderBlock] | type[CrossBlock],
+        depth: int,
+        *,
+        remat: bool,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.depth, self.remat = depth, remat
+
+        @nnx.split_rngs(splits=depth)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stacked_blocks(rngs: nnx.Rngs) -> nnx.Module:
+            return block(config, rngs=rngs)
+
+        self.block = stacked_blocks(rngs)
+        self.relative_attention_bias = RelativePositions(
+            config, both_sides=block is EncoderBlock, rngs=rngs
+        )
+        self.final_layer_norm = RMSNorm(config.width, config.norm_epsilon)
+
+    def scanned(self, step: Any, x: Array, *stacked: Any) -> Any:
+        """``x, out = step(x, block, slices of stacked)`` through all blocks, then the norm."""
+        step = nnx.remat(step) if self.remat else step
+        scan = nnx.scan(
+            step, in_axes=(nnx.Carry, 0, *(0 for _ in stacked)), out_axes=(nnx.Carry, 0)
+        )
+        x, outs = scan(x, self.block, *stacked)
+        return self.final_layer_norm(x), outs
+
+
+class EncoderDecoder(nnx.Module):
+    """An encoder-decoder of the T5 layout: ``model(Pairs(...)) -> logits``.
+
+    Logits are ``(B, T, V)`` in the dtype of the parameters. Softmax and norms are computed in
+    float32. There is no dropout. Rows of the source that its mask leaves out are in no factor;
+    the model marks them itself (:func:`jaxkfac.mark_rows`).
+
+    Args:
+        config: Sizes.
+        remat: Recompute each block's activations in the backward pass.
+        rngs: For the initial values.
+
+    Example:
+        >>> config = EncoderDecoderConfig(vocabulary=97, width=32, hidden=48, encoder_depth=2,
+        ...                               decoder_depth=2, num_heads=4, head_size=8)
+        >>> model = EncoderDecoder(config, rngs=nnx.Rngs(0))
+        >>> ids = jax.numpy.zeros((5, 7), int)
+        >>> model(Pairs(ids, None, ids[:, :3])).shape
+        (5, 3, 97)
+    """
+
+    def __init__(self, config: EncoderDecoderConfig, *, remat: bool = True, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.shared = TokenEmbedding(config.vocabulary, config.width, rngs=rngs)
+        depths = (config.encoder_depth, config.decoder_depth)
+        self.encoder, self.decoder = (
+            BlockStack(config, block, depth, remat=remat, rngs=rngs)
+            for block, depth in zip((EncoderBlock, CrossBlock), depths, strict=True)
+        )
+        if not config.tied_head:
+            init = nnx.initializers.normal(config.width**-0.5)
+            self.lm_head = nnx.Linear(
+                config.width, config.vocabulary, use_bias=False, kernel_init=init, rngs=rngs
+            )
+
+    def __call__(self, pairs: Pairs) -> Float[Array, "B T V"]:
+        source, mask, target = check_pairs(pairs)
+        memory_BxSxD = self._encoded(source, mask)
+        places = jnp.arange(target.shape[1])
+        causal = (places[None, :] <= places[:, None])[None, None]
+        seen = Seen(causal, self.decoder.relative_attention_bias(places, places))
+        across = Seen(_keys(mask), None)
+
+        def step(x: Array, block: CrossBlock) -> tuple[Array, None]:
+            return block(x, seen, block.across(memory_BxSxD), across, None)
+
+        x_BxTxD, _ = self.decoder.scanned(step, self.shared(target))
+        return self._head(x_BxTxD)
+
+    def _encoded(self, source: Array, mask: Array | None) -> Array:
+        places = jnp.arange(source.shape[1])
+        seen = Seen(_keys(mask), self.encoder.relative_attention_bias(places, places))
+        if mask is not None:  # the axes of the source do not reach the logits
+            source = mark_rows(source, mask)
+
+        def step(x: Array, block: EncoderBlock) -> tuple[Array, None]:
+            return block(x, seen), None
+
+        return self.encoder.scanned(step, self.shared(source))[0]
+
+    def _head(self, x: Array) -> Array:
+        if self.config.scaled_head:
+            x = x * jnp.asarray(self.config.width**-0.5, x.dtype)
+        return self.shared.attend(x) if self.config.tied_head else self.lm_head(x)
+
+
+def _keys(mask_BxS: Array | None) -> Array | None:
+    return None if mask_BxS is None else mask_BxS[:, None, None, :]

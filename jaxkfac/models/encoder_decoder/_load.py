@@ -1,0 +1,114 @@
+"""An encoder-decoder from a folder in Hugging Face's layout."""
+
+import dataclasses
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxkfac.interception import NnxApply, from_nnx
+from jaxkfac.memory import LeafSharding, checked_dtype
+from jaxkfac.models.checkpoint import (
+    Pretrained,
+    Source,
+    check_tensors,
+    fill,
+    open_weights,
+    read_config,
+)
+from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
+from jaxkfac.models.encoder_decoder._encoder_decoder import EncoderDecoder
+from jaxkfac.models.encoder_decoder._layout import layout, repeats
+
+_HEAD, _EMBEDDING = "lm_head.weight", "shared.weight"
+
+
+def load_encoder_decoder(
+    path: str | Path,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    remat: bool = True,
+    quantize: str | None = None,
+    sharding: LeafSharding | None = None,
+) -> Pretrained:
+    """Load an encoder-decoder of type t5: version 1.0, 1.1 or FLAN.
+
+    Nothing is initialised first: shapes come from the config, every name and shape of the
+    checkpoint is compared with them before a parameter is filled, and stacked parameters are
+    filled block by block. The head is tied where the checkpoint holds none, or the embedding
+    again.
+
+    Args:
+        path: A folder with ``config.json``, ``model.safetensors`` (or an index and shards) and,
+            if there is a tokenizer, ``tokenizer.json`` and ``tokenizer_config.json``.
+        dtype: Of the parameters, and so of the computation.
+        remat: Recompute each block's activations in the backward pass.
+        quantize: Full-match pattern over paths of stacked kernels
+            (``r"(encoder|decoder)/block/.*/kernel"``): these are quantised to NF4 as they are
+            read. Such parameters are read by ``jk.lslora.attach(apply_fn, config)`` alone.
+        sharding: A sharding or device for all parameters, or a function of path and shape.
+            Quantised kernels stay on the default device.
+
+    Returns:
+        A :class:`Pretrained`; ``apply_fn(params, Pairs(...)) -> logits``.
+
+    Raises:
+        FileNotFoundError: the folder, ``config.json`` or the weights are not there.
+        ValueError: a damaged file; a model that is not covered; tensors that are missing, not
+            known or of another shape, every one by name; a tokenizer with ids beyond the
+            embedding.
+        MemoryBudgetError: before a parameter is filled, if they would not fit.
+        ModuleNotFoundError: the extra ``pretrained`` is not installed.
+
+    Memory:
+        The parameters; and in main memory one stored tensor and, on an accelerator, the largest
+        stacked parameter (a kernel of all blocks). Where both are stored, embedding and head once
+        more while they are compared.
+
+    Example:
+        >>> load_encoder_decoder("nowhere")
+        Traceback (most recent call last):
+        FileNotFoundError: no model at nowhere, which does not exist
+    """
+    path = Path(path)
+    config = EncoderDecoderConfig.from_hugging_face(read_config(path))
+    source, tokenizer = open_weights(path, vocabulary=config.vocabulary, eos_ids=config.eos_ids)
+    config = dataclasses.replace(config, tied_head=_is_tied(config, source))
+    leaves = layout(config)
+    check_tensors(
+        source.shapes,
+        leaves,
+        str(path),
+        what="encoder-decoder",
+        repeats=lambda name: repeats(name, config),
+    )
+    params = fill(
+        source,
+        leaves,
+        dtype=checked_dtype(dtype),
+        sharding=sharding,
+        quantize=quantize,
+        what=f"loading {path}",
+    )
+    return Pretrained(config, encoder_decoder_function(config, remat), params, tokenizer, str(path))
+
+
+def encoder_decoder_function(config: EncoderDecoderConfig, remat: bool) -> NnxApply:
+    """``apply_fn`` of an encoder-decoder whose parameters are given with each call."""
+    shapes = nnx.eval_shape(lambda: EncoderDecoder(config, remat=remat, rngs=nnx.Rngs(0)))
+    return from_nnx(shapes)[0]
+
+
+def _is_tied(config: EncoderDecoderConfig, source: Source) -> bool:
+    """Whether the head is the embedding, which ``config.json`` does not always say.
+
+    transformers 5 writes ``tie_word_embeddings: true`` with every model, and reads two different
+    tensors as two parameters whatever the file says.
+    """
+    if _HEAD not in source.shapes or _EMBEDDING not in source.shapes:
+        return config.tied_head
+    return source.shapes[_HEAD] == source.shapes[_EMBEDDING] and np.array_equal(
+        source.read(_HEAD), source.read(_EMBEDDING)
+    )

@@ -1,0 +1,138 @@
+"""What a process with eight devices runs: ``python -m tests._device_programs NAME``.
+
+It prints one line of JSON.
+"""
+
+import functools
+import json
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkfac as jk
+
+SIDES = {"up": (16, 24), "blocks": (3, 24, 24), "down": (24, 8)}
+
+
+def _product(x: Any, w: Any, names: bool) -> Any:
+    """A product over an axis that may be split says how its result is."""
+    mesh = jax.typeof(x).sharding.mesh
+    if not (names and mesh.explicit_axes):
+        return x @ w
+    return jnp.einsum("ni,io->no", x, w, out_sharding=P("data"))
+
+
+def model(p: Any, x: Any, *, split: bool = False) -> Any:
+    h = jnp.tanh(_product(x, p["up"], split))
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(_product(h, w, split)), None), h, p["blocks"])
+    return _product(h, p["down"], split) + p["bias"]
+
+
+def parameters() -> dict[str, Any]:
+    draw = np.random.default_rng(0)
+    params = {name: draw.normal(size=shape) / 5 for name, shape in SIDES.items()}
+    return {**params, "bias": draw.normal(size=8)}
+
+
+def batch_of(step: int) -> Any:
+    draw = np.random.default_rng(100 + step)
+    return draw.normal(size=(16, 16)), draw.integers(0, 8, 16)
+
+
+def rows_split(x: Any) -> P:
+    """The last axis of a matrix that eight devices divide, as fully sharded training has it."""
+    axes = [axis for axis, n in enumerate(x.shape) if n % 8 == 0 and x.ndim > 1]
+    return P(*["data" if axes and axis == axes[-1] else None for axis in range(x.ndim)])
+
+
+def _text(x: Any) -> list[float]:
+    return np.asarray(x).ravel().tolist()
+
+
+def training(layout: str, kind: str, **options: Any) -> dict[str, Any]:
+    """Four steps; parameters at the end, and what of the state is sharded.
+
+    Args:
+        layout: ``"one"`` device, ``"data"`` parallel or ``"full"``y sharded.
+        kind: ``"auto"`` or ``"explicit"`` axes.
+        options: Of ``jk.kfac``.
+    """
+    types = (AxisType.Explicit if kind == "explicit" else AxisType.Auto,)
+    mesh = jax.make_mesh((1 if layout == "one" else 8,), ("data",), axis_types=types)
+    full, explicit = layout == "full", kind == "explicit"
+    apply_fn = functools.partial(model, split=full and explicit)
+    stats = jk.value_grad_and_factors(jk.Objective(apply_fn, jk.Categorical()))
+    like = stats.factor_shapes(parameters(), batch_of(0))
+    tx = jk.kfac(0.1, like=like, damping=1e-2, refresh_every=2, norm_constraint=1e-2, **options)
+
+    def placed(tree: Any) -> Any:
+        spec = rows_split if full else lambda x: P()
+        return jax.tree.map(lambda x: NamedSharding(mesh, spec(x)), tree)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, grads, factors = stats(params, batch)
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return jax.tree.map(jnp.add, params, updates), state, value
+
+    with jax.set_mesh(mesh):
+        params = jax.device_put(parameters(), placed(parameters()))
+        shapes = jax.eval_shape(tx.init, parameters())
+        kept = placed(shapes)
+        state = jax.device_put(jax.jit(tx.init)(parameters()), kept)
+        step = jax.jit(step, out_shardings=(placed(params), kept, NamedSharding(mesh, P())))
+        for i in range(4):
+            batch = jax.device_put(batch_of(i), NamedSharding(mesh, P("data")))
+            params, state, value = step(params, state, batch)
+    sharded = sum(not x.is_fully_replicated for x in jax.tree.leaves(state))
+    end = {name: _text(x) for name, x in params.items()}
+    return {"params": end, "loss": float(value), "sharded": sharded, "bases": _bases(state)}
+
+
+def _bases(state: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(state.bases)
+    return {jax.tree_util.keystr(path): _text(x) for path, x in leaves}
+
+
+def layouts() -> dict[str, Any]:
+    out = {"one": training("one", "auto")}
+    for kind in ("auto", "explicit"):
+        for layout in ("data", "full"):
+            out[f"{layout}, {kind}"] = training(layout, kind)
+            out[f"{layout}, {kind}, divided"] = training(layout, kind, distribute="data")
+    pi = {"damping_mode": "pi"}
+    out["one, pi"] = training("one", "auto", **pi)
+    out["data, pi, divided"] = training("data", "auto", distribute="data", **pi)
+    return out
+
+
+def outside() -> dict[str, Any]:
+    """Eager calls: the mesh is that of the parameters."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    stats = jk.value_grad_and_factors(jk.Objective(model, jk.Categorical()))
+    like = stats.factor_shapes(parameters(), batch_of(0))
+    out = {}
+    for name, options in (("one", {}), ("divided", {"distribute": "data"})):
+        tx = jk.kfac(0.1, like=like, damping=1e-2, refresh_every=2, **options)
+        params = jax.device_put(parameters(), NamedSharding(mesh, P()))
+        state = jax.device_put(tx.init(params), NamedSharding(mesh, P()))
+        for i in range(3):
+            batch = jax.device_put(batch_of(i), NamedSharding(mesh, P("data")))
+            _, grads, factors = jax.jit(stats)(params, batch)
+            updates, state = tx.update(grads, state, params, factors=factors)
+            params = jax.tree.map(jnp.add, params, updates)
+        out[name] = {path: _text(x) for path, x in params.items()}
+    return out
+
+
+def main() -> None:
+    jax.config.update("jax_enable_x64", True)
+    print(json.dumps(globals()[sys.argv[1]]()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Eight devices in one process: as on one, data parallel, fully sharded and divided."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(name):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+    command = [sys.executable, "-m", "tests._device_programs", name]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def assert_close(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=0, atol=tolerance, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def layouts():
+    return run("layouts")
+
+
+KINDS = ("auto", "explicit")
+LAYOUTS = ("data", "full")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_on_eight_devices_is_that_of_one(layouts, layout, kind):
+    found, one = layouts[f"{layout}, {kind}"], layouts["one"]
+    assert_close(found["params"], one["params"], 1e-12)
+    assert abs(found["loss"] - one["loss"]) < 1e-12
+    assert (found["sharded"] > 10) == (layout == "full")  # averages, bases, momentum
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_divided_decompositions_are_those_that_every_device_does(layouts, layout, kind):
+    found, whole = layouts[f"{layout}, {kind}, divided"], layouts[f"{layout}, {kind}"]
+    assert {**found, "sharded": 0} == {**whole, "sharded": 0}  # to the last bit
+
+
+@pytest.mark.slow
+def test_a_separable_damping_is_divided_too(layouts):
+    found, one = layouts["data, pi, divided"], layouts["one, pi"]
+    assert_close(found["params"], one["params"], 1e-12)
+
+
+@pytest.mark.slow
+def test_outside_of_jit_the_mesh_is_that_of_the_parameters():
+    found = run("outside")
+    assert found["divided"] == found["one"]  # to the last bit

@@ -1,0 +1,133 @@
+"""Several processes on the loopback: the same results in each, and errors where one is missing."""
+
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": "1",
+    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+}
+
+
+def _start(name, count, folder):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tests._process_programs", name, str(port), str(count)]
+    processes = []
+    for rank in range(count):  # files: a full pipe would keep one from ending, and the others wait
+        with (folder / f"out.{rank}").open("w") as out, (folder / f"err.{rank}").open("w") as err:
+            process = subprocess.Popen(
+                [*command, str(rank), str(folder)],
+                cwd=ROOT,
+                env=os.environ | ENVIRONMENT,
+                stdout=out,
+                stderr=err,
+            )
+        processes.append(process)
+    return processes
+
+
+def ended(name, count, folder):
+    """``(exit code, standard output, standard error)`` of each process, all within 120 s."""
+    processes, end = _start(name, count, folder), time.monotonic() + 120
+    try:
+        codes = [process.wait(max(1, end - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    read = lambda name, rank: (folder / f"{name}.{rank}").read_text()
+    return [(code, read("out", rank), read("err", rank)) for rank, code in enumerate(codes)]
+
+
+def run(name, count, folder):
+    """What each process has found."""
+    found = []
+    for code, out, error in ended(name, count, folder):
+        assert code == 0, error
+        found.append(json.loads(out.splitlines()[-1]))  # gloo writes a line of its own
+    return found
+
+
+@functools.cache
+def _one_process(name, folder):
+    (found,) = run(name, 1, folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    return lambda name: _one_process(name, folder)
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        if isinstance(values, dict):
+            assert_same(found[name], values)
+        elif name != "cubes":
+            scale = np.abs(values).max()
+            np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-12 * scale)
+
+
+COUNTS = [2, pytest.param(4, marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_each_process_decomposes_its_share_and_has_all_bases(tmp_path, one_process, count):
+    """Of factors that are whole in each process, sharded over them, or under a byte budget."""
+    expected, found = one_process("host"), run("host", count, tmp_path)
+    for each in found:
+        assert_same(each, expected)
+        assert {**each, "cubes": 0} == {**found[0], "cubes": 0}  # to the last bit
+    cubes = [sum(each["cubes"]) for each in found]
+    assert sum(cubes) == sum(expected["cubes"])
+    refreshes = 3  # each has its share and at most the largest matrix
+    assert max(cubes) <= sum(cubes) / count + refreshes * max(expected["cubes"])
+
+
+@pytest.mark.slow
+def test_kfac_in_the_graph_is_that_of_one_process(tmp_path, one_process):
+    expected, found = one_process("kfac"), run("kfac", 2, tmp_path)
+    assert found[0] == found[1]
+    assert_same(found[0], expected)
+
+
+@pytest.mark.slow
+def test_a_matrix_that_fails_in_one_process_is_named_in_all(tmp_path):
+    first, second = run("not_finite", 2, tmp_path)
+    assert first == second
+    assert "factor A of layer 'wide' holds 49 NaN" in first["error"]
+
+
+@pytest.mark.slow
+def test_processes_with_other_options_are_told_so(tmp_path):
+    for found in run("disagree", 2, tmp_path):
+        assert "refresh at step 0: processes [0] and [1] do not have the same" in found["error"]
+
+
+@pytest.mark.slow
+def test_a_process_without_data_is_not_waited_for_for_ever(tmp_path):
+    code, _, error = ended("silent", 2, tmp_path)[0]
+    assert code != 0
+    assert "TimeoutError: waited 3 s for the other processes" in error
+
+
+@pytest.mark.slow
+def test_the_others_end_with_a_message_where_one_is_killed(tmp_path):
+    (code, _, error), (killed, _, _) = ended("killed", 2, tmp_path)
+    assert killed == -signal.SIGKILL
+    assert code != 0 and "Error" in error
