@@ -16,6 +16,13 @@ from jaxkfac.curvature._eigenbases import (
     identity_bases,
 )
 from jaxkfac.curvature._eigendecompose import eigendecompose
+from jaxkfac.curvature._inverses import (
+    Inverses,
+    check_separable,
+    identity_inverses,
+    invert,
+    precondition,
+)
 from jaxkfac.curvature._placement import Placement, solver_scratch
 from jaxkfac.curvature._reconstruct import reconstruct
 from jaxkfac.curvature.capacity import (
@@ -44,6 +51,7 @@ __all__ = [
     "EigenvalueCorrector",
     "HostCurvature",
     "Interval",
+    "Inverses",
     "KroneckerEigenbasis",
     "MeshAxis",
     "Missing",
@@ -53,13 +61,17 @@ __all__ = [
     "capacity_interval",
     "capacity_metrics",
     "check_bases",
+    "check_separable",
     "compare_capacity",
     "correct_eigenvalues",
     "covered_indices",
     "eigendecompose",
     "fisher_vector_product",
     "identity_bases",
+    "identity_inverses",
+    "invert",
     "natural_gradient",
+    "precondition",
     "reconstruct",
     "solver_scratch",
 ]

@@ -282,8 +282,9 @@ def test_half_precision_takes_fewer_bytes_although_the_cpu_computes_bfloat16_in_
     assert 0.45 * now < half < 0.85 * now  # softmax and cross entropy stay in float32
 
 
-def test_kfac_has_its_average_and_bases_in_their_own_rows(case):
-    tx = kfac(1e-3, like=case.like)
+@pytest.mark.parametrize("mode", ["exact", "pi"])
+def test_kfac_has_its_average_and_bases_in_their_own_rows(case, mode):
+    tx = kfac(1e-3, like=case.like, damping_mode=mode)
     plan = plan_memory(
         *(case.objective, case.params, case.batch),
         optimizer=tx,
@@ -292,8 +293,8 @@ def test_kfac_has_its_average_and_bases_in_their_own_rows(case):
     )
     state, device = tx.init(case.filled[0]), plan.now.device
     assert device["factors"] == size(state.average) + size(case.out.factors)
-    assert device["bases"] == size(state.bases)
-    assert device["optimizer"] + size((state.average, state.bases)) == size(state)
+    assert device["bases"] == size(state.stacked_bases)
+    assert device["optimizer"] + size((state.average, state.stacked_bases)) == size(state)
     assert "with host only" in plan.unavailable["budget"]
 
 
