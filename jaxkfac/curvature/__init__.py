@@ -23,7 +23,7 @@ from jaxkfac.curvature._inverses import (
     invert,
     precondition,
 )
-from jaxkfac.curvature._placement import WORKSPACE_MATRICES, Placement
+from jaxkfac.curvature._placement import Placement, solver_scratch
 from jaxkfac.curvature._reconstruct import reconstruct
 from jaxkfac.curvature.capacity import (
     CapacityComparison,
@@ -41,7 +41,6 @@ from jaxkfac.curvature.ekfac import EigenvalueCorrector, correct_eigenvalues
 from jaxkfac.curvature.host import HostCurvature
 
 __all__ = [
-    "WORKSPACE_MATRICES",
     "CapacityComparison",
     "CapacityInterval",
     "CapacityMetrics",
@@ -74,4 +73,5 @@ __all__ = [
     "natural_gradient",
     "precondition",
     "reconstruct",
+    "solver_scratch",
 ]

@@ -23,6 +23,7 @@ from jaxkfac.factors._factors import (
     Factors,
     KroneckerFactor,
     mean_of,
+    of_parameters,
     without_corrections,
     without_loss_terms,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "kept_targets",
     "largest_budget",
     "mean_of",
+    "of_parameters",
     "over_count",
     "per_example_diagonals",
     "plan_passes",

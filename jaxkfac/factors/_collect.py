@@ -23,6 +23,7 @@ from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.factors._scalar_loss import check_marked, check_scalar_loss, warn_of_sum
 from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
 from jaxkfac.interception import (
+    Layer,
     Staged,
     TraceCache,
     Traced,
@@ -58,6 +59,10 @@ class Call(NamedTuple):
     estimator: Estimator
     state: Any = None
     bases: Any = None
+
+    def quiet(self) -> "Call":
+        """The call for its shapes alone: what it would cost is not printed."""
+        return self._replace(estimator=dataclasses.replace(self.estimator, prints=False))
 
 
 class ValueGradAndFactors(NamedTuple):
@@ -166,7 +171,7 @@ class FactorCollector:
         """Whether factors are collected at a step, a bool; traced where the step is.
 
         Raises:
-            ValueError: ``every=`` is above 1 and there is no step, or one that is no number.
+            ValueError: ``every=`` is above 1 and there is no step, or one that is no whole number.
         """
         if self._every == 1:
             return True
@@ -175,8 +180,8 @@ class FactorCollector:
                 f"every={self._every} collects at some steps: pass step=, the number of this one"
             )
         kind = getattr(step, "dtype", type(step))
-        if np.ndim(step) or not jnp.issubdtype(kind, jnp.number):
-            raise ValueError(f"step={step!r}: expected the number of this step, a scalar")
+        if np.ndim(step) or not jnp.issubdtype(kind, jnp.integer):
+            raise ValueError(f"step={step!r}: expected the number of this step, a whole number")
         due = step % self._every == 0
         return due if isinstance(due, Tracer) else bool(due)
 
@@ -287,8 +292,8 @@ class FactorCollector:
         )
         outputs = call.estimator.gathered(objective, at, call.batch, statistics.outputs)
         factors = statistics.factors(at.emitted, outputs, at.terms, at.squares_to_sums)
-        if self._uncovered == "diagonal" and traced.table.uncovered and gradient:
-            factors = self._with_diagonals(traced, params, call, factors, at)
+        if gradient and (layers := self._second_pass(traced, params)):
+            factors = self._with_diagonals(traced, layers, params, call, factors, at)
         factors = self._counted(factors, factors.terms)
         if call.bases is not None:
             factors = dataclasses.replace(factors, corrections=self._corrections(params, call))
@@ -367,15 +372,14 @@ class FactorCollector:
             key = jax.eval_shape(lambda: jax.random.key(0))
         call = self.checked(batch, key, positions, None, state, bases)
         if positions is not None:  # which may be lost on the way to a layer
-            return jax.eval_shape(self.gather, params, call).factors
+            return jax.eval_shape(self.gather, params, call.quiet()).factors
         return self.types(params, call)
 
     def types(self, params: PyTree, call: Call) -> Factors:
         """The same of a call; from the layers alone, where one pass covers them."""
         traced, objective = self.traced(params, call), self._program.objective
-        second_pass = self._uncovered == "diagonal" and traced.table.uncovered
-        if second_pass or traced.marks or call.bases is not None:
-            return jax.eval_shape(self.gather, params, call).factors
+        if self._second_pass(traced, params) or traced.marks or call.bases is not None:
+            return jax.eval_shape(self.gather, params, call.quiet()).factors
         if not isinstance(objective, Objective):
             self._check_scalar(traced, call)
             terms = jax.ShapeDtypeStruct((), statistics_dtype(traced.out_shapes[0].dtype))
@@ -385,16 +389,29 @@ class FactorCollector:
         jax.eval_shape(self.statistics(traced).slots)  # which refuses what cannot be gathered
         return self._counted(self.statistics(traced).shapes(terms), terms)
 
+    def _second_pass(self, traced: Traced, params: PyTree) -> list[Layer]:
+        """The diagonals that each example gives by itself."""
+        behind = list(traced.table.second_pass)
+        if self._uncovered != "diagonal":
+            return behind
+        return behind + diagonal_layers(traced.table, params)
+
     def _with_diagonals(
-        self, traced: Traced, params: PyTree, call: Call, factors: Factors, at: Linearised
+        self,
+        traced: Traced,
+        layers: list[Layer],
+        params: PyTree,
+        call: Call,
+        factors: Factors,
+        at: Linearised,
     ) -> Factors:
-        layers = diagonal_layers(traced.table, params)
         check_alone(traced, layers)
-        print(
-            f"jaxkfac: {len(layers)} parameters are covered by a second pass over "
-            f"{traced.num_examples} examples, about one more gradient",
-            file=sys.stderr,
-        )
+        if call.estimator.prints:
+            print(
+                f"jaxkfac: {len(layers)} parameters are covered by a second pass over "
+                f"{traced.num_examples} examples, about one more gradient",
+                file=sys.stderr,
+            )
         sums = per_example_diagonals(
             self._program.objective,
             params,

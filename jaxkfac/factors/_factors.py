@@ -182,6 +182,32 @@ def without_loss_terms(factors: Factors) -> Factors:
     return dataclasses.replace(factors, loss_terms=None)
 
 
+def of_parameters(factors: Factors) -> Factors:
+    """The factors by which gradients are preconditioned: without those of computed weights."""
+    layers = tuple(layer for layer in factors.layers if not layer.computed_from)
+    if len(layers) == len(factors.layers):
+        return factors
+    inputs, names = {layer.input for layer in layers}, {layer.name for layer in layers}
+
+    def kept(sums: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
+        return {name: x for name, x in sums.items() if name in wanted}
+
+    measured = factors.corrections
+    if measured is not None:
+        measured = measured._replace(
+            sums=kept(measured.sums, names | set(factors.diagonals)),
+            bias_sums=kept(measured.bias_sums, names),
+        )
+    return dataclasses.replace(
+        factors,
+        a_sums=kept(factors.a_sums, inputs),
+        a_counts=kept(factors.a_counts, inputs),
+        g_sums=kept(factors.g_sums, names),
+        corrections=measured,
+        layers=layers,
+    )
+
+
 def without_corrections(factors: Factors) -> Factors:
     """The factors without eigenvalues measured beside them."""
     return dataclasses.replace(factors, corrections=None)

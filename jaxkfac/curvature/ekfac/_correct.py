@@ -254,7 +254,8 @@ def _check_examples(traced: Traced, bases: Eigenbases, extra: list[Layer], per: 
         raise CoupledExamplesError(
             f"{names}: eigenvalues are measured with gradients of single examples, and the model's "
             f"examples meet {traced.coupled} (batch statistics, a product along the batch). "
-            'Measure in evaluation mode, or rows by themselves with per="token"'
+            "Measure in evaluation mode (Linen: use_running_average=True; NNX: model.eval()), or "
+            'rows by themselves with per="token"'
         )
 
 
