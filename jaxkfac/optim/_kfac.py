@@ -201,7 +201,7 @@ def kfac(
     )
     check_like(like)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), without_loss_terms(like))
-    given, like = like, of_parameters(like)
+    like = of_parameters(like)
     covered = covered_indices(like.layers)
     scheduled: tuple[Any, ...] = learning_rate, damping
     staged: TraceCache[Staged] = TraceCache()
@@ -236,8 +236,9 @@ def kfac(
             raise ValueError("kfac needs this step's factors: tx.update(..., factors=factors)")
         if params is None and may_be_positive(weight_decay):
             raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
-        check_factors(factors, given)
-        factors = of_parameters(without_loss_terms(factors))
+        if isinstance(factors, Factors):
+            factors = of_parameters(without_loss_terms(factors))
+        check_factors(factors, like)
         check_state("kfac", state, KfacState)
         if state.average.layers != like.layers or state.average.bias != like.bias:
             raise ValueError(
