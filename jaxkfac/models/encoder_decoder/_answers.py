@@ -17,7 +17,7 @@ from jaxkfac.models.checkpoint import Pretrained
 from jaxkfac.models.encoder_decoder._cache import CachedPairs, PairsCache, empty_pairs_cache
 from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
 from jaxkfac.models.encoder_decoder._pairs import Pairs
-from jaxkfac.models.generation import Choice, EarlyStopping, beam_search, choose, continued
+from jaxkfac.models.generation import EarlyStopping, TokenChoice, beam_search, choose, continued
 
 Source = str | Sequence[int]
 
@@ -107,7 +107,7 @@ def generate_targets(
         return []
     config, dtype = pretrained.config, params["shared"]["embedding"].dtype
     source, mask = _side_by_side([row for row in rows for _ in range(num_beams)], config.pad_id)
-    _ask_for_room(config, *source.shape, max_new_tokens, dtype)
+    _ask_for_room(config, len(source), source.shape[1], max_new_tokens, dtype)
     new, finite = _program(
         pretrained.apply_fn if adapted is None else adapted,
         (params,) if adapted is None else (params, adapters),
@@ -120,7 +120,7 @@ def generate_targets(
             config,
             dtype,
             max_new_tokens,
-            Choice(temperature == 0, top_k, top_p),
+            TokenChoice(temperature == 0, top_k, top_p),
             num_beams,
             float(length_penalty),
             early_stopping,
@@ -145,7 +145,7 @@ class _Targets(NamedTuple):
     config: EncoderDecoderConfig
     dtype: Any
     steps: int
-    choice: Choice
+    choice: TokenChoice
     num_beams: int
     length_penalty: float
     early_stopping: EarlyStopping
@@ -164,7 +164,7 @@ def _program(
     form: _Targets,
 ) -> tuple[Array, Array]:
     """New ids ``(B, steps)``, -1 behind the end of each answer; whether logits were finite."""
-    rows = source.shape[0]
+    rows, length = source.shape
 
     def run(ids: Array, cache: PairsCache) -> tuple[Array, PairsCache]:
         return model(*operands, CachedPairs(Pairs(source, mask, ids[:, None]), cache))
@@ -172,7 +172,7 @@ def _program(
     def step(ids: Array, number: Array, cache: PairsCache) -> tuple[Array, PairsCache]:
         return run(ids, cache)
 
-    cache = empty_pairs_cache(form.config, *source.shape, form.steps, form.dtype)
+    cache = empty_pairs_cache(form.config, rows, length, form.steps, form.dtype)
     logits, cache = run(jnp.full(rows, form.config.start_id, jnp.int32), cache)
     if form.num_beams == 1:
 

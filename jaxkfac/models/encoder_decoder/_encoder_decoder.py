@@ -14,7 +14,7 @@ from jaxkfac.interception import mark_rows
 from jaxkfac.models._rms_norm import RMSNorm
 from jaxkfac.models._token_embedding import TokenEmbedding
 from jaxkfac.models.encoder_decoder._attention import KeysValues, Seen
-from jaxkfac.models.encoder_decoder._blocks import CrossBlock, EncoderBlock, Past
+from jaxkfac.models.encoder_decoder._blocks import Past, SourceBlock, TargetBlock
 from jaxkfac.models.encoder_decoder._cache import CachedPairs, PairsCache
 from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
 from jaxkfac.models.encoder_decoder._pairs import Pairs, check_pairs
@@ -27,7 +27,7 @@ class BlockStack(nnx.Module):
     def __init__(
         self,
         config: EncoderDecoderConfig,
-        block: type[EncoderBlock] | type[CrossBlock],
+        block: type[SourceBlock] | type[TargetBlock],
         depth: int,
         *,
         remat: bool,
@@ -42,7 +42,7 @@ class BlockStack(nnx.Module):
 
         self.block = stacked_blocks(rngs)
         self.relative_attention_bias = RelativePositions(
-            config, both_sides=block is EncoderBlock, rngs=rngs
+            config, both_sides=block is SourceBlock, rngs=rngs
         )
         self.final_layer_norm = RMSNorm(config.width, config.norm_epsilon)
 
@@ -84,7 +84,7 @@ class EncoderDecoder(nnx.Module):
         depths = (config.encoder_depth, config.decoder_depth)
         self.encoder, self.decoder = (
             BlockStack(config, block, depth, remat=remat, rngs=rngs)
-            for block, depth in zip((EncoderBlock, CrossBlock), depths, strict=True)
+            for block, depth in zip((SourceBlock, TargetBlock), depths, strict=True)
         )
         if not config.tied_head:
             init = nnx.initializers.normal(config.width**-0.5)
@@ -104,7 +104,7 @@ class EncoderDecoder(nnx.Module):
         seen = Seen(causal, self.decoder.relative_attention_bias(places, places))
         across = Seen(_keys(mask), None)
 
-        def step(x: Array, block: CrossBlock) -> tuple[Array, None]:
+        def step(x: Array, block: TargetBlock) -> Any:
             return block(x, seen, block.across(memory_BxSxD), across, None)
 
         x_BxTxD, _ = self.decoder.scanned(step, self.shared(target))
@@ -128,7 +128,7 @@ class EncoderDecoder(nnx.Module):
         seen_across = Seen(_keys(mask), None)
 
         def step(
-            x: Array, block: CrossBlock, own: KeysValues, across: KeysValues
+            x: Array, block: TargetBlock, own: KeysValues, across: KeysValues
         ) -> tuple[Array, KeysValues | None]:
             return block(x, seen, across, seen_across, Past(own, cache.filled))
 
@@ -140,17 +140,17 @@ class EncoderDecoder(nnx.Module):
         """Keys and values of the source for every block of the decoder."""
         memory_BxSxD = self._encoded(source, mask)
 
-        def step(memory: Array, block: CrossBlock) -> tuple[Array, KeysValues]:
+        def step(memory: Array, block: TargetBlock) -> tuple[Array, KeysValues]:
             return memory, block.across(memory)
 
         scan = nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-        return scan(memory_BxSxD, self.decoder.block)[1]
+        return scan(memory_BxSxD, self.decoder.block)[1]  # pyright: ignore[reportArgumentType]
 
     def _encoded(self, source: Array, mask: Array | None) -> Array:
         places = jnp.arange(source.shape[1])
         seen = Seen(_keys(mask), self.encoder.relative_attention_bias(places, places))
 
-        def step(x: Array, block: EncoderBlock) -> tuple[Array, None]:
+        def step(x: Array, block: SourceBlock) -> tuple[Array, None]:
             return block(x, seen), None
 
         return self.encoder.scanned(step, self.shared(source))[0]

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int, Key
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class TokenChoice:
     """How a token is taken.
 
     Attributes:
@@ -31,7 +31,10 @@ class Choice:
 
 
 def choose(
-    choice: Choice, logits: Float[Array, "B V"], temperature: Float[Array, ""], key: Key[Array, ""]
+    choice: TokenChoice,
+    logits: Float[Array, "B V"],
+    temperature: Float[Array, ""],
+    key: Key[Array, ""],
 ) -> Int[Array, " B"]:
     """Ids by a choice; logits are divided by the temperature before they are cut."""
     if choice.greedy:
