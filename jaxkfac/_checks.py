@@ -18,6 +18,7 @@ def one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
 def at_least_one(**numbers: int) -> None:
     """Refuse a number below one, by its name."""
     for name, number in numbers.items():
+        scalar(name, number, "a whole number, at least 1")
         if number < 1:
             raise ValueError(f"{name}={number}: expected at least 1")
 

@@ -45,6 +45,21 @@ def assert_block_close(found: Any, expected: Block, tolerance: float, name: str 
         assert error <= bound, f"{name}.{side} is off by {error}, allowed {bound}"
 
 
+def squares(objective, params, batch, paths, **call):
+    """Diagonals of the Fisher for some parameters, from each example's gradient by itself."""
+
+    def loss(params, one):
+        value = objective(params, jax.tree.map(lambda x: x[None], one), **call)
+        return value[0] if isinstance(value, tuple) else value
+
+    each = jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, batch)
+    terms = batch[1][0].size  # of one example
+    return {
+        path: Block("reparameterised", None, None, terms * (each[path] ** 2).mean(0))
+        for path in paths
+    }
+
+
 def assert_factors_close(found: Any, expected: dict[str, Block], tolerance: float) -> None:
     assert set(found) == set(expected)
     for name, block in expected.items():

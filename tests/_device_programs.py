@@ -104,6 +104,9 @@ def layouts() -> dict[str, Any]:
         for layout in ("data", "full"):
             out[f"{layout}, {kind}"] = training(layout, kind)
             out[f"{layout}, {kind}, divided"] = training(layout, kind, distribute="data")
+    pi = {"damping_mode": "pi"}
+    out["one, pi"] = training("one", "auto", **pi)
+    out["data, pi, divided"] = training("data", "auto", distribute="data", **pi)
     return out
 
 

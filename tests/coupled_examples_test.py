@@ -171,6 +171,21 @@ def test_sampled_labels_are_right_one_by_one(x64):
     )
 
 
+def test_drawn_labels_are_unbiased(x64):
+    """Over keys, within four standard errors of the expectation."""
+    objective, number = objective_of(mlp(batch_norm_folded)), 4000
+    drawn = jk.value_grad_and_factors(objective, fisher="mc")
+    every = jax.jit(jax.vmap(lambda key: drawn(mlp_params(), mlp_batch(), key).factors))(
+        jax.random.split(jax.random.key(0), number)
+    )
+    exact = jk.value_grad_and_factors(objective, fisher="exact")(mlp_params(), mlp_batch()).factors
+    for field in ("g_sums", "diagonals"):
+        for name, expected in getattr(exact, field).items():
+            found = np.asarray(getattr(every, field)[name])
+            error = 4 * found.std(0, ddof=1) / np.sqrt(number)
+            assert (np.abs(found.mean(0) - expected) <= error + 1e-12).all(), name
+
+
 def test_the_exact_fisher_runs_every_example_by_itself_and_says_so(x64, capsys):
     check(mlp(batch_norm_folded), mlp(batch_norm), mlp_params(), mlp_batch(), fisher="exact")
     assert "takes 18 backward passes" in capsys.readouterr().err

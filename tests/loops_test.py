@@ -322,7 +322,16 @@ PAIRS = re.findall(BLOCK + r"\nWith K-FAC:\n\n" + BLOCK, PAGE, re.DOTALL)
 
 def test_the_page_shows_every_loop():
     shown = "".join(plain for plain, _ in PAIRS)
-    words = ("nn.Dense", "nnx.Optimizer", "TrainState", "eqx.apply_updates", "nn.BatchNorm")
+    words = (
+        "nn.Dense",
+        "hk.dropout",
+        "nnx.Optimizer",
+        "TrainState",
+        "eqx.apply_updates",
+        "nn.BatchNorm",
+        "hk.transform_with_state",
+        "batch_stats: Any",
+    )
     assert len(PAIRS) == len(words) and all(word in shown for word in words)
 
 

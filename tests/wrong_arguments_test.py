@@ -11,7 +11,9 @@ SCRIPT = """
 import traceback
 import warnings
 
+import equinox as eqx
 import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
@@ -117,6 +119,42 @@ ENTRIES = {
                     {"apply_fn": (apply_fn, FUNCTIONS), "params": (params, ARRAYS)}),
     "lslora.attach": (lambda fn: jk.lslora.attach(fn, config), {"apply_fn": (apply_fn, FUNCTIONS)}),
 }
+
+two_outputs = jk.Objective(lambda p, x: {"a": x, "b": x},
+                       {"a": jk.Categorical(), "b": jk.Gaussian()})
+haiku = hk.transform(lambda x: hk.Linear(3)(x))
+with_state = hk.transform_with_state(lambda x: hk.Linear(3)(x))
+mlp = eqx.nn.MLP(4, 3, 5, 1, key=key)
+sparing = jk.value_grad_and_factors(objective, every=2)
+
+# What each of these must say: the argument, what came, and what to do.
+WORDS = {
+    "a target without its key": (
+        lambda: two_outputs(params, (x, {"a": y})), "batch: targets", "without 'b'"),
+    "a target too many": (
+        lambda: two_outputs(params, (x, {"a": y, "b": x, "c": y})), "with 'c'", "no likelihood"),
+    "Haiku's own apply": (lambda: jk.Objective(haiku.apply, jk.Categorical()),
+                          "hk.without_apply_rng", "key"),
+    "Haiku's own apply with state": (lambda: jk.Objective(with_state.apply, jk.Categorical()),
+                                     "model.apply(params, state, key, x)", "state"),
+    "an Equinox model for parameters": (lambda: stats(mlp, batch), "params", "eqx.partition"),
+    "half a step": (lambda: sparing(params, batch, step=2.5), "step=2.5", "whole number"),
+    "half a step, an array": (lambda: sparing(params, batch, step=jnp.asarray(2.5)), "step=",
+                              "whole number"),
+    "every= as a word": (lambda: jk.value_grad_and_factors(objective, every="a"), "every",
+                         "whole number"),
+    "samples= as a word": (lambda: jk.value_grad_and_factors(objective, samples="a"), "samples",
+                           "whole number"),
+}
+for name, (call, *words) in WORDS.items():
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        missing = [word for word in words if word not in str(error)]
+        if missing:
+            print(f"{name}: {missing} not in {error}")
+    else:
+        print(f"{name}: nothing is raised")
 
 tried = 0
 for entry, (call, arguments) in ENTRIES.items():

@@ -66,4 +66,4 @@ def commit() -> str:
     ask = ["git", "-C", str(Path(__file__).parent)]
     name = subprocess.run([*ask, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     changed = [*ask, "diff", "--quiet", "HEAD", "--", ":/jaxkfac", ":/benchmarks/accelerators"]
-    return name.stdout.strip() + "+" * subprocess.run(changed).returncode
+    return name.stdout.strip() + "+" * (subprocess.run(changed).returncode == 1)

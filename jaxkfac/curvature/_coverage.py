@@ -36,7 +36,8 @@ def owners(layers: tuple[Layer, ...]) -> tuple[Owner, ...]:
         The layers that write anything, least preferred first, so that where a slice and
         its whole parameter are both covered the preferred one is written last.
     """
-    ranked = sorted(layers, key=lambda layer: (kind_named(layer.kind).rank, "@" in layer.suffix))
+    mine = (layer for layer in layers if not layer.computed_from)
+    ranked = sorted(mine, key=lambda layer: (kind_named(layer.kind).rank, "@" in layer.suffix))
     taken: set[tuple[str, Index]] = set()
     chosen = []
     for layer in ranked:
@@ -57,7 +58,7 @@ def covered_indices(layers: Sequence[Layer]) -> dict[str, set[Index]]:
     """``{parameter path: indices of the covered slices}``; ``()`` is all of it."""
     indices: dict[str, set[Index]] = {}
     for layer in layers:
-        for matrix in (layer.weight, layer.bias):
+        for matrix in (None if layer.computed_from else layer.weight, layer.bias):
             if matrix is not None:
                 indices.setdefault(matrix.path, set()).add(matrix.index)
     return indices

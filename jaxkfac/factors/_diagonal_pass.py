@@ -29,7 +29,8 @@ def diagonal_layers(table: LayerTable, params: PyTree) -> list[Layer]:
         UncoveredParameterError: one is complex.
     """
     leaves, layers = leaves_by_path(params), []
-    for path in dict.fromkeys(path for path, _ in table.uncovered):
+    behind = {layer.weight.path for layer in table.second_pass}
+    for path in dict.fromkeys(path for path, _ in table.uncovered if path not in behind):
         if jnp.issubdtype(leaves[path].dtype, jnp.complexfloating):
             raise UncoveredParameterError(
                 f"{path!r} is complex ({leaves[path].dtype}): the square of a complex gradient is "
@@ -56,7 +57,7 @@ def check_alone(traced: Traced, layers: list[Layer]) -> None:
             f"{names}: uncovered='diagonal' runs each example alone, and the model's examples "
             f"meet {traced.coupled_inputs} (batch statistics, a product along the batch). Leave "
             "these parameters out with layers= or uncovered='ignore', or put the model in "
-            "evaluation mode"
+            "evaluation mode (Linen: use_running_average=True; NNX: model.eval())"
         )
 
 

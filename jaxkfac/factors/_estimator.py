@@ -32,6 +32,7 @@ class Estimator(abc.ABC):
         chunk: How many vector-Jacobian products run at once.
         key: For sampled labels, once it is bound to a call.
         labels: ``(samples, *targets)`` in place of sampled ones, likewise.
+        prints: Whether it says what it costs, where that is much.
         name: What ``fisher=`` calls it.
         samples_labels: Whether it draws labels, from a key or from ``labels=``.
         needs_outputs: Whether it needs the outputs of a model, which a scalar loss hides.
@@ -44,6 +45,7 @@ class Estimator(abc.ABC):
     chunk: int = 1
     key: Any = None
     labels: Any = None
+    prints: bool = True
 
     name: ClassVar[str]
     samples_labels: ClassVar[bool] = False

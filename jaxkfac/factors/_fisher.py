@@ -104,7 +104,8 @@ class Exact(Estimator):
         contribution: Callable[[PyTree], PyTree],
     ) -> PyTree:
         totals, every = [], objective.columns(outputs, batch.mask)
-        if any(head.coupled for head in objective.heads(outputs, None, batch.mask)):
+        coupled = any(head.coupled for head in objective.heads(outputs, None, batch.mask))
+        if coupled and self.prints:
             number = sum(columns * rows for columns, rows, _ in every)
             print(
                 f"jaxkfac: the examples are coupled, so that fisher={self.name!r} takes "

@@ -12,7 +12,7 @@ from jaxkfac.interception import Layer, Traced, leading_to, marks_of
 
 def refuse_marks(traced: Traced) -> None:
     """Refuse marks beside an ``Objective``, which says itself what its outputs are."""
-    if marks_of(traced.closed.jaxpr):
+    if marks_of(traced.closed.jaxpr, rules=False):
         raise ValueError(
             "jk.mark_outputs stands inside the apply_fn of a jk.Objective, whose likelihood says "
             "what its outputs are: leave the mark out, give a dictionary of likelihoods for "
@@ -27,7 +27,7 @@ def refuse_unmarked(traced: Traced) -> None:
     reached = traced.marks_reached
     lost = [
         layer.name
-        for layer in traced.table.layers
+        for layer in traced.table.tapped
         if not any(id(use) in reached for use in traced.uses_of(layer))
     ]
     if lost:
@@ -123,7 +123,7 @@ def weighed(traced: Traced) -> list[Layer]:
     """The layers whose rows of input are weighed use by use."""
     return [
         layer
-        for layer in traced.table.layers
+        for layer in traced.table.tapped
         if traced.marks
         and not layer.is_elementwise
         and layer.input == layer.name

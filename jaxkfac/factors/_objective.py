@@ -186,6 +186,7 @@ class Objective(LossTerms):
 
     def __post_init__(self) -> None:
         check_function("apply_fn", self.apply_fn)
+        _check_haiku(self.apply_fn)
         if isinstance(self.apply_fn, Objective):
             raise TypeError("apply_fn: expected apply_fn(params, inputs), got an Objective already")
         for at, likelihood in jax.tree_util.tree_leaves_with_path(self.likelihood):
@@ -223,7 +224,7 @@ class Objective(LossTerms):
         except (ValueError, TypeError):
             raise ValueError(
                 f"{what}: expected {_sketch(self.likelihood)}, the form of the likelihoods, "
-                f"got {_form(tree)}"
+                f"got {_form(tree)}{_difference(self.likelihood, tree)}"
             ) from None
 
     def tree(self, parts: Sequence[Any]) -> PyTree:
@@ -354,6 +355,33 @@ def _sketch(tree: PyTree) -> str:
     if isinstance(tree, Likelihood):
         return "an array"
     return str(jax.tree.map(lambda x: type(x).__name__, tree)).replace("'", "")
+
+
+def _difference(likelihood: PyTree, tree: PyTree) -> str:
+    """Which keys of a dictionary are missing, or too many."""
+    if not isinstance(likelihood, Mapping) or not isinstance(tree, Mapping):
+        return ""
+    missing = [repr(key) for key in likelihood if key not in tree]
+    more = [repr(key) for key in tree if key not in likelihood]
+    if missing:
+        return f" without {', '.join(missing)}"
+    return f" with {', '.join(more)}, which has no likelihood" if more else ""
+
+
+def _check_haiku(fn: Callable[..., Any]) -> None:
+    """Refuse Haiku's own apply, whose second argument are no inputs."""
+    names = list(_parameters(fn))
+    if names[1:2] == ["rng"]:
+        raise TypeError(
+            "apply_fn: expected apply_fn(params, inputs), got Haiku's apply(params, rng, inputs); "
+            "give hk.without_apply_rng(model).apply, or lambda params, x, key: model.apply(params, "
+            "key, x)"
+        )
+    if names[1:3] == ["state", "rng"]:
+        raise TypeError(
+            "apply_fn: expected apply_fn(params, inputs, state), got Haiku's apply(params, state, "
+            "rng, inputs); give lambda params, x, state, key: model.apply(params, state, key, x)"
+        )
 
 
 def _check_outputs(head: Head) -> None:

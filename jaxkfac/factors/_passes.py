@@ -150,7 +150,7 @@ def _sides(statistics: Statistics, vjps: int) -> Iterator[_Side]:
     traced = statistics.traced
     walkers = {
         x.name: None if x.is_elementwise else walked_by(traced.uses_of(x))
-        for x in traced.table.layers
+        for x in traced.table.tapped
     }
     one = dataclasses.replace(
         statistics, parts={name: PassPart(rows=1 if w else None) for name, w in walkers.items()}
@@ -159,7 +159,7 @@ def _sides(statistics: Statistics, vjps: int) -> Iterator[_Side]:
     made = jax.eval_shape(
         lambda slots: one.factors(slots, one.outputs(slots), number, number), slots
     )
-    for layer in traced.table.layers:
+    for layer in traced.table.tapped:
         walker, slot = walkers[layer.name], slots[layer.name]
         a = {key: leaf for key, leaf in slot.items() if key.startswith("a")}
         g = {key: leaf for key, leaf in slot.items() if key not in a}

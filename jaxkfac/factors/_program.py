@@ -1,5 +1,6 @@
 """A loss traced once and linearised with taps: what factors and EKFAC have in common."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -143,19 +144,33 @@ class Program:
 
         def make() -> Traced:
             outputs = self.objective.num_outputs if lead else 0
-            traced = trace(self._forward, *args, num_outputs=outputs, **self._finding)
+            finding = {"state": state, **self._finding}
+            traced = trace(self._forward, *args, num_outputs=outputs, **finding)
             if lead:
                 traced.join_examples()
                 refuse_marks(traced)
             else:
-                traced = trace_marked(traced, *args, **self._finding)
+                traced = trace_marked(traced, *args, **finding)
                 refuse_unmarked(traced)
+            if traced.table.second_pass and (reason := self._only_together(traced)):
+                table = traced.table.without_second_pass(reason)
+                traced = dataclasses.replace(traced, table=table)
             if self._cover and traced.table.problems:
                 alone = self._second_pass and not traced.coupled_inputs
                 traced.table.raise_uncovered(second_pass=alone)
             return traced
 
         return self._traces.get(args, make)
+
+    def _only_together(self, traced: Traced) -> str:
+        """Why examples cannot run by themselves, in words; empty where they can."""
+        behind = "is behind a weight that is computed from it, and its diagonal is"
+        if not isinstance(self.objective, Objective):
+            return f"{behind} one of whole examples' gradients, which need a jk.Objective"
+        if not self._second_pass:
+            return f"{behind} one of gradients, which this Fisher type has none of"
+        met = traced.coupled_inputs
+        return f"{behind} one of single examples' gradients, and examples meet {met}" if met else ""
 
     def row_weights(
         self, traced: Traced, params: PyTree, batch: PyTree, key: Any, state: PyTree

@@ -95,7 +95,7 @@ class Statistics:
             layer
             if (rows := self._part(layer).rows) is None
             else dataclasses.replace(layer, stack=(rows, *layer.stack[1:]))
-            for layer in self.traced.table.layers
+            for layer in self.traced.table.tapped
             if self.parts is None or layer.name in self.parts
         )
 
@@ -199,7 +199,7 @@ class Statistics:
 
     @functools.cached_property
     def _inputs_with_bias(self) -> frozenset[str]:
-        return frozenset(x.input for x in self.traced.table.layers if x.bias is not None)
+        return frozenset(x.input for x in self.traced.table.tapped if x.bias is not None)
 
     def products_of(self, layer: str, key: Key[Array, ""] | None) -> Products:
         """How the Gram products of one layer are formed: the rows of each are drawn by itself."""

@@ -11,7 +11,8 @@ every value what it can be:
   times a derivative;
 - a **combined** value is several parameters, each of them in view: a product element by element,
   or arrays put side by side;
-- a **derived** value depends on parameters alone and shows none of them (``w @ u``);
+- a **derived** value depends on parameters alone and shows none of them (``w @ u``): where it
+  meets data it is a weight of its own (``_computed``), and the parameters are behind it;
 - **data** depends on data.
 
 Where a view meets data, the equation is a *use* of the layer by its *kind* (``Kind``), or a row

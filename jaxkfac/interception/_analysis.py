@@ -28,6 +28,7 @@ from jaxkfac.interception._compat import (
     is_stateful,
     is_var,
 )
+from jaxkfac.interception._computed import uses_in
 from jaxkfac.interception._constant_rows import Meeting
 from jaxkfac.interception._coupling import mixed_atoms
 from jaxkfac.interception._custom import (
@@ -43,7 +44,7 @@ from jaxkfac.interception._kind import kind_reading
 from jaxkfac.interception._masks import holds_mask, is_mask
 from jaxkfac.interception._plan import MARK_ROWS, Mark, Plan
 from jaxkfac.interception._products import follow_product
-from jaxkfac.interception._propagate import fresh, propagate
+from jaxkfac.interception._propagate import Axes, fresh, propagate
 from jaxkfac.interception._structured import Scope, Walked, walk_cond, walk_scan, walk_shard_map
 from jaxkfac.interception._uses import uses_of
 from jaxkfac.interception._values import (
@@ -57,6 +58,7 @@ from jaxkfac.interception._values import (
     Value,
     View,
     views_in,
+    walkers_in,
 )
 from jaxkfac.interception._views import broadcast_axes, view_of
 
@@ -86,10 +88,12 @@ class Analysis(Facts):
         refused: Products of a parameter and a constant that are no layer uses.
         constants: Equations whose data has no example axis: beside a parameter it is a constant
             of the rows that it meets later, and the parameter still a view of itself.
+        held: Positions of inputs that are constants.
 
     Attributes:
         plan: The plan of the outermost jaxpr.
         outputs: What is known of each output.
+        axes_of_input: Of the inputs that are data, by position.
         meetings: By its place, each equation in which products of constants meet data.
         closed_in: Products of constants whose results enter an equation that is not followed.
     """
@@ -100,23 +104,29 @@ class Analysis(Facts):
         paths: Sequence[str | None],
         refused: Set[Hashable] = frozenset(),
         constants: Set[Hashable] = frozenset(),
+        held: Set[int] = frozenset(),
     ) -> None:
         super().__init__()
+        self.axes_of_input: dict[int, Axes] = {}
         self._refused, self._constants = refused, constants
         self.meetings: dict[Hashable, Meeting] = {}
         self.closed_in: set[Hashable] = set()
         self._around: tuple[int, ...] = ()  # positions of the calls around an equation
-        ins = [self._input(v, path) for v, path in zip(closed.jaxpr.invars, paths, strict=True)]
+        ins = [
+            Constant(self.unique()) if k in held else self._input(v, path, k)
+            for k, (v, path) in enumerate(zip(closed.jaxpr.invars, paths, strict=True))
+        ]
         self.outputs, self.plan = self._walk(closed.jaxpr, closed.consts, ins, ())
         self.closed_in.update(_products_in(self.outputs))
         for out in self.outputs:
             self.report(out, "is also in a parameter-only term", fatal=False)
 
-    def _input(self, var: Var, path: str | None) -> Value:
+    def _input(self, var: Var, path: str | None, position: int) -> Value:
         aval = var.aval
         if path is None:
             axes = fresh(self.table, getattr(aval, "shape", ()), "data")
             self.data_axes.append(axes)
+            self.axes_of_input[position] = axes
             return Data(self.unique(), axes)
         if not jnp.issubdtype(aval.dtype, jnp.inexact):
             self.findings[
@@ -128,7 +138,9 @@ class Analysis(Facts):
             return Constant(self.unique())
         axes = fresh(self.table, aval.shape, "parameter")
         number = self.unique()
-        return View(number, path, origin=axes, axes=axes, elements=number, uncut=axes)
+        view = View(number, path, origin=axes, axes=axes, elements=number, uncut=axes)
+        self.parameters[path] = view
+        return view
 
     # -- the walk ---------------------------------------------------------------------
 
@@ -261,7 +273,7 @@ class Analysis(Facts):
             into = " to complex numbers" if is_complex(eqn.outvars[0]) else ""
             reasons = reasons_of(parameters, f"`{name}`{into}")
             return [
-                Derived(n, reasons) if _differentiable(v) else Constant(n)
+                Derived(n, reasons, walkers_in(ins)) if _differentiable(v) else Constant(n)
                 for n, v in zip(out, eqn.outvars, strict=True)
             ]
         for v in parameters:
@@ -325,16 +337,16 @@ class Analysis(Facts):
                 self.report(v, "is also in a parameter-only term", fatal=False)
             quiet = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
             return self._opaque(eqn, quiet)
-        for v in ins:
-            if reasons := getattr(v, "reasons", ()):
-                self.report(Derived(0, reasons), f"meets data in `{name}`")
-        if not any(map(views_in, ins)):
+        uses = uses_in(self, eqn, ins, scope)
+        if not uses or isinstance(uses, str):
+            for v in ins:
+                if reasons := getattr(v, "reasons", ()):
+                    self.report(Derived(0, reasons), f"meets data in `{name}`")
+            if uses:
+                return self._opaque(eqn, ins, uses)
             return self._opaque(
                 eqn, [v if isinstance(v, Data) else Constant(v.number) for v in ins]
             )
-        uses = uses_of(self.table, eqn, ins, scope)
-        if isinstance(uses, str):
-            return self._opaque(eqn, ins, uses)
         for use in uses:
             use.where = self._where(eqn)
         plan.uses[position] = uses
@@ -383,11 +395,14 @@ class Analysis(Facts):
         """
         number = self.equation_number(eqn, ins)
         kind = kind_reading(eqn.primitive.name)
-        derived = not any(map(views_in, ins))
-        if kind is None or not kind.product or derived:
+        seen = sum(bool(views_in(v)) for v in ins) == 1
+        seen &= not any(isinstance(v, Derived) for v in ins)
+        if kind is None or not kind.product or not seen:
             return self._opaque(eqn, ins)
         if self._where(eqn) in self._refused:
-            return [Derived(number, reasons_of(ins, f"`{eqn.primitive.name}` {_NOT_EXAMPLES}"))]
+            reasons = reasons_of(ins, f"`{eqn.primitive.name}` {_NOT_EXAMPLES}")
+            self.of_constants.update(reasons)
+            return [Derived(number, reasons, walkers_in(ins))]
         rows: list[Value] = [
             Data(v.number, fresh(self.table, a.aval.shape, "feature"))
             if isinstance(v, Constant)
@@ -410,9 +425,9 @@ class Analysis(Facts):
             self.mixes(eqn, mixed_atoms(eqn, axes_in))
         for use in uses:
             use.kind.place(use, axes)
-            use.parts = uses
+            use.parts = [u for u in uses if u.kind.covered and not u.view.computed_from]
         product = uses[0].kind.product_axes(uses[0], len(axes))
-        if product is None:
+        if product is None or uses[0].view.computed_from:
             return Data(number, axes)
         return Data(number, axes, uses[0], product)
 

@@ -45,7 +45,10 @@ def check_arrays(what: str, tree: PyTree) -> None:
     for leaf in jax.tree.leaves(tree):
         array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
         if not array and not isinstance(leaf, bool | int | float | complex):
-            raise TypeError(f"{what}: expected a tree of arrays, got {named(leaf)} in it")
+            remedy = ""
+            if callable(leaf):  # an activation is a leaf of Equinox's models
+                remedy = "; of an Equinox model, eqx.partition(model, eqx.is_inexact_array)[0]"
+            raise TypeError(f"{what}: expected a tree of arrays, got {named(leaf)} in it{remedy}")
 
 
 def check_params(paths: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import ClosedJaxpr
 from jaxkfac.interception._constant_rows import Repeats, repeated, repeats
 from jaxkfac.interception._joins import pieces_of
+from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._row_masks import own_axes
 from jaxkfac.interception._structured import MODIFIED
 from jaxkfac.interception._table import EXAMPLES_LOST
@@ -16,7 +17,11 @@ _OF_ROWS = frozenset("mul div add sub add_any".split())
 
 
 def analyse(
-    closed: ClosedJaxpr, paths: list[str | None], *, num_outputs: int = 0
+    closed: ClosedJaxpr,
+    paths: list[str | None],
+    *,
+    num_outputs: int = 0,
+    state: frozenset[int] = frozenset(),
 ) -> tuple[ClosedJaxpr, Analysis]:
     """A traced function and its analysis, constants told apart from rows.
 
@@ -31,26 +36,51 @@ def analyse(
     So it is with a scale or bias that meets data without the example axis (a batch statistic, in
     ``(x - mean) * (rsqrt(var) * scale)``): such data is a constant of every row that it meets
     later, and the parameter is used there.
+
+    State without the examples (a spectral norm's vectors) is constant altogether: ``state`` says
+    which of the inputs may be it.
     """
     refused: set[Hashable] = set()
     constants: set[Hashable] = set()
+    held: frozenset[int] = frozenset()
     while True:
-        analysis = Analysis(closed, paths, refused, constants)
+        analysis = Analysis(closed, paths, refused, constants, held)
+        if state and (held := _without_examples(analysis, state)):
+            state = frozenset()
+            continue
+        state = frozenset()
         alone = [u for u in analysis.plan.all_uses() if not _is_use(analysis, u, num_outputs)]
         todo = _repeats(analysis, alone, num_outputs)
         if todo.products:
             closed, refused, constants = repeated(closed, todo), set(), set()
             continue
         wrong = {u.where for u in alone}
-        lost = {
-            u.where
-            for u in _lost_uses(analysis, num_outputs=num_outputs)
-            if u.eqn.primitive.name in _OF_ROWS and not u.from_constant
-        }
-        if not wrong and lost <= constants:
+        lost = set()
+        for use in _lost_uses(analysis, num_outputs=num_outputs):
+            of_rows = use.eqn.primitive.name in _OF_ROWS and use.kind.covered
+            if of_rows and not use.from_constant:
+                lost.add(use.where)
+            elif use.kind.product and use.scope:  # a constant in the first iteration of a loop
+                wrong.add(use.where)
+        if wrong <= refused and lost <= constants:
             return closed, analysis
         refused |= wrong
         constants |= lost
+
+
+def _without_examples(analysis: Analysis, inputs: frozenset[int]) -> frozenset[int]:
+    """Which of some inputs lack the leading axis of the first output, or that of other inputs."""
+    table, first = analysis.table, analysis.outputs[0]
+    others = [axes for k, axes in analysis.axes_of_input.items() if k not in inputs]
+    leading = [first.axes] if isinstance(first, Data) and first.axes else others
+    examples = {a for axes in leading for axis in axes[:1] for a in table.atoms(axis)}
+    if not examples:  # a single example: its axis is not known
+        return frozenset()
+
+    def has_examples(axes: Axes) -> bool:
+        return any(examples.intersection(table.atoms(axis)) for axis in axes)
+
+    return frozenset(i for i in inputs if not has_examples(analysis.axes_of_input[i]))
 
 
 def _is_use(analysis: Analysis, use: Use, num_outputs: int) -> bool:
@@ -90,7 +120,9 @@ def split_lost(analysis: Analysis, *, num_outputs: int) -> tuple[list[Use], list
     uses = analysis.plan.all_uses()
     lost = set(_lost_uses(analysis, num_outputs=num_outputs))
     findings = [
-        CoverageNote(use.view.path, _reason(use), fatal=True) for use in uses if use in lost
+        CoverageNote(use.view.path, _reason(use), fatal=True)
+        for use in uses
+        if use in lost and not use.view.computed_from
     ]
     return [use for use in uses if use not in lost], findings
 
@@ -117,6 +149,27 @@ def _lost_uses(analysis: Analysis, *, num_outputs: int) -> list[Use]:
         if not (use.data is None or walked & examples or _runs_along(table, use, examples)):
             lost.append(use)
     return lost
+
+
+def split_partial(analysis: Analysis, uses: list[Use]) -> tuple[list[Use], list[CoverageNote]]:
+    """The uses without those of a parameter that is also a layer, and times a constant.
+
+    The rows of that constant (the zeros from which a recurrent state starts) would be missing in
+    the layer's factors.
+    """
+    layers = {u.view.path for u in uses if not (u.kind.elementwise or u.view.computed_from)}
+    partial = layers & analysis.of_constants.keys()
+    kept = [u for u in uses if u.kind.covered or u.view.path not in partial]
+    return kept, [
+        CoverageNote(
+            use.view.path,
+            f"goes through {analysis.of_constants[use.view.path]} and meets data in "
+            f"`{use.eqn.primitive.name}`",
+            fatal=True,
+        )
+        for use in uses
+        if not use.kind.covered and use.view.path in partial
+    ]
 
 
 def split_parts(table: AxisTable, uses: list[Use]) -> tuple[list[Use], list[CoverageNote]]:

@@ -7,7 +7,15 @@ from typing import Any
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import Eqn, is_stateful
 from jaxkfac.interception._propagate import Axes
-from jaxkfac.interception._values import CoverageNote, Derived, Parameter, Value, View, views_in
+from jaxkfac.interception._values import (
+    CoverageNote,
+    Derived,
+    Parameter,
+    Value,
+    View,
+    views_in,
+    walkers_in,
+)
 
 
 class Facts:
@@ -20,6 +28,10 @@ class Facts:
         data_axes: Axes of the data arguments.
         walked: For each scan, the axes of data that it walks along (``lax.map``); for each branch,
             none.
+        lengths: For each scan, its number of iterations.
+        parameters: The parameters as they are given, by path.
+        computed: The weights that are computed from parameters, by number and scans.
+        of_constants: The parameters that a constant without the examples times, by path, in words.
         stopped: By the number of a constant, the parameter whose gradient was stopped.
         mixing: By ``id`` of an equation, the atoms that it mixes (see ``_coupling``).
     """
@@ -30,6 +42,10 @@ class Facts:
         self.reads: set[str] = set()
         self.data_axes: list[Axes] = []
         self.walked: dict[int, Atoms] = {}
+        self.lengths: dict[int, int] = {}
+        self.parameters: dict[str, View] = {}
+        self.computed: dict[Hashable, View] = {}
+        self.of_constants: dict[str, str] = {}
         self.mixing: dict[int, set[int]] = {}
         self.stopped: dict[int, View] = {}
         self._numbers: dict[Hashable, int] = {}
@@ -76,7 +92,8 @@ class Facts:
     def outside(self, value: Value, eqn: Eqn) -> Value:
         """A value that leaves a structured equation: there it is no longer followed as a view."""
         if views_in(value):
-            return Derived(self.unique(), reasons_of([value], f"`{eqn.primitive.name}`"))
+            reasons = reasons_of([value], f"`{eqn.primitive.name}`")
+            return Derived(self.unique(), reasons, walkers_in([value]))
         return value
 
     def arrangement(self, eqn: Eqn, view: View, ins: Sequence[Value], result: int = 0) -> int:
@@ -93,7 +110,8 @@ def reasons_of(values: Sequence[Value], this: str) -> tuple[tuple[str, str], ...
     for value in values:
         for view in views_in(value):
             first = view.function or view.lost_by
-            reasons.setdefault(view.path, f"`{first}`" if first else this)
+            for path in (view.path, *(member.path for member in view.members)):
+                reasons.setdefault(path, f"`{first}`" if first else this)
         reasons |= getattr(value, "reasons", ())
     return tuple(sorted(reasons.items()))
 

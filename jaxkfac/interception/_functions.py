@@ -24,6 +24,7 @@ from jaxkfac.interception._values import (
     Value,
     View,
     views_in,
+    walkers_in,
 )
 from jaxkfac.interception._views import ELEMENT_BY_ELEMENT, SAME_ELEMENTS, is_negated, view_of
 
@@ -95,13 +96,13 @@ def _each_viewed(facts: Facts, eqn: Eqn, ins: Sequence[Value], position: int) ->
         return None
     if isinstance(value, View):
         views = view_of(facts, eqn, ins)
-        return None if views is None else [_value(v.number, [v], {}) for v in views]
+        return None if views is None else [_value(v.number, [v], []) for v in views]
     before = list(views_in(value))
     each = [view_of(facts, eqn, [*ins[:position], v, *ins[position + 1 :]]) for v in before]
     if any(views is None for views in each):
         return None
     return [
-        _value(facts.equation_number(eqn, ins, k), [v[k] for v in each if v], _reasons_in([value]))
+        _value(facts.equation_number(eqn, ins, k), [v[k] for v in each if v], [value])
         for k in range(len(eqn.outvars))
     ]
 
@@ -134,7 +135,7 @@ def _joined(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value] | None:
         )
         for v in views
     ]
-    return [_value(number, views, _reasons_in(ins))]
+    return [_value(number, views, ins)]
 
 
 def _beside(view: View, name: str, axis: int, whole: Atoms, start: int, size: int) -> View:
@@ -161,21 +162,27 @@ def _reasons_in(values: Sequence[Value]) -> dict[str, str]:
     return {path: why for v in values for path, why in getattr(v, "reasons", ())}
 
 
-def _value(number: int, views: Sequence[View], reasons: dict[str, str]) -> Value:
-    """A value in which these are seen; nothing is, of a part that was sliced away."""
+def _value(
+    number: int, views: Sequence[View], ins: Sequence[Value], hidden: dict[str, str] | None = None
+) -> Value:
+    """A value made of others in which these are seen; nothing is, of a part that was sliced away.
+
+    ``hidden`` says of further parameters why they are not seen any more.
+    """
+    reasons, walkers = (hidden or {}) | _reasons_in(ins), walkers_in(ins)
     views = [v for v in views if v.path not in reasons and all(j.size for j in v.joins)]
     lost = tuple(sorted(reasons.items()))
     if len(views) == 1 and not reasons:
         return views[0]
     if views:
-        return Combined(number, tuple(views), lost)
-    return Derived(number, lost) if reasons else Constant(number)
+        return Combined(number, tuple(views), lost, walkers)
+    return Derived(number, lost, walkers) if reasons else Constant(number)
 
 
 def _function(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value]:
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     number = facts.equation_number(eqn, ins)
-    reasons = _reasons_in(ins)
+    reasons: dict[str, str] = {}
     found: dict[str, View] = {}
     for position, value in enumerate(ins):
         for view in views_in(value):
@@ -189,7 +196,7 @@ def _function(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value]:
             elif is_negated(eqn, position):
                 view = dataclasses.replace(view, scaled=(*view.scaled, number))
             found[view.path] = dataclasses.replace(view, number=number)
-    return [_value(number, list(found.values()), reasons)]
+    return [_value(number, list(found.values()), ins, reasons)]
 
 
 def _place(view: View) -> tuple[object, ...]:

@@ -21,7 +21,8 @@ from jaxkfac.interception._values import CoverageNote, Use, View
 class _UseGroup:
     """The uses that read one parameter the same way.
 
-    ``member`` is which one of a stack of parameters, whose uses are the same equations.
+    ``member`` is which one of a stack of parameters, whose uses are the same equations;
+    ``computed_from`` are the parameters of a weight that is none itself.
     """
 
     kind: Kind
@@ -30,6 +31,7 @@ class _UseGroup:
     bias: ParameterMatrix | None = None
     name: str = ""
     member: int | None = None
+    computed_from: tuple[str, ...] = ()
 
 
 def group_uses(
@@ -57,6 +59,9 @@ def group_uses(
     Raises:
         UnknownLayerError: ``pattern`` matches no layer.
     """
+    # A second pass squares the whole gradient of a parameter, whatever else reads it.
+    whole = {u.view.path for u in uses if not u.kind.covered}
+    uses = [u for u in uses if not (u.kind.elementwise and u.kind.covered and u.view.path in whole)]
     matrices = [u for u in uses if not u.kind.elementwise]
     biases = [u for u in uses if u.kind.inserts]
     others = [u for u in uses if u.kind.elementwise and not u.kind.inserts]
@@ -75,6 +80,9 @@ def group_uses(
         masked = next((u.view.masked for u in block.uses if u.view.masked), "")
         if masked and not block.kind.elementwise:
             reason = f"is masked by a constant in `{masked}`; its factors are those of the product"
+            notes.append(CoverageNote(block.weight.path, reason, fatal=False))
+        if not block.kind.covered:
+            reason = "has a diagonal of whole examples' gradients, from a second pass"
             notes.append(CoverageNote(block.weight.path, reason, fatal=False))
         if any(u.whole_examples for u in block.uses):
             reason = "has a diagonal of whole examples' gradients: a weight is formed for each"
@@ -106,10 +114,18 @@ def group_uses(
                 uses=len(block.uses),
                 input=owner.name,
                 a_dense=not elementwise and not diagonal and n_in + ones <= max_dense,
-                g_dense=(scale_blocks or not elementwise) and n_out <= max_dense,
+                g_dense=_is_dense(block, n_out, max_dense, scale_blocks=scale_blocks),
+                computed_from=block.computed_from,
             )
         )
     return layers, notes
+
+
+def _is_dense(block: _UseGroup, size: int, max_dense: int, *, scale_blocks: bool) -> bool:
+    """Whether the output side, or the block of an elementwise kind, is a matrix."""
+    if size > max_dense or not block.kind.covered:
+        return False
+    return scale_blocks or not block.kind.elementwise
 
 
 def _positions(table: AxisTable, view: View) -> tuple[dict[int, int], tuple[int, ...]]:
@@ -192,10 +208,11 @@ def _blocks(
     found: dict[Any, _UseGroup] = {}
     for use in uses:
         weight = _matrix(table, use, experts, beside)
-        key = (weight, use.kind)
+        key = (weight, use.kind, use.view.number if use.view.computed_from else None)
         if use.kind.elementwise:
             key = (weight.path, weight.index, "diagonal")
-        block = found.setdefault(key, _UseGroup(use.kind, weight, []))
+        new = _UseGroup(use.kind, weight, [], computed_from=use.view.computed_from)
+        block = found.setdefault(key, new)
         # The slot of a diagonal is beside every part of an array that is this parameter's.
         if not use.kind.elementwise or not any(_same_operand(use, u) for u in block.uses):
             block.uses.append(use)
@@ -341,12 +358,15 @@ def _name(blocks: list[_UseGroup]) -> list[CoverageNote]:
     for path, group in by_path.items():
         taken: set[str] = set()
         for block in sorted(group, key=lambda b: (b.kind.rank, b.bias is None, _is_turned(b))):
-            name = path if not taken else f"{path}@{block.kind.suffix}"
+            further = path if block.computed_from else f"{path}@{block.kind.suffix}"
+            name = path if not taken else further
             while name in taken:
                 name += "'"
             taken.add(name)
             block.name = name
-        if len(group) > 1:
+            if block.computed_from:
+                block.weight = dataclasses.replace(block.weight, path=name)
+        if len(group) > 1 and not group[0].computed_from:
             names = ", ".join(sorted(taken))
             turned = any(_are_turned(*pair) for pair in itertools.combinations(group, 2))
             taken_by = " and its transpose, as one product" if turned else ""
@@ -388,7 +408,8 @@ def _owners(table: AxisTable, blocks: list[_UseGroup]) -> dict[int, _UseGroup]:
     pairs = (p for group in by_path.values() for p in itertools.combinations(group, 2))
     turned = {id(block) for pair in pairs if _are_turned(*pair) for block in pair}
     keys = {id(b): id(b) if id(b) in turned else _input_key(table, b) for b in blocks}
-    return {id(b): first.setdefault((keys[id(b)], b.member), b) for b in blocks}
+    ordered = sorted(blocks, key=lambda b: bool(b.computed_from))  # those of parameters come first
+    return {id(b): first.setdefault((keys[id(b)], b.member), b) for b in ordered}
 
 
 def _are_turned(one: _UseGroup, other: _UseGroup) -> bool:

@@ -115,7 +115,8 @@ class Layer:
         kind: ``dense``, ``conv`` and ``embedding`` have Kronecker factors; ``scale`` and
             ``bias`` (a bias that belongs to no product) have a diagonal, or one dense block, and
             so has ``transformed`` (a function of the parameter in a product, ``x @ exp(w)``);
-            ``diagonal`` (a parameter that no rule covers, by a second pass) has a diagonal.
+            ``reparameterised`` (a parameter behind a weight that is computed from it, by a second
+            pass) and ``diagonal`` (one that no rule covers, likewise) have a diagonal.
         weight: The parameter as a matrix.
         bias: The bias added to this layer's product and to nothing else, or ``None``. One that
             is added to a sum of products (``x @ w + h @ u + b``, a recurrent cell) could be the
@@ -129,6 +130,8 @@ class Layer:
             that of the first layer that reads the same variable.
         a_dense: False where the input factor is a diagonal (a vector).
         g_dense: False where the output factor is a diagonal (a vector).
+        computed_from: Where the weight is no parameter but computed from some (weight norm, a
+            merged adapter), their paths: it has factors, and nothing is preconditioned by them.
     """
 
     name: str
@@ -142,6 +145,7 @@ class Layer:
     input: str
     a_dense: bool = True
     g_dense: bool = True
+    computed_from: tuple[str, ...] = ()
 
     @functools.cached_property
     def is_diagonal(self) -> bool:
@@ -173,4 +177,7 @@ class Layer:
 
     @property
     def num_parameters(self) -> int:
+        """How many it answers for; a computed weight has none of its own."""
+        if self.computed_from:
+            return 0
         return self.weight.size + (self.bias.size if self.bias else 0)

@@ -19,7 +19,9 @@ class NnxApply:
     Returns the model's outputs, and with ``mutable=`` the pair ``(outputs, changed)``. What else
     the model holds is kept as it was when the model was taken apart, and the model is rebuilt
     inside the trace, so that calls have no side effect. A ``key`` seeds every random stream anew.
-    What a model sows (``nnx.Intermediate``) is left out.
+    What a model sows (``nnx.Intermediate``) is left out. What it writes into parameters (the kernel
+    that ``nnx.SpectralNorm`` has normalised) is dropped where ``mutable=`` names ``nnx.Param``, for
+    these change by their gradient, and raises elsewhere.
 
     Attributes:
         state: What ``mutable=`` names, as it was in the model: a plain dictionary of arrays, for
@@ -38,9 +40,12 @@ class NnxApply:
         # Forms, not values: a second copy of the parameters is never held.
         self._params, self._state = _Form.of("params", params), _Form.of("state", state)
         self.state: PyTree | None = nnx.to_pure_dict(state) if self._state.paths else None
+        named = nnx.filterlib.to_predicate(() if mutable is None else mutable)
+        self._written = {path for path, v in nnx.to_flat_state(params) if named(path, v)}
         held = [v for part in (state, self._rest) for _, v in nnx.to_flat_state(part)]
         self._streams = sorted({v.tag for v in held if isinstance(v, nnx.RngKey) and v.tag})
-        if self.state is None and not self._drops and mutable is not None:
+        unknown = self.state is None and not self._written
+        if unknown and not self._drops and mutable is not None:
             kinds = sorted({type(v).__name__ for v in (*held, nnx.Param(0))})
             raise ValueError(
                 f"mutable={_name(mutable)} names no variable of the model, whose variables are "
@@ -96,8 +101,9 @@ class NnxApply:
             kinds = ", ".join(sorted({f"nnx.{call.kinds[path].__name__}" for path in changed}))
             raise ValueError(
                 f"a call of the model changes {_joined(changed)}, which would stay at its first "
-                f"value: name it with jk.from_nnx(model, mutable={kinds}) and carry the state, "
-                "take the model apart in evaluation mode (model.eval()), or drop the changes "
+                f"value: name it with jk.from_nnx(model, mutable={kinds}) and carry the state "
+                "(what is written into an nnx.Param is dropped then), take the model apart in "
+                "evaluation mode (model.eval()), or drop the changes "
                 "knowingly with mutable=()"
             )
 
@@ -125,7 +131,7 @@ class NnxApply:
 
     def _is_suspect(self, call: "_Call", path: Path, key: Any) -> bool:
         """Whether a variable that nothing carries on may have another value than before."""
-        if path in self._state.paths:
+        if path in self._state.paths or path in self._written:
             return False
         if issubclass(call.kinds[path], nnx.RngState):
             drawn = key is None and issubclass(call.kinds[path], nnx.RngCount)
@@ -257,9 +263,12 @@ def as_state(grads: PyTree, model: nnx.Module) -> nnx.State:
 def _values(model: nnx.Module) -> tuple[dict[Path, Any], dict[Path, type]]:
     """The value and the type of every variable."""
     variables = dict(nnx.to_flat_state(nnx.state(model)))
-    return {p: v.get_value() for p, v in variables.items()}, {
-        p: type(v) for p, v in variables.items()
-    }
+    values = {p: v.get_value() if _is_variable(v) else v for p, v in variables.items()}
+    return values, {p: type(v) for p, v in variables.items()}
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, nnx.Variable)  # beside them a model may hold bare arrays
 
 
 def _nested(like: PyTree, values: dict[Path, Any], path: Path = ()) -> PyTree:

@@ -75,10 +75,12 @@ class Around(NamedTuple):
     Attributes:
         masks: Which rows exist.
         active: For layers in a window: whether it covers this iteration.
+        computed: The slots of weights that are computed from parameters.
     """
 
     masks: list[RowMask]
     active: dict[str, Bool[Array, ""]]
+    computed: dict[str, Slot]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +173,8 @@ class Rewriter:
         uses = [u for u in uses if u.layer in self.walkers]
         if not uses:
             return bind(eqn)(*values)
-        slots = [dict(_at_use(along[u.operand][u.layer or ""])) for u in uses]
+        beside = [around.computed if u.view.computed_from else along[u.operand] for u in uses]
+        slots = [dict(_at_use(its[u.layer or ""])) for u, its in zip(uses, beside, strict=True)]
         chosen = [
             [
                 RowMask(mask, [axis for _, axis in choice], complete=False)
@@ -212,17 +215,21 @@ class Rewriter:
         # A deferred parameter has no sharding and no donation of its own: it goes with the slots.
         deferred = [v if isinstance(v, DeferredParameter) else None for v in values]
         arrays = [None if isinstance(v, DeferredParameter) else v for v in values]
-        extras, tree = jax.tree.flatten((along, [m.mask for m in masks], around.active, deferred))
+        tapped = tapped_layers(inner)
+        computed = {name: slot for name, slot in around.computed.items() if name in tapped}
+        extras, tree = jax.tree.flatten(
+            (along, [m.mask for m in masks], around.active, computed, deferred)
+        )
 
         def run(plan: Plan, *flat: Any) -> list[Any]:
             n = len(arrays)
-            slots, mask_values, active, held = jax.tree.unflatten(tree, flat[n:])
+            slots, mask_values, active, computed, held = jax.tree.unflatten(tree, flat[n:])
             operands = [h if h is not None else v for v, h in zip(flat[:n], held, strict=True)]
             inside = [
                 RowMask(v, m.axes, complete=m.complete)
                 for v, m in zip(mask_values, masks, strict=True)
             ]
-            return self.run(plan, operands, slots, Around(inside, active))
+            return self.run(plan, operands, slots, Around(inside, active, computed))
 
         if kind == "cond":
             branches = [functools.partial(run, inner.calls[k]) for k in sorted(inner.calls)]
@@ -251,9 +258,15 @@ class Rewriter:
             for u in inner.all_uses()
             if u.layer and u.view.members and u.view.stacked_for == inner.scan
         }
+        walked = {
+            u.layer
+            for u in inner.all_uses()
+            if u.view.computed_from and ("scan", inner.scan) in u.view.walkers
+        }
         along = [
             *along[: nc + nk],
             *(stacked_slots(d, stacks) for d in along[nc + nk :]),
+            {name: s for name, s in around.computed.items() if name in walked},
         ]
         opening = self.windows.keys() - around.active.keys()  # an inner scan is inside the window
         rows = [
@@ -275,7 +288,8 @@ class Rewriter:
                 slots.append({**whole, **{k: row for k, (row, _) in taken.items()}})
                 after.append({k: buffer for k, (_, buffer) in taken.items()})
                 active.update({k: self.windows[k].covers(iteration) for k in windowed})
-            inside = around._replace(active=active)
+            computed = around.computed | slots.pop()
+            inside = around._replace(active=active, computed=computed)
             out = self.run(inner, [*values[:nc], *state, *xs], [*fixed, *slots], inside)
             return (out[:nk], after), out[nk:]
 

@@ -23,6 +23,7 @@ from jaxkfac.interception._values import (
     Value,
     View,
     views_in,
+    walkers_in,
 )
 from jaxkfac.interception._views import reversal
 
@@ -38,6 +39,7 @@ def walk_scan(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: S
     (nc, nk), length = scan_counts(eqn), eqn.params["length"]
     scan = len(facts.walked) + 1
     facts.walked[scan] = tuple(a for v in ins[nc + nk :] if isinstance(v, Data) for a in v.axes[0])
+    facts.lengths[scan] = length
     if any(body.outvars[k] is not body.invars[nc + k] for k in range(nk)):
         facts.mixes(eqn, facts.walked[scan])
     xs = [_slice_of(facts, v, scan, length) for v in ins[nc + nk :]]
@@ -92,7 +94,8 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
     if isinstance(value, Combined):
         each = (_slice_of(facts, view, scan, length) for view in value.views)
         views = tuple(v for value in each for v in views_in(value))
-        return dataclasses.replace(value, number=number, views=views)
+        walkers = value.walkers | {("scan", scan)}
+        return dataclasses.replace(value, number=number, views=views, walkers=walkers)
     if isinstance(value, View):
         elements = facts.number((scan, "xs", value.elements))
         value = dataclasses.replace(value, elements=elements)
@@ -107,6 +110,9 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
         step = Consumed(length, value.axes[0], ("scan", scan))
         axes, consumed = value.axes[1:], (*value.consumed, step)
         return dataclasses.replace(value, number=number, axes=axes, consumed=consumed)
+    if isinstance(value, Derived):
+        walkers = value.walkers | {("scan", scan)}
+        return dataclasses.replace(value, number=number, walkers=walkers)
     return dataclasses.replace(value, number=number)
 
 
@@ -159,7 +165,7 @@ def _join(facts: Facts, before: Value, after: Value, *, unchanged: bool) -> Valu
     reasons = reasons_of((before, after), "`scan`")
     if not reasons or (isinstance(before, Derived) and dict(reasons) == dict(before.reasons)):
         return before
-    return Derived(facts.unique(), reasons)
+    return Derived(facts.unique(), reasons, walkers_in((before, after)))
 
 
 def _stacked(facts: Facts, value: Value, length: int) -> Value:
@@ -168,7 +174,7 @@ def _stacked(facts: Facts, value: Value, length: int) -> Value:
     if isinstance(value, Data):
         return Data(number, (facts.table.new(length, "derived"), *value.axes))
     if views_in(value):
-        return Derived(number, reasons_of([value], "`scan`"))
+        return Derived(number, reasons_of([value], "`scan`"), walkers_in([value]))
     return dataclasses.replace(value, number=number)
 
 
@@ -202,7 +208,9 @@ def _any_of(facts: Facts, eqn: Eqn, values: Sequence[Value], shape: tuple[int, .
             facts.unique(), merge(facts.table, axes, shape) if axes else fresh(facts.table, shape)
         )
     reasons = reasons_of(results, "`cond`")
-    return Derived(facts.unique(), reasons) if reasons else Constant(facts.unique())
+    if not reasons:
+        return Constant(facts.unique())
+    return Derived(facts.unique(), reasons, walkers_in(results))
 
 
 def walk_shard_map(

@@ -53,11 +53,36 @@ class LayerTable(Mapping[str, Layer]):
     def __len__(self) -> int:
         return len(self.layers)
 
+    @functools.cached_property
+    def of_parameters(self) -> tuple[Layer, ...]:
+        """The layers whose weight is a parameter, and not computed from some."""
+        return tuple(layer for layer in self.layers if not layer.computed_from)
+
+    @functools.cached_property
+    def tapped(self) -> tuple[Layer, ...]:
+        """The layers that are gathered in the gradient's backward pass."""
+        return tuple(layer for layer in self.layers if layer.is_covered)
+
+    @functools.cached_property
+    def second_pass(self) -> tuple[Layer, ...]:
+        """The parameters behind computed weights."""
+        return tuple(layer for layer in self.layers if not layer.is_covered)
+
+    def without_second_pass(self, reason: str) -> "LayerTable":
+        """The table where there is none: the parameters that need one are not covered."""
+        lost = [(layer.weight.path, reason) for layer in self.second_pass]
+        return dataclasses.replace(
+            self,
+            layers=self.tapped,
+            uncovered=[*self.uncovered, *lost],
+            problems=[*self.problems, *lost],
+        )
+
     @property
     def num_covered(self) -> int:
         """Number of parameter elements that lie in a layer; none is counted twice."""
         slices: dict[str, dict[Index, int]] = {}
-        for layer in self.layers:
+        for layer in self.of_parameters:
             for part in filter(None, (layer.weight, layer.bias)):
                 slices.setdefault(part.path, {})[part.index] = part.size
         return sum(min(self.sizes[p], sum(held.values())) for p, held in slices.items())

@@ -25,7 +25,7 @@ from jaxkfac.interception._encoded import (
     is_encoded,
     refuse_deferred,
 )
-from jaxkfac.interception._examples import analyse, split_lost, split_parts
+from jaxkfac.interception._examples import analyse, split_lost, split_partial, split_parts
 from jaxkfac.interception._grouping import group_uses
 from jaxkfac.interception._index import shape_of
 from jaxkfac.interception._layer import Layer, ParameterMatrix
@@ -37,8 +37,10 @@ from jaxkfac.interception._rewrite import Around, Handler, Rewriter
 from jaxkfac.interception._row_masks import RowMask
 from jaxkfac.interception._slots import Entries, Slot, check_entries
 from jaxkfac.interception._table import LayerTable
-from jaxkfac.interception._values import Data, Use
+from jaxkfac.interception._values import CoverageNote, Data, Use
 from jaxkfac.interception._windows import Window
+
+_PARTLY = "is in a layer for some of its readings: its factors leave out those that are not covered"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +197,7 @@ class Traced:
         entries = entries or {}
         check_entries(slots, entries)
         by_path = collections.defaultdict(dict)
+        computed = {name: slot for name, slot in slots.items() if self.table[name].computed_from}
         walkers = collections.defaultdict(set)
         for use in self.analysis.plan.all_uses():
             for name in slots.keys() & use.layers:
@@ -222,7 +225,7 @@ class Traced:
         riding = [by_path.get(path, {}) for path in paths]
         flat += jax.tree.leaves(args)
         riding += [{}] * (len(flat) - len(riding))
-        out = rewriter.run(self.analysis.plan, flat, riding, Around(masks or [], {}))
+        out = rewriter.run(self.analysis.plan, flat, riding, Around(masks or [], {}, computed))
         refuse_deferred(enumerate(out), lambda _: "the caller: the function returns it")
         return jax.tree.unflatten(self.out_tree, out)
 
@@ -236,11 +239,13 @@ def trace(
     experts: str | None = None,
     scale_blocks: bool = False,
     num_outputs: int = 0,
+    state: PyTree = None,
 ) -> Traced:
     """Trace ``fn(params, *args)`` and find its layers; see ``find_layers``.
 
     ``scale_blocks`` gives scales and lone biases a dense block; ``num_outputs`` says of how many
-    leaves that the result begins with the first axis is the examples.
+    leaves that the result begins with the first axis is the examples; ``state`` is the part of the
+    arguments that a call changes.
     """
     check_function("fn", fn, "fn(params, *args)")
     encoded, params = encoded_paths(params), decoded_shapes(params)
@@ -249,7 +254,14 @@ def trace(
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, *args)
     paths = leaves_by_path(params)
     num_args = len(closed.jaxpr.invars) - len(paths)
-    closed, analysis = analyse(closed, [*paths, *[None] * num_args], num_outputs=num_outputs)
+    changing = {id(leaf) for leaf in jax.tree.leaves(state)}
+    states = [k for k, x in enumerate(jax.tree.leaves(args)) if id(x) in changing]
+    closed, analysis = analyse(
+        closed,
+        [*paths, *[None] * num_args],
+        num_outputs=num_outputs,
+        state=frozenset(k + len(paths) for k in states),
+    )
     # What leads to no output has no gradient: derivatives of a function leave its value behind.
     live = {id(use) for use in leading_to(analysis.plan, *range(len(analysis.outputs)))[0]}
     uses, lost = split_lost(analysis, num_outputs=num_outputs)
@@ -257,8 +269,10 @@ def trace(
     uses = [use for use in uses if id(use) in live]
     _refuse_encoded_parts(uses, encoded)
     uses, cut = split_parts(analysis.table, uses)
+    uses, partial = split_partial(analysis, uses)
     # The diagonal of some readings of a function of a parameter is nobody's diagonal.
-    missing = {f.path for f in (*analysis.findings, *lost, *cut) if f.fatal}
+    lost = [*lost, *cut, *partial]
+    missing = {f.path for f in (*analysis.findings, *lost) if f.fatal}
     uses = [u for u in uses if not (u.view.function and u.view.path in missing)]
     found, notes = group_uses(
         analysis.table,
@@ -268,8 +282,10 @@ def trace(
         pattern=layers,
         scale_blocks=scale_blocks,
     )
-    findings = [*analysis.findings, *lost, *cut, *notes]
+    findings = [*analysis.findings, *lost, *notes]
     held = {part.path for layer in found for part in (layer.weight, layer.bias) if part}
+    partly = dict.fromkeys(f.path for f in findings if f.fatal and f.path in held)
+    findings += [CoverageNote(path, _PARTLY, fatal=False) for path in partly]
     touched = {f.path for f in findings}
     touched |= {v.path for u in uses for v in (u.view, *u.view.members)}
     shapes_of = {path: tuple(getattr(leaf, "shape", ())) for path, leaf in paths.items()}
@@ -388,5 +404,6 @@ def find_layers(
 
     options: Any = {"layers": layers, "max_dense": max_dense, "experts": experts}
     called_fn, args = (called, (named, *args)) if named else (fn, args)
+    options["state"] = named.get("state")
     traced = trace(called_fn, params, *args, **options)
     return trace_marked(traced, params, *args, **options).table

@@ -64,6 +64,7 @@ class View:
         chosen: Of each choice of some rows (a cond under ``vmap``): for each axis that was
             broadcast to those rows, its atoms, and those of the choice.
         rowless: The primitive in which data without the example axis multiplied or shifted it.
+        computed_from: Where it is no parameter but a weight computed from some: their paths.
     """
 
     number: int
@@ -84,6 +85,7 @@ class View:
     chosen: tuple[tuple[tuple[Atoms, Atoms], ...], ...] = ()
     rowless: str = ""
     uncut: Axes = ()
+    computed_from: tuple[str, ...] = ()
 
     @property
     def walkers(self) -> tuple[tuple[str, int], ...]:
@@ -106,11 +108,13 @@ class Combined:
         number: Value number.
         views: Each of them, as a view of the shape of this value.
         reasons: As in ``Derived``, of the parameters that are in it but are not seen in it.
+        walkers: As in ``Derived``, of these.
     """
 
     number: int
     views: tuple[View, ...]
     reasons: tuple[tuple[str, str], ...] = ()
+    walkers: frozenset[tuple[str, int]] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,10 +124,12 @@ class Derived:
     Attributes:
         number: Value number.
         reasons: ``(parameter path, what it went through first)``, in words.
+        walkers: The scans and indices that walk along stacks of these parameters, or of itself.
     """
 
     number: int
     reasons: tuple[tuple[str, str], ...]
+    walkers: frozenset[tuple[str, int]] = frozenset()
 
     @property
     def paths(self) -> frozenset[str]:
@@ -153,6 +159,15 @@ class Data:
 
 Parameter = View | Combined | Derived
 Value = Constant | Parameter | Data
+
+
+def walkers_in(values: Sequence[Value]) -> frozenset[tuple[str, int]]:
+    """What walks along stacks of the parameters in some values: these differ as it goes on."""
+    found: set[tuple[str, int]] = set()
+    for value in values:
+        found.update(w for view in views_in(value) for w in view.walkers)
+        found |= getattr(value, "walkers", frozenset()) if not isinstance(value, View) else set()
+    return frozenset(found)
 
 
 def views_in(value: Value) -> tuple[View, ...]:

@@ -49,7 +49,7 @@ class Embedding(TwoSided):
         rows_of_table = (
             position == 0
             and len(d.start_index_map) == 1
-            and tuple(d.collapsed_slice_dims) == tuple(d.start_index_map)
+            and tuple(d.collapsed_slice_dims) in ((), tuple(d.start_index_map))
             and not d.operand_batching_dims
         )
         if not rows_of_table:
@@ -73,8 +73,13 @@ class Embedding(TwoSided):
 
     def outputs(self, site: Site, use: Use, cotangent: Array) -> Rows:
         numbers = site.eqn.params["dimension_numbers"]
-        rows = tuple(d for d in range(cotangent.ndim) if d not in numbers.offset_dims)
-        return Rows(cotangent, rows, (), tuple(zip(numbers.offset_dims, use.out_axes, strict=True)))
+        offset = list(numbers.offset_dims)
+        if not numbers.collapsed_slice_dims:  # the axis of the rows is there, with size one
+            kept = offset.pop(token_axis(site.eqn))
+            cotangent = cotangent.squeeze(kept)
+            offset = [d - (d > kept) for d in offset]
+        rows = tuple(d for d in range(cotangent.ndim) if d not in offset)
+        return Rows(cotangent, rows, (), tuple(zip(offset, use.out_axes, strict=True)))
 
     def input_moments(
         self,

@@ -114,9 +114,10 @@ def targeted(config: Config, table: LayerTable) -> list[Layer]:
     names = [name for name in table if config.targets(name)]
     layers = [table[name] for name in names]
     wrong = {x.name: f"is of kind {x.kind!r}" for x in layers if x.kind != "dense"}
+    wrong |= {x.name: "is computed from parameters" for x in layers if x.computed_from}
     held = {part.path for x in table.values() for part in (x.weight, x.bias) if part}
     if config.target == ALL_LINEAR:
-        layers, wrong = [x for x in layers if x.kind == "dense"], {}
+        layers, wrong = [x for x in layers if x.name not in wrong], {}
     else:
         wrong |= {p: r for p, r in table.uncovered if p not in held and config.targets(p)}
         names += [path for path in wrong if path not in names]

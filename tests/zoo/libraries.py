@@ -257,7 +257,6 @@ def _memax_lru():
     "Penzai: Llama",
     family=FAMILY,
     checked="gradient",
-    uncovered={"transformer/embedder.embeddings/data_array": "does not pick whole rows"},
     needs=("penzai",),
 )
 def _penzai_llama():

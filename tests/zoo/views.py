@@ -241,15 +241,3 @@ def _padded():
         return tap.dense("head", y, y @ p["head"])
 
     return Case(classifier(apply_fn), tree(0, w=(4, 5), head=(5, 3)), rows(), twin)
-
-
-@program("merged adapter: W plus a product of two", family=PARTS, checked="brute force for W",
-         uncovered={"a": "`dot_general`", "b": "`dot_general`"})  # fmt: skip
-def _merged():
-    def model(p, x, tap):
-        w = p["w"] + 0.5 * (p["a"] @ p["b"])
-        y = jnp.tanh(tap.dense("w", x, x @ w))
-        return tap.dense("head", y, y @ p["head"])
-
-    params = tree(0, w=(4, 5), a=(4, 2), b=(2, 5), head=(5, 3))
-    return Case(objective_of(model), params, rows(), model)

@@ -1,0 +1,209 @@
+"""Weights computed from parameters: what takes their factors; see also `tests/zoo/weights.py`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jaxkfac as jk
+from tests._checks import assert_factors_close, assert_tree_close, objective_of, squares
+from tests._oracle import corrected_eigenvalues, oracle
+from tests._programs import labels, normal, tree
+from tests.zoo.weights import weight_norm
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def model(p, x, tap):
+    y = tap.dense("v@effective", x, x @ weight_norm(p))
+    y = jnp.tanh(tap.lone_bias("bias", y + p["bias"], shape=(5,)))
+    return tap.dense("head", y, y @ p["head"])
+
+
+def params():
+    return tree(0, v=(4, 5), g=(5,), bias=(5,), head=(5, 3))
+
+
+def tokens():
+    return normal(8, 3, 2, 4), labels(9, 3, 2)
+
+
+def collected(objective=None, **options):
+    objective = objective_of(model) if objective is None else objective
+    return jax.jit(jk.value_grad_and_factors(objective, **options))(params(), tokens())
+
+
+def kernels(factors):
+    return {name: factors[name] for name in factors if name not in ("v", "g")}
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_factors_are_those_of_the_product(sharing):
+    """The bias beside such a product is a lone one: no parameter has the row it would be."""
+    factors = collected(sharing=sharing).factors
+    expected = oracle(model, params(), tokens(), sharing=sharing)
+    assert_factors_close(kernels(factors), expected, 1e-10)
+    assert factors.layer("v@effective").computed_from == ("g", "v")
+
+
+@pytest.mark.parametrize("wall", [jax.checkpoint, jax.jit], ids=["remat", "jit"])
+def test_inside_walls(wall):
+    plain = objective_of(model)
+    walled = jk.Objective(wall(plain.apply_fn), jk.Categorical())
+    found, expected = (collected(objective) for objective in (walled, plain))
+    assert_tree_close(found.grads, expected.grads, 1e-12)
+    assert_tree_close(found.factors, expected.factors, 1e-12)
+
+
+def test_sampled_and_exact_labels():
+    drawn = labels(5, 2, 3, 2)
+    stats = jk.value_grad_and_factors(objective_of(model), fisher="mc")
+    factors = stats(params(), tokens(), labels=drawn).factors
+    expected = oracle(model, params(), tokens(), fisher="mc", labels=drawn)
+    assert_factors_close(kernels(factors), expected, 1e-10)
+    each = [squares(objective_of(model), params(), (tokens()[0], y), ["v"])["v"] for y in drawn]
+    diagonal = sum(block.diagonal for block in each) / 2
+    np.testing.assert_allclose(factors["v"].diagonal, diagonal, rtol=1e-10)
+    exact = collected(fisher="exact").factors
+    assert_factors_close(kernels(exact), oracle(model, params(), tokens(), fisher="exact"), 1e-10)
+
+
+def test_masked_terms_have_no_gradient():
+    mask = jnp.asarray([[True, False], [True, True], [False, True]])
+    x, y = tokens()
+    stats = jk.value_grad_and_factors(objective_of(model))
+    factors = stats(params(), (x, y, mask)).factors
+
+    def loss(p, n):
+        logits = jax.nn.log_softmax(objective_of(model).apply_fn(p, x[n]))
+        return -(
+            jnp.take_along_axis(logits, y[n][:, None], 1)[:, 0] * jnp.where(mask[n], 1.0, 0.0)
+        ).sum()
+
+    each = jax.vmap(jax.grad(loss), (None, 0))(params(), jnp.arange(3))
+    np.testing.assert_allclose(factors["v"].diagonal, (each["v"] ** 2).sum(0) / 4, rtol=1e-10)
+
+
+def test_one_weight_read_twice_is_one_layer():
+    def twice(p, x, tap):
+        w = p["v"] / jnp.linalg.norm(p["v"], axis=0)
+        y = jnp.tanh(tap.dense("v@effective", x, x @ w))
+        return tap.dense("v@effective", y, y @ w)
+
+    one = {"v": normal(3, 4, 4)}
+    factors = jk.value_grad_and_factors(objective_of(twice))(one, tokens()).factors
+    expected = squares(objective_of(twice), one, tokens(), ["v"])
+    assert_factors_close(factors, expected | oracle(twice, one, tokens()), 1e-10)
+
+
+def test_a_stack_computed_before_the_scan_has_factors_by_iteration():
+    def apply_fn(p, x):
+        kernels = p["v"] / jnp.linalg.norm(p["v"], axis=1, keepdims=True)
+        step = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+        return lax.scan(step, x, kernels)[0]
+
+    def unrolled(p, x, tap):
+        for i in range(3):
+            w = p["v"][i] / jnp.linalg.norm(p["v"][i], axis=0)
+            x = jnp.tanh(tap.dense("v@effective", x, x @ w, at=(i,)))
+        return x
+
+    one, objective = {"v": normal(3, 3, 4, 4)}, jk.Objective(apply_fn, jk.Categorical())
+    expected = oracle(unrolled, one, tokens()) | squares(objective, one, tokens(), ["v"])
+    factors = jax.jit(jk.value_grad_and_factors(objective))(one, tokens()).factors
+    assert_factors_close(factors, expected, 1e-10)
+    budget = jk.value_grad_and_factors(objective, max_factor_bytes=900)
+    assert len(budget.plan(one, tokens()).passes) > 1
+    assert_factors_close(budget(one, tokens()).factors, expected, 1e-10)
+
+
+def test_nothing_is_preconditioned_by_the_factors_of_a_computed_weight():
+    _, grads, factors = collected()
+    bases = jk.eigendecompose(factors)
+    steps = jk.natural_gradient(grads, bases, damping=0.1)
+    for name in ("v", "g"):
+        expected = grads[name] / (factors[name].diagonal + 0.1)
+        np.testing.assert_allclose(steps[name], expected, rtol=1e-10)
+    assert "v@effective" in bases
+    metrics = jk.capacity_metrics(bases, num_examples=6)
+    assert "v@effective" in str(metrics)
+
+
+def test_kfac_keeps_no_average_of_it():
+    stats = jk.value_grad_and_factors(objective_of(model))
+    tx = jk.kfac(0.05, like=stats.factor_shapes(params(), tokens()), damping=1e-2)
+
+    @jax.jit
+    def step(params, state):
+        value, grads, factors = stats(params, tokens())
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return value, optax.apply_updates(params, updates), state
+
+    before, trained, state = step(params(), tx.init(params()))
+    assert list(state.average) == ["bias", "head", "v", "g"]
+    assert objective_of(model)(trained, tokens()) < before
+
+
+def test_measured_eigenvalues():
+    factors = collected().factors
+    bases = jk.eigendecompose(factors)
+    found = jk.correct_eigenvalues(objective_of(model), bases)(params(), tokens())
+    vectors = {n: (bases[n].a_vectors, bases[n].g_vectors) for n in ("v@effective", "head")} | {
+        "bias": (None, None)
+    }
+    expected = corrected_eigenvalues(model, params(), tokens(), vectors)
+    for name in ("v@effective", "head"):
+        want = expected[name].values
+        np.testing.assert_allclose(found[name].raw_values, want, rtol=1e-8, atol=1e-14)
+    np.testing.assert_allclose(found["v"].raw_diagonal, factors["v"].diagonal, rtol=1e-10)
+
+
+def test_the_host_service_and_the_planner_take_it():
+    _, _, factors = collected()
+    with jk.HostCurvature(lag=0) as service:
+        service.push(factors, 0)
+        bases = service.bases(0)
+    np.testing.assert_allclose(bases["v"].raw_diagonal, factors["v"].diagonal, rtol=1e-10)
+    tx = jk.kfac(0.1, like=factors)
+    plan = jk.plan_memory(objective_of(model), params(), tokens(), optimizer=tx, device_bytes="1GB")
+    assert "factors" in str(plan)
+
+
+def test_a_pattern_takes_the_weight_without_what_stands_behind_it(capsys):
+    assert list(collected(layers=".*@effective").factors) == ["v@effective"]
+    assert "second pass" not in capsys.readouterr().err
+    assert list(collected(layers="v|head").factors) == ["head", "v"]
+    assert "1 parameters are covered by a second pass" in capsys.readouterr().err
+
+
+def test_the_table_says_which_is_which():
+    table = jk.find_layers(objective_of(model).apply_fn, params(), tokens()[0])
+    kinds = {name: layer.kind for name, layer in table.items()}
+    assert kinds["v@effective"] == "dense"
+    assert kinds["v"] == kinds["g"] == "reparameterised"
+    assert "cover 45 of 45 parameters (100.0%)" in str(table)
+    assert ("v", "has a diagonal of whole examples' gradients, from a second pass") in table.notes
+
+
+def test_where_there_is_no_second_pass_the_parameters_are_not_covered():
+    with pytest.raises(jk.UncoveredParameterError, match="Fisher type has none of"):
+        collected(fisher="forward")
+
+    def coupled(p, x):
+        y = x @ weight_norm(p)
+        return (y - y.mean((0, 1))) @ p["head"]
+
+    objective = jk.Objective(coupled, jk.Categorical())
+    kept = tree(0, v=(4, 5), g=(5,), head=(5, 3))
+    with pytest.raises(jk.UncoveredParameterError, match="examples meet at `reduce_sum`"):
+        jk.value_grad_and_factors(objective)(kept, tokens())
+    stats = jk.value_grad_and_factors(objective, uncovered="ignore")
+    assert list(stats(kept, tokens()).factors) == ["v@effective", "head"]
+
+    def scalar(p, batch):
+        return jnp.mean((batch[0] @ weight_norm(p)) ** 2)
+
+    with pytest.raises(jk.UncoveredParameterError, match="need a jk.Objective"):
+        jk.value_grad_and_factors(scalar, loss_terms=6)(tree(0, v=(4, 5), g=(5,)), tokens())
