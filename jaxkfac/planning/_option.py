@@ -30,6 +30,8 @@ class Option:
         title: Of its column.
         needs: The option that it cannot do without; ``""`` is none.
         changes_program: Whether :meth:`program` is overridden.
+        only_compiled: Whether its program is traced only where a compiler is asked; else
+            :meth:`change` says what it would change.
         changes_factors: Whether factors have other shapes with it.
         takes_factors: Whether factors leave the device, and are added up on the host.
         takes_bases: Whether eigenvectors are on the host.
@@ -37,7 +39,7 @@ class Option:
     """
 
     name = title = needs = ""
-    changes_program = changes_factors = False
+    changes_program = changes_factors = only_compiled = False
     takes_factors = takes_bases = False
     accumulator_dtype: Any = None
 

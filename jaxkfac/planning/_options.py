@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxkfac import lslora
 from jaxkfac._errors import JaxkfacError
 from jaxkfac.factors import Objective, arguments, takes_key
+from jaxkfac.interception import leaves_by_path
 from jaxkfac.memory import bytes_text
 from jaxkfac.planning._basis_options import HalfBases, HostBases, LowRank
 from jaxkfac.planning._option import Choice, Option
@@ -235,18 +236,41 @@ class Nf4(Option):
     """The frozen kernels in 4 bits."""
 
     name, title, needs, changes_program = "nf4", "NF4", "adapters", True
+    only_compiled = True  # decoding in every kernel takes as long to trace as all the rest
 
     def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
-        (base, inputs), *rest = program.batch
-        names = "|".join(re.escape(layer.name) for layer in program.adapted)
-        try:
-            base = lslora.nf4.quantize(base, names, table=program.base_table)
-        except (JaxkfacError, ValueError, TypeError) as error:
-            raise UnavailableError(first_line(error)) from None
-        return dataclasses.replace(program, batch=((base, inputs), *rest), frozen=base)
+        base, ((_, inputs), *rest) = _in_four_bits(program), program.batch
+        return dataclasses.replace(
+            program, batch=((base, inputs), *rest), frozen=base, quantised=True
+        )
+
+    def check(self, of: ProgramBytes, choice: Choice) -> None:
+        if not of.program.quantised:
+            _in_four_bits(of.program)
+
+    def change(self, rows: MemoryRows, of: ProgramBytes, choice: Choice) -> None:
+        program = of.program
+        if program.quantised:
+            return
+        rows.device["parameters"] += nbytes(_in_four_bits(program)) - nbytes(program.frozen)
+        leaves = leaves_by_path(program.frozen)
+        decoded = (
+            x.in_features * x.out_features * leaves[x.weight.path].dtype.itemsize
+            for x in program.adapted
+        )
+        rows.device["activations"] += max(decoded, default=0)  # one kernel at a time
 
     def cost(self, of: ProgramBytes, choice: Choice) -> str:
         return f"{8 * NF4_BYTES:.3g} bits a weight; each kernel is dequantised where read"
+
+
+def _in_four_bits(program: TrainingProgram) -> Any:
+    """Shapes of the base with its adapted kernels in NF4."""
+    names = "|".join(re.escape(layer.name) for layer in program.adapted)
+    try:
+        return lslora.nf4.quantize(program.frozen, names, table=program.base_table)
+    except (JaxkfacError, ValueError, TypeError) as error:
+        raise UnavailableError(first_line(error)) from None
 
 
 # The order is that of the search, from the cheapest to the dearest: of two sets of one size, the

@@ -56,6 +56,7 @@ class TrainingProgram:
         state: Shapes of what a call changes, ``None`` without.
         temporaries: Who says what a program needs beside its arguments and results.
         base_table: Of the base beside adapters, ``None`` without.
+        quantised: Whether the base is in 4 bits.
         same_factors: A program with factors of the same shapes, which are not traced again.
     """
 
@@ -70,6 +71,7 @@ class TrainingProgram:
     state: PyTree
     temporaries: Temporaries
     base_table: LayerTable | None = None
+    quantised: bool = False
     same_factors: "TrainingProgram | None" = None
 
     @functools.cached_property

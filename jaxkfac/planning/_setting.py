@@ -174,6 +174,9 @@ class TrainingPrograms:
             UnavailableError: the program does not have one of the options.
         """
         own = setting.of_program
+        if not self.temporaries.compiled:
+            names = (option.name for option in own.ordered if not option.only_compiled)
+            own = Setting(frozenset(names), own.steps)
         if own not in self._known:
             try:
                 program = own.program(self._plain)
