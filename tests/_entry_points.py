@@ -136,6 +136,12 @@ def _():
     return lambda p, b, s: stats(p, b, step=s), (PARAMS, BATCH, step)
 
 
+@entry("value_grad_and_factors, bases", grams=SIDES)
+def _():
+    stats = jk.value_grad_and_factors(OBJECTIVE)
+    return lambda p, d, k, b: stats(p, d, k, bases=b), (PARAMS, BATCH, KEY, bases())
+
+
 def with_marks(params, batch):
     outputs = jk.mark_outputs(apply(params, batch[0]), jk.Categorical(), weight=0.5)
     return 0.5 * optax.softmax_cross_entropy_with_integer_labels(outputs, batch[1]).mean()
@@ -156,11 +162,7 @@ collects(
     jk.Objective(with_rows, jk.Categorical()),
     batch=((BATCH[0], of(ROWS, dtype=bool)), BATCH[1]),
 )
-collects(
-    "value_grad_and_factors, transformed",
-    jk.Objective(transformed, jk.Categorical()),
-    grams={HIDDEN: 1, OUT: 1},
-)
+collects("value_grad_and_factors, transformed", jk.Objective(transformed, jk.Categorical()))
 
 
 class Normalised(nnx.Module):
