@@ -160,6 +160,12 @@ def kfac(
     $\nu$ is the norm constraint: $\langle p, \nabla\rangle = \langle p, (\bar F +
     \delta) p\rangle$ bounds $\langle p, F p\rangle$, twice the KL divergence of a step.
 
+    Factors from ``stats(..., bases=state.bases)`` also hold eigenvalues measured in the
+    eigenvectors at hand (EKFAC). Where they do, their average since the last refresh takes the
+    place of $\lambda_A \lambda_G$, from the step after it on. It takes eigenvectors, which
+    ``inverse="auto"`` keeps if ``like`` was made with ``bases=`` too; inside ``lax.scan``, where
+    the state may not gain an average on the way, ``like`` must be.
+
     Parameters that no factor covers follow plain gradient descent with the same learning
     rate, momentum and weight decay ($p = \nabla$, $\nu = 1$), or ``others``.
 
