@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxkfac.models import Pairs, load_encoder_decoder
+from jaxkfac.models import Pairs, generate_targets, load_encoder_decoder
 from jaxkfac.models.encoder_decoder._positions import buckets
 from tests._transformers import torch, transformers
 
@@ -158,3 +158,39 @@ def test_five_steps_of_adamw_have_the_gradients_of_transformers(name, tmp_path):
             # relative to the largest of the tensor
             bound = 1e-4 * np.abs(grad).max()
             np.testing.assert_allclose(as_stored(grads, path), grad, atol=bound, rtol=0)
+
+
+def answers_of(model, sources, **options):
+    """Of transformers, without the start and what is behind the end."""
+    found = []
+    for source in sources:
+        asked = torch.tensor([source])
+        mask = torch.ones_like(asked)
+        with torch.no_grad():
+            ids = model.generate(asked, attention_mask=mask, do_sample=False, **options)
+        ids = ids[0, 1:].tolist()
+        found.append(ids[: ids.index(1) + 1] if 1 in ids else ids)
+    return found
+
+
+BEAMS = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "long ones preferred": {"num_beams": 4, "length_penalty": 2.0, "early_stopping": "never"},
+    "short ones preferred": {"num_beams": 3, "length_penalty": -1.0},
+    "until enough have ended": {"num_beams": 4, "early_stopping": True},
+}
+
+
+@pytest.mark.parametrize("how", BEAMS)
+def test_answers_equal_those_of_transformers(how, tmp_path):
+    model = oracle("version 1.1")
+    with torch.no_grad():  # ends that come early and late
+        model.lm_head.weight[1] *= 2
+    model.save_pretrained(tmp_path)
+    loaded = load_encoder_decoder(tmp_path, dtype=jnp.float32)
+    rng = np.random.default_rng(0)
+    sources = [rng.integers(3, 61, size=n).tolist() for n in (14, 3, 9, 6, 11, 2)]
+    expected = answers_of(model, sources, max_new_tokens=12, **BEAMS[how])
+    assert len({len(ids) for ids in expected}) > 1 and len(set(map(tuple, expected))) > 2
+    assert generate_targets(loaded, sources, max_new_tokens=12, **BEAMS[how]) == expected

@@ -29,7 +29,7 @@ class PlanArguments:
     device_bytes: str | float
     """What the device's allocator can hand out: bytes, or 80GB, or 74.5GiB."""
     preset: str = "llama-7b"
-    """Layout: llama-7b, phi-3-mini or t5-xl."""
+    """Layout: llama-7b, phi-3-mini, t5-xl or flan-t5-xl."""
     host_bytes: str | float | None = None
     """Main memory for curvature, likewise; no limit by default."""
     headroom: float = 0.1
@@ -41,7 +41,7 @@ class PlanArguments:
     batch: int = 1
     """Examples per step, or per micro-batch with --gradient-accumulation-steps."""
     tokens: int = 2048
-    """Of an example; of its source and of its target for t5-xl."""
+    """Of an example; of its source and of its target for an encoder-decoder."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the parameters."""
     gradient_accumulation_steps: int = 1

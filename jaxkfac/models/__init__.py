@@ -16,9 +16,13 @@ from jaxkfac.models.decoder import (
     load_decoder,
 )
 from jaxkfac.models.encoder_decoder import (
+    CachedPairs,
     EncoderDecoder,
     EncoderDecoderConfig,
     Pairs,
+    PairsCache,
+    empty_pairs_cache,
+    generate_targets,
     load_encoder_decoder,
 )
 from jaxkfac.models.pretrained import smollm2
@@ -27,11 +31,13 @@ __all__ = [
     "MLP",
     "Cache",
     "Cached",
+    "CachedPairs",
     "Decoder",
     "DecoderConfig",
     "EncoderDecoder",
     "EncoderDecoderConfig",
     "Pairs",
+    "PairsCache",
     "Pretrained",
     "Rotary",
     "Tokenizer",
@@ -40,7 +46,9 @@ __all__ = [
     "VisionTransformerConfig",
     "decoder_shapes",
     "empty_cache",
+    "empty_pairs_cache",
     "generate",
+    "generate_targets",
     "load_decoder",
     "load_encoder_decoder",
     "smollm2",

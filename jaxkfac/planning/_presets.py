@@ -22,6 +22,7 @@ PRESETS: dict[str, Layout] = {
     "llama-7b": DecoderLayout(32, 4096, 32, 11008, 32000, fused=False),
     "phi-3-mini": DecoderLayout(32, 3072, 32, 8192, 32064, fused=True),
     "t5-xl": EncoderDecoderLayout(24, 2048, 32, 5120, 32128),
+    "flan-t5-xl": EncoderDecoderLayout(24, 2048, 32, 5120, 32128),
 }
 
 

@@ -17,6 +17,7 @@ from jaxkfac.memory import require
 from jaxkfac.models.checkpoint import Pretrained
 from jaxkfac.models.decoder._config import DecoderConfig
 from jaxkfac.models.decoder._tokens import Cached, Tokens, empty_cache
+from jaxkfac.models.generation import TokenChoice, choose, continued
 
 Prompt = str | Sequence[int] | jax.Array | np.ndarray
 
@@ -30,6 +31,8 @@ def generate(
     *,
     max_new_tokens: int = 64,
     temperature: float | int = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
     key: Key[Array, ""] | None = None,
     adapted: Callable[..., Any] | None = None,
     adapters: PyTree = None,
@@ -50,6 +53,8 @@ def generate(
         max_new_tokens: The most to add.
         temperature: 0 takes the likeliest token; otherwise logits are divided by it and a
             token is drawn.
+        top_k: Draw among so many of the likeliest.
+        top_p: Draw among the fewest of the likeliest that have this probability together.
         key: For drawing.
         adapted: ``jk.lslora.attach(pretrained.apply_fn, config)``: generate with it instead.
         adapters: For ``adapted``.
@@ -62,7 +67,8 @@ def generate(
 
     Raises:
         ValueError: a prompt without tokens, with ids beyond the vocabulary, or longer than the
-            context leaves room for; a text without a tokenizer; a temperature without a key;
+            context leaves room for; a text without a tokenizer; a temperature without a key,
+            ``top_k`` or ``top_p`` without a temperature;
             ``adapters``, or quantised parameters, without ``adapted``; an ``adapter`` beyond the
             bank; logits that are not finite, so that no token is the likeliest.
         MemoryBudgetError: no room for the cache.
@@ -114,7 +120,7 @@ def generate(
         jax.random.key(0) if key is None else key,
         jnp.asarray(max(temperature, 1e-30), jnp.float32),
         jnp.asarray(_ends(pretrained), jnp.int32),
-        form=_Form(config, dtype, max_new_tokens, greedy=temperature == 0),
+        static=_Static(config, dtype, max_new_tokens, TokenChoice(temperature == 0, top_k, top_p)),
     )
     if not np.all(finite):
         wrong = np.flatnonzero(~np.asarray(finite)).tolist()
@@ -131,16 +137,16 @@ def generate(
     return out[0] if single else out
 
 
-class _Form(NamedTuple):
+class _Static(NamedTuple):
     """What the program is compiled for, beside shapes."""
 
     config: DecoderConfig
     dtype: Any
     steps: int
-    greedy: bool
+    choice: TokenChoice
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="form")
+@functools.partial(jax.jit, static_argnums=0, static_argnames="static")
 def _program(
     model: Callable[..., Any],
     operands: tuple[Any, ...],
@@ -149,54 +155,29 @@ def _program(
     temperature: Array,
     ends: Array,
     *,
-    form: _Form,
+    static: _Static,
 ) -> tuple[Array, Array]:
     """New ids ``(B, steps)``, -1 behind the end of each answer; whether its logits were finite."""
     params, *adapters = operands
     rows, length = tokens.ids.shape
     assert tokens.positions is not None
     last = tokens.positions[:, -1]
-    lengths = last + 1 + form.steps
-    cache = empty_cache(form.config, rows, length + form.steps, form.dtype, lengths=lengths)
+    lengths = last + 1 + static.steps
+    cache = empty_cache(static.config, rows, length + static.steps, static.dtype, lengths=lengths)
 
     def run(tokens: Tokens, cache: Any) -> Any:
         if adapters:
             return model(params, adapters[0], Cached(tokens, cache), adapter=adapters[1])
         return model(params, Cached(tokens, cache))
 
-    def choose(logits: Array, step: Array) -> Array:
-        if form.greedy:
-            return jnp.argmax(logits, -1).astype(jnp.int32)
-        scaled = logits.astype(jnp.float32) / temperature
-        return jax.random.categorical(jax.random.fold_in(key, step), scaled).astype(jnp.int32)
+    def take(logits: Array, number: Array) -> Array:
+        return choose(static.choice, logits, temperature, jax.random.fold_in(key, number))
 
-    def goes_on(state: Any) -> Array:
-        step, done, *_ = state
-        return (step < form.steps) & ~done.all()
-
-    def one_more(state: Any) -> Any:
-        step, done, ids, cache, new, finite = state
-        tokens = Tokens(jnp.maximum(ids, 0)[:, None], (last + step)[:, None])
-        logits, cache = run(tokens, cache)
-        finite &= done | _is_finite(logits)
-        ids = jnp.where(done, -1, choose(logits, step))
-        new = jax.lax.dynamic_update_slice(new, ids[:, None], (0, step))
-        return step + 1, done | _is_in(ids, ends), ids, cache, new, finite
+    def step(ids: Array, number: Array, cache: Any) -> Any:
+        return run(Tokens(ids[:, None], (last + number)[:, None]), cache)
 
     logits, cache = run(tokens, cache)
-    ids = choose(logits, jnp.zeros((), jnp.int32))
-    new = jnp.full((rows, form.steps), -1, jnp.int32).at[:, 0].set(ids)
-    start = (jnp.ones((), jnp.int32), _is_in(ids, ends), ids, cache, new, _is_finite(logits))
-    return jax.lax.while_loop(goes_on, one_more, start)[-2:]
-
-
-def _is_finite(logits_BxV: Array) -> Array:
-    """By the largest, which is NaN where any is; -infinity may forbid a token."""
-    return jnp.isfinite(logits_BxV.max(-1))
-
-
-def _is_in(ids_B: Array, ends: Array) -> Array:
-    return (ids_B[:, None] == ends).any(1)
+    return continued(logits, cache, step, take, steps=static.steps, ends=ends)
 
 
 def _as_list(prompt: Any) -> list[Any]:

@@ -1,13 +1,19 @@
 """A pretrained encoder-decoder in the T5 layout."""
 
+from jaxkfac.models.encoder_decoder._answers import generate_targets
+from jaxkfac.models.encoder_decoder._cache import CachedPairs, PairsCache, empty_pairs_cache
 from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
 from jaxkfac.models.encoder_decoder._encoder_decoder import EncoderDecoder
 from jaxkfac.models.encoder_decoder._load import load_encoder_decoder
 from jaxkfac.models.encoder_decoder._pairs import Pairs
 
 __all__ = [
+    "CachedPairs",
     "EncoderDecoder",
     "EncoderDecoderConfig",
     "Pairs",
+    "PairsCache",
+    "empty_pairs_cache",
+    "generate_targets",
     "load_encoder_decoder",
 ]

@@ -16,10 +16,10 @@ from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
 
 
 class KeysValues(NamedTuple):
-    """What is asked: ``(B, S, H, K)`` each."""
+    """What is asked: ``(B, S, H, K)`` each; with an axis of blocks before in a cache."""
 
-    keys: Float[Array, "B S H K"]
-    values: Float[Array, "B S H K"]
+    keys: Float[Array, "*L B S H K"]
+    values: Float[Array, "*L B S H K"]
 
 
 class Seen(NamedTuple):

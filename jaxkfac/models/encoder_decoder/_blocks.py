@@ -1,6 +1,6 @@
 """The blocks of both stacks. Attribute names are Hugging Face's, so adapters' are too."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -53,7 +53,7 @@ class Sublayers(nnx.Module):
         for number, sublayer in enumerate(sublayers):
             setattr(self, str(number), sublayer)
 
-    def __getitem__(self, number: int) -> Sublayer:
+    def __getitem__(self, number: int) -> Any:
         return getattr(self, str(number))
 
 
@@ -69,7 +69,7 @@ class Past(NamedTuple):
     filled: Array
 
 
-class EncoderBlock(nnx.Module):
+class SourceBlock(nnx.Module):
     """Attention, then the feed-forward layer, each normalised first and added to the stream."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
@@ -86,7 +86,7 @@ class EncoderBlock(nnx.Module):
         return x_BxSxD + last.DenseReluDense(last.layer_norm(x_BxSxD))
 
 
-class CrossBlock(nnx.Module):
+class TargetBlock(nnx.Module):
     """A block of the decoder: between the two, attention over the encoder's outputs."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:

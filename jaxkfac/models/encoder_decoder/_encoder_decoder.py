@@ -13,8 +13,9 @@ from jaxtyping import Array, Float
 from jaxkfac.interception import mark_rows
 from jaxkfac.models._rms_norm import RMSNorm
 from jaxkfac.models._token_embedding import TokenEmbedding
-from jaxkfac.models.encoder_decoder._attention import Seen
-from jaxkfac.models.encoder_decoder._blocks import CrossBlock, EncoderBlock
+from jaxkfac.models.encoder_decoder._attention import KeysValues, Seen
+from jaxkfac.models.encoder_decoder._blocks import Past, SourceBlock, TargetBlock
+from jaxkfac.models.encoder_decoder._cache import CachedPairs, PairsCache
 from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
 from jaxkfac.models.encoder_decoder._pairs import Pairs, check_pairs
 from jaxkfac.models.encoder_decoder._positions import RelativePositions
@@ -26,7 +27,7 @@ class BlockStack(nnx.Module):
     def __init__(
         self,
         config: EncoderDecoderConfig,
-        block: type[EncoderBlock] | type[CrossBlock],
+        block: type[SourceBlock] | type[TargetBlock],
         depth: int,
         *,
         remat: bool,
@@ -41,7 +42,7 @@ class BlockStack(nnx.Module):
 
         self.block = stacked_blocks(rngs)
         self.relative_attention_bias = RelativePositions(
-            config, both_sides=block is EncoderBlock, rngs=rngs
+            config, both_sides=block is SourceBlock, rngs=rngs
         )
         self.final_layer_norm = RMSNorm(config.width, config.norm_epsilon)
 
@@ -58,7 +59,8 @@ class BlockStack(nnx.Module):
 class EncoderDecoder(nnx.Module):
     """An encoder-decoder of the T5 layout: ``model(Pairs(...)) -> logits``.
 
-    Logits are ``(B, T, V)`` in the dtype of the parameters. Softmax and norms are computed in
+    Logits are ``(B, T, V)`` in the dtype of the parameters. For generation inputs are
+    :class:`CachedPairs`. Softmax and norms are computed in
     float32. There is no dropout. Rows of the source that its mask leaves out are in no factor;
     the model marks them itself (:func:`jaxkfac.mark_rows`).
 
@@ -82,7 +84,7 @@ class EncoderDecoder(nnx.Module):
         depths = (config.encoder_depth, config.decoder_depth)
         self.encoder, self.decoder = (
             BlockStack(config, block, depth, remat=remat, rngs=rngs)
-            for block, depth in zip((EncoderBlock, CrossBlock), depths, strict=True)
+            for block, depth in zip((SourceBlock, TargetBlock), depths, strict=True)
         )
         if not config.tied_head:
             init = nnx.initializers.normal(config.width**-0.5)
@@ -90,27 +92,65 @@ class EncoderDecoder(nnx.Module):
                 config.width, config.vocabulary, use_bias=False, kernel_init=init, rngs=rngs
             )
 
-    def __call__(self, pairs: Pairs) -> Float[Array, "B T V"]:
-        source, mask, target = check_pairs(pairs)
+    def __call__(
+        self, pairs: Pairs | CachedPairs
+    ) -> Float[Array, "B T V"] | tuple[Float[Array, "B V"], PairsCache]:
+        if isinstance(pairs, CachedPairs):
+            return self._next(*pairs)
+        source, mask, target = _marked(pairs)
         memory_BxSxD = self._encoded(source, mask)
         places = jnp.arange(target.shape[1])
         causal = (places[None, :] <= places[:, None])[None, None]
         seen = Seen(causal, self.decoder.relative_attention_bias(places, places))
         across = Seen(_keys(mask), None)
 
-        def step(x: Array, block: CrossBlock) -> tuple[Array, None]:
+        def step(x: Array, block: TargetBlock) -> Any:
             return block(x, seen, block.across(memory_BxSxD), across, None)
 
         x_BxTxD, _ = self.decoder.scanned(step, self.shared(target))
         return self._head(x_BxTxD)
 
+    def _next(self, pairs: Pairs, cache: PairsCache) -> tuple[Array, PairsCache]:
+        """Logits of the last token of each row."""
+        source, mask, target = _marked(pairs)
+        across = nnx.cond(
+            cache.filled == 0,
+            lambda model: model._across(source, mask),
+            lambda model: cache.across,
+            self,
+        )
+        asking = cache.filled + jnp.arange(target.shape[1])
+        places = jnp.arange(cache.own.keys.shape[2])
+        seen = Seen(
+            (places[None, :] <= asking[:, None])[None, None],
+            self.decoder.relative_attention_bias(asking, places),
+        )
+        seen_across = Seen(_keys(mask), None)
+
+        def step(
+            x: Array, block: TargetBlock, own: KeysValues, across: KeysValues
+        ) -> tuple[Array, KeysValues | None]:
+            return block(x, seen, across, seen_across, Past(own, cache.filled))
+
+        x_BxTxD, own = self.decoder.scanned(step, self.shared(target), cache.own, across)
+        cache = PairsCache(own, across, cache.filled + target.shape[1])
+        return self._head(x_BxTxD[:, -1]), cache
+
+    def _across(self, source: Array, mask: Array | None) -> KeysValues:
+        """Keys and values of the source for every block of the decoder."""
+        memory_BxSxD = self._encoded(source, mask)
+
+        def step(memory: Array, block: TargetBlock) -> tuple[Array, KeysValues]:
+            return memory, block.across(memory)
+
+        scan = nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+        return scan(memory_BxSxD, self.decoder.block)[1]  # pyright: ignore[reportArgumentType]
+
     def _encoded(self, source: Array, mask: Array | None) -> Array:
         places = jnp.arange(source.shape[1])
         seen = Seen(_keys(mask), self.encoder.relative_attention_bias(places, places))
-        if mask is not None:  # the axes of the source do not reach the logits
-            source = mark_rows(source, mask)
 
-        def step(x: Array, block: EncoderBlock) -> tuple[Array, None]:
+        def step(x: Array, block: SourceBlock) -> tuple[Array, None]:
             return block(x, seen), None
 
         return self.encoder.scanned(step, self.shared(source))[0]
@@ -119,6 +159,14 @@ class EncoderDecoder(nnx.Module):
         if self.config.scaled_head:
             x = x * jnp.asarray(self.config.width**-0.5, x.dtype)
         return self.shared.attend(x) if self.config.tied_head else self.lm_head(x)
+
+
+def _marked(pairs: Pairs) -> Pairs:
+    """The rows of the source named, whose axes do not reach the logits."""
+    pairs = check_pairs(pairs)
+    if pairs.source_mask is None:
+        return pairs
+    return pairs._replace(source=mark_rows(pairs.source, pairs.source_mask))
 
 
 def _keys(mask_BxS: Array | None) -> Array | None:

@@ -1,0 +1,236 @@
+"""Targets token by token, from a cache of keys and values."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Key, PyTree
+
+from jaxkfac._checks import at_least_one
+from jaxkfac.interception import is_encoded
+from jaxkfac.memory import require
+from jaxkfac.models.checkpoint import Pretrained
+from jaxkfac.models.encoder_decoder._cache import CachedPairs, PairsCache, empty_pairs_cache
+from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
+from jaxkfac.models.encoder_decoder._pairs import Pairs
+from jaxkfac.models.generation import EarlyStopping, TokenChoice, beam_search, choose, continued
+
+Source = str | Sequence[int]
+
+# Sources are padded to a multiple of this, so that few lengths are compiled.
+_ROUND = 32
+
+
+def generate_targets(
+    pretrained: Pretrained,
+    sources: Sequence[Source],
+    *,
+    max_new_tokens: int = 64,
+    num_beams: int = 1,
+    length_penalty: float | int = 1.0,
+    early_stopping: EarlyStopping = False,
+    temperature: float | int = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    key: Key[Array, ""] | None = None,
+    adapted: Callable[..., Any] | None = None,
+    adapters: PyTree = None,
+) -> list[Any]:
+    """The target of each source, until a token of ``eos_ids``.
+
+    One compiled program reads the sources and loops over the new tokens; it is compiled again
+    for another number of sources, another ``max_new_tokens``, or another multiple of 32 tokens
+    in the longest source.
+
+    Args:
+        pretrained: From :func:`load_encoder_decoder`.
+        sources: Texts, or token ids with the end that the tokenizer gives a text.
+        max_new_tokens: The most of each target.
+        num_beams: More than one: beam search, as transformers does it.
+        length_penalty: Of beams: log probabilities are divided by length to this power.
+        early_stopping: Of beams: ``True`` stops an example at ``num_beams`` finished sequences,
+            ``False`` when the best running one is no better at its present length, ``"never"``
+            when it could not be at any.
+        temperature: 0 takes the likeliest token; otherwise logits are divided by it and a
+            token is drawn.
+        top_k: Draw among so many of the likeliest.
+        top_p: Draw among the fewest of the likeliest that have this probability together.
+        key: For drawing.
+        adapted: ``jk.lslora.attach(pretrained.apply_fn, config)``: generate with it instead.
+        adapters: For ``adapted``.
+
+    Returns:
+        For each text the target's text, for ids its ids, the one that ended it included.
+
+    Raises:
+        ValueError: a source without tokens or with ids beyond the vocabulary; a text without a
+            tokenizer; a temperature without a key, or with beams; quantised parameters, or
+            ``adapters``, without ``adapted``; logits that are not finite.
+        MemoryBudgetError: no room for the cache.
+
+    Memory:
+        A cache of ``2 L B (S + P) H K`` elements, S of the sources (rounded up) and P of the new
+        tokens; ``num_beams`` times that with beams, which also read each source as often.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jaxkfac as jk
+        >>> from jaxkfac.models import EncoderDecoder, EncoderDecoderConfig, Pretrained
+        >>> config = EncoderDecoderConfig(vocabulary=97, width=32, hidden=48, encoder_depth=2,
+        ...                               decoder_depth=2, num_heads=4, head_size=8)
+        >>> model = EncoderDecoder(config, rngs=nnx.Rngs(0))
+        >>> pretrained = Pretrained(config, *jk.from_nnx(model), None)
+        >>> [len(ids) for ids in generate_targets(pretrained, [[5, 6, 7]], max_new_tokens=4)]
+        [4]
+    """
+    at_least_one(max_new_tokens=max_new_tokens, num_beams=num_beams)
+    if not temperature >= 0 or (temperature > 0 and key is None):  # NaN is no temperature
+        raise ValueError(f"temperature={temperature}: expected 0, or more with a key")
+    if num_beams > 1 and temperature > 0:
+        raise ValueError("num_beams and a temperature: beams take the likeliest sequences")
+    if early_stopping not in (True, False, "never"):
+        raise ValueError(f"early_stopping={early_stopping!r}: expected True, False or 'never'")
+    params = pretrained.params
+    if adapted is None and (
+        adapters is not None or any(map(is_encoded, jax.tree.leaves(params, is_leaf=is_encoded)))
+    ):
+        raise ValueError(
+            "adapters and quantised parameters are read by "
+            "adapted=jk.lslora.attach(apply_fn, config): give it, with adapters= (may be {})"
+        )
+    rows = [_ids(pretrained, source) for source in sources]
+    if not rows:
+        return []
+    config, dtype = pretrained.config, params["shared"]["embedding"].dtype
+    source, mask = _side_by_side([row for row in rows for _ in range(num_beams)], config.pad_id)
+    _ask_for_room(config, len(source), source.shape[1], max_new_tokens, dtype)
+    new, finite = _program(
+        pretrained.apply_fn if adapted is None else adapted,
+        (params,) if adapted is None else (params, adapters),
+        source,
+        mask,
+        jax.random.key(0) if key is None else key,
+        jnp.asarray(max(temperature, 1e-30), jnp.float32),
+        jnp.asarray(_ends(pretrained), jnp.int32),
+        form=_Targets(
+            config,
+            dtype,
+            max_new_tokens,
+            TokenChoice(temperature == 0, top_k, top_p),
+            num_beams,
+            float(length_penalty),
+            early_stopping,
+        ),
+    )
+    if not np.all(finite):
+        wrong = sorted({i // num_beams for i in np.flatnonzero(~np.asarray(finite)).tolist()})
+        raise ValueError(
+            f"the logits of sources {wrong} are not finite (NaN or infinite), so no token is the "
+            "likeliest: look for NaN in the parameters"
+        )
+    answers = [[int(i) for i in row if i >= 0] for row in np.asarray(new)]
+    return [
+        pretrained.tokenizer.decode(ids) if isinstance(asked, str) and pretrained.tokenizer else ids
+        for asked, ids in zip(sources, answers, strict=True)
+    ]
+
+
+class _Targets(NamedTuple):
+    """What the program is compiled for, beside shapes."""
+
+    config: EncoderDecoderConfig
+    dtype: Any
+    steps: int
+    choice: TokenChoice
+    num_beams: int
+    length_penalty: float
+    early_stopping: EarlyStopping
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="form")
+def _program(
+    model: Callable[..., Any],
+    operands: tuple[Any, ...],
+    source: Array,
+    mask: Array,
+    key: Array,
+    temperature: Array,
+    ends: Array,
+    *,
+    form: _Targets,
+) -> tuple[Array, Array]:
+    """New ids ``(B, steps)``, -1 behind the end of each answer; whether logits were finite."""
+    rows, length = source.shape
+
+    def run(ids: Array, cache: PairsCache) -> tuple[Array, PairsCache]:
+        return model(*operands, CachedPairs(Pairs(source, mask, ids[:, None]), cache))
+
+    def step(ids: Array, number: Array, cache: PairsCache) -> tuple[Array, PairsCache]:
+        return run(ids, cache)
+
+    cache = empty_pairs_cache(form.config, rows, length, form.steps, form.dtype)
+    logits, cache = run(jnp.full(rows, form.config.start_id, jnp.int32), cache)
+    if form.num_beams == 1:
+
+        def take(logits: Array, number: Array) -> Array:
+            return choose(form.choice, logits, temperature, jax.random.fold_in(key, number))
+
+        return continued(logits, cache, step, take, steps=form.steps, ends=ends)
+
+    def reorder(cache: PairsCache, beams: Array) -> PairsCache:
+        own = jax.tree.map(lambda x: x[:, beams], cache.own)  # the source is that of all beams
+        return cache._replace(own=own)
+
+    found = beam_search(
+        logits,
+        cache,
+        step,
+        reorder,
+        num_beams=form.num_beams,
+        steps=form.steps,
+        ends=ends,
+        length_penalty=form.length_penalty,
+        early_stopping=form.early_stopping,
+    )
+    return found, jnp.isfinite(logits.max(-1))
+
+
+def _ids(pretrained: Pretrained, source: Source) -> list[int]:
+    if isinstance(source, str):
+        if pretrained.tokenizer is None:
+            raise ValueError("this checkpoint came without a tokenizer: give token ids")
+        source = pretrained.tokenizer.encode(source)
+    ids, vocabulary = [int(i) for i in source], pretrained.config.vocabulary
+    if not ids or min(ids) < 0 or max(ids) >= vocabulary:
+        what = f"ids from {min(ids)} to {max(ids)}" if ids else "no tokens"
+        raise ValueError(f"sources: expected ids in [0, {vocabulary}), got {what}")
+    return ids
+
+
+def _side_by_side(rows: Sequence[Sequence[int]], pad: int) -> tuple[Array, Array]:
+    length = math.ceil(max(map(len, rows)) / _ROUND) * _ROUND
+    ids, mask = np.full((len(rows), length), pad, np.int32), np.zeros((len(rows), length), bool)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)], mask[number, : len(row)] = row, True
+    return jnp.asarray(ids), jnp.asarray(mask)
+
+
+def _ask_for_room(
+    config: EncoderDecoderConfig, rows: int, sources: int, places: int, dtype: Any
+) -> None:
+    cache = jax.eval_shape(lambda: empty_pairs_cache(config, rows, sources, places, dtype))
+    require(
+        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)),
+        device=jnp.zeros(()).device,
+        what="generate_targets: the cache of keys and values",
+        instead="give fewer sources at once, fewer beams, or a smaller max_new_tokens",
+    )
+
+
+def _ends(pretrained: Pretrained) -> tuple[int, ...]:
+    known = () if pretrained.tokenizer is None else pretrained.tokenizer.eos_ids
+    return tuple(dict.fromkeys((*pretrained.config.eos_ids, *known)))
