@@ -90,8 +90,7 @@ def training(layout: str, kind: str, **options: Any) -> dict[str, Any]:
             params, state, value = step(params, state, batch)
     sharded = sum(not x.is_fully_replicated for x in jax.tree.leaves(state))
     end = {name: _text(x) for name, x in params.items()}
-    kept = {jax.tree_util.keystr(path): _text(x) for path, x in jax.tree.leaves_with_path(state)}
-    return {"params": end, "loss": float(value), "sharded": sharded, "state": kept}
+    return {"params": end, "loss": float(value), "sharded": sharded}
 
 
 def layouts() -> dict[str, Any]:
