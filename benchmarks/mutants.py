@@ -260,11 +260,13 @@ def table(record: dict[str, Any]) -> str:
     """The record for a reader: counts by room, the survivors, then every mutant."""
     tried_ = [x for x in record["mutants"] if "beside" in x]
     alive = [x for x in tried_ if not killed_by(x, STAGES[:2])]
+    killed = sum(killed_by(x) is not None for x in tried_)
     lines = [
         f"# One-line mutants of {record['commit'][:12]}, seed {record['seed']}",
         "",
         f"`python -m benchmarks.mutants` has run {len(tried_)} of {len(record['mutants'])}: "
-        f"{len(tried_) - len(alive)} were killed by the tests of that commit. Without a mutant "
+        f"{len(tried_) - len(alive)} were killed by the tests of that commit, and by those added "
+        f"since {killed} in all ({killed / len(tried_):.0%}). Without a mutant "
         f"those tests: {record.get('without a mutant', 'not run')}; those that have killed since: "
         f"{record.get('tests since without a mutant', 'not run')}.",
         "",

@@ -90,12 +90,8 @@ def training(layout: str, kind: str, **options: Any) -> dict[str, Any]:
             params, state, value = step(params, state, batch)
     sharded = sum(not x.is_fully_replicated for x in jax.tree.leaves(state))
     end = {name: _text(x) for name, x in params.items()}
-    return {"params": end, "loss": float(value), "sharded": sharded, "bases": _bases(state)}
-
-
-def _bases(state: Any) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(state.bases)
-    return {jax.tree_util.keystr(path): _text(x) for path, x in leaves}
+    kept = {jax.tree_util.keystr(path): _text(x) for path, x in jax.tree.leaves_with_path(state)}
+    return {"params": end, "loss": float(value), "sharded": sharded, "state": kept}
 
 
 def layouts() -> dict[str, Any]:

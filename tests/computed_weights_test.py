@@ -146,6 +146,23 @@ def test_kfac_keeps_no_average_of_it():
     assert objective_of(model)(trained, tokens()) < before
 
 
+def test_micro_batches_are_one_batch():
+    """The accumulator is what K-FAC keeps."""
+    stats = jk.value_grad_and_factors(objective_of(model))
+    like = stats.factor_shapes(params(), tokens())
+
+    def first(tx, batches):
+        state = tx.init(params())
+        for batch in batches:
+            _, grads, factors = stats(params(), batch)
+            updates, state = tx.update(grads, state, params(), factors=factors)
+        return updates
+
+    parts = [jax.tree.map(lambda x, i=i: x[i : i + 1], tokens()) for i in range(3)]
+    several = first(jk.multi_steps(jk.kfac(0.1, like=like), 3), parts)
+    assert_tree_close(several, first(jk.kfac(0.1, like=like), [tokens()]), 1e-10)
+
+
 def test_measured_eigenvalues():
     factors = collected().factors
     bases = jk.eigendecompose(factors)

@@ -87,7 +87,8 @@ def apart(place: Place, limit: int, *, again: bool) -> None:
         keep(place, {"stopped": f"no result after {limit} CPU s"}, row.get("program", ""))
     elif done.returncode:
         sys.stderr.write(done.stderr)
-        keep(place, {"stopped": f"ended with status {done.returncode}"}, row.get("program", ""))
+        last = done.stderr.strip().rpartition("\n")[2][:200]
+        keep(place, {"stopped": f"ended with status {done.returncode}: {last}"}, "")
 
 
 if __name__ == "__main__":

@@ -54,6 +54,10 @@ def value_grad_and_factors(
     Where examples are coupled (batch statistics), $g$ is the gradient with respect to the row with
     everything else in the batch held as it is, and an example's gradient the sum over its rows.
 
+    A weight that is computed from parameters (weight norm, a merged adapter) has factors under the
+    name of the largest of them and ``@effective``; each parameter behind it has the diagonal
+    $\tfrac{1}{NR} \sum_n \gamma_n^2$ of each example's gradient $\gamma_n$, from a second pass.
+
     Args:
         objective: An ``Objective``, or any scalar loss ``fn(params, batch)`` that is a mean
             over rows (then ``fisher="empirical"`` only, with ``loss_terms``).

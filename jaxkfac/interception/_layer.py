@@ -111,7 +111,8 @@ class Layer:
     Attributes:
         name: Path of the parameter, ``path[i]`` for an indexed slice, ``path[2:5]`` or
             ``path[:,0:3]`` for a range; where one parameter has several blocks, the further ones
-            end in ``@`` and a reason.
+            end in ``@`` and a reason. A weight that is computed from parameters has the path of
+            the largest of them, and ``@effective``.
         kind: ``dense``, ``conv`` and ``embedding`` have Kronecker factors; ``scale`` and
             ``bias`` (a bias that belongs to no product) have a diagonal, or one dense block, and
             so has ``transformed`` (a function of the parameter in a product, ``x @ exp(w)``);

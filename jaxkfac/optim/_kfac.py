@@ -258,7 +258,7 @@ def kfac(
     )
     check_like(like)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), without_loss_terms(like))
-    given, like = like, of_parameters(like)
+    like = of_parameters(like)
     measures = like.corrections is not None
     method = preconditioner_of(inverse, damping, damping_mode, measures=measures)
     method.check_stagger(stagger=stagger, measures=measures)
@@ -302,8 +302,9 @@ def kfac(
         if params is None and may_be_positive(weight_decay):
             raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
         if factors is not None:
-            check_factors(factors, given)
-            factors = of_parameters(without_loss_terms(factors))
+            if isinstance(factors, Factors):
+                factors = of_parameters(without_loss_terms(factors))
+            check_factors(factors, like)
             method.check_stagger(stagger=stagger, measures=factors.corrections is not None)
             method.check_measured(factors)
         check_state("kfac", state, KfacState)

@@ -16,6 +16,7 @@ from jaxkfac.factors import (
     check_factors,
     check_like,
     check_same_layers,
+    of_parameters,
     without_loss_terms,
     zeros_like,
 )
@@ -206,6 +207,9 @@ def multi_steps(
         check_state("multi_steps", state, MultiStepsState)
         held = state.accumulation.acc_grads
         check_like_momentum(grads, held["grads"])
+        kept_layers = () if held["factors"] is None else held["factors"].layers
+        if isinstance(factors, Factors) and not any(x.computed_from for x in kept_layers):
+            factors = of_parameters(factors)  # as the inner transformation keeps them
         _check_statistics(factors, terms, held["factors"])
         wide = held["terms"].dtype
         own = accumulators(wide)

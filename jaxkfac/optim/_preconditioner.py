@@ -14,6 +14,7 @@ from jaxkfac.curvature import (
     Eigenbases,
     Inverses,
     MeshAxis,
+    Placement,
     check_separable,
     eigendecompose,
     identity_bases,
@@ -114,7 +115,7 @@ class _Eigenvectors(Preconditioner):
     def fresh(
         self, average: Factors, damping: Damping, clipping: Clipping, axis: MeshAxis | None
     ) -> Eigenbases:
-        placement = "host" if self.on_host else "device"
+        placement: Placement = "host" if self.on_host else "device"
         return eigendecompose(average, placement=placement, distribute=axis, **clipping)
 
     def apply(self, grads: PyTree, held: Eigenbases, damping: Damping) -> PyTree:

@@ -10,8 +10,7 @@ class CoverageRow(NamedTuple):
 
     Attributes:
         name: Layer name, or parameter path.
-        kind: ``"dense"``, ``"conv"``, ``"embedding"``, ``"scale"``, ``"bias"`` or
-            ``"uncovered"``.
+        kind: As in ``Layer.kind``, or ``"uncovered"``.
         inputs: Size of the input factor without the ones column; ``None`` if uncovered.
         outputs: Size of the output factor; ``None`` if uncovered.
         stack: Shape of the stacked axes.

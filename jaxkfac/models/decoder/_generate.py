@@ -120,7 +120,7 @@ def generate(
         jax.random.key(0) if key is None else key,
         jnp.asarray(max(temperature, 1e-30), jnp.float32),
         jnp.asarray(_ends(pretrained), jnp.int32),
-        form=_Form(config, dtype, max_new_tokens, TokenChoice(temperature == 0, top_k, top_p)),
+        static=_Static(config, dtype, max_new_tokens, TokenChoice(temperature == 0, top_k, top_p)),
     )
     if not np.all(finite):
         wrong = np.flatnonzero(~np.asarray(finite)).tolist()
@@ -137,7 +137,7 @@ def generate(
     return out[0] if single else out
 
 
-class _Form(NamedTuple):
+class _Static(NamedTuple):
     """What the program is compiled for, beside shapes."""
 
     config: DecoderConfig
@@ -146,7 +146,7 @@ class _Form(NamedTuple):
     choice: TokenChoice
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="form")
+@functools.partial(jax.jit, static_argnums=0, static_argnames="static")
 def _program(
     model: Callable[..., Any],
     operands: tuple[Any, ...],
@@ -155,15 +155,15 @@ def _program(
     temperature: Array,
     ends: Array,
     *,
-    form: _Form,
+    static: _Static,
 ) -> tuple[Array, Array]:
     """New ids ``(B, steps)``, -1 behind the end of each answer; whether its logits were finite."""
     params, *adapters = operands
     rows, length = tokens.ids.shape
     assert tokens.positions is not None
     last = tokens.positions[:, -1]
-    lengths = last + 1 + form.steps
-    cache = empty_cache(form.config, rows, length + form.steps, form.dtype, lengths=lengths)
+    lengths = last + 1 + static.steps
+    cache = empty_cache(static.config, rows, length + static.steps, static.dtype, lengths=lengths)
 
     def run(tokens: Tokens, cache: Any) -> Any:
         if adapters:
@@ -171,13 +171,13 @@ def _program(
         return model(params, Cached(tokens, cache))
 
     def take(logits: Array, number: Array) -> Array:
-        return choose(form.choice, logits, temperature, jax.random.fold_in(key, number))
+        return choose(static.choice, logits, temperature, jax.random.fold_in(key, number))
 
     def step(ids: Array, number: Array, cache: Any) -> Any:
         return run(Tokens(ids[:, None], (last + number)[:, None]), cache)
 
     logits, cache = run(tokens, cache)
-    return continued(logits, cache, step, take, steps=form.steps, ends=ends)
+    return continued(logits, cache, step, take, steps=static.steps, ends=ends)
 
 
 def _as_list(prompt: Any) -> list[Any]:
