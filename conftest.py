@@ -41,12 +41,14 @@ import jax
 import jaxtyping
 import pytest
 
+from tests._typechecker import checked
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")  # a silent bf16 -> f32 is a bug
 
 # Every annotated call inside the library is checked, in this process only. The hook puts itself
 # before pytest's own, which would leave the tests beside the code with bare assertions; pytest's
 # goes first again, and passes on every module that is not a test.
-jaxtyping.install_import_hook("jaxkfac", "beartype.beartype")
+jaxtyping.install_import_hook("jaxkfac", f"{checked.__module__}.{checked.__name__}")
 sys.meta_path.sort(key=lambda finder: type(finder).__name__ != "AssertionRewritingHook")
 
 hypothesis.settings.register_profile(

@@ -12,7 +12,8 @@ One preconditioning (``natural_gradient``) of a scanned stack of square layers, 
 - MiB of the compiled call's arguments and temporaries, all that it needs on a device (of the call
   outside of ``jit``: of the program that solves one block, beside gradient and result);
 - MiB that cross from the host in one call;
-- how far the natural gradient is from that of whole float32 bases, relative.
+- how far the natural gradient is from that of whole float32 bases, relative. Inputs and targets
+  are random, so that spectra are flat: the worst case of a low rank.
 """
 
 import argparse

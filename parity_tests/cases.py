@@ -131,8 +131,8 @@ def cases(
 def over(table: Sequence[Case]) -> pytest.MarkDecorator:
     """Parametrise a test over a table, one mark for each case that is not in the default run.
 
-    Cases of a GPU are ``gpu``. In the default run are a quarter of those of float64, the closer
-    comparison, spread evenly and at least three, and the first of each part in each other dtype;
+    Cases of a GPU are ``gpu``. In the default run are a fifth of those of float64, the closer
+    comparison, spread evenly and at least two, and the first of each part in each other dtype;
     ``make parity`` runs all.
     """
     names = [str(case) for case in table]
@@ -140,7 +140,7 @@ def over(table: Sequence[Case]) -> pytest.MarkDecorator:
     if twice:
         raise ValueError(f"parity cases of one name: {twice}")
     close = [case for case in table if (case.device, case.dtype) == ("cpu", "float64")]
-    wanted = max(3, len(close) // 4)
+    wanted = max(2, len(close) // 5)
     sampled = [close[i * (len(close) - 1) // (wanted - 1)] for i in range(wanted)] if close else []
     return pytest.mark.parametrize(
         "case",

@@ -90,12 +90,8 @@ def training(layout: str, kind: str, **options: Any) -> dict[str, Any]:
             params, state, value = step(params, state, batch)
     sharded = sum(not x.is_fully_replicated for x in jax.tree.leaves(state))
     end = {name: _text(x) for name, x in params.items()}
-    return {"params": end, "loss": float(value), "sharded": sharded, "bases": _bases(state)}
-
-
-def _bases(state: Any) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(state.bases)
-    return {jax.tree_util.keystr(path): _text(x) for path, x in leaves}
+    kept = {jax.tree_util.keystr(path): _text(x) for path, x in jax.tree.leaves_with_path(state)}
+    return {"params": end, "loss": float(value), "sharded": sharded, "state": kept}
 
 
 def layouts() -> dict[str, Any]:
@@ -104,6 +100,9 @@ def layouts() -> dict[str, Any]:
         for layout in ("data", "full"):
             out[f"{layout}, {kind}"] = training(layout, kind)
             out[f"{layout}, {kind}, divided"] = training(layout, kind, distribute="data")
+    pi = {"damping_mode": "pi"}
+    out["one, pi"] = training("one", "auto", **pi)
+    out["data, pi, divided"] = training("data", "auto", distribute="data", **pi)
     return out
 
 

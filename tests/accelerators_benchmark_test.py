@@ -1,12 +1,17 @@
 """The record of compiled programs reads their text rightly, and makes a page of it."""
 
+import json
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.accelerators import _record
 from benchmarks.accelerators._others import others
-from benchmarks.accelerators._programs import decoder_steps
-from benchmarks.accelerators._table import page
+from benchmarks.accelerators._steps import decoder_steps
+from benchmarks.accelerators._table import gradient_of, page
 from benchmarks.accelerators._text import described
 
 TEXT = """\
@@ -99,4 +104,42 @@ def every_step(dtype):
 @pytest.mark.parametrize("name", every_step(jnp.float32))
 def test_every_step_of_the_record_traces_in_bfloat16(name):
     fn, args = every_step(jnp.bfloat16)[name]()
-    jax.eval_shape(fn, *args)
+    with jax.numpy_dtype_promotion("standard"):  # Flax's BatchNorm needs it
+        jax.eval_shape(fn, *args)
+
+
+def test_a_row_stands_while_program_and_compilers_are_the_same(tmp_path, monkeypatch):
+    """And is compiled again where nothing came back."""
+    found = {"jax": "1"}
+    monkeypatch.setattr(_record, "RECORD", tmp_path / "record.json")
+    monkeypatch.setattr(_record, "versions", lambda target: dict(found))
+    place = ("h100", "one device", "small", "float32", "gradient")
+    assert not _record.is_current(place, "abc")
+    _record.keep(place, {"stopped": _record.BEGUN}, "abc")
+    assert not _record.is_current(place, "abc")
+    _record.keep(place, {"stopped": "no result after 300 CPU s"}, "abc")
+    assert _record.is_current(place, "abc") and not _record.is_current(place, "abd")
+    assert "no result after 300 CPU s" in (tmp_path / "record.md").read_text()
+    found["jax"] = "2"
+    assert not _record.is_current(place, "abc")
+
+
+def test_the_table_of_the_docs_is_of_the_record():
+    """Temporaries at the real size, and their ratio to the gradient's of the same program."""
+    record = json.loads(_record.RECORD.read_text())["rows"]
+    root = Path(__file__).parents[1]
+    table = re.findall(
+        r"^\| (.+?) \| (\d+) \((\d\.\d\d)\) \| (\d+) \((\d\.\d\d)\) \|$",
+        (root / "docs" / "accelerators.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(table) == len(decoder_steps("real", jnp.float32))
+    for name, *cells in table:
+        for dtype, size, ratio in (("float32", *cells[:2]), ("bfloat16", *cells[2:])):
+            rows = {
+                place.rpartition("/")[2]: row
+                for place, row in record.items()
+                if place.startswith(f"h100/one device/real/{dtype}/")
+            }
+            row, gradient = rows[name]["temporaries"], gradient_of(name, rows)["temporaries"]
+            assert (size, ratio) == (f"{row / 2**20:.0f}", f"{row / gradient:.2f}"), (name, dtype)

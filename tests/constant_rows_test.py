@@ -57,7 +57,7 @@ def _with_bias(p, x, tap, state):
     return tap.dense("head", h, h @ p["head"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("state", STATES)

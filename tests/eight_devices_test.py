@@ -54,6 +54,12 @@ def test_divided_decompositions_are_those_that_every_device_does(layouts, layout
 
 
 @pytest.mark.slow
+def test_a_separable_damping_is_divided_too(layouts):
+    found, one = layouts["data, pi, divided"], layouts["one, pi"]
+    assert_close(found["params"], one["params"], 1e-12)
+
+
+@pytest.mark.slow
 def test_outside_of_jit_the_mesh_is_that_of_the_parameters():
     found = run("outside")
     assert found["divided"] == found["one"]  # to the last bit

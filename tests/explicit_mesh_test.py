@@ -73,7 +73,7 @@ def _assert_same(found, expected):
     assert_tree_close(jax.device_get(found), jax.device_get(expected), 1e-12)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "options"),
     [(name, options) for name in NAMES for options in ("", "reduce")]
@@ -151,7 +151,7 @@ def test_the_second_pass_takes_examples_of_a_split_batch(x64, mesh):
     _assert_same(found, expected)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "options"),
     [(name, {}) for name in NAMES]

@@ -1,17 +1,20 @@
 """What every entry point is on every platform: products, their precision, solvers; no callbacks."""
 
-import functools
+import dataclasses
+import inspect
 import re
 from collections import Counter
+from collections.abc import Mapping
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxkfac as jk
+from tests._entry_points import ENTRY_POINTS, HIDDEN, IN, NOT_EXPORTED, OUT, ROWS, of, problem
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-ROWS, IN, HIDDEN, OUT = 24, 10, 14, 6
 # What each platform decomposes a symmetric matrix with; JAX's own names.
 EIGH = {
     "cpu": "lapack_ssyevd_ffi",
@@ -20,27 +23,23 @@ EIGH = {
     "tpu": "Eigh",
 }
 
+QR = {  # and a solve with its triangle, which only LAPACK has as a call
+    "lapack_strsm_ffi",
+    "lapack_sgeqrf_ffi",
+    "lapack_sorgqr_ffi",
+    "cusolver_geqrf_ffi",
+    "cusolver_orgqr_ffi",
+    "hipsolver_geqrf_ffi",
+    "hipsolver_orgqr_ffi",
+    "Qr",
+    "ProductOfElementaryHouseholderReflectors",
+}
+
 _DOT = re.compile(
     r"stablehlo\.dot_general .*? : \(tensor<([^>]*)>, tensor<([^>]*)>\) -> tensor<([^>]*)>"
 )
 _CALL = re.compile(r"custom_call @(\w+)")
 _PRECISION = re.compile(r"precision = \[(\w+), (\w+)\]")
-
-
-def of(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def apply(params, x):
-    hidden = jnp.tanh(x @ params["up"])
-    return (hidden @ params["down"]).astype(jnp.float32)
-
-
-def problem(dtype=jnp.float32):
-    """Objective, parameters, batch: two dense layers without biases."""
-    params = {"up": of(IN, HIDDEN, dtype=dtype), "down": of(HIDDEN, OUT, dtype=dtype)}
-    batch = (of(ROWS, IN, dtype=dtype), of(ROWS, dtype=jnp.int32))
-    return jk.Objective(apply, jk.Categorical()), params, batch
 
 
 def module(fn, *args, platforms=("cuda",)):
@@ -62,8 +61,9 @@ def grams(text):
     return out
 
 
-def key():
-    return jax.eval_shape(lambda: jax.random.key(0))
+def entry_of(name):
+    fn, args = ENTRY_POINTS[name].build()
+    return fn, *args
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -75,23 +75,6 @@ def test_each_side_is_one_product_of_rows_accumulated_in_float32(dtype, precisio
     rows = {"float32": "f32", "bfloat16": "bf16"}[jnp.dtype(dtype).name]
     sides = Counter((IN, HIDDEN, HIDDEN, OUT))
     assert grams(text) == {(rows, n, "f32"): [precision] * count for n, count in sides.items()}
-
-
-@pytest.mark.parametrize(
-    "fisher, products",
-    [
-        ("empirical", {IN: 1, HIDDEN: 2, OUT: 1}),
-        ("mc", {IN: 1, HIDDEN: 2, OUT: 1}),
-        ("exact", {IN: 1, HIDDEN: 2, OUT: 1}),
-        ("forward", {IN: 1, HIDDEN: 1}),
-        ("exact_if_terms_do_not_mix", {IN: 1, HIDDEN: 2, OUT: 1}),
-    ],
-)
-def test_a_fisher_type_adds_vector_jacobian_products_but_no_product_of_rows(fisher, products):
-    objective, params, batch = problem()
-    stats = jk.value_grad_and_factors(objective, fisher=fisher)
-    found = grams(module(stats, params, batch, key()))
-    assert {n: len(p) for (_, n, _), p in found.items()} == products
 
 
 def test_a_wide_side_is_three_panels_of_its_upper_triangle():
@@ -115,92 +98,48 @@ def test_a_wide_output_side_is_whole_before_its_cotangent_is_propagated():
     assert f"tensor<{wide}x{wide}xf32>" in types and f"tensor<{ROWS}x{wide}xf32>" in types
 
 
-@functools.cache
-def entry_points():
-    """``{name: (function, arguments)}`` of every function that can be jitted."""
-    objective, params, batch = problem()
-    stats = jk.value_grad_and_factors(objective)
-    like = stats.factor_shapes(params, batch)
-    decompose = functools.partial(jk.eigendecompose, placement="device")
-    bases = jax.eval_shape(decompose, like)
-    kfac = jk.kfac(0.1, like=like, damping=1e-3, norm_constraint=1e-2)
-    accumulated = jk.multi_steps(kfac, 4, like=like)
-    scaled = jk.scale_by_bases(damping=1e-3)
-    config = jk.lslora.Config(rank=2, target="up|down")
-    adapted = jk.lslora.attach(apply, config)
-    init = functools.partial(jk.lslora.init, config, apply, params, batch[0])
-    adapters = jax.eval_shape(lambda k: init(key=k), key())
-    in_nf4 = jk.nf4.quantize({"up": of(64, HIDDEN), "down": of(HIDDEN, OUT)}, "up")
-
-    def update(tx, **extra):
-        return lambda g, s, p, more: tx.update(g, s, p, **dict.fromkeys(extra, more))
-
-    out = {
-        "Objective": (objective, (params, batch)),
-        "apply_power": (lambda t, b: jk.apply_power(t, b, power=-0.5), (params, bases)),
-        "natural_gradient": (
-            lambda t, b: jk.natural_gradient(t, b, damping=1e-3),
-            (params, bases),
-        ),
-        "fisher_vector_product": (jk.fisher_vector_product, (params, bases)),
-        "update_average": (lambda a, f: jk.update_average(a, f, 0.9), (like, like)),
-        "reconstruct": (jk.reconstruct, (bases,)),
-        "correct_eigenvalues": (
-            lambda p, b, d, k: jk.correct_eigenvalues(objective, b)(p, d, k),
-            (params, bases, batch, key()),
-        ),
-        "eigendecompose": (decompose, (like,)),
-        "kfac": (
-            update(kfac, factors=None),
-            (params, jax.eval_shape(kfac.init, params), params, like),
-        ),
-        "multi_steps": (
-            update(accumulated, factors=None),
-            (params, jax.eval_shape(accumulated.init, params), params, like),
-        ),
-        "scale_by_bases": (
-            update(scaled, bases=None),
-            (params, jax.eval_shape(scaled.init, params), params, bases),
-        ),
-        "lslora.init": (lambda k: init(key=k), (key(),)),
-        "lslora.attach": (adapted, (params, adapters, batch[0])),
-        "lslora.fourier_loss": (jk.lslora.fourier_loss, (adapters,)),
-        "nf4.dequantize": (jk.nf4.dequantize, (in_nf4,)),
-    }
-    for name, fisher, sharing in (
-        ("empirical", "empirical", "expand"),
-        ("mc", "mc", "expand"),
-        ("exact", "exact", "expand"),
-        ("forward", "forward", "expand"),
-        ("reduce", "empirical", "reduce"),
-    ):
-        collect = jk.value_grad_and_factors(objective, fisher=fisher, sharing=sharing)
-        out[f"value_grad_and_factors, {name}"] = (collect, (params, batch, key()))
-    for name in ("fisher", "ggn", "hessian"):
-
-        def product(p, d, v, name=name):
-            return getattr(jk.operators, name)(objective, p, d) @ v
-
-        out[f"operators.{name}"] = (product, (params, batch, params))
-    out["operators.kronecker"] = (lambda b, v: jk.operators.kronecker(b) @ v, (bases, params))
-    return out
-
-
-DECOMPOSING = ("eigendecompose", "kfac", "multi_steps")
-
-
-@pytest.mark.parametrize("name", entry_points())
+@pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_every_entry_point_is_a_module_of_its_own_without_callbacks(name):
-    """All that it calls are the platforms' solvers; a callback would be a call, too."""
-    fn, args = entry_points()[name]
-    called = set(_CALL.findall(module(fn, *args, platforms=PLATFORMS)))
-    assert called == (set(EIGH.values()) if name in DECOMPOSING else set())
+    """Products of rows, in full precision; all that it calls are the platforms' solvers."""
+    entry = ENTRY_POINTS[name]
+    text = module(*entry_of(name), platforms=PLATFORMS)
+    solvers = (set(EIGH.values()) if entry.eigh else set()) | (QR if entry.qr else set())
+    assert set(_CALL.findall(text)) == solvers
+    # One for every way in which JAX lowers a product, where it lowers for all platforms at once.
+    found = grams(text) and grams(module(*entry_of(name), platforms=["tpu"]))
+    assert {n: len(asked) for (_, n, _), asked in found.items()} == entry.grams
+    assert {p for asked in found.values() for p in asked} <= {"HIGHEST"}
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("name", DECOMPOSING)
+@pytest.mark.parametrize("name", [name for name, entry in ENTRY_POINTS.items() if entry.eigh])
 def test_sides_of_one_size_are_decomposed_by_one_call(name, platform):
-    """Four sides, of which two have one size."""
-    fn, args = entry_points()[name]
-    called = _CALL.findall(module(fn, *args, platforms=[platform]))
-    assert called == [EIGH[platform]] * 3
+    """Four sides, of which two have one size; one tridiagonal matrix of a Lanczos iteration."""
+    called = _CALL.findall(module(*entry_of(name), platforms=[platform]))
+    assert called == [EIGH[platform]] * ENTRY_POINTS[name].eigh
+
+
+def public():
+    """``{name: callable}`` as users write it, after ``jk.``."""
+    rooms = {"lslora.": jk.lslora, "nf4.": jk.nf4, "operators.": jk.operators, "": jk}
+    found: dict = {}  # a function that has two names counts under the longer one
+    for room, module in rooms.items():
+        for name in module.__all__:
+            value = getattr(module, name)
+            if callable(value) and not is_value(value) and value not in found.values():
+                found[room + name] = value
+    return found
+
+
+def is_value(found):
+    """A class that only holds something, or names it."""
+    if not inspect.isclass(found):
+        return not inspect.isfunction(found)  # an alias of types
+    holds = issubclass(found, BaseException | tuple | Mapping) or dataclasses.is_dataclass(found)
+    return holds or inspect.isabstract(found) or issubclass(found, Protocol)
+
+
+def test_every_public_function_is_exported_or_has_a_reason_not_to_be():
+    exported = {name.split(", ")[0] for name in ENTRY_POINTS}
+    assert not exported & NOT_EXPORTED.keys()
+    assert public().keys() == exported - {"Objective", "LongSum"} | NOT_EXPORTED.keys()

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.plan import planned_bytes, trainings
 from jaxkfac.planning._temporaries import within
 
-TRAININGS = dict(trainings(scale=1))
+TRAININGS = dict(trainings(scale=2))
 QUICK = ("scanned, rematted", "dense", "K-FAC in graph")
 
 

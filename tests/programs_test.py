@@ -1003,10 +1003,6 @@ def _product_of_parameters(p, x):
     return x @ (p["a"] @ p["b"])
 
 
-def _ragged(p, x):
-    return lax.ragged_dot(x, p["w"], jnp.asarray([1, 3]))
-
-
 def _rounded(p, x):
     """The rule passes the cotangent on, where the primal's own derivative is zero."""
 
@@ -1060,7 +1056,6 @@ def test_what_is_behind_a_computed_weight_has_squares_of_each_examples_gradient(
 
 
 REPORTED = {
-    "ragged_dot": (_ragged, dict(w=(2, 4, 3)), "w", "ragged_dot"),
     "custom_vjp": (_rounded, dict(w=(4, 3)), "w", "custom_vjp_call`, where `round`"),
     "carry, modified": (_modified_in_the_carry, dict(w=(4, 3)), "w", "scan|sub|dot_general|carr"),
     "W times data": (_data_dependent_weight, dict(w=(4, 3)), "w", "lost at `dot_general`"),

@@ -16,14 +16,12 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.accelerators._record import BEGUN, Place, is_current, keep, recorded
 
 SIZES = ("real", "small", "others")
-OF_EIGHT = ("K-FAC step, divided",)
-SHARDED = ("gradient", "factors, empirical", "natural gradient", "K-FAC step", *OF_EIGHT)
 LAYOUTS = ("one device", "data parallel", "fully sharded")
 
 
@@ -44,24 +42,16 @@ def main() -> None:
         # XLA reads them when it is loaded, and it is: begin again.
         os.environ.update(ours)
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.accelerators", *sys.argv[1:]])
-    steps = steps_of(args.size, args.dtype)
+    from benchmarks.accelerators._steps import steps_of
+
+    steps = steps_of(args.size, args.dtype, args.layout)
     for name in steps:
-        one = args.layout == "one device"
-        chosen = name not in OF_EIGHT if one else name in SHARDED
-        if chosen and re.search(args.only, name):
+        if re.search(args.only, name):
             place = (args.target, args.layout, args.size, args.dtype, name)
             if args.limit:
                 apart(place, args.limit, again=args.again)
             else:
                 compile_into_record(place, steps[name], again=args.again)
-
-
-def steps_of(size: str, dtype: str) -> Mapping[str, Callable[[], Any]]:
-    """``{name: () to (function, shapes of its arguments)}``."""
-    from benchmarks.accelerators._others import others
-    from benchmarks.accelerators._programs import DTYPES, decoder_steps
-
-    return others(DTYPES[dtype]) if size == "others" else decoder_steps(size, DTYPES[dtype])
 
 
 def compile_into_record(place: Place, step: Callable[[], Any], *, again: bool) -> None:
@@ -97,7 +87,8 @@ def apart(place: Place, limit: int, *, again: bool) -> None:
         keep(place, {"stopped": f"no result after {limit} CPU s"}, row.get("program", ""))
     elif done.returncode:
         sys.stderr.write(done.stderr)
-        keep(place, {"stopped": f"ended with status {done.returncode}"}, row.get("program", ""))
+        last = done.stderr.strip().rpartition("\n")[2][:200]
+        keep(place, {"stopped": f"ended with status {done.returncode}: {last}"}, "")
 
 
 if __name__ == "__main__":

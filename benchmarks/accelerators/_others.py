@@ -1,6 +1,7 @@
 """Programs that are no decoder: each compiled as its gradient, and with its factors."""
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -54,13 +55,14 @@ def _dense(of: Any) -> Any:
 
 
 class _Block(nnx.Module):
-    def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, inputs: int, outputs: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
         conv = functools.partial(nnx.Conv, use_bias=False, rngs=rngs)
         stride = 1 if inputs == outputs else 2  # one more norm, too: that of the short cut
         self.first = conv(inputs, outputs, (3, 3), strides=stride)
         self.second = conv(outputs, outputs, (3, 3))
         self.short = None if stride == 1 else conv(inputs, outputs, (1, 1), strides=stride)
-        self.norms = nnx.List([nnx.BatchNorm(outputs, rngs=rngs) for _ in range(1 + stride)])
+        norm = functools.partial(nnx.BatchNorm, outputs, dtype=dtype, rngs=rngs)
+        self.norms = nnx.List([norm() for _ in range(1 + stride)])
 
     def __call__(self, x: Array) -> Array:
         y = self.norms[1](self.second(nnx.relu(self.norms[0](self.first(x)))))
@@ -68,11 +70,12 @@ class _Block(nnx.Module):
 
 
 class _ResNet(nnx.Module):
-    def __init__(self, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, *, dtype: Any, rngs: nnx.Rngs) -> None:
         self.stem = nnx.Conv(3, 64, (3, 3), use_bias=False, rngs=rngs)
-        self.norm = nnx.BatchNorm(64, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, dtype=dtype, rngs=rngs)
         sizes = (64, 64, 128, 256, 512)
-        self.blocks = nnx.List([_Block(*pair, rngs=rngs) for pair in zip(sizes, sizes[1:])])
+        block = functools.partial(_Block, dtype=dtype, rngs=rngs)
+        self.blocks = nnx.List([block(*pair) for pair in itertools.pairwise(sizes)])
         self.head = nnx.Linear(512, CLASSES, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
@@ -84,7 +87,7 @@ class _ResNet(nnx.Module):
 
 def _resnet(of: Any) -> Any:
     """Four blocks, images of 32 x 32, with batch statistics in training."""
-    model = nnx.eval_shape(lambda: _ResNet(rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: _ResNet(dtype=of(()).dtype, rngs=nnx.Rngs(0)))
     apply_fn, params = jk.from_nnx(model, mutable=nnx.BatchStat)
     params = jax.tree.map(lambda p: of(p.shape), params)
     batch = (of((128, 32, 32, 3)), _ids(128))

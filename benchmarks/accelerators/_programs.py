@@ -5,7 +5,7 @@ Shapes in names: B sequences, T tokens, D stream, H heads, K head, L blocks.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import AbstractMesh
 
 import jaxkfac as jk
-from jaxkfac.factors import FISHER_TYPES, Pass, plan_passes, smallest_budget
+from jaxkfac.factors import Pass, plan_passes, smallest_budget
 from jaxkfac.interception import Window
 from jaxkfac.models import Cached, Decoder, DecoderConfig, Tokens, empty_cache
 
@@ -37,7 +37,6 @@ SIZES = {
     "real": Size(12, 768, 3072, 12, 8192, 8, 512),
     "small": Size(2, 128, 256, 4, 512, 8, 64),
 }
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 NEW_TOKENS = 32
 
 
@@ -231,29 +230,3 @@ def _block(x_BxTxD: Array, p: Any, *, heads: int) -> tuple[Array, None]:
     attended_BxTxD = jnp.einsum("bhts,bshk->bthk", weights, v).reshape(B, T, D)
     x_BxTxD = x_BxTxD + attended_BxTxD @ p["o"]
     return x_BxTxD + jax.nn.silu(normalised(x_BxTxD) @ p["up"]) @ p["down"], None
-
-
-def decoder_steps(size: str, dtype: Any) -> Mapping[str, Callable[[], Any]]:
-    """``{name: () to (function, shapes of its arguments)}``; the gradient comes first."""
-    s = Steps(SIZES[size], dtype)
-    out: dict[str, Callable[[], Any]] = {"gradient": s.gradient}
-    for fisher in FISHER_TYPES:
-        out[f"factors, {fisher}"] = functools.partial(s.factors, fisher=fisher)
-    return out | {
-        "factors, empirical, reduce": lambda: s.factors(sharing="reduce"),
-        "factors, mc, reduce": lambda: s.factors(fisher="mc", sharing="reduce"),
-        "factors, a quarter of the rows": lambda: s.factors(subsample=0.25),
-        "factors, at every fourth step": s.every_fourth,
-        "EKFAC pass": s.ekfac,
-        "decomposition": s.decomposition,
-        "natural gradient": s.natural_gradient,
-        "K-FAC step": s.kfac,
-        "K-FAC step, divided": lambda: s.kfac(divided=True),
-        "adapters, factors": s.adapters,
-        "adapters on NF4, factors": lambda: s.adapters(quantised=True),
-        "library's decoder, gradient": lambda: s.decoder_step(factors=False),
-        "library's decoder, factors": lambda: s.decoder_step(factors=True),
-        "generation": s.generation,
-        "budget of 1/4, first pass": lambda: s.budgeted(0),
-        "budget of 1/4, last pass": lambda: s.budgeted(-1),
-    }

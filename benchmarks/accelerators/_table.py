@@ -55,7 +55,7 @@ def _line(name: str, rows: Mapping[str, Any]) -> str:
     when = f"{row['date']} {row['commit']}"
     if "stopped" in row:
         return f"| {name} | {row['stopped']} |{' |' * (len(_COLUMNS) - 3)} {when} |"
-    gradient = _gradient(name, rows)
+    gradient = gradient_of(name, rows)
     sizes = (row[key] / MIB for key in ("temporaries", "arguments", "outputs", "scratch"))
     temporaries, *others = (f"{size:.1f}" for size in sizes)
     collectives = [
@@ -75,7 +75,7 @@ def _line(name: str, rows: Mapping[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _gradient(name: str, rows: Mapping[str, Any]) -> Mapping[str, Any]:
+def gradient_of(name: str, rows: Mapping[str, Any]) -> Mapping[str, Any]:
     """Of a step's own program where the table has it, else the table's."""
     program, _, _ = name.partition(", ")
     return rows.get(f"{program}, gradient") or rows.get("gradient") or {}

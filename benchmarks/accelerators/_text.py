@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxkfac.curvature import solver_scratch
+
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _BYTES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2}
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
@@ -17,7 +19,6 @@ _CALLED = re.compile(r"\b(?:calls|to_apply|body)=%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TWO_BRANCHES = re.compile(r"(?:true|false)_computation=%([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_LARGEST_CALL = 2**31 - 1  # bytes of matrices that jaxlib gives to cuSOLVER's batched solver
 
 
 class Solve(NamedTuple):
@@ -33,8 +34,7 @@ class Solve(NamedTuple):
         """Bytes by the formula of the page; a Cholesky factor needs none in LAPACK."""
         if self.kind == "cholesky":
             return 0
-        together = min(self.batch, max(1, _LARGEST_CALL // (self.n**2 * self.itemsize)))
-        return together * (1 + 6 * self.n + 2 * self.n**2) * self.itemsize
+        return solver_scratch(self.n, self.batch, self.itemsize)
 
 
 class Work(NamedTuple):

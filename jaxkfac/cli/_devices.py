@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxkfac.memory import put_leaf
+from jaxkfac.memory import bytes_text, place_once, put_leaf
 
 PyTree = Any
 _AXES = ("data", "model")
@@ -33,17 +33,24 @@ class RunDevices(NamedTuple):
         """The axis over whose devices decompositions are divided."""
         return "data" if self.mesh is not None and self.mesh.shape["data"] > 1 else None
 
-    def shardings(self, tree: PyTree) -> PyTree:
+    def shardings(self, tree: PyTree, axis: str = "model") -> PyTree:
         """Of parameters or of an optimizer's state: the last axis of matrices over ``model``."""
         assert self.mesh is not None
-        mesh, count = self.mesh, self.mesh.shape["model"]
+        mesh, count = self.mesh, self.mesh.shape[axis]
 
         def of(x: Any) -> NamedSharding:
             split = count > 1 and len(x.shape) > 1 and x.shape[-1] % count == 0
-            axes = [*[None] * (len(x.shape) - 1), "model"] if split else []
+            axes = [*[None] * (len(x.shape) - 1), axis] if split else []
             return NamedSharding(mesh, PartitionSpec(*axes))
 
         return jax.tree.map(of, tree)
+
+    def put_base(self, params: PyTree) -> PyTree:
+        """A frozen model, whose memory is taken over: over ``model``, or ``data`` alone."""
+        if self.mesh is None:
+            return params
+        axis = "model" if self.mesh.shape["model"] > 1 else "data"
+        return place_once(params, self.shardings(params, axis))
 
     def put(self, tree: PyTree) -> PyTree:
         """Parameters or an optimizer's state at their places."""
@@ -54,6 +61,12 @@ class RunDevices(NamedTuple):
         if self.mesh is None:
             return tree
         return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))
+
+    def put_batch(self, batch: PyTree) -> PyTree:
+        """Rows of a batch over ``data``."""
+        if self.mesh is None:
+            return batch
+        return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec("data")))
 
     def put_rows(self, rows: np.ndarray) -> jax.Array:
         """Numbers of examples, the last axis over ``data``."""
@@ -67,7 +80,7 @@ class RunDevices(NamedTuple):
         if self.mesh is None:
             return {}
         whole = NamedSharding(self.mesh, PartitionSpec())
-        return {"out_shardings": (*map(self.shardings, trees), whole)}
+        return {"out_shardings": (*map(self.shardings, trees), whole) if trees else whole}
 
     def described(self, state: PyTree) -> dict[str, Any]:
         """The mesh, and the bytes that one device has of parameters and optimizer."""
@@ -126,3 +139,10 @@ def run_devices(devices: str, mesh: str | None, *, batch_size: int) -> RunDevice
     chosen = jax.devices()[:count]
     sizes = tuple(axes[name] for name in _AXES)
     return RunDevices(jax.make_mesh(sizes, _AXES, axis_types=kinds, devices=chosen))
+
+
+def devices_line(name: str, speed: float, described: dict[str, Any]) -> str:
+    """What :meth:`RunDevices.described` says, with the speed in samples a second."""
+    axes = ", ".join(f"{axis}={count}" for axis, count in described["mesh"].items())
+    held = bytes_text(described["bytes_per_device"])
+    return f"{name} over {axes}: {speed:,.1f} samples a second, {held} on each device"

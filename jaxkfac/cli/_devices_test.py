@@ -31,7 +31,8 @@ def assert_close(one, other, name, tolerance):
     a, b = load_checkpoint(one / name), load_checkpoint(other / name)
     assert a.step == b.step == 20
     for path, leaf in a.leaves.items():
-        if path.startswith("params/"):
+        # The gradient of a key's bias is zero but for rounding, which AdamW divides by itself.
+        if path.startswith("params/") and not (name == "adamw" and path.endswith("key/bias")):
             np.testing.assert_allclose(leaf, b.leaves[path], rtol=0, atol=tolerance, err_msg=path)
     np.testing.assert_allclose(a.records["losses"], b.records["losses"], rtol=tolerance)
 

@@ -16,7 +16,7 @@ from jaxkfac.cli._checkpoint import (
     save_checkpoint,
     say_nothing_saved,
 )
-from jaxkfac.cli._devices import ONE_DEVICE, RunDevices, run_devices
+from jaxkfac.cli._devices import ONE_DEVICE, RunDevices, devices_line, run_devices
 from jaxkfac.cli._held_once import check_held_once
 from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._loop import TrainState, total_updates, train, updates_per_epoch
@@ -28,7 +28,6 @@ from jaxkfac.cli._progress import progress, time_left
 from jaxkfac.cli._run_state import as_config, flatten_state, is_whole, restore_state
 from jaxkfac.files import write_text
 from jaxkfac.interception import leaves_by_path
-from jaxkfac.memory import bytes_text
 from jaxkfac.optim import KfacState
 from jaxkfac.report import (
     RunRecords,
@@ -76,14 +75,8 @@ def run_train(arguments: TrainArguments) -> None:
     console.print(runs_table(runs))
     if devices.mesh is not None:
         for name, run in runs.items():
-            console.print(_devices_line(name, run, kept[name]), highlight=False)
+            console.print(devices_line(name, run.samples_per_second, kept[name]), highlight=False)
     console.print(f"report: {output / 'report.html'}", soft_wrap=True, highlight=False)
-
-
-def _devices_line(name: str, run: RunRecords, kept: dict[str, Any]) -> str:
-    axes = ", ".join(f"{axis}={count}" for axis, count in kept["mesh"].items())
-    speed = f"{run.samples_per_second:,.1f} samples a second"
-    return f"{name} over {axes}: {speed}, {bytes_text(kept['bytes_per_device'])} on each device"
 
 
 def train_one(

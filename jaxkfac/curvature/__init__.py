@@ -16,7 +16,14 @@ from jaxkfac.curvature._eigenbases import (
     identity_bases,
 )
 from jaxkfac.curvature._eigendecompose import eigendecompose
-from jaxkfac.curvature._placement import WORKSPACE_MATRICES, Placement
+from jaxkfac.curvature._inverses import (
+    Inverses,
+    check_separable,
+    identity_inverses,
+    invert,
+    precondition,
+)
+from jaxkfac.curvature._placement import Placement, solver_scratch
 from jaxkfac.curvature._reconstruct import reconstruct
 from jaxkfac.curvature.capacity import (
     CapacityComparison,
@@ -34,7 +41,6 @@ from jaxkfac.curvature.ekfac import EigenvalueCorrector, correct_eigenvalues
 from jaxkfac.curvature.host import HostCurvature
 
 __all__ = [
-    "WORKSPACE_MATRICES",
     "CapacityComparison",
     "CapacityInterval",
     "CapacityMetrics",
@@ -45,6 +51,7 @@ __all__ = [
     "EigenvalueCorrector",
     "HostCurvature",
     "Interval",
+    "Inverses",
     "KroneckerEigenbasis",
     "MeshAxis",
     "Missing",
@@ -54,12 +61,17 @@ __all__ = [
     "capacity_interval",
     "capacity_metrics",
     "check_bases",
+    "check_separable",
     "compare_capacity",
     "correct_eigenvalues",
     "covered_indices",
     "eigendecompose",
     "fisher_vector_product",
     "identity_bases",
+    "identity_inverses",
+    "invert",
     "natural_gradient",
+    "precondition",
     "reconstruct",
+    "solver_scratch",
 ]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -71,7 +72,7 @@ def _mesh_of(x: Any) -> Mesh | AbstractMesh | None:
         typed = jax.typeof(x).sharding.mesh
         if not typed.empty:
             return typed
-        if not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
+        if not isinstance(x, Tracer) and isinstance(x.sharding, NamedSharding):
             return x.sharding.mesh
     return None
 

@@ -13,9 +13,16 @@ from jaxtyping import Array, Bool
 from jaxkfac._checks import instance_of
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac._serialization import serializable
-from jaxkfac.curvature._corrections import Corrections, MeasuredValues
 from jaxkfac.curvature._layout import Layout, Place, layout_of
-from jaxkfac.factors import BiasMode, Factors, check_same_layers
+from jaxkfac.factors import (
+    BiasMode,
+    Corrections,
+    Estimator,
+    Factors,
+    MeasuredValues,
+    Program,
+    check_same_layers,
+)
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import Spectrum, block_root, clip_eigenvalues
 
@@ -89,7 +96,8 @@ class Eigenbases(_Named):
         bias: ``"joint"`` or ``"separate"``, static.
         max_condition: Bound of the clipping on read, static.
         floor: Smallest eigenvalue of the clipping on read, static.
-        corrections: Measured eigenvalues (:func:`correct_eigenvalues`), or ``None``. Those of
+        corrections: Measured eigenvalues (:func:`correct_eigenvalues`), or ``None``; sums over no
+            loss term read as if there were none. Those of
             several batches in the same eigenbases are combined with ``+``, and averaged by
             :func:`update_average`.
     """
@@ -166,13 +174,21 @@ class Eigenbases(_Named):
         return block_root(a.values, g.values)
 
     def _measured(self, corrections: Corrections, layer: Layer) -> dict[str, Any]:
-        measured = corrections.measured(
-            layer.name, self.block_root(layer), self.max_condition, self.floor
+        a, g = self.spectra(layer)
+        root = self.block_root(layer)
+        measured = corrections.where_any(
+            corrections.measured(layer.name, root, self.max_condition, self.floor),
+            MeasuredValues(
+                _products(self._clipped(a.values), self._clipped(g.values), root),
+                _products(a.values, g.values, root),
+                root,
+            ),
         )
         values, raw_values = measured.in_own_units
         found: dict[str, Any] = {"measured": measured, "values": values, "raw_values": raw_values}
         if layer.name in corrections.bias_sums:
             raw = corrections.mean(corrections.bias_sums[layer.name])
+            raw = corrections.where_any(raw, g.values)
             found |= {"bias_values": self._clipped(raw), "bias_raw_values": raw}
         return found
 
@@ -180,9 +196,25 @@ class Eigenbases(_Named):
         """The basis of a layer that is a diagonal, clipped over each stacked slice."""
         raw = self.diagonals[layer.name]
         if self.corrections is not None:
-            raw = self.corrections.mean(self.corrections.sums[layer.name])
+            measured = self.corrections.mean(self.corrections.sums[layer.name])
+            raw = self.corrections.where_any(measured, raw)
         clipped = map_slices(layer, raw, self._clipped)
         return DiagonalEigenbasis(diagonal=clipped, raw_diagonal=raw)
+
+    def measured(
+        self,
+        program: Program,
+        estimator: Estimator,
+        params: Any,
+        batch: Any,
+        key: Any,
+        positions: Any,
+        state: Any,
+    ) -> Corrections:
+        """See :class:`jaxkfac.factors.Measurable`."""
+        from jaxkfac.curvature.ekfac import corrections_of  # which reads eigenbases
+
+        return corrections_of(program, self, estimator, params, batch, key, positions, state)
 
     def spectra(self, layer: Layer) -> tuple[Spectrum, Spectrum]:
         """The input and output spectra of a layer with two factors, as stored."""
@@ -226,6 +258,11 @@ class Eigenbases(_Named):
         if self.corrections is not None:
             total = self.corrections.decayed(decay, new.corrections)
         return dataclasses.replace(self, corrections=total)
+
+
+def _products(a_values: Array, g_values: Array, root: Array) -> Array:
+    a, g = (jnp.maximum(x, 0) for x in (a_values, g_values))
+    return (a[..., :, None] / root) * (g[..., None, :] / root)
 
 
 def _check_same_shapes(new: Eigenbases, expected: Eigenbases) -> None:

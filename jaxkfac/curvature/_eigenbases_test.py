@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac.curvature import apply_power, eigendecompose, identity_bases
-from jaxkfac.curvature._corrections import Corrections
+from jaxkfac.factors import Corrections
 from jaxkfac.factors._explicit_net_test import NET, random_factors
 
 FACTORS = random_factors(NET, jax.random.key(0))

@@ -118,7 +118,7 @@ def eigendecompose(
     sides: list[DenseMean] = []
     spectra: dict[Place, Any] = {}
     for place, block in layout.blocks.items():
-        mean = _mean(factors, block)
+        mean = block_mean(factors, block)
         if block.source.dense:
             sides.append(DenseMean(block, mean))
         elif place.table == "diagonals":
@@ -145,7 +145,7 @@ def eigendecompose(
     return Eigenbases.of_blocks(layout, spectra, max_condition=max_condition, floor=floor)
 
 
-def _mean(factors: Factors, block: EigenBlock) -> Array | np.ndarray:
+def block_mean(factors: Factors, block: EigenBlock) -> Array | np.ndarray:
     """What is decomposed for a block; as in :class:`Factors`, NumPy in, NumPy out."""
 
     def mean(entry: Entry) -> Array | np.ndarray:

@@ -80,7 +80,18 @@ def load_block(
         raise ValueError(
             f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with vectors=True"
         )
-    dtype = basis.a_values.dtype
+    parts = load_parts(leaves, owner, joint=joint, dtype=basis.a_values.dtype)
+    if parts is None:
+        return None
+    form, kernel, row = parts
+    return form, Operands(kernel, row, basis)
+
+
+def load_parts(
+    leaves: dict[str, Array], owner: Owner, *, joint: bool, dtype: Any
+) -> tuple[Form, Array | None, Array | None] | None:
+    """Form, weight and bias of a layer; ``None`` if the tree has neither weight nor bias."""
+    layer = owner.layer
     kernel_shape = (*layer.stack, layer.in_features, layer.out_features)
     row_shape = (*layer.stack, 1, layer.out_features)
     kernel = _read(layer.weight, leaves, kernel_shape, dtype)
@@ -98,7 +109,7 @@ def load_block(
     else:
         kernel = kernel if form.writes_weight else None
         row = row if form.writes_bias else None
-    return form, Operands(kernel, row, basis)
+    return form, kernel, row
 
 
 def solve(form: Form, operands: Operands, power: Power) -> tuple[Array | None, Array | None]:
@@ -178,25 +189,33 @@ def scale_diagonal(
     power: Power,
 ) -> None:
     """Write the power of a diagonal block over its part of ``written``; reads ``leaves``."""
+    if layer.weight.path not in leaves:
+        return
+    raw = basis.raw_diagonal
+    kept = None
+    if power.cut:
+        kept = map_slices(layer, raw, lambda x: above_rcond(x, power.cut).astype(x.dtype)) > 0
+    scale = diagonal_power(
+        raw if power.exponent > 0 else basis.diagonal,
+        power=power.exponent,
+        damping=power.damping,
+        kept=kept,
+    )
+    write_scaled(leaves, written, layer, scale)
+
+
+def write_scaled(
+    leaves: dict[str, Array], written: dict[str, Array], layer: Layer, scale: Array
+) -> None:
+    """Write ``scale`` times the leaf of a diagonal, shaped like its parameter or its part."""
     path, index = layer.weight.path, layer.weight.at
     if path not in leaves:
         return
-    raw = basis.raw_diagonal
-    values = raw if power.exponent > 0 else basis.diagonal
-    kept = jnp.ones_like(raw)
-    if power.cut:
-        kept = map_slices(layer, raw, lambda x: above_rcond(x, power.cut).astype(x.dtype))
-    if raw.shape == leaves[path].shape:  # else it is shaped like the slice already
-        values, kept = values[index], kept[index]
     part = leaves[path][index]
     layer.weight.check(part.shape)
-    scale = diagonal_power(
-        values.reshape(part.shape),
-        power=power.exponent,
-        damping=power.damping,
-        kept=kept.reshape(part.shape) > 0 if power.cut else None,
-    )
-    new = (scale * part.astype(scale.dtype)).astype(part.dtype)
+    if scale.shape == leaves[path].shape:  # else it is shaped like the slice already
+        scale = scale[index]
+    new = (scale.reshape(part.shape) * part.astype(scale.dtype)).astype(part.dtype)
     written[path] = written[path].at[index].set(new) if index else new
 
 

@@ -10,7 +10,7 @@ from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.curvature._layout import EigenBlock
 from jaxkfac.curvature._sharding import put_result, result_sharding
 from jaxkfac.linalg import HostDType, HostSpectrum, Spectrum, eigh_on_host
-from jaxkfac.memory import ProcessGroup, in_equal_shares, spans_processes, whole_here
+from jaxkfac.memory import ProcessGroup, in_equal_shares, whole_here
 
 
 class DenseMean(NamedTuple):
@@ -32,9 +32,9 @@ def solve_on_host(means: Sequence[DenseMean], *, vectors: bool, dtype: HostDType
     """
     groups: dict[ProcessGroup, list[int]] = {}
     for i, mean in enumerate(means):
-        if spans_processes(mean.matrix):
-            group = ProcessGroup.of(mean.matrix.sharding)
-            assert group is not None
+        local = isinstance(mean.matrix, np.ndarray)
+        group = None if local else ProcessGroup.of(mean.matrix.sharding)
+        if group is not None:
             groups.setdefault(group, []).append(i)
     solved: dict[int, HostSpectrum] = {}
     for group, numbers in groups.items():
@@ -60,13 +60,13 @@ def _shared(
     failure, found = None, []
     for i, (block, matrix) in enumerate(means):
         here = np.asarray(whole_here(matrix))
-        whole = HostSpectrum(np.zeros(here.shape[:-1], here.dtype), np.zeros_like(here))
-        found.append(whole)
+        values, vectors = np.zeros(here.shape[:-1], here.dtype), np.zeros_like(here)
+        found.append((values, vectors))
         own = [at for j, at in parts if j == i and owners[j, at] == group.rank]
         for at in own if failure is None else []:
             name = block.name + (f" at stack index {at}" if at else "")
             try:
-                whole.values[at], whole.vectors[at] = eigh_on_host(here[at], name=name, dtype=dtype)
+                values[at], vectors[at] = eigh_on_host(here[at], name=name, dtype=dtype)
             except Exception as error:
                 failure = error
                 break

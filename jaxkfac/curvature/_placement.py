@@ -9,8 +9,30 @@ from jaxkfac.memory import ProcessGroup, free_bytes
 
 Placement = Literal["auto", "device", "host"]
 
-# syevd, on LAPACK and on cuSOLVER: the matrix it overwrites and about 2 n^2 of scratch.
-WORKSPACE_MATRICES = 3
+_WORKSPACE_MATRICES = 3  # the one that is overwritten, and the scratch of one
+_LARGEST_CALL = 2**31 - 1  # bytes of matrices
+
+
+def solver_scratch(n: int, number: int, itemsize: int) -> int:
+    r"""Bytes that one call takes beside its matrices and results, to decompose all of one size.
+
+    $1 + 6 n + 2 n^2$ elements for each matrix that is decomposed at the same time: LAPACK's, by
+    its documentation. cuSOLVER's says what it takes when it runs, and has no formula in its
+    documentation; for its batched solver this is LAPACK's for as many matrices as jaxlib gives
+    it at once, which are at most 2**31 - 1 bytes.
+
+    Args:
+        n: Rows of a matrix.
+        number: Of matrices; 1 where they are decomposed in turn.
+        itemsize: Bytes of an element.
+
+    References:
+        LAPACK, ``ssyevd``, ``LWORK`` for ``JOBZ = 'V'``. jaxlib (since 0.7.2),
+        ``jaxlib/gpu/solver_kernels_ffi.cc``, ``Syevd64Impl``. NVIDIA, cuSOLVER documentation,
+        ``cusolverDnXsyevBatched_bufferSize``.
+    """
+    at_once = min(number, max(1, _LARGEST_CALL // (n**2 * itemsize)))
+    return at_once * (1 + 6 * n + 2 * n**2) * itemsize
 
 
 def matrices_that_fit(n: int, dtype: Any, like: Any) -> int | None:
@@ -29,7 +51,7 @@ def matrices_that_fit(n: int, dtype: Any, like: Any) -> int | None:
     free = free_bytes(device_of(like) if is_array else like)
     if free is None:
         return None
-    fit = int(free / 2 // (WORKSPACE_MATRICES * n**2 * np.dtype(dtype).itemsize))
+    fit = int(free / 2 // (_WORKSPACE_MATRICES * n**2 * np.dtype(dtype).itemsize))
     group = ProcessGroup.of(like.sharding) if is_array else None
     return (
         fit if group is None else int(group.gathered(np.array(min(fit, 1 << 30), np.int32)).min())

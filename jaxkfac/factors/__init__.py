@@ -11,16 +11,20 @@ from jaxkfac.factors._average import (
 from jaxkfac.factors._budgeted import BudgetedCollector
 from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
+from jaxkfac.factors._corrections import Corrections, Measurable, MeasuredValues
 from jaxkfac.factors._diagonal_pass import check_alone, per_example_diagonals
 from jaxkfac.factors._estimator import LABEL_FOLD, Estimator, check_label_values
 from jaxkfac.factors._example_sums import gradient_rows
 from jaxkfac.factors._factors import (
     BiasMode,
+    CorrectedDiagonal,
+    CorrectedFactor,
     DiagonalFactor,
     Factors,
     KroneckerFactor,
     mean_of,
     of_parameters,
+    without_corrections,
     without_loss_terms,
 )
 from jaxkfac.factors._fisher import FISHER_TYPES, estimator_of, over_count
@@ -48,6 +52,9 @@ __all__ = [
     "BiasMode",
     "BudgetedCollector",
     "Categorical",
+    "CorrectedDiagonal",
+    "CorrectedFactor",
+    "Corrections",
     "DiagonalFactor",
     "Estimator",
     "FactorCollector",
@@ -59,6 +66,8 @@ __all__ = [
     "LongSum",
     "LossTerms",
     "MarkedTerms",
+    "Measurable",
+    "MeasuredValues",
     "Objective",
     "Pass",
     "PassPlan",
@@ -87,6 +96,7 @@ __all__ = [
     "takes_key",
     "update_average",
     "value_grad_and_factors",
+    "without_corrections",
     "without_loss_terms",
     "zeros_like",
 ]

@@ -110,6 +110,7 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
         diagonals=dict.fromkeys(new.diagonals, terms),
         terms=terms,
         loss_terms=None if new.loss_terms is None else _decay_of(new.loss_terms, decay),
+        corrections=jax.tree.map(lambda _: terms, new.corrections),
     )
     return jax.tree.map(
         lambda x, beta, y: jnp.asarray(beta, x.dtype) * x + y.astype(x.dtype),

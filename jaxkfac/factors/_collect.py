@@ -12,8 +12,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Key, PyTree
 
-from jaxkfac._checks import check_key
+from jaxkfac._checks import check_key, instance_of
 from jaxkfac.factors._average import zeros_like
+from jaxkfac.factors._corrections import Corrections, Measurable
 from jaxkfac.factors._diagonal_pass import check_alone, diagonal_layers, per_example_diagonals
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._factors import BiasMode, Factors
@@ -49,6 +50,7 @@ class Call(NamedTuple):
         positions: Which positions exist, or ``None``.
         estimator: The Fisher type, with the call's key and labels.
         state: What a call of the model changes, or ``None``.
+        bases: Eigenbases in which gradients are squared, or ``None``.
     """
 
     batch: Any
@@ -56,6 +58,7 @@ class Call(NamedTuple):
     positions: Any
     estimator: Estimator
     state: Any = None
+    bases: Any = None
 
     def quiet(self) -> "Call":
         """The call for its shapes alone: what it would cost is not printed."""
@@ -101,6 +104,7 @@ class FactorCollector:
         state: PyTree | None = None,
         *,
         step: ArrayLike | None = None,
+        bases: Measurable | None = None,
     ) -> ValueGradAndFactors:
         """Value, gradient and factors of one batch.
 
@@ -118,6 +122,10 @@ class FactorCollector:
                 argument.
             step: The number of the step, for ``every=``: factors are collected where it is a
                 multiple of that.
+            bases: Eigenbases of these layers, ``state.bases`` of :func:`jaxkfac.kfac`, say: the
+                factors then hold what :func:`jaxkfac.correct_eigenvalues` measures in them, with
+                the same labels, read as ``factors[name].corrected``. It takes a second pass over
+                the batch, without gradients of parameters.
 
         Returns:
             ``(value, grads, factors)``; value is ``(value, aux)`` with ``has_aux``, ``(value,
@@ -132,7 +140,8 @@ class FactorCollector:
             ValueError: a batch that is empty, or does not fit the likelihood; no ``step``
                 beside ``every=``, no ``key`` beside ``subsample=``.
         """
-        call, due = self.checked(batch, key, positions, labels, state), self.is_due(step)
+        call = self.checked(batch, key, positions, labels, state, bases)
+        due = self.is_due(step)
         if isinstance(self._program.objective, Objective):
             outputs = self._program.output_shapes(self.traced(params, call))
             call.estimator.check_values(self._program.objective, outputs, call.batch)
@@ -206,6 +215,7 @@ class FactorCollector:
         positions: Bool[Array, "..."] | None = None,
         labels: PyTree = None,
         state: PyTree | None = None,
+        bases: Measurable | None = None,
     ) -> Call:
         """The arguments as the program takes them; raises where they do not go together."""
         if self._subsample is not None and key is None:
@@ -215,7 +225,10 @@ class FactorCollector:
         known = isinstance(self._program.objective, Objective)
         batch = self._program.objective.batch(batch) if known else batch
         estimator = self._estimator.bound(key, labels, batch if known else None)
-        return Call(batch, key, positions, estimator, state)
+        if bases is not None:
+            remedy = "as state.bases or jk.eigendecompose(factors) gives them"
+            instance_of("bases", bases, Measurable, remedy)
+        return Call(batch, key, positions, estimator, state, bases)
 
     def statistics(
         self,
@@ -282,7 +295,13 @@ class FactorCollector:
         if gradient and (layers := self._second_pass(traced, params)):
             factors = self._with_diagonals(traced, layers, params, call, factors, at)
         factors = self._counted(factors, factors.terms)
+        if call.bases is not None:
+            factors = dataclasses.replace(factors, corrections=self._corrections(params, call))
         return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
+
+    def _corrections(self, params: PyTree, call: Call) -> Corrections:
+        rest = (call.batch, call.key, call.positions, call.state)
+        return call.bases.measured(self._program, call.estimator, params, *rest)
 
     def without_factors(
         self, params: PyTree, call: Call, like: Factors | None = None
@@ -340,13 +359,18 @@ class FactorCollector:
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
         state: PyTree | None = None,
+        *,
+        bases: Measurable | None = None,
     ) -> Factors:
-        """``Factors`` of ``jax.ShapeDtypeStruct``; nothing is computed."""
+        """``Factors`` of ``jax.ShapeDtypeStruct``; nothing is computed.
+
+        With ``bases`` (or their shapes) they have ``corrections``.
+        """
         check_arrays("params", params)
         check_arrays("batch", batch)
         if key is None and (self._estimator.samples_labels or self._subsample is not None):
             key = jax.eval_shape(lambda: jax.random.key(0))
-        call = self.checked(batch, key, positions, None, state)
+        call = self.checked(batch, key, positions, None, state, bases)
         if positions is not None:  # which may be lost on the way to a layer
             return jax.eval_shape(self.gather, params, call.quiet()).factors
         return self.types(params, call)
@@ -354,7 +378,7 @@ class FactorCollector:
     def types(self, params: PyTree, call: Call) -> Factors:
         """The same of a call; from the layers alone, where one pass covers them."""
         traced, objective = self.traced(params, call), self._program.objective
-        if self._second_pass(traced, params) or traced.marks:
+        if self._second_pass(traced, params) or traced.marks or call.bases is not None:
             return jax.eval_shape(self.gather, params, call.quiet()).factors
         if not isinstance(objective, Objective):
             self._check_scalar(traced, call)

@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac._serialization import serializable
+from jaxkfac.factors._corrections import Corrections
 from jaxkfac.interception import Layer
 
 BiasMode = Literal["joint", "separate"]
@@ -30,8 +31,35 @@ class DiagonalFactor(NamedTuple):
     diagonal: Array | np.ndarray
 
 
+class CorrectedFactor(NamedTuple):
+    """The two factors of one layer beside eigenvalues measured in its eigenbases.
+
+    Attributes:
+        a: As in ``KroneckerFactor``.
+        g: Likewise.
+        corrected: The mean of squared gradients in the eigenbases, ``(stack..., in[+1], out)``,
+            over the square of the bases' ``block_root`` (1, but for gradients whose squares the
+            dtype does not reach).
+        corrected_bias: The same of a bias with a block of its own, ``(stack..., out)``.
+    """
+
+    a: Array | np.ndarray
+    g: Array | np.ndarray
+    corrected: Array
+    corrected_bias: Array | None
+
+
+class CorrectedDiagonal(NamedTuple):
+    """A diagonal, and the mean of whole examples' squared gradients, shaped like it."""
+
+    diagonal: Array | np.ndarray
+    corrected: Array
+
+
+Factor = KroneckerFactor | DiagonalFactor | CorrectedFactor | CorrectedDiagonal
+
 if TYPE_CHECKING:
-    _Named = Mapping[str, KroneckerFactor | DiagonalFactor]
+    _Named = Mapping[str, Factor]
 else:
     _Named = Mapping  # a runtime type checker would read an item, which Factors of shapes lack
 
@@ -61,6 +89,8 @@ class Factors(_Named):
         loss_terms: Number of loss terms behind the gradient beside these factors, scalar, where
             factors are collected at some steps only (``every=``); else ``None``, for ``terms``
             says it.
+        corrections: Sums of squared gradients in eigenbases, where those were given (``bases=``);
+            else ``None``. They belong to these eigenbases and to no others.
     """
 
     # Not Array: a pytree also holds shapes (`factor_shapes`), cotangents and None.
@@ -72,6 +102,7 @@ class Factors(_Named):
     layers: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})
     bias: BiasMode = dataclasses.field(metadata={"static": True})
     loss_terms: Any = None
+    corrections: Corrections | None = None
 
     def __iter__(self) -> Iterator[str]:
         return (layer.name for layer in self.layers)
@@ -105,16 +136,21 @@ class Factors(_Named):
     def _inputs_with_ones(self) -> frozenset[str]:
         return frozenset(layer.input for layer in self.layers if self.wants_ones(layer))
 
-    def __getitem__(self, name: str) -> KroneckerFactor | DiagonalFactor:
-        layer = self.layer(name)
+    def __getitem__(self, name: str) -> Factor:
+        layer, more = self.layer(name), self.corrections
         if layer.is_diagonal:
-            return DiagonalFactor(mean_of(self.diagonals[name], self.terms, 0))
+            diagonal = mean_of(self.diagonals[name], self.terms, 0)
+            if more is None:
+                return DiagonalFactor(diagonal)
+            return CorrectedDiagonal(diagonal, more.mean(more.sums[name]))
         a, n = self.a_sums[layer.input], self.a_counts[layer.input]
         if self.has_ones(layer.input) and not self.wants_ones(layer):
             a = a[..., :-1, :-1] if layer.a_dense else a[..., :-1]
-        return KroneckerFactor(
-            a=mean_of(a, n, 1 + layer.a_dense), g=mean_of(self.g_sums[name], self.terms, 0)
-        )
+        a, g = mean_of(a, n, 1 + layer.a_dense), mean_of(self.g_sums[name], self.terms, 0)
+        if more is None:
+            return KroneckerFactor(a, g)
+        bias = more.mean(more.bias_sums[name]) if name in more.bias_sums else None
+        return CorrectedFactor(a, g, more.mean(more.sums[name]), bias)
 
     def wants_ones(self, layer: Layer) -> bool:
         """Whether the input factor of ``layer`` includes the ones column."""
@@ -156,20 +192,34 @@ def of_parameters(factors: Factors) -> Factors:
     def kept(sums: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
         return {name: x for name, x in sums.items() if name in wanted}
 
+    measured = factors.corrections
+    if measured is not None:
+        measured = measured._replace(
+            sums=kept(measured.sums, names | set(factors.diagonals)),
+            bias_sums=kept(measured.bias_sums, names),
+        )
     return dataclasses.replace(
         factors,
         a_sums=kept(factors.a_sums, inputs),
         a_counts=kept(factors.a_counts, inputs),
         g_sums=kept(factors.g_sums, names),
+        corrections=measured,
         layers=layers,
     )
 
 
+def without_corrections(factors: Factors) -> Factors:
+    """The factors without eigenvalues measured beside them."""
+    return dataclasses.replace(factors, corrections=None)
+
+
 def alike(one: Factors, other: Factors) -> tuple[Factors, Factors]:
-    """Both with ``loss_terms`` or neither: where one lacks them, their sum is not known."""
-    if (one.loss_terms is None) == (other.loss_terms is None):
-        return one, other
-    return without_loss_terms(one), without_loss_terms(other)
+    """Both with what is optional or neither: where one lacks it, the sum is not known."""
+    if (one.loss_terms is None) != (other.loss_terms is None):
+        one, other = without_loss_terms(one), without_loss_terms(other)
+    if (one.corrections is None) != (other.corrections is None):
+        one, other = without_corrections(one), without_corrections(other)
+    return one, other
 
 
 def mean_of(total: Any, count: Any, matrix_axes: int) -> Any:

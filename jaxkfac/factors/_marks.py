@@ -12,7 +12,7 @@ from jaxkfac.interception import Layer, Traced, leading_to, marks_of
 
 def refuse_marks(traced: Traced) -> None:
     """Refuse marks beside an ``Objective``, which says itself what its outputs are."""
-    if marks_of(traced.closed.jaxpr):
+    if marks_of(traced.closed.jaxpr, rules=False):
         raise ValueError(
             "jk.mark_outputs stands inside the apply_fn of a jk.Objective, whose likelihood says "
             "what its outputs are: leave the mark out, give a dictionary of likelihoods for "

@@ -301,14 +301,14 @@ class Statistics:
         elif "a_rows" in like:
             side = kind.summed_input_rows(site, use, operands, weights)
             out["a_rows"] = example_sums(site, use, side, examples, like["a_rows"])
-            each, numbers = kind.output_rows(site, use, cotangent, None), like["a_numbers"]
+            each, numbers = kind.outputs_of(site, use, operands, cotangent, None), like["a_numbers"]
             out["a_numbers"] = example_counts(site, use, each, weights, examples, numbers)
         if "g" in like:
-            side = kind.output_rows(site, use, cotangent, weights)
+            side = kind.outputs_of(site, use, operands, cotangent, weights)
             panels = self.comes_first(use)
             out["g"] = output_moments(site, use, side, like["g"], weights, products, panels=panels)
         elif "g_rows" in like:
-            side = kind.output_rows(site, use, cotangent, weights)
+            side = kind.outputs_of(site, use, operands, cotangent, weights)
             out["g_rows"] = example_sums(site, use, side, examples, like["g_rows"])
         return out
 

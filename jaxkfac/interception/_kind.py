@@ -161,6 +161,17 @@ class Kind(abc.ABC):
         """The cotangent of its result, likewise."""
         raise NotImplementedError(f"{self.name!r} has no rows of outputs")
 
+    def outputs_of(
+        self,
+        site: Site,
+        use: Use,
+        operands: Sequence[Any],
+        cotangent: Shaped[Array, "..."],
+        weights: RowWeights,
+    ) -> Any:
+        """The same, where which rows there are is known from the operands alone."""
+        return self.output_rows(site, use, cotangent, weights)
+
     def summed_input_rows(
         self, site: Site, use: Use, operands: Sequence[Any], weights: RowWeights
     ) -> Any:

@@ -136,7 +136,7 @@ class Rewriter:
                 out = [self._use(eqn, plan.uses[step], values, along, around)]
             elif step in plan.marks:
                 around.masks.append(RowMask(values[1], plan.marks[step].axes, complete=False))
-                out = [values[0]]
+                out = bind(eqn)(*values)  # what traces this program again reads it too
             elif step in plan.views:
                 run = _compat.of_operands(eqn, plan.jaxpr)
                 out = bind_view(eqn, values, run)

@@ -102,3 +102,15 @@ def test_a_mark_after_the_layer_it_speaks_of_is_an_error():
 def test_a_mark_of_another_shape_is_an_error():
     with pytest.raises(ValueError, match=r"mask has shape \(5, 3\)"):
         mark_rows(X, MASK.T)
+
+
+def test_a_mark_is_in_the_program_that_is_emitted_again():
+    """Adapters are attached this way, and their curvature traces what comes out."""
+
+    def fn(p, x):
+        return mark_rows(x, MASK) @ p["w"]
+
+    traced = trace(fn, PARAMS, X)
+    again = lambda p, x: traced.emit(lambda site, operands: site.bind(*operands), p, {}, x)
+    found = trace(again, PARAMS, X).analysis.plan.all_marks()
+    assert len(found) == len(traced.analysis.plan.all_marks()) == 1

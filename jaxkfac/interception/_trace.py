@@ -37,8 +37,10 @@ from jaxkfac.interception._rewrite import Around, Handler, Rewriter
 from jaxkfac.interception._row_masks import RowMask
 from jaxkfac.interception._slots import Entries, Slot, check_entries
 from jaxkfac.interception._table import LayerTable
-from jaxkfac.interception._values import Data, Use
+from jaxkfac.interception._values import CoverageNote, Data, Use
 from jaxkfac.interception._windows import Window
+
+_PARTLY = "is in a layer for some of its readings: its factors leave out those that are not covered"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,6 +284,8 @@ def trace(
     )
     findings = [*analysis.findings, *lost, *notes]
     held = {part.path for layer in found for part in (layer.weight, layer.bias) if part}
+    partly = dict.fromkeys(f.path for f in findings if f.fatal and f.path in held)
+    findings += [CoverageNote(path, _PARTLY, fatal=False) for path in partly]
     touched = {f.path for f in findings}
     touched |= {v.path for u in uses for v in (u.view, *u.view.members)}
     shapes_of = {path: tuple(getattr(leaf, "shape", ())) for path, leaf in paths.items()}

@@ -7,6 +7,7 @@ from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._embedding import Embedding
 from jaxkfac.kinds._moments import output_moments, packs
 from jaxkfac.kinds._products import EVERY_ROW, Precision, Products
+from jaxkfac.kinds._ragged import Ragged
 from jaxkfac.kinds._reparameterised import Reparameterised
 from jaxkfac.kinds._rows import Rows, by_example, in_own_order
 from jaxkfac.kinds._scale import Scale
@@ -26,6 +27,7 @@ __all__ = [
     "Embedding",
     "Precision",
     "Products",
+    "Ragged",
     "Reparameterised",
     "Rows",
     "Scale",

@@ -98,7 +98,8 @@ class TwoSided(Kind):
             split_examples, site, use, num_rows=len(use.rows), examples=examples
         )
         stack = stack_of_slot(like)
-        g = aligned(site, use, self.output_rows(site, use, cotangent, weights), stack)
+        side = self.outputs_of(site, use, operands, cotangent, weights)
+        g = aligned(site, use, side, stack)
         x = aligned(site, use, self.input_rows(site, use, operands, weights), stack)
         if examples is None:
             return BothSides((x, g), by_example=False)

@@ -8,6 +8,8 @@ from jaxkfac.linalg._damping import (
     block_root,
     check_damping,
     diagonal_power,
+    factor_damping,
+    is_separable,
     kronecker_power,
     measured_power,
     power_or_zero,
@@ -32,6 +34,7 @@ from jaxkfac.linalg._gram import (
     statistics_dtype,
     unpack_panels,
 )
+from jaxkfac.linalg._inverse import damped_inverse
 from jaxkfac.linalg._kronecker import (
     from_spectrum,
     into_eigenbasis,
@@ -58,11 +61,13 @@ __all__ = [
     "check_rcond",
     "check_square",
     "clip_eigenvalues",
+    "damped_inverse",
     "diagonal_power",
     "eigh_checked",
     "eigh_clipped",
     "eigh_in_turn",
     "eigh_on_host",
+    "factor_damping",
     "fold_triangle",
     "from_spectrum",
     "gram",
@@ -70,6 +75,7 @@ __all__ = [
     "host_dtype",
     "in_sequence",
     "into_eigenbasis",
+    "is_separable",
     "kronecker_above_rcond",
     "kronecker_power",
     "map_over_chunks",

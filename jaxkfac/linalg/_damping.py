@@ -212,17 +212,40 @@ def measured_power(
     )
 
 
-def _per_factor(a: Array, g: Array, damping: Damping, mode: str) -> tuple[Array, Array]:
-    """What is added to each factor's eigenvalues, ``()`` or ``(stack..., 1)``."""
+def is_separable(damping: Any, mode: str) -> bool:
+    """Whether each factor gets a damping of its own, so that the damped block is a product."""
+    return isinstance(damping, tuple) or mode != "exact"
+
+
+def factor_damping(
+    mean_a: Float[Array, "*stack"],
+    mean_g: Float[Array, "*stack"],
+    *,
+    damping: Damping,
+    mode: DampingMode,
+) -> tuple[Float[Array, "*_"], Float[Array, "*_"]]:
+    r"""What a separable damping adds to each factor, ``()`` or ``(stack...)``.
+
+    Args:
+        mean_a: The mean eigenvalue of A, which only ``"pi"`` reads.
+        mean_g: Likewise of G.
+        damping: As for :func:`kronecker_power`.
+        mode: ``"factored"`` or ``"pi"``; of a pair any.
+    """
     if isinstance(damping, tuple):
-        to_a, to_g = (jnp.asarray(d, a.dtype) for d in damping)
+        to_a, to_g = (jnp.asarray(d, mean_a.dtype) for d in damping)
         return to_a, to_g
-    root = jnp.sqrt(jnp.asarray(damping, a.dtype))
-    return (root, root) if mode == "factored" else _pi_split(a, g, root)
+    root = jnp.sqrt(jnp.asarray(damping, mean_a.dtype))
+    return (root, root) if mode == "factored" else _pi_split(mean_a, mean_g, root)
 
 
-def _pi_split(a: Array, g: Array, root: Array) -> tuple[Array, Array]:
-    mean_a, mean_g = a.mean(-1, keepdims=True), g.mean(-1, keepdims=True)
+def _per_factor(a: Array, g: Array, damping: Damping, mode: Any) -> tuple[Array, Array]:
+    """What is added to each factor's eigenvalues, ``()`` or ``(stack..., 1)``."""
+    means = a.mean(-1, keepdims=True), g.mean(-1, keepdims=True)
+    return factor_damping(*means, damping=damping, mode=mode)
+
+
+def _pi_split(mean_a: Array, mean_g: Array, root: Array) -> tuple[Array, Array]:
     usable = (mean_a > 0) & (mean_g > 0)
     root_a, root_g = (jnp.sqrt(jnp.where(usable, mean, 1)) for mean in (mean_a, mean_g))
     pi = root_a / root_g  # roots first: the ratio of the means may be out of range

@@ -204,7 +204,8 @@ def eigh_clipped(
 
     Memory:
         About ``3 n**2`` elements beyond the input (LAPACK syevd), once for a whole batch
-        on the CPU; cuSOLVER's batched solver needs it for every matrix of the batch.
+        on the CPU; cuSOLVER's batched solver needs it for every matrix of the batch, of which
+        it is given as many at once as 2 GiB hold.
 
     Example:
         >>> import jax.numpy as jnp

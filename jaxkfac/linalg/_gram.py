@@ -105,21 +105,25 @@ def unpack_panels(panels: tuple[Any, ...], border: tuple[Any, Any] | None = None
     Returns:
         ``(stack..., n, n)``, or with a border ``(stack..., n + 1, n + 1)``.
     """
-    rows, edges = [], [0]
+    first, stack = panels[0], panels[0].ndim - 2
+    size = first.shape[-1]
+    whole = size + (border is not None)
+    # One buffer written in place: a concatenation of rows is a kernel for each, and a copy more.
+    # Padded, not written into zeros, which would not be sharded as the panels are.
+    matrix = jnp.pad(first, [(0, 0)] * stack + [(0, whole - first.shape[-2]), (0, whole - size)])
+
+    def written(matrix: Array, block: Array, row: int, column: int) -> Array:
+        return jax.lax.dynamic_update_slice(matrix, block, (*[0] * stack, row, column))
+
+    edge = 0
     for panel in panels:
-        edges.append(edges[-1] + panel.shape[-2])
-    for i, panel in enumerate(panels):
-        row = [
-            jax.lax.slice_in_dim(p, edges[i] - edges[j], edges[i + 1] - edges[j], axis=-1).swapaxes(
-                -1, -2
-            )
-            for j, p in enumerate(panels[:i])
-        ]
-        row.append(panel)
-        if border is not None:
-            row.append(border[0][..., edges[i] : edges[i + 1], None])
-        rows.append(jnp.concatenate(row, axis=-1))
+        rows, columns = panel.shape[-2:]
+        matrix = written(matrix, panel, edge, edge) if edge else matrix
+        if rows < columns:
+            matrix = written(matrix, panel[..., rows:].mT, edge + rows, edge)
+        edge += rows
     if border is not None:
         last = jnp.concatenate([border[0], border[1][..., None]], axis=-1)
-        rows.append(last[..., None, :])
-    return jnp.concatenate(rows, axis=-2)
+        matrix = written(matrix, last[..., None, :], size, 0)
+        matrix = written(matrix, last[..., None], 0, size)
+    return matrix

@@ -15,9 +15,9 @@ def module_name(layer: str, index: tuple[int, ...]) -> str:
     """The default mapping.
 
     The last component is left out if it is a parameter's usual name, Linen's ``params`` always.
-    The first index, of a scan, goes behind the last ``layers`` or ``blocks`` (else behind the
-    first component); a further one behind ``experts``, else to the end. ``path[i]`` is read as
-    the index of a stack.
+    The first index, of a scan, goes behind the last ``layers`` or ``blocks`` that has no number
+    yet (else behind the first component); a further one behind ``experts``, else to the end.
+    ``path[i]`` is read as the index of a stack.
 
     Raises:
         ValueError: a second block of one parameter, which has no module of its own.
@@ -25,6 +25,8 @@ def module_name(layer: str, index: tuple[int, ...]) -> str:
     Example:
         >>> module_name("params/layers/attn/q_proj/kernel", (3,))
         'layers.3.attn.q_proj'
+        >>> module_name("encoder/block/layer/0/SelfAttention/q/kernel", (3,))
+        'encoder.block.3.layer.0.SelfAttention.q'
     """
     if "@" in layer:
         raise ValueError(
@@ -38,7 +40,12 @@ def module_name(layer: str, index: tuple[int, ...]) -> str:
     if len(parts) > 1 and parts[-1] in _LEAVES:
         parts = parts[:-1]
     if index:
-        stacks = [i for i, part in enumerate(parts) if part in _STACKS]
+        behind = (*parts[1:], "")
+        stacks = [
+            i
+            for i, (part, next_part) in enumerate(zip(parts, behind, strict=True))
+            if part in _STACKS and not next_part.isdecimal()
+        ]
         at = (stacks[-1] if stacks else 0) + 1
         parts[at:at] = [str(index[0])]
     for i in index[1:]:

@@ -51,7 +51,7 @@ class VisionTransformerConfig:
         return (self.image_size // self.patch_size) ** 2
 
 
-class EncoderBlock(nnx.Module):
+class VisionBlock(nnx.Module):
     """Attention, then two dense layers, each normalised first and added to the stream."""
 
     def __init__(self, config: VisionTransformerConfig, *, rngs: nnx.Rngs) -> None:
@@ -94,8 +94,8 @@ class VisionTransformer(nnx.Module):
 
         @nnx.split_rngs(splits=config.depth)
         @nnx.vmap(in_axes=(0,), out_axes=0)
-        def stacked_blocks(rngs: nnx.Rngs) -> EncoderBlock:
-            return EncoderBlock(config, rngs=rngs)
+        def stacked_blocks(rngs: nnx.Rngs) -> VisionBlock:
+            return VisionBlock(config, rngs=rngs)
 
         self.blocks = stacked_blocks(rngs)
         self.norm = nnx.LayerNorm(config.width, rngs=rngs)
@@ -105,7 +105,7 @@ class VisionTransformer(nnx.Module):
         patches_BxLxP = split_patches(images, self.config)
         x_BxLxD = self.patch(patches_BxLxP) + self.positions[...]
 
-        def step(x_BxLxD: Array, block: EncoderBlock) -> Array:
+        def step(x_BxLxD: Array, block: VisionBlock) -> Array:
             return block(x_BxLxD)
 
         if self.config.remat:

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxkfac._checks import one_of
-from jaxkfac.factors import Factors
+from jaxkfac.factors import Corrections, Factors
 from jaxkfac.linalg import fold_triangle, unfold_triangle
 
 PyTree = Any
@@ -162,6 +162,15 @@ def _same(x: Any) -> Any:
     return x
 
 
+def _mapped_corrections(
+    corrections: Corrections | None, other: Callable[[Any], Any], count: Callable[[Any], Any]
+) -> Corrections | None:
+    if corrections is None:
+        return None
+    sums, bias_sums = jax.tree.map(other, (corrections.sums, corrections.bias_sums))
+    return Corrections(sums, bias_sums, count(corrections.terms))
+
+
 def _mapped(
     sums: Sums,
     other: Callable[[Any], Any],
@@ -180,6 +189,7 @@ def _mapped(
             g_sums={k: (matrix if k in dense_g else other)(x) for k, x in factors.g_sums.items()},
             diagonals={k: other(x) for k, x in factors.diagonals.items()},
             terms=count(factors.terms),
+            corrections=_mapped_corrections(factors.corrections, other, count),
         )
     return {
         "grads": jax.tree.map(other, sums["grads"]),

@@ -7,38 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool
 
-from jaxkfac.curvature import Eigenbases
 from jaxkfac.interception import is_differentiable
-from jaxkfac.linalg import Spectrum
 from jaxkfac.optim._injected import may_be_positive
 from jaxkfac.optim._trees import covered_leaves, inner_product, scaled
 
 PyTree = Any
-
-
-def keep_where_not_finite(new: Eigenbases, old: Eigenbases) -> tuple[Eigenbases, Int[Array, ""]]:
-    """``new``, with each factor that failed to decompose taken from ``old``, and their number.
-
-    A solver that does not converge on an accelerator returns NaN and raises nothing.
-    """
-    failed = []
-
-    def pick(fresh: Any, stale: Any) -> Any:
-        if not isinstance(fresh, Spectrum):  # the diagonal of a scale or lone bias
-            ok = jnp.isfinite(fresh).all()
-            failed.append((~ok).sum(dtype=jnp.int32))
-            return jnp.where(ok, fresh, stale)
-        ok = jnp.isfinite(fresh.values).all(-1)
-        failed.append((~ok).sum(dtype=jnp.int32))
-        values = jnp.where(ok[..., None], fresh.values, stale.values)
-        if fresh.vectors is None:
-            return Spectrum(values, None)
-        return Spectrum(values, jnp.where(ok[..., None, None], fresh.vectors, stale.vectors))
-
-    picked = jax.tree.map(pick, new, old, is_leaf=lambda x: isinstance(x, Spectrum))
-    return picked, sum(failed, jnp.zeros((), jnp.int32))
 
 
 def constrain_norm(
@@ -102,3 +77,8 @@ def descend(
     if may_be_positive(weight_decay):
         momentum = jax.tree.map(decayed, params, momentum)
     return jax.tree.map(step, grads, momentum)
+
+
+def where(done: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
+    """``new`` if ``done``, else ``old``, leaf by leaf."""
+    return jax.tree.map(lambda x, y: jnp.where(done, x, y), new, old)

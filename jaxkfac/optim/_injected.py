@@ -5,7 +5,7 @@ from typing import Any
 from jax.core import Tracer
 
 from jaxkfac._checks import scalar
-from jaxkfac.curvature import Eigenbases
+from jaxkfac.curvature import Eigenbases, Inverses
 from jaxkfac.linalg import check_clipping
 
 Clipping = dict[str, Any]
@@ -71,7 +71,7 @@ def clipping_of_init(clipping: Clipping | None) -> Clipping:
     return clipping
 
 
-def clipping_of(bases: Eigenbases, clipping: Clipping | None) -> Clipping:
+def clipping_of(bases: Eigenbases | Inverses, clipping: Clipping | None) -> Clipping:
     """The settings of a state's bases, once they are those of the transformation.
 
     Raises:

@@ -1,6 +1,8 @@
 """K-FAC as an optax transformation, all in one graph."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,14 +11,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
-from jaxkfac.curvature import (
-    Eigenbases,
-    MeshAxis,
-    covered_indices,
-    eigendecompose,
-    identity_bases,
-    natural_gradient,
-)
+from jaxkfac.curvature import Eigenbases, Inverses, MeshAxis, covered_indices
 from jaxkfac.factors import (
     Factors,
     check_decay,
@@ -24,6 +19,7 @@ from jaxkfac.factors import (
     check_like,
     of_parameters,
     update_average,
+    without_corrections,
     without_loss_terms,
     zeros_like,
 )
@@ -33,7 +29,7 @@ from jaxkfac.optim._descent import (
     advance_momentum,
     constrain_norm,
     descend,
-    keep_where_not_finite,
+    where,
     zero_momentum,
 )
 from jaxkfac.optim._explicit import is_sharded, sharded_like, whole
@@ -44,6 +40,8 @@ from jaxkfac.optim._injected import (
     known_clipping,
     may_be_positive,
 )
+from jaxkfac.optim._preconditioner import InverseMethod, preconditioner_of
+from jaxkfac.optim._refresh import Refresh
 from jaxkfac.optim._schedules import (
     Schedule,
     at_step,
@@ -51,6 +49,7 @@ from jaxkfac.optim._schedules import (
     check_scheduled_damping,
     has_schedule,
 )
+from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
@@ -69,25 +68,65 @@ PyTree = Any
 class KfacState(NamedTuple):
     """State of :func:`kfac`.
 
+    Layers of one shape are kept stacked; ``average`` and ``bases`` read as those of the model.
+
     Attributes:
         step: Updates made so far, int32; skipped ones do not count. Schedules and the
             refresh read it.
-        average: Exponential average of the factors, as sums and counts.
-        bases: Eigenbases of the average at the last refresh.
+        stacked_average: Exponential average of the factors of the stacked model, as sums and
+            counts.
+        stacked_bases: Eigenbases of that average at the last refresh, or the inverses of its
+            damped factors.
         momentum: Like the parameters, without those that ``others`` looks after.
         others: State of the ``others`` transformation.
         skipped: Updates left out because a gradient or a factor was not finite, int32.
-        kept: Decompositions that were not finite and left the basis before them in
+        kept: Decompositions that were not finite and left what was before them in
             place, int32.
+        stacks: Which layers are stacked; it holds no arrays.
     """
 
     step: Int[Array, ""]
-    average: Factors
-    bases: Eigenbases
+    stacked_average: Factors
+    stacked_bases: Eigenbases | Inverses
     momentum: PyTree
     others: Any
     skipped: Int[Array, ""]
     kept: Int[Array, ""]
+    stacks: Stacks
+
+    @property
+    def average(self) -> Factors:
+        """Exponential average of the factors, as sums and counts."""
+        return _read(self.stacks.unstacked_factors, self.stacked_average)
+
+    @property
+    def statistics(self) -> Factors:
+        """The average, and of measured eigenvalues those since the last refresh."""
+        corrections = None
+        if isinstance(self.stacked_bases, Eigenbases):
+            corrections = self.stacked_bases.corrections
+        stacked = dataclasses.replace(self.stacked_average, corrections=corrections)
+        return _read(self.stacks.unstacked_factors, stacked)
+
+    @property
+    def bases(self) -> Eigenbases:
+        """Eigenbases of the average at the last refresh.
+
+        Raises:
+            ValueError: the state keeps inverses.
+        """
+        if isinstance(self.stacked_bases, Inverses):
+            raise ValueError(
+                "this state keeps inverses of damped factors, not eigenbases: build "
+                "jk.kfac(..., inverse='eigh'), or take jk.eigendecompose(state.average)"
+            )
+        return _read(self.stacks.unstacked_bases, self.stacked_bases)
+
+
+def _read(function: Callable[[Any], Any], stacked: Any) -> Any:
+    """``function(stacked)``, also of shapes."""
+    shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(stacked))
+    return jax.eval_shape(function, stacked) if shapes else function(stacked)
 
 
 def kfac(
@@ -104,6 +143,8 @@ def kfac(
     max_condition: ArrayLike = 1e6,
     floor: ArrayLike = 0.0,
     others: optax.GradientTransformation | None = None,
+    inverse: InverseMethod = "auto",
+    stagger: bool = False,
     distribute: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Kronecker-factored natural gradient descent with averages, refreshes and momentum.
@@ -149,6 +190,18 @@ def kfac(
         floor: Smallest eigenvalue of a factor.
         others: An optax transformation for the parameters that no factor covers, complete
             with its own learning rate and sign, e.g. ``optax.adam(1e-3)``.
+        inverse: What is kept of a refresh. ``"cholesky"``: inverses of the damped factors, two
+            products a layer and step, for the separable dampings: ``"factored"``, ``"pi"`` or a
+            pair. The damping is that of the refresh until the next one, and clipping is as in
+            :func:`jaxkfac.curvature.invert`. ``"eigh"``: eigenvectors, four products a layer,
+            for any damping, read at every step. ``"host"``: the same, decomposed by the host in
+            float64, where ``update`` is called outside of ``jit``. ``"auto"``: Cholesky where
+            the damping is separable, else eigenvectors.
+        stagger: Whether a refresh is spread over the steps between two: the layers in at most
+            ``refresh_every`` parts of about equal work (layers that share an input, or are
+            stacked, stay together), each at a step of its own. Each layer is still refreshed
+            every ``refresh_every`` steps, from the average of that step, and all of them at the
+            first step that has factors.
         distribute: A mesh axis, over whose devices the decompositions of a refresh are divided
             by the cubes of their sizes. By default each device does all of them. The mesh is
             that of ``jax.set_mesh``, or outside ``jit`` of the parameters.
@@ -159,18 +212,22 @@ def kfac(
 
     Returns:
         A transformation used as ``tx.update(grads, state, params, factors=factors)``,
-        inside ``jit`` and ``lax.scan``. A call with a non-finite gradient or factor
-        returns zeros and changes nothing but ``state.skipped``.
+        inside ``jit`` and ``lax.scan``. ``factors`` may be left out, or have counts of zero: then
+        the average stays, and a refresh that is due takes it as it is. A call with a non-finite
+        gradient or factor returns zeros and changes nothing but ``state.skipped``.
 
     Raises:
-        ValueError: when built, naming the argument out of range; in ``update``, if
-            ``factors`` is missing or of other layers than ``like``, or ``distribute`` names no
-            axis of a known mesh.
+        ValueError: when built, naming the argument out of range, or inverses for a damping that
+            is not separable; in ``update``, if ``factors`` are of other layers than ``like``, the
+            state is of another transformation, ``inverse="host"`` is traced, or
+            ``distribute`` names no axis of a known mesh.
 
     Memory:
         For each factor of size ``n``: ``n**2`` for its average and ``n**2 + n`` for its
-        eigenbasis; one copy of the parameters for the momentum; during a refresh
-        :func:`jaxkfac.curvature.eigendecompose`'s workspace.
+        eigenbasis, or ``n**2`` for its inverse (with ``"pi"`` one of A for each layer); one copy
+        of the parameters for the momentum; during a refresh the workspace of
+        :func:`jaxkfac.curvature.eigendecompose` or :func:`jaxkfac.curvature.invert`. Gradients
+        and factors of stacked layers (sides of at most 512) are copied once.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -202,7 +259,13 @@ def kfac(
     check_like(like)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), without_loss_terms(like))
     like = of_parameters(like)
-    covered = covered_indices(like.layers)
+    measures = like.corrections is not None
+    method = preconditioner_of(inverse, damping, damping_mode, measures=measures)
+    method.check_stagger(stagger=stagger, measures=measures)
+    covered, stacks = covered_indices(like.layers), Stacks.of(like)
+    stacked_like = jax.eval_shape(stacks.factors, like)
+    bare, stacked_paths = without_corrections(stacked_like), covered_indices(stacked_like.layers)
+    refresh = Refresh(method, bare, refresh_every, stagger=stagger)
     scheduled: tuple[Any, ...] = learning_rate, damping
     staged: TraceCache[Staged] = TraceCache()
 
@@ -213,14 +276,18 @@ def kfac(
 
     def init(params: PyTree) -> KfacState:
         check_some_covered("params", params, covered, "like=")
+        first = jnp.zeros((), jnp.int32)
+        held = clipping_of_init(clipping)
+        bases = method.initial(bare, at_step(damping, first), held)
         return KfacState(
-            step=jnp.zeros((), jnp.int32),
-            average=zeros_like(like),
-            bases=identity_bases(like, **clipping_of_init(clipping)),
+            step=first,
+            stacked_average=zeros_like(bare),
+            stacked_bases=method.with_corrections(bases, stacked_like.corrections),
             momentum=zero_momentum(params, covered, everywhere=rest is None),
             others=() if rest is None else rest.init(params),
             skipped=jnp.zeros((), jnp.int32),
             kept=jnp.zeros((), jnp.int32),
+            stacks=stacks,
         )
 
     def update(
@@ -232,28 +299,29 @@ def kfac(
         **extra: Any,
     ) -> tuple[PyTree, KfacState]:
         grads = updates  # optax's word for what comes in as well as for what goes out
-        if factors is None:
-            raise ValueError("kfac needs this step's factors: tx.update(..., factors=factors)")
         if params is None and may_be_positive(weight_decay):
             raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
         if isinstance(factors, Factors):
             factors = of_parameters(without_loss_terms(factors))
-        check_factors(factors, like)
+        if factors is not None:
+            check_factors(factors, like)
+            method.check_stagger(stagger=stagger, measures=factors.corrections is not None)
+            method.check_measured(factors)
         check_state("kfac", state, KfacState)
-        if state.average.layers != like.layers or state.average.bias != like.bias:
-            raise ValueError(
-                "kfac: the state is of another model than like=: make one with tx.init(params)"
-            )
+        _check_held(state, stacks, method.kept)
         check_like_momentum(grads, state.momentum)
         if params is not None:
             check_some_covered("params", params, covered, "like=")
         axis = None if distribute is None else MeshAxis.of(distribute, params, grads, state)
         numbers = tuple(at_step(x, state.step) if has_schedule(x) else None for x in scheduled)
         call = (grads, state, params, factors, numbers, extra)
+        concrete = all(is_concrete(x) for x in jax.tree.leaves(call))
+        if method.on_host:
+            call = (*call, refresh_on_host(concrete, *call))
         step = functools.partial(whole_advance, axis=axis)
         # Outside of jit a later call runs equations alone: a new lax.cond compiles its branches.
         # Schedules are read at every call, and what `others` may read is not known.
-        if rest is None and all(is_concrete(x) for x in jax.tree.leaves(call)):
+        if rest is None and concrete:
             return staged.get(call, lambda: Staged.of(step, *call), static=axis)(*call)
         return step(*call)
 
@@ -263,64 +331,119 @@ def kfac(
         out, new = advance(*whole((grads, state, *rest)), axis=axis)
         return sharded_like(out, grads), sharded_like(new, state)
 
+    def averaged(state: KfacState, factors: Factors | None) -> Factors:
+        if factors is None:
+            return state.stacked_average
+        return update_average(state.stacked_average, without_corrections(factors), decay)
+
+    def refresh_on_host(
+        concrete: bool,
+        grads: PyTree,
+        state: KfacState,
+        params: PyTree,
+        factors: Factors | None,
+        numbers: tuple[Any, ...],
+        extra: Any,
+    ) -> Eigenbases | None:
+        """New bases where they are due, and the step is not going to be skipped."""
+        if not concrete:
+            raise ValueError(
+                "inverse='host' decomposes outside of jit, and this update is traced: call "
+                "tx.update outside of jit, scan and jk.multi_steps, or build with inverse='eigh'"
+            )
+        if not all_finite(gradients_only(grads), factors):
+            return None
+        new = None if factors is None else stacks.factors(factors)
+        average = averaged(state, new)
+        if not (refresh.is_due(state) and average.terms > 0):
+            return None
+        return method.fresh(average, 0.0, clipping_of(state.stacked_bases, clipping), None)
+
     def advance(
         grads: PyTree,
         state: KfacState,
         params: PyTree | None,
-        factors: Factors,
+        factors: Factors | None,
         numbers: tuple[Any, ...],
         extra: Any,
+        from_host: Eigenbases | None = None,
         *,
         axis: MeshAxis | None,
     ) -> tuple[PyTree, KfacState]:
-        own, clipped = gradients_only(grads), clipping_of(state.bases, clipping)
+        own, clipped = gradients_only(grads), clipping_of(state.stacked_bases, clipping)
         rate, delta = (x if now is None else now for x, now in zip(scheduled, numbers, strict=True))
+        # Stacked ahead of the cond, which then has few operands.
+        stacked = stacks.tree(own)
+        new = None if factors is None else stacks.factors(factors)
 
-        def step() -> tuple[PyTree, KfacState]:
-            average = update_average(state.average, factors, decay)
-            # Factors may be collected at some steps only, and the first of them later than step 0.
-            due = (state.average.terms == 0) | (state.step % refresh_every == 0)
-            bases, kept = jax.lax.cond(
-                due & (average.terms > 0),
-                lambda: keep_where_not_finite(
-                    eigendecompose(average, placement="device", distribute=axis, **clipped),
-                    state.bases,
-                ),
-                lambda: (state.bases, jnp.zeros((), jnp.int32)),
-            )
-            steps = natural_gradient(
-                own,
-                bases,
-                damping=delta,
-                damping_mode=damping_mode,
-                missing="identity",
-            )
+        def step() -> Any:
+            average = averaged(state, new)
+            held, more = method.advanced(state.stacked_bases, new, decay)
+            if method.on_host:
+                bases = held if from_host is None else from_host
+                kept, due = jnp.zeros((), jnp.int32), jnp.asarray(from_host is not None)
+            else:
+                bases, kept = refresh(state, held, average, delta, clipped, axis)
+                due = refresh.is_due(state) & (average.terms > 0)
+            bases = method.measured_since(bases, more, due)
+            steps = method.apply(stacked, bases, delta)
             if norm_constraint is not None:
-                steps = constrain_norm(steps, own, covered, rate, norm_constraint)
-            velocity = advance_momentum(momentum, state.momentum, steps)
-            out = descend(velocity, own, params, rate, weight_decay)
-            rest_state = state.others
+                steps = constrain_norm(steps, stacked, stacked_paths, rate, norm_constraint)
+            out = ((), state.others)
             if rest is not None:
-                rest_out, rest_state = rest.update(grads, state.others, params, **extra)
-                ours, rest_out = covered_leaves(own, covered), cast_like(grads, rest_out)
-                out = jax.tree.map(lambda mine, x, y: x if mine else y, ours, out, rest_out)
-            return out, KfacState(
-                step=jnp.asarray(optax.safe_increment(state.step)),
-                average=average,
-                bases=bases,
-                momentum=velocity,
-                others=rest_state,
-                skipped=state.skipped,
-                kept=state.kept + kept,
-            )
+                out = rest.update(grads, state.others, params, **extra)
+                out = cast_like(grads, out[0]), out[1]
+            taken = jnp.asarray(optax.safe_increment(state.step))
+            return steps, average, bases, out, taken, state.skipped, state.kept + kept
 
-        def skip() -> tuple[PyTree, KfacState]:
-            skipped = optax.safe_increment(state.skipped)
-            return jax.tree.map(jnp.zeros_like, own), state._replace(skipped=skipped)
+        def skip() -> Any:
+            steps, out = jax.tree.map(jnp.zeros_like, (stacked, () if rest is None else own))
+            skipped = jnp.asarray(optax.safe_increment(state.skipped))
+            bare_bases, more = method.advanced(state.stacked_bases, new, None)
+            bases = method.measured_since(bare_bases, more, jnp.asarray(False))
+            held = state.stacked_average, bases, (out, state.others)
+            return steps, *held, state.step, skipped, state.kept
 
         # A cond, not a select of every leaf: XLA copies the reduction over all leaves into
         # each select, and compiles them for minutes (48 layers: 35 s of CPU against 10).
-        out, state = jax.lax.cond(all_finite(own, factors), step, skip)
-        return with_constants(grads, out), state
+        steps, average, bases, (rest_out, rest_state), taken, skipped, kept = jax.lax.cond(
+            all_finite(stacked, new), step, skip
+        )
+        # Its results may be selected by: what they are made of is behind the cond.
+        done, steps = skipped == state.skipped, stacks.unstacked_tree(steps, own)
+        velocity = where(done, advance_momentum(momentum, state.momentum, steps), state.momentum)
+        out = descend(velocity, own, params, rate, weight_decay)
+        if rest is not None:
+            ours = covered_leaves(own, covered)
+            out = jax.tree.map(lambda mine, x, y: x if mine else y, ours, out, rest_out)
+        out = where(done, out, jax.tree.map(jnp.zeros_like, out))
+        return with_constants(grads, out), KfacState(
+            step=taken,
+            stacked_average=average,
+            stacked_bases=bases,
+            momentum=velocity,
+            others=rest_state,
+            skipped=skipped,
+            kept=kept,
+            stacks=stacks,
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_held(state: KfacState, stacks: Stacks, kept: type) -> None:
+    """Refuse a state of another model, or with another preconditioner."""
+    if not isinstance(state.stacks, Stacks):
+        raise ValueError(
+            "kfac: the state was saved by an earlier version, which kept each layer by itself: "
+            "make a new one with tx.init(params), and give it the momentum and step of the old"
+        )
+    if state.stacks != stacks:
+        raise ValueError(
+            "kfac: the state is of another model than like=: make one with tx.init(params)"
+        )
+    if not isinstance(state.stacked_bases, kept):
+        raise ValueError(
+            f"kfac: the state keeps {type(state.stacked_bases).__name__}, and with this inverse= "
+            f"and damping_mode= expected {kept.__name__}: make a new one with tx.init(params)"
+        )

@@ -18,6 +18,7 @@ from jaxkfac.factors import (
     check_same_layers,
     of_parameters,
     without_loss_terms,
+    zeros_like,
 )
 from jaxkfac.optim._accumulators import (
     Accumulators,
@@ -26,6 +27,7 @@ from jaxkfac.optim._accumulators import (
     check_memory_kind,
     checked_accumulator_dtype,
 )
+from jaxkfac.optim._kfac import KfacState
 from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
@@ -112,10 +114,11 @@ def multi_steps(
 
     Returns:
         A transformation used on every micro-step as ``tx.update(grads, state, params,
-        factors=factors)`` or, where there are no factors, ``tx.update(grads, state, params,
-        terms=count)``. ``grads`` are of the micro-batch's mean loss, and ``terms`` is the number
-        of loss terms in that mean, by default ``factors.loss_terms`` where factors are collected
-        at some steps only (``every=``), else ``factors.terms``. Updates are zero but on the
+        factors=factors)`` or, where there are no factors or none at this micro-step,
+        ``tx.update(grads, state, params, terms=count)``. ``grads`` are of the micro-batch's mean
+        loss, and ``terms`` is the number of loss terms in that mean, by default
+        ``factors.loss_terms`` where factors are collected at some steps only (``every=``), else
+        ``factors.terms``. Updates are zero but on the
         last micro-step of a group. Further keyword arguments (``bases=``) are not
         accumulated: ``tx`` gets those of the last micro-step.
 
@@ -209,13 +212,16 @@ def multi_steps(
             factors = of_parameters(factors)  # as the inner transformation keeps them
         _check_statistics(factors, terms, held["factors"])
         wide = held["terms"].dtype
+        own = accumulators(wide)
         if factors is not None:
             own_terms = factors.terms if factors.loss_terms is None else factors.loss_terms
             terms = own_terms if terms is None else terms
             factors = without_loss_terms(factors)
+        elif held["factors"] is not None:  # they are collected at other micro-steps
+            whole = jax.eval_shape(lambda kept: own.unfolded(own.load(kept)), held)
+            factors = zeros_like(whole["factors"])
         count = jnp.asarray(terms, wide)
         sums, ok = _sums(gradients_only(grads), factors, count, wide)
-        own = accumulators(wide)
         accumulation = state.accumulation._replace(acc_grads=own.load(held))
         with jax.numpy_dtype_promotion("standard"):  # optax multiplies arrays by booleans
             found, accumulation = multi(wide).update(own.folded(sums), accumulation)
@@ -263,10 +269,13 @@ def _sums(
     if factors is not None:
         # Output statistics of no loss term are sums over nothing, whatever 0/0 made of them.
         seen = factors.terms > 0
-        g_sums, diagonals = jax.tree.map(
-            lambda f: jnp.where(seen, f, jnp.zeros_like(f)), (factors.g_sums, factors.diagonals)
+        g_sums, diagonals, corrections = jax.tree.map(
+            lambda f: jnp.where(seen, f, jnp.zeros_like(f)),
+            (factors.g_sums, factors.diagonals, factors.corrections),
         )
-        factors = dataclasses.replace(factors, g_sums=g_sums, diagonals=diagonals)
+        factors = dataclasses.replace(
+            factors, g_sums=g_sums, diagonals=diagonals, corrections=corrections
+        )
 
     def weighted(grads: PyTree) -> PyTree:
         return jax.tree.map(lambda g: count * g.astype(dtype), grads)
@@ -295,8 +304,10 @@ def _check_not_nested(state: Any) -> None:
 
 def _factors_in(state: Any) -> Factors | None:
     """The factors that an inner transformation keeps an average of, if any."""
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Factors))
-    found = [without_loss_terms(leaf) for leaf in leaves if isinstance(leaf, Factors)]
+    kept = (Factors, KfacState)
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kept))
+    nodes = [node.statistics if isinstance(node, KfacState) else node for node in nodes]
+    found = [without_loss_terms(node) for node in nodes if isinstance(node, Factors)]
     for other in found[1:]:
         check_same_layers(other, found[0])
     return found[0] if found else None
@@ -310,8 +321,6 @@ def _check_statistics(factors: Any, terms: Any, held: Factors | None) -> None:
         )
     if terms is not None:
         scalar("terms", terms, "the number of loss terms of this micro-batch, as mask.sum()")
-    if held is not None and factors is None:
-        raise ValueError("this transformation accumulates factors: pass factors=, not terms=")
     if factors is not None:
         if held is None:
             raise ValueError(
@@ -320,3 +329,9 @@ def _check_statistics(factors: Any, terms: Any, held: Factors | None) -> None:
                 "terms= if it needs no factors"
             )
         check_factors(factors, held)
+        if (factors.corrections is None) != (held.corrections is None):
+            raise ValueError(
+                "eigenvalues measured in eigenbases (bases=) are accumulated from the first "
+                "micro-step on or never: build jk.kfac with like=stats.factor_shapes(params, "
+                "batch, bases=...), and hand bases= to every call of stats"
+            )

@@ -311,11 +311,25 @@ def test_bad_arguments_are_named(params):
         plain.update(grads, state, params, factors=factors)
     tx = multi_steps(kfac(0.1, like=like_for(params)), 2)
     state = tx.init(params)
-    with pytest.raises(ValueError, match="pass factors=, not terms="):
-        tx.update(grads, state, params, terms=1)
     other = random_factors((layer("w", (3, 2)),), jax.random.key(0))
     with pytest.raises(ValueError, match="factors lack the layer 'left/kernel'"):
         tx.update(grads, state, params, factors=other)
+
+
+def test_left_out_factors_are_zeros(params):
+    tx = multi_steps(kfac(0.1, like=like_for(params)), 2)
+    (one, two, *_), _ = group(0)
+    left = zeros = tx.init(params)
+    for batch in (one, two):
+        grads, factors = net_statistics(params, batch)
+        terms = factors.terms
+        given = {} if batch is one else {"factors": factors}
+        expected, zeros = tx.update(
+            grads, zeros, params, terms=terms, factors=given.get("factors", zeros_like(factors))
+        )
+        found, left = tx.update(grads, left, params, terms=terms, **given)
+        assert_close((found, left), (expected, zeros), 0.0)
+    assert any(x.any() for x in jax.tree.leaves(found))
 
 
 def by_optax(tx, every_k=2):

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxkfac.curvature import WORKSPACE_MATRICES, Eigenbases, identity_bases
+from jaxkfac.curvature import Eigenbases, identity_bases, solver_scratch
 from jaxkfac.curvature.host import HostBytes, HostOptions, service_bytes
 from jaxkfac.factors import PassPlan, largest_budget, plan_passes, smallest_budget
 from jaxkfac.linalg import Spectrum
@@ -54,24 +54,34 @@ class CurvatureBytes:
         return (1 + from_host) * self._largest(together=together)
 
     def solver_scratch(self, *, together: bool = False) -> int:
-        """What syevd allocates by itself, two matrices, of LAPACK or of cuSOLVER.
+        """What syevd allocates by itself, of LAPACK or of cuSOLVER.
 
         Args:
             together: As in :meth:`workspace`.
         """
-        return (WORKSPACE_MATRICES - 1) * self._largest(together=together)
+        scratch = (
+            solver_scratch(n, number if together else 1, self._itemsize)
+            for n, number in self._matrices.items()
+        )
+        return max(scratch, default=0)
 
     def _largest(self, *, together: bool) -> int:
         """Bytes of the largest matrix, or of all matrices of one size."""
+        matrices = (n**2 * (number if together else 1) for n, number in self._matrices.items())
+        return self._itemsize * max(matrices, default=0)
+
+    @functools.cached_property
+    def _matrices(self) -> dict[int, int]:
+        """How many matrices there are of each size."""
         count: dict[int, int] = collections.Counter()
         for spectrum in self._spectra:
             if spectrum.vectors is not None:
                 count[spectrum.vectors.shape[-1]] += math.prod(spectrum.vectors.shape[:-2])
-        matrices = [n**2 * (number if together else 1) for n, number in count.items()]
-        itemsize = max(
-            (x.dtype.itemsize for x in jax.tree.leaves(self._program.factors)), default=4
-        )
-        return itemsize * max(matrices, default=0)
+        return count
+
+    @property
+    def _itemsize(self) -> int:
+        return max((x.dtype.itemsize for x in jax.tree.leaves(self._program.factors)), default=4)
 
     @property
     def largest_bases(self) -> int:

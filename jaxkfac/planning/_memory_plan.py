@@ -147,7 +147,7 @@ def _text(plan: MemoryPlan) -> str:
             f"fits {bytes_text(plan.usable_bytes)}",
             *("yes" if plan.fits(estimate) else "no" for estimate in columns),
         ],
-        ["temporaries", *(_source(plan, estimate) for estimate in columns)],
+        ["compiled", *(_source(plan, estimate) for estimate in columns)],
         ["gradients a step", *(f"{estimate.gradients:.3g}" for estimate in columns)],
     ]
     if any(estimate.host for estimate in columns):
@@ -160,7 +160,7 @@ def _text(plan: MemoryPlan) -> str:
 
 
 def _source(plan: MemoryPlan, estimate: MemoryEstimate) -> str:
-    return "compiled" if estimate.compiled else f"±{plan.within:.0%}"
+    return "yes" if estimate.compiled else f"±{plan.within:.0%}"
 
 
 def _rows(tables: Sequence[Mapping[str, int]], mark: Sequence[str]) -> list[list[str]]:

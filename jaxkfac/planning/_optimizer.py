@@ -6,7 +6,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from jaxkfac.curvature import Eigenbases
+from jaxkfac.curvature import Eigenbases, Inverses
 from jaxkfac.factors import Factors
 from jaxkfac.planning._shapes import nbytes, nodes_of
 
@@ -18,21 +18,22 @@ class Optimizer(NamedTuple):
         state: Shapes of what ``init`` would allocate.
         nbytes: Without factors, bases and accumulators.
         averages: How many sets of factors it holds.
-        bases: Whether it holds eigenbases, and so decomposes inside its update.
+        bases: Bytes of its eigenbases, or inverses of factors; where it holds any, it decomposes
+            inside its update.
         accumulators: Bytes of what it accumulates over micro-batches, 0 if it does not.
     """
 
     state: PyTree
     nbytes: int
     averages: int
-    bases: bool
+    bases: int
     accumulators: int
 
 
 def optimizer_state(tx: optax.GradientTransformation | None, params: PyTree) -> Optimizer:
     """What ``tx.init`` would allocate."""
     if tx is None:
-        return Optimizer((), 0, 0, False, 0)
+        return Optimizer((), 0, 0, 0, 0)
     whole = state = jax.eval_shape(tx.init, params)
     multi = optax.MultiStepsState  # jk.multi_steps holds one, too
     accumulators = nbytes([x.acc_grads for x in nodes_of(state, multi)])
@@ -41,12 +42,12 @@ def optimizer_state(tx: optax.GradientTransformation | None, params: PyTree) -> 
         state,
         is_leaf=lambda x: isinstance(x, multi),
     )
-    kept = (Factors, Eigenbases)
+    kept = (Factors, Eigenbases, Inverses)
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kept))
     return Optimizer(
         whole,
         nbytes([x for x in leaves if not isinstance(x, kept)]),
         sum(isinstance(x, Factors) for x in leaves),
-        any(isinstance(x, Eigenbases) for x in leaves),
+        nbytes([x for x in leaves if isinstance(x, Eigenbases | Inverses)]),
         accumulators,
     )

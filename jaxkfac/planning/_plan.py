@@ -77,7 +77,8 @@ def plan_memory(
     (``benchmarks/results/plan.md``).
 
     What libraries allocate by themselves has rows of its own, from formulas: eigh scratch is
-    $2 n^2$ elements for the largest side $n$ (for all matrices of one size inside an update),
+    $2 n^2 + 6 n + 1$ elements for the largest side $n$ (inside an update for all matrices of one
+    size, as many as 2 GiB hold),
     conv scratch the patches of the largest convolution.
 
     The options, from the cheapest to the dearest, each also a column of the table:

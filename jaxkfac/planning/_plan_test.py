@@ -128,7 +128,7 @@ def test_rows_are_the_bytes_of_the_steps_arrays(case):
     assert device["bases"] == size(eigendecompose(case.out.factors))
     largest = max(x.shape[-1] for x in jax.tree.leaves(case.out.factors) if x.ndim > 1)
     assert device["workspace"] == 4 * largest**2
-    assert device["eigh scratch"] == 2 * 4 * largest**2
+    assert device["eigh scratch"] == 4 * (2 * largest**2 + 6 * largest + 1)
 
 
 def test_activations_are_what_the_compiled_step_allocates(case):
@@ -213,7 +213,7 @@ def test_a_budget_holds_and_says_how_many_passes_it_takes(case):
 def test_a_pass_under_a_budget_stays_within_its_rows():
     case = decoder()
     shapes = (case.objective, case.params, case.batch)
-    budget = 40_000
+    budget = 60_000
     options = {"options": ("budget",), "max_factor_bytes": budget, "compiled": "all"}
     plan = plan_memory(*shapes, device_bytes=PLENTY, **options)
     device = plan.alone["budget"].device
@@ -243,7 +243,7 @@ def test_adapters_alone_leave_the_base_without_gradient_and_state(case):
     names = "|".join(map(re.escape, adapters))
     table = find_layers(case.objective.apply_fn, params, batch[0])
     base = size(lslora.nf4.quantize(params, names, table=table))
-    assert quantised.device["parameters"] == size(adapters) + base < size(params) / 4
+    assert quantised.device["parameters"] == size(adapters) + base and base < size(params) / 4
 
 
 def test_bfloat16_halves_what_follows_the_parameters_and_not_the_factors(case):
@@ -282,8 +282,9 @@ def test_half_precision_takes_fewer_bytes_although_the_cpu_computes_bfloat16_in_
     assert 0.45 * now < half < 0.85 * now  # softmax and cross entropy stay in float32
 
 
-def test_kfac_has_its_average_and_bases_in_their_own_rows(case):
-    tx = kfac(1e-3, like=case.like)
+@pytest.mark.parametrize("mode", ["exact", "pi"])
+def test_kfac_has_its_average_and_bases_in_their_own_rows(case, mode):
+    tx = kfac(1e-3, like=case.like, damping_mode=mode)
     plan = plan_memory(
         *(case.objective, case.params, case.batch),
         optimizer=tx,
@@ -292,8 +293,8 @@ def test_kfac_has_its_average_and_bases_in_their_own_rows(case):
     )
     state, device = tx.init(case.filled[0]), plan.now.device
     assert device["factors"] == size(state.average) + size(case.out.factors)
-    assert device["bases"] == size(state.bases)
-    assert device["optimizer"] + size((state.average, state.bases)) == size(state)
+    assert device["bases"] == size(state.stacked_bases)
+    assert device["optimizer"] + size((state.average, state.stacked_bases)) == size(state)
     assert "with host only" in plan.unavailable["budget"]
 
 
@@ -463,9 +464,9 @@ def test_by_default_the_training_as_it_stands_and_the_chosen_set_are_compiled():
     assert plan.alone[chosen] == plan.smallest
     (other,) = {"remat", "host"} - {chosen}
     assert not plan.alone[other].compiled
-    rows = {line.split()[0]: line.split()[1:] for line in str(plan).splitlines() if line.strip()}
-    assert sorted(rows["temporaries"])[:2] == ["compiled", "compiled"]
-    assert f"±{plan.within:.0%}" in rows["temporaries"]
+    rows = (line.split() for line in str(plan).partition("\n\n")[0].splitlines())
+    (said,) = (cells for cells in rows if cells[0] == "compiled")
+    assert sorted(said[1:]) == ["yes", "yes", f"±{plan.within:.0%}"]
     counted = plan_memory(objective, params, batch, device_bytes=PLENTY, **asked).now
     assert not counted.compiled and counted.device != now.device
 

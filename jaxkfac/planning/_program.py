@@ -11,7 +11,15 @@ from jaxtyping import PyTree
 
 from jaxkfac import lslora
 from jaxkfac._errors import JaxkfacError
-from jaxkfac.factors import FactorCollector, Factors, Pass, takes_key, value_grad_and_factors
+from jaxkfac.factors import (
+    FISHER_TYPES,
+    Estimator,
+    FactorCollector,
+    Factors,
+    Pass,
+    takes_key,
+    value_grad_and_factors,
+)
 from jaxkfac.interception import Layer, LayerTable, Window
 from jaxkfac.planning._scratch import convolution_scratch
 from jaxkfac.planning._shapes import UnavailableError
@@ -22,9 +30,9 @@ class Given(NamedTuple):
     """What a call takes beside parameters and batch.
 
     Attributes:
-        key: Of random numbers; a program that draws none does not read it.
+        key: Of random numbers, or ``None`` where none are drawn.
         state: What a call changes, or ``None``.
-        step: Its number: with ``every=`` factors are collected at some steps.
+        step: Its number, where factors are collected at some steps (``every=``), or ``None``.
     """
 
     key: Any
@@ -93,8 +101,7 @@ class TrainingProgram:
 
     def value(self, trained: PyTree, batch: Any, given: "Given") -> Any:
         """What the objective returns."""
-        takes = takes_key(getattr(self.objective, "apply_fn", self.objective))
-        kwargs = {"key": given.key} if takes else {}
+        kwargs = {"key": given.key} if self._takes_key else {}
         if given.state is not None:
             kwargs["state"] = given.state
         return self.objective(trained, batch, **kwargs)
@@ -112,7 +119,20 @@ class TrainingProgram:
     @property
     def given(self) -> "Given":
         """Shapes of what every call takes beside parameters and batch."""
-        return Given(shape_of_key(), self.state, jax.ShapeDtypeStruct((), np.int32))
+        fisher = self.collection.get("fisher", "empirical")
+        kind = fisher if isinstance(fisher, Estimator) else FISHER_TYPES.get(fisher)
+        draws = kind is None or kind.samples_labels or self._takes_key
+        draws = draws or self.collection.get("subsample") is not None
+        sometimes = self.collection.get("every", 1) != 1
+        return Given(
+            shape_of_key() if draws else None,
+            self.state,
+            jax.ShapeDtypeStruct((), np.int32) if sometimes else None,
+        )
+
+    @property
+    def _takes_key(self) -> bool:
+        return takes_key(getattr(self.objective, "apply_fn", self.objective))
 
     @functools.cached_property
     def collector(self) -> FactorCollector:

@@ -184,12 +184,12 @@ class ProgramBytes:
         if of is not None:
             device["factors"] = of.factors * (1 + optimizer.averages)
             if optimizer.bases:  # the update decomposes: the new bases beside the old
-                device["bases"] = of.bases
-                device["workspace"] = of.workspace(together=True) + of.bases
+                device["bases"] = optimizer.bases
+                device["workspace"] = of.workspace(together=True) + optimizer.bases
             else:
                 device["bases"] = of.bases if self.wants_vectors else of.values
                 device["workspace"] = of.workspace()
-            device["eigh scratch"] = of.solver_scratch(together=optimizer.bases)
+            device["eigh scratch"] = of.solver_scratch(together=bool(optimizer.bases))
         return MemoryRows(device, {"accumulation": on_host} if on_host else {})
 
     @property

@@ -12,8 +12,13 @@ from jaxkfac.interception import body_of, call_kind
 def convolution_scratch(fn: Callable[..., Any], *args: Any) -> int:
     """Bytes of the patches of the largest convolution: what an explicit product would read.
 
-    cuDNN chooses among algorithms when it runs. The implicit ones take next to nothing, the
-    explicit one the patches, ``outputs * window * input features`` elements.
+    cuDNN chooses among algorithms when it runs. ``IMPLICIT_GEMM`` takes nothing,
+    ``IMPLICIT_PRECOMP_GEMM`` some indices, and ``GEMM`` the matrix of its input's patches,
+    ``outputs * window * input features`` elements. For those by Fourier and Winograd transforms
+    no size is stated.
+
+    References:
+        NVIDIA, cuDNN documentation, ``cudnnConvolutionFwdAlgo_t``.
     """
     return max(map(_patch_bytes, _convolutions(jax.make_jaxpr(fn)(*args).jaxpr)), default=0)
 

@@ -62,7 +62,7 @@ def programs():
     return TrainingPrograms(*problem(), lslora.Config(rank=2), {}, Temporaries())
 
 
-def search(programs, device_bytes, host_bytes=None, options=OPTION_NAMES):
+def search(programs, device_bytes, host_bytes=None, options=OPTION_NAMES, **more):
     return Search(
         programs,
         problem()[2],
@@ -73,6 +73,7 @@ def search(programs, device_bytes, host_bytes=None, options=OPTION_NAMES):
         max_factor_bytes=None,
         options=options,
         micro_batches=MicroBatches(),
+        **more,
     )
 
 
@@ -165,7 +166,7 @@ def test_a_budget_takes_what_is_left_over(programs):
     least = search(programs, 1.0).estimate(("budget",))
     middle = (least.device_total + whole.device_total) // 2
     estimate = search(programs, middle).estimate(("budget",))
-    assert 0.9 * middle < estimate.device_total <= middle
+    assert 0.8 * middle < estimate.device_total <= middle
     assert least.factor_budget < estimate.factor_budget
 
 

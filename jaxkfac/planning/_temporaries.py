@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxkfac._errors import CompilerError
 from jaxkfac.planning._compilers import TargetName, compiled_bytes, target_of
@@ -74,9 +75,10 @@ class Temporaries:
             how = {"donate_argnums": donate_argnums, "in_turn": in_turn}
             counted = live_bytes(step, *args, platform=self.platform, **how)
             return round(self.factor * counted)
-        if self.platform == "cpu" and (halves := as_float16(args)) != args:
+        # Of leaves: factors are compared item by item, and those of shapes have none.
+        if self.platform == "cpu" and any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(args)):
             with contextlib.suppress(TypeError, ValueError):
-                return self._ask(step, *halves, donate_argnums=donate_argnums)
+                return self._ask(step, *as_float16(args), donate_argnums=donate_argnums)
         return self._ask(step, *args, donate_argnums=donate_argnums)
 
     def _ask(self, step: Callable[..., Any], *args: Any, donate_argnums: Sequence[int]) -> int:
@@ -101,8 +103,8 @@ class Temporaries:
 
 # How far totals from counted temporaries have been off, scratch aside, and from those calibrated
 # by a compilation of the training as it stands: the most in `python -m benchmarks.plan`.
-_WITHIN = {"cpu": 0.30, "cuda": 0.15}
-_CALIBRATED_WITHIN = {"cpu": 0.15, "cuda": 0.15}
+_WITHIN = {"cpu": 0.35, "cuda": 0.21}
+_CALIBRATED_WITHIN = {"cpu": 0.22, "cuda": 0.19}
 _UNKNOWN = 0.5  # a platform that nobody has measured
 
 

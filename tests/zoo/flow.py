@@ -5,7 +5,13 @@ import jax
 import jax.numpy as jnp
 
 import jaxkfac as jk
-from tests import branches_test, coupled_examples_test, custom_derivatives_test, initial_states_test
+from tests import (
+    branches_test,
+    coupled_examples_test,
+    custom_derivatives_test,
+    initial_states_test,
+    ragged_experts_test,
+)
 from tests._checks import objective_of
 from tests._oracle import oracle
 from tests._programs import labels, normal
@@ -77,3 +83,11 @@ def _custom_derivatives():
 def _learned_state():
     net = initial_states_test
     return Case(objective_of(net.looped), net.params(), net.batch(), net.unrolled)
+
+
+@program("experts over sorted rows: ragged_dot", family=FAMILY, checked="brute force")
+def _ragged():
+    net = ragged_experts_test
+    params, (x, y) = net.params(), net.batch()
+    objective = jk.Objective(net.routed, jk.Categorical())
+    return Case(objective, params, (x, y), factors=net.blocks(params, x, y))

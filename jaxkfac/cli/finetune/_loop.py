@@ -88,7 +88,8 @@ class Tuning:
         self._experiment, self._problem, self._look = experiment, problem, look
         self._micro_step = MicroStep(problem, experiment, tx)
         self._compiled_before = state.records.compile_seconds, state.records.programs
-        self._history = empty_history(unread * experiment.gradient_accumulation_steps)
+        history = empty_history(unread * experiment.gradient_accumulation_steps)
+        self._history = problem.devices.whole(history)
         self._last = micro_batches(experiment, problem, total - 1).stop - 1
         self._unread: list[_Unread] = []
         self._ahead: Prepared | None = None

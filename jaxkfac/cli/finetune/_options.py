@@ -156,6 +156,11 @@ class FinetuneArguments:
     """Replace the run in the output folder."""
     checkpoint_every: int = 20
     """Updates between two checkpoints."""
+    devices: str = "1"
+    """How many devices, or all. A run may go on with others than it was begun with."""
+    mesh: str | None = None
+    """data=4,model=2: rows of a batch over four, the base's matrices over two; by default all for
+    data, and the base over these."""
     log_every: int = 10
     """Updates between two readings of losses from the device; an evaluation and a checkpoint
     read them, too."""

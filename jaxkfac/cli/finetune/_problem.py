@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 import jaxkfac as jk
+from jaxkfac.cli._devices import ONE_DEVICE, RunDevices
 from jaxkfac.cli._schedules import warmup_schedule
 from jaxkfac.cli.finetune._load import Text
 from jaxkfac.cli.finetune._options import Finetuning
@@ -35,6 +36,7 @@ class FinetuneProblem(NamedTuple):
         train: Batches to learn.
         validation: To measure with, or ``None``.
         encoded: The records in tokens, and how many were cut.
+        devices: Where all of it lies.
     """
 
     pretrained: Any
@@ -46,6 +48,7 @@ class FinetuneProblem(NamedTuple):
     train: TokenBatches
     validation: TokenBatches | None
     encoded: Encoded
+    devices: RunDevices = ONE_DEVICE
 
     @property
     def params(self) -> PyTree:
@@ -71,14 +74,18 @@ class FinetuneProblem(NamedTuple):
         return self.pretrained.config.longest
 
 
-def build_problem(experiment: Finetuning, pretrained: Any, text: Text) -> FinetuneProblem:
-    """Tokens and fresh adapters.
+def build_problem(
+    experiment: Finetuning, pretrained: Any, text: Text, devices: RunDevices = ONE_DEVICE
+) -> FinetuneProblem:
+    """Tokens and fresh adapters; the model's memory is taken over.
 
     Raises:
         UnknownLayerError: the adapter's target matches no layer.
         ValueError: ``max_length`` is beyond the model's context, nothing to learn fits, or the
             tokenizer has tokens that the model has not.
     """
+    if devices.mesh is not None:
+        pretrained = pretrained._replace(params=devices.put_base(pretrained.params))
     context, tokenizer = pretrained.config.longest, pretrained.tokenizer
     if experiment.data == "elements":  # short, whatever the model is
         longest = min(experiment.max_length, context)
@@ -114,7 +121,7 @@ def build_problem(experiment: Finetuning, pretrained: Any, text: Text) -> Finetu
 
     adapted, shapes = jk.lslora.attach(pretrained.apply_fn, config), jax.eval_shape(initial)
     return FinetuneProblem(
-        pretrained, text, config, adapted, initial, shapes, train, validation, encoded
+        pretrained, text, config, adapted, initial, shapes, train, validation, encoded, devices
     )
 
 
@@ -231,6 +238,7 @@ def build_optimizer(
         tx = jk.kfac(
             rate(options.learning_rate),
             like=shapes(problem.adapters, batch),
+            distribute=problem.devices.divides,
             **options.arguments(),
             others=tx,
         )

@@ -8,6 +8,7 @@ from rich.console import Console
 
 import jaxkfac as jk
 from jaxkfac.cli._checkpoint import check_output, find_checkpoint
+from jaxkfac.cli._devices import devices_line, run_devices
 from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._run_state import as_config
@@ -41,12 +42,13 @@ def run_finetune(arguments: FinetuneArguments) -> None:
     folder = output / "checkpoints"
     _check(arguments)
     check_output(output, [folder], resume=arguments.resume, overwrite=arguments.overwrite)
+    devices = run_devices(arguments.devices, arguments.mesh, batch_size=experiment.batch_size)
     console, earlier = Console(stderr=True), jax.live_arrays()
     with jk.memory.track("run") as stages:
         with phase("reading the data"):
             text = load_text(experiment)
         with jk.memory.track("load the model"), phase("loading the model"):
-            problem = build_problem(experiment, load_model(experiment), text)
+            problem = build_problem(experiment, load_model(experiment), text, devices)
         console.print(f"data: {problem.encoded}", highlight=False)
         coverage = adapter_coverage(problem)
         pattern = arguments.curvature
@@ -67,11 +69,16 @@ def run_finetune(arguments: FinetuneArguments) -> None:
         where = {"base_model": problem.pretrained.path, "task_type": "CAUSAL_LM"}
         jk.lslora.save(output / "adapter", *saved, dialect=dialect, **where)
         summary = _write_results(arguments, problem, state.records, curvature, coverage, stages)
+    kept = (problem.params, state.adapters, state.optimizer)
+    summary["devices"] = devices.described(kept)
     if arguments.json:
         print(json.dumps(summary))
         return
     console = Console()
     console.print(finetune_table(state.records, summary["comparison"]))
+    if devices.mesh is not None:
+        line = devices_line("finetune", state.records.samples_per_second, summary["devices"])
+        console.print(line, highlight=False)
     console.print(f"adapter: {output / 'adapter'}", soft_wrap=True, highlight=False)
     console.print(f"report: {output / 'report.html'}", soft_wrap=True, highlight=False)
 

@@ -487,3 +487,26 @@ def test_an_existing_run_is_kept_unless_overwriting_is_asked_for(run, plain, tmp
     message = capsys.readouterr().err.replace("\n", " ")
     assert f"{newest} is no checkpoint, or only a part of one" in message
     assert f"4 is whole: to continue from update 4, delete {newest}" in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("--devices", "2"), ("--mesh", "model=2")])
+@pytest.mark.parametrize("base", ["whole", "nf4"])
+def test_two_devices_give_the_run_of_one(run, plain, decoder, tmp_path, monkeypatch, words, base):
+    """A base that is sharded, in four bits too, and adapters that are not."""
+
+    def load_model(experiment):
+        own = jax.tree.map(jnp.copy, decoder.params)
+        if base == "nf4":
+            own = nf4.quantize(own, layers=".*_proj/kernel", stack=1, block=8)
+        return decoder._replace(params=own)
+
+    monkeypatch.setattr(run_module, "load_model", load_model)
+    options = ("--optimizer", "kfac", "--steps", "20", "--samples", "0", "--questions", "0")
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run(*options, output=one) == run(*options, *words, output=two) == 0
+    a, b = (load_checkpoint(path / "checkpoints") for path in (one, two))
+    for path, leaf in a.leaves.items():
+        if path.startswith("params/"):
+            np.testing.assert_allclose(b.leaves[path], leaf, rtol=0, atol=1e-5, err_msg=path)
+    np.testing.assert_allclose(records(two)["losses"], records(one)["losses"], rtol=1e-5)

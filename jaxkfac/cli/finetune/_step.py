@@ -41,7 +41,7 @@ def prepare(problem: FinetuneProblem, number: int) -> Prepared:
     """Build a micro-batch and send it; does not wait until it has arrived."""
     batch = problem.train.at(number)
     counts = batch.num_tokens, batch.num_terms, batch.num_examples
-    return Prepared(number, as_batch(batch), *counts)
+    return Prepared(number, problem.devices.put_batch(as_batch(batch)), *counts)
 
 
 class MicroResult(NamedTuple):
@@ -87,13 +87,14 @@ class MicroStep:
         tx: optax.GradientTransformationExtraArgs,
     ) -> None:
         self.compile_seconds, self.programs = 0.0, 0
-        self._params = problem.params
-        self._run = jax.jit(_micro_step(problem, experiment, tx), donate_argnums=(1, 2))
+        self._params, self._devices = problem.params, problem.devices
+        step, options = _micro_step(problem, experiment, tx), problem.devices.of_program()
+        self._run = jax.jit(step, donate_argnums=(1, 2), **options)
         self._compiled: dict[tuple[int, ...], Any] = {}
 
     def __call__(self, adapters: PyTree, optimizer: PyTree, given: Prepared) -> MicroResult:
         """Take a micro-batch into account."""
-        number = jnp.asarray(given.number, jnp.int32)
+        number = self._devices.whole(jnp.asarray(given.number, jnp.int32))
         arguments = (self._params, adapters, optimizer, given.batch, number)
         return self.program(*arguments)(*arguments)
 
@@ -105,7 +106,7 @@ class MicroStep:
             jax.block_until_ready(arguments)  # what is under way is no part of the compilation
             started = time.perf_counter()
             # A trace that is broken off can take the process down when it ends.
-            with interrupts_deferred("compiling"), phase("compiling"):
+            with interrupts_deferred("compiling"), phase("compiling"), self._devices.set():
                 self._compiled[shape] = self._run.lower(*arguments).compile()
             self.compile_seconds += time.perf_counter() - started
             self.programs += 1

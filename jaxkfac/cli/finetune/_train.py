@@ -55,6 +55,9 @@ def train(
     config = options | {DATA_CRC: problem.data_crc}
     tx = build_optimizer(experiment, problem, total)
     state = _start(problem, tx, folder if arguments.resume else None, config)
+    adapters, optimizer = problem.devices.whole((state.adapters, state.optimizer))
+    state = state._replace(adapters=adapters, optimizer=optimizer)
+    del adapters, optimizer
     check_held_once(
         earlier, params=problem.params, adapters=state.adapters, optimizer=state.optimizer
     )

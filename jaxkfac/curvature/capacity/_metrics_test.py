@@ -24,9 +24,9 @@ from jaxkfac.curvature import (
     compare_capacity,
     eigendecompose,
 )
-from jaxkfac.curvature._corrections import Corrections
 from jaxkfac.curvature.capacity import METRICS
 from jaxkfac.curvature.capacity._record import scales
+from jaxkfac.factors import Corrections
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 from jaxkfac.linalg import Spectrum
 

@@ -10,10 +10,10 @@ from jaxtyping import Array, Bool, Key, PyTree
 
 from jaxkfac._checks import at_least_one, one_of
 from jaxkfac._errors import CoupledExamplesError, UnknownLayerError, nearest
-from jaxkfac.curvature._corrections import Corrections
 from jaxkfac.curvature._eigenbases import Eigenbases, check_bases
 from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients
 from jaxkfac.factors import (
+    Corrections,
     Estimator,
     Objective,
     Program,
@@ -195,6 +195,34 @@ def correct_eigenvalues(
     finding = {"layers": "|".join(map(re.escape, names)), "experts": experts}
     program = Program(objective, finding, cover=False)
     return EigenvalueCorrector(program, bases, estimator, per)
+
+
+def corrections_of(
+    program: Program,
+    bases: Eigenbases,
+    estimator: Estimator,
+    params: PyTree,
+    batch: Any,
+    key: Any,
+    positions: Any,
+    state: PyTree | None,
+) -> Corrections:
+    """What ``correct_eigenvalues`` measures of a batch, for a program that is there already.
+
+    Raises:
+        ValueError: gradients of whole examples are not what the Fisher type stands for, or bases
+            without vectors.
+    """
+    if not estimator.of_examples:
+        raise ValueError(
+            f"bases= measures gradients of examples, for which fisher={estimator.name!r} does not "
+            'stand: choose "empirical", "mc" or "exact"'
+        )
+    _check_vectors(bases)
+    corrector = EigenvalueCorrector(program, bases, estimator, "example")
+    measured = corrector(params, batch, key, positions, estimator.labels, state)
+    assert measured.corrections is not None
+    return measured.corrections
 
 
 def _check_vectors(bases: Eigenbases) -> None:

@@ -83,7 +83,8 @@ class Decompositions:
             if indices:
                 self._left[block.place] = len(indices)
             jobs += [(block, index) for index in indices]
-        for source in self._snapshots.keys() - {block.source.place for block, _ in jobs}:
+        wanted = {entry.place for block, _ in jobs for entry in block.sources}
+        for source in self._snapshots.keys() - wanted:
             del self._snapshots[source]
         if not jobs:
             with self._monitor.changing():

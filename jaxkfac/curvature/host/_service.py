@@ -63,6 +63,11 @@ class HostCurvature:
     :meth:`bases` raises. An exception in a thread is raised by the next call. A forked process has
     none of the threads: every call there raises at once.
 
+    Factors may lie on the devices of several processes (``jax.distributed``). Each process has a
+    service with the same arguments and makes the same calls in the same order. Each averages all
+    factors, decomposes its share of the matrices, and has the results of the others at the
+    hand-over.
+
     Args:
         decay: $\beta \in [0, 1)$ of the average, once for each step that is pushed.
         refresh_every: Steps between two refreshes.
@@ -364,7 +369,8 @@ class HostCurvature:
                 backwards.
             NonFiniteFactorError: naming the layer, see the class.
             RuntimeError: the service is closed.
-            TimeoutError: a decomposition took longer than ``timeout``.
+            TimeoutError: a decomposition, or another process, took longer than ``timeout``.
+            ProcessesDisagreeError: another process failed, or has other factors, options or steps.
         """
         step = as_step(step)
         with self._one_call("bases"):
@@ -447,7 +453,8 @@ class HostCurvature:
     def save(self, path: str | Path) -> None:
         """Write everything to one file; a run that goes on from it is bitwise the same.
 
-        Waits for what is in flight and for a decomposition in work. The file is written under
+        Waits for what is in flight and for a decomposition in work. Where several processes share
+        one, each calls this, and the files are the same. The file is written under
         another name first, so that it is whole or not there, and has a checksum of every array
         and of itself.
 

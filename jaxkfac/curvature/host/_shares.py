@@ -85,7 +85,7 @@ class Shares:
         for group, blocks in self._groups.items():
             group.agree(doing, about, error)
             failed = np.array([block.place in failures for block in blocks], np.uint8)
-            anywhere = group.gathered(failed).any(0)
+            anywhere = group.gathered(failed).max(0).tolist()
             for block, has_failed in zip(blocks, anywhere, strict=True):
                 place = block.place
                 if has_failed:

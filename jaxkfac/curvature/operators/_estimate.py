@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Key
 
 from jaxkfac.curvature.operators._extras import load
 from jaxkfac.curvature.operators._flat import Flat
+from jaxkfac.curvature.operators._precision import full_precision
 
 
 class Estimate(NamedTuple):
@@ -47,7 +48,8 @@ def monte_carlo(
         return jax.custom_batching.sequential_vmap(lambda v: integrand(matvec, v))(vector)
 
     estimate = stochtrace.estimator_monte_carlo_mean_and_sem(one, sampler)
-    mean, error = estimate(flat.matvec, key)
+    with full_precision():
+        mean, error = estimate(flat.matvec, key)
     return unbiased(mean, error, num_samples)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxkfac.curvature.operators._precision import as_outside
 from jaxkfac.interception import is_differentiable
 from jaxkfac.linalg import statistics_dtype
 
@@ -63,7 +64,7 @@ def flatten(operator: Any) -> Flat:
     def unflatten(vector: Array) -> Any:
         return as_tree(operator.like, dict(zip(structs, pieces(vector), strict=True)))
 
-    return Flat(matvec, ends[-1], dtype, unflatten)
+    return Flat(as_outside(matvec), ends[-1], dtype, unflatten)
 
 
 def as_tree(like: Any, leaves: dict[str, Array]) -> Any:

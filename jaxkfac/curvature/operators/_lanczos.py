@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Key
 
 from jaxkfac.curvature.operators._extras import load
 from jaxkfac.curvature.operators._flat import length
+from jaxkfac.curvature.operators._precision import full_precision
 
 
 class Tridiagonal(NamedTuple):
@@ -81,7 +82,8 @@ def tridiagonalise(
 
     # Nothing here is differentiated, and the custom rule would hold every product's residuals.
     lanczos = decomp.tridiag_sym(num_steps, reortho="full", custom_vjp=False)
-    basis, matrix, residual, _ = lanczos(perturbed, unit)
+    with full_precision():
+        basis, matrix, residual, _ = lanczos(perturbed, unit)
     values, vectors = jnp.linalg.eigh(matrix)
     size = jnp.where(scale == 0, scale, divisor)  # a zero operator has eigenvalues of exactly 0
     return Tridiagonal(

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkfac._checks import at_least_one
 from jaxkfac.curvature.operators._extras import load
 from jaxkfac.curvature.operators._operator import Operator, check_number
+from jaxkfac.curvature.operators._precision import as_outside, full_precision
 from jaxkfac.interception import with_leaves
 from jaxkfac.linalg import statistics_dtype
 
@@ -125,6 +126,7 @@ def _iterate(
     """
     lineax = load("lineax")
 
+    @as_outside
     def apply(operator: Operator | None, vector: Leaves) -> Leaves:
         if operator is None:
             return vector
@@ -146,19 +148,20 @@ def _iterate(
         lambda v: _times(1 / inner, apply(preconditioner, v)), like, definite
     )
     tolerance = jnp.maximum(rtol * _norm(unit), atol / length)
-    found = lineax.linear_solve(
-        matrix,
-        unit,
-        lineax.CG(rtol=0.0, atol=tolerance, norm=_norm, max_steps=max_steps),
-        options={"preconditioner": inverse},
-        throw=False,
-    )
+    with full_precision():
+        found = lineax.linear_solve(
+            matrix,
+            unit,
+            lineax.CG(rtol=0.0, atol=tolerance, norm=_norm, max_steps=max_steps),
+            options={"preconditioner": inverse},
+            throw=False,
+        )
     x = jax.tree.map(lambda v: v * stretch * length, found.value)
     return x, jnp.asarray(found.stats["num_steps"])
 
 
 def _dot(x: Leaves, y: Leaves) -> Array:
-    return sum(jnp.vdot(x[path], y[path]) for path in x)  # pyright: ignore[reportReturnType]
+    return sum(jnp.vdot(x[path], y[path], precision="highest") for path in x)  # pyright: ignore[reportReturnType]
 
 
 def _norm(x: Leaves) -> Array:

@@ -11,6 +11,7 @@ from jaxkfac._checks import at_least_one, instance_of, one_of
 from jaxkfac.curvature.operators._flat import flatten
 from jaxkfac.curvature.operators._lanczos import Tridiagonal, rounding, tridiagonalise
 from jaxkfac.curvature.operators._operator import Operator
+from jaxkfac.curvature.operators._precision import full_precision
 from jaxkfac.curvature.operators._symmetry import asymmetry_of
 
 PyTree = Any
@@ -115,7 +116,8 @@ def spectrum(
     bounds = found.residual * jnp.abs(found.vectors[-1]) + rounding(found.values)
     trees = None
     if vectors:
-        trees = jax.vmap(flat.unflatten)(found.vectors[:, order].T @ found.basis)
+        with full_precision():
+            trees = jax.vmap(flat.unflatten)(found.vectors[:, order].T @ found.basis)
     return OperatorSpectrum(found.values[order], bounds[order], trees, asymmetry)
 
 

@@ -1,5 +1,7 @@
 """Whether an operator is symmetric, which Lanczos takes for granted."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
@@ -24,7 +26,8 @@ def asymmetry_of(operator: Operator, key: Key[Array, ""]) -> Array:
     flat = flatten(operator)
     vectors = jax.random.normal(key, (2, flat.size), flat.dtype)
     (u, v), (au, av) = vectors, _products(operator, vectors)
-    left, right = jnp.vdot(u, av), jnp.vdot(v, au)
+    dot = functools.partial(jnp.vdot, precision="highest")
+    left, right = dot(u, av), dot(v, au)
     lengths = length(au) + length(av)
     asymmetry = jnp.abs(left - right) / jnp.where(lengths == 0, jnp.ones((), flat.dtype), lengths)
     if isinstance(asymmetry, Tracer):

@@ -12,6 +12,7 @@ from jaxkfac.curvature.operators._estimate import Estimate, check_samples, monte
 from jaxkfac.curvature.operators._extras import load
 from jaxkfac.curvature.operators._flat import Flat, coarsest_rounding, flatten, length
 from jaxkfac.curvature.operators._operator import Operator
+from jaxkfac.curvature.operators._precision import full_precision
 
 TraceMethod = Literal["xtrace", "xnystrace", "hutchinson"]
 
@@ -113,7 +114,8 @@ def _leave_one_out(
         return products, True
 
     estimate = stochtrace.estimator_leave_one_out_mean_and_sem(build[method](), sampler)
-    mean, error = estimate(matvec, key)
+    with full_precision():
+        mean, error = estimate(matvec, key)
     found = unbiased(mean * scale, error * scale, num_samples)
     # XNysTrace divides by the eigenvalues it has found
     return jax.tree.map(lambda x: jnp.where(size == 0, jnp.zeros_like(x), x), found)

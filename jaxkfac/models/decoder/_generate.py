@@ -114,7 +114,7 @@ def generate(
         jax.random.key(0) if key is None else key,
         jnp.asarray(max(temperature, 1e-30), jnp.float32),
         jnp.asarray(_ends(pretrained), jnp.int32),
-        form=_Form(config, dtype, max_new_tokens, greedy=temperature == 0),
+        static=_Static(config, dtype, max_new_tokens, greedy=temperature == 0),
     )
     if not np.all(finite):
         wrong = np.flatnonzero(~np.asarray(finite)).tolist()
@@ -131,7 +131,7 @@ def generate(
     return out[0] if single else out
 
 
-class _Form(NamedTuple):
+class _Static(NamedTuple):
     """What the program is compiled for, beside shapes."""
 
     config: DecoderConfig
@@ -140,7 +140,7 @@ class _Form(NamedTuple):
     greedy: bool
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="form")
+@functools.partial(jax.jit, static_argnums=0, static_argnames="static")
 def _program(
     model: Callable[..., Any],
     operands: tuple[Any, ...],
@@ -149,15 +149,15 @@ def _program(
     temperature: Array,
     ends: Array,
     *,
-    form: _Form,
+    static: _Static,
 ) -> tuple[Array, Array]:
     """New ids ``(B, steps)``, -1 behind the end of each answer; whether its logits were finite."""
     params, *adapters = operands
     rows, length = tokens.ids.shape
     assert tokens.positions is not None
     last = tokens.positions[:, -1]
-    lengths = last + 1 + form.steps
-    cache = empty_cache(form.config, rows, length + form.steps, form.dtype, lengths=lengths)
+    lengths = last + 1 + static.steps
+    cache = empty_cache(static.config, rows, length + static.steps, static.dtype, lengths=lengths)
 
     def run(tokens: Tokens, cache: Any) -> Any:
         if adapters:
@@ -165,14 +165,14 @@ def _program(
         return model(params, Cached(tokens, cache))
 
     def choose(logits: Array, step: Array) -> Array:
-        if form.greedy:
+        if static.greedy:
             return jnp.argmax(logits, -1).astype(jnp.int32)
         scaled = logits.astype(jnp.float32) / temperature
         return jax.random.categorical(jax.random.fold_in(key, step), scaled).astype(jnp.int32)
 
     def goes_on(state: Any) -> Array:
         step, done, *_ = state
-        return (step < form.steps) & ~done.all()
+        return (step < static.steps) & ~done.all()
 
     def one_more(state: Any) -> Any:
         step, done, ids, cache, new, finite = state
@@ -185,7 +185,7 @@ def _program(
 
     logits, cache = run(tokens, cache)
     ids = choose(logits, jnp.zeros((), jnp.int32))
-    new = jnp.full((rows, form.steps), -1, jnp.int32).at[:, 0].set(ids)
+    new = jnp.full((rows, static.steps), -1, jnp.int32).at[:, 0].set(ids)
     start = (jnp.ones((), jnp.int32), _is_in(ids, ends), ids, cache, new, _is_finite(logits))
     return jax.lax.while_loop(goes_on, one_more, start)[-2:]
 

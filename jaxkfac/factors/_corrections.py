@@ -1,11 +1,13 @@
 """Measured eigenvalues (EKFAC) as sums and counts, beside the eigenvectors they belong to."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jax.typing import ArrayLike
+from jaxtyping import Array, Key, PyTree
 
+from jaxkfac.interception import Layer
 from jaxkfac.linalg import clip_eigenvalues
 
 
@@ -57,8 +59,46 @@ class Corrections(NamedTuple):
         clipped = clip_eigenvalues(rows, max_condition).reshape(raw.shape)
         return MeasuredValues(jnp.maximum(clipped, floor / root / root), raw, root)
 
-    def decayed(self, decay: Any, new: "Corrections") -> "Corrections":
+    def where_any(self, measured: PyTree, otherwise: PyTree) -> PyTree:
+        """``measured``, or what holds ``otherwise`` where there were no terms."""
+        there = self.terms > 0
+        return jax.tree.map(
+            lambda x, y: jnp.where(there, x, y.astype(x.dtype)), measured, otherwise
+        )
+
+    def decayed(self, decay: ArrayLike, new: "Corrections") -> "Corrections":
         """``decay * self + new``, dtypes kept."""
         return jax.tree.map(
             lambda x, y: jnp.asarray(decay, x.dtype) * x + y.astype(x.dtype), self, new
         )
+
+
+@runtime_checkable
+class Measurable(Protocol):
+    """Eigenbases, in which gradients are squared."""
+
+    @property
+    def layers(self) -> tuple[Layer, ...]: ...
+
+    def measured(
+        self,
+        program: Any,
+        estimator: Any,
+        params: PyTree,
+        batch: Any,
+        key: Key[Array, ""] | None,
+        positions: Any,
+        state: PyTree | None,
+    ) -> Corrections:
+        """The sums of one batch, in a pass of its own.
+
+        Args:
+            program: The ``Program`` of the objective.
+            estimator: The Fisher type, with the call's labels.
+            params: The parameters.
+            batch: The batch.
+            key: The call's own.
+            positions: Which positions exist.
+            state: What a call of the model changes.
+        """
+        ...

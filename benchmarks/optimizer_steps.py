@@ -1,0 +1,223 @@
+"""Cost of a K-FAC step: beside kfac-jax, and of its preconditioning with four and two products.
+
+Run: python -m benchmarks.optimizer_steps [--peer ENV/bin/python] [--blocks 12] [--json FILE]
+
+The program is the autoencoder of the K-FAC papers, 784-1000-500-250-30 and mirrored, tanh, on
+the embedded digits enlarged to 28 x 28: Bernoulli pixels, batches of 256, sampled Fisher, a
+refresh every 5 steps, damping 0.1 split by pi. The peer is kfac-jax, in an environment of its
+own, where ``pip install kfac-jax==0.0.8 jax==0.8.1`` has been run; it takes its steps in a
+process of its own when it is told to, so that the two never run at the same time. Its settings
+are "fixed" (learning rate 0.1, damping 0.1, norm constraint 1, as ours) and "adaptive" (damping,
+learning rate and momentum chosen at each step).
+
+Times are of blocks of 5 steps, so that each holds one refresh. Ours and the peer's alternate,
+and a ratio is the median over pairs of blocks. ``first_step_s`` is the first call, compilation
+and all. Beside wall time there is the CPU time of all threads, which other work on the machine
+blurs less.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxkfac as jk
+from benchmarks._record import shown, stamp, write
+from benchmarks.factors import seconds
+from jaxkfac.curvature import invert, precondition
+from jaxkfac.data import load_digits
+
+SIZES = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
+BATCH, PERIOD, RATE, DAMPING, CONSTRAINT = 256, 5, 0.1, 0.1, 1.0
+PEER = Path(__file__).parent / "_kfac_jax_steps.py"
+
+
+class Block(NamedTuple):
+    """Seconds of one block of steps, and the loss at its end."""
+
+    wall: float
+    cpu: float
+    loss: float
+
+
+class Problem(NamedTuple):
+    """Initial parameters and data, as NumPy arrays."""
+
+    weights: list[np.ndarray]
+    images: np.ndarray
+
+
+def problem(seed: int = 0) -> Problem:
+    """Glorot's initialisation; pixels in [0, 1], each repeated to 28 x 28 and cut."""
+    images = np.asarray(load_digits("train", seed=seed)[0], np.float32)
+    images = np.repeat(np.repeat(images.reshape(-1, 8, 8), 4, 1), 4, 2)[:, 2:-2, 2:-2]
+    rng = np.random.default_rng(seed)
+    weights = []
+    for n, m in zip(SIZES, SIZES[1:], strict=False):
+        limit = np.sqrt(6 / (n + m))
+        weights.append(rng.uniform(-limit, limit, (n, m)).astype(np.float32))
+    return Problem(weights, images.reshape(len(images), -1))
+
+
+def autoencoder(params: Any, x: jax.Array) -> jax.Array:
+    """Logits of the pixels."""
+    for i, p in enumerate(params):
+        x = x @ p["w"] + p["b"]
+        x = x if i in (len(params) // 2 - 1, len(params) - 1) else jnp.tanh(x)
+    return x
+
+
+class Ours:
+    """K-FAC of this library."""
+
+    def __init__(self, data: Problem, **options: Any) -> None:
+        params = [{"w": jnp.asarray(w), "b": jnp.zeros(w.shape[1])} for w in data.weights]
+        stats = jk.value_grad_and_factors(jk.Objective(autoencoder, jk.Bernoulli()), fisher="mc")
+        self._images, self._taken = data.images, 0
+        batch = self._batch()
+        settings = {"damping": DAMPING, "damping_mode": "pi", "norm_constraint": CONSTRAINT}
+        tx = jk.kfac(
+            RATE,
+            like=stats.factor_shapes(params, batch, jax.random.key(0)),
+            refresh_every=PERIOD,
+            **settings | options,
+        )
+
+        def step(params: Any, state: Any, batch: Any, key: Any) -> Any:
+            value, grads, factors = stats(params, batch, key)
+            updates, state = tx.update(grads, state, params, factors=factors)
+            return optax.apply_updates(params, updates), state, value
+
+        self._step = jax.jit(step, donate_argnums=(0, 1))
+        self.state = params, tx.init(params)
+
+    def _batch(self) -> Any:
+        x = jnp.asarray(rows(self._images, self._taken))
+        return x, x
+
+    def block(self, steps: int) -> Block:
+        """Take some steps."""
+        wall, cpu, value = time.perf_counter(), time.process_time(), None
+        for _ in range(steps):
+            key = jax.random.key(self._taken)
+            *self.state, value = self._step(*self.state, self._batch(), key)
+            self._taken += 1
+        loss = float(value)
+        return Block(time.perf_counter() - wall, time.process_time() - cpu, loss)
+
+
+class Peer:
+    """kfac-jax in another process."""
+
+    def __init__(self, python: Path, data: Problem, settings: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        file = Path(self._folder.name) / "problem.npz"
+        weights = {f"w{i}": w for i, w in enumerate(data.weights)}
+        np.savez(file, images=data.images, **weights)
+        command = [python, PEER, file, settings, BATCH, PERIOD, RATE, DAMPING, CONSTRAINT]
+        self._process = subprocess.Popen(
+            list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.versions = self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"kfac-jax ended with status {self._process.wait()}")
+        return json.loads(line)
+
+    def block(self, steps: int) -> Block:
+        """Take some steps."""
+        assert self._process.stdin is not None
+        print(steps, file=self._process.stdin, flush=True)
+        return Block(*self._answer())
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def rows(images: np.ndarray, step: int) -> np.ndarray:
+    """The batch of a step: the images in order, round and round."""
+    return images[(np.arange(BATCH) + step * BATCH) % len(images)]
+
+
+def beside_peer(python: Path, data: Problem, settings: str, blocks: int) -> dict[str, Any]:
+    """Figures of both, in alternating blocks."""
+    ours, peer = Ours(data), Peer(python, data, settings)
+    first = ours.block(1), peer.block(1)
+    ours.block(2 * PERIOD - 1), peer.block(2 * PERIOD - 1)  # the peer compiles a second program
+    pairs = [(ours.block(PERIOD), peer.block(PERIOD)) for _ in range(blocks)]
+    peer.close()
+    return {
+        "versions": peer.versions,
+        "ours_step_ms": 1e3 / PERIOD * statistics.median(a.wall for a, _ in pairs),
+        "peer_step_ms": 1e3 / PERIOD * statistics.median(b.wall for _, b in pairs),
+        "step_ratio": statistics.median(a.wall / b.wall for a, b in pairs),
+        "step_cpu_ratio": statistics.median(a.cpu / b.cpu for a, b in pairs),
+        "first_step_s": first[0].wall,
+        "peer_first_step_s": first[1].wall,
+        "first_step_ratio": first[0].wall / first[1].wall,
+        "loss": pairs[-1][0].loss,
+        "peer_loss": pairs[-1][1].loss,
+    }
+
+
+def preconditioning(data: Problem, pairs: int) -> dict[str, float]:
+    """Two products with stored inverses against four with eigenvectors, in interleaved pairs."""
+    params = [{"w": jnp.asarray(w), "b": jnp.zeros(w.shape[1])} for w in data.weights]
+    x = jnp.asarray(rows(data.images, 0))
+    stats = jax.jit(jk.value_grad_and_factors(jk.Objective(autoencoder, jk.Bernoulli())))
+    _, grads, factors = stats(params, (x, x))
+    how: dict[str, Any] = {"damping": DAMPING, "damping_mode": "pi"}
+    bases = jax.jit(lambda f: jk.eigendecompose(f, placement="device"))(factors)
+    inverses = jax.jit(lambda f: invert(f, **how))(factors)
+    four = jax.jit(lambda g, b: jk.natural_gradient(g, b, **how))
+    two = jax.jit(precondition)
+    runs: tuple[Callable[[], Any], ...] = (
+        lambda: seconds(four, grads, bases),
+        lambda: seconds(two, grads, inverses),
+    )
+    for run in runs:
+        run()
+    times = [(runs[0](), runs[1]()) for _ in range(pairs)]
+    return {
+        "four_products_ms": 1e3 * statistics.median(a for a, _ in times),
+        "two_products_ms": 1e3 * statistics.median(b for _, b in times),
+        "preconditioning_ratio": statistics.median(b / a for a, b in times),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peer", type=Path, help="the Python of an environment with kfac-jax")
+    parser.add_argument("--blocks", type=int, default=12, help="pairs of blocks (default 12)")
+    parser.add_argument("--pairs", type=int, default=21, help="of preconditionings (default 21)")
+    parser.add_argument("--json", type=Path, help="write the record here")
+    args = parser.parse_args()
+    record, data = stamp(blocks=args.blocks, pairs=args.pairs), problem()
+    record["preconditioning"] = preconditioning(data, args.pairs)
+    shown("preconditioning", record["preconditioning"])
+    if args.peer is not None:
+        for settings in ("fixed", "adaptive"):
+            record[settings] = beside_peer(args.peer, data, settings, args.blocks)
+            shown(settings, record[settings])
+    write(record, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""Damped inverses of every factor of a model: two products precondition a layer."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from jaxkfac._serialization import serializable
+from jaxkfac.curvature._coverage import owners
+from jaxkfac.curvature._divided import MeshAxis, solve_divided
+from jaxkfac.curvature._eigenbases import map_slices
+from jaxkfac.curvature._eigendecompose import block_mean
+from jaxkfac.curvature._layer_power import load_parts, write_scaled, write_solved
+from jaxkfac.curvature._layout import Layout, Place, layout_of
+from jaxkfac.factors import BiasMode, Factors
+from jaxkfac.interception import Layer, is_differentiable, leaves_by_path
+from jaxkfac.linalg import (
+    Damping,
+    DampingMode,
+    check_clipping,
+    check_damping,
+    clip_eigenvalues,
+    damped_inverse,
+    diagonal_power,
+    factor_damping,
+    is_separable,
+    power_or_zero,
+)
+
+PyTree = Any
+
+
+@serializable
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inverses:
+    r"""Inverses of damped factors, $(A + \delta_A)^{-1}$ and $(G + \delta_G)^{-1}$.
+
+    Attributes:
+        a: ``{layer.name: inverse}``, ``(stack..., in[+1], in[+1])``, or a vector for a diagonal
+            side. Layers that share an input share its inverse, stored under the first of them,
+            where it is damped alike for all: not with ``"pi"``, whose split reads G.
+        g: ``{layer.name: inverse}``.
+        biases: ``{layer.name: inverse}`` of G with the whole damping, for biases with a block of
+            their own.
+        diagonals: ``{layer.name: inverse}``, shaped like the parameter.
+        layers: The layers, static.
+        bias: ``"joint"`` or ``"separate"``, static.
+        shared: Whether layers that share an input share its inverse, static.
+        max_condition: See :func:`invert`; static.
+        floor: See :func:`invert`; static.
+    """
+
+    # A pytree also holds shapes and shardings, so the leaves are not Array here.
+    a: dict[str, Any]
+    g: dict[str, Any]
+    biases: dict[str, Any]
+    diagonals: dict[str, Any]
+    layers: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})
+    bias: BiasMode = dataclasses.field(metadata={"static": True})
+    shared: bool = dataclasses.field(metadata={"static": True})
+    max_condition: float = dataclasses.field(metadata={"static": True})
+    floor: float = dataclasses.field(metadata={"static": True})
+
+    def wants_ones(self, layer: Layer) -> bool:
+        """Whether the input factor of ``layer`` includes the ones column."""
+        return self.bias == "joint" and layer.bias is not None
+
+    def sides(self, layer: Layer) -> tuple[Any, Any]:
+        """The inverses of A and G of a layer that has both."""
+        return self.a[_holders(self.layers, self.bias, self.shared)[layer.name]], self.g[layer.name]
+
+
+@functools.lru_cache(maxsize=64)
+def _holders(layers: tuple[Layer, ...], bias: BiasMode, shared: bool) -> dict[str, str]:
+    """Under which layer's name the inverse of each layer's A is stored."""
+    first: dict[Any, str] = {}
+    return {
+        x.name: first.setdefault((x.input, bias == "joint" and x.bias is not None), x.name)
+        if shared
+        else x.name
+        for x in layers
+    }
+
+
+def invert(
+    factors: Factors,
+    *,
+    damping: Damping,
+    damping_mode: DampingMode,
+    max_condition: float = 1e6,
+    floor: float = 0.0,
+    distribute: MeshAxis | None = None,
+) -> Inverses:
+    r"""Invert the damped factors of a model, by Cholesky in the graph.
+
+    For a separable damping, ``"factored"``, ``"pi"`` or a pair, in which
+    $(A + \delta_A) \otimes (G + \delta_G)$ has inverses of its factors for an inverse. With
+    $\pi$ they are as in :func:`jaxkfac.linalg.kronecker_power`.
+
+    A decomposition raises eigenvalues below $\lambda_{\max}/\kappa$ or ``floor`` one by one
+    and adds the damping then. Here a matrix gets the largest of its damping,
+    $\operatorname{tr} M / \kappa$ and ``floor``: where the damping is the largest and nothing
+    would have been raised, the two agree to rounding. Diagonals are clipped as ever.
+
+    Args:
+        factors: Sums and counts; their means are inverted.
+        damping: $\delta$, or a pair ``(damping_a, damping_g)``; may be traced.
+        damping_mode: ``"factored"`` or ``"pi"``; beside a pair any.
+        max_condition: $\kappa \ge 1$.
+        floor: Least that is added to a factor, in its own units.
+        distribute: A mesh axis over whose devices the matrices are divided, as in
+            :func:`eigendecompose`.
+
+    Returns:
+        The inverses; those of a factor that is not finite, or not positive definite, are NaN.
+
+    Raises:
+        ValueError: a damping that is not separable, or an argument out of range.
+
+    Memory:
+        The results, ``n**2`` for each factor of size ``n`` (with ``"pi"`` one A for each layer),
+        and a workspace of twice the largest.
+
+    References:
+        Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate
+        curvature, 2015, section 6.3.
+    """
+    check_clipping(max_condition, floor)
+    check_separable(damping, damping_mode)
+    layout = layout_of(factors.layers, factors.bias)
+    means = {place: jnp.asarray(block_mean(factors, b)) for place, b in layout.blocks.items()}
+
+    def clipped(values: Array) -> Array:
+        return clip_eigenvalues(values, max_condition, floor)
+
+    def mean(matrix: Array, dense: bool) -> Array:
+        return _trace(matrix) / matrix.shape[-1] if dense else clipped(matrix).mean(-1)
+
+    shared = isinstance(damping, tuple) or damping_mode != "pi"
+    holders = _holders(factors.layers, factors.bias, shared)
+    tables: dict[str, dict[str, Array]] = {x: {} for x in ("a", "g", "biases", "diagonals")}
+    problems: dict[tuple[str, str], tuple[Array, Array]] = {}
+
+    def inverse(table: str, name: str, matrix: Array, dense: bool, shift: Array) -> None:
+        if not dense:
+            tables[table][name] = power_or_zero(clipped(matrix) + shift[..., None], -1.0)
+            return
+        least = jnp.maximum(_trace(matrix) / max_condition, floor)
+        problems[table, name] = matrix, jnp.maximum(shift, least)
+
+    for layer in factors.layers:
+        name = layer.name
+        if layer.is_diagonal:
+            values = map_slices(layer, means[Place("diagonals", name)], clipped)
+            tables["diagonals"][name] = diagonal_power(values, power=-1.0, damping=damping)
+            continue
+        of_a, of_g = means[_input_place(layout, layer)], means[Place("g", name)]
+        to_a, to_g = factor_damping(
+            mean(of_a, layer.a_dense), mean(of_g, layer.g_dense), damping=damping, mode=damping_mode
+        )
+        if holders[name] == name:
+            inverse("a", name, of_a, layer.a_dense, to_a)
+        inverse("g", name, of_g, layer.g_dense, to_g)
+        if layer.bias is not None and factors.bias == "separate":
+            inverse("biases", name, of_g, layer.g_dense, _of_one_factor(damping, of_g.dtype))
+    for (table, name), solved in zip(
+        problems, _solved(list(problems.values()), distribute), strict=True
+    ):
+        tables[table][name] = solved
+    return Inverses(
+        **tables,
+        layers=factors.layers,
+        bias=factors.bias,
+        shared=shared,
+        max_condition=max_condition,
+        floor=floor,
+    )
+
+
+def _solved(problems: list[tuple[Array, Array]], axis: MeshAxis | None) -> list[Array]:
+    if axis is not None:
+        return solve_divided(problems, damped_inverse, axis)
+    out: list[Array] = []
+    for matrix, shift in problems:
+        out.append(damped_inverse(matrix, shift, after=out[-1] if out else None))
+    return out
+
+
+def check_separable(damping: Any, mode: str) -> None:
+    """Refuse a damping under which a block's inverse is no product of two.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    check_damping(0.0 if not isinstance(damping, tuple) else (0.0, 0.0), mode)
+    if not is_separable(damping, mode):
+        raise ValueError(
+            "damping_mode='exact' damps the eigenvalues of a whole block, whose inverse is no "
+            "product of two inverses: choose 'pi', 'factored' or a pair of dampings, or keep "
+            "eigenvectors"
+        )
+
+
+def identity_inverses(like: Factors, *, damping: Damping, **options: Any) -> Inverses:
+    """What :func:`invert` gives for factors that are all the identity.
+
+    Args:
+        like: Factors, or their shapes.
+        damping: As for :func:`invert`.
+        **options: Likewise.
+    """
+    shapes = jax.eval_shape(functools.partial(invert, damping=damping, **options), like)
+    layers = {layer.name: layer for layer in like.layers}
+
+    def filled(x: Any, dense: bool, shift: Array) -> Array:
+        one = jnp.eye(x.shape[-1], dtype=x.dtype) if dense else jnp.ones((), x.dtype)
+        return jnp.broadcast_to(one / (1 + shift.astype(x.dtype)), x.shape)
+
+    one = jnp.ones((), like.terms.dtype)
+    to_a, to_g = factor_damping(one, one, damping=damping, mode=options["damping_mode"])
+    whole = _of_one_factor(damping, one.dtype)
+    return dataclasses.replace(
+        shapes,
+        a={k: filled(x, layers[k].a_dense, to_a) for k, x in shapes.a.items()},
+        g={k: filled(x, layers[k].g_dense, to_g) for k, x in shapes.g.items()},
+        biases={k: filled(x, layers[k].g_dense, whole) for k, x in shapes.biases.items()},
+        diagonals={k: filled(x, False, whole) for k, x in shapes.diagonals.items()},
+    )
+
+
+def precondition(tree: PyTree, inverses: Inverses) -> PyTree:
+    r"""$(A + \delta_A)^{-1} W (G + \delta_G)^{-1}$ for every layer of a tree like the parameters.
+
+    Args:
+        tree: A gradient; layers that it lacks are passed over.
+        inverses: From :func:`invert`.
+
+    Returns:
+        A tree like ``tree``; what no layer covers is as it was. The arithmetic runs in the
+        inverses' dtype, at its highest precision.
+    """
+    leaves = leaves_by_path(tree)
+    written = dict(leaves)
+    free = {path: leaf for path, leaf in leaves.items() if is_differentiable(leaf)}
+    for owner in owners(inverses.layers):
+        layer = owner.layer
+        if layer.is_diagonal:
+            write_scaled(free, written, layer, inverses.diagonals[layer.name])
+            continue
+        a, g = inverses.sides(layer)
+        joint = inverses.wants_ones(layer)
+        if (parts := load_parts(free, owner, joint=joint, dtype=g.dtype)) is None:
+            continue
+        form, kernel, row = parts
+        if joint:
+            assert kernel is not None and row is not None
+            both = _times(_times(a, jnp.concatenate([kernel, row], -2)), g)
+            kernel, row = both[..., :-1, :], both[..., -1:, :]
+        else:
+            kernel = None if kernel is None else _times(_times(a, kernel), g)
+            row = None if row is None else _times(row, inverses.biases[layer.name])
+        solved = kernel if form.writes_weight else None, row if form.writes_bias else None
+        write_solved(written, layer, solved)
+    return jax.tree.unflatten(jax.tree.structure(tree), written.values())
+
+
+def _times(left: Array, right: Array) -> Array:
+    """A product in which a vector of one axis less stands for a diagonal matrix."""
+    if left.ndim < right.ndim:
+        return left[..., :, None] * right
+    if right.ndim < left.ndim:
+        return left * right[..., None, :]
+    return jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST)
+
+
+def _trace(matrix: Array) -> Array:
+    return jnp.trace(matrix, axis1=-2, axis2=-1)
+
+
+def _of_one_factor(damping: Damping, dtype: DTypeLike) -> Array:
+    """The damping of a block of a single factor."""
+    return jnp.asarray(damping[1] if isinstance(damping, tuple) else damping, dtype)
+
+
+def _input_place(layout: Layout, layer: Layer) -> Place:
+    bare = Place("a_without_ones", layer.input)
+    wants = layout.bias == "joint" and layer.bias is not None
+    return bare if bare in layout.blocks and not wants else Place("a", layer.input)

@@ -1,0 +1,54 @@
+"""Inverses of damped factors, by Cholesky in the graph."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxkfac.linalg._eigh import check_square, in_sequence
+
+
+def damped_inverse(
+    matrix: Float[Array, "*stack n n"],
+    damping: Float[Array, "*#stack"],
+    *,
+    after: Array | None = None,
+) -> Float[Array, "*stack n n"]:
+    r"""$(M + \delta I)^{-1}$ of a symmetric positive semi-definite matrix.
+
+    Args:
+        matrix: Float32 or float64; leading axes are a batch.
+        damping: $\delta$ of each matrix.
+        after: A result that goes before, see :func:`jaxkfac.linalg.in_sequence`.
+
+    Returns:
+        The inverse; all NaN where the damped matrix is not positive definite, or not finite.
+
+    Raises:
+        ValueError: ``matrix`` is not square, or its dtype has no factorisation.
+
+    Memory:
+        About ``2 n**2`` elements beyond the result; on the CPU once for a whole batch.
+    """
+    check_square(matrix)
+    n, dtype = matrix.shape[-1], matrix.dtype
+    damping = jnp.broadcast_to(damping, matrix.shape[:-2]).astype(dtype)
+    batch, shifts = matrix.reshape(-1, n, n), damping.reshape(-1)
+
+    # As in `eigh_checked`: on the CPU one LAPACK call after the other.
+    def in_turn(batch: Array, shifts: Array) -> Array:
+        batch = in_sequence(batch, after)
+        if len(batch) == 1:
+            return _inverse(batch[0], shifts[0])[None]
+        return jax.lax.map(lambda one: _inverse(*one), (batch, shifts))
+
+    out = jax.lax.platform_dependent(batch, shifts, cpu=in_turn, default=jax.vmap(_inverse))
+    return out.reshape(matrix.shape)
+
+
+def _inverse(matrix: Array, shift: Array) -> Array:
+    identity = jnp.eye(len(matrix), dtype=matrix.dtype)
+    lower = jax.lax.linalg.cholesky(matrix + shift * identity, symmetrize_input=False)
+    half = jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
+    out = jax.lax.linalg.triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True)
+    # A factorisation that fails gives NaN in a part of it on some platforms, and no error.
+    return jnp.where(jnp.isfinite(out).all() & jnp.isfinite(matrix).all(), out, jnp.nan)

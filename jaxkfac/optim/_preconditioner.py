@@ -1,0 +1,240 @@
+"""How K-FAC keeps what it preconditions with: eigenvectors, or inverses of damped factors."""
+
+import abc
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int
+
+from jaxkfac._checks import one_of
+from jaxkfac.curvature import (
+    Eigenbases,
+    Inverses,
+    MeshAxis,
+    Placement,
+    check_separable,
+    eigendecompose,
+    identity_bases,
+    identity_inverses,
+    invert,
+    natural_gradient,
+    precondition,
+)
+from jaxkfac.factors import Corrections, Factors
+from jaxkfac.linalg import Damping, DampingMode, Spectrum, is_separable
+from jaxkfac.optim._injected import Clipping
+
+PyTree = Any
+InverseMethod = Literal["auto", "eigh", "cholesky", "host"]
+
+
+class Preconditioner(abc.ABC):
+    """Made of a factor average at a refresh, kept in the state, applied at every step.
+
+    Args:
+        damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``.
+    """
+
+    kept: type
+    on_host = False
+
+    def __init__(self, damping_mode: DampingMode) -> None:
+        self._mode = damping_mode
+
+    @abc.abstractmethod
+    def initial(self, like: Factors, damping: Damping, clipping: Clipping) -> Any:
+        """Of factors that are the identity."""
+
+    @abc.abstractmethod
+    def fresh(
+        self, average: Factors, damping: Damping, clipping: Clipping, axis: MeshAxis | None
+    ) -> Any:
+        """Of an average, made by the devices of a mesh axis where there is one."""
+
+    def with_corrections(self, held: Any, like: Corrections | None) -> Any:
+        """With measured eigenvalues of nothing, where ``like`` has their shapes."""
+        return held
+
+    def check_stagger(self, *, stagger: bool, measures: bool) -> None:
+        """Refuse a staggered refresh where there is only a whole one.
+
+        Raises:
+            ValueError: with the remedy.
+        """
+        if stagger and self.on_host:
+            raise ValueError("stagger=True is for a refresh in graph, not for inverse='host'")
+        if stagger and measures:
+            raise ValueError(
+                "stagger=True renews eigenvectors part by part, and measured eigenvalues "
+                "(bases=) have one count for all: leave out one of the two"
+            )
+
+    def check_measured(self, factors: Factors) -> None:
+        """Refuse measured eigenvalues where none can be used.
+
+        Raises:
+            ValueError: with the remedy.
+        """
+        if factors.corrections is not None:
+            raise ValueError(
+                "the factors hold eigenvalues measured in eigenbases (bases=), and this kfac keeps "
+                "inverses: build it with inverse='eigh'"
+            )
+
+    def advanced(
+        self, held: Any, factors: Factors | None, decay: ArrayLike | None
+    ) -> tuple[Any, Corrections | None]:
+        """What is held without its measured eigenvalues, and those, advanced by a step.
+
+        Without a ``decay`` they stay.
+        """
+        return held, None
+
+    def measured_since(
+        self, held: Any, corrections: Corrections | None, renewed: Bool[Array, ""]
+    ) -> Any:
+        """With measured eigenvalues, or those of nothing where the eigenvectors are new."""
+        return held
+
+    @abc.abstractmethod
+    def apply(self, grads: PyTree, held: Any, damping: Damping) -> PyTree:
+        """Preconditioned gradients; those that no layer covers as they are."""
+
+
+class _Eigenvectors(Preconditioner):
+    """Four products a layer, at the damping of the step."""
+
+    kept = Eigenbases
+
+    def initial(self, like: Factors, damping: Damping, clipping: Clipping) -> Eigenbases:
+        return identity_bases(like, **clipping)
+
+    def fresh(
+        self, average: Factors, damping: Damping, clipping: Clipping, axis: MeshAxis | None
+    ) -> Eigenbases:
+        placement: Placement = "host" if self.on_host else "device"
+        return eigendecompose(average, placement=placement, distribute=axis, **clipping)
+
+    def apply(self, grads: PyTree, held: Eigenbases, damping: Damping) -> PyTree:
+        options: Any = {"damping_mode": self._mode, "missing": "identity"}
+        return natural_gradient(grads, held, damping=damping, **options)
+
+    def with_corrections(self, held: Eigenbases, like: Corrections | None) -> Eigenbases:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return dataclasses.replace(held, corrections=zeros)
+
+    def check_measured(self, factors: Factors) -> None:
+        return
+
+    def advanced(
+        self, held: Eigenbases, factors: Factors | None, decay: ArrayLike | None
+    ) -> tuple[Eigenbases, Corrections | None]:
+        old, new = held.corrections, None if factors is None else factors.corrections
+        held = dataclasses.replace(held, corrections=None)
+        if new is None:
+            return held, old
+        if old is None:
+            old = jax.tree.map(jnp.zeros_like, new)
+        if decay is None:
+            return held, old
+        kept = jnp.where(new.terms > 0, decay, 1.0)
+        return held, old.decayed(kept, new)
+
+    def measured_since(
+        self, held: Eigenbases, corrections: Corrections | None, renewed: Bool[Array, ""]
+    ) -> Eigenbases:
+        if corrections is not None:
+            zeros = jax.tree.map(jnp.zeros_like, corrections)
+            corrections = jax.lax.cond(renewed, lambda: zeros, lambda: corrections)
+        return dataclasses.replace(held, corrections=corrections)
+
+
+class _HostEigenvectors(_Eigenvectors):
+    """The same, decomposed by the host in float64, and so outside of ``jit``."""
+
+    on_host = True
+
+
+class _CholeskyInverses(Preconditioner):
+    """Two products a layer, at the damping of the refresh."""
+
+    kept = Inverses
+
+    def initial(self, like: Factors, damping: Damping, clipping: Clipping) -> Inverses:
+        return identity_inverses(like, damping=damping, damping_mode=self._mode, **clipping)
+
+    def fresh(
+        self, average: Factors, damping: Damping, clipping: Clipping, axis: MeshAxis | None
+    ) -> Inverses:
+        how: Any = {"damping": damping, "damping_mode": self._mode, "distribute": axis}
+        return invert(average, **how, **clipping)
+
+    def apply(self, grads: PyTree, held: Inverses, damping: Damping) -> PyTree:
+        return precondition(grads, held)
+
+
+METHODS: dict[str, type[Preconditioner]] = {
+    "eigh": _Eigenvectors,
+    "cholesky": _CholeskyInverses,
+    "host": _HostEigenvectors,
+}
+
+
+def preconditioner_of(
+    inverse: InverseMethod, damping: Any, damping_mode: DampingMode, *, measures: bool
+) -> Preconditioner:
+    """The one that ``inverse=`` names.
+
+    Args:
+        inverse: Its name.
+        damping: Whether it is a pair is all that is read.
+        damping_mode: As in :func:`jaxkfac.kfac`.
+        measures: Whether eigenvalues are measured, which takes eigenvectors.
+
+    Raises:
+        ValueError: an unknown name, or inverses that there are none of.
+    """
+    one_of("inverse", inverse, ("auto", *METHODS))
+    if inverse == "auto":
+        separable = is_separable(damping, damping_mode)
+        inverse = "cholesky" if separable and not measures else "eigh"
+    if inverse == "cholesky":
+        check_separable(damping, damping_mode)
+        if measures:
+            raise ValueError(
+                "like= has eigenvalues measured in eigenbases (bases=), and inverse='cholesky' "
+                "keeps none: take inverse='eigh'"
+            )
+    return METHODS[inverse](damping_mode)
+
+
+def keep_where_not_finite(new: Any, old: Any) -> tuple[Any, Int[Array, ""]]:
+    """``new``, with each factor that failed to decompose taken from ``old``, and their number.
+
+    A solver that does not converge on an accelerator returns NaN and raises nothing.
+    """
+    failed = []
+
+    def pick(fresh: Any, stale: Any) -> Any:
+        if isinstance(fresh, Spectrum):
+            ok = _counted(jnp.isfinite(fresh.values).all(-1), failed)
+            values = jnp.where(ok[..., None], fresh.values, stale.values)
+            if fresh.vectors is None:
+                return Spectrum(values, None)
+            return Spectrum(values, jnp.where(ok[..., None, None], fresh.vectors, stale.vectors))
+        if isinstance(new, Inverses) and fresh.ndim >= 2:
+            ok = _counted(jnp.isfinite(fresh).all((-2, -1), keepdims=True), failed)
+        else:  # the diagonal of a scale or lone bias
+            ok = _counted(jnp.isfinite(fresh).all(), failed)
+        return jnp.where(ok, fresh, stale)
+
+    picked = jax.tree.map(pick, new, old, is_leaf=lambda x: isinstance(x, Spectrum))
+    return picked, sum(failed, jnp.zeros((), jnp.int32))
+
+
+def _counted(ok: Bool[Array, "..."], failed: list[Array]) -> Bool[Array, "..."]:
+    failed.append((~ok).sum(dtype=jnp.int32))
+    return ok

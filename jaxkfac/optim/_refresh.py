@@ -1,0 +1,140 @@
+"""When what K-FAC preconditions with is made anew, and of which layers."""
+
+import dataclasses
+import math
+from collections import defaultdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int
+
+from jaxkfac.curvature import MeshAxis
+from jaxkfac.factors import Factors
+from jaxkfac.interception import Layer
+from jaxkfac.linalg import Damping
+from jaxkfac.optim._injected import Clipping
+from jaxkfac.optim._preconditioner import Preconditioner, keep_where_not_finite
+
+_FACTORS = ("a_sums", "a_counts", "g_sums", "diagonals")
+
+
+class Refresh:
+    """A refresh of all layers at once, or of one part of them after the other.
+
+    Args:
+        method: What is made of an average.
+        like: Shapes of the factors.
+        every: Steps from one refresh of a layer to the next.
+        stagger: Whether there are parts.
+
+    Raises:
+        TypeError: ``every`` is traced, and ``stagger`` counts by it.
+    """
+
+    def __init__(
+        self, method: Preconditioner, like: Factors, every: ArrayLike, *, stagger: bool
+    ) -> None:
+        self._method, self._every = method, every
+        self._parts: list[tuple[Any, tuple[Layer, ...]]] = [(0, like.layers)]
+        if not stagger:
+            return
+        if isinstance(every, Tracer):
+            raise TypeError(
+                "stagger=True divides the layers over refresh_every steps, which are traced here: "
+                "optax.inject_hyperparams(jk.kfac, static_args=('refresh_every', 'stagger', ...))"
+            )
+        number = int(jnp.asarray(every))
+        parts = _parts(like.layers, number)
+        self._parts = [(i * number // len(parts), part) for i, part in enumerate(parts)]
+
+    def is_due(self, state: Any) -> Any:
+        """Whether everything is: on the first step that has factors, and then by the step."""
+        return self._due(state, 0)
+
+    def _due(self, state: Any, offset: int) -> Any:
+        # Factors may be collected at some steps only, and the first of them later than step 0.
+        first = state.stacked_average.terms == 0
+        return first | (state.step % self._every == offset)
+
+    def __call__(
+        self,
+        state: Any,
+        bases: Any,
+        average: Factors,
+        damping: Damping,
+        clipping: Clipping,
+        axis: MeshAxis | None,
+    ) -> tuple[Any, Int[Array, ""]]:
+        """What holds after this step in place of ``bases``, and how many decompositions failed."""
+        failed = jnp.zeros((), jnp.int32)
+        for offset, layers in self._parts:
+            part = _part_of(average, layers)
+
+            # One after the other: each part waits for the number of those that failed before it.
+            def fresh(
+                part: Factors = part, held: Any = bases, failed: Array = failed
+            ) -> tuple[Any, Array]:
+                new = self._method.fresh(part, damping, clipping, axis)
+                new, more = keep_where_not_finite(new, _like(held, new))
+                return _written(held, new), failed + more
+
+            def stale(held: Any = bases, failed: Array = failed) -> tuple[Any, Array]:
+                return held, failed
+
+            due = self._due(state, offset) & (average.terms > 0)
+            bases, failed = jax.lax.cond(due, fresh, stale)
+        return bases, failed
+
+
+def _parts(layers: tuple[Layer, ...], number: int) -> list[tuple[Layer, ...]]:
+    """At most ``number`` parts of about equal work; the readers of one input stay together."""
+    readers: dict[str, list[Layer]] = defaultdict(list)
+    for layer in layers:
+        readers[layer.input].append(layer)
+    parts: list[list[Layer]] = [[] for _ in range(min(number, len(readers)))]
+    loads = [0.0] * len(parts)
+    for group in sorted(readers.values(), key=_work, reverse=True):
+        least = loads.index(min(loads))
+        parts[least] += group
+        loads[least] += max(_work(group), 1.0)
+    return [tuple(part) for part in parts if part]
+
+
+def _work(group: list[Layer]) -> float:
+    """Of decomposing the factors, in cubes of their sizes."""
+    of_input = group[0].in_features ** 3 if group[0].a_dense else 0
+    outputs = sum(layer.out_features**3 for layer in group if layer.g_dense)
+    return float(math.prod(group[0].stack) * (of_input + outputs))
+
+
+def _part_of(factors: Factors, layers: tuple[Layer, ...]) -> Factors:
+    """The factors of some layers, with all readers of their inputs."""
+    if layers == factors.layers:
+        return factors
+    names = {layer.name for layer in layers}
+    tables = {
+        table: {k: x for k, x in getattr(factors, table).items() if k in names}
+        for table in _FACTORS
+    }
+    return dataclasses.replace(factors, layers=layers, **tables)
+
+
+def _tables(held: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(held) if isinstance(getattr(held, f.name), dict)]
+
+
+def _like(held: Any, part: Any) -> Any:
+    """What is held of the layers of a part."""
+    tables = {
+        table: {k: getattr(held, table)[k] for k in getattr(part, table)} for table in _tables(part)
+    }
+    return dataclasses.replace(part, **tables)
+
+
+def _written(held: Any, part: Any) -> Any:
+    """What is held, with that of a part in place of its own."""
+    tables = {table: getattr(held, table) | getattr(part, table) for table in _tables(part)}
+    return dataclasses.replace(held, **tables)
