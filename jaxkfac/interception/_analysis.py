@@ -342,7 +342,7 @@ class Analysis(Facts):
             for v in ins:
                 if reasons := getattr(v, "reasons", ()):
                     self.report(Derived(0, reasons), f"meets data in `{name}`")
-            if uses:
+            if isinstance(uses, str):
                 return self._opaque(eqn, ins, uses)
             return self._opaque(
                 eqn, [v if isinstance(v, Data) else Constant(v.number) for v in ins]
