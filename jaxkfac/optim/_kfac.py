@@ -41,7 +41,7 @@ from jaxkfac.optim._injected import (
     may_be_positive,
 )
 from jaxkfac.optim._preconditioner import InverseMethod, preconditioner_of
-from jaxkfac.optim._refresh import Refresh
+from jaxkfac.optim._refresh import RefreshInGraph
 from jaxkfac.optim._schedules import (
     Schedule,
     at_step,
@@ -271,7 +271,7 @@ def kfac(
     covered, stacks = covered_indices(like.layers), Stacks.of(like)
     stacked_like = jax.eval_shape(stacks.factors, like)
     bare, stacked_paths = without_corrections(stacked_like), covered_indices(stacked_like.layers)
-    refresh = Refresh(method, bare, refresh_every, stagger=stagger)
+    refresh = RefreshInGraph(method, bare, refresh_every, stagger=stagger)
     scheduled: tuple[Any, ...] = learning_rate, damping
     staged: TraceCache[Staged] = TraceCache()
 

@@ -21,7 +21,7 @@ from jaxkfac.optim._preconditioner import Preconditioner, keep_where_not_finite
 _FACTORS = ("a_sums", "a_counts", "g_sums", "diagonals")
 
 
-class Refresh:
+class RefreshInGraph:
     """A refresh of all layers at once, or of one part of them after the other.
 
     Args:

@@ -22,7 +22,7 @@ PyTree = Any
 LARGEST_SIDE = 512
 
 
-class Stack(NamedTuple):
+class SameShape(NamedTuple):
     """Layers that differ in their names alone.
 
     Attributes:
@@ -60,7 +60,7 @@ class Stacks:
     """
 
     layers: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})
-    groups: tuple[Stack, ...] = dataclasses.field(metadata={"static": True})
+    groups: tuple[SameShape, ...] = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def of(cls, like: Factors) -> "Stacks":
@@ -77,13 +77,13 @@ class Stacks:
             for readers, name in zip(zip(*several, strict=True), names, strict=True):
                 owner = [x.name for x in several[0]].index(readers[0].input)
                 layer = _stacked_layer(readers, name, names[owner])
-                groups.append(Stack(layer, readers, axes.get(readers[0].name, 0)))
+                groups.append(SameShape(layer, readers, axes.get(readers[0].name, 0)))
         place = {layer.name: i for i, layer in enumerate(like.layers)}
         groups.sort(key=lambda group: place[group.members[0].name])
         return cls(like.layers, tuple(groups))
 
     @functools.cached_property
-    def _several(self) -> list[Stack]:
+    def _several(self) -> list[SameShape]:
         return [group for group in self.groups if len(group.members) > 1]
 
     # -- trees like the parameters ------------------------------------------------------
