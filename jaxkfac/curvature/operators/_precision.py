@@ -18,7 +18,7 @@ def full_precision() -> Any:
 
 def as_outside(product: Callable[..., Any]) -> Callable[..., Any]:
     """A function whose products have the precision that holds here, wherever it is called."""
-    precision = jax.config.jax_default_matmul_precision
+    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
 
     @functools.wraps(product)
     def call(*args: Any) -> Any:
