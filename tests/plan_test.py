@@ -8,6 +8,9 @@ import pytest
 from benchmarks.plan import planned_bytes, trainings
 from jaxkfac.planning._temporaries import within
 
+# Adam adds a Python number to an integer.
+pytestmark = pytest.mark.standard_promotion
+
 TRAININGS = dict(trainings(scale=2))
 QUICK = ("scanned, rematted", "dense", "K-FAC in graph")
 
