@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import jaxkfac as jk
+from jaxkfac.curvature import eigendecompose
 from jaxkfac.curvature._divided import MeshAxis, solve_divided
+from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
 from jaxkfac.linalg import eigh_checked
 from jaxkfac.memory import in_equal_shares
 
@@ -96,15 +97,15 @@ def test_shares_differ_by_at_most_the_largest():
 
 
 def _factors(x):
-    objective = jk.Objective(lambda p, x: x @ p["kernel"], jk.Gaussian())
-    stats = jk.value_grad_and_factors(objective)
+    objective = Objective(lambda p, x: x @ p["kernel"], Gaussian())
+    stats = value_grad_and_factors(objective)
     return stats({"kernel": jnp.ones((3, 2))}, (x, jnp.zeros((4, 2))))
 
 
 def test_the_mesh_is_that_which_is_set_or_that_of_the_arrays(mesh):
     factors = _factors(jnp.arange(12.0).reshape(4, 3)).factors
-    expected = jk.eigendecompose(factors, placement="device")
-    divide = functools.partial(jk.eigendecompose, placement="device", distribute="data")
+    expected = eigendecompose(factors, placement="device")
+    divide = functools.partial(eigendecompose, placement="device", distribute="data")
     placed = jax.device_put(factors, NamedSharding(mesh, PartitionSpec()))
     with jax.set_mesh(mesh):
         set_ = jax.jit(divide)(factors)
@@ -115,14 +116,14 @@ def test_the_mesh_is_that_which_is_set_or_that_of_the_arrays(mesh):
 def test_an_axis_that_cannot_be_divided_over_is_refused(mesh):
     factors = _factors(jnp.arange(12.0).reshape(4, 3)).factors
     with pytest.raises(ValueError, match="distribute='data': no mesh is known here"):
-        jax.jit(functools.partial(jk.eigendecompose, distribute="data"))(factors)
+        jax.jit(functools.partial(eigendecompose, distribute="data"))(factors)
     with jax.set_mesh(mesh):
         with pytest.raises(ValueError, match="distribute='dta' names no axis of the mesh.*data"):
-            jk.eigendecompose(factors, distribute="dta")
+            eigendecompose(factors, distribute="dta")
         with pytest.raises(ValueError, match="not with placement='host'"):
-            jk.eigendecompose(factors, placement="host", distribute="data")
+            eigendecompose(factors, placement="host", distribute="data")
         inside = jax.shard_map(
-            lambda f: jk.eigendecompose(f, distribute="data").a["kernel"].values,
+            lambda f: eigendecompose(f, distribute="data").a["kernel"].values,
             in_specs=PartitionSpec(),
             out_specs=PartitionSpec(),
         )
