@@ -243,6 +243,7 @@ NAMES = {
     "into_eigenbasis": _PIECE,
     "kronecker_above_rcond": _PIECE,
     "kronecker_power": _PIECE,
+    "corrections_of": _PIECE,
     "measured_power": _PIECE,
     "out_of_eigenbasis": _PIECE,
     "power_or_zero": _PIECE,

@@ -1239,7 +1239,7 @@ def test_two_parameters_never_share_a_name(x64):
 
 def test_table_names_path_kind_sizes_uses_and_what_is_not_covered(x64):
     def apply_fn(p, x):
-        return attention(p["net"], x, PLAIN) * jnp.cumsum(p["gain"])
+        return jnp.arctan2(attention(p["net"], x, PLAIN), jnp.cumsum(p["gain"]))
 
     p = {"net": attention_params(), "gain": normal(5, 3)}
     table = jk.find_layers(apply_fn, p, normal(1, 2, 4, 4))

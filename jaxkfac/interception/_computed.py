@@ -46,6 +46,8 @@ def uses_in(
     behind = [(k, p) for k, v in enumerate(ins) for p in (_paths(v) if no_rule else _hidden(v))]
     weights = [k for k, v in enumerate(ins) if _paths(v) and (no_rule or _is_computed(v))]
     own = [] if kind.elementwise else [_weight(facts, eqn, ins, k, scope) for k in weights]
+    if no_rule and not any(own) and not any(_is_computed(ins[k]) for k in weights):
+        return found  # a parameter as it is, where no rule reads one: the signal of a convolution
     uses = [use for each in own for use in each] + ([] if isinstance(found, str) else found)
     data = next(v for v in ins if isinstance(v, Data))
     unseen = kind_named(BEHIND)
