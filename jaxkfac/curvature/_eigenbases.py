@@ -328,7 +328,7 @@ def identity_bases(
             spectra[place] = jnp.ones(shape.shape, shape.dtype)
             continue
         n, dtype = block.size, shape.dtype
-        vectors = None  # a vocabulary's square is gigabytes
+        vectors: Any = None  # a vocabulary's square is gigabytes
         if source.dense:
             one = jnp.eye(n, dtype=dtype) if eye is None else eye(n, dtype)
             numpy = np if isinstance(one, np.ndarray) else jnp  # a view, in host memory

@@ -32,8 +32,8 @@ def solve_on_host(means: Sequence[DenseMean], *, vectors: bool, dtype: HostDType
     """
     groups: dict[ProcessGroup, list[int]] = {}
     for i, mean in enumerate(means):
-        local = isinstance(mean.matrix, np.ndarray)
-        group = None if local else ProcessGroup.of(mean.matrix.sharding)
+        matrix = mean.matrix
+        group = None if isinstance(matrix, np.ndarray) else ProcessGroup.of(matrix.sharding)
         if group is not None:
             groups.setdefault(group, []).append(i)
     solved: dict[int, HostSpectrum] = {}

@@ -188,6 +188,7 @@ def _on_host(factors: Factors, one: Pass, layers: Sequence[Layer]) -> Factors:
         layers=tuple(known.get(x.name) or x for x in fetched.layers),
         bias=fetched.bias,
         loss_terms=None if fetched.loss_terms is None else np.array(fetched.loss_terms),
+        corrections=None,
     )
     for leaf in jax.tree.leaves(factors):
         leaf.delete()
@@ -228,5 +229,6 @@ class _Whole:
             terms=self._terms,
             layers=layers,
             bias=self._bias,
+            corrections=None,
             loss_terms=self.loss_terms,
         )

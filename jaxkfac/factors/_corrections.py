@@ -27,7 +27,8 @@ class MeasuredValues(NamedTuple):
     @property
     def in_own_units(self) -> tuple[Array, Array]:
         """Both, 0 or infinite where the dtype does not reach."""
-        return tuple(x * self.root * self.root for x in self[:2])
+        values, raw_values = (x * self.root * self.root for x in self[:2])
+        return values, raw_values
 
 
 class Corrections(NamedTuple):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -320,10 +320,10 @@ def kfac(
             check_some_covered("params", params, covered, "like=")
         axis = None if distribute is None else MeshAxis.of(distribute, params, grads, state)
         numbers = tuple(at_step(x, state.step) if has_schedule(x) else None for x in scheduled)
-        call = (grads, state, params, factors, numbers, extra)
+        call: tuple[Any, ...] = (grads, state, params, factors, numbers, extra)
         concrete = all(is_concrete(x) for x in jax.tree.leaves(call))
         if method.on_host:
-            call = (*call, refresh_on_host(concrete, *call))
+            call += (refresh_on_host(concrete, *call),)
         step = functools.partial(whole_advance, axis=axis)
         # Outside of jit a later call runs equations alone: a new lax.cond compiles its branches.
         # Schedules are read at every call, and what `others` may read is not known.
@@ -334,7 +334,7 @@ def kfac(
     def whole_advance(grads: PyTree, state: KfacState, *rest: Any, axis: MeshAxis | None) -> Any:
         if not is_sharded((grads, state, rest)):
             return advance(grads, state, *rest, axis=axis)
-        out, new = advance(*whole((grads, state, *rest)), axis=axis)
+        out, new = advance(*cast(Any, whole((grads, state, *rest))), axis=axis)
         return sharded_like(out, grads), sharded_like(new, state)
 
     def averaged(state: KfacState, factors: Factors | None) -> Factors:
@@ -434,7 +434,8 @@ def kfac(
             stacks=stacks,
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    # optax types a state as a tree of arrays; ours says which layers are stacked, too.
+    return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
 
 
 def _check_held(state: KfacState, stacks: Stacks, kept: type) -> None:

@@ -16,6 +16,7 @@ from jaxkfac import lslora
 from jaxkfac._errors import JaxkfacError
 from jaxkfac.factors import Objective, arguments, takes_key
 from jaxkfac.interception import leaves_by_path
+from jaxkfac.lslora.nf4 import quantize
 from jaxkfac.memory import bytes_text
 from jaxkfac.planning._basis_options import HalfBases, HostBases, LowRank
 from jaxkfac.planning._option import Choice, Option
@@ -268,7 +269,7 @@ def _in_four_bits(program: TrainingProgram) -> Any:
     """Shapes of the base with its adapted kernels in NF4."""
     names = "|".join(re.escape(layer.name) for layer in program.adapted)
     try:
-        return lslora.nf4.quantize(program.frozen, names, table=program.base_table)
+        return quantize(program.frozen, names, table=program.base_table)
     except (JaxkfacError, ValueError, TypeError) as error:
         raise UnavailableError(first_line(error)) from None
 

@@ -222,7 +222,8 @@ def plan_memory(
         except UnavailableError as reason:
             unavailable[name] = str(reason)
     smallest = search.smallest()
-    alone |= {name: smallest for name, x in alone.items() if _is_same(x, smallest)}
+    if smallest is not None:
+        alone |= {name: smallest for name, x in alone.items() if _is_same(x, smallest)}
     return MemoryPlan(
         now=now,
         alone=alone,
