@@ -146,3 +146,24 @@ def test_measured_eigenvalues_are_of_the_sum_of_both_orientations():
     kernel = jax.tree.map(jnp.zeros_like, params) | {"w2": jnp.ones_like(params["w2"])}
     own = np.flatnonzero(jax.flatten_util.ravel_pytree(kernel)[0])
     np.testing.assert_allclose(values.sum(), np.trace(fisher[np.ix_(own, own)]), rtol=1e-10)
+
+
+@pytest.mark.parametrize("damping_mode", ["exact", "pi"])
+def test_both_readings_of_a_kernel_are_refreshed_together(x64, damping_mode):
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = {"w1": (3, 8), "w2": (8, 6), "w3": (6, 1)}
+    params = {n: jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=False)}
+
+    def scalar(p, x):
+        return (jnp.tanh(jnp.tanh(x @ p["w1"]) @ p["w2"]) @ p["w3"])[0]
+
+    slope = jk.Objective(lambda p, x: jax.vmap(jax.grad(scalar, 1), (None, 0))(p, x), jk.Gaussian())
+    batch = jax.random.normal(keys[3], (16, 3)), jax.random.normal(keys[4], (16, 3))
+    _, grads, factors = jk.value_grad_and_factors(slope)(params, batch)
+    both = []
+    for stagger in (False, True):
+        tx = jk.kfac(0.1, like=factors, damping=1e-2, damping_mode=damping_mode, refresh_every=4,
+                     stagger=stagger)  # fmt: skip
+        both.append(tx.update(grads, tx.init(params), params, factors=factors)[0])
+    for whole, staggered in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(staggered, whole, rtol=1e-10, atol=1e-14)

@@ -143,8 +143,6 @@ def test_what_cannot_be_measured_is_refused(params, batches):
     )
     with pytest.raises(jk.UnknownLayerError, match="a layer 'l1/w' that the program lacks"):
         stats(other, batches[0], bases=bases)
-    with pytest.raises(TypeError, match=r"bases: expected.*state\.bases"):
-        STATS(params, batches[0], bases=STATS(params, batches[0]).factors)
     forward = jk.value_grad_and_factors(OBJECTIVE, fisher="forward")
     with pytest.raises(ValueError, match="bases= measures.*'forward'"):
         forward(params, batches[0], bases=bases)
@@ -155,3 +153,26 @@ def test_what_cannot_be_measured_is_refused(params, batches):
     staggered = jk.kfac(0.1, like=like_for(params, batches[0]), damping=0.1, stagger=True)
     with pytest.raises(ValueError, match="stagger=True"):
         staggered.update(grads, staggered.init(params), params, factors=factors)
+
+
+def test_parameters_behind_a_computed_weight_keep_their_diagonal():
+    """They are squared in the second pass already; the other layers are measured."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"v": jax.random.normal(keys[0], (4, 5)), "w": jax.random.normal(keys[1], (5, 3))}
+    params["g"] = jnp.ones(3)
+
+    def normed(p, x):
+        return jnp.tanh(x @ p["v"]) @ (p["w"] / jnp.linalg.norm(p["w"], axis=0) * p["g"])
+
+    objective = jk.Objective(normed, jk.Categorical())
+    batch = jax.random.normal(keys[2], (8, 4)), jnp.arange(8) % 3
+    stats = jk.value_grad_and_factors(objective)
+    bases = jk.eigendecompose(stats(params, batch).factors)
+    found = stats(params, batch, bases=bases).factors
+    expected = jk.correct_eigenvalues(objective, bases)(params, batch)
+    assert_close(found["v"].corrected, expected["v"].raw_values)
+    tx = jk.kfac(0.1, like=stats.factor_shapes(params, batch), damping=0.1)
+    state = tx.init(params)
+    _, grads, factors = stats(params, batch, bases=state.bases)
+    updates, _ = tx.update(grads, state, params, factors=factors)
+    assert all(x.any() for x in jax.tree.leaves(updates))

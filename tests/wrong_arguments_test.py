@@ -96,7 +96,7 @@ ENTRIES = {
     "kfac.update": (lambda grads, state, params, factors: tx.update(
                         grads, state, params, factors=factors),
                     {"grads": (grads, ARRAYS), "state": (state, set()),
-                     "params": (params, {*ARRAYS, "nothing"}), "factors": (factors, set())}),
+                     "params": (params, {*ARRAYS, "nothing"}), "factors": (factors, {"nothing"})}),
     "scale_by_bases.update": (lambda grads, state, bases: scaling.update(grads, state, bases=bases),
                               {"grads": (grads, ARRAYS), "state": (scaling.init(params), set()),
                                "bases": (bases, set())}),

@@ -116,12 +116,16 @@ def run_devices(devices: str, mesh: str | None, *, batch_size: int) -> RunDevice
     if mesh is None:
         axes["data"] = there if devices == "all" else int(devices)
     else:
+        mentioned: set[str] = set()
         for part in mesh.split(","):
             found = re.fullmatch(r"(data|model)=([1-9]\d*)", part.strip())
             if found is None:
                 raise ValueError(
                     f"--mesh must be like data=4,model=2, not {mesh!r}: {part!r} is none of it"
                 )
+            if found[1] in mentioned:
+                raise ValueError(f"--mesh {mesh} names {found[1]} twice")
+            mentioned.add(found[1])
             axes[found[1]] = int(found[2])
     count = math.prod(axes.values())
     if mesh is not None and devices not in ("1", "all", str(count)):

@@ -23,6 +23,7 @@ from jaxkfac.curvature._inverses import (
     invert,
     precondition,
 )
+from jaxkfac.curvature._orientations import turned_pairs
 from jaxkfac.curvature._placement import Placement, solver_scratch
 from jaxkfac.curvature._reconstruct import reconstruct
 from jaxkfac.curvature.capacity import (
@@ -74,4 +75,5 @@ __all__ = [
     "precondition",
     "reconstruct",
     "solver_scratch",
+    "turned_pairs",
 ]

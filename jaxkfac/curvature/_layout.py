@@ -153,7 +153,13 @@ class Layout:
 
     def groups(self, count: int) -> list[list[EigenBlock]]:
         """Blocks in groups of about equal work; what is computed from one entry is in one group."""
-        joint = {e.place: b.sources[0].place for b in self.blocks.values() for e in b.sources}
+        joint: dict[Place, Place] = {}
+        for block in self.blocks.values():
+            places = [entry.place for entry in block.sources]
+            known = {joint.get(place, place) for place in places}
+            first = joint.get(places[0], places[0])
+            joint |= dict.fromkeys(places, first)
+            joint |= {place: first for place, other in joint.items() if other in known}
         by_entry: dict[Place, list[EigenBlock]] = {}
         for block in self.blocks.values():
             by_entry.setdefault(joint[block.source.place], []).append(block)

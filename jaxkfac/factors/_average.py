@@ -101,10 +101,11 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
     check_same_layers(cast(Factors, factors), average)
     average, new = alike(average, cast(Factors, factors))
     rows = {name: _decay_of(count, decay) for name, count in new.a_counts.items()}
+    sums = {name: _over(beta, new.a_sums[name]) for name, beta in rows.items()}
     terms = _decay_of(new.terms, decay)
     decays = dataclasses.replace(
         new,
-        a_sums=rows,
+        a_sums=sums,
         a_counts=rows,
         g_sums=dict.fromkeys(new.g_sums, terms),
         diagonals=dict.fromkeys(new.diagonals, terms),
@@ -122,7 +123,12 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
 
 def _decay_of(count: Any, decay: ArrayLike) -> Array:
     """How much of an average stays beside a contribution: all of it, where that is empty."""
-    return jnp.where(jnp.any(count > 0), decay, 1.0)
+    return jnp.where(count > 0, decay, 1.0)
+
+
+def _over(beta: Array, total: Any) -> Array:
+    """What holds for each entry of a stack, for the matrices of that stack."""
+    return beta.reshape(beta.shape + (1,) * (total.ndim - beta.ndim))
 
 
 def check_decay(decay: Any) -> None:

@@ -89,3 +89,19 @@ def test_the_gradients_own_count_adds_up_where_both_have_it():
     assert update_average(one, two, 0.5).loss_terms == 0.5 * one.terms + two.terms
     assert_close(one + other, plain + other)
     assert_close(update_average(plain, two, 0.5), update_average(plain, other, 0.5))
+
+
+def test_an_expert_without_rows_keeps_its_average():
+    """Each entry of a stack has a count of its own."""
+
+    def stacked(seed, counts):
+        one = random_factors(LAYERS, jax.random.key(seed))
+        sums = jnp.stack([count * one.a_sums["w"] for count in counts])
+        return dataclasses.replace(one, a_sums={"w": sums}, a_counts={"w": jnp.asarray(counts)})
+
+    first, second = stacked(0, [2.0, 3.0]), stacked(1, [4.0, 0.0])
+    average = update_average(first, second, 0.5)
+    for table in ("a_sums", "a_counts"):
+        found, old, new = (getattr(x, table)["w"] for x in (average, first, second))
+        assert_close(found[1], old[1])
+        assert_close(found[0], 0.5 * old[0] + new[0])

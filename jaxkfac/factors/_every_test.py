@@ -140,7 +140,7 @@ def test_the_second_pass_of_what_is_uncovered_waits_as_well(capsys):
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="every=0: expected at least 1"):
         value_grad_and_factors(OBJECTIVE, every=0)
-    with pytest.raises(ValueError, match="step=.*expected the number of this step, a scalar"):
+    with pytest.raises(ValueError, match="step=.*expected the number of this step, a whole number"):
         value_grad_and_factors(OBJECTIVE, every=2)(PARAMS, (X, Y), step=jnp.asarray([1]))
     with pytest.raises(ValueError, match="every=2 collects at some steps: pass step="):
         value_grad_and_factors(OBJECTIVE, every=2)(PARAMS, (X, Y))

@@ -8,6 +8,8 @@ the weight has the diagonal of its gradient, from a second pass over the example
 import math
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+
 from jaxkfac.interception._compat import Eqn
 from jaxkfac.interception._facts import Facts
 from jaxkfac.interception._kind import kind_named, kind_reading
@@ -37,6 +39,8 @@ def uses_in(
         Uses of what is seen of parameters, of the weight itself where it is computed from them,
         and of each parameter behind it; or the reason why no rule applies.
     """
+    if any(jnp.iscomplexobj(v.aval) for v in eqn.invars):
+        return uses_of(facts.table, eqn, ins, scope)  # statistics are of real weights
     kind, seen = kind_reading(eqn.primitive.name), list(map(_seen, ins))
     found = uses_of(facts.table, eqn, seen, scope) if any(map(views_in, seen)) else []
     no_rule = isinstance(found, str)

@@ -116,9 +116,9 @@ def unpack_panels(panels: tuple[Any, ...], border: tuple[Any, Any] | None = None
         return jax.lax.dynamic_update_slice(matrix, block, (*[0] * stack, row, column))
 
     edge = 0
-    for panel in panels:
+    for i, panel in enumerate(panels):
         rows, columns = panel.shape[-2:]
-        matrix = written(matrix, panel, edge, edge) if edge else matrix
+        matrix = written(matrix, panel, edge, edge) if i else matrix
         if rows < columns:
             matrix = written(matrix, panel[..., rows:].mT, edge + rows, edge)
         edge += rows

@@ -268,6 +268,11 @@ def kfac(
     measures = like.corrections is not None
     method = preconditioner_of(inverse, damping, damping_mode, measures=measures)
     method.check_stagger(stagger=stagger, measures=measures)
+    if method.on_host and distribute is not None:
+        raise ValueError(
+            f'distribute={distribute!r} divides decompositions among devices, and inverse="host" '
+            "makes them in host memory: choose one of both"
+        )
     covered, stacks = covered_indices(like.layers), Stacks.of(like)
     stacked_like = jax.eval_shape(stacks.factors, like)
     bare, stacked_paths = without_corrections(stacked_like), covered_indices(stacked_like.layers)

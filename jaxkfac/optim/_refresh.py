@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import defaultdict
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
-from jaxkfac.curvature import MeshAxis
+from jaxkfac.curvature import MeshAxis, turned_pairs
 from jaxkfac.factors import Factors
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import Damping
@@ -46,7 +46,7 @@ class RefreshInGraph:
                 "stagger=True divides the layers over refresh_every steps, which are traced here: "
                 "optax.inject_hyperparams(jk.kfac, static_args=('refresh_every', 'stagger', ...))"
             )
-        number = int(jnp.asarray(every))
+        number = int(cast(int, every))
         parts = _parts(like.layers, number)
         self._parts = [(i * number // len(parts), part) for i, part in enumerate(parts)]
 
@@ -90,10 +90,14 @@ class RefreshInGraph:
 
 
 def _parts(layers: tuple[Layer, ...], number: int) -> list[tuple[Layer, ...]]:
-    """At most ``number`` parts of about equal work; the readers of one input stay together."""
+    """At most ``number`` parts of about equal work.
+
+    The readers of one input stay together, and so do both readings of a kernel.
+    """
+    turned = {other.name: first.input for first, other in turned_pairs(layers)}
     readers: dict[str, list[Layer]] = defaultdict(list)
     for layer in layers:
-        readers[layer.input].append(layer)
+        readers[turned.get(layer.name, layer.input)].append(layer)
     parts: list[list[Layer]] = [[] for _ in range(min(number, len(readers)))]
     loads = [0.0] * len(parts)
     for group in sorted(readers.values(), key=_work, reverse=True):

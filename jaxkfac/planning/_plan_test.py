@@ -488,3 +488,14 @@ def test_a_compiler_that_is_not_installed_is_needed_only_where_it_is_asked(monke
     assert "H100" in plan_memory(*mlp().objects3, **asked).compiled_for
     with pytest.raises(CompilerNotFoundError, match="pip install"):
         plan_by_default(*mlp().objects3, **asked)
+
+
+def test_an_optimizer_of_the_base_leaves_adapters_out():
+    params = {"up": jnp.ones((32, 48)), "down": jnp.ones((48, 10))}
+    batch = jnp.ones((64, 32)), jnp.zeros(64, jnp.int32)
+    objective = Objective(lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"], Categorical())
+    like = value_grad_and_factors(objective).factor_shapes(params, batch)
+    found = plan_memory(
+        objective, params, batch, optimizer=kfac(0.1, like=like), device_bytes="1GB"
+    )
+    assert "optimizer is one of the base's" in found.unavailable["adapters"]

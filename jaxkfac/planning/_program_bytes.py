@@ -11,7 +11,7 @@ from jaxkfac.interception import partition
 from jaxkfac.optim import MemoryKind, multi_steps
 from jaxkfac.planning._curvature_bytes import CurvatureBytes
 from jaxkfac.planning._optimizer import optimizer_state
-from jaxkfac.planning._program import TrainingProgram
+from jaxkfac.planning._program import TrainingProgram, first_line
 from jaxkfac.planning._shapes import UnavailableError, nbytes
 from jaxkfac.planning._step import update_alone, whole_step
 
@@ -101,7 +101,14 @@ class ProgramBytes:
         donate: bool,
         updates: dict[Any, int | str],
     ) -> None:
-        self.program, self.optimizer = program, optimizer_state(tx, program.trained)
+        self.program = program
+        try:
+            self.optimizer = optimizer_state(tx, program.trained)
+        except ValueError as error:
+            if not program.adapted:
+                raise
+            reason = f"the optimizer is one of the base's parameters: {first_line(error)}"
+            raise UnavailableError(reason) from None
         self._tx, self._donate = tx, donate
         self._updates = updates
         self.not_traced = ""  # why the update's temporaries are not counted

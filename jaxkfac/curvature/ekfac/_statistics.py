@@ -58,7 +58,7 @@ class SquaredGradients:
 
     def __init__(self, traced: Traced, bases: Eigenbases, per: Per) -> None:
         self._traced, self._per, self._bias = traced, per, bases.bias
-        self._layers = {x.name: x for x in bases.layers if x.name in traced.table}
+        self._layers = {x.name: x for x in bases.layers if x.is_covered and x.name in traced.table}
         by_position = Statistics(traced, bases.bias, "expand")
         by_example = Statistics(traced, bases.bias, "reduce")
         # A full block is one of whole examples' gradients, whatever the other layers are.
