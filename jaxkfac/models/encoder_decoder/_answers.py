@@ -102,6 +102,8 @@ def generate_targets(
             "adapters and quantised parameters are read by "
             "adapted=jk.lslora.attach(apply_fn, config): give it, with adapters= (may be {})"
         )
+    if isinstance(sources, str) or any(isinstance(source, int) for source in sources):
+        raise TypeError(f"sources: expected several, got one: give [{str(sources)[:40]!r}, ...]")
     rows = [_ids(pretrained, source) for source in sources]
     if not rows:
         return []

@@ -63,6 +63,18 @@ def test_adapted_targets_are_those_of_the_adapted_forward():
     assert answers != generate_targets(model(), SOURCES, max_new_tokens=4)
 
 
+def test_saved_adapters_load_onto_the_model(tmp_path):
+    apply_fn, params = model()[1:3]
+    pairs = Pairs(jnp.zeros((1, 3), int), None, jnp.zeros((1, 2), int))
+    adapters = jk.lslora.init(ADAPTERS, apply_fn, params, pairs, key=jax.random.key(0))
+    adapters = jax.tree.map(lambda x: x + 0.5, adapters)
+    jk.lslora.save(tmp_path, adapters, ADAPTERS)
+    for found, config in (jk.lslora.load(tmp_path), jk.lslora.load(tmp_path, model=model())):
+        read = jk.lslora.attach(apply_fn, config)(params, found, pairs)
+        expected = jk.lslora.attach(apply_fn, ADAPTERS)(params, adapters, pairs)
+        np.testing.assert_allclose(read, expected, rtol=1e-6)
+
+
 def test_drawn_targets_follow_the_key_and_the_temperature():
     draw = functools.partial(generate_targets, model(), SOURCES, max_new_tokens=5)
     keys = jax.random.split(jax.random.key(0), 2)
@@ -84,6 +96,8 @@ def test_what_cannot_be_generated_is_refused():
     for sources, message in (([[]], "got no tokens"), ([[31]], "got ids from 31 to 31")):
         with pytest.raises(ValueError, match=message):
             generate_targets(pretrained, sources)
+    with pytest.raises(TypeError, match="sources: expected several"):
+        generate_targets(pretrained, "a text")
     with pytest.raises(ValueError, match="without a tokenizer: give token ids"):
         generate_targets(pretrained, ["a text"])
     broken = pretrained._replace(params=jax.tree.map(lambda x: x * np.nan, pretrained.params))

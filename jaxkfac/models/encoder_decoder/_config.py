@@ -82,6 +82,11 @@ class EncoderDecoderConfig:
         if self.activation not in get_args(Activation):
             raise ValueError(f"activation must be one of {get_args(Activation)}")
 
+    @property
+    def parts(self) -> dict[str, dict[str, int]]:
+        """What the fused kernels are made of: there are none."""
+        return {}
+
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> "EncoderDecoderConfig":
         """Read a ``config.json``.
