@@ -167,3 +167,25 @@ def test_both_readings_of_a_kernel_are_refreshed_together(x64, damping_mode):
         both.append(tx.update(grads, tx.init(params), params, factors=factors)[0])
     for whole, staggered in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(staggered, whole, rtol=1e-10, atol=1e-14)
+
+
+def test_coordinates_may_be_stacked(x64):
+    """Reverse mode ends in an ``unstack``, whose parts keep the points."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {"w1": jax.random.normal(keys[0], (2, 4)), "w2": jax.random.normal(keys[1], (4, 1))}
+    points = tuple(jax.random.normal(key, (5,)) for key in keys[2:])
+
+    def factors(together):
+        def scalar(p, t, x):
+            return (jnp.tanh(together([t, x]) @ p["w1"]) @ p["w2"])[0]
+
+        def loss(p, batch):
+            slope = jax.vmap(jax.grad(scalar, 1), (None, 0, 0))(p, *batch)
+            return jnp.square(jk.mark_outputs(slope, jk.Gaussian(), weight=2.0)).mean()
+
+        return jk.value_grad_and_factors(loss, fisher="exact")(params, points).factors
+
+    stacked, array = factors(jnp.stack), factors(jnp.array)
+    assert list(stacked) == list(array)
+    for found, expected in zip(jax.tree.leaves(stacked), jax.tree.leaves(array), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)

@@ -29,6 +29,7 @@ _ALONG_ONE = {
     "sort": "dimension",
     "concatenate": "dimension",
     "split": "axis",
+    "unstack": "axis",
 }
 _CUTS = frozenset("slice dynamic_slice pad dynamic_update_slice".split())
 

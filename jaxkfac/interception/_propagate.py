@@ -108,6 +108,11 @@ def _split(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
     return [(*axes[:axis], table.new(s[axis], kind), *axes[axis + 1 :]) for s in shapes]
 
 
+def _unstack(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
+    axis = eqn.params["axis"]
+    return [(*axes[:axis], *axes[axis + 1 :])] * len(eqn.outvars)
+
+
 def _convolution(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
     """Example axis kept, positions and channels new."""
     (shape,), numbers = _result_shapes(eqn), eqn.params["dimension_numbers"]
@@ -204,6 +209,7 @@ _OF_FIRST: dict[str, Callable[[AxisTable, Eqn, Axes], list[Axes]]] = {
     "rev": _cut,
     "dynamic_update_slice": _cut,
     "split": _split,
+    "unstack": _unstack,
     "conv_general_dilated": _convolution,
     "reduce_window_sum": _windows,
     "reduce_window_max": _windows,
