@@ -15,7 +15,7 @@ from jaxkfac.cli._devices import run_devices
 TINY = [
     *("--model.width", "16", "--model.hidden", "16", "--model.depth", "1"),
     *("--model.num-heads", "2", "--model.patch-size", "4", "--steps", "20"),
-    *("--batch-size", "40", "--gradient-accumulation-steps", "1", "--checkpoint-every", "1"),
+    *("--batch-size", "160", "--gradient-accumulation-steps", "1", "--checkpoint-every", "1"),
 ]
 
 
@@ -54,7 +54,8 @@ def test_twenty_steps_on_eight_devices_are_those_of_one(one_device, tmp_path, wo
     of_one, of_many = alone["devices"]["kfac"], found["devices"]["kfac"]
     assert of_many["mesh"] == axes
     shared = of_many["bytes_per_device"] / of_one["bytes_per_device"]
-    assert shared == 1 if axes["model"] == 1 else shared < 0.6
+    # Sides with a ones column are odd, and stay whole.
+    assert shared == 1 if axes["model"] == 1 else shared < 0.8, shared
 
 
 @pytest.mark.slow
