@@ -45,6 +45,7 @@ NOT_EXPORTED = {
     "load_safetensors": _DATA,
     "place_once": _DATA,
     "plan_memory": _PYTHON,
+    "lslora.Adapted": "what lslora.attach returns, which is exported",
     "lslora.Bank": "what lslora.stack returns, which is exported",
     "lslora.approximate_merge": _HOST,
     "lslora.find_nonlinearity": _PYTHON,
