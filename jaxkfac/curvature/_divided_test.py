@@ -129,3 +129,12 @@ def test_an_axis_that_cannot_be_divided_over_is_refused(mesh):
         )
         with pytest.raises(ValueError, match=r"inside jax\.shard_map over 'data'"):
             inside(factors)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_the_host_decomposes_inside_of_a_mesh_that_is_set(mesh, axis_type):
+    factors = _factors(jnp.arange(12.0).reshape(4, 3)).factors
+    expected = eigendecompose(factors, placement="host")
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(axis_type,))):
+        found = eigendecompose(factors, placement="host")
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))

@@ -1,10 +1,12 @@
 """Symmetric eigendecomposition in host memory, in double precision by default."""
 
+import contextlib
 import functools
 from typing import Literal, NamedTuple, cast, get_args
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
 from jaxkfac._errors import NonFiniteFactorError
@@ -52,7 +54,10 @@ def _first_try(host: np.ndarray, dtype: np.dtype) -> HostSpectrum:
         cpu = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # jax_platforms="cuda" leaves the CPU backend out
         return HostSpectrum(np.full(host.shape[:-1], np.nan), None)
-    with jax.enable_x64(dtype == np.float64):  # else a double would become a single
+    # A mesh that is set is one of other devices, and holds for every jit.
+    is_set = not jax.sharding.get_abstract_mesh().empty
+    mesh = jax.set_mesh(Mesh(np.array([cpu]), ("cpu",))) if is_set else contextlib.nullcontext()
+    with mesh, jax.enable_x64(dtype == np.float64):  # else a double would become a single
         values, columns = _lapack(jax.device_put(host, cpu), dtype=dtype)
     return HostSpectrum(np.asarray(values), np.asarray(columns))
 
