@@ -25,6 +25,7 @@ def live_bytes(
     donate_argnums: Sequence[int] = (),
     platform: str = "cuda",
     in_turn: bool = False,
+    traced: Any = None,
 ) -> int:
     """Most bytes at once beside arguments and results.
 
@@ -35,12 +36,14 @@ def live_bytes(
         platform: Of what ``jax.lax.platform_dependent`` chooses.
         in_turn: Whether results are made one after the other, each with all that it needs, as
             a compiler does where they have little in common; else in the order of the trace.
+        traced: The ``ClosedJaxpr`` of ``fn`` on ``args``, where it is known.
 
     Returns:
         Bytes. A compiler that fuses less, as XLA does for a CPU, allocates more. Scratch that
         libraries allocate by themselves is not among them.
     """
-    program, jaxpr = EquationList(platform), jax.make_jaxpr(fn)(*args).jaxpr
+    traced = jax.make_jaxpr(fn)(*args) if traced is None else traced
+    program, jaxpr = EquationList(platform), traced.jaxpr
     results = program.expand(jaxpr, [Value() for _ in jaxpr.invars])
     donated = [x for i in donate_argnums for x in jax.tree.leaves(args[i])]
     kinds = [(x.shape, x.dtype) for x in donated]

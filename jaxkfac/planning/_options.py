@@ -109,6 +109,7 @@ class Remat(Option):
     """Activations of scanned blocks computed again."""
 
     name, title, changes_program = "remat", "remat", True
+    changes_shapes = False
 
     def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
         objective = program.objective
@@ -137,7 +138,7 @@ class Remat(Option):
 class HalfPrecision(Option):
     """Everything floating in bfloat16."""
 
-    name, title, changes_program = "bf16", "bf16", True
+    name, title, changes_program, shortens = "bf16", "bf16", True, True
 
     def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
         trained = in_half(program.trained)

@@ -15,7 +15,7 @@ from jaxkfac.planning._program import TrainingProgram, first_line
 from jaxkfac.planning._shapes import UnavailableError, nbytes
 from jaxkfac.planning._step import update_alone, whole_step
 
-Compiled = Literal["all", "gradient", "none"]
+Compiled = Literal["all", "gradient", "known", "none"]
 
 # Never alive together: the gradient's temporaries, a decomposition's, the update's.
 IN_TURN = ("activations", "workspace", "update")
@@ -298,6 +298,8 @@ class ProgramBytes:
         """Temporaries of the program that runs as it stands; see :meth:`Setting.rows`."""
         if compiled == "none":
             return 0
+        if compiled == "known":
+            return self.program.known_temporaries
         if self._of is None or compiled == "gradient":
             return self.program.gradient_temporaries
         return self.program.factor_temporaries

@@ -258,11 +258,13 @@ class Search:
         """Least rows: at the most micro-batches and the least budget, without activations."""
         steps = self._steps()[-1] if Accumulation.name in options else 1
         setting = Setting(frozenset(options), steps)
+        if compiled == "none":
+            setting = setting.of_shapes  # whose program need not be built
         of = self._bytes_of(setting)
         return setting.rows(of, self._least(of, setting), compiled=compiled)
 
     def _may_fit(self, options: Sequence[str]) -> bool:
-        bounds: tuple[Compiled, ...] = ("none", "gradient")
+        bounds: tuple[Compiled, ...] = ("none", "known", "gradient")
         for compiled in bounds:
             rows = self._floor(options, compiled)
             fits_host = self._host_bytes is None or sum(rows.host.values()) <= self._host_bytes
