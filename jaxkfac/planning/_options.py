@@ -88,11 +88,15 @@ class Host(Option):
         rows.device["factors"] = held.factors + held.in_flight
         rows.device["bases"] = held.bases if of.wants_vectors else 0
         rows.device["workspace"] = rows.device["eigh scratch"] = 0
-        rows.host.update(held.on_host)
+        rows.host.update(self._on_host(of, choice))
 
     def cost(self, of: ProgramBytes, choice: Choice) -> str:
-        held = bytes_text(sum(of.require_factors().on_host.values()))
+        held = bytes_text(sum(self._on_host(of, choice).values()))
         return f"{held} of main memory; bases are those of some steps before"
+
+    def _on_host(self, of: ProgramBytes, choice: Choice) -> dict[str, int]:
+        steps = choice.steps * of.micro_batches.steps
+        return of.require_factors().on_host(steps, choice.budget)
 
 
 def _of_one_tuple(apply_fn: Callable[..., Any]) -> Callable[..., Any]:

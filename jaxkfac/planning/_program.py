@@ -191,8 +191,8 @@ def check_traces(program: TrainingProgram) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    """What an error says, in one line without the name of its type, unless it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def shape_of_key() -> Any:

@@ -120,6 +120,11 @@ class Setting:
             self.steps, gathered=gathered, dtype=dtypes[0] if dtypes else None
         )
 
+    def exchanged(self, of: ProgramBytes) -> Mapping[str, int]:
+        """Bytes that devices exchange in a step, where each has such a batch."""
+        steps = self.steps * of.micro_batches.steps
+        return of.exchanged(steps, in_one_program=not self._takes_factors)
+
     def gradients(self, of: ProgramBytes, budget: int | None) -> float:
         """What a step costs in gradients, Gram products and decompositions aside."""
         choice = Choice(self.options, self.steps, budget)
