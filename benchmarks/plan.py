@@ -377,8 +377,8 @@ def table(record: dict[str, Any], targets: Sequence[str]) -> str:
     rows = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     intro, _, about = (__doc__ or "").partition("\n\n")
     _, _, about = about.partition("\n\n")
-    when = f"Written on {record['date']} with `python -m benchmarks.plan"
-    when += f" --targets {' '.join(targets)} --scale {record['scale']}`."
+    when = f"Written on {record['date']} with jax {record['jax']} and `python -m benchmarks.plan"
+    when += f" --targets {' '.join(targets)} --scale {record['scale']}` (`make plan-record`)."
     return f"# {intro}\n\n{about}\n{when}\n\n{rows}\n"
 
 

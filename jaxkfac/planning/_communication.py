@@ -1,6 +1,6 @@
 """Bytes that devices exchange in a step of a data-parallel training."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxkfac.factors import exchanged_bytes
@@ -49,18 +49,14 @@ def _collectives(jaxpr: Any) -> int:
 def _of_equation(eqn: Any) -> int:
     if eqn.primitive.name in _COLLECTIVES:
         return sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
-    kind = call_kind(eqn)
-    inner = list(_inner(eqn, kind))
-    if kind == "cond":
-        return max(map(_collectives, inner), default=0)
-    turns = eqn.params["length"] if kind == "scan" else 1
-    return turns * sum(map(_collectives, inner))
-
-
-def _inner(eqn: Any, kind: str) -> Iterator[Any]:
-    if kind in ("jit", "checkpoint", "custom", "scan", "shard_map"):
-        yield body_of(eqn)[0]
-    for key in ("branches", "body_jaxpr", "cond_jaxpr"):
-        found = eqn.params.get(key, ())
-        for one in found if isinstance(found, tuple) else (found,):
-            yield open_jaxpr(one)[0]
+    match call_kind(eqn):
+        case "cond":
+            return max(_collectives(open_jaxpr(x)[0]) for x in eqn.params["branches"])
+        case "while":  # nobody knows how often it turns
+            return _collectives(open_jaxpr(eqn.params["body_jaxpr"])[0])
+        case "scan":
+            return eqn.params["length"] * _collectives(body_of(eqn)[0])
+        case None:
+            return 0
+        case _:
+            return _collectives(body_of(eqn)[0])

@@ -68,12 +68,14 @@ class Equation:
         reads: Its operands.
         makes: Its results.
         bodies: What it runs, if it is a loop or a conditional.
+        copies: Bytes of operands that are copied for it.
     """
 
     name: str
     reads: Sequence[Value]
     makes: Sequence[Value]
     bodies: Sequence[Body] = ()
+    copies: int = 0
 
     @property
     def fuses(self) -> bool:
@@ -133,6 +135,8 @@ class EquationList:
                 bodies = [self._body(x) for x in _inner(eqn)] if kind in ("while", "cond") else []
             sizes = [_nbytes(v) for v in eqn.outvars]
             self._equal[equal] = self._append(name, reads, sizes, name in _FUSED, bodies)
+            if name == "conv_general_dilated" and self._platform == "cpu":
+                self.equations[-1].copies = _transposed_bytes(eqn)
         return self._equal[equal]
 
     def _append(
@@ -212,6 +216,21 @@ def _signature(eqn: Any, reads: Sequence[Value]) -> Any:
 def _inner(eqn: Any) -> list[Any]:
     p = eqn.params
     return [*p.get("branches", ()), *(p[k] for k in ("body_jaxpr", "cond_jaxpr") if k in p)]
+
+
+def _transposed_bytes(eqn: Any) -> int:
+    """Of a convolution's operands, those that do not lie as a CPU's kernels take them.
+
+    The derivative in the kernel has the examples where the features were.
+    """
+    signal, kernel = (x.aval for x in eqn.invars)
+    numbers, last = eqn.params["dimension_numbers"], len(signal.shape) - 1
+    spatial = tuple(range(1, last))
+    own = ((0, last, *spatial), (last, last - 1, *(d - 1 for d in spatial)))
+    specs = zip((signal, kernel), (numbers.lhs_spec, numbers.rhs_spec), own, strict=True)
+    return sum(
+        math.prod(x.shape) * x.dtype.itemsize for x, spec, mine in specs if tuple(spec) != mine
+    )
 
 
 def _branch_of(platform: str, choices: Sequence[Sequence[str] | None]) -> int:

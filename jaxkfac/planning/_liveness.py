@@ -6,7 +6,7 @@ would compute it where it is read:
 - Elementwise results, casts, broadcasts and slices are *fused* into what reads them. They take
   room where a product, a convolution, a sort or a loop reads them, and where several equations
   do, and computing them again would be dear or keep their operands alive.
-- A fused result is written over an operand that nobody reads afterwards.
+- A fused result is written over an operand that nobody reads afterwards, unless a library made it.
 - A value lies where a result will, if it is not read any more once that is made.
 - A scan holds its stacked results from its first iteration on, and one iteration's own values.
 """
@@ -131,7 +131,7 @@ class _Lives:
             if equation.writes_over:
                 sizes = [v.nbytes for v in made]
                 for v in ending.get(k, ()):
-                    if v.maker < k and v.nbytes in sizes:
+                    if v.maker < k and v.nbytes in sizes and not self._is_of_library(v):
                         sizes.remove(v.nbytes)
                         live, ended = live - v.nbytes, ended - v.nbytes
             live += sum(v.nbytes for v in made)
@@ -139,8 +139,16 @@ class _Lives:
             live -= ended
         return peak
 
+    def _is_of_library(self, value: Value) -> bool:
+        """Whether it is a convolution of cuDNN, which nothing is written over.
+
+        It comes beside the library's scratch, as one part of a result.
+        """
+        made = self._equations[value.maker].name
+        return made == "conv_general_dilated" and self._platform != "cpu"
+
     def _inner_peak(self, equation: Equation) -> int:
-        """Most bytes at once of one iteration, or of the dearest branch."""
+        """Most bytes at once of one iteration, or of the dearest branch, and copies of operands."""
         peaks = []
         for body in equation.bodies:
             order = body.program.ordered([*body.results, *body.stacked], depth_first=False)
@@ -148,7 +156,7 @@ class _Lives:
             stacked = body.stacked if is_scan else None
             lives = _Lives(order, body.results, stacked, platform=self._platform)
             peaks.append(lives.peak(() if is_scan else body.results))
-        return max(peaks, default=0)
+        return max(peaks, default=0) + equation.copies
 
     def _takes_room(self, equation: Equation, value: Value) -> bool:
         readers = [self._equations[k] for k in self._readers.get(value, ())]
@@ -177,7 +185,7 @@ class _Lives:
             for v in own.intersection(equation.makes) if equation.writes_over else ():
                 for source in self._sources(equation.reads):
                     over = source.nbytes == v.nbytes and self._last[source] == k
-                    if over and source not in inside:
+                    if over and source not in inside and not self._is_of_library(source):
                         inside.add(source)
                         own.add(source)
                         break
