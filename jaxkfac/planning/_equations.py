@@ -52,11 +52,15 @@ class Body:
         program: Its equations.
         results: What the next iteration, or the program around it, takes.
         stacked: What is copied into stacked arrays as soon as it is made.
+        inputs: Of a scan: what stands for the operands that the scan is told to read.
+        carried: Of a scan: what stands for ``results`` of the iteration before.
     """
 
     program: "EquationList"
     results: Sequence[Value]
     stacked: Sequence[Value] = ()
+    inputs: Sequence[Value] = ()
+    carried: Sequence[Value] = ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -76,6 +80,30 @@ class Equation:
     makes: Sequence[Value]
     bodies: Sequence[Body] = ()
     copies: int = 0
+
+    def drop_unread(self, read: set[Value]) -> None:
+        """Of a scan, keep the results that are among ``read``, and what they need."""
+        (body,), number = self.bodies, len(self.bodies[0].results)
+        stacked = [
+            v for v, made in zip(body.stacked, self.makes[number:], strict=True) if made in read
+        ]
+        kept = {k for k, made in enumerate(self.makes[:number]) if made in read}
+        while True:
+            needed = body.program.needed([*(body.results[k] for k in kept), *stacked])
+            more = {k for k, v in enumerate(body.carried) if v in needed}
+            if more <= kept:
+                break
+            kept |= more
+        inputs = list(zip(self.reads, body.inputs, strict=True))
+        self.reads = [v for v, own in inputs if own in needed]
+        own, carried = (
+            [x for _, x in inputs if x in needed],
+            [body.carried[k] for k in sorted(kept)],
+        )
+        results = [body.results[k] for k in sorted(kept)]
+        self.bodies = [Body(body.program, results, stacked, own, carried)]
+        made = [v for v in self.makes[number:] if v in read]
+        self.makes = [*(self.makes[k] for k in sorted(kept)), *made]
 
     @property
     def fuses(self) -> bool:
@@ -129,8 +157,8 @@ class EquationList:
         equal = _signature(eqn, reads)
         if equal not in self._equal:
             if kind == "scan":
-                bodies = [self._iteration(eqn)]
-                reads = self._without_constants(eqn, reads)
+                read = self._without_constants(eqn, reads)
+                bodies, reads = [self._iteration(eqn, read)], [reads[k] for k in read]
             else:
                 bodies = [self._body(x) for x in _inner(eqn)] if kind in ("while", "cond") else []
             sizes = [_nbytes(v) for v in eqn.outvars]
@@ -156,7 +184,7 @@ class EquationList:
         program = EquationList(self._platform)
         return Body(program, program.expand(inner, [Value() for _ in inner.invars]))
 
-    def _iteration(self, eqn: Any) -> Body:
+    def _iteration(self, eqn: Any, read: Sequence[int]) -> Body:
         """One iteration: what it is given is there, and its slices are read where they lie."""
         inner, _ = body_of(eqn)
         num_consts, num_carry = scan_counts(eqn)
@@ -165,19 +193,40 @@ class EquationList:
         for var in inner.invars[num_consts + num_carry :]:
             given += program._append("dynamic_slice", [], [_nbytes(var)], fused=True)
         outs = program.expand(inner, given)
-        return Body(program, outs[:num_carry], outs[num_carry:])
+        inputs, carried = [given[k] for k in read], given[num_consts : num_consts + num_carry]
+        return Body(program, outs[:num_carry], outs[num_carry:], inputs, carried)
 
-    def _without_constants(self, eqn: Any, reads: list[Value]) -> list[Value]:
-        """Operands of a scan; an array that is one number everywhere is never made for one."""
+    def _without_constants(self, eqn: Any, reads: list[Value]) -> list[int]:
+        """Which operands a scan reads; an array that is one number everywhere is never made."""
         num_consts, num_carry = scan_counts(eqn)
         carry = range(num_consts, num_consts + num_carry)
-        return [v for i, v in enumerate(reads) if i in carry or not self._is_constant(v)]
+        return [i for i, v in enumerate(reads) if i in carry or not self._is_constant(v)]
 
     def _is_constant(self, value: Value) -> bool:
         if value.maker < 0:
             return True
         reads = self.equations[value.maker].reads
         return value.fused and all(self._is_constant(v) for v in reads if v.nbytes)
+
+    def needed(self, values: Sequence[Value]) -> set[Value]:
+        """All that values are computed from, themselves included."""
+        found: set[Value] = set()
+        rest = list(values)
+        while rest:
+            if (v := rest.pop()) not in found:
+                found.add(v)
+                rest += self.equations[v.maker].reads if v.maker >= 0 else ()
+        return found
+
+    def _drop_unread(self, results: Sequence[Value]) -> None:
+        """Drop what scans compute and nobody reads, as a compiler does."""
+        read = set(results)
+        for equation in reversed(self.equations):
+            if read.isdisjoint(equation.makes):
+                continue
+            if equation.name == "scan":
+                equation.drop_unread(read)
+            read.update(equation.reads)
 
     def ordered(self, results: Sequence[Value], *, depth_first: bool) -> list[Equation]:
         """The equations that results need; values are renumbered to it.
@@ -187,6 +236,7 @@ class EquationList:
             depth_first: One result after the other, each with all that it needs; else in the
                 order of the trace.
         """
+        self._drop_unread(results)
         order: list[int] = []
         seen: set[int] = set()
         for result in results:

@@ -26,6 +26,7 @@ def live_bytes(
     platform: str = "cuda",
     in_turn: bool = False,
     traced: Any = None,
+    only: int | None = None,
 ) -> int:
     """Most bytes at once beside arguments and results.
 
@@ -37,6 +38,7 @@ def live_bytes(
         in_turn: Whether results are made one after the other, each with all that it needs, as
             a compiler does where they have little in common; else in the order of the trace.
         traced: The ``ClosedJaxpr`` of ``fn`` on ``args``, where it is known.
+        only: Of the program that returns the first so many results alone.
 
     Returns:
         Bytes. A compiler that fuses less, as XLA does for a CPU, allocates more. Scratch that
@@ -44,11 +46,11 @@ def live_bytes(
     """
     traced = jax.make_jaxpr(fn)(*args) if traced is None else traced
     program, jaxpr = EquationList(platform), traced.jaxpr
-    results = program.expand(jaxpr, [Value() for _ in jaxpr.invars])
+    results = program.expand(jaxpr, [Value() for _ in jaxpr.invars])[:only]
     donated = [x for i in donate_argnums for x in jax.tree.leaves(args[i])]
     kinds = [(x.shape, x.dtype) for x in donated]
     places = []  # of results that are not written over an argument
-    for value, var in zip(results, jaxpr.outvars, strict=True):
+    for value, var in zip(results, jaxpr.outvars[:only], strict=True):
         kind = (var.aval.shape, getattr(var.aval, "dtype", None))
         if kind in kinds:
             kinds.remove(kind)

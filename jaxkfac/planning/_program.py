@@ -80,7 +80,12 @@ class TrainingProgram:
     @functools.cached_property
     def gradient_temporaries(self) -> int:
         """Bytes beside arguments and results of value and gradient."""
-        return self.temporaries(self.gradient, self.trained, self.batch, self.given)
+        args = (self.trained, self.batch, self.given)
+        if self.temporaries.compiled or "_collected" not in vars(self):
+            return self.temporaries(self.gradient, *args)
+        jaxpr, out = self._collected
+        only = len(jax.tree.leaves((out.value, out.grads)))
+        return self.temporaries(self.collect, *args, traced=jaxpr, only=only)
 
     @property
     def known_temporaries(self) -> int:

@@ -61,10 +61,11 @@ class Temporaries:
         donate_argnums: Sequence[int] = (),
         in_turn: bool = False,
         traced: Any = None,
+        only: int | None = None,
     ) -> int:
         """Bytes of the temporaries of ``step`` on shapes.
 
-        ``in_turn`` and ``traced`` are those of ``live_bytes``; a compiler does not need them.
+        The last three are those of ``live_bytes``; a compiler does not need them.
 
         XLA computes bfloat16 on the CPU in float32, and keeps both: 158 GB for a program that
         takes 130 in float32 and 87 in float16. So on the CPU the bytes are those of float16,
@@ -75,7 +76,8 @@ class Temporaries:
             CompilerError: the compiler fails, or runs out of time.
         """
         if not self.compiled:
-            how = {"donate_argnums": donate_argnums, "in_turn": in_turn, "traced": traced}
+            how = {"donate_argnums": donate_argnums, "in_turn": in_turn}
+            how |= {"traced": traced, "only": only}
             counted = live_bytes(step, *args, platform=self.platform, **how)
             return round(self.factor * counted)
         # Of leaves: factors are compared item by item, and those of shapes have none.
