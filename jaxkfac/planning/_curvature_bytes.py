@@ -145,7 +145,7 @@ class CurvatureBytes:
 
         Args:
             steps: Micro-batches a step, each of which is pushed by itself.
-            budget: Under which factors are gathered in passes, likewise.
+            budget: Under which factors are gathered in passes, likewise; 0 or ``None`` is one pass.
         """
         rows = {row.replace("_", " "): size for row, size in self._service._asdict().items()}
         rows[WIDENING] = widening_bytes(
@@ -159,7 +159,7 @@ class CurvatureBytes:
 
     def _most_passes(self, budget: int | None) -> int:
         """In how many passes one side of one layer is, some of its iterations in each."""
-        if budget is None:
+        if not budget:
             return 1
         count: dict[Any, int] = collections.Counter(
             (name, inputs)
