@@ -191,6 +191,8 @@ NAMES = {
     "legend": "the line below a table",
     "metric": "registers a metric",
     "service_bytes": "predicts bytes, of which torch_ref has no table",
+    "widening_bytes": "predicts bytes, of which torch_ref has no table",
+    "exchanged_bytes": "predicts bytes, of which torch_ref has no table",
     # optim
     "MemoryKind": _TYPE,
     "check_memory_kind": _CHECK,

@@ -4,14 +4,18 @@ For an H100 the record is ``benchmarks/results/plan.md``.
 """
 
 import dataclasses
+import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import jaxkfac as jk
+from benchmarks.accelerators._programs import SIZES, Steps
+from benchmarks.accelerators._record import RECORD
 from benchmarks.accelerators._text import described
 from benchmarks.plan import planned_bytes, trainings
 from jaxkfac.planning import plan_memory
@@ -89,6 +93,27 @@ def test_devices_exchange_what_the_compiled_program_does(name, sharing, axis):
     assert plan.now.exchanged_total == sent
     assert ("in the step" in plan.now.exchanged) == (axis is not None)
     assert "between 2 devices" in str(plan)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["gradient", "K-FAC step", "K-FAC step, divided"])
+def test_eight_h100s_exchange_what_the_plan_says(name, dtype):
+    """As compiled for them: the rows of the record."""
+    steps, mesh = Steps(SIZES["small"], jnp.dtype(dtype)), AbstractMesh((8,), ("data",))
+    gathered, axis = name != "gradient", "data" if "divided" in name else None
+    tx = jk.kfac(0.1, like=steps.like, damping=1e-3, distribute=axis) if gathered else None
+    with jax.sharding.use_abstract_mesh(mesh):
+        plan = plan_memory(
+            *(steps.objective, steps.params, steps.batch),
+            optimizer=tx,
+            device_bytes=1e15,
+            options=(),
+            curvature=gathered,
+            compiled="none",
+        )
+    rows = json.loads(RECORD.read_text())["rows"]
+    sent = rows[f"h100/data parallel/small/{dtype}/{name}"]["collectives"].values()
+    assert plan.now.exchanged_total == sum(kind["bytes"] for kind in sent)
 
 
 def test_each_micro_batch_is_summed_over_devices_and_one_device_exchanges_nothing():
