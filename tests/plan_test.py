@@ -54,8 +54,8 @@ def placed(tree, mesh, *axes):
 
 
 EXCHANGES = (
-    ("dense", "expand", None),
-    ("convolution", "expand", "data"),
+    ("dense", "expand", "data"),
+    ("convolution", "expand", None),
     pytest.param("scanned", "expand", "data", marks=pytest.mark.exhaustive),
     pytest.param("dense", "reduce", None, marks=pytest.mark.exhaustive),
     pytest.param("scanned, rematted", "expand", None, marks=pytest.mark.exhaustive),
