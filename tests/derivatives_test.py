@@ -4,11 +4,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jaxkfac as jk
 from tests._checks import assert_block_close
-from tests._derivatives import FORMS, along, blocks_of, direction, net, net_params, points
-from tests._programs import normal
+from tests._derivatives import (
+    FORMS,
+    HIDDEN,
+    D,
+    along,
+    blocks_of,
+    direction,
+    net,
+    net_params,
+    points,
+)
+from tests._oracle import Block
+from tests._programs import normal, tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -82,6 +94,81 @@ def test_every_fisher_type_of_a_second_derivative(fisher):
 def test_a_network_inside_jit_or_remat(form, wall):
     walled = loss_of(residual(form, wall))
     check(residual(form), loss=walled)
+
+
+LENGTH = 3
+
+
+def scanned(p, x, wall):
+    """The network with a scan over its layers."""
+    h = jnp.tanh(x @ p["w1"] + p["b1"])
+    step = wall(lambda h, w: (jnp.tanh(h @ w[0] + w[1]), None))
+    h = lax.scan(step, h, (p["m"], p["c"]))[0]
+    return (h @ p["w3"] + p["b3"])[0]
+
+
+def unrolled(p, x):
+    h = jnp.tanh(x @ p["w1"] + p["b1"])
+    for i in range(LENGTH):
+        h = jnp.tanh(h @ p[f"m{i}"] + p[f"c{i}"])
+    return (h @ p["w3"] + p["b3"])[0]
+
+
+def scanned_params():
+    sizes = {"w1": (D, HIDDEN), "b1": (HIDDEN,), "w3": (HIDDEN, 1), "b3": (1,)}
+    return tree(3, **sizes, m=(LENGTH, HIDDEN, HIDDEN), c=(LENGTH, HIDDEN))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("wall", [lambda f: f, jax.checkpoint], ids=["plain", "remat"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_network_that_scans_over_its_layers(form, wall):
+    """In reverse the last kernel times the cotangent 1 is the carry with which the scan begins."""
+    params, (x, _) = scanned_params(), points()
+
+    def loss(p, x):
+        r = jax.vmap(lambda x: FORMS[form](lambda x: scanned(p, x, wall), x) - 1.0)(x)
+        return jnp.square(jk.mark_outputs(r, jk.Gaussian(), weight=2.0)).mean()
+
+    value, grads, factors = jax.jit(jk.value_grad_and_factors(loss, fisher="exact"))(params, x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-13),
+        (value, grads),
+        jax.value_and_grad(loss)(params, x),
+    )
+    one_by_one = {name: v for name, v in params.items() if name not in "mc"}
+    one_by_one |= {f"{name}{i}": params[name][i] for name in "mc" for i in range(LENGTH)}
+    joined = {layer.name: layer.bias is not None for layer in factors.layers}
+    joined |= {f"m{i}": joined["m"] for i in range(LENGTH)}
+    inside = lambda p, x: FORMS[form](lambda x: unrolled(p, x), x) - 1.0
+    blocks = blocks_of([(inside, x, 2.0, np.ones((1, len(x), 1)))], one_by_one, joined)
+    for layer in factors.layers:
+        if layer.is_elementwise:
+            continue
+        name, block = layer.name, blocks.get(layer.name)
+        if layer.stack:
+            each = [blocks[name.replace("m", f"m{i}", 1)] for i in range(LENGTH)]
+            block = Block("dense", *(np.stack(part) for part in zip(*[b[1:3] for b in each])), None)
+        assert_block_close(factors[name], block, 1e-10, name)
+
+
+def test_a_constant_row_inside_of_a_loop_is_one_of_each_example():
+    """Its product is made in the body, for all examples at once."""
+    params = tree(0, w=(4, 4), u=(3, 4))
+
+    def model(p, x, rows):
+        step = jax.checkpoint(lambda h, _: (jnp.tanh(h @ p["w"] + rows @ p["u"]), None))
+        return lax.scan(step, x, length=2)[0]
+
+    x, y, ones = normal(1, 5, 4), normal(2, 5, 4), normal(3, 3)
+    once = jk.Objective(lambda p, x: model(p, x, ones), jk.Gaussian())
+    each = jk.Objective(
+        lambda p, x: model(p, x, jnp.broadcast_to(ones, (5, 3)) + 0 * x[:, :1]), jk.Gaussian()
+    )
+    found, expected = (jk.value_grad_and_factors(o)(params, (x, y)).factors for o in (once, each))
+    for name in ("w", "u"):
+        np.testing.assert_allclose(found[name].a, expected[name].a, rtol=1e-10)
+        np.testing.assert_allclose(found[name].g, expected[name].g, rtol=1e-10)
 
 
 def random_features(p, x):
