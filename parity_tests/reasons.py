@@ -244,7 +244,6 @@ NAMES = {
     "kronecker_above_rcond": _PIECE,
     "kronecker_power": _PIECE,
     "corrections_of": _PIECE,
-    "turned_pairs": _PIECE,
     "measured_power": _PIECE,
     "out_of_eigenbasis": _PIECE,
     "power_or_zero": _PIECE,

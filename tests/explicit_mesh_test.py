@@ -186,3 +186,46 @@ def test_the_statistics_of_a_split_batch_are_reduced_not_gathered(x64, mesh):
         text = stats.lower(*args).compile().as_text()
     assert "all-reduce" in text
     assert "all-gather" not in text
+
+
+def _kfac_step(stats, tx, *, measured):
+    @jax.jit
+    def step(p, state, batch):
+        bases = {"bases": state.bases} if measured else {}
+        _, grads, factors = stats(p, batch, **bases)
+        updates, state = tx.update(grads, state, p, factors=factors)
+        return jax.tree.map(jnp.add, p, updates), state
+
+    return step
+
+
+def _trained(step, tx, p, batch):
+    state = tx.init(p)
+    for _ in range(3):
+        p, state = step(p, state, batch)
+    return p
+
+
+def test_a_step_is_compiled_once(x64, mesh):
+    """The first state has the types of those that steps return."""
+    model, p, batch = _case("mlp")
+    stats = jk.value_grad_and_factors(objective_of(model))
+    tx = jk.kfac(0.1, like=stats.factor_shapes(p, batch), damping=0.1, refresh_every=2)
+    expected = _trained(_kfac_step(stats, tx, measured=False), tx, p, batch)
+    step = _kfac_step(stats, tx, measured=False)
+    with jax.set_mesh(mesh):
+        found = _trained(step, tx, jax.device_put(p, P()), jax.device_put(batch, P("x")))
+    _assert_same(found, expected)
+    assert step._cache_size() == 1
+
+
+@pytest.mark.filterwarnings("ignore:kfac. the factors hold eigenvalues measured")
+def test_measured_eigenvalues_that_like_knows_nothing_of(x64, mesh):
+    model, p, batch = _case("mlp")
+    stats = jk.value_grad_and_factors(objective_of(model))
+    tx = jk.kfac(0.1, like=stats.factor_shapes(p, batch), damping=0.1, refresh_every=2)
+    step = _kfac_step(stats, tx, measured=True)
+    expected = _trained(step, tx, p, batch)
+    with jax.set_mesh(mesh):
+        found = _trained(step, tx, jax.device_put(p, P()), jax.device_put(batch, P("x")))
+    assert_tree_close(jax.device_get(found), jax.device_get(expected), 1e-9)

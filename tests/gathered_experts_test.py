@@ -34,20 +34,19 @@ def gates(p, x, tap):
 
 def gathered(p, x, tap):
     """Each token through the two experts that it picks, as a top-2 mixture does."""
-    g = gates(p, x, tap)
     h = jnp.tanh(jnp.einsum("nsd,nskdh->nskh", x["x"], p["up"][x["k"]]))
-    y = jnp.einsum("nskh,nskhd,nsk->nsd", h, p["down"][x["k"]], g)
+    h = gates(p, x, tap)[..., None] * h
+    y = jnp.einsum("nskh,nskhd->nsd", h, p["down"][x["k"]])
     return tap.dense("head", y, y @ p["head"])
 
 
 def flattened(p, x, tap):
     """The same over a list of pairs of a token and an expert."""
-    g = gates(p, x, tap)
     rows = jnp.repeat(x["x"].reshape(-1, WIDTH), 2, axis=0)
     experts = x["k"].reshape(-1)
-    h = jnp.tanh((rows[:, None] @ p["up"][experts])[:, 0])
+    h = jnp.tanh((rows[:, None] @ p["up"][experts])[:, 0]) * gates(p, x, tap).reshape(-1, 1)
     y = jnp.squeeze(h[:, None] @ p["down"].astype(x["x"].dtype)[experts], 1)
-    y = (y.reshape(*g.shape, WIDTH) * g[..., None]).sum(-2)
+    y = y.reshape(*x["k"].shape, WIDTH).sum(-2)
     return tap.dense("head", y, y @ p["head"])
 
 
@@ -55,7 +54,7 @@ def token_by_token(p, x, tap):
     """The same of one token and one expert, mapped over all."""
 
     def one(x, g, k):
-        return g * (jnp.tanh(x @ p["up"][k]) @ p["down"][k])
+        return (g * jnp.tanh(x @ p["up"][k])) @ p["down"][k]
 
     over_experts = jax.vmap(one, (None, 0, 0))
     each = jax.vmap(jax.vmap(over_experts))
@@ -70,8 +69,8 @@ def in_scan_and_remat(p, x, tap):
     @jax.checkpoint
     def step(y, at):
         k, g = at
-        h = jnp.tanh(jnp.einsum("nsd,nsdh->nsh", x["x"], p["up"][k]))
-        return y + g[..., None] * jnp.einsum("nsh,nshd->nsd", h, p["down"][k]), None
+        h = g[..., None] * jnp.tanh(jnp.einsum("nsd,nsdh->nsh", x["x"], p["up"][k]))
+        return y + jnp.einsum("nsh,nshd->nsd", h, p["down"][k]), None
 
     y = lax.scan(step, 0 * x["x"], (jnp.moveaxis(x["k"], -1, 0), jnp.moveaxis(g, -1, 0)))[0]
     return tap.dense("head", y, y @ p["head"])
@@ -84,8 +83,8 @@ def every_expert(p, x, tap):
         picked = (x["k"] == e).any(-1)
         gate = jnp.where(x["k"] == e, g, 0.0).sum(-1)
         h = jnp.tanh(tap.dense("up", x["x"], x["x"] @ p["up"][e], at=(e,)))
-        h = jnp.where(picked[..., None], h, 0.0)
-        y = y + gate[..., None] * tap.dense("down", h, h @ p["down"][e], at=(e,))
+        h = jnp.where(picked[..., None], gate[..., None] * h, 0.0)
+        y = y + tap.dense("down", h, h @ p["down"][e], at=(e,))
     return tap.dense("head", y, y @ p["head"])
 
 
@@ -98,7 +97,8 @@ def expected(p, data, **options):
         a = []
         for e in range(EXPERTS):
             picked = (k == e).any(-1) & there
-            rows = x if name == "up" else np.tanh(x @ np.asarray(p["up"][e]))
+            gate = np.asarray(jax.nn.softmax(x @ p["router"]))[..., e : e + 1]
+            rows = x if name == "up" else gate * np.tanh(x @ np.asarray(p["up"][e]))
             if options.get("sharing") == "reduce":
                 number = picked.sum(1)
                 sums = (rows * picked[..., None]).sum(1)[number > 0] / number[number > 0, None]
@@ -142,7 +142,7 @@ def test_a_token_that_does_not_exist_reaches_no_expert():
     p, (x, y) = params(), batch()
     positions = jnp.asarray([[True, True, False], [True, False, True]])
     data = x, y, positions
-    stats = jax.jit(jk.value_grad_and_factors(objective_of(gathered)))
+    stats = jax.jit(jk.value_grad_and_factors(objective_of(in_scan_and_remat)))
     factors = stats(p, data, positions=positions).factors
     assert_factors_close(factors, expected(p, data, positions=positions), 1e-10)
     np.testing.assert_array_equal(factors.a_counts["up"], [2, 0, 3, 3])
@@ -185,7 +185,7 @@ TABLES = {
     "a function of it": lambda p, x: jnp.einsum("nsd,nskde->nse", x["x"], jnp.exp(p["w"][x["k"]])),
     "their sum": lambda p, x: jnp.einsum("nsd,nsde->nse", x["x"], p["w"][x["k"]].sum(2)),
     "every row with every other": lambda p, x: jnp.einsum(
-        "nsd,mkde->nse", x["x"], p["w"][x["k"][0]]
+        "nsd,mkde->nse", x["x"], p["w"][x["k"][:, 0]]
     ),
 }
 

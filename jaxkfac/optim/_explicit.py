@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 PyTree = Any
@@ -33,6 +33,25 @@ def sharded_like(tree: PyTree, like: PyTree) -> PyTree:
         return x if not any(spec or ()) else jax.sharding.reshard(x, spec)
 
     return jax.tree.map(sharded, tree, like)
+
+
+def on_mesh_of(like: PyTree, tree: PyTree) -> PyTree:
+    """``tree`` whole on every device of the explicit mesh that ``like`` lies on, if it does.
+
+    A step returns its state with the types that it has there: from a state without them it would
+    be compiled twice. What is sharded already stays so.
+    """
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(like) if isinstance(x, Array)]
+    mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+    if mesh is None:
+        return tree
+
+    def placed(x: Any) -> Any:
+        if not isinstance(x, Array) or not jax.typeof(x).sharding.mesh.empty:
+            return x
+        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
+
+    return jax.tree.map(placed, tree)
 
 
 def _spec(x: Any) -> PartitionSpec | None:
