@@ -76,7 +76,10 @@ class Through:
         if self.walker not in self.walkers[name]:
             return None
         index = self.values[1 - position]
-        return jax.tree.map(lambda s: jax.lax.dynamic_index_in_dim(s, index, keepdims=False), slot)
+        beside = {key: slot[key] for key in (CHOSEN, PICKED) if key in slot}
+        own = {key: part for key, part in slot.items() if key not in beside}
+        taken = jax.tree.map(lambda s: jax.lax.dynamic_index_in_dim(s, index, keepdims=False), own)
+        return taken | beside
 
     def _elements(self, parts: dict[int, Elements]) -> list[Elements]:
         if self.rows is not None:  # a row that does not choose it has no cotangent
