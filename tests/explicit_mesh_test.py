@@ -214,7 +214,9 @@ def test_a_step_is_compiled_once(x64, mesh):
     expected = _trained(_kfac_step(stats, tx, measured=False), tx, p, batch)
     step = _kfac_step(stats, tx, measured=False)
     with jax.set_mesh(mesh):
-        found = _trained(step, tx, jax.device_put(p, P()), jax.device_put(batch, P("x")))
+        # An entry for each axis, as results have it: P() is another sharding to jax.jit.
+        whole = jax.tree.map(lambda x: jax.device_put(x, P(*[None] * x.ndim)), p)
+        found = _trained(step, tx, whole, jax.device_put(batch, P("x")))
     _assert_same(found, expected)
     assert step._cache_size() == 1
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -36,22 +37,26 @@ def sharded_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def on_mesh_of(like: PyTree, tree: PyTree) -> PyTree:
-    """``tree`` whole on every device of the explicit mesh that ``like`` lies on, if it does.
+    """``tree`` on the explicit mesh that ``like`` lies on, if it does, as a step returns it.
 
-    A step returns its state with the types that it has there: from a state without them it would
-    be compiled twice. What is sharded already stays so.
+    What is not sharded is whole on every device. Results of a step have a spec with an entry for
+    each axis, and ``jit`` takes ``P()`` and ``P(None, None)`` for two: from zeros like parameters
+    that were placed with ``P()``, or that were made off the mesh, it would compile the step twice.
     """
-    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(like) if isinstance(x, Array)]
-    mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
-    if mesh is None:
+    arrays = [x for x in jax.tree.leaves(like) if isinstance(x, Array)]
+    placed = next((x for x in arrays if jax.typeof(x).sharding.mesh.explicit_axes), None)
+    if placed is None or isinstance(placed, Tracer):
         return tree
+    mesh = placed.sharding.mesh  # type: ignore[union-attr]
 
-    def placed(x: Any) -> Any:
-        if not isinstance(x, Array) or not jax.typeof(x).sharding.mesh.empty:
+    def put(x: Any) -> Any:
+        if not isinstance(x, Array):
             return x
-        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
+        spec = _spec(x) or ()
+        full = PartitionSpec(*spec, *[None] * (x.ndim - len(spec)))
+        return jax.device_put(x, NamedSharding(mesh, full))
 
-    return jax.tree.map(placed, tree)
+    return jax.tree.map(put, tree)
 
 
 def _spec(x: Any) -> PartitionSpec | None:
