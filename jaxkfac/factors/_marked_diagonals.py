@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
+from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._program import Linearised
-from jaxkfac.interception import Layer, Traced
+from jaxkfac.interception import Layer, Traced, varying_axes
 from jaxkfac.linalg import statistics_dtype
 
 
@@ -28,9 +29,19 @@ def marked_diagonals(
         layers: The layers.
         estimator: The Fisher type, with its key or labels.
 
+    Raises:
+        UncoveredParameterError: inside ``shard_map``, where devices have examples of their own.
+
     Memory:
         One backward pass, and the squares.
     """
+    if any(map(varying_axes, jax.tree.leaves(at.outputs))):
+        names = ", ".join(repr(layer.name) for layer in layers)
+        raise UncoveredParameterError(
+            f"{names}: is behind a weight that is computed from it, and its diagonal is one of "
+            "single examples' gradients, which inside jax.shard_map are sums over devices: leave "
+            "it out with layers=, or split the batch under jax.jit"
+        )
     assert at.gradient is not None
     gradient = at.gradient
 
