@@ -417,7 +417,7 @@ class FactorCollector:
                 file=sys.stderr,
             )
         if traced.marks:
-            sums = marked_diagonals(traced, at, layers, call.estimator)
+            sums = marked_diagonals(self._program.objective, traced, at, layers, call.estimator)
         else:
             sums = per_example_diagonals(
                 self._program.objective,

@@ -5,7 +5,8 @@ rows of several examples, the gradient of one example's terms is that of the cot
 rows, the others zero: one backward pass for each example.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,16 @@ from jaxkfac.linalg import statistics_dtype
 
 
 def marked_diagonals(
-    traced: Traced, at: Linearised, layers: Sequence[Layer], estimator: Estimator
+    loss: Callable[..., Any],
+    traced: Traced,
+    at: Linearised,
+    layers: Sequence[Layer],
+    estimator: Estimator,
 ) -> dict[str, Array]:
     """Sum over examples of the squared gradient of each example's sum of terms.
 
     Args:
+        loss: The loss.
         traced: The program.
         at: The same at one point.
         layers: The layers.
@@ -64,7 +70,7 @@ def marked_diagonals(
         }
 
     direct = at._replace(vjp=lambda cotangents: cotangents, own=at.cotangents)
-    sums = estimator.gathered(None, direct, at.batch, squares)
+    sums = estimator.gathered(loss, direct, at.batch, squares)
     return {name: x * at.squares_to_sums.astype(x.dtype) for name, x in sums.items()}
 
 

@@ -47,14 +47,14 @@ def on_mesh_of(like: PyTree, tree: PyTree) -> PyTree:
     placed = next((x for x in arrays if jax.typeof(x).sharding.mesh.explicit_axes), None)
     if placed is None or isinstance(placed, Tracer):
         return tree
-    mesh = placed.sharding.mesh  # type: ignore[union-attr]
+    sharding: Any = placed.sharding
 
     def put(x: Any) -> Any:
         if not isinstance(x, Array):
             return x
         spec = _spec(x) or ()
         full = PartitionSpec(*spec, *[None] * (x.ndim - len(spec)))
-        return jax.device_put(x, NamedSharding(mesh, full))
+        return jax.device_put(x, NamedSharding(sharding.mesh, full))
 
     return jax.tree.map(put, tree)
 

@@ -454,9 +454,9 @@ def _sharded_state(new: KfacState, old: KfacState) -> KfacState:
         return sharded_like(new, old)
     assert isinstance(held, Eigenbases)
     bare = dataclasses.replace(held, corrections=None)
-    same = sharded_like(dataclasses.replace(new, stacked_bases=bare), old)
+    same = sharded_like(new._replace(stacked_bases=bare), old)
     both = dataclasses.replace(same.stacked_bases, corrections=held.corrections)
-    return dataclasses.replace(same, stacked_bases=both)
+    return same._replace(stacked_bases=both)
 
 
 def _warn_of_growth(state: KfacState, factors: Factors) -> None:
