@@ -101,19 +101,23 @@ def test_positions_may_be_split_too(x64, mesh, sharing):
         _assert_same(found, expected)
 
 
+def _by_features(p, x, tap):
+    h = jnp.tanh(x @ p["w"])
+    names = {"out_sharding": P()} if jax.typeof(x).sharding.mesh.explicit_axes else {}
+    return jnp.einsum("nsi,io->nso", h, p["v"], **names)
+
+
+def _split_by_features(p):
+    return {"w": jax.device_put(p["w"], P(None, "x")), "v": jax.device_put(p["v"], P("x", None))}
+
+
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_parameters_may_be_split(x64, mesh, sharing):
-    def model(p, x, tap):
-        h = jnp.tanh(x @ p["w"])
-        names = {"out_sharding": P()} if jax.typeof(x).sharding.mesh.explicit_axes else {}
-        return jnp.einsum("nsi,io->nso", h, p["v"], **names)
-
     p, batch = tree(4, w=(4, 6), v=(6, 3)), _case("mlp")[2]
-    stats = jax.jit(jk.value_grad_and_factors(objective_of(model), sharing=sharing))
+    stats = jax.jit(jk.value_grad_and_factors(objective_of(_by_features), sharing=sharing))
     expected = stats(p, batch)
     with jax.set_mesh(mesh):
-        split = {"w": jax.device_put(p["w"], P(None, "x")), "v": jax.device_put(p["v"], P("x"))}
-        found = stats(split, jax.device_put(batch, P()))
+        found = stats(_split_by_features(p), jax.device_put(batch, P()))
     _assert_same(found, expected)
 
 
@@ -223,11 +227,11 @@ def test_a_step_is_compiled_once(x64, mesh):
 
 @pytest.mark.filterwarnings("ignore:kfac. the factors hold eigenvalues measured")
 def test_measured_eigenvalues_that_like_knows_nothing_of(x64, mesh):
-    model, p, batch = _case("mlp")
-    stats = jk.value_grad_and_factors(objective_of(model))
+    p, batch = tree(4, w=(4, 6), v=(6, 3)), _case("mlp")[2]
+    stats = jk.value_grad_and_factors(objective_of(_by_features))
     tx = jk.kfac(0.1, like=stats.factor_shapes(p, batch), damping=0.1, refresh_every=2)
     step = _kfac_step(stats, tx, measured=True)
     expected = _trained(step, tx, p, batch)
     with jax.set_mesh(mesh):
-        found = _trained(step, tx, jax.device_put(p, P()), jax.device_put(batch, P("x")))
+        found = _trained(step, tx, _split_by_features(p), jax.device_put(batch, P()))
     assert_tree_close(jax.device_get(found), jax.device_get(expected), 1e-9)
