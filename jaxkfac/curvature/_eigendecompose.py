@@ -183,7 +183,7 @@ def _decompose(
         first = members[0].matrix
         checked = placement == "auto" and not isinstance(first, Tracer)
         limit = matrices_that_fit(n, dtype, first) if checked else None
-        is_host = limit is None and checked and device_of(first).platform == "cpu"
+        is_host = limit is None and checked and device_of(first.sharding).platform == "cpu"
         if checked and (limit == 0 or is_host or is_on_host(first)):
             left_to_host += members
             continue
@@ -208,7 +208,7 @@ def _of_one_size(
     if limit is not None:
         return batched(matrices)
     if not isinstance(matrices[0], Tracer):
-        return (in_turn if device_of(matrices[0]).platform == "cpu" else batched)(matrices)
+        return (in_turn if device_of(matrices[0].sharding).platform == "cpu" else batched)(matrices)
     return jax.lax.platform_dependent(matrices, cpu=in_turn, default=batched)
 
 

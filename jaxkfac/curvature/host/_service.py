@@ -303,7 +303,6 @@ class HostCurvature:
             last_use = {id(sums): i for i, (_, sums, _) in enumerate(arrays)} if donate else {}
             for i, (entry, sums, count) in enumerate(arrays):
                 state.shardings[entry.place] = result_sharding(sums)
-                state.seen.add(entry.place)
                 last = donate and last_use[id(sums)] == i
                 donated = sums if last and isinstance(sums, jax.Array) else None
                 try:

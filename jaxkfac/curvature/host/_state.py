@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.curvature._layout import Layout, Place, layout_of
-from jaxkfac.curvature._sharding import UNCOMMITTED, ResultSharding, detached
+from jaxkfac.curvature._sharding import UNCOMMITTED, ResultSharding
 from jaxkfac.curvature.host._average import Averages, Running
 from jaxkfac.curvature.host._decompose import Decomposer
 from jaxkfac.curvature.host._options import HostOptions, layout_bytes
@@ -21,6 +21,7 @@ from jaxkfac.curvature.host._threads import Monitor
 from jaxkfac.files import Archive, write_archive
 from jaxkfac.interception import Layer, ParameterMatrix, Range
 from jaxkfac.linalg import HostSpectrum, Spectrum
+from jaxkfac.memory import whole_here
 
 FORM = "jaxkfac.HostCurvature"
 
@@ -48,7 +49,6 @@ class State:
     averages: Averages | None = None
     complete: bool = False
     work: Decompositions | None = None
-    seen: set[Place] = dataclasses.field(default_factory=set)
     shardings: dict[Place, ResultSharding] = dataclasses.field(default_factory=dict)
 
     def use_layout(self, layout: Layout, *, double: bool) -> None:
@@ -89,7 +89,7 @@ class State:
             if group is None
             else self.layout.groups(stagger)[group]
         )
-        absent = next((b.source for b in blocks if b.source.place not in self.seen), None)
+        absent = next((b.source for b in blocks if b.source.place not in self.shardings), None)
         if absent is not None:
             raise ValueError(
                 f"a refresh needs {absent.name}, which has never been pushed: pushes of one step "
@@ -102,7 +102,7 @@ class State:
                 if block.source.dense and block.place in self.active.tables:
                     previous[block.place] = self.active.tables[block.place].vectors
         return Decompositions(
-            blocks, self.shardings, previous, self.decomposer, self.store, self.monitor
+            blocks, dict(self.shardings), previous, self.decomposer, self.store, self.monitor
         )
 
 
@@ -127,7 +127,7 @@ def save_state(state: State, path: Path) -> None:
         about["results"] = list(_describe_spectra("results", state.work.results, arrays))
         about["failures"] = [[list(p), str(e)] for p, e in state.work.failures.items()]
     # One by one: bases of an accelerator are on the host only while they are written.
-    on_host = ((name, np.asarray(detached(array))) for name, array in arrays)
+    on_host = ((name, np.asarray(whole_here(array))) for name, array in arrays)
     nbytes = sum(array.nbytes for _, array in arrays)
     write_archive(path, FORM, about, on_host, what="the service", nbytes=nbytes)
 
@@ -173,7 +173,7 @@ def _restore_average(state: State, values: dict[str, Any], saved: Archive) -> No
     sums[...] = read
     count, dtype = saved.read(values["count"]), np.dtype(values["dtype"])
     state.averages.hold(place, Running(sums, count, dtype, **values["counters"]))
-    state.seen.add(place)
+    state.shardings[place] = UNCOMMITTED
 
 
 def _describe_averages(averages: Averages, arrays: _Arrays) -> Iterator[dict[str, Any]]:
