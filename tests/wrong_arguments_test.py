@@ -127,8 +127,34 @@ with_state = hk.transform_with_state(lambda x: hk.Linear(3)(x))
 mlp = eqx.nn.MLP(4, 3, 5, 1, key=key)
 sparing = jk.value_grad_and_factors(objective, every=2)
 
+
+class Normalised(nnx.Module):
+    def __init__(self):
+        self.dense = nnx.WeightNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.norm(self.dense(x))
+
+
+def called(model, mutable, **state):
+    apply_fn, params = jk.from_nnx(model, mutable=mutable)
+    return apply_fn(params, x, **state)
+
+
 # What each of these must say: the argument, what came, and what to do.
 WORDS = {
+    "a parameter that a call writes": (
+        lambda: called(Normalised().dense, None), "'layer_instance/kernel'", "mutable=nnx.Param",
+        "dropped"),
+    "a parameter that is written beside state": (
+        lambda: called(Normalised(), nnx.BatchStat), "'dense/layer_instance/kernel'",
+        "mutable=(nnx.BatchStat, nnx.Param)"),
+    "state beside a parameter that is written": (
+        lambda: called(Normalised(), nnx.Param), "'norm/mean'",
+        "mutable=(nnx.Param, nnx.BatchStat)) and carry the state"),
+    "a state of parameters alone": (
+        lambda: called(Normalised().dense, nnx.Param, state={}), "state=", "nnx.Param", "leave"),
     "a target without its key": (
         lambda: two_outputs(params, (x, {"a": y})), "batch: targets", "without 'b'"),
     "a target too many": (
