@@ -41,6 +41,7 @@ def assert_close(a, b, tol=1e-10):
         assert np.allclose(a[path], b[path], rtol=tol, atol=tol), path
 
 
+@pytest.mark.sampled(3)
 @damped
 @sharing
 def test_two_products_equal_the_eigenvectors(damping, mode, bias):

@@ -49,6 +49,7 @@ class State:
     averages: Averages | None = None
     complete: bool = False
     work: Decompositions | None = None
+    seen: set[Place] = dataclasses.field(default_factory=set)
     shardings: dict[Place, ResultSharding] = dataclasses.field(default_factory=dict)
 
     def use_layout(self, layout: Layout, *, double: bool) -> None:
@@ -89,7 +90,7 @@ class State:
             if group is None
             else self.layout.groups(stagger)[group]
         )
-        absent = next((b.source for b in blocks if b.source.place not in self.shardings), None)
+        absent = next((b.source for b in blocks if b.source.place not in self.seen), None)
         if absent is not None:
             raise ValueError(
                 f"a refresh needs {absent.name}, which has never been pushed: pushes of one step "
@@ -173,7 +174,7 @@ def _restore_average(state: State, values: dict[str, Any], saved: Archive) -> No
     sums[...] = read
     count, dtype = saved.read(values["count"]), np.dtype(values["dtype"])
     state.averages.hold(place, Running(sums, count, dtype, **values["counters"]))
-    state.shardings[place] = UNCOMMITTED
+    state.seen.add(place)
 
 
 def _describe_averages(averages: Averages, arrays: _Arrays) -> Iterator[dict[str, Any]]:
