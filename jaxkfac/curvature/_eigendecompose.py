@@ -180,7 +180,7 @@ def _decompose(
             where = frozenset(matrix.sharding.device_set)
         groups[matrix.shape[-1], matrix.dtype, where].append(side)
     for (n, dtype, _), members in groups.items():
-        first = members[0].matrix
+        first: Any = members[0].matrix
         checked = placement == "auto" and not isinstance(first, Tracer)
         limit = matrices_that_fit(n, dtype, first) if checked else None
         is_host = limit is None and checked and device_of(first.sharding).platform == "cpu"

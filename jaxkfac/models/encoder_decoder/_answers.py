@@ -115,8 +115,9 @@ def generate_targets(
         return []
     config, dtype = pretrained.config, params["shared"]["embedding"].dtype
     source, mask = _side_by_side([row for row in rows for _ in range(num_beams)], config.pad_id)
+    batch, length = source.shape
     require_cache(
-        jax.eval_shape(lambda: empty_pairs_cache(config, *source.shape, max_new_tokens, dtype)),
+        jax.eval_shape(lambda: empty_pairs_cache(config, batch, length, max_new_tokens, dtype)),
         what="generate_targets",
         instead="give fewer sources at once, fewer beams, or a smaller max_new_tokens",
     )
