@@ -63,6 +63,7 @@ def test_a_refresh_after_loading_knows_where_its_factors_are(factors, tmp_path, 
     monkeypatch.setattr(Decomposer, "decompose", noted)
     with HostCurvature.load(tmp_path / "s") as again:
         again.push(factors[1], 1)  # the step grows, so that the refresh of the first begins
+        again.bases(1)
     assert devices and set(devices) == {jax.devices()[0]}
 
 

@@ -129,7 +129,7 @@ def generate_targets(
         jax.random.key(0) if key is None else key,
         jnp.asarray(max(temperature, 1e-30), jnp.float32),
         jnp.asarray(end_ids(pretrained), jnp.int32),
-        static=_Static(
+        static=_Targets(
             config,
             dtype,
             max_new_tokens,
@@ -146,7 +146,7 @@ def generate_targets(
     ]
 
 
-class _Static(NamedTuple):
+class _Targets(NamedTuple):
     """What the program is compiled for, beside shapes."""
 
     config: EncoderDecoderConfig
@@ -168,7 +168,7 @@ def _program(
     temperature: Array,
     ends: Array,
     *,
-    static: _Static,
+    static: _Targets,
 ) -> tuple[Array, Array]:
     """New ids ``(B, steps)``, -1 behind the end of each answer; whether logits were finite."""
     rows, length = source.shape
