@@ -175,6 +175,18 @@ def kfac(
     Parameters that no factor covers follow plain gradient descent with the same learning
     rate, momentum and weight decay ($p = \nabla$, $\nu = 1$), or ``others``.
 
+    With ``"quadratic"`` a rate is that at which the model of the penalised loss $h(\theta) =
+    L(\theta) + \tfrac w2 \|\theta\|^2$ is least,
+
+    $$ \Delta = -\eta p + \mu \Delta_{\text{last}}, \qquad
+       M(\Delta) = \nabla h^\top \Delta
+       + \tfrac12 \Delta^\top (F + (\lambda + w) I) \Delta , $$
+
+    $F$ the ``curvature`` of the batch, not the factors; these are damped by $\delta = \lambda +
+    w$ ($\gamma^2$ in the paper), and $p = (\bar F + \delta)^{-1} \nabla h$. Every 5th step, or as
+    :class:`jaxkfac.LevenbergMarquardt` says, the loss at the new parameters is compared with the
+    model's. What is adapted stands in ``state.adaptation``.
+
     Warning:
         Accumulate with :func:`multi_steps`, never with ``optax.MultiSteps``: that pools the
         gradients and hands on the last micro-batch's factors as if they were everyone's. It
@@ -183,20 +195,22 @@ def kfac(
         (``pytest jaxkfac/optim/_multi_steps_test.py -k around_kfac``).
 
     Args:
-        learning_rate: $\eta$, a number or a schedule of the step.
+        learning_rate: $\eta$, a number, a schedule of the step, or ``"quadratic"``.
         like: ``stats.factor_shapes(params, batch)``: which factors there are. Only layers,
             shapes and dtypes are read.
         damping: $\delta \ge 0$ in units of the squared gradient, or a pair
-            ``(damping_a, damping_g)`` in the units of each factor; numbers or schedules.
+            ``(damping_a, damping_g)`` in the units of each factor; numbers or schedules. Or
+            :class:`jaxkfac.LevenbergMarquardt`, by which it is adapted.
         damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``.
         decay: $\beta \in [0, 1)$ of the factor average; see
             :func:`jaxkfac.factors.update_average`.
         refresh_every: Steps between decompositions, at least 1. The first step that has factors
             always decomposes.
-        momentum: $\mu \in [0, 1)$.
+        momentum: $\mu \in [0, 1)$, or ``"quadratic"``.
         norm_constraint: $c > 0$, or ``None`` for no constraint. Over the leaves that
             factors cover.
-        weight_decay: $w \ge 0$, decoupled (not preconditioned, no part of the momentum).
+        weight_decay: $w \ge 0$, decoupled (not preconditioned, no part of the momentum), but
+            where a rate is ``"quadratic"``.
             With ``others``, only for the parameters that factors cover.
         max_condition: $\kappa \ge 1$ of the eigenvalue clipping.
         floor: Smallest eigenvalue of a factor.
@@ -227,12 +241,19 @@ def kfac(
         inside ``jit`` and ``lax.scan``. ``factors`` may be left out, or have counts of zero: then
         the average stays, and a refresh that is due takes it as it is. A call with a non-finite
         gradient or factor returns zeros and changes nothing but ``state.skipped``.
+        A ``kfac`` that adapts itself also takes ``value=loss``, ``value_fn=``, a function of the
+        parameters that is this batch's loss, and ``curvature=``, its operator
+        (``jk.operators.ggn(objective, params, batch)``). It is called inside ``jit``, and stands
+        last in its chain. An update whose model or trial is not finite is not made, and counted
+        in ``state.adaptation.rejected``.
 
     Raises:
         ValueError: when built, naming the argument out of range, or inverses for a damping that
             is not separable; in ``update``, if ``factors`` are of other layers than ``like``, the
-            state is of another transformation, ``inverse="host"`` is traced, or
-            ``distribute`` names no axis of a known mesh.
+            state is of another transformation, ``inverse="host"`` is traced,
+            ``distribute`` names no axis of a known mesh, or what adaptation needs is missing,
+            of another batch, or not where the last update led (seen outside of ``jit``; inside
+            see ``state.adaptation.displaced``).
 
     Memory:
         For each factor of size ``n``: ``n**2`` for its average and ``n**2 + n`` for its
@@ -478,11 +499,11 @@ def kfac(
         # Its results may be selected by: what they are made of is behind the cond.
         done, steps = skipped == state.skipped, stacks.unstacked_tree(steps, own)
         if loss is None or adaptation is None:
-            velocity = advance_momentum(momentum, state.momentum, steps)
+            velocity = advance_momentum(given_momentum, state.momentum, steps)
             velocity = where(done, velocity, state.momentum)
             out, adapted = descend(velocity, own, params, rate, weight_decay), ()
         else:
-            numbers = adaptation.given(rate, momentum, weight_decay)
+            numbers = adaptation.given(rate, given_momentum, weight_decay)
             made = done if burning is None else done & ~burning
             out, velocity, adapted = adaptation.advance(
                 state, params, own, steps, numbers, delta, loss, taken=taken, made=made

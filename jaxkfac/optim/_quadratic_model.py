@@ -91,9 +91,9 @@ def minimum(
     p, q = first
     some = c > 0
     if rate is not None:
-        momentum = jnp.where(some, -(q + rate * b) / jnp.where(some, c, 1), 0)
+        along, more = rate, jnp.where(some, -(q + rate * b) / jnp.where(some, c, 1), 0)
     elif momentum is not None:
-        rate = -(p + momentum * b) / a
+        along, more = -(p + momentum * b) / a, momentum
     else:
         # Of unit directions: the last update may be shorter by many orders.
         u, v = jnp.sqrt(a), jnp.sqrt(jnp.where(some, c, 1))
@@ -101,7 +101,8 @@ def minimum(
         independent = 1 - cosine * cosine
         both = some & (independent > 8 * jnp.finfo(first.dtype).eps)
         sine = jnp.where(both, independent, 1)
-        rate = jnp.where(both, (cosine * q_v - p_u) / sine, -p_u) / u
-        momentum = jnp.where(both, (cosine * p_u - q_v) / sine / v, 0)
-    at = jnp.stack([rate, momentum])
-    return Minimum(rate, momentum, at @ first + at @ second @ at / 2)
+        along = jnp.where(both, (cosine * q_v - p_u) / sine, -p_u) / u
+        more = jnp.where(both, (cosine * p_u - q_v) / sine / v, 0)
+    at = jnp.stack([along, more])
+    curved = (at[:, None] * second * at).sum()
+    return Minimum(along, more, (at * first).sum() + curved / 2)
