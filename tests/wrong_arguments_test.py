@@ -157,6 +157,15 @@ WORDS = {
         lambda: called(Normalised().dense, nnx.Param, state={}), "state=", "nnx.Param", "leave"),
     "a target without its key": (
         lambda: two_outputs(params, (x, {"a": y})), "batch: targets", "without 'b'"),
+    "another word for the rate": (
+        lambda: jk.kfac("adaptive", like=factors), "learning_rate='adaptive'", '"quadratic"'),
+    "another word for the momentum": (
+        lambda: jk.kfac(0.1, like=factors, momentum="nesterov"), "momentum='nesterov'",
+        '"quadratic"'),
+    "a number where the curvature is expected": (
+        lambda: jk.kfac("quadratic", like=factors).update(
+            grads, jk.kfac("quadratic", like=factors).init(params), params, factors=factors,
+            value=0.0, value_fn=apply_fn, curvature=bases), "curvature", "jk.operators.ggn"),
     "a target too many": (
         lambda: two_outputs(params, (x, {"a": y, "b": x, "c": y})), "with 'c'", "no likelihood"),
     "Haiku's own apply": (lambda: jk.Objective(haiku.apply, jk.Categorical()),
