@@ -106,6 +106,7 @@ def _train_to_the_end(
             if whole and processes.stop_together:
                 save(latest[0])
             else:
+                writer.wait()  # the last one may be under way
                 say_nothing_saved(folder)
             raise
 

@@ -138,6 +138,7 @@ def _to_the_end(
                     processes.pause(step, writer.error)
     except KeyboardInterrupt:
         if not (run.whole and processes.stop_together):
+            writer.wait()  # the last one may be under way
             say_nothing_saved(folder)
         elif run.state.step:
             read()
