@@ -128,9 +128,12 @@ def assert_same_end(one, other, *, tolerance):
 
 @pytest.mark.slow
 @pytest.mark.sampled(2)  # four processes of train, two of finetune
-@pytest.mark.parametrize(("count", "devices", "mesh"), [(4, 1, "data=4"), (2, 2, "data=2,model=2")])
+@pytest.mark.parametrize(
+    ("count", "devices", "mesh"),
+    [(4, 1, "data=4"), (1, 8, "data=4,model=2"), (2, 2, "data=2,model=2")],
+)
 @pytest.mark.parametrize(("command", "below"), [(TRAIN, "kfac"), (FINETUNE, "checkpoints")])
-def test_twenty_steps_of_several_processes_are_those_of_one(
+def test_twenty_steps_of_several_processes_or_devices_are_those_of_one(
     tmp_path, command, below, count, devices, mesh
 ):
     """Of ``finetune`` the base is in four bits, and lies over ``model`` or ``data``."""
@@ -145,12 +148,13 @@ def test_twenty_steps_of_several_processes_are_those_of_one(
     )
     found = run.summary()
     assert_same_end(one / below, many / below, tolerance=1e-5)
-    assert (many / "report.html").exists() and found[
-        "samples_per_second" if below != "kfac" else "final"
-    ]
+    metrics = json.loads((many / "metrics.json").read_text())
+    assert (many / "report.html").exists() and metrics["devices"] == found["devices"]
+    assert metrics["samples_per_second"]
     kept, of_one = (x["devices"].get("kfac", x["devices"]) for x in (found, alone))
-    assert kept["mesh"] == {"data": 4 // devices, "model": devices}
-    if command is FINETUNE or devices > 1:
+    named = dict(part.split("=") for part in mesh.split(","))
+    assert kept["mesh"] == {axis: int(named.get(axis, 1)) for axis in ("data", "model")}
+    if command is FINETUNE or "model" in named:
         assert kept["bytes_per_device"] < of_one["bytes_per_device"]
 
 

@@ -74,8 +74,8 @@ def _run(arguments: TrainArguments, processes: RunProcesses) -> None:
     kept = {name: devices.described((x.params, x.optimizer)) for name, x in finals.items()}
     with phase("writing the report"), processes.together("writing the report"):
         if processes.first:
-            summary = _write_results(output, experiment, problem, runs, spectra, stages)
-            _print(arguments, summary | {"devices": kept}, runs, devices)
+            summary = _write_results(output, experiment, problem, runs, spectra, stages, kept)
+            _print(arguments, summary, runs, devices)
 
 
 def _print(
@@ -131,6 +131,7 @@ def _write_results(
     runs: dict[str, RunRecords],
     spectra: list[SpectrumRecord],
     stages: jk.memory.Stage,
+    devices: dict[str, Any],
 ) -> dict[str, Any]:
     sizes = {path: int(leaf.size) for path, leaf in leaves_by_path(problem.shapes).items()}
     coverage = coverage_rows(find_layers(problem), sizes)
@@ -142,6 +143,7 @@ def _write_results(
         "spectra": [record._asdict() for record in spectra],
         "coverage": [row._asdict() for row in coverage],
         "samples_per_second": {name: run.samples_per_second for name, run in runs.items()},
+        "devices": devices,
         "host_memory": host_memory(stages),
         "memory": stages.to_dict(),
     }
@@ -167,6 +169,7 @@ def _write_results(
     return {
         "seed": experiment.seed,
         "final": finals,
+        "devices": devices,
         "report": str(output / "report.html"),
         "metrics": str(output / "metrics.json"),
         "checkpoints": {name: str(find_checkpoint(output / name)) for name in runs},

@@ -80,8 +80,10 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
     with phase("writing adapter and report"), processes.together("writing adapter and report"):
         if processes.first:
             _save_adapter(arguments, problem, state.adapters)
-            summary = _write_results(arguments, problem, state.records, curvature, coverage, stages)
-            _print(arguments, state.records, summary | {"devices": kept}, devices)
+            summary = _write_results(
+                arguments, problem, state.records, curvature, coverage, stages, kept
+            )
+            _print(arguments, state.records, summary, devices)
 
 
 def _save_adapter(arguments: FinetuneArguments, problem: FinetuneProblem, adapters: Any) -> None:
@@ -129,6 +131,7 @@ def _write_results(
     curvature: AdapterCurvature | None,
     coverage: list[CoverageRow],
     stages: jk.memory.Stage,
+    devices: dict[str, Any],
 ) -> dict[str, Any]:
     output, experiment = arguments.output, arguments.experiment
     config, software = as_config(experiment), versions()
@@ -145,6 +148,7 @@ def _write_results(
         **(curvature.capacity.to_dict() if curvature else {}),
         "coverage": [row._asdict() for row in coverage],
         "samples_per_second": records.samples_per_second,
+        "devices": devices,
         "host_memory": host_memory(stages),
         "memory": stages.to_dict(),
     }
@@ -174,6 +178,7 @@ def _write_results(
         "comparison": comparison,
         "samples_per_second": records.samples_per_second,
         "tokens_per_second": records.tokens_per_second,
+        "devices": devices,
         "adapter": str(output / "adapter"),
         "report": str(output / "report.html"),
         "metrics": str(output / "metrics.json"),
