@@ -43,7 +43,7 @@ def train_one(
     total, config = total_updates(experiment, problem), as_config(experiment)
     tx = build_optimizer(name, experiment, problem, total, distribute=devices.divides)
     earlier = jax.live_arrays()
-    with processes.together("beginning") as same:
+    with processes.together(f"looking for a checkpoint in {folder}") as same:
         state = _start(problem, tx, folder if arguments.resume else None, config)
         same.append(state.step)
     if devices.mesh is not None:

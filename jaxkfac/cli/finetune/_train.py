@@ -58,7 +58,7 @@ def train(
     total, options = total_updates(experiment, problem), as_config(experiment)
     config = options | {DATA_CRC: problem.data_crc}
     tx = build_optimizer(experiment, problem, total)
-    with processes.together("beginning") as same:
+    with processes.together(f"looking for a checkpoint in {folder}") as same:
         state = _start(problem, tx, folder if arguments.resume else None, config)
         same.append(state.step)
     adapters, optimizer = problem.devices.whole((state.adapters, state.optimizer))
