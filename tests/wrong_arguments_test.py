@@ -178,6 +178,12 @@ WORDS = {
                               "whole number"),
     "every= as a word": (lambda: jk.value_grad_and_factors(objective, every="a"), "every",
                          "whole number"),
+    "distribute= of two axes": (
+        lambda: jk.kfac(0.1, like=factors, distribute=("data", "model")),
+        "distribute=('data', 'model')", "the name of one mesh axis"),
+    "distribute= of two axes, at once": (
+        lambda: jk.eigendecompose(factors, distribute=("data", "model")),
+        "distribute=('data', 'model')", "the name of one mesh axis"),
     "samples= as a word": (lambda: jk.value_grad_and_factors(objective, samples="a"), "samples",
                            "whole number"),
 }

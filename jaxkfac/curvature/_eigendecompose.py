@@ -130,6 +130,7 @@ def eigendecompose(
             "placement='host' needs concrete factors, and these are traced; inside jit use "
             "'auto' or 'device', or call eigendecompose outside"
         )
+    MeshAxis.check(distribute)
     if distribute is None:
         solved = _decompose(sides, placement, vectors, on_host)
     elif placement == "host":

@@ -85,6 +85,12 @@ class ProcessGroup:
             first.setdefault(device.process_index, device)
         return cls(tuple(first[process] for process in sorted(first)))
 
+    @classmethod
+    def everywhere(cls) -> "ProcessGroup | None":
+        """All processes, or ``None`` where there is one."""
+        mesh = Mesh(np.array(jax.devices()), ("device",))
+        return cls.of(NamedSharding(mesh, PartitionSpec()))
+
     @property
     def rank(self) -> int:
         """The place of this process among them."""

@@ -300,6 +300,7 @@ def kfac(
     measures = like.corrections is not None
     method = preconditioner_of(inverse, given_damping, damping_mode, measures=measures)
     method.check_stagger(stagger=stagger, measures=measures)
+    MeshAxis.check(distribute)
     if method.on_host and distribute is not None:
         raise ValueError(
             f'distribute={distribute!r} divides decompositions among devices, and inverse="host" '
