@@ -196,6 +196,8 @@ NAMES = {
     "metric": "registers a metric",
     "service_bytes": "predicts bytes, of which torch_ref has no table",
     # optim
+    "AdaptationState": "a state; what is adapted is checked against a restatement in NumPy",
+    "LevenbergMarquardt": _NO_TWIN_BESIDE,
     "MemoryKind": _TYPE,
     "check_memory_kind": _CHECK,
     "checked_accumulator_dtype": _CHECK,

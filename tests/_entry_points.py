@@ -262,6 +262,19 @@ def _():
     return updates(kfac(), factors=like())
 
 
+@entry("kfac, adaptive", eigh=3)
+def _():
+    tx = jk.kfac("quadratic", momentum="quadratic", like=like(), damping=jk.LevenbergMarquardt())
+
+    def update(grads, state, params, factors, batch):
+        loss = lambda params: OBJECTIVE(params, batch)
+        curvature = operators.ggn(OBJECTIVE, params, batch)
+        how = {"value": loss(params), "value_fn": loss, "curvature": curvature}
+        return tx.update(grads, state, params, factors=factors, **how)
+
+    return update, (PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS, like(), BATCH)
+
+
 @entry("multi_steps", eigh=3)
 def _():
     return updates(jk.multi_steps(kfac(), 4, like=like()), factors=like())

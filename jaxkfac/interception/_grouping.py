@@ -77,7 +77,7 @@ def group_uses(
     order = {u: i for i, u in enumerate(uses)}
     blocks.sort(key=lambda b: order[b.uses[0]])
     blocks, notes = _without_overlaps(blocks)
-    notes += _name(blocks) + _looked_up_matrices(table, blocks)
+    notes += _name(table, blocks) + _looked_up_matrices(table, blocks)
     selected = selector(pattern, [b.name for b in blocks])
     for block in blocks:
         masked = next((u.view.masked for u in block.uses if u.view.masked), "")
@@ -371,7 +371,7 @@ def _without_overlaps(blocks: list[_UseGroup]) -> tuple[list[_UseGroup], list[Co
     return kept, list(notes.values())
 
 
-def _name(blocks: list[_UseGroup]) -> list[CoverageNote]:
+def _name(table: AxisTable, blocks: list[_UseGroup]) -> list[CoverageNote]:
     """Name every block; where a parameter has several, the dense one keeps the path.
 
     Of a kernel that is read in both orientations it is the one with a bias, or that contracts its
@@ -382,7 +382,7 @@ def _name(blocks: list[_UseGroup]) -> list[CoverageNote]:
         by_path[block.weight.path + index_name(block.weight.index)].append(block)
     for path, group in by_path.items():
         taken: set[str] = set()
-        for block in sorted(group, key=lambda b: (b.kind.rank, b.bias is None, _is_turned(b))):
+        for block in sorted(group, key=lambda b: _precedence(table, b)):
             further = path if block.computed_from else f"{path}@{block.kind.suffix}"
             name = path if not taken else further
             while name in taken:
@@ -400,10 +400,20 @@ def _name(blocks: list[_UseGroup]) -> list[CoverageNote]:
     return notes
 
 
-def _is_turned(block: _UseGroup) -> bool:
-    """Whether the outputs come before the inputs; of an axis of size one that is not known."""
-    weight = block.weight
-    return bool(weight.inputs and weight.outputs and weight.inputs > weight.outputs)
+def _precedence(table: AxisTable, block: _UseGroup) -> tuple[Any, ...]:
+    """What the blocks of a parameter are sorted by; nothing in it depends on the program's order.
+
+    An axis of size one is neither an input nor an output: it belongs to the side that has no other.
+    """
+    weight, view = block.weight, block.uses[0].view
+    where, _ = _positions(table, view)
+    axes = [{where[a] for a in table.atoms(axis)} for axis in view.own]
+    single = [d for d, axis in enumerate(axes) if not axis][-1:]  # behind those of a stack
+    inputs, outputs = (
+        ([d for d, axis in enumerate(axes) if axis & set(side)] or single, side)
+        for side in (weight.inputs, weight.outputs)
+    )
+    return block.kind.rank, block.bias is None, inputs > outputs, weight.inputs, weight.outputs
 
 
 def _looked_up_matrices(table: AxisTable, blocks: list[_UseGroup]) -> list[CoverageNote]:

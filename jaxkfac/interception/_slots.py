@@ -1,4 +1,4 @@
-"""Slots: what rides along with a parameter, and what a view of the parameter makes of it.
+"""Slots: what is propagated with a parameter, and what a view of the parameter makes of it.
 
 Where a program reads ``c W``, the gradient with respect to ``W`` is ``c`` times that with respect
 to ``c W``. So a statistic of the gradients of ``c W`` is one of ``W`` once it is multiplied by a

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxkfac.memory._budget import bytes_text
 from jaxkfac.memory._leaves import Place, is_numeric_array, places_of
+from jaxkfac.memory._processes import spans_processes
 from jaxkfac.memory._units import ByteSize, parse_bytes
 
 PyTree = Any
@@ -131,11 +132,16 @@ class _Candidate:
 
 def _named(trees: dict[str, PyTree], min_bytes: int) -> list[tuple[str, jax.Array]]:
     return [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        (jax.tree_util.keystr(path, simple=True, separator="/"), _part_here(leaf))
         for name, tree in trees.items()  # in the caller's order, which a dictionary's leaves lose
         for path, leaf in jax.tree_util.tree_leaves_with_path({name: tree})
         if _is_large(leaf, min_bytes)
     ]
+
+
+def _part_here(array: jax.Array) -> jax.Array:
+    """Of an array on several processes the first part that this one has: it asks no other."""
+    return array.addressable_shards[0].data if spans_processes(array) else array
 
 
 def _unnamed(min_bytes: int, ignore: Sequence[jax.Array]) -> list[tuple[str, jax.Array]]:

@@ -57,7 +57,8 @@ class RefreshInGraph:
 
     def _due(self, state: Any, offset: int) -> Any:
         # Factors may be collected at some steps only, and the first of them later than step 0.
-        first = state.stacked_average.terms == 0
+        # After a burn-in the average is not empty at step 0.
+        first = (state.stacked_average.terms == 0) | (state.step == 0)
         return first | (state.step % self._every == offset)
 
     def __call__(

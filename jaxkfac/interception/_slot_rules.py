@@ -1,4 +1,4 @@
-"""What becomes of slots where the parameters they ride along with go through an equation."""
+"""How slots are propagated through an equation of parameters: its rule, as for tangents."""
 
 import collections
 import dataclasses
@@ -24,8 +24,8 @@ Slots = dict[str, Slot | Elements]  # by layer
 
 
 @dataclasses.dataclass(frozen=True)
-class Through:
-    """An equation of parameters alone: a view, a function, or several side by side.
+class SlotRule:
+    """The rule of an equation of parameters alone: a view, a function, or several side by side.
 
     Args:
         eqn: The equation.
@@ -47,13 +47,13 @@ class Through:
     rows: tuple[int, ...] | None = None
     picks: bool = False
 
-    def slots(self, along: list[Slots]) -> list[Slots]:
-        """The slots beside each result, from those beside each operand."""
+    def propagate(self, in_slots: list[Slots]) -> list[Slots]:
+        """The slots of each result, from those of each operand."""
         if self.eqn.primitive.name == "optimization_barrier":
-            return along
+            return in_slots
         outs: list[Slots] = [{} for _ in self.eqn.outvars]
         elements: dict[str, dict[int, Elements]] = collections.defaultdict(dict)
-        for position, slots in enumerate(along):
+        for position, slots in enumerate(in_slots):
             for name, slot in slots.items():
                 if isinstance(slot, Elements):
                     elements[name][position] = slot
