@@ -30,15 +30,9 @@ from jaxkfac.interception._encoded import (
 )
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._propagate import Axes
-<<<<<<< HEAD
-from jaxkfac.interception._riding import Slots, Through, stacked_slots
 from jaxkfac.interception._row_masks import RowMask, row_weights, where_taken
-from jaxkfac.interception._slots import CHOSEN, PICKED, Entries, Slot
-=======
-from jaxkfac.interception._row_masks import RowMask, row_weights
 from jaxkfac.interception._slot_rules import SlotRule, Slots, stacked_slots
-from jaxkfac.interception._slots import CHOSEN, Entries, Slot
->>>>>>> main
+from jaxkfac.interception._slots import CHOSEN, PICKED, Entries, Slot
 from jaxkfac.interception._steps import Segment, steps_of
 from jaxkfac.interception._values import Use
 from jaxkfac.interception._windows import Window, row_of
@@ -149,15 +143,9 @@ class Rewriter:
             elif step in plan.views:
                 run = _compat.of_operands(eqn, plan.jaxpr)
                 out = bind_view(eqn, values, run)
-<<<<<<< HEAD
                 rows, picks = plan.choices.get(step), step in plan.lookups
-                through = Through(
-                    eqn, run, values, plan.views[step], self.walkers, self.entries, rows, picks
-=======
-                rows = plan.choices.get(step)
                 rule = SlotRule(
-                    eqn, run, values, plan.views[step], self.walkers, self.entries, rows
->>>>>>> main
+                    eqn, run, values, plan.views[step], self.walkers, self.entries, rows, picks
                 )
                 out_slots = rule.propagate(in_slots)
                 slot_env.update((v, s) for v, s in zip(eqn.outvars, out_slots, strict=True) if s)
