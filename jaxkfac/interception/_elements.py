@@ -177,7 +177,8 @@ def stack_elements(parts: Sequence[Elements | None]) -> Elements:
 
     ``None`` stands for a layer that has no slot.
     """
-    there = [part for part in parts if part is not None]
+    # A parameter that is there twice has one slot, which is beside all of its entries.
+    there = list({id(part): part for part in parts if part is not None}.values())
     slot = jax.tree.map(lambda *x: sum(x[1:], x[0]), *[part.slot for part in there])
     like = next((p.derivative for p in there if p.derivative is not None), None)
     if like is None:

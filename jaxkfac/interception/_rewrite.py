@@ -30,9 +30,9 @@ from jaxkfac.interception._encoded import (
 )
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._propagate import Axes
-from jaxkfac.interception._row_masks import RowMask, row_weights
+from jaxkfac.interception._row_masks import RowMask, row_weights, where_taken
 from jaxkfac.interception._slot_rules import SlotRule, Slots, stacked_slots
-from jaxkfac.interception._slots import CHOSEN, Entries, Slot
+from jaxkfac.interception._slots import CHOSEN, PICKED, Entries, Slot
 from jaxkfac.interception._steps import Segment, steps_of
 from jaxkfac.interception._values import Use
 from jaxkfac.interception._windows import Window, row_of
@@ -64,10 +64,12 @@ class Site:
 
     def bind(self, *operands: Any) -> Any:
         """The original operation, every parameter of the equation kept."""
-        return bind(self.eqn)(*operands)
+        return bind(self.eqn)(*operands[: len(self.eqn.invars)])
 
 
-Handler = Callable[[Site, list[Any]], Any]  # of the operands; returns the equation's result
+# Of the operands, behind them the indices by which rows pick entries of a stack, if they do; it
+# returns the equation's result.
+Handler = Callable[[Site, list[Any]], Any]
 
 
 class Around(NamedTuple):
@@ -141,9 +143,9 @@ class Rewriter:
             elif step in plan.views:
                 run = _compat.of_operands(eqn, plan.jaxpr)
                 out = bind_view(eqn, values, run)
-                rows = plan.choices.get(step)
+                rows, picks = plan.choices.get(step), step in plan.lookups
                 rule = SlotRule(
-                    eqn, run, values, plan.views[step], self.walkers, self.entries, rows
+                    eqn, run, values, plan.views[step], self.walkers, self.entries, rows, picks
                 )
                 out_slots = rule.propagate(in_slots)
                 slot_env.update((v, s) for v, s in zip(eqn.outvars, out_slots, strict=True) if s)
@@ -185,11 +187,14 @@ class Rewriter:
         ]
         # A bias or scale squares per-position gradients: a row that is not there has none.
         rows = [
-            row_weights(self.table, u, [*around.masks, *own], self.marks)
+            where_taken(
+                self.table, u, row_weights(self.table, u, [*around.masks, *own], self.marks), own
+            )
             for u, own in zip(uses, chosen, strict=True)
         ]
+        picked = [s.pop(PICKED) for s in slots if PICKED in s][:1]  # of all uses they are one
         wanted = [around.active.get(u.layer or "") for u in uses]
-        return self.handler(Site(eqn, uses, slots, rows, wanted, self.table), values)
+        return self.handler(Site(eqn, uses, slots, rows, wanted, self.table), [*values, *picked])
 
     def _call(
         self, eqn: Eqn, inner: Plan, values: list[Operand], in_slots: list[Slots], around: Around

@@ -17,7 +17,8 @@ from jaxkfac.interception._elements import (
     through_function,
 )
 from jaxkfac.interception._functions import JOINS, is_function
-from jaxkfac.interception._slots import CHOSEN, Entries, Slot, scale_slot
+from jaxkfac.interception._lookups import entries_picked
+from jaxkfac.interception._slots import CHOSEN, PICKED, Entries, Slot, scale_slot
 
 Slots = dict[str, Slot | Elements]  # by layer
 
@@ -34,6 +35,7 @@ class SlotRule:
         walkers: For each layer with a slot, the indices that walk along its stack.
         entries: How the entries of slots follow their parameter.
         rows: Of a choice of rows, the axes along which they run.
+        picks: Whether each row picks its own entry of a stack.
     """
 
     eqn: Eqn
@@ -43,6 +45,7 @@ class SlotRule:
     walkers: Mapping[str, set[tuple[str, int]]]
     entries: Entries
     rows: tuple[int, ...] | None = None
+    picks: bool = False
 
     def propagate(self, in_slots: list[Slots]) -> list[Slots]:
         """The slots of each result, from those of each operand."""
@@ -66,12 +69,17 @@ class SlotRule:
         if self.rows is not None:
             over = tuple(d for d in range(self.values[0].ndim) if d not in self.rows)
             return {**slot, CHOSEN: (*slot.get(CHOSEN, ()), self.values[0].any(over))}
+        if self.picks:
+            return {**slot, PICKED: entries_picked(self.eqn, self.values)}
         if self.walker is None:
             return scale_slot(self.eqn, slot, position, self.values, self.entries)
         if self.walker not in self.walkers[name]:
             return None
         index = self.values[1 - position]
-        return jax.tree.map(lambda s: jax.lax.dynamic_index_in_dim(s, index, keepdims=False), slot)
+        beside = {key: slot[key] for key in (CHOSEN, PICKED) if key in slot}
+        own = {key: part for key, part in slot.items() if key not in beside}
+        taken = jax.tree.map(lambda s: jax.lax.dynamic_index_in_dim(s, index, keepdims=False), own)
+        return taken | beside
 
     def _elements(self, parts: dict[int, Elements]) -> list[Elements]:
         if self.rows is not None:  # a row that does not choose it has no cotangent

@@ -166,7 +166,7 @@ class Traced:
     def _uses(self) -> dict[str, list[Use]]:
         found = collections.defaultdict(list)
         for use in self.analysis.plan.all_uses():
-            for name in use.layers:
+            for name in dict.fromkeys(use.layers):
                 found[name].append(use)
         return found
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, cast
 
@@ -34,7 +35,7 @@ from jaxkfac.optim._descent import (
     where,
     zero_momentum,
 )
-from jaxkfac.optim._explicit import is_sharded, sharded_like, whole
+from jaxkfac.optim._explicit import is_sharded, on_mesh_of, sharded_like, whole
 from jaxkfac.optim._injected import (
     check_numbers,
     clipping_of,
@@ -324,7 +325,7 @@ def kfac(
         held = clipping_of_init(clipping)
         delta = at_step(given_damping, first)
         bases = method.initial(bare, delta, held)
-        return KfacState(
+        state = KfacState(
             step=first,
             stacked_average=zeros_like(bare),
             stacked_bases=method.with_corrections(bases, stacked_like.corrections),
@@ -335,6 +336,7 @@ def kfac(
             stacks=stacks,
             adaptation=() if adaptation is None else adaptation.initial(params, delta),
         )
+        return on_mesh_of(params, state)
 
     def update(
         updates: PyTree,
@@ -375,6 +377,8 @@ def kfac(
         numbers = tuple(at_step(x, state.step) if has_schedule(x) else None for x in scheduled)
         call: tuple[Any, ...] = (grads, state, params, factors, numbers, extra)
         concrete = all(is_concrete(x) for x in jax.tree.leaves(call))
+        if not concrete and factors is not None:
+            _warn_of_growth(state, factors)
         if method.on_host:
             call += (refresh_on_host(concrete, *call),)
         step = functools.partial(whole_advance, axis=axis, loss=loss)
@@ -399,7 +403,7 @@ def kfac(
                 "explicit ones: make the mesh with axis_types=(jax.sharding.AxisType.Auto, ...)"
             )
         out, new = advance(*cast(Any, whole((grads, state, *rest))), axis=axis, loss=None)
-        return sharded_like(out, grads), sharded_like(new, state)
+        return sharded_like(out, grads), _sharded_state(new, state)
 
     def averaged(state: KfacState, factors: Factors | None) -> Factors:
         if factors is None:
@@ -530,6 +534,35 @@ def kfac(
 
     # optax types a state as a tree of arrays; ours says which layers are stacked, too.
     return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
+
+
+def _sharded_state(new: KfacState, old: KfacState) -> KfacState:
+    """Sharded as it was. Measured eigenvalues that it gains are whole on every device."""
+    held, before = new.stacked_bases, old.stacked_bases
+    if not (_measures(held) and not _measures(before)):
+        return sharded_like(new, old)
+    assert isinstance(held, Eigenbases)
+    bare = dataclasses.replace(held, corrections=None)
+    same = sharded_like(new._replace(stacked_bases=bare), old)
+    both = dataclasses.replace(same.stacked_bases, corrections=held.corrections)
+    return same._replace(stacked_bases=both)
+
+
+def _warn_of_growth(state: KfacState, factors: Factors) -> None:
+    """Say what ``lax.scan`` is going to refuse, in words that name the remedy."""
+    if factors.corrections is not None and not _measures(state.stacked_bases):
+        warnings.warn(
+            "kfac: the factors hold eigenvalues measured in eigenbases (bases=), and like= has "
+            "none, so that the state gains their average in this call: jit compiles it once more, "
+            "and lax.scan refuses a carry that changes its form. Make like= of the bases of a "
+            "first state: like=stats.factor_shapes(params, batch, bases=jax.eval_shape(tx.init, "
+            "params).bases)",
+            stacklevel=3,
+        )
+
+
+def _measures(held: Eigenbases | Inverses) -> bool:
+    return isinstance(held, Eigenbases) and held.corrections is not None
 
 
 def _check_held(state: KfacState, stacks: Stacks, kept: type, *, adapts: bool) -> None:
