@@ -195,6 +195,8 @@ NAMES = {
     "legend": "the line below a table",
     "metric": "registers a metric",
     "service_bytes": "predicts bytes, of which torch_ref has no table",
+    "widening_bytes": "predicts bytes, of which torch_ref has no table",
+    "exchanged_bytes": "predicts bytes, of which torch_ref has no table",
     # optim
     "AdaptationState": "a state; what is adapted is checked against a restatement in NumPy",
     "LevenbergMarquardt": _NO_TWIN_BESIDE,
