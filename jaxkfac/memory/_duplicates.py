@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxkfac.memory._budget import bytes_text
 from jaxkfac.memory._leaves import Place, is_numeric_array, places_of
-from jaxkfac.memory._processes import spans_processes
 from jaxkfac.memory._units import ByteSize, parse_bytes
 
 PyTree = Any
@@ -141,7 +140,7 @@ def _named(trees: dict[str, PyTree], min_bytes: int) -> list[tuple[str, jax.Arra
 
 def _part_here(array: jax.Array) -> jax.Array:
     """Of an array on several processes the first part that this one has: it asks no other."""
-    return array.addressable_shards[0].data if spans_processes(array) else array
+    return array if array.is_fully_addressable else array.addressable_shards[0].data
 
 
 def _unnamed(min_bytes: int, ignore: Sequence[jax.Array]) -> list[tuple[str, jax.Array]]:
