@@ -133,8 +133,8 @@ docs-check: $(VENV)/.stamp-test
 bench: $(VENV)/.stamp-run
 	$(BIN)/python -m benchmarks.factors
 
-# Delete benchmarks/results/mutants.json to draw from the last commit; with --again, what survived
-# meets the tests of the working tree.
+# Delete benchmarks/results/mutants.json to draw from the last commit; what survives meets the tests
+# of every later commit in which this runs. MUTANTS_ARGS=FILE takes another record.
 mutants: $(VENV)/.stamp-test
 	$(BIN)/python -m benchmarks.mutants $(MUTANTS_ARGS)
 

@@ -268,6 +268,19 @@ def _():
     return updates(kfac(), factors=like())
 
 
+@entry("kfac, adaptive", eigh=3)
+def _():
+    tx = jk.kfac("quadratic", momentum="quadratic", like=like(), damping=jk.LevenbergMarquardt())
+
+    def update(grads, state, params, factors, batch):
+        loss = lambda params: OBJECTIVE(params, batch)
+        curvature = operators.ggn(OBJECTIVE, params, batch)
+        how = {"value": loss(params), "value_fn": loss, "curvature": curvature}
+        return tx.update(grads, state, params, factors=factors, **how)
+
+    return update, (PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS, like(), BATCH)
+
+
 @entry("kfac, inverses", cholesky=4)
 def _():
     options = {"damping_mode": "factored", "inverse": "cholesky"}

@@ -5,6 +5,7 @@ from jaxkfac.kinds._convolution import Convolution
 from jaxkfac.kinds._dense import Dense
 from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._embedding import Embedding
+from jaxkfac.kinds._gathered import Gathered
 from jaxkfac.kinds._moments import output_moments, packs
 from jaxkfac.kinds._products import EVERY_ROW, Precision, Products
 from jaxkfac.kinds._ragged import Ragged
@@ -25,6 +26,7 @@ __all__ = [
     "Dense",
     "Elementwise",
     "Embedding",
+    "Gathered",
     "Precision",
     "Products",
     "Ragged",

@@ -118,6 +118,8 @@ class SquaredGradients:
         if any(layer.name in (owner, *others) for owner, others in self._parts.items()):
             return True
         walked = {("scan", scan) for scan in uses[0].scope}
+        if uses[0].layers.count(layer.name) > 1:  # it is there twice in a stack of parameters
+            return True
         return len(uses) > 1 or not walked <= set(uses[0].view.walkers)
 
     def _has_ones(self, layer: Layer) -> bool:
