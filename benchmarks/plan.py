@@ -380,6 +380,8 @@ def table(record: dict[str, Any], targets: Sequence[str]) -> str:
     _, _, about = about.partition("\n\n")
     when = f"Written on {record['date']} with jax {record['jax']} and `python -m benchmarks.plan"
     when += f" --targets {' '.join(targets)} --scale {record['scale']}` (`make plan-record`)."
+    if record["only"]:
+        when += f" Only these rows are of that run: {', '.join(record['only'])}."
     return f"# {intro}\n\n{about}\n{when}\n\n{rows}\n"
 
 
@@ -393,7 +395,7 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, help="write the table here")
     args = parser.parse_args()
     known = json.loads(args.json.read_text()) if args.only and args.json else {}
-    record: dict[str, Any] = {**known, **stamp(scale=args.scale)}
+    record: dict[str, Any] = {**known, **stamp(scale=args.scale, only=args.only)}
     for target in args.targets:
         record.setdefault(target, {})
         for name, training in trainings(args.scale):
