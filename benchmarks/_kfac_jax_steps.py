@@ -70,6 +70,7 @@ def main() -> None:
 
     state, taken = optimizer.init(params, jax.random.key(0), batch(0)), 0
     versions = {"jax": jax.__version__, "kfac_jax": kfac_jax.__version__}
+    versions["xla_flags"] = os.environ["XLA_FLAGS"].strip()
     print(json.dumps(versions), flush=True)
     for line in sys.stdin:
         wall, cpu, stats = time.perf_counter(), time.process_time(), {}

@@ -12,9 +12,9 @@ from jax import Array
 
 import jaxkfac as jk
 from benchmarks.factors import DenseNet
+from benchmarks.optimizer_steps import UNROLLED, unrolled_update
 
 ROWS, WIDTH, CLASSES = 4096, 512, 128
-UNROLLED = 48
 
 
 def others(dtype: Any) -> Mapping[str, Callable[[], Any]]:
@@ -31,30 +31,9 @@ def others(dtype: Any) -> Mapping[str, Callable[[], Any]]:
             step = functools.partial(_step, program, dtype, collect=collect)
             out[f"{name}, {'factors' if collect else 'gradient'}"] = step
     for mode in ("exact", "pi"):
-        update = functools.partial(_update, dtype, damping_mode=mode)
+        update = functools.partial(unrolled_update, UNROLLED, dtype, damping_mode=mode)
         out[f"K-FAC update of {UNROLLED} layers, {mode}"] = update
     return out
-
-
-def _update(dtype: Any, **options: Any) -> Any:
-    """``tx.update`` alone, with every safety on, of equal layers without a scan."""
-    of = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
-
-    def apply(params: Any, x: Array) -> Array:
-        for p in params:
-            x = jnp.tanh(x @ p["w"] + p["b"])
-        return x
-
-    params = [{"w": of((64, 64)), "b": of((64,))} for _ in range(UNROLLED)]
-    stats = jk.value_grad_and_factors(jk.Objective(apply, jk.Gaussian()))
-    like = stats.factor_shapes(params, (of((32, 64)), of((32, 64))))
-    safe: dict[str, Any] = {"norm_constraint": 1e-2, "weight_decay": 1e-4}
-    tx = jk.kfac(0.1, like=like, damping=1e-3, **safe, **options)
-
-    def update(grads: Any, state: Any, params: Any, factors: Any) -> Any:
-        return tx.update(grads, state, params, factors=factors)
-
-    return update, (params, jax.eval_shape(tx.init, params), params, like)
 
 
 def _step(program: Callable[[Any], Any], dtype: Any, *, collect: bool) -> Any:
