@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +41,7 @@ def states(tx, params, steps):
     return out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["exact", "pi"])
 @pytest.mark.parametrize("every", [2, 3, 7])
 def test_staggered_layers_are_refreshed_in_turn_each_after_the_same_time(
@@ -146,6 +149,21 @@ def test_a_state_saved_between_two_refreshes_goes_on_bit_for_bit(params, batches
     for factors in batches[5:]:
         _, state = jitted(again)(params, state, params, factors)
     assert_close(state, whole[-1], 0.0)
+
+
+def test_a_refresh_has_derivatives_in_both_modes(params, batches):
+    tx = kfac(0.1, like=batches[0], damping=0.1, damping_mode="pi")
+
+    def moved(scale):
+        factors = jax.tree.map(lambda x: x * scale, batches[0])
+        factors = dataclasses.replace(factors, terms=batches[0].terms)
+        updates, _ = tx.update(params, tx.init(params), params, factors=factors)
+        return sum(x.sum() for x in updates.values())
+
+    difference = (jax.jit(moved)(1.0 + 1e-6) - jax.jit(moved)(1.0 - 1e-6)) / 2e-6
+    assert abs(difference) > 1e-3
+    for derivative in (jax.grad, jax.jacfwd):
+        assert np.allclose(jax.jit(derivative(moved))(1.0), difference, rtol=1e-6)
 
 
 def test_a_traced_period_cannot_be_staggered(params, batches):
