@@ -32,7 +32,7 @@ def finetune_shapes(arguments: FinetuneArguments) -> RunShapes:
     return _run_shapes(batches)
 
 
-def planned_shapes(arguments: FinetuneArguments) -> RunShapes:
+def planned_shapes() -> RunShapes:
     """Bytes of a run with rows as long as its options allow; neither text nor weights are read."""
     return _run_shapes(None)
 

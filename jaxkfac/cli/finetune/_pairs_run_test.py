@@ -145,6 +145,18 @@ def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("train", ["adapter", "all"])
+def test_the_report_has_curvature_scores_and_wanted_targets(train, run, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    assert run("--train", train, "--steps", "2") == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    what = {"adapter": "the adapter", "all": "the model"}[train]
+    for word in ("Validation", "that of a bigram model", "wanted", f"Capacity of {what}"):
+        assert word in page
+    assert metrics(tmp_path)["spectra"]
+
+
+@pytest.mark.slow
 def test_a_base_in_four_bits_is_trained_on(run, tmp_path):
     assert run("--quantize", ".*/wo/kernel") == 0
     losses = metrics(tmp_path)["records"]["losses"]

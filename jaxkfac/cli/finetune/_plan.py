@@ -21,7 +21,7 @@ def print_plan(arguments: FinetuneArguments) -> None:
     room = free_room()
     if arguments.device_bytes is not None:
         room = int(parse_bytes(arguments.device_bytes, name="--device-bytes"))
-    shapes = planned_shapes(arguments)
+    shapes = planned_shapes()
     need, experiment = shapes.need(arguments), arguments.experiment
     rows = [[name, bytes_text(nbytes)] for name, nbytes in need.rows.items() if nbytes]
     rows.append(["sum", bytes_text(need.total)])

@@ -44,8 +44,7 @@ def test_what_does_not_fit_is_said_with_options_by_which_it_does(folder, capsys)
 
 def test_parameters_gradients_and_optimizer_are_counted_to_the_byte(folder):
     experiment = Finetuning(model=str(folder), data="nowhere", train="all", dtype="bfloat16")
-    need = planned_shapes(FinetuneArguments(experiment=experiment))
-    rows = need.need(FinetuneArguments(experiment=experiment)).rows
+    rows = planned_shapes().need(FinetuneArguments(experiment=experiment)).rows
     inner, blocks = 16 * 16, 2
     block = 4 * inner + 16 + 2 * 16 * 24 + 16  # attention and its norm, feed-forward and its norm
     cross = 4 * inner + 16
