@@ -25,7 +25,8 @@ _DESCRIPTION = """Curvature and K-FAC for JAX training scripts.
 
 Start with `jaxkfac train --preset digits`, then open runs/digits/report.html;
 `jaxkfac analyze runs/digits` shows spectra and capacity of the factors in its checkpoint.
-`jaxkfac finetune` teaches a pretrained language model with an LS-LoRA adapter.
+`jaxkfac finetune` teaches a pretrained language model with an LS-LoRA adapter;
+`jaxkfac finetune --preset wordnet-t5` trains a T5 from nothing on words and glosses.
 
 Exit codes: 0, 2 for an error that is explained, 3 where memory ran out, 130 after Ctrl-C.
 """
