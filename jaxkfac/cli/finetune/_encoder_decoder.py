@@ -77,6 +77,11 @@ class EncoderDecoderFamily(Family):
 
     def text(self, experiment: Finetuning) -> Text:
         _check(experiment)
+        if experiment.data == "elements":
+            raise ValueError(
+                f"--data elements are conversations, and {experiment.model} is an encoder-decoder: "
+                "give --data wordnet, or a file or folder of pairs"
+            )
         if experiment.data == "wordnet":
             train, validation = wordnet_pairs()
         else:
@@ -169,7 +174,6 @@ def _untrained(experiment: Finetuning) -> Pretrained:
 def _check(experiment: Finetuning) -> None:
     """Refuse options of decoders."""
     wrong = {
-        "--data elements are conversations": experiment.data == "elements",
         "--questions are multiple choice": experiment.questions not in (None, "0"),
         "--attention cudnn has no relative positions": experiment.attention != "xla",
         "--batching pack puts records behind each other": experiment.batching != "pad",

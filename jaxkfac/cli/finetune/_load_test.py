@@ -92,7 +92,10 @@ def test_a_folder_is_what_its_config_says(config, expected, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": "elements"}, "--data elements are conversations, and t5-bytes is an encoder-dec"),
+        (
+            {"data": "elements"},
+            "--data elements are conversations, and t5-bytes is .*: give --data wordnet",
+        ),
         ({"questions": "8"}, "--questions are multiple choice"),
         ({"attention": "cudnn"}, "--attention cudnn has no relative positions"),
         ({"batching": "pack"}, "--batching pack"),

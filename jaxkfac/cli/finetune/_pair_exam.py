@@ -25,9 +25,12 @@ class PairExaminer(Examiner):
         return ExamRecord(step, self.loss(adapters), {}, {}, scores)
 
     def samples(self, step: int, adapters: Any, *, count: int) -> list[SampleRecord]:
-        """Targets of the first pairs, of those to validate with where there are any."""
-        text = self.problem.text
-        asked = (text.validation or text.train)[:count]
+        """Targets of the first sources, of those to validate with where there are any."""
+        text, first = self.problem.text, dict[str, Pair]()
+        for pair in text.validation or text.train:
+            if len(first) < count:
+                first.setdefault(pair.source, pair)
+        asked = list(first.values())
         answers = zip(asked, self._answers(adapters, asked), strict=True)
         return [SampleRecord(step, pair.source, answer, pair.target) for pair, answer in answers]
 
