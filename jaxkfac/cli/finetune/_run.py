@@ -7,10 +7,11 @@ import jax
 from rich.console import Console
 
 import jaxkfac as jk
-from jaxkfac.cli._checkpoint import check_output, find_checkpoint
+from jaxkfac.cli._checkpoint import check_output, find_checkpoint, remove_checkpoints
 from jaxkfac.cli._devices import devices_line, run_devices
 from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._phases import phase
+from jaxkfac.cli._processes import RunProcesses, run_processes
 from jaxkfac.cli.finetune._curvature import (
     AdapterCurvature,
     adapter_coverage,
@@ -41,21 +42,36 @@ def run_finetune(arguments: FinetuneArguments) -> None:
     """Train, write everything, and print the summary; or print the plan."""
     if arguments.plan:
         return print_plan(arguments)
+    with run_processes(arguments) as processes:
+        _run(arguments, processes)
+
+
+def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
     experiment, output = arguments.experiment, arguments.output
-    folder = output / "checkpoints"
-    _check(arguments)
-    check_output(output, [folder], resume=arguments.resume, overwrite=arguments.overwrite)
-    devices = run_devices(arguments.devices, arguments.mesh, batch_size=experiment.batch_size)
-    console, earlier = Console(stderr=True), jax.live_arrays()
+    folder, earlier = output / "checkpoints", jax.live_arrays()
+    with processes.together("looking at the output folder"):
+        _check(arguments)
+        check_output(output, [folder], resume=arguments.resume, overwrite=arguments.overwrite)
+        devices = run_devices(
+            arguments.devices,
+            arguments.mesh,
+            batch_size=experiment.batch_size,
+            processes=processes,
+        )
+    if arguments.overwrite and processes.first:
+        remove_checkpoints(folder)
     with jk.memory.track("run") as stages:
-        with phase("reading the data"):
+        with phase("reading the data"), processes.together("reading the data"):
             text = load_text(experiment)
-        with jk.memory.track("load the model"), phase("loading the model"):
+        loading = processes.together("loading the model")
+        with jk.memory.track("load the model"), phase("loading the model"), loading as same:
             # of a run that goes on, all parameters are in its checkpoint
             goes_on = arguments.resume and find_checkpoint(folder) is not None
             load = model_shapes if goes_on and experiment.train == "all" else load_model
             problem = build_problem(experiment, load(experiment), text, devices)
-        console.print(f"data: {problem.encoded}", highlight=False)
+            same.append(problem.data_crc)
+        if processes.first:
+            Console(stderr=True).print(f"data: {problem.encoded}", highlight=False)
         coverage = adapter_coverage(experiment, problem)
         pattern = arguments.curvature
         if pattern is not None:
@@ -66,19 +82,31 @@ def run_finetune(arguments: FinetuneArguments) -> None:
         if pattern is not None:
             with jk.memory.track("curvature of the adapter"), phase("measuring curvature"):
                 curvature = adapter_curvature(problem, experiment, state.adapters, pattern)
-    with phase("writing what was trained, and the report"):
-        saved = _save(arguments, problem, state.adapters)
-        summary = _write_results(arguments, problem, state.records, curvature, coverage, stages)
-    summary |= saved
-    kept = (problem.params, state.adapters, state.optimizer)
-    summary["devices"] = devices.described(kept)
+    kept = devices.described((problem.params, state.adapters, state.optimizer))
+    doing = "writing what was trained, and the report"
+    with phase(doing), processes.together(doing):
+        if processes.first:
+            saved = _save(arguments, problem, state.adapters)
+            summary = saved | _write_results(
+                arguments, problem, state.records, curvature, coverage, stages, kept
+            )
+            _print(arguments, problem, state.records, summary, saved)
+
+
+def _print(
+    arguments: FinetuneArguments,
+    problem: FinetuneProblem,
+    records: FinetuneRecords,
+    summary: dict[str, Any],
+    saved: dict[str, str],
+) -> None:
     if arguments.json:
         print(json.dumps(summary))
         return
     console = Console()
-    console.print(finetune_table(state.records, summary["comparison"], problem.reference))
-    if devices.mesh is not None:
-        line = devices_line("finetune", state.records.samples_per_second, summary["devices"])
+    console.print(finetune_table(records, summary["comparison"], problem.reference))
+    if problem.devices.mesh is not None:
+        line = devices_line("finetune", records.samples_per_second, summary["devices"])
         console.print(line, highlight=False)
     for name, path in (*saved.items(), ("report", summary["report"])):
         console.print(f"{name}: {path}", soft_wrap=True, highlight=False)
@@ -120,6 +148,7 @@ def _write_results(
     curvature: AdapterCurvature | None,
     coverage: list[CoverageRow],
     stages: jk.memory.Stage,
+    devices: dict[str, Any],
 ) -> dict[str, Any]:
     output, experiment = arguments.output, arguments.experiment
     config, software = options_of(experiment, problem), versions()
@@ -137,6 +166,7 @@ def _write_results(
         **(curvature.capacity.to_dict() if curvature else {}),
         "coverage": [row._asdict() for row in coverage],
         "samples_per_second": records.samples_per_second,
+        "devices": devices,
         "host_memory": host_memory(stages),
         "memory": stages.to_dict(),
     }
@@ -174,6 +204,7 @@ def _write_results(
         "comparison": comparison,
         "samples_per_second": records.samples_per_second,
         "tokens_per_second": records.tokens_per_second,
+        "devices": devices,
         "report": str(output / "report.html"),
         "metrics": str(output / "metrics.json"),
         "checkpoint": str(find_checkpoint(output / "checkpoints")),
