@@ -17,13 +17,17 @@ from jaxkfac.cli._held_once import check_held_once
 from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._processes import RunProcesses
 from jaxkfac.cli._progress import progress, time_left
-from jaxkfac.cli._run_state import DATA_CRC, as_config, flatten_state, restore_state
+from jaxkfac.cli._run_state import DATA_CRC, flatten_state, restore_state
 from jaxkfac.cli._writer import CheckpointWriter, checkpoint_writer
-from jaxkfac.cli.finetune._exam import Examiner
 from jaxkfac.cli.finetune._loggers import open_loggers
 from jaxkfac.cli.finetune._loop import TuneState, Tuning
 from jaxkfac.cli.finetune._options import OLDER, FinetuneArguments
-from jaxkfac.cli.finetune._problem import FinetuneProblem, build_optimizer, total_updates
+from jaxkfac.cli.finetune._problem import (
+    FinetuneProblem,
+    build_optimizer,
+    options_of,
+    total_updates,
+)
 from jaxkfac.cli.finetune._watch import Watch, words_of
 from jaxkfac.report import FinetuneRecords
 
@@ -55,7 +59,7 @@ def train(
         OSError: a checkpoint could not be written; raised after the next update, or here.
     """
     experiment, processes = arguments.experiment, problem.devices.processes
-    total, options = total_updates(experiment, problem), as_config(experiment)
+    total, options = total_updates(experiment, problem), options_of(experiment, problem)
     config = options | {DATA_CRC: problem.data_crc}
     tx = build_optimizer(experiment, problem, total)
     with processes.together(f"looking for a checkpoint in {folder}") as same:
@@ -70,7 +74,7 @@ def train(
     with processes.together("opening the loggers"):
         names = arguments.log if processes.first else ()
         logger = open_loggers(names, arguments.output, config=options, step=state.step)
-    watch = Watch(arguments, Examiner(problem, experiment), logger, total)
+    watch = Watch(arguments, problem.family.examiner(problem, arguments), logger, total)
     unread = min(arguments.log_every, total)
     run = Tuning(experiment, problem, tx, state, total=total, unread=unread, look=watch.look)
     del state  # its arrays are donated

@@ -79,6 +79,11 @@ class TokenBatches:
         return cls(rows, batch_size, (length,), pad_id, seed)
 
     @property
+    def examples(self) -> tuple[Example, ...]:
+        """Every example, row by row."""
+        return tuple(example for row in self.rows for example in row)
+
+    @property
     def per_epoch(self) -> int:
         """Batches of an epoch; the incomplete last one is left out."""
         return num_batches(len(self.rows), self.batch_size)

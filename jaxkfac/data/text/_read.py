@@ -50,14 +50,23 @@ def read_folder(path: Path | str) -> tuple[list[Record], list[Record]]:
             holds is said.
         ValueError: as in :func:`read_records`.
     """
-    path = Path(path)
+    train, validation = train_and_validation(Path(path))
+    return read_records(train), read_records(validation) if validation else []
+
+
+def train_and_validation(path: Path) -> tuple[Path, Path | None]:
+    """The files of a data set: those of a folder, or a file by itself.
+
+    Raises:
+        FileNotFoundError: there is no ``train.jsonl`` in the folder; what it holds is said.
+    """
     if not path.is_dir():
-        return read_records(path), []
+        return path, None
     train, validation = path / "train.jsonl", path / "validation.jsonl"
     if not train.is_file():
         held = ", ".join(sorted(p.name for p in path.iterdir())) or "nothing"
         raise FileNotFoundError(f"no train.jsonl in {path}, which holds {held}")
-    return read_records(train), read_records(validation) if validation.is_file() else []
+    return train, validation if validation.is_file() else None
 
 
 def read_lines(path: Path, parse: Callable[[Any], _Parsed]) -> list[_Parsed]:
