@@ -26,7 +26,7 @@ from jaxkfac.planning import plan_memory
 def finetune_shapes(arguments: FinetuneArguments) -> RunShapes:
     """Bytes of a run with the longest rows; the tokens are counted once, no weights are read."""
     experiment = arguments.experiment
-    text = load_text(experiment)
+    text = load_text(experiment, strict=arguments.strict)
     problem = build_problem(experiment, model_shapes(experiment), text)
 
     @functools.cache
@@ -82,7 +82,7 @@ def _need(experiment: Finetuning, problem: FinetuneProblem) -> Need:
 
 def _rows(experiment: Finetuning, problem: FinetuneProblem) -> Any:
     """Shapes of a batch of the longest rows."""
-    first = jax.eval_shape(lambda: as_batch(problem.train.at(0)))
+    first = jax.eval_shape(lambda: as_batch(problem.train.first()))
     shape = (experiment.batch_size, problem.train.lengths[-1])
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape, x.dtype), first)
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 import jaxkfac as jk
+from jaxkfac.cli.finetune._loop import TuneState
 from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.cli.finetune._problem import FinetuneProblem, as_batch, objective_of
 from jaxkfac.interception import leaves_by_path, selector
@@ -36,7 +37,7 @@ class AdapterCurvature(NamedTuple):
 def adapter_coverage(problem: FinetuneProblem) -> list[CoverageRow]:
     """Which of the adapter's parameters factors cover; nothing is computed."""
     objective = objective_of(problem, problem.params)
-    table = jk.find_layers(objective, problem.adapters, as_batch(problem.train.at(0)))
+    table = jk.find_layers(objective, problem.adapters, as_batch(problem.train.first()))
     sizes = {path: int(np.prod(x.shape)) for path, x in leaves_by_path(problem.adapters).items()}
     return coverage_rows(table, sizes)
 
@@ -61,7 +62,7 @@ def resolve_pattern(pattern: str, coverage: list[CoverageRow]) -> str:
 
 
 def adapter_curvature(
-    problem: FinetuneProblem, experiment: Finetuning, adapters: PyTree, pattern: str
+    problem: FinetuneProblem, experiment: Finetuning, state: TuneState, pattern: str
 ) -> AdapterCurvature:
     """Factors of the adapter's layers that ``pattern`` names, on the first training batch.
 
@@ -80,12 +81,12 @@ def adapter_curvature(
         exist = batch[0].segments > 0
         return collected(adapters, batch, key=key, positions=exist).factors
 
-    batch = problem.train.at(0)
+    batch = problem.train.first()
     key = jax.random.key(experiment.seed)
-    factors = collect(problem.params, adapters, as_batch(batch), key)
+    factors = collect(problem.params, state.adapters, as_batch(batch), key)
     bases = jk.eigendecompose(
         factors, max_condition=experiment.kfac.max_condition, placement="host", vectors=False
     )
-    learnt = sum(int(example.learnt.sum()) for example in problem.encoded.examples)
-    metrics = jk.capacity_metrics(bases, num_examples=learnt)
+    assert state.position is not None  # after an update
+    metrics = jk.capacity_metrics(bases, num_examples=problem.learnt(state.position))
     return AdapterCurvature(spectrum_records(bases), CapacityReport(metrics))

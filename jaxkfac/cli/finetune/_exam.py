@@ -9,7 +9,7 @@ import jaxkfac as jk
 from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.cli.finetune._problem import FinetuneProblem, as_batch
 from jaxkfac.data.choices import VARIANTS, compare, score_choices, target_log_likelihoods
-from jaxkfac.data.text import Chat, Completion, Record, TokenBatch
+from jaxkfac.data.text import Completion, Record, TokenBatch
 from jaxkfac.models import generate
 from jaxkfac.report import ExamRecord, FourierRecord, SampleRecord
 
@@ -24,7 +24,7 @@ class Examiner:
     def __init__(self, problem: FinetuneProblem, experiment: Finetuning) -> None:
         self.problem, self._experiment = problem, experiment
         has_fourier = experiment.adapter.fourier_placement != "none"
-        self._probe = as_batch(problem.train.at(0))[0] if has_fourier else None
+        self._probe = as_batch(problem.train.first())[0] if has_fourier else None
 
         @jax.jit
         def each_token(params: Any, adapters: Any, batch: Any) -> jax.Array:
@@ -123,8 +123,7 @@ def _prompts(problem: FinetuneProblem, count: int, *, room: int) -> list[tuple[s
             for q in text.questions[:count]
         ]
     else:
-        records = [*text.validation, *text.train]
-        asked = [prompt for r in records[: 4 * count] if (prompt := _asked(r, tokenizer))]
+        asked = [prompt for r in text.some(4 * count) if (prompt := _asked(r, tokenizer))]
     fitting = [(words, list(ids)) for words, ids in asked if len(ids) <= room]
     return fitting[:count]
 
@@ -133,13 +132,9 @@ def _asked(record: Record, tokenizer: Any) -> tuple[str, list[int]] | None:
     """A record up to the first answer; ``None`` for text without a prompt."""
     if isinstance(record, Completion):
         return (record.prompt, tokenizer.encode(record.prompt)) if record.prompt else None
-    turns = as_turns(record)
+    turns = [turn.to_plain() for turn in record.messages]
     first = next(i for i, turn in enumerate(turns) if turn["role"] == "assistant")
     if not first:
         return None
-    return turns[first - 1]["content"], tokenizer.chat(turns[:first])
-
-
-def as_turns(record: Chat) -> list[dict[str, str]]:
-    """Turns as the dictionaries that chat templates read."""
-    return [turn._asdict() for turn in record.messages]
+    tools = {"tools": record.tools} if record.tools else {}
+    return turns[first - 1]["content"], tokenizer.chat(turns[:first], **tools)

@@ -1,5 +1,6 @@
 """The model and the text of a run."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.data.choices import Question, read_questions
 from jaxkfac.data.elements import element_questions, element_records
-from jaxkfac.data.text import Record, read_folder
+from jaxkfac.data.readers import Bad, FileRows
+from jaxkfac.data.text import Record, record_files
 from jaxkfac.models import decoder_shapes, load_decoder
 from jaxkfac.models.pretrained import KNOWN, cached_file
 
@@ -22,16 +24,23 @@ class Text(NamedTuple):
     """What is read before any of it is tokens.
 
     Attributes:
-        train: To learn.
+        train: To learn; of files, to be read as they are needed.
         validation: To measure with; may be empty.
         questions: To be examined with; may be empty.
         system: What the system says first in questions; may be empty.
+        bad: Rows of the validation files that were left out.
     """
 
-    train: Sequence[Record]
+    train: Sequence[Record] | FileRows
     validation: Sequence[Record]
     questions: Sequence[Question]
     system: str
+    bad: Sequence[Bad] = ()
+
+    def some(self, count: int) -> list[Record]:
+        """Records to validate with, then those to train on: the first of them."""
+        train = self.train.peek(count) if isinstance(self.train, FileRows) else self.train
+        return list(itertools.islice(itertools.chain(self.validation, train), count))
 
 
 def load_model(experiment: Finetuning) -> Any:
@@ -102,16 +111,25 @@ def _check_attention(experiment: Finetuning, dtype: Any) -> None:
         )
 
 
-def load_text(experiment: Finetuning) -> Text:
-    """Records and questions, before the model is loaded: what is wrong with them shows at once."""
+def load_text(experiment: Finetuning, *, strict: bool = False) -> Text:
+    """Records and questions, before the model is loaded: what is wrong with them shows at once.
+
+    Args:
+        experiment: Which.
+        strict: Whether a bad row is an error.
+    """
     embedded = experiment.data == "elements"
     system = experiment.system
     if system is None:
         system = _SYSTEM if embedded else ""
-    if embedded:
-        train, validation = element_records(system=system), []
-    else:
-        train, validation = read_folder(Path(experiment.data))
+    train, validation, bad = element_records(system=system) if embedded else None, [], []
+    if train is None:
+        train, held = record_files(experiment.data, strict=strict)
+        train.peek()
+        if held is not None:
+            held.peek()
+            for _, row in held.read():
+                (bad if isinstance(row, Bad) else validation).append(row)
     chosen = experiment.questions
     if chosen is None:
         chosen = str(_EMBEDDED_QUESTIONS) if embedded else "0"
@@ -120,4 +138,4 @@ def load_text(experiment: Finetuning) -> Text:
         questions = element_questions(count, seed=experiment.seed) if count else []
     else:
         questions = read_questions(Path(chosen))
-    return Text(train, validation, questions, system)
+    return Text(train, validation, questions, system, bad)

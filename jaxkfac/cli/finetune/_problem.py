@@ -2,7 +2,7 @@
 
 import importlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +15,18 @@ from jaxkfac.cli._devices import ONE_DEVICE, RunDevices
 from jaxkfac.cli._schedules import warmup_schedule
 from jaxkfac.cli.finetune._load import Text
 from jaxkfac.cli.finetune._options import Finetuning
-from jaxkfac.data.text import Encoded, TokenBatch, TokenBatches, encode_records
+from jaxkfac.data.readers import FileRows
+from jaxkfac.data.stream import BatchStream, Position, Tally
+from jaxkfac.data.text import (
+    Encoded,
+    Example,
+    TokenBatch,
+    TokenBatches,
+    encode_records,
+    token_stream,
+)
 from jaxkfac.lslora import Adapted, Adapters, Config
+from jaxkfac.memory import bytes_text
 from jaxkfac.models import Tokens
 
 PyTree = Any
@@ -35,7 +45,7 @@ class FinetuneProblem(NamedTuple):
         adapters: Their shapes.
         train: Batches to learn.
         validation: To measure with, or ``None``.
-        encoded: The records in tokens, and how many were cut.
+        encoded: The embedded records in tokens, and how many were cut; ``None`` for files.
         devices: Where all of it lies.
     """
 
@@ -45,9 +55,9 @@ class FinetuneProblem(NamedTuple):
     adapted: Adapted
     initial: Callable[[], Adapters]
     adapters: Adapters
-    train: TokenBatches
+    train: TokenBatches | BatchStream[Example, TokenBatch]
     validation: TokenBatches | None
-    encoded: Encoded
+    encoded: Encoded | None
     devices: RunDevices = ONE_DEVICE
 
     @property
@@ -60,13 +70,38 @@ class FinetuneProblem(NamedTuple):
 
     @property
     def data_crc(self) -> str:
-        """CRC-32 of every example's ids and marks, those to learn and those to measure with."""
+        """CRC-32 of every example's ids and marks, those to learn and those to measure with.
+
+        Of files that are read as they are needed, of their bytes and of the first batch.
+        """
         held = [] if self.validation is None else [e for row in self.validation.rows for e in row]
         found = 0
-        for example in [*self.encoded.examples, *held]:
+        if self.encoded is not None:
+            held = [*self.encoded.examples, *held]
+        elif isinstance(self.text.train, FileRows):
+            found = zlib.crc32(self.text.train.checksum().encode())
+            for part in self.train.first():
+                found = zlib.crc32(part.tobytes(), found)
+        for example in held:
             for part in (np.int64(len(example.ids)), example.ids, example.learnt):
                 found = zlib.crc32(part.tobytes(), found)
         return f"{found:08x}"
+
+    def described(self, position: Position | None = None) -> str:
+        """The data in a line: what there is, or of files what has been read at a position."""
+        if self.encoded is not None:
+            return str(self.encoded)
+        if position is not None:
+            return str(_tally(position))
+        assert isinstance(self.text.train, FileRows)
+        files = self.text.train
+        return f"{bytes_text(files.nbytes)} in {len(files.files)} files, read as they are needed"
+
+    def learnt(self, position: Position) -> int:
+        """Tokens in the loss, of the data or of what has been read of them at a position."""
+        if self.encoded is not None:
+            return sum(int(example.learnt.sum()) for example in self.encoded.examples)
+        return _tally(position).learnt
 
     @property
     def context(self) -> int:
@@ -97,17 +132,29 @@ def build_problem(
     else:
         longest = experiment.max_length
     options = {"max_length": longest, "loss_on": experiment.loss_on}
-    encoded = encode_records(text.train, tokenizer, **options)
-    _check_ids(encoded, pretrained.config.vocabulary)
-    train = _batches(experiment, encoded, tokenizer.pad_id, longest)
-    validation = None
+    encoded, validation = None, None
+    if isinstance(text.train, FileRows):
+        train = token_stream(
+            text.train,
+            tokenizer,
+            batch_size=experiment.batch_size,
+            batching=experiment.batching,
+            num_lengths=experiment.most_lengths,
+            window=experiment.shuffle_window,
+            seed=experiment.seed,
+            **options,
+        )
+    else:
+        encoded = encode_records(text.train, tokenizer, **options)
+        check_ids([example.ids for example in encoded.examples], pretrained.config.vocabulary)
+        train = _batches(experiment, encoded, tokenizer.pad_id, longest)
     if text.validation:
         held = encode_records(text.validation, tokenizer, **options)
-        _check_ids(held, pretrained.config.vocabulary)
+        check_ids([example.ids for example in held.examples], pretrained.config.vocabulary)
         size = min(experiment.batch_size, len(held.examples))
         validation = TokenBatches.padded(held.examples, batch_size=size, pad_id=tokenizer.pad_id)
     config = adapter_config(experiment)
-    inputs, _, _ = as_batch(train.at(0))
+    inputs, _, _ = as_batch(train.first())
 
     def initial() -> Adapters:
         return jk.lslora.init(
@@ -125,8 +172,13 @@ def build_problem(
     )
 
 
-def _check_ids(encoded: Encoded, vocabulary: int) -> None:
-    most = max(int(example.ids.max()) for example in encoded.examples)
+def check_ids(held: Iterable[np.ndarray], vocabulary: int) -> None:
+    """Refuse ids that the model has not, which JAX would take for its last one.
+
+    Raises:
+        ValueError: the largest and the size of the vocabulary are said.
+    """
+    most = max(int(ids.max()) for ids in held)
     if most >= vocabulary:
         raise ValueError(
             f"the tokenizer gives id {most}, and the model has {vocabulary} tokens: they are not "
@@ -233,7 +285,7 @@ def build_optimizer(
     )
     if experiment.optimizer == "kfac":
         options = experiment.kfac
-        batch = as_batch(problem.train.at(0))
+        batch = as_batch(problem.train.first())
         shapes = collector(experiment, objective_of(problem, problem.params)).factor_shapes
         tx = jk.kfac(
             rate(options.learning_rate),
@@ -259,4 +311,10 @@ def _batches(experiment: Finetuning, encoded: Encoded, pad_id: int, longest: int
     }
     if experiment.batching == "pack":
         return TokenBatches.packed(encoded.examples, length=longest, **options)
-    return TokenBatches.padded(encoded.examples, num_lengths=experiment.num_lengths, **options)
+    return TokenBatches.padded(encoded.examples, num_lengths=experiment.most_lengths, **options)
+
+
+def _tally(position: Position) -> Tally:
+    found = Tally()
+    found.restore(position["tally"])
+    return found

@@ -21,6 +21,7 @@ from jaxkfac.cli.finetune._curvature import (
 from jaxkfac.cli.finetune._exam import compare_exams
 from jaxkfac.cli.finetune._load import load_model, load_text
 from jaxkfac.cli.finetune._loggers import check_loggers
+from jaxkfac.cli.finetune._loop import TuneState
 from jaxkfac.cli.finetune._options import FinetuneArguments
 from jaxkfac.cli.finetune._problem import FinetuneProblem, build_problem
 from jaxkfac.cli.finetune._train import train
@@ -28,7 +29,6 @@ from jaxkfac.files import write_text
 from jaxkfac.interception import leaves_by_path
 from jaxkfac.report import (
     CoverageRow,
-    FinetuneRecords,
     finetune_page,
     finetune_table,
     mean_loss,
@@ -46,10 +46,15 @@ def run_finetune(arguments: FinetuneArguments) -> None:
     console, earlier = Console(stderr=True), jax.live_arrays()
     with jk.memory.track("run") as stages:
         with phase("reading the data"):
-            text = load_text(experiment)
+            text = load_text(experiment, strict=arguments.strict)
         with jk.memory.track("load the model"), phase("loading the model"):
             problem = build_problem(experiment, load_model(experiment), text, devices)
-        console.print(f"data: {problem.encoded}", highlight=False)
+        console.print(f"data: {problem.described()}", highlight=False)
+        if text.bad:
+            console.print(
+                f"{len(text.bad)} bad rows to validate with are left out, the first {text.bad[0]}",
+                highlight=False,
+            )
         coverage = adapter_coverage(problem)
         pattern = arguments.curvature
         if pattern is not None:
@@ -59,7 +64,7 @@ def run_finetune(arguments: FinetuneArguments) -> None:
         curvature = None
         if pattern is not None:
             with jk.memory.track("curvature of the adapter"), phase("measuring curvature"):
-                curvature = adapter_curvature(problem, experiment, state.adapters, pattern)
+                curvature = adapter_curvature(problem, experiment, state, pattern)
     chosen = experiment.adapter
     dialect = "peft" if chosen.fourier_placement == "none" else chosen.dialect
     saved = (state.adapters, problem.config)
@@ -68,7 +73,7 @@ def run_finetune(arguments: FinetuneArguments) -> None:
     with phase("writing adapter and report"):
         where = {"base_model": problem.pretrained.path, "task_type": "CAUSAL_LM"}
         jk.lslora.save(output / "adapter", *saved, dialect=dialect, **where)
-        summary = _write_results(arguments, problem, state.records, curvature, coverage, stages)
+        summary = _write_results(arguments, problem, state, curvature, coverage, stages)
     kept = (problem.params, state.adapters, state.optimizer)
     summary["devices"] = devices.described(kept)
     if arguments.json:
@@ -79,6 +84,8 @@ def run_finetune(arguments: FinetuneArguments) -> None:
     if devices.mesh is not None:
         line = devices_line("finetune", state.records.samples_per_second, summary["devices"])
         console.print(line, highlight=False)
+    if problem.encoded is None:
+        console.print(f"data: {summary['data']}", highlight=False)
     console.print(f"adapter: {output / 'adapter'}", soft_wrap=True, highlight=False)
     console.print(f"report: {output / 'report.html'}", soft_wrap=True, highlight=False)
 
@@ -96,12 +103,13 @@ def _check(arguments: FinetuneArguments) -> None:
 def _write_results(
     arguments: FinetuneArguments,
     problem: FinetuneProblem,
-    records: FinetuneRecords,
+    state: TuneState,
     curvature: AdapterCurvature | None,
     coverage: list[CoverageRow],
     stages: jk.memory.Stage,
 ) -> dict[str, Any]:
-    output, experiment = arguments.output, arguments.experiment
+    output, experiment, records = arguments.output, arguments.experiment, state.records
+    read = problem.described(state.position)
     config, software = as_config(experiment), versions()
     comparison = {}
     if len(records.exams) > 1 and records.exams[0].correct:
@@ -111,6 +119,7 @@ def _write_results(
         "config": config,
         "versions": software,
         "records": records.to_plain(),
+        "data": {"read": read, **(state.position or {}).get("tally", {})},
         "comparison": comparison,
         "spectra": [record._asdict() for record in spectra],
         **(curvature.capacity.to_dict() if curvature else {}),
@@ -125,7 +134,7 @@ def _write_results(
     sizes = [int(x.size) for x in leaves_by_path(problem.adapters).values()]
     page = finetune_page(
         title=f"{experiment.model}, fine-tuned with LS-LoRA on {experiment.data}",
-        lead=f"{sum(sizes):,} parameters of the adapter; {problem.encoded}.",
+        lead=f"{sum(sizes):,} parameters of the adapter; {read}.",
         records=records,
         comparison=comparison,
         spectra=spectra,
@@ -140,6 +149,7 @@ def _write_results(
     write_text(output / "report.html", page, "the report")
     return {
         "steps": len(records.losses),
+        "data": read,
         "loss": [mean_loss(records.losses, last=last) for last in (False, True)],
         "accuracy": {exam.step: exam.accuracy for exam in records.exams if exam.accuracy},
         "comparison": comparison,

@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,15 @@ from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._loop import skipped_updates
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli.finetune._options import Finetuning
-from jaxkfac.cli.finetune._problem import FinetuneProblem, as_batch, collector, objective_of
+from jaxkfac.cli.finetune._problem import (
+    FinetuneProblem,
+    as_batch,
+    check_ids,
+    collector,
+    objective_of,
+)
+from jaxkfac.data.stream import Position
+from jaxkfac.data.text import TokenBatch
 
 PyTree = Any
 _LABELS, _DROPOUT = 0, 1  # folded into the run's key: K-FAC's labels and dropout differ
@@ -24,6 +33,7 @@ class Prepared(NamedTuple):
 
     Attributes:
         number: Of the micro-batch in the run.
+        position: In the data, behind it.
         batch: ``(inputs, targets, mask)``.
         tokens: That are read, without padding.
         learnt: Of them in the loss.
@@ -31,17 +41,25 @@ class Prepared(NamedTuple):
     """
 
     number: int
+    position: Position
     batch: Any
     tokens: int
     learnt: int
     examples: int
 
 
-def prepare(problem: FinetuneProblem, number: int) -> Prepared:
-    """Build a micro-batch and send it; does not wait until it has arrived."""
-    batch = problem.train.at(number)
+def prepare(
+    problem: FinetuneProblem, number: int, batches: Iterator[tuple[TokenBatch, Position]]
+) -> Prepared:
+    """Build the next micro-batch and send it; does not wait until it has arrived.
+
+    Raises:
+        ValueError: it has ids that the model has not.
+    """
+    batch, position = next(batches)
+    check_ids([batch.ids, batch.targets], problem.pretrained.config.vocabulary)
     counts = batch.num_tokens, batch.num_terms, batch.num_examples
-    return Prepared(number, problem.devices.put_batch(as_batch(batch)), *counts)
+    return Prepared(number, position, problem.devices.put_batch(as_batch(batch)), *counts)
 
 
 class MicroResult(NamedTuple):

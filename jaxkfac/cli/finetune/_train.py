@@ -19,8 +19,13 @@ from jaxkfac.cli._run_state import DATA_CRC, as_config, flatten_state, restore_s
 from jaxkfac.cli.finetune._exam import Examiner
 from jaxkfac.cli.finetune._loggers import open_loggers
 from jaxkfac.cli.finetune._loop import TuneState, Tuning
-from jaxkfac.cli.finetune._options import OLDER, FinetuneArguments
-from jaxkfac.cli.finetune._problem import FinetuneProblem, build_optimizer, total_updates
+from jaxkfac.cli.finetune._options import OLDER, FinetuneArguments, Finetuning
+from jaxkfac.cli.finetune._problem import (
+    FinetuneProblem,
+    build_optimizer,
+    micro_batches,
+    total_updates,
+)
 from jaxkfac.cli.finetune._watch import Watch, words_of
 from jaxkfac.report import FinetuneRecords
 
@@ -51,10 +56,11 @@ def train(
         NonFiniteLossError: naming the first update whose loss was not finite.
     """
     experiment = arguments.experiment
-    total, options = total_updates(experiment, problem), as_config(experiment)
+    total = total_updates(experiment, problem)
+    options = as_config(experiment) | {"num_lengths": experiment.most_lengths}
     config = options | {DATA_CRC: problem.data_crc}
     tx = build_optimizer(experiment, problem, total)
-    state = _start(problem, tx, folder if arguments.resume else None, config)
+    state = _start(experiment, problem, tx, folder if arguments.resume else None, config)
     adapters, optimizer = problem.devices.whole((state.adapters, state.optimizer))
     state = state._replace(adapters=adapters, optimizer=optimizer)
     del adapters, optimizer
@@ -75,9 +81,11 @@ def train(
         noted = run.state.step
 
     def save() -> None:
-        adapters, optimizer, step, records = run.state
+        adapters, optimizer, step, records, position = run.state
         leaves, plain = flatten_state(adapters, optimizer), records.to_plain()
-        save_checkpoint(folder, Checkpoint(leaves, config, experiment.optimizer, plain, step))
+        save_checkpoint(
+            folder, Checkpoint(leaves, config, experiment.optimizer, plain, step, position)
+        )
 
     try:
         run.state = watch.examine(run.state)
@@ -113,7 +121,11 @@ def train(
 
 
 def _start(
-    problem: FinetuneProblem, tx: Any, folder: Path | None, config: dict[str, Any]
+    experiment: Finetuning,
+    problem: FinetuneProblem,
+    tx: Any,
+    folder: Path | None,
+    config: dict[str, Any],
 ) -> TuneState:
     """From the checkpoint in ``folder``, if there is one, or from the beginning."""
     if folder is not None and find_checkpoint(folder):
@@ -122,7 +134,9 @@ def _start(
         adapters, optimizer = restore_state(
             stored, problem.adapters, template, config, lacking=OLDER
         )
-        records = FinetuneRecords.from_plain(stored.records)
-        return TuneState(adapters, optimizer, stored.step, records)
+        records, position = FinetuneRecords.from_plain(stored.records), stored.position
+        if position is None:  # of an older version, whose data were in memory
+            position = {"batch": micro_batches(experiment, problem, stored.step).start}
+        return TuneState(adapters, optimizer, stored.step, records, position)
     adapters = problem.initial()
     return TuneState(adapters, tx.init(adapters), 0, FinetuneRecords())
