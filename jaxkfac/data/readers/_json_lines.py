@@ -7,7 +7,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from jaxkfac.data.readers._packages import pyarrow
 from jaxkfac.data.readers._reader import BadRow, Place, Reader, register_reader
@@ -54,7 +54,7 @@ class JsonLines(Reader):
             raise ValueError(_damaged(path, None, error)) from error
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path) -> io.BufferedIOBase:
     name = path.name.lower()
     if name.endswith(".gz"):
         return io.BufferedReader(gzip.open(path), _CHUNK)
@@ -64,7 +64,7 @@ def _open(path: Path) -> BinaryIO:
     return path.open("rb", buffering=_CHUNK)
 
 
-def _skip(file: BinaryIO, offset: int) -> None:
+def _skip(file: io.BufferedIOBase, offset: int) -> None:
     if file.seekable():
         file.seek(offset)
         return
