@@ -9,7 +9,7 @@ import numpy as np
 import jaxkfac as jk
 from jaxkfac.cli.finetune._loop import TuneState
 from jaxkfac.cli.finetune._options import Finetuning
-from jaxkfac.cli.finetune._problem import FinetuneProblem, as_batch, objective_of
+from jaxkfac.cli.finetune._problem import FinetuneProblem, objective_of
 from jaxkfac.interception import leaves_by_path, selector
 from jaxkfac.report import (
     CapacityReport,
@@ -34,10 +34,10 @@ class AdapterCurvature(NamedTuple):
     capacity: CapacityReport
 
 
-def adapter_coverage(problem: FinetuneProblem) -> list[CoverageRow]:
-    """Which of the adapter's parameters factors cover; nothing is computed."""
-    objective = objective_of(problem, problem.params)
-    table = jk.find_layers(objective, problem.adapters, as_batch(problem.train.first()))
+def adapter_coverage(experiment: Finetuning, problem: FinetuneProblem) -> list[CoverageRow]:
+    """Which of the trained parameters factors cover; nothing is computed."""
+    objective = objective_of(experiment, problem, problem.params)
+    table = jk.find_layers(objective, problem.adapters, problem.rows)
     sizes = {path: int(np.prod(x.shape)) for path, x in leaves_by_path(problem.adapters).items()}
     return coverage_rows(table, sizes)
 
@@ -72,18 +72,18 @@ def adapter_curvature(
     @jax.jit
     def collect(params: PyTree, adapters: PyTree, batch: Any, key: jax.Array) -> Any:
         collected = jk.value_grad_and_factors(
-            objective_of(problem, params),
+            objective_of(experiment, problem, params),
             fisher=experiment.kfac.fisher,
             layers=pattern,
             uncovered="ignore",
             max_dense=experiment.kfac.max_dense,
         )
-        exist = batch[0].segments > 0
+        exist = problem.family.exist(batch)
         return collected(adapters, batch, key=key, positions=exist).factors
 
-    batch = problem.train.first()
+    batch = problem.family.batch(problem.train.first())
     key = jax.random.key(experiment.seed)
-    factors = collect(problem.params, state.adapters, as_batch(batch), key)
+    factors = collect(problem.params, state.adapters, batch, key)
     bases = jk.eigendecompose(
         factors, max_condition=experiment.kfac.max_condition, placement="host", vectors=False
     )

@@ -1,8 +1,8 @@
-"""What is trained: the adapted model, its tokens, and the optimizer."""
+"""What is trained: the model, its tokens, and the optimizer."""
 
 import importlib
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,22 +12,15 @@ import optax
 
 import jaxkfac as jk
 from jaxkfac.cli._devices import ONE_DEVICE, RunDevices
+from jaxkfac.cli._run_state import as_config
 from jaxkfac.cli._schedules import warmup_schedule
-from jaxkfac.cli.finetune._load import Text
+from jaxkfac.cli.finetune._family import Family, Text
+from jaxkfac.cli.finetune._label_smoothing import SmoothedCategorical
+from jaxkfac.cli.finetune._load import family_of
 from jaxkfac.cli.finetune._options import Finetuning
-from jaxkfac.data.readers import FileRows
 from jaxkfac.data.stream import BatchStream, Position, Tally
-from jaxkfac.data.text import (
-    Encoded,
-    Example,
-    TokenBatch,
-    TokenBatches,
-    encode_records,
-    token_stream,
-)
-from jaxkfac.lslora import Adapted, Adapters, Config
+from jaxkfac.lslora import Adapters, Config
 from jaxkfac.memory import bytes_text
-from jaxkfac.models import Tokens
 
 PyTree = Any
 
@@ -35,29 +28,39 @@ PyTree = Any
 class FinetuneProblem(NamedTuple):
     """Everything that training and its evaluations read, before anything has been trained.
 
+    What is trained is called the adapters, also where it is all parameters; then the base model
+    has none.
+
     Attributes:
+        family: What kind of model it is.
         pretrained: The base model and its tokenizer.
         text: Questions, among others.
-        config: Of the adapter.
+        config: Of the adapter; ``None`` where all parameters are trained.
         adapted: ``adapted(params, adapters, inputs, key)``.
-        initial: ``initial() -> adapters``, float32, the same values each time. Training takes
-            their memory over.
+        initial: ``initial() -> adapters``. Training takes their memory over. An adapter is
+            float32 and the same each time; all parameters are given once.
         adapters: Their shapes.
+        rows: Shapes of ``(inputs, targets, mask)`` of the longest rows.
         train: Batches to learn.
         validation: To measure with, or ``None``.
-        encoded: The embedded records in tokens, and how many were cut; ``None`` for files.
+        encoded: The text in tokens, and how much was cut; ``None`` of files that are read as they
+            are needed.
+        reference: Names of other models and their loss on the validation text.
         devices: Where all of it lies.
     """
 
+    family: Family
     pretrained: Any
     text: Text
-    config: Config
-    adapted: Adapted
+    config: Config | None
+    adapted: Callable[..., Any]
     initial: Callable[[], Adapters]
     adapters: Adapters
-    train: TokenBatches | BatchStream[Example, TokenBatch]
-    validation: TokenBatches | None
-    encoded: Encoded | None
+    rows: Any
+    train: Any
+    validation: Any
+    encoded: Any
+    reference: dict[str, float]
     devices: RunDevices = ONE_DEVICE
 
     @property
@@ -70,47 +73,55 @@ class FinetuneProblem(NamedTuple):
 
     @property
     def data_crc(self) -> str:
-        """CRC-32 of every example's ids and marks, those to learn and those to measure with.
+        """CRC-32 of every example's tokens, those to learn and those to measure with.
 
         Of files that are read as they are needed, of their bytes and of the first batch.
         """
-        held = [] if self.validation is None else [e for row in self.validation.rows for e in row]
+        held = [] if self.validation is None else self.validation.examples
         found = 0
-        if self.encoded is not None:
-            held = [*self.encoded.examples, *held]
-        elif isinstance(self.text.train, FileRows):
-            found = zlib.crc32(self.text.train.checksum().encode())
+        if isinstance(self.train, BatchStream):
+            found = zlib.crc32(self.train.rows.checksum().encode())
             for part in self.train.first():
                 found = zlib.crc32(part.tobytes(), found)
+        else:
+            held = [*self.encoded.examples, *held]
         for example in held:
-            for part in (np.int64(len(example.ids)), example.ids, example.learnt):
+            for part in (np.int64(len(example[0])), *example):
                 found = zlib.crc32(part.tobytes(), found)
         return f"{found:08x}"
 
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model has."""
+        return self.pretrained.config.vocabulary
+
     def described(self, position: Position | None = None) -> str:
         """The data in a line: what there is, or of files what has been read at a position."""
-        if self.encoded is not None:
+        if not isinstance(self.train, BatchStream):
             return str(self.encoded)
         if position is not None:
-            return str(_tally(position))
-        assert isinstance(self.text.train, FileRows)
-        files = self.text.train
-        return f"{bytes_text(files.nbytes)} in {len(files.files)} files, read as they are needed"
+            return str(Tally(**position["tally"]))
+        rows = self.train.rows
+        return f"{bytes_text(rows.nbytes)} in {len(rows.files)} files, read as they are needed"
 
     def learnt(self, position: Position) -> int:
         """Tokens in the loss, of the data or of what has been read of them at a position."""
-        if self.encoded is not None:
-            return sum(int(example.learnt.sum()) for example in self.encoded.examples)
-        return _tally(position).learnt
+        if isinstance(self.train, BatchStream):
+            return position["tally"]["learnt"]
+        return self.encoded.num_learnt
 
-    @property
-    def context(self) -> int:
-        """Most tokens that the model reads."""
-        return self.pretrained.config.longest
+    def weights(self, adapters: PyTree) -> Any:
+        """The model with these, as a pretrained one, and how it is called: for generation."""
+        if self.config is None:
+            return self.pretrained._replace(params=adapters), {}
+        return self.pretrained, {"adapted": self.adapted, "adapters": adapters}
 
 
 def build_problem(
-    experiment: Finetuning, pretrained: Any, text: Text, devices: RunDevices = ONE_DEVICE
+    experiment: Finetuning,
+    pretrained: Any,
+    text: Text,
+    devices: RunDevices = ONE_DEVICE,
 ) -> FinetuneProblem:
     """Tokens and fresh adapters; the model's memory is taken over.
 
@@ -119,74 +130,59 @@ def build_problem(
         ValueError: ``max_length`` is beyond the model's context, nothing to learn fits, or the
             tokenizer has tokens that the model has not.
     """
-    if devices.mesh is not None:
-        pretrained = pretrained._replace(params=devices.put_base(pretrained.params))
-    context, tokenizer = pretrained.config.longest, pretrained.tokenizer
-    if experiment.data == "elements":  # short, whatever the model is
-        longest = min(experiment.max_length, context)
-    elif experiment.max_length > context:
-        raise ValueError(
-            f"max_length {experiment.max_length} is longer than the model's context, {context} "
-            "tokens: lower --max-length"
-        )
-    else:
-        longest = experiment.max_length
-    options = {"max_length": longest, "loss_on": experiment.loss_on}
-    encoded, validation = None, None
-    if isinstance(text.train, FileRows):
-        train = token_stream(
-            text.train,
-            tokenizer,
-            batch_size=experiment.batch_size,
-            batching=experiment.batching,
-            num_lengths=experiment.most_lengths,
-            window=experiment.shuffle_window,
-            seed=experiment.seed,
-            **options,
-        )
-    else:
-        encoded = encode_records(text.train, tokenizer, **options)
-        check_ids([example.ids for example in encoded.examples], pretrained.config.vocabulary)
-        train = _batches(experiment, encoded, tokenizer.pad_id, longest)
-    if text.validation:
-        held = encode_records(text.validation, tokenizer, **options)
-        check_ids([example.ids for example in held.examples], pretrained.config.vocabulary)
-        size = min(experiment.batch_size, len(held.examples))
-        validation = TokenBatches.padded(held.examples, batch_size=size, pad_id=tokenizer.pad_id)
-    config = adapter_config(experiment)
-    inputs, _, _ = as_batch(train.first())
-
-    def initial() -> Adapters:
-        return jk.lslora.init(
-            config,
-            pretrained.apply_fn,
-            pretrained.params,
-            inputs,
-            key=jax.random.key(experiment.seed),
-            dtype=jnp.float32,  # whatever the base is: an update is smaller than bfloat16's step
-        )
-
-    adapted, shapes = jk.lslora.attach(pretrained.apply_fn, config), jax.eval_shape(initial)
-    return FinetuneProblem(
-        pretrained, text, config, adapted, initial, shapes, train, validation, encoded, devices
+    family = family_of(experiment)
+    found = family.tokens(experiment, pretrained, text)
+    return shaped_problem(experiment, pretrained, found.train, devices)._replace(
+        text=text, **found._asdict()
     )
 
 
-def check_ids(held: Iterable[np.ndarray], vocabulary: int) -> None:
-    """Refuse ids that the model has not, which JAX would take for its last one.
+def shaped_problem(
+    experiment: Finetuning, pretrained: Any, batches: Any = None, devices: RunDevices = ONE_DEVICE
+) -> FinetuneProblem:
+    """A problem whose text has not been read, but for the longest rows of ``batches``."""
+    family = family_of(experiment)
+    rows = jax.eval_shape(lambda: family.rows(experiment, batches))
+    apply_fn, config = pretrained.apply_fn, None
+    if experiment.train == "all":
+        held = [pretrained.params]
+        initial = held.pop
+        adapters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held[0])
+        pretrained = pretrained._replace(params={})
 
-    Raises:
-        ValueError: the largest and the size of the vocabulary are said.
-    """
-    most = max(int(ids.max()) for ids in held)
-    if most >= vocabulary:
-        raise ValueError(
-            f"the tokenizer gives id {most}, and the model has {vocabulary} tokens: they are not "
-            "of one checkpoint; put the model's own tokenizer beside it"
-        )
+        def adapted(params: PyTree, adapters: PyTree, inputs: Any, key: Any = None) -> Any:
+            return apply_fn(adapters, inputs)
+
+    else:
+        if devices.mesh is not None:
+            pretrained = pretrained._replace(params=devices.put_base(pretrained.params))
+        config, key = adapter_config(experiment, family), jax.random.key(experiment.seed)
+
+        def initial() -> Adapters:
+            # float32 whatever the base is: an update is smaller than bfloat16's step
+            return jk.lslora.init(
+                config, apply_fn, pretrained.params, rows[0], key=key, dtype=jnp.float32
+            )
+
+        adapted, adapters = jk.lslora.attach(apply_fn, config), jax.eval_shape(initial)
+    return FinetuneProblem(
+        family=family,
+        pretrained=pretrained,
+        text=Text((), ()),
+        config=config,
+        adapted=adapted,
+        initial=initial,
+        adapters=adapters,
+        rows=rows,
+        train=batches,
+        validation=None,
+        encoded=None,
+        reference={},
+        devices=devices,
+    )
 
 
-def adapter_config(experiment: Finetuning) -> Config:
+def adapter_config(experiment: Finetuning, family: Family) -> Config:
     """The adapter's settings.
 
     Raises:
@@ -196,7 +192,7 @@ def adapter_config(experiment: Finetuning) -> Config:
     return Config(
         rank=chosen.rank,
         alpha=chosen.alpha,
-        target=chosen.target,
+        target=family.target if chosen.target is None else chosen.target,
         exclude=chosen.exclude,
         fourier_placement=chosen.fourier_placement,
         init_sigma=chosen.init_sigma,
@@ -224,23 +220,19 @@ def _registered(nonlinearity: str) -> str:
     return found.name
 
 
-def as_batch(batch: TokenBatch) -> tuple[Tokens, jax.Array, jax.Array]:
-    """``(inputs, targets, mask)`` as an objective takes them."""
-    ids, positions, segments, targets, mask = map(jnp.asarray, batch)
-    return Tokens(ids, positions, segments), targets, mask
-
-
-def objective_of(problem: FinetuneProblem, params: PyTree) -> jk.Objective:
+def objective_of(experiment: Finetuning, problem: FinetuneProblem, params: PyTree) -> jk.Objective:
     """Mean negative log-likelihood as a function of the adapters.
 
     Inside a compiled function ``params`` must be its argument: what it closes over is copied
     into the program.
     """
 
-    def apply(adapters: Adapters, inputs: Tokens, key: Any = None) -> jax.Array:
+    def apply(adapters: Adapters, inputs: Any, key: Any = None) -> jax.Array:
         return problem.adapted(params, adapters, inputs, key=key)
 
-    return jk.Objective(apply, jk.Categorical())
+    smoothing = experiment.label_smoothing
+    likelihood = SmoothedCategorical(smoothing=smoothing) if smoothing else jk.Categorical()
+    return jk.Objective(apply, likelihood)
 
 
 def collector(experiment: Finetuning, objective: jk.Objective) -> Any:
@@ -248,10 +240,21 @@ def collector(experiment: Finetuning, objective: jk.Objective) -> Any:
     return jk.value_grad_and_factors(
         objective,
         fisher=experiment.kfac.fisher,
-        layers=r".*/(a|b)",  # AdamW has the coefficients and sigma
+        # of an adapter AdamW has the coefficients and sigma
+        layers=None if experiment.train == "all" else r".*/(a|b)",
         uncovered="ignore",
         max_dense=experiment.kfac.max_dense,
     )
+
+
+def options_of(experiment: Finetuning, problem: FinetuneProblem) -> dict[str, Any]:
+    """Everything that decides the result, as plain values, with the layers that are adapted."""
+    options = as_config(experiment)
+    streamed = isinstance(problem.train, BatchStream)
+    options["num_lengths"] = experiment.num_lengths or (8 if streamed else 1)
+    if problem.config is not None:
+        options["adapter"]["target"] = problem.config.target
+    return options
 
 
 def total_updates(experiment: Finetuning, problem: FinetuneProblem) -> int:
@@ -274,7 +277,7 @@ def micro_batches(experiment: Finetuning, problem: FinetuneProblem, update: int)
 def build_optimizer(
     experiment: Finetuning, problem: FinetuneProblem, num_updates: int
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW, or K-FAC with AdamW for what no factor covers; clipped and accumulated."""
+    """AdamW, Adafactor, or K-FAC with AdamW for what no factor covers; clipped, accumulated."""
 
     def rate(peak: float) -> optax.Schedule:
         return warmup_schedule(peak, experiment.warmup, num_updates, experiment.schedule)
@@ -283,13 +286,20 @@ def build_optimizer(
     tx: optax.GradientTransformation = optax.adamw(
         rate(chosen.learning_rate), b1=chosen.b1, b2=chosen.b2, weight_decay=chosen.weight_decay
     )
+    if experiment.optimizer == "adafactor":
+        factored = experiment.adafactor
+        tx = optax.adafactor(
+            rate(factored.learning_rate),
+            clipping_threshold=factored.clipping_threshold,
+            weight_decay_rate=factored.weight_decay or None,
+        )
     if experiment.optimizer == "kfac":
         options = experiment.kfac
-        batch = as_batch(problem.train.first())
-        shapes = collector(experiment, objective_of(problem, problem.params)).factor_shapes
+        objective = objective_of(experiment, problem, problem.params)
+        shapes = collector(experiment, objective).factor_shapes
         tx = jk.kfac(
             rate(options.learning_rate),
-            like=shapes(problem.adapters, batch),
+            like=shapes(problem.adapters, problem.rows),
             distribute=problem.devices.divides,
             **options.arguments(),
             others=tx,
@@ -301,20 +311,3 @@ def build_optimizer(
     if last == size:
         return jk.multi_steps(tx, every_k_schedule=size)
     return jk.multi_steps(tx, lambda update: jnp.where(update < num_updates - 1, size, last))
-
-
-def _batches(experiment: Finetuning, encoded: Encoded, pad_id: int, longest: int) -> TokenBatches:
-    options: dict[str, Any] = {
-        "batch_size": experiment.batch_size,
-        "pad_id": pad_id,
-        "seed": experiment.seed,
-    }
-    if experiment.batching == "pack":
-        return TokenBatches.packed(encoded.examples, length=longest, **options)
-    return TokenBatches.padded(encoded.examples, num_lengths=experiment.most_lengths, **options)
-
-
-def _tally(position: Position) -> Tally:
-    found = Tally()
-    found.restore(position["tally"])
-    return found

@@ -15,8 +15,7 @@ from jaxkfac.cli._checkpoint import (
 from jaxkfac.cli._held_once import check_held_once
 from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._progress import progress, time_left
-from jaxkfac.cli._run_state import DATA_CRC, as_config, flatten_state, restore_state
-from jaxkfac.cli.finetune._exam import Examiner
+from jaxkfac.cli._run_state import DATA_CRC, flatten_state, restore_state
 from jaxkfac.cli.finetune._loggers import open_loggers
 from jaxkfac.cli.finetune._loop import TuneState, Tuning
 from jaxkfac.cli.finetune._options import OLDER, FinetuneArguments, Finetuning
@@ -24,6 +23,7 @@ from jaxkfac.cli.finetune._problem import (
     FinetuneProblem,
     build_optimizer,
     micro_batches,
+    options_of,
     total_updates,
 )
 from jaxkfac.cli.finetune._watch import Watch, words_of
@@ -56,8 +56,7 @@ def train(
         NonFiniteLossError: naming the first update whose loss was not finite.
     """
     experiment = arguments.experiment
-    total = total_updates(experiment, problem)
-    options = as_config(experiment) | {"num_lengths": experiment.most_lengths}
+    total, options = total_updates(experiment, problem), options_of(experiment, problem)
     config = options | {DATA_CRC: problem.data_crc}
     tx = build_optimizer(experiment, problem, total)
     state = _start(experiment, problem, tx, folder if arguments.resume else None, config)
@@ -68,7 +67,7 @@ def train(
         earlier, params=problem.params, adapters=state.adapters, optimizer=state.optimizer
     )
     logger = open_loggers(arguments.log, arguments.output, config=options, step=state.step)
-    watch = Watch(arguments, Examiner(problem, experiment), logger, total)
+    watch = Watch(arguments, problem.family.examiner(problem, arguments), logger, total)
     unread = min(arguments.log_every, total)
     run = Tuning(experiment, problem, tx, state, total=total, unread=unread, look=watch.look)
     first, noted = state.step, state.step

@@ -11,7 +11,7 @@ from jaxkfac.data.readers._reader import (
     known_suffixes,
     register_reader,
 )
-from jaxkfac.data.readers._rows import Bad, FilePlace, FileRows, read_rows
+from jaxkfac.data.readers._rows import Bad, FilePlace, FileRows, read_rows, read_splits
 from jaxkfac.data.readers._splits import Splits, find_files
 
 __all__ = [
@@ -29,5 +29,6 @@ __all__ = [
     "find_files",
     "known_suffixes",
     "read_rows",
+    "read_splits",
     "register_reader",
 ]

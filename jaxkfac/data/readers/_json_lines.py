@@ -38,20 +38,16 @@ class JsonLines(Reader):
                         line = line.removeprefix(codecs.BOM_UTF8)
                     if line.strip():
                         yield Place(offset, number), _row(line)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(_damaged(path, number, error)) from error
-        except OSError as error:
-            if error.errno is not None:  # the system's, not the decompressor's
-                raise
-            raise ValueError(_damaged(path, number, error)) from error
+        except (EOFError, OSError, zlib.error) as error:
+            raise _explained(path, f" behind line {number}", error) from error
 
     def count(self, path: Path) -> int:
         """Lines that are not empty, unparsed."""
         try:
             with _open(path) as file:
                 return sum(1 for line in file if not line.isspace())
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(_damaged(path, None, error)) from error
+        except (EOFError, OSError, zlib.error) as error:
+            raise _explained(path, "", error) from error
 
 
 def _open(path: Path) -> io.BufferedIOBase:
@@ -86,6 +82,7 @@ def _row(line: bytes) -> Any:
         return BadRow("JSON that is nested too deeply")
 
 
-def _damaged(path: Path, number: int | None, error: Exception) -> str:
-    where = "" if number is None else f" behind line {number}"
-    return f"{path} is damaged or cut short{where} ({error}): get it again"
+def _explained(path: Path, where: str, error: Exception) -> Exception:
+    if isinstance(error, OSError) and error.errno is not None:  # not of what unpacks
+        return error
+    return ValueError(f"{path} is damaged or cut short{where} ({error}): get it again")

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxkfac.data.readers._reader import BadRow, Place, Reader, reader_of
-from jaxkfac.data.readers._splits import check_file
+from jaxkfac.data.readers._splits import check_file, find_files
 
 _Parsed = TypeVar("_Parsed")
 _HOPELESS = 1000  # rows without a good one among them
-_BLOCK, _BLOCKS = 1 << 20, 64  # bytes, and how many of them a file's checksum is of
+_BLOCK = 1 << 20  # bytes
+_BLOCKS, _ALL_BLOCKS = 64, 1024  # that a checksum is of: in a file, in all of them
 
 
 class FilePlace(NamedTuple):
@@ -119,14 +120,14 @@ class FileRows(Generic[_Parsed]):
         return sum(_reader(path).count(path) for path in self.files)
 
     def checksum(self) -> str:
-        """CRC-32 of names, sizes and contents; of a file beyond 64 MiB 64 blocks in it."""
-        found = 0
+        """CRC-32 of names, sizes and contents; of large files 64 MiB each, or 1 GiB of all."""
+        found, blocks = 0, max(2, min(_BLOCKS, _ALL_BLOCKS // len(self.files)))
         for path in self.files:
             size = path.stat().st_size
             found = zlib.crc32(f"{path.name} {size}".encode(), found)
             with path.open("rb") as file:
-                for block in range(_BLOCKS):
-                    file.seek(max(block * _BLOCK, block * (size - _BLOCK) // (_BLOCKS - 1)))
+                for block in range(blocks):
+                    file.seek(max(block * _BLOCK, block * (size - _BLOCK) // (blocks - 1)))
                     found = zlib.crc32(file.read(_BLOCK), found)
         return f"{found:08x}"
 
@@ -159,6 +160,28 @@ def read_rows(path: Path | str, parse: Callable[[Any], _Parsed]) -> list[_Parsed
     if not found:
         raise ValueError(f"{path} holds no {_reader(Path(path)).unit}")
     return found
+
+
+def read_splits(
+    path: Path | str, parse: Callable[[Any], _Parsed]
+) -> tuple[list[_Parsed], list[_Parsed]]:
+    """Every row to train on and to validate with.
+
+    Args:
+        path: A file, or a folder as :func:`find_files` understands it.
+        parse: As of :class:`FileRows`.
+
+    Returns:
+        ``(train, validation)``; the second may be empty.
+
+    Raises:
+        FileNotFoundError: there is no such path, or nothing to train on in it.
+        ValueError: as of :func:`read_rows`.
+    """
+    train, validation = find_files(path)
+    read = [[row for file in files for row in read_rows(file, parse)]
+            for files in (train, validation)]  # fmt: skip
+    return read[0], read[1]
 
 
 def _reader(path: Path) -> Reader:

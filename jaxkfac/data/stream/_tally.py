@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-_SHOWN = 100  # bad rows whose numbers are kept
+_SHOWN, _WORDS = 100, 400  # bad rows whose numbers are kept, and characters of each
 
 
 @dataclasses.dataclass
@@ -36,7 +36,7 @@ class Tally:
         """Count a bad row."""
         self.bad += 1
         if len(self.bad_rows) < _SHOWN:
-            self.bad_rows.append(bad)
+            self.bad_rows.append(bad[:_WORDS])
 
     def to_plain(self) -> dict[str, Any]:
         """As it comes back from JSON."""

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxkfac.data._batches import epoch_batches, num_batches
-from jaxkfac.data.stream import Position
+from jaxkfac.data.stream import NumberedBatches
 from jaxkfac.data.text._encode import Example
 from jaxkfac.data.text._rows import TokenBatch, bucket_lengths, pack, token_batch
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenBatches:
+class TokenBatches(NumberedBatches[TokenBatch]):
     """Batches of a data set in a fresh random order each epoch; nothing is remembered.
 
     Attributes:
@@ -80,6 +80,11 @@ class TokenBatches:
         return cls(rows, batch_size, (length,), pad_id, seed)
 
     @property
+    def examples(self) -> tuple[Example, ...]:
+        """Every example, row by row."""
+        return tuple(example for row in self.rows for example in row)
+
+    @property
     def per_epoch(self) -> int:
         """Batches of an epoch; the incomplete last one is left out."""
         return num_batches(len(self.rows), self.batch_size)
@@ -91,17 +96,6 @@ class TokenBatches:
             self.seed, epoch, num_examples=len(self.rows), batch_size=self.batch_size
         )
         return self._batch([self.rows[i] for i in order[offset]])
-
-    def first(self) -> TokenBatch:
-        """The first batch."""
-        return self.at(0)
-
-    def iterate(self, position: Position | None = None) -> Iterator[tuple[TokenBatch, Position]]:
-        """Batches without end, each with the position behind it, from which to go on."""
-        number = position["batch"] if position is not None else 0
-        while True:
-            number += 1
-            yield self.at(number - 1), {"batch": number}
 
     def in_order(self) -> Iterator[TokenBatch]:
         """Every row once, in order, as an evaluation reads them.

@@ -39,10 +39,14 @@ class Encoded(NamedTuple):
     truncated: int
     dropped: int
 
+    @property
+    def num_learnt(self) -> int:
+        """Tokens in the loss."""
+        return sum(int(example.learnt.sum()) for example in self.examples)
+
     def __str__(self) -> str:
         tokens = sum(len(e.ids) for e in self.examples)
-        learnt = sum(int(e.learnt.sum()) for e in self.examples)
-        words = f"{len(self.examples)} records, {tokens} tokens, {learnt} of them learnt"
+        words = f"{len(self.examples)} records, {tokens} tokens, {self.num_learnt} of them learnt"
         if self.truncated or self.dropped:
             words += f"; {self.truncated} cut, {self.dropped} left out (nothing to learn fits)"
         return words

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from jaxkfac.data.readers import FileRows, find_files, read_rows
+from jaxkfac.data.readers import FileRows, find_files, read_rows, read_splits
 from jaxkfac.data.text._records import Record
 from jaxkfac.data.text.formats import parse_record
 
@@ -67,6 +67,4 @@ def read_folder(path: Path | str) -> tuple[list[Record], list[Record]]:
             holds is said.
         ValueError: as in :func:`read_records`.
     """
-    train, validation = find_files(path)
-    read = [[r for file in files for r in read_records(file)] for files in (train, validation)]
-    return read[0], read[1]
+    return read_splits(path, parse_record)

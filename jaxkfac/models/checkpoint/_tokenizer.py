@@ -1,11 +1,13 @@
 """Text to token ids and back, and conversations by a chat template."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxkfac.files import write_text
 from jaxkfac.models.checkpoint._chat_template import Messages, Rendered, render
 from jaxkfac.models.checkpoint._json_file import read_json
 
@@ -69,6 +71,19 @@ class Tokenizer:
             chat_template=template,
             special=special,
         )
+
+    def save(self, folder: Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` for :meth:`from_folder`.
+
+        Raises:
+            OSError: a file could not be written; an older one is as it was.
+        """
+        template = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        for name, text in (
+            ("tokenizer.json", self._tokenizer.to_str()),
+            ("tokenizer_config.json", json.dumps({**self._special, **template}, indent=1)),
+        ):
+            write_text(folder / name, text, "the tokenizer")
 
     @property
     def size(self) -> int:
