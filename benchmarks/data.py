@@ -9,7 +9,8 @@ runs in a fresh process, whose processor time and resident peak (VmHWM) are its 
   Python to its end, compilation and report with it.
 - ``stream``: batches of 16 chats of the file, without training: samples a second, and resident
   memory after a twentieth of what is read and after all of it. The processor's seconds are those
-  of one core where nothing else uses it.
+  of one core where nothing else uses it; ``without_generation_marks`` are samples in such a second
+  with a chat template whose turns have to be told apart.
 - ``resume``: the stream at the position behind these samples, in a new process: seconds until the
   next batch, which is compared with the one of the process before.
 - ``padding``: the same chats padded to the longest of the batch, and all to the longest allowed:
@@ -20,6 +21,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -62,8 +64,8 @@ def generate(path: Path, records: int) -> None:
             file.writelines(lines)
 
 
-def tokenizer() -> Any:
-    """Byte-level BPE of a few thousand tokens, with a chat template."""
+def tokenizer(*, marks: bool = True) -> Any:
+    """Byte-level BPE of a few thousand tokens, with a chat template that marks answers or not."""
     import tokenizers
 
     from jaxkfac.models import Tokenizer
@@ -78,7 +80,8 @@ def tokenizer() -> Any:
         show_progress=False,
     )
     found.train_from_iterator([" ".join(WORDS), "user assistant What of number"], trainer)
-    return Tokenizer(found, eos_ids=(1,), pad_id=1, chat_template=TEMPLATE)
+    template = TEMPLATE if marks else re.sub("{% (end)?generation %}", "", TEMPLATE)
+    return Tokenizer(found, eos_ids=(1,), pad_id=1, chat_template=template)
 
 
 def decoder(width: int) -> Any:
@@ -95,12 +98,16 @@ def decoder(width: int) -> Any:
     return Pretrained(config, *jk.from_nnx(Decoder(config, rngs=nnx.Rngs(0))), tokenizer(), "tiny")
 
 
-def stream_of(path: Path, num_lengths: int = 8) -> Any:
+def stream_of(path: Path, num_lengths: int = 8, *, marks: bool = True) -> Any:
     from jaxkfac.data.text import record_files, token_stream
 
     rows, _ = record_files(path)
     return token_stream(
-        rows, tokenizer(), batch_size=BATCH, max_length=MAX_LENGTH, num_lengths=num_lengths
+        rows,
+        tokenizer(marks=marks),
+        batch_size=BATCH,
+        max_length=MAX_LENGTH,
+        num_lengths=num_lengths,
     )
 
 
@@ -144,10 +151,15 @@ def stream(path: Path, samples: int) -> dict[str, Any]:
             held = memory("VmRSS")
     seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
     following = crc_of(next(it)[0])
+    unmarked, begun = stream_of(path, marks=False).iterate(), time.process_time()
+    for _ in itertools.islice(unmarked, early):
+        pass
+    without = early * BATCH / (time.process_time() - begun)
     return {
         "samples": batches * BATCH,
         "samples_per_second": batches * BATCH / seconds,
         "samples_per_processor_second": batches * BATCH / cpu,
+        "without_generation_marks": without,
         "first_batch_s": first,
         "resident_early_mib": held,
         "resident_late_mib": memory("VmRSS"),
