@@ -76,9 +76,10 @@ def check_file(path: Path) -> Path:
         what = "is a folder" if path.is_dir() else "does not exist"
         raise FileNotFoundError(f"expected a file of records at {path}, which {what}")
     if reader_of(path) is None:
+        array = "; of a JSON array make lines with jq -c '.[]'" if path.suffix == ".json" else ""
         raise ValueError(
             f"{path}: the suffix {path.suffix!r} belongs to no format; expected one of "
-            f"{', '.join(known_suffixes())}"
+            f"{', '.join(known_suffixes())}{array}"
         )
     return path
 
