@@ -1,5 +1,6 @@
 """Curvature of the adapter: what is covered, spectra and capacity."""
 
+import functools
 import re
 from typing import Any, NamedTuple
 
@@ -68,8 +69,9 @@ def adapter_curvature(
 
     The Fisher is ``experiment.kfac.fisher``, and sides beyond ``max_dense`` are diagonals.
     """
+    devices = problem.devices
 
-    @jax.jit
+    @functools.partial(jax.jit, **devices.of_program())
     def collect(params: PyTree, adapters: PyTree, batch: Any, key: jax.Array) -> Any:
         collected = jk.value_grad_and_factors(
             objective_of(experiment, problem, params),
@@ -83,7 +85,8 @@ def adapter_curvature(
 
     batch = problem.family.batch(problem.train.first())
     key = jax.random.key(experiment.seed)
-    factors = collect(problem.params, state.adapters, batch, key)
+    given = devices.whole(batch)
+    factors = devices.processes.settled(collect(problem.params, state.adapters, given, key))
     bases = jk.eigendecompose(
         factors, max_condition=experiment.kfac.max_condition, placement="host", vectors=False
     )

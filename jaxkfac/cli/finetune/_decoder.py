@@ -1,5 +1,6 @@
 """Runs of a decoder: records of text, multiple choice."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,10 @@ class DecoderFamily(Family):
         ids = jnp.zeros(shape, jnp.int32)
         return Tokens(ids, ids, ids), ids, jnp.zeros(shape, bool)
 
-    def batch(self, batch: TokenBatch) -> tuple[Tokens, jax.Array, jax.Array]:
-        ids, positions, segments, targets, mask = map(jnp.asarray, batch)
+    def batch(
+        self, batch: TokenBatch, asarray: Callable[[Any], Any] = jnp.asarray
+    ) -> tuple[Tokens, Any, Any]:
+        ids, positions, segments, targets, mask = map(asarray, batch)
         return Tokens(ids, positions, segments), targets, mask
 
     def exist(self, batch: Any) -> jax.Array:

@@ -1,6 +1,6 @@
 """Runs of an encoder-decoder: pairs of texts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +135,10 @@ class EncoderDecoderFamily(Family):
         inputs = Pairs(jnp.zeros(source, jnp.int32), jnp.zeros(source, bool), ids)
         return inputs, ids, jnp.zeros(target, bool)
 
-    def batch(self, batch: PairBatch) -> tuple[Pairs, jax.Array, jax.Array]:
-        source, source_mask, decoder_inputs, targets, mask = map(jnp.asarray, batch)
+    def batch(
+        self, batch: PairBatch, asarray: Callable[[Any], Any] = jnp.asarray
+    ) -> tuple[Pairs, Any, Any]:
+        source, source_mask, decoder_inputs, targets, mask = map(asarray, batch)
         return Pairs(source, source_mask, decoder_inputs), targets, mask
 
     def exist(self, batch: Any) -> jax.Array:

@@ -1,6 +1,7 @@
 """Examinations: validation loss, what a family of models is asked, and the nonlinearity."""
 
 import abc
+import functools
 from typing import Any
 
 import jax
@@ -23,14 +24,18 @@ class Examiner(abc.ABC):
         self.problem, self.arguments = problem, arguments
         config, self._probe = problem.config, None
         if config is not None and config.fourier_placement != "none":
-            self._probe = problem.family.batch(problem.train.first())[0]
+            first = problem.family.batch(problem.train.first())
+            self._probe = problem.devices.whole(first[0])
 
-        @jax.jit
+        devices = problem.devices
+        compiled = functools.partial(jax.jit, **devices.of_program())
+
+        @compiled
         def each_token(params: Any, adapters: Any, batch: Any) -> jax.Array:
             inputs, targets, _ = batch
             return target_log_likelihoods(problem.adapted(params, adapters, inputs), targets)
 
-        @jax.jit
+        @compiled
         def nonlinearity(params: Any, adapters: Any, inputs: Any) -> Any:
             return jk.lslora.diagnose(adapters, problem.adapted, params, inputs)
 
@@ -48,12 +53,13 @@ class Examiner(abc.ABC):
         """Numbers of every slice's nonlinearity, on the device, or ``None`` where there is none."""
         if self._probe is None:
             return None
-        return self._nonlinearity(self.problem.params, adapters, self._probe)
+        settled = self.problem.devices.processes.settled
+        return settled(self._nonlinearity(self.problem.params, adapters, self._probe))
 
     def log_likelihoods(self, adapters: Any, batch: Any) -> np.ndarray:
         """Of every target of a batch on the host."""
-        batch = self.problem.family.batch(batch)
-        return np.asarray(self._each_token(self.problem.params, adapters, batch))
+        given = self.problem.devices.whole(self.problem.family.batch(batch))
+        return np.asarray(self._each_token(self.problem.params, adapters, given))
 
     def loss(self, adapters: Any) -> float | None:
         """Mean over the learnt tokens of the validation text, nats."""

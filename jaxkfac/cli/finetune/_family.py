@@ -1,7 +1,7 @@
 """What a decoder and an encoder-decoder do differently in a run."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -96,8 +96,8 @@ class Family(abc.ABC):
         """Zeros in the form of a batch of the longest rows: of ``batches``, or ``None``."""
 
     @abc.abstractmethod
-    def batch(self, batch: Any) -> Any:
-        """``(inputs, targets, mask)`` as an objective takes them."""
+    def batch(self, batch: Any, asarray: Callable[[Any], Any] = jnp.asarray) -> Any:
+        """``(inputs, targets, mask)`` as an objective takes them, of what ``asarray`` makes."""
 
     @abc.abstractmethod
     def exist(self, batch: Any) -> jax.Array:

@@ -7,10 +7,11 @@ import jax
 from rich.console import Console
 
 import jaxkfac as jk
-from jaxkfac.cli._checkpoint import check_output, find_checkpoint
+from jaxkfac.cli._checkpoint import check_output, find_checkpoint, remove_checkpoints
 from jaxkfac.cli._devices import devices_line, run_devices
 from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._phases import phase
+from jaxkfac.cli._processes import RunProcesses, run_processes
 from jaxkfac.cli.finetune._curvature import (
     AdapterCurvature,
     adapter_coverage,
@@ -31,6 +32,7 @@ from jaxkfac.files import write_text
 from jaxkfac.interception import leaves_by_path
 from jaxkfac.report import (
     CoverageRow,
+    FinetuneRecords,
     finetune_page,
     finetune_table,
     mean_loss,
@@ -42,26 +44,36 @@ def run_finetune(arguments: FinetuneArguments) -> None:
     """Train, write everything, and print the summary; or print the plan."""
     if arguments.plan:
         return print_plan(arguments)
+    with run_processes(arguments) as processes:
+        _run(arguments, processes)
+
+
+def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
     experiment, output = arguments.experiment, arguments.output
-    folder = output / "checkpoints"
-    _check(arguments)
-    check_output(output, [folder], resume=arguments.resume, overwrite=arguments.overwrite)
-    devices = run_devices(arguments.devices, arguments.mesh, batch_size=experiment.batch_size)
-    console, earlier = Console(stderr=True), jax.live_arrays()
+    folder, earlier = output / "checkpoints", jax.live_arrays()
+    with processes.together("looking at the output folder"):
+        _check(arguments)
+        check_output(output, [folder], resume=arguments.resume, overwrite=arguments.overwrite)
+        devices = run_devices(
+            arguments.devices,
+            arguments.mesh,
+            batch_size=experiment.batch_size,
+            processes=processes,
+        )
+    if arguments.overwrite and processes.first:
+        remove_checkpoints(folder)
     with jk.memory.track("run") as stages:
-        with phase("reading the data"):
+        with phase("reading the data"), processes.together("reading the data"):
             text = load_text(experiment, strict=arguments.strict)
-        with jk.memory.track("load the model"), phase("loading the model"):
+        loading = processes.together("loading the model")
+        with jk.memory.track("load the model"), phase("loading the model"), loading as same:
             # of a run that goes on, all parameters are in its checkpoint
             goes_on = arguments.resume and find_checkpoint(folder) is not None
             load = model_shapes if goes_on and experiment.train == "all" else load_model
             problem = build_problem(experiment, load(experiment), text, devices)
-        console.print(f"data: {problem.described()}", highlight=False, soft_wrap=True)
-        if text.bad:
-            left = (
-                f"{len(text.bad)} bad rows to validate with are left out, the first {text.bad[0]}"
-            )
-            console.print(left, highlight=False, soft_wrap=True)
+            same.append(problem.data_crc)
+        if processes.first:
+            _say_what_is_read(problem)
         coverage = adapter_coverage(experiment, problem)
         pattern = arguments.curvature
         if pattern is not None:
@@ -72,19 +84,37 @@ def run_finetune(arguments: FinetuneArguments) -> None:
         if pattern is not None:
             with jk.memory.track("curvature of the adapter"), phase("measuring curvature"):
                 curvature = adapter_curvature(problem, experiment, state, pattern)
-    with phase("writing what was trained, and the report"):
-        saved = _save(arguments, problem, state.adapters)
-        summary = _write_results(arguments, problem, state, curvature, coverage, stages)
-    summary |= saved
-    kept = (problem.params, state.adapters, state.optimizer)
-    summary["devices"] = devices.described(kept)
+    kept = devices.described((problem.params, state.adapters, state.optimizer))
+    words = "writing what was trained, and the report"
+    with phase(words), processes.together(words):
+        if processes.first:
+            saved = _save(arguments, problem, state.adapters)
+            summary = _write_results(arguments, problem, state, curvature, coverage, stages, kept)
+            _print(arguments, problem, state.records, summary | saved, saved)
+
+
+def _say_what_is_read(problem: FinetuneProblem) -> None:
+    console, bad = Console(stderr=True), problem.text.bad
+    console.print(f"data: {problem.described()}", highlight=False, soft_wrap=True)
+    if bad:
+        left_out = f"{len(bad)} bad rows to validate with are left out, the first {bad[0]}"
+        console.print(left_out, highlight=False, soft_wrap=True)
+
+
+def _print(
+    arguments: FinetuneArguments,
+    problem: FinetuneProblem,
+    records: FinetuneRecords,
+    summary: dict[str, Any],
+    saved: dict[str, str],
+) -> None:
     if arguments.json:
         print(json.dumps(summary))
         return
     console = Console()
-    console.print(finetune_table(state.records, summary["comparison"], problem.reference))
-    if devices.mesh is not None:
-        line = devices_line("finetune", state.records.samples_per_second, summary["devices"])
+    console.print(finetune_table(records, summary["comparison"], problem.reference))
+    if problem.devices.mesh is not None:
+        line = devices_line("finetune", records.samples_per_second, summary["devices"])
         console.print(line, highlight=False)
     if isinstance(problem.train, BatchStream):
         console.print(f"data: {summary['data']}", soft_wrap=True, highlight=False)
@@ -128,6 +158,7 @@ def _write_results(
     curvature: AdapterCurvature | None,
     coverage: list[CoverageRow],
     stages: jk.memory.Stage,
+    devices: dict[str, Any],
 ) -> dict[str, Any]:
     output, experiment, records = arguments.output, arguments.experiment, state.records
     read = problem.described(state.position)
@@ -147,6 +178,7 @@ def _write_results(
         **(curvature.capacity.to_dict() if curvature else {}),
         "coverage": [row._asdict() for row in coverage],
         "samples_per_second": records.samples_per_second,
+        "devices": devices,
         "host_memory": host_memory(stages),
         "memory": stages.to_dict(),
     }
@@ -185,6 +217,7 @@ def _write_results(
         "comparison": comparison,
         "samples_per_second": records.samples_per_second,
         "tokens_per_second": records.tokens_per_second,
+        "devices": devices,
         "report": str(output / "report.html"),
         "metrics": str(output / "metrics.json"),
         "checkpoint": str(find_checkpoint(output / "checkpoints")),

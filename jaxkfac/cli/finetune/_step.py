@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import jaxkfac as jk
@@ -54,8 +55,8 @@ def prepare(
     if isinstance(problem.train, BatchStream):  # others are checked when they are made
         check_ids(int(max(batch.ids.max(), batch.targets.max())), problem.vocabulary)
     counts = batch.num_tokens, batch.num_terms, batch.num_examples
-    sent = problem.devices.put_batch(problem.family.batch(batch))
-    return Prepared(number, position, sent, *counts)
+    arrays = problem.family.batch(batch, np.asarray)
+    return Prepared(number, position, problem.devices.put_batch(arrays), *counts)
 
 
 class MicroResult(NamedTuple):
@@ -110,7 +111,7 @@ class MicroStep:
         """Take a micro-batch into account."""
         number = self._devices.whole(jnp.asarray(given.number, jnp.int32))
         arguments = (self._params, adapters, optimizer, given.batch, number)
-        return self.program(*arguments)(*arguments)
+        return self._devices.processes.settled(self.program(*arguments)(*arguments))
 
     def program(self, *arguments: Any) -> Any:
         """The compiled program of these arguments: of parameters, then those of a call."""
@@ -120,7 +121,8 @@ class MicroStep:
             started = time.perf_counter()
             # A trace that is broken off can take the process down when it ends.
             with interrupts_deferred("compiling"), phase("compiling"), self._devices.set():
-                self._compiled[shape] = self._run.lower(*arguments).compile()
+                lowered = self._run.lower(*arguments)
+                self._compiled[shape] = self._devices.processes.compiled(lowered)
             self.compile_seconds += time.perf_counter() - started
             self.programs += 1
         return self._compiled[shape]
