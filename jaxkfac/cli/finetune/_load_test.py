@@ -94,7 +94,7 @@ def test_a_folder_is_what_its_config_says(config, expected, tmp_path):
     [
         (
             {"data": "elements"},
-            "--data elements are conversations, and t5-bytes is .*: give --data wordnet",
+            "conversations, and t5-bytes is .*: give --data wordnet",
         ),
         ({"questions": "8"}, "--questions are multiple choice"),
         ({"attention": "cudnn"}, "--attention cudnn has no relative positions"),

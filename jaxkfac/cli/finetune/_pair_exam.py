@@ -28,8 +28,9 @@ class PairExaminer(Examiner):
         """Targets of the first sources, of those to validate with where there are any."""
         text, first = self.problem.text, dict[str, Pair]()
         for pair in text.validation or text.train:
-            if len(first) < count:
-                first.setdefault(pair.source, pair)
+            if len(first) == count:
+                break
+            first.setdefault(pair.source, pair)
         asked = list(first.values())
         answers = zip(asked, self._answers(adapters, asked), strict=True)
         return [SampleRecord(step, pair.source, answer, pair.target) for pair, answer in answers]

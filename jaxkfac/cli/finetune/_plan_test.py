@@ -70,4 +70,4 @@ def test_the_documented_run_is_planned_by_its_name(capsys):
     words = ["finetune", "--preset", "flan-t5-xl", "--plan", "--device-bytes", "80GB"]
     assert main(words) == 0
     shown = capsys.readouterr().out
-    assert "8 × 16 rows an update" in shown and "5.3 GiB" in shown  # 2.85e9 parameters
+    assert "8 × 16 rows an update" in shown and "5.31 GiB" in shown  # 2.85e9 parameters

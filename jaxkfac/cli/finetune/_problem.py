@@ -2,7 +2,8 @@
 
 import importlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -34,34 +35,34 @@ class FinetuneProblem(NamedTuple):
     Attributes:
         family: What kind of model it is.
         pretrained: The base model and its tokenizer.
-        text: Questions, among others.
         config: Of the adapter; ``None`` where all parameters are trained.
         adapted: ``adapted(params, adapters, inputs, key)``.
         initial: ``initial() -> adapters``. Training takes their memory over. An adapter is
             float32 and the same each time; all parameters are given once.
         adapters: Their shapes.
         rows: Shapes of ``(inputs, targets, mask)`` of the longest rows.
+        devices: Where all of it lies.
+        text: Questions, among others.
         train: Batches to learn.
         validation: To measure with, or ``None``.
         encoded: The text in tokens, and how much was cut; ``None`` of files that are read as they
             are needed.
         reference: Names of other models and their loss on the validation text.
-        devices: Where all of it lies.
     """
 
     family: Family
     pretrained: Any
-    text: Text
     config: Config | None
     adapted: Callable[..., Any]
     initial: Callable[[], Adapters]
     adapters: Adapters
     rows: Any
-    train: Any
-    validation: Any
-    encoded: Any
-    reference: dict[str, float]
     devices: RunDevices = ONE_DEVICE
+    text: Text = Text((), ())
+    train: Any = None
+    validation: Any = None
+    encoded: Any = None
+    reference: Mapping[str, float] = MappingProxyType({})
 
     @property
     def params(self) -> PyTree:
@@ -143,41 +144,56 @@ def shaped_problem(
     """A problem whose text has not been read, but for the longest rows of ``batches``."""
     family = family_of(experiment)
     rows = jax.eval_shape(lambda: family.rows(experiment, batches))
-    apply_fn, config = pretrained.apply_fn, None
-    if experiment.train == "all":
-        held = [pretrained.params]
-        initial = held.pop
-        adapters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held[0])
-        pretrained = pretrained._replace(params={})
+    trained = _all_parameters if experiment.train == "all" else _adapters
+    return trained(experiment, pretrained, rows, devices)._replace(train=batches)
 
-        def adapted(params: PyTree, adapters: PyTree, inputs: Any, key: Any = None) -> Any:
-            return apply_fn(adapters, inputs)
 
-    else:
-        if devices.mesh is not None:
-            pretrained = pretrained._replace(params=devices.put_base(pretrained.params))
-        config, key = adapter_config(experiment, family), jax.random.key(experiment.seed)
+def _all_parameters(
+    experiment: Finetuning, pretrained: Any, rows: Any, devices: RunDevices
+) -> FinetuneProblem:
+    apply_fn, held = pretrained.apply_fn, [pretrained.params]
 
-        def initial() -> Adapters:
-            # float32 whatever the base is: an update is smaller than bfloat16's step
-            return jk.lslora.init(
-                config, apply_fn, pretrained.params, rows[0], key=key, dtype=jnp.float32
-            )
+    def adapted(params: PyTree, adapters: PyTree, inputs: Any, key: Any = None) -> Any:
+        return apply_fn(adapters, inputs)
 
-        adapted, adapters = jk.lslora.attach(apply_fn, config), jax.eval_shape(initial)
+    return FinetuneProblem(
+        family=family_of(experiment),
+        pretrained=pretrained._replace(params={}),
+        config=None,
+        adapted=adapted,
+        initial=held.pop,
+        adapters=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held[0]),
+        rows=rows,
+        devices=devices,
+    )
+
+
+def _adapters(
+    experiment: Finetuning, pretrained: Any, rows: Any, devices: RunDevices
+) -> FinetuneProblem:
+    family = family_of(experiment)
+    config, apply_fn = adapter_config(experiment, family), pretrained.apply_fn
+    if devices.mesh is not None:
+        pretrained = pretrained._replace(params=devices.put_base(pretrained.params))
+
+    def initial() -> Adapters:
+        return jk.lslora.init(
+            config,
+            apply_fn,
+            pretrained.params,
+            rows[0],
+            key=jax.random.key(experiment.seed),
+            dtype=jnp.float32,  # whatever the base is: an update is smaller than bfloat16's step
+        )
+
     return FinetuneProblem(
         family=family,
         pretrained=pretrained,
-        text=Text((), ()),
         config=config,
-        adapted=adapted,
+        adapted=jk.lslora.attach(apply_fn, config),
         initial=initial,
-        adapters=adapters,
+        adapters=jax.eval_shape(initial),
         rows=rows,
-        train=batches,
-        validation=None,
-        encoded=None,
-        reference={},
         devices=devices,
     )
 

@@ -137,6 +137,7 @@ def _micro_step(
         weight = 0.0 if config.fourier_placement == "none" else config.reg_weight
 
     def penalty_of(adapters: PyTree) -> jax.Array:
+        assert config is not None
         return weight * jk.lslora.regulariser(adapters, config.nonlinearity)
 
     def micro_step(

@@ -1,5 +1,6 @@
 """How near generated texts are to those that were asked for."""
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,20 +31,19 @@ def rouge_l(answers: Sequence[str], targets: Sequence[str]) -> float:
         C.-Y. Lin, ROUGE: A Package for Automatic Evaluation of Summaries, 2004.
     """
     _check(answers, targets)
-    scorer = rouge_package().rouge_scorer.RougeScorer(["rougeL"], use_stemmer=True)
+    scorer = rouge_package().RougeScorer(["rougeL"], use_stemmer=True)
     pairs = zip(targets, answers, strict=True)
     return sum(scorer.score(*pair)["rougeL"].fmeasure for pair in pairs) / len(targets)
 
 
 def rouge_package() -> Any:
-    """The package ``rouge_score``, or how to get it."""
+    """The module ``rouge_score.rouge_scorer``, or how to get it."""
     try:
-        import rouge_score.rouge_scorer
+        return importlib.import_module("rouge_score.rouge_scorer")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f'ROUGE-L needs {error.name}: pip install "jaxkfac[rouge]"', name=error.name
         ) from None
-    return rouge_score
 
 
 def _check(answers: Sequence[str], targets: Sequence[str]) -> None:
