@@ -43,11 +43,12 @@ def a_pass(stream, number=0):
 
 OPTIONS = pytest.mark.parametrize(
     "options",
-    [{}, {"batching": "pack"}, {"window": 1}, {"window": 1000}, {"num_lengths": 1}],
-    ids=["pad", "pack", "in-order", "one-window", "one-length"],
+    [{}, {"num_lengths": 1}, {"window": 1}, {"window": 1000}, {"batching": "pack"}],
+    ids=["pad", "one-length", "in-order", "one-window", "pack"],
 )
 
 
+@pytest.mark.sampled(2)
 @OPTIONS
 def test_a_pass_holds_every_record_once_in_an_order_of_its_own(folder, options):
     stream = stream_of(folder, **options)
@@ -61,12 +62,13 @@ def test_a_pass_holds_every_record_once_in_an_order_of_its_own(folder, options):
     assert letters(a_pass(stream_of(folder, seed=4, **options))) != first
 
 
+@pytest.mark.sampled(2)
 @OPTIONS
 def test_from_any_position_the_same_batches_follow(folder, options):
     stream = stream_of(folder, **options)
     found = list(itertools.islice(stream.iterate(), 40))
     assert found[-1][1]["pass"] > 0
-    for start in (0, 1, 7, 14, 15, 16, 29, 38):
+    for start in (0, 14, 15, 29, 38):
         position = json.loads(json.dumps(found[start][1]))
         again = itertools.islice(stream_of(folder, **options).iterate(position), 39 - start)
         for (batch, behind), (expected, place) in zip(again, found[start + 1 :], strict=True):
