@@ -102,8 +102,9 @@ class FinetuneProblem(NamedTuple):
             return str(self.encoded)
         if position is not None:
             return str(Tally(**position["tally"]))
-        rows = self.train.rows
-        return f"{bytes_text(rows.nbytes)} in {len(rows.files)} files, read as they are needed"
+        rows, count = self.train.rows, len(self.train.rows.files)
+        files = "a file" if count == 1 else f"{count} files"
+        return f"{bytes_text(rows.nbytes)} in {files}, read as training needs it"
 
     def learnt(self, position: Position) -> int:
         """Tokens in the loss, of the data or of what has been read of them at a position."""
