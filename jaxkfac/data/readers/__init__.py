@@ -6,8 +6,8 @@ from jaxkfac.data.readers._packages import data_package
 from jaxkfac.data.readers._parquet import Parquet
 from jaxkfac.data.readers._reader import (
     BadRow,
-    Place,
     Reader,
+    RowPlace,
     known_suffixes,
     register_reader,
 )
@@ -22,8 +22,8 @@ __all__ = [
     "FileRows",
     "JsonLines",
     "Parquet",
-    "Place",
     "Reader",
+    "RowPlace",
     "Splits",
     "data_package",
     "find_files",

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkfac.data.readers._packages import pyarrow
-from jaxkfac.data.readers._reader import Place, Reader, register_reader
+from jaxkfac.data.readers._reader import Reader, RowPlace, register_reader
 
 _ROWS = 512  # that are Python objects at one time
 
@@ -16,7 +16,7 @@ class Arrow(Reader):
 
     suffixes = (".arrow", ".feather")
 
-    def read(self, path: Path, place: Place) -> Iterator[tuple[Place, Any]]:
+    def read(self, path: Path, place: RowPlace) -> Iterator[tuple[RowPlace, Any]]:
         """Rows from ``place`` on; see :class:`Reader`."""
         number = 0
         for batch in _batches(path):
@@ -25,7 +25,7 @@ class Arrow(Reader):
             for start in range(skipped, len(batch), _ROWS):
                 for row in batch.slice(start, _ROWS).to_pylist():
                     number += 1
-                    yield Place(number, number), row
+                    yield RowPlace(number, number), row
 
     def count(self, path: Path) -> int:
         """The sum over record batches, of which no values are read."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkfac.data.readers._packages import pyarrow
-from jaxkfac.data.readers._reader import BadRow, Place, Reader, register_reader
+from jaxkfac.data.readers._reader import BadRow, Reader, RowPlace, register_reader
 
 _CHUNK = 1 << 20  # bytes
 
@@ -25,7 +25,7 @@ class JsonLines(Reader):
     suffixes = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson")
     unit = "line"
 
-    def read(self, path: Path, place: Place) -> Iterator[tuple[Place, Any]]:
+    def read(self, path: Path, place: RowPlace) -> Iterator[tuple[RowPlace, Any]]:
         """Rows from ``place`` on; see :class:`Reader`."""
         offset, number = place
         try:
@@ -37,7 +37,7 @@ class JsonLines(Reader):
                     if number == 1:
                         line = line.removeprefix(codecs.BOM_UTF8)
                     if line.strip():
-                        yield Place(offset, number), _row(line)
+                        yield RowPlace(offset, number), _row(line)
         except (EOFError, OSError, zlib.error) as error:
             raise _explained(path, f" behind line {number}", error) from error
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkfac.data.readers._packages import pyarrow
-from jaxkfac.data.readers._reader import Place, Reader, register_reader
+from jaxkfac.data.readers._reader import Reader, RowPlace, register_reader
 
 _ROWS = 512  # that are Python objects at one time
 
@@ -16,7 +16,7 @@ class Parquet(Reader):
 
     suffixes = (".parquet",)
 
-    def read(self, path: Path, place: Place) -> Iterator[tuple[Place, Any]]:
+    def read(self, path: Path, place: RowPlace) -> Iterator[tuple[RowPlace, Any]]:
         """Rows from ``place`` on; see :class:`Reader`."""
         parquet, start, before = pyarrow("parquet"), place.offset, 0
         with _opened(parquet, path) as file:
@@ -41,7 +41,7 @@ def _opened(parquet: Any, path: Path) -> Any:
 
 def _group(
     path: Path, file: Any, group: int, before: int, start: int
-) -> Iterator[tuple[Place, Any]]:
+) -> Iterator[tuple[RowPlace, Any]]:
     number = before
     try:
         for batch in file.iter_batches(_ROWS, row_groups=[group]):
@@ -49,7 +49,7 @@ def _group(
             number += skipped
             for row in batch.slice(skipped).to_pylist():
                 number += 1
-                yield Place(number, number), row
+                yield RowPlace(number, number), row
     except (OSError, pyarrow("").ArrowInvalid) as error:
         raise ValueError(
             f"{path} is damaged behind row {number} ({error}): get it again"

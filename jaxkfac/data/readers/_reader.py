@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """Where in a file the next row begins.
 
     Attributes:
@@ -40,12 +40,12 @@ class Reader(abc.ABC):
     unit: ClassVar[str] = "row"
 
     @abc.abstractmethod
-    def read(self, path: Path, place: Place) -> Iterator[tuple[Place, Any]]:
+    def read(self, path: Path, place: RowPlace) -> Iterator[tuple[RowPlace, Any]]:
         """Rows from ``place`` on, each with the place behind it, holding few of them at a time.
 
         Args:
             path: The file.
-            place: Of the first row; ``Place()`` is the beginning.
+            place: Of the first row; ``RowPlace()`` is the beginning.
 
         Returns:
             ``(place, row)``: what JSON would give for the row, or a :class:`BadRow`.
@@ -56,7 +56,7 @@ class Reader(abc.ABC):
 
     def count(self, path: Path) -> int:
         """How many rows the file has, bad ones with them."""
-        return sum(1 for _ in self.read(path, Place()))
+        return sum(1 for _ in self.read(path, RowPlace()))
 
 
 _READERS: dict[str, Reader] = {}

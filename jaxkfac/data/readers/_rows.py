@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from jaxkfac.data.readers._reader import BadRow, Place, Reader, reader_of
+from jaxkfac.data.readers._reader import BadRow, Reader, RowPlace, reader_of
 from jaxkfac.data.readers._splits import check_file, find_files
 
 _Parsed = TypeVar("_Parsed")
@@ -20,7 +20,7 @@ class FilePlace(NamedTuple):
 
     Attributes:
         file: Index of the file.
-        offset: In it; see :class:`Place`.
+        offset: In it; see :class:`RowPlace`.
         number: Of lines or rows before it.
     """
 
@@ -80,7 +80,7 @@ class FileRows(Generic[_Parsed]):
         order = range(len(self.files)) if order is None else order
         for index in range(place.file, len(order)):
             path = self.files[order[index]]
-            start = Place(place.offset, place.number) if index == place.file else Place()
+            start = RowPlace(place.offset, place.number) if index == place.file else RowPlace()
             for (offset, number), row in _reader(path).read(path, start):
                 behind = FilePlace(index, offset, number)
                 yield behind, self._parsed(row, self.where(behind, order))

@@ -24,7 +24,7 @@ def make_pass(stream: Any, number: int, tally: Tally) -> Any:
     """
     seed = np.random.SeedSequence([stream.seed, number])
     order = np.random.default_rng(seed).permutation(len(stream.rows.files)).tolist()
-    rows = _Rows(stream.rows, order if stream.window > 1 else None, tally)
+    rows = _Records(stream.rows, order if stream.window > 1 else None, tally)
     if stream.window > 1:
         window_seed = int(seed.generate_state(1)[0] >> 1)  # grain adds the window's number
         rows = WindowShuffleIterDataset(rows, window_size=stream.window, seed=window_seed)
@@ -35,18 +35,18 @@ def make_pass(stream: Any, number: int, tally: Tally) -> Any:
     return iter(batches)
 
 
-class _Rows(grain.IterDataset):
+class _Records(grain.IterDataset):
     """``(where, record)`` of good rows; bad ones are counted."""
 
     def __init__(self, rows: FileRows, order: list[int] | None, tally: Tally) -> None:
         super().__init__()
         self._arguments = rows, order, tally
 
-    def __iter__(self) -> "_RowsIterator":
-        return _RowsIterator(*self._arguments)
+    def __iter__(self) -> "_RecordIterator":
+        return _RecordIterator(*self._arguments)
 
 
-class _RowsIterator(grain.DatasetIterator):
+class _RecordIterator(grain.DatasetIterator):
     def __init__(self, rows: FileRows, order: list[int] | None, tally: Tally) -> None:
         super().__init__()
         self._rows, self._order, self._tally = rows, order, tally
