@@ -77,14 +77,14 @@ def in_scan_and_remat(p, x, tap):
 
 
 def every_expert(p, x, tap):
-    """Every expert on every row, those that are not picked times zero."""
+    """Every expert on every row; of those that are not picked nothing is read."""
     g, y = gates(p, x, tap), 0.0
     for e in range(EXPERTS):
         picked = (x["k"] == e).any(-1)
         gate = jnp.where(x["k"] == e, g, 0.0).sum(-1)
         h = jnp.tanh(tap.dense("up", x["x"], x["x"] @ p["up"][e], at=(e,)))
-        h = jnp.where(picked[..., None], gate[..., None] * h, 0.0)
-        y = y + tap.dense("down", h, h @ p["down"][e], at=(e,))
+        h = gate[..., None] * h
+        y = y + jnp.where(picked[..., None], tap.dense("down", h, h @ p["down"][e], at=(e,)), 0.0)
     return tap.dense("head", y, y @ p["head"])
 
 

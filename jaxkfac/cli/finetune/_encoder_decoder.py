@@ -43,7 +43,6 @@ _FLAN_T5_XL = EncoderDecoderConfig(
     vocabulary=32128, width=2048, hidden=5120, encoder_depth=24, decoder_depth=24, num_heads=32,
     head_size=64, eos_ids=(1,), **_SHAPES,
 )  # fmt: skip
-_SPREAD = 2.0  # deviation of the biases of positions in an untrained model
 ENCODER_DECODERS = {"t5-bytes": _BYTES, "flan-t5-xl": _FLAN_T5_XL}
 """Models of this kind that have a name here."""
 
@@ -170,10 +169,6 @@ def _untrained(experiment: Finetuning) -> Pretrained:
     """A small encoder-decoder that reads bytes, with random parameters by the run's seed."""
     model = EncoderDecoder(_BYTES, remat=experiment.remat, rngs=nnx.Rngs(experiment.seed))
     apply_fn, params = from_nnx(model)
-    # A step of AdamW moves a position's bias by the learning rate, however far it has to go: heads
-    # that begin with positions of their own need not wait for that.
-    for stack in ("encoder", "decoder"):
-        params[stack]["relative_attention_bias"]["embedding"] *= _SPREAD * _BYTES.width**0.5
     params = jax.tree.map(lambda x: x.astype(dtype_of(experiment)), params)
     return Pretrained(_BYTES, apply_fn, params, byte_tokenizer())
 
