@@ -25,6 +25,14 @@ from jaxkfac.models.encoder_decoder import (
     generate_targets,
     load_encoder_decoder,
 )
+from jaxkfac.models.few_shot import (
+    Conv4,
+    CosineTransformer,
+    CosineTransformerConfig,
+    EpisodeNorm,
+    PrototypicalNetwork,
+    ResNet,
+)
 from jaxkfac.models.pretrained import smollm2
 
 __all__ = [
@@ -32,13 +40,19 @@ __all__ = [
     "Cache",
     "Cached",
     "CachedPairs",
+    "Conv4",
+    "CosineTransformer",
+    "CosineTransformerConfig",
     "Decoder",
     "DecoderConfig",
     "EncoderDecoder",
     "EncoderDecoderConfig",
+    "EpisodeNorm",
     "Pairs",
     "PairsCache",
     "Pretrained",
+    "PrototypicalNetwork",
+    "ResNet",
     "Rotary",
     "Tokenizer",
     "Tokens",
