@@ -26,8 +26,13 @@ import jaxkfac as jk
 from jaxkfac.data.few_shot import Episodes, Splits, load_glyphs, read_splits
 from jaxkfac.files import Archive, write_archive, write_text
 from jaxkfac.interception import leaves_by_path, with_leaves
-from jaxkfac.models import Conv4, CosineTransformer, CosineTransformerConfig
-from jaxkfac.models import PrototypicalNetwork, ResNet
+from jaxkfac.models import (
+    Conv4,
+    CosineTransformer,
+    CosineTransformerConfig,
+    PrototypicalNetwork,
+    ResNet,
+)
 
 FORM = "jaxkfac.example.fewshot"
 AT_ONCE = 10  # episodes of an evaluation in one program
@@ -240,8 +245,9 @@ def main() -> None:
         held_out = accuracies(training, options, carry, validation, 50).mean()
         records["validation"] += [float(held_out)]
         save(path, options, carry, records)
-        print(f"epoch {epoch + 1:3d}  loss {records['losses'][-1]:.4f}  "
-              f"validation {held_out:.2%}  {time.monotonic() - started:.0f} s", flush=True)  # fmt: skip
+        spent = time.monotonic() - started
+        print(f"epoch {epoch + 1:3d}  loss {records['losses'][-1]:.4f}  validation {held_out:.2%}  "
+              f"{spent:.0f} s", flush=True)  # fmt: skip
     found = accuracies(training, options, carry, novel, options.n_test)
     interval = 1.96 * found.std(ddof=1) / np.sqrt(len(found)) if len(found) > 1 else float("nan")
     records |= {"novel": float(found.mean()), "interval": float(interval)}

@@ -60,9 +60,14 @@ class CosineAttention(nnx.Module):
     def __call__(
         self, classes: Float[Array, "E M N D"], query: Float[Array, "E Q 1 D"]
     ) -> Float[Array, "E Q N D"]:
-        c_ExQxNxAxS = self._projected(classes)
+        c_ExMxNxAxS = self._projected(classes)
         q_ExQx1xAxS = self._projected(query)
-        cosines = (_unit(c_ExQxNxAxS) * _unit(q_ExQx1xAxS)).sum(-1, keepdims=True)
+        c_ExQxNxAxS = jnp.broadcast_to(
+            _unit(c_ExMxNxAxS), (*q_ExQx1xAxS.shape[:2], *c_ExMxNxAxS.shape[2:])
+        )
+        # An einsum, and not a product and its sum: of those XLA's CPU compiler (jax 0.10.2) makes
+        # one fusion with the projection that follows, and its numbers are wrong beyond 12 queries.
+        cosines = jnp.einsum("eqnas,eqas->eqna", c_ExQxNxAxS, _unit(q_ExQx1xAxS)[:, :, 0])[..., None]
         mixed_ExQxNxAxS = cosines * q_ExQx1xAxS
         return self.output(mixed_ExQxNxAxS.reshape(*mixed_ExQxNxAxS.shape[:3], -1))
 
