@@ -67,7 +67,9 @@ class CosineAttention(nnx.Module):
         )
         # An einsum, and not a product and its sum: of those XLA's CPU compiler (jax 0.10.2) makes
         # one fusion with the projection that follows, and its numbers are wrong beyond 12 queries.
-        cosines = jnp.einsum("eqnas,eqas->eqna", c_ExQxNxAxS, _unit(q_ExQx1xAxS)[:, :, 0])[..., None]
+        cosines = jnp.einsum("eqnas,eqas->eqna", c_ExQxNxAxS, _unit(q_ExQx1xAxS)[:, :, 0])[
+            ..., None
+        ]
         mixed_ExQxNxAxS = cosines * q_ExQx1xAxS
         return self.output(mixed_ExQxNxAxS.reshape(*mixed_ExQxNxAxS.shape[:3], -1))
 
