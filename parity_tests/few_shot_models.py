@@ -14,6 +14,7 @@ from torch_ref import models as ref
 
 WAY, SHOT, QUERIES, EPISODES, SIDE, WIDTH = 3, 2, 4, 2, 16, 2
 HEADS, SIZE, HIDDEN, DEPTH = 2, 3, 5, 2
+FEATURES = 4  # of the cosine transformer: of two, a layer norm leaves signs
 
 
 def _dense(name: str, module: str, n_in: int, n_out: int, *, bias: bool = True) -> Twin:
@@ -101,22 +102,24 @@ def _cosine(rngs: nnx.Rngs) -> nnx.Module:
     config = models.CosineTransformerConfig(
         WAY, SHOT, depth=DEPTH, num_heads=HEADS, head_size=SIZE, hidden=HIDDEN
     )
-    return models.CosineTransformer(models.Conv4(SIDE, width=WIDTH, rngs=rngs), config, rngs=rngs)
+    return models.CosineTransformer(
+        models.Conv4(SIDE, width=FEATURES, rngs=rngs), config, rngs=rngs
+    )
 
 
 COSINE = Problem(
     lambda: ref.CosineTransformer(
-        ref.Conv4(1, WIDTH), WIDTH, n_way=WAY, k_shot=SHOT, depth=DEPTH, heads=HEADS,
+        ref.Conv4(1, FEATURES), FEATURES, n_way=WAY, k_shot=SHOT, depth=DEPTH, heads=HEADS,
         head_size=SIZE, hidden=HIDDEN,
     ),
     _apply(_cosine),
     (
-        *(_conv(f"convolutions/{i}", 3, WIDTH if i else 1, WIDTH) for i in range(4)),
-        _dense("attention/input", "input", WIDTH, HEADS * SIZE, bias=False),
-        _dense("attention/output", "output", HEADS * SIZE, WIDTH),
-        _dense("up", "up", WIDTH, HIDDEN),
-        _dense("down", "down", HIDDEN, WIDTH),
-        _dense("head_input", "head_input", WIDTH, SIZE),
+        *(_conv(f"convolutions/{i}", 3, FEATURES if i else 1, FEATURES) for i in range(4)),
+        _dense("attention/input", "input", FEATURES, HEADS * SIZE, bias=False),
+        _dense("attention/output", "output", HEADS * SIZE, FEATURES),
+        _dense("up", "up", FEATURES, HIDDEN),
+        _dense("down", "down", HIDDEN, FEATURES),
+        _dense("head_input", "head_input", FEATURES, SIZE),
     ),
     _episodes,
     options=EXPAND[:1],

@@ -49,8 +49,8 @@ def conv4(p, x, tap):
     for i in range(4):
         x = convolved(x, p["convolutions"][i]["kernel"], f"backbone/convolutions/{i}", tap)
         x = jax.nn.relu(normalised(x, p["norms"][i], f"backbone/norms/{i}", tap))
-        e, n, h, w, c = x.shape
-        x = x.reshape(e, n, h // 2, 2, w // 2, 2, c).max((3, 5))
+        x = jnp.maximum(x[:, :, ::2], x[:, :, 1::2])  # a pool of 2 x 2
+        x = jnp.maximum(x[:, :, :, ::2], x[:, :, :, 1::2])
     return x.reshape(*x.shape[:2], -1)
 
 
@@ -167,6 +167,7 @@ def _residual():
          checked=f"{BRUTE}; squares of each episode's gradient")  # fmt: skip
 def _cosine():
     config = CosineTransformerConfig(WAY, SHOT, num_heads=HEADS, head_size=SIZE, hidden=HIDDEN)
-    build = lambda rngs: CosineTransformer(Conv4(16, width=WIDTH, rngs=rngs), config, rngs=rngs)
+    # Four features: of two, a layer norm leaves signs.
+    build = lambda rngs: CosineTransformer(Conv4(16, width=4, rngs=rngs), config, rngs=rngs)
     computed = (("support_weights",), ("head", "direction"), ("head", "norm"))
     return case(build, cosine, 16, computed)

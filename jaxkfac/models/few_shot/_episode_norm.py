@@ -47,8 +47,9 @@ class EpisodeNorm(nnx.Module):
             count = x[0, ..., 0].size
             self._average(self.mean, mean)
             self._average(self.var, var * (count / max(count - 1, 1)))
-        multiplier = jax.lax.rsqrt(var + self.epsilon) * self.scale[...]
-        return (x - mean) * multiplier + self.bias[...]
+        # The scale meets rows of data, so that its curvature is that of every place.
+        normalised = (x - mean) * jax.lax.rsqrt(var + self.epsilon)
+        return normalised * self.scale[...] + self.bias[...]
 
     def _average(self, running: nnx.BatchStat, new: Array) -> None:
         new = new.mean(range(new.ndim - 1)).astype(running[...].dtype)
