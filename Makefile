@@ -23,7 +23,7 @@ PRESET ?= digits
 # A finished run is never written over by itself: RUN_ARGS=--overwrite or RUN_ARGS=--resume
 RUN_ARGS ?=
 
-.PHONY: help run test test-slow test-exhaustive test-oldest test-newest lint format docs-check bench mutants parity accelerators gpu-check clean
+.PHONY: help run test test-slow test-exhaustive test-oldest test-newest lint format docs-check bench mutants parity accelerators plan-record gpu-check clean
 
 help:
 	@echo "make run          train --preset $(PRESET): K-FAC beside AdamW, checkpoint and report"
@@ -39,6 +39,7 @@ help:
 	@echo "make mutants      200 one-line mutants of the core against its tests: hours, goes on where it stopped"
 	@echo "make parity       jaxkfac against torch_ref, number by number: parity_report.md, .html"
 	@echo "make accelerators  every step compiled for an H100, eight of them and a TPU v5e; none is needed"
+	@echo "make plan-record  the plan's totals against compiled ones, for a CPU and an H100; none is needed"
 	@echo "make gpu-check    the tests marked gpu, parity on CUDA among them; documents, peaks, host overlap"
 	@echo "make clean        remove every environment and every cache"
 
@@ -132,8 +133,8 @@ docs-check: $(VENV)/.stamp-test
 bench: $(VENV)/.stamp-run
 	$(BIN)/python -m benchmarks.factors
 
-# Delete benchmarks/results/mutants.json to draw from the last commit; with --again, what survived
-# meets the tests of the working tree.
+# Delete benchmarks/results/mutants.json to draw from the last commit; what survives meets the tests
+# of every later commit in which this runs. MUTANTS_ARGS=FILE takes another record.
 mutants: $(VENV)/.stamp-test
 	$(BIN)/python -m benchmarks.mutants $(MUTANTS_ARGS)
 
@@ -151,6 +152,9 @@ accelerators: $(CUDA)/.stamp $(TPU)/.stamp
 	for dtype in float32 bfloat16; do for size in real small others; do $(H100) --size $$size --dtype $$dtype; done; done
 	for layout in "data parallel" "fully sharded"; do $(H100) --layout "$$layout"; done
 	$(TPU)/bin/python -m benchmarks.accelerators --target v5e --limit 300 $(ACCELERATORS_ARGS)
+
+plan-record: $(VENV)/.stamp-test $(CUDA)/.stamp
+	$(BIN)/python -m benchmarks.plan --python $(CUDA)/bin/python --json benchmarks/results/plan.json --markdown benchmarks/results/plan.md
 
 # GPU_PYTHON=python3 make gpu-check uses an environment that already has jax and torch with CUDA.
 ifdef GPU_PYTHON

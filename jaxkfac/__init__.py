@@ -52,7 +52,7 @@ from jaxkfac.interception import (
 )
 from jaxkfac.lslora import nf4
 from jaxkfac.memory import MemoryBudgetError, cast_once, load_safetensors, place_once
-from jaxkfac.optim import has_updated, kfac, multi_steps, scale_by_bases
+from jaxkfac.optim import LevenbergMarquardt, has_updated, kfac, multi_steps, scale_by_bases
 from jaxkfac.planning import MemoryPlan, plan_memory
 
 __version__ = "0.1.0"
@@ -74,6 +74,7 @@ __all__ = [
     "KroneckerFactor",
     "Layer",
     "LayerTable",
+    "LevenbergMarquardt",
     "LongSum",
     "LostRowsError",
     "MemoryBudgetError",

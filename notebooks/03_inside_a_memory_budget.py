@@ -88,7 +88,7 @@ print(f"parameters {size(params) / 2**20:.2f} MiB, factors {size(like) / 2**20:.
 #
 # With `max_factor_bytes`, collection runs several backward passes. Each taps some of the layers,
 # and in the scan a window of its iterations. The scan is never split, because slices of its
-# operands would be copies of parameters; a buffer for the window rides in its carry, and the
+# operands would be copies of parameters; a buffer for the window is in its carry, and the
 # window's start is an argument, so that one compiled program serves every window.
 
 # %%

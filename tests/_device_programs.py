@@ -105,6 +105,16 @@ def layouts() -> dict[str, Any]:
     return out
 
 
+def single() -> dict[str, Any]:
+    """In single precision."""
+    jax.config.update("jax_enable_x64", False)
+    return {
+        "one": training("one", "auto"),
+        "data": training("data", "auto", distribute="data"),
+        "full": training("full", "auto", distribute="data"),
+    }
+
+
 def outside() -> dict[str, Any]:
     """Eager calls: the mesh is that of the parameters."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

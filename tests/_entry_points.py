@@ -20,14 +20,15 @@ class EntryPoint(NamedTuple):
     """How a function is exported, and what is in its module.
 
     ``build`` gives the function and the shapes of its arguments; ``grams`` are products of rows
-    with themselves by size, ``eigh`` eigendecompositions, equal sizes in one call, and ``qr``
-    whether there are QR decompositions.
+    with themselves by size, ``eigh`` eigendecompositions, equal sizes in one call, ``qr``
+    whether there are QR decompositions, and ``cholesky`` how many Cholesky decompositions.
     """
 
     build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
     grams: Mapping[int, int]
     eigh: int
     qr: bool
+    cholesky: int
 
 
 ENTRY_POINTS: dict[str, EntryPoint] = {}
@@ -62,12 +63,17 @@ NOT_EXPORTED = {
 
 
 def entry(
-    name: str, *, grams: Mapping[int, int] | None = None, eigh: int = 0, qr: bool = False
+    name: str,
+    *,
+    grams: Mapping[int, int] | None = None,
+    eigh: int = 0,
+    qr: bool = False,
+    cholesky: int = 0,
 ) -> Any:
     """Enter a builder; of several of one function the names go on after a comma."""
 
     def register(build: Any) -> Any:
-        ENTRY_POINTS[name] = EntryPoint(build, grams or {}, eigh, qr)
+        ENTRY_POINTS[name] = EntryPoint(build, grams or {}, eigh, qr, cholesky)
         return build
 
     return register
@@ -260,6 +266,25 @@ def kfac():
 @entry("kfac", eigh=3)
 def _():
     return updates(kfac(), factors=like())
+
+
+@entry("kfac, adaptive", eigh=3)
+def _():
+    tx = jk.kfac("quadratic", momentum="quadratic", like=like(), damping=jk.LevenbergMarquardt())
+
+    def update(grads, state, params, factors, batch):
+        loss = lambda params: OBJECTIVE(params, batch)
+        curvature = operators.ggn(OBJECTIVE, params, batch)
+        how = {"value": loss(params), "value_fn": loss, "curvature": curvature}
+        return tx.update(grads, state, params, factors=factors, **how)
+
+    return update, (PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS, like(), BATCH)
+
+
+@entry("kfac, inverses", cholesky=4)
+def _():
+    options = {"damping_mode": "factored", "inverse": "cholesky"}
+    return updates(jk.kfac(0.1, like=like(), damping=1e-3, **options), factors=like())
 
 
 @entry("multi_steps", eigh=3)

@@ -222,5 +222,62 @@ def test_where_there_is_no_second_pass_the_parameters_are_not_covered():
     def scalar(p, batch):
         return jnp.mean((batch[0] @ weight_norm(p)) ** 2)
 
-    with pytest.raises(jk.UncoveredParameterError, match="need a jk.Objective"):
+    with pytest.raises(jk.UncoveredParameterError, match="need a jk.Objective or jk.mark"):
         jk.value_grad_and_factors(scalar, loss_terms=6)(tree(0, v=(4, 5), g=(5,)), tokens())
+
+
+def two_marks(p, batch):
+    (x, y), z = batch
+    logits = jk.mark_outputs(objective_of(model).apply_fn(p, x), jk.Categorical(), weight=0.5)
+    error = jk.mark_outputs(jnp.tanh(z @ weight_norm(p)).sum(-1), jk.Gaussian(), weight=2.0)
+    log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), y[..., None], -1)
+    return -0.5 * log_p.mean() + jnp.square(error).mean() + 0.1 * jnp.square(p["v"]).sum()
+
+
+@pytest.mark.parametrize(
+    "fisher", ["empirical", "exact", pytest.param("mc", marks=pytest.mark.exhaustive)]
+)
+def test_beside_marks_a_parameter_has_the_squares_of_each_example_s_gradient(fisher):
+    """An example's terms have the weight and number of their mark; those of two marks are two."""
+    (x, y), z, p = tokens(), normal(6, 4, 4), params()
+    drawn = [labels(5, 1, 3, 2), normal(4, 1, 4)]
+    extra = {"labels": drawn} if fisher == "mc" else {}
+    stats = jk.value_grad_and_factors(two_marks, fisher=fisher)
+    value, grads, factors = jax.jit(stats)(p, ((x, y), z), **extra)
+    assert_tree_close((value, grads), jax.value_and_grad(two_marks)(p, ((x, y), z)), 1e-10)
+
+    def outputs(p):
+        logits = objective_of(model).apply_fn(p, x)
+        return logits, jnp.tanh(z @ weight_norm(p)).sum(-1)
+
+    (logits, f), vjp = jax.vjp(outputs, p)
+    probs, expected = jax.nn.softmax(logits), {"v": 0.0, "g": 0.0}
+
+    if fisher == "exact":
+        # A square root of each term's Fisher; terms of one example are taken one by one.
+        root = jnp.sqrt(probs)[..., None] * (jnp.eye(3) - probs[..., None, :])
+        at = jnp.eye(2)[None, :, :, None, None] * root[:, :, None]  # (n, s, s', c, c')
+        pulls = [at.transpose(1, 3, 0, 2, 4).reshape(6, 3, 2, 3), jnp.ones((1, 4))]
+    else:
+        y, t = (drawn[0][0], drawn[1][0]) if fisher == "mc" else (y, 0.0)
+        pulls = [(probs - jax.nn.one_hot(y, 3))[None], (f - t)[None]]
+    zeros = jnp.zeros_like(logits), jnp.zeros_like(f)
+    for mark, share in ((0, 0.5 / 6), (1, 2.0 / 4)):
+        for pull in pulls[mark]:
+            for n in range(len(pull)):
+                alone = jnp.zeros_like(pull).at[n].set(pull[n])
+                gradient = vjp((alone, zeros[1]) if mark == 0 else (zeros[0], alone))[0]
+                expected = {name: expected[name] + share * gradient[name] ** 2 for name in expected}
+    for name in ("v", "g"):
+        np.testing.assert_allclose(factors[name].diagonal, expected[name], rtol=1e-10)
+
+
+def test_beside_a_mark_of_coupled_examples_the_parameters_are_not_covered():
+    def contrastive(p, batch):
+        x = batch @ weight_norm(p)
+        logits = jk.mark_outputs(x @ x.T, jk.Categorical())
+        return -jnp.diagonal(jax.nn.log_softmax(logits)).mean()
+
+    kept, x = tree(0, v=(4, 5), g=(5,)), normal(6, 4, 4)
+    with pytest.raises(jk.UncoveredParameterError, match="examples meet on their way to a jk.mark"):
+        jk.value_grad_and_factors(contrastive)(kept, x)

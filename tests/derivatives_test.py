@@ -1,14 +1,28 @@
 """Losses of a network's derivatives: constant tangents, and kernels read in both orientations."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jaxkfac as jk
-from tests._checks import assert_block_close
-from tests._derivatives import FORMS, along, blocks_of, direction, net, net_params, points
-from tests._programs import normal
+from tests._checks import assert_block_close, assert_tree_close
+from tests._derivatives import (
+    FORMS,
+    HIDDEN,
+    D,
+    along,
+    blocks_of,
+    direction,
+    net,
+    net_params,
+    points,
+)
+from tests._oracle import Block
+from tests._programs import normal, tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -82,6 +96,100 @@ def test_every_fisher_type_of_a_second_derivative(fisher):
 def test_a_network_inside_jit_or_remat(form, wall):
     walled = loss_of(residual(form, wall))
     check(residual(form), loss=walled)
+
+
+LENGTH = 3
+
+
+def scanned(p, x, wall=lambda f: f):
+    """The network with a scan over its layers."""
+    h = jnp.tanh(x @ p["w1"] + p["b1"])
+    step = wall(lambda h, w: (jnp.tanh(h @ w[0] + w[1]), None))
+    h = lax.scan(step, h, (p["m"], p["c"]))[0]
+    return (h @ p["w3"] + p["b3"])[0]
+
+
+def written_out(p, x, wall=lambda f: f):
+    h = jnp.tanh(x @ p["w1"] + p["b1"])
+    for i in range(LENGTH):
+        h = wall(lambda h, w, b: jnp.tanh(h @ w + b))(h, p[f"m{i}"], p[f"c{i}"])
+    return (h @ p["w3"] + p["b3"])[0]
+
+
+def layers_apart(p):
+    """The stacks as a parameter for each layer."""
+    rest = {name: value for name, value in p.items() if name not in "mc"}
+    return rest | {f"{name}{i}": p[name][i] for name in "mc" for i in range(LENGTH)}
+
+
+def assert_stacked(factors, blocks):
+    for layer in factors.layers:
+        if layer.is_elementwise:
+            continue
+        names = [layer.name.replace("m", f"m{i}", 1) for i in range(LENGTH)]
+        each = [blocks[n] for n in names] if layer.stack else [blocks[layer.name]]
+        sides = zip(*[(block.a, block.g) for block in each], strict=True)
+        a, g = (np.stack(side) if layer.stack else side[0] for side in sides)
+        assert_block_close(factors[layer.name], Block("dense", a, g, None), 1e-10, layer.name)
+
+
+def scanned_params():
+    sizes = {"w1": (D, HIDDEN), "b1": (HIDDEN,), "w3": (HIDDEN, 1), "b3": (1,)}
+    return tree(3, **sizes, m=(LENGTH, HIDDEN, HIDDEN), c=(LENGTH, HIDDEN))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_network_that_scans_over_its_layers(form):
+    """In reverse the last kernel times the cotangent 1 is the carry with which the scan begins."""
+    params, (x, z) = scanned_params(), points()
+    loss = loss_of(lambda p, x: FORMS[form](lambda x: scanned(p, x), x) - 1.0, scanned)
+    value, grads, factors = jax.jit(jk.value_grad_and_factors(loss, fisher="exact"))(params, (x, z))
+    assert_tree_close((value, grads), jax.value_and_grad(loss)(params, (x, z)), 1e-9)
+    joined = {layer.name: layer.bias is not None for layer in factors.layers}
+    joined |= {f"m{i}": joined["m"] for i in range(LENGTH)}
+    inside = lambda p, x: FORMS[form](lambda x: written_out(p, x), x) - 1.0
+    one = lambda xs: np.ones((1, len(xs), 1))
+    parts = [(inside, x, 2.0, one(x)), (written_out, z, 20.0, one(z))]
+    assert_stacked(factors, blocks_of(parts, layers_apart(params), joined))
+
+
+@pytest.mark.parametrize(
+    "form", ["reverse over reverse", pytest.param("hessian", marks=pytest.mark.exhaustive)]
+)
+def test_a_scan_of_remat_in_reverse_has_the_factors_of_its_layers_written_out(form):
+    """A layer's product stands there twice, as it is and recomputed: in both programs alike."""
+    params, batch = scanned_params(), points()
+
+    def factors_of(net, params):
+        net = functools.partial(net, wall=jax.checkpoint)
+        loss = loss_of(lambda p, x: FORMS[form](lambda x: net(p, x), x) - 1.0, net)
+        return jax.jit(jk.value_grad_and_factors(loss, fisher="exact"))(params, batch).factors
+
+    found, expected = (
+        factors_of(scanned, params),
+        factors_of(written_out, layers_apart(params)),
+    )
+    assert_stacked(found, {name: expected[name] for name in expected})
+
+
+def test_a_constant_row_inside_of_a_loop_is_one_of_each_example():
+    """Its product is made in the body, for all examples at once."""
+    params = tree(0, w=(4, 4), u=(3, 4))
+
+    def model(p, x, rows):
+        step = jax.checkpoint(lambda h, _: (jnp.tanh(h @ p["w"] + rows @ p["u"]), None))
+        return lax.scan(step, x, length=2)[0]
+
+    x, y, ones = normal(1, 5, 4), normal(2, 5, 4), normal(3, 3)
+    once = jk.Objective(lambda p, x: model(p, x, ones), jk.Gaussian())
+    each = jk.Objective(
+        lambda p, x: model(p, x, jnp.broadcast_to(ones, (5, 3)) + 0 * x[:, :1]), jk.Gaussian()
+    )
+    found, expected = (jk.value_grad_and_factors(o)(params, (x, y)).factors for o in (once, each))
+    for name in ("w", "u"):
+        np.testing.assert_allclose(found[name].a, expected[name].a, rtol=1e-10)
+        np.testing.assert_allclose(found[name].g, expected[name].g, rtol=1e-10)
 
 
 def random_features(p, x):

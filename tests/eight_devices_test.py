@@ -62,6 +62,13 @@ def test_a_separable_damping_is_divided_too(layouts):
 
 
 @pytest.mark.slow
+def test_in_single_precision_eight_devices_differ_by_rounding():
+    found = run("single")
+    for layout in LAYOUTS:
+        assert_close(found[layout]["params"], found["one"]["params"], 1e-6)
+
+
+@pytest.mark.slow
 def test_outside_of_jit_the_mesh_is_that_of_the_parameters():
     found = run("outside")
     assert found["divided"] == found["one"]  # to the last bit

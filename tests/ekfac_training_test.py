@@ -115,6 +115,23 @@ def test_a_scan_needs_measured_eigenvalues_in_like(params, batches):
     assert float(state.bases.corrections.terms) == 0  # the last step was a refresh
 
 
+def test_what_a_scan_is_going_to_refuse_is_said_in_words(params, batches):
+    tx = jk.kfac(0.1, like=like_for(params, batches[0]), damping=0.1)
+
+    def step(carry, batch):
+        params, state = carry
+        _, grads, factors = STATS(params, batch, bases=state.bases)
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return (optax.apply_updates(params, updates), state), None
+
+    stacked = jax.tree.map(lambda x: x[None], batches[0])
+    with (
+        pytest.warns(UserWarning, match=r"like=stats.factor_shapes\(.*bases="),
+        pytest.raises(TypeError),
+    ):
+        jax.lax.scan(step, (params, tx.init(params)), stacked)
+
+
 def test_micro_batches_measure_like_one_batch(params, batches):
     x, y = batches[4]
     like = measuring_like(params, batches[0])

@@ -101,19 +101,23 @@ def test_positions_may_be_split_too(x64, mesh, sharing):
         _assert_same(found, expected)
 
 
+def _by_features(p, x, tap):
+    h = jnp.tanh(x @ p["w"])
+    names = {"out_sharding": P()} if jax.typeof(x).sharding.mesh.explicit_axes else {}
+    return jnp.einsum("nsi,io->nso", h, p["v"], **names)
+
+
+def _split_by_features(p):
+    return {"w": jax.device_put(p["w"], P(None, "x")), "v": jax.device_put(p["v"], P("x", None))}
+
+
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_parameters_may_be_split(x64, mesh, sharing):
-    def model(p, x, tap):
-        h = jnp.tanh(x @ p["w"])
-        names = {"out_sharding": P()} if jax.typeof(x).sharding.mesh.explicit_axes else {}
-        return jnp.einsum("nsi,io->nso", h, p["v"], **names)
-
     p, batch = tree(4, w=(4, 6), v=(6, 3)), _case("mlp")[2]
-    stats = jax.jit(jk.value_grad_and_factors(objective_of(model), sharing=sharing))
+    stats = jax.jit(jk.value_grad_and_factors(objective_of(_by_features), sharing=sharing))
     expected = stats(p, batch)
     with jax.set_mesh(mesh):
-        split = {"w": jax.device_put(p["w"], P(None, "x")), "v": jax.device_put(p["v"], P("x"))}
-        found = stats(split, jax.device_put(batch, P()))
+        found = stats(_split_by_features(p), jax.device_put(batch, P()))
     _assert_same(found, expected)
 
 
@@ -186,3 +190,48 @@ def test_the_statistics_of_a_split_batch_are_reduced_not_gathered(x64, mesh):
         text = stats.lower(*args).compile().as_text()
     assert "all-reduce" in text
     assert "all-gather" not in text
+
+
+def _kfac_step(stats, tx, *, measured):
+    @jax.jit
+    def step(p, state, batch):
+        bases = {"bases": state.bases} if measured else {}
+        _, grads, factors = stats(p, batch, **bases)
+        updates, state = tx.update(grads, state, p, factors=factors)
+        return jax.tree.map(jnp.add, p, updates), state
+
+    return step
+
+
+def _trained(step, tx, p, batch):
+    state = tx.init(p)
+    for _ in range(3):
+        p, state = step(p, state, batch)
+    return p
+
+
+def test_a_step_is_compiled_once(x64, mesh):
+    """The first state has the types of those that steps return."""
+    model, p, batch = _case("mlp")
+    stats = jk.value_grad_and_factors(objective_of(model))
+    tx = jk.kfac(0.1, like=stats.factor_shapes(p, batch), damping=0.1, refresh_every=2)
+    expected = _trained(_kfac_step(stats, tx, measured=False), tx, p, batch)
+    step = _kfac_step(stats, tx, measured=False)
+    with jax.set_mesh(mesh):
+        # An entry for each axis, as results have it: P() is another sharding to jax.jit.
+        whole = jax.tree.map(lambda x: jax.device_put(x, P(*[None] * x.ndim)), p)
+        found = _trained(step, tx, whole, jax.device_put(batch, P("x")))
+    _assert_same(found, expected)
+    assert step._cache_size() == 1
+
+
+@pytest.mark.filterwarnings("ignore:kfac. the factors hold eigenvalues measured")
+def test_measured_eigenvalues_that_like_knows_nothing_of(x64, mesh):
+    p, batch = tree(4, w=(4, 6), v=(6, 3)), _case("mlp")[2]
+    stats = jk.value_grad_and_factors(objective_of(_by_features))
+    tx = jk.kfac(0.1, like=stats.factor_shapes(p, batch), damping=0.1, refresh_every=2)
+    step = _kfac_step(stats, tx, measured=True)
+    expected = _trained(step, tx, p, batch)
+    with jax.set_mesh(mesh):
+        found = _trained(step, tx, _split_by_features(p), jax.device_put(batch, P()))
+    assert_tree_close(jax.device_get(found), jax.device_get(expected), 1e-9)

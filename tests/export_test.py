@@ -35,6 +35,13 @@ QR = {  # and a solve with its triangle, which only LAPACK has as a call
     "ProductOfElementaryHouseholderReflectors",
 }
 
+CHOLESKY = {  # and solves with its triangle; a TPU's are no calls
+    "cpu": "lapack_spotrf_ffi",
+    "cuda": "cusolver_potrf_ffi",
+    "rocm": "hipsolver_potrf_ffi",
+}
+TRIANGULAR = "lapack_strsm_ffi"
+
 _DOT = re.compile(
     r"stablehlo\.dot_general .*? : \(tensor<([^>]*)>, tensor<([^>]*)>\) -> tensor<([^>]*)>"
 )
@@ -104,6 +111,7 @@ def test_every_entry_point_is_a_module_of_its_own_without_callbacks(name):
     entry = ENTRY_POINTS[name]
     text = module(*entry_of(name), platforms=PLATFORMS)
     solvers = (set(EIGH.values()) if entry.eigh else set()) | (QR if entry.qr else set())
+    solvers |= {*CHOLESKY.values(), TRIANGULAR} if entry.cholesky else set()
     assert set(_CALL.findall(text)) == solvers
     # One for every way in which JAX lowers a product, where it lowers for all platforms at once.
     found = grams(text) and grams(module(*entry_of(name), platforms=["tpu"]))
@@ -117,6 +125,16 @@ def test_sides_of_one_size_are_decomposed_by_one_call(name, platform):
     """Four sides, of which two have one size; one tridiagonal matrix of a Lanczos iteration."""
     called = _CALL.findall(module(*entry_of(name), platforms=[platform]))
     assert called == [EIGH[platform]] * ENTRY_POINTS[name].eigh
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("name", [name for name, entry in ENTRY_POINTS.items() if entry.cholesky])
+def test_inverses_are_one_cholesky_decomposition_of_each_side_and_two_solves(name, platform):
+    text, number = module(*entry_of(name), platforms=[platform]), ENTRY_POINTS[name].cholesky
+    called = Counter(_CALL.findall(text))
+    solves = called.pop(TRIANGULAR, 0) + text.count("stablehlo.triangular_solve")
+    decomposed = called.pop(CHOLESKY.get(platform), 0) + text.count("stablehlo.cholesky")
+    assert (decomposed, solves) == (number, 2 * number) and not called
 
 
 def public():

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import jaxkfac as jk
+from tests._checks import equations
 
 pytestmark = pytest.mark.usefixtures("x64")
 RNG = np.random.default_rng(0)
@@ -47,6 +48,37 @@ def test_one_mark_of_weight_one_is_an_objective(fisher, sharing):
     options = {"fisher": fisher, "sharing": sharing}
     of = lambda loss: jk.value_grad_and_factors(loss, **options)(params, batch, jax.random.key(0))
     assert_equal(of(jax.jit(marked)), of(jk.Objective(model, jk.Categorical())))
+
+
+@pytest.mark.parametrize("wall", [lambda f: f, jax.jit, jax.checkpoint])
+def test_what_a_loss_holds_beside_its_marks_is_in_no_factor(wall):
+    """A penalty on activations has no likelihood: G is that of the mark, as of mc and exact."""
+    params, batch = net()
+
+    def penalised(p, batch):
+        h = jnp.tanh(batch[0] @ p["w"] + p["b"])
+        z = wall(lambda h: jk.mark_outputs(h @ p["v"], jk.Categorical()))(h)
+        return cross_entropy(z, batch[1]) + 3.0 * jnp.square(h).mean() + jnp.square(p["w"]).sum()
+
+    value, grads, factors = jax.jit(jk.value_grad_and_factors(penalised))(params, batch)
+    assert_equal((value, grads), jax.value_and_grad(penalised)(params, batch))
+    assert_equal(factors, jk.value_grad_and_factors(marked)(params, batch).factors)
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_only_what_leads_past_the_marks_takes_a_second_pass(extra):
+    params, batch = net()
+
+    def loss(p, batch):
+        h = jnp.tanh(batch[0] @ p["w"] + p["b"])
+        z = jk.mark_outputs(h @ p["v"], jk.Categorical())
+        return cross_entropy(z, batch[1]) + jnp.square(p["w"]).sum() + (h.mean() if extra else 0.0)
+
+    closed = jax.make_jaxpr(jk.value_grad_and_factors(loss))(params, batch)
+    products = [e for e in equations(closed.jaxpr) if e.primitive.name == "dot_general"]
+    plain = jax.make_jaxpr(jk.value_grad_and_factors(marked))(params, batch)
+    alone = [e for e in equations(plain.jaxpr) if e.primitive.name == "dot_general"]
+    assert (len(products) > len(alone)) == extra
 
 
 @pytest.mark.parametrize("form", ["number", "array"])

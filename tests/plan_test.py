@@ -3,9 +3,22 @@
 For an H100 the record is ``benchmarks/results/plan.md``.
 """
 
-import pytest
+import dataclasses
+import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+import jaxkfac as jk
+from benchmarks.accelerators._programs import SIZES, Steps
+from benchmarks.accelerators._record import RECORD
+from benchmarks.accelerators._text import described
 from benchmarks.plan import planned_bytes, trainings
+from jaxkfac.planning import plan_memory
 from jaxkfac.planning._temporaries import within
 
 # Adam adds a Python number to an integer.
@@ -33,3 +46,92 @@ def test_a_total_from_equations_is_within_what_the_table_says(name):
         planned_bytes(training, training.estimate(compiled=sets)) for sets in ("none", "all")
     )
     assert counted == pytest.approx(compiled, rel=within("cpu", calibrated=False))
+
+
+def placed(tree, mesh, *axes):
+    there = NamedSharding(mesh, PartitionSpec(*axes))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), tree)
+
+
+EXCHANGES = (
+    ("dense", "expand", "data"),
+    ("convolution", "expand", None),
+    pytest.param("scanned", "expand", "data", marks=pytest.mark.exhaustive),
+    pytest.param("dense", "reduce", None, marks=pytest.mark.exhaustive),
+    pytest.param("scanned, rematted", "expand", None, marks=pytest.mark.exhaustive),
+)
+
+
+@pytest.mark.parametrize(("name", "sharing", "axis"), EXCHANGES)
+def test_devices_exchange_what_the_compiled_program_does(name, sharing, axis):
+    """Gradients and statistics are summed over devices once, divided bases besides."""
+    objective, params, batch = TRAININGS[name].problem
+    stats = jk.value_grad_and_factors(objective, sharing=sharing)
+    like = stats.factor_shapes(params, batch)
+    tx = jk.kfac(0.1, like=like, damping=1e-3, distribute=axis)
+
+    def step(params, state, batch):
+        value, grads, factors = stats(params, batch)
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return value, optax.apply_updates(params, updates), state
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    state = jax.eval_shape(tx.init, params)
+    with jax.set_mesh(mesh):
+        plan = plan_memory(
+            *(objective, params, batch),
+            optimizer=tx,
+            device_bytes=1e15,
+            options=(),
+            sharing=sharing,
+            compiled="none",
+        )
+        shapes = placed((params, state), mesh), placed(batch, mesh, "data")
+        text = jax.jit(step).lower(*shapes[0], shapes[1]).compile().as_text()
+    sent = sum(kind["bytes"] for kind in described(text)["collectives"].values())
+    assert plan.devices == 2
+    assert plan.now.exchanged_total == sent
+    assert ("in the step" in plan.now.exchanged) == (axis is not None)
+    assert "between 2 devices" in str(plan)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["gradient", "K-FAC step", "K-FAC step, divided"])
+def test_eight_h100s_exchange_what_the_plan_says(name, dtype):
+    """As compiled for them: the rows of the record."""
+    steps, mesh = Steps(SIZES["small"], jnp.dtype(dtype)), AbstractMesh((8,), ("data",))
+    gathered, axis = name != "gradient", "data" if "divided" in name else None
+    tx = jk.kfac(0.1, like=steps.like, damping=1e-3, distribute=axis) if gathered else None
+    with jax.sharding.use_abstract_mesh(mesh):
+        plan = plan_memory(
+            *(steps.objective, steps.params, steps.batch),
+            optimizer=tx,
+            device_bytes=1e15,
+            options=(),
+            curvature=gathered,
+            compiled="none",
+        )
+    rows = json.loads(RECORD.read_text())["rows"]
+    sent = rows[f"h100/data parallel/small/{dtype}/{name}"]["collectives"].values()
+    assert plan.now.exchanged_total == sum(kind["bytes"] for kind in sent)
+
+
+def test_each_micro_batch_is_summed_over_devices_and_one_device_exchanges_nothing():
+    objective, params, batch = TRAININGS["dense"].problem
+    plan = {
+        (devices, steps): plan_memory(
+            *(objective, params, batch),
+            device_bytes=1e15,
+            options=(),
+            compiled="none",
+            curvature=False,
+            devices=devices,
+            accumulation_steps=steps,
+        ).now
+        for devices, steps in ((1, 1), (8, 1), (8, 4))
+    }
+    gradients = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    assert plan[1, 1].exchanged == {}
+    assert plan[8, 1].exchanged == {"gradients": gradients + 4}
+    assert plan[8, 4].exchanged_total == 4 * plan[8, 1].exchanged_total
+    assert dataclasses.replace(plan[8, 1], exchanged={}) == plan[1, 1]

@@ -1046,6 +1046,7 @@ COMPUTED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", list(COMPUTED))
 def test_what_is_behind_a_computed_weight_has_squares_of_each_examples_gradient(x64, case):
     apply_fn, shapes, behind = COMPUTED[case]

@@ -83,6 +83,12 @@ def assert_same(found, expected):
             np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-12 * scale)
 
 
+def saved_arrays(path):
+    """The bytes of a saved service's arrays; the file also says when it was written."""
+    with np.load(path) as stored:
+        return {name: stored[name].tobytes() for name in stored.files if name != "manifest.json"}
+
+
 COUNTS = [2, pytest.param(4, marks=pytest.mark.exhaustive)]
 
 
@@ -93,6 +99,8 @@ def test_each_process_decomposes_its_share_and_has_all_bases(tmp_path, one_proce
     for each in found:
         assert_same(each, expected)
         assert {**each, "cubes": 0} == {**found[0], "cubes": 0}  # to the last bit
+    saved = [saved_arrays(tmp_path / str(process)) for process in range(count)]
+    assert saved[0] and saved == saved[:1] * count
     cubes = [sum(each["cubes"]) for each in found]
     assert sum(cubes) == sum(expected["cubes"])
     refreshes = 3  # each has its share and at most the largest matrix

@@ -7,8 +7,10 @@ import pytest
 from jax import lax
 
 import jaxkfac as jk
-from tests._checks import assert_reported
-from tests._programs import normal, tree
+from tests._checks import assert_factors_close, assert_reported
+from tests._oracle import oracle
+from tests._programs import labels, normal, tree
+from tests._taps import PLAIN
 
 pytestmark = pytest.mark.usefixtures("x64")
 X = (5, 4)
@@ -77,14 +79,79 @@ def test_a_kernel_turned_round_before_it_is_put_beside_others_is_no_matrix(name)
     np.testing.assert_allclose(factors["q"].diagonal, expected["q"], rtol=1e-10)
 
 
-def test_a_kernel_twice_in_the_stack_of_a_scan_is_one_layer():
-    def apply_fn(p, x):
-        w = jnp.stack([p["a"], p["b"], p["a"]])
-        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0]
+def looped(p, x, *names, tap=None):
+    """Layers by name, as a scan over their stack, or one by one with taps."""
+    layers = [{key: p[key + name] for key in "wbs" if key + name in p} for name in names]
+    if tap is None:
+        stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+        return lax.scan(jax.checkpoint(lambda h, w: (step(w, h, PLAIN), None)), x, stack)[0]
+    for name, layer in zip(names, layers, strict=True):
+        x = step(layer, x, tap, name)
+    return x
 
-    factors, expected = exact_diagonals(apply_fn, tree(0, a=(4, 4), b=(4, 4)))
-    for name in "ab":
-        np.testing.assert_allclose(factors[name].diagonal, expected[name], rtol=1e-10)
+
+def step(w, h, tap, name=""):
+    if "s" in w:
+        h = tap.scale("s" + name, h, h * w["s"], shape=(4,))
+    y = h @ w["w"] + w.get("b", 0.0)
+    return jnp.tanh(tap.dense("w" + name, h, y, bias="b" in w))
+
+
+TWICE = {
+    "a, b, a": lambda p, x, tap: looped(p, x, *"aba", tap=tap),
+    "a and a": lambda p, x, tap: looped(p, x, *"aa", tap=tap),
+    "and after the scan": lambda p, x, tap: step(
+        {"w": p["wa"]}, looped(p, x, *"ab", tap=tap), tap or PLAIN, "a"
+    ),
+    "in both orientations": lambda p, x, tap: (tap or PLAIN).dense(
+        "wa@transposed", looped(p, x, *"ab", tap=tap), looped(p, x, *"ab", tap=tap) @ p["wa"].T
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("scaled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_kernel_twice_in_the_stack_of_a_scan_is_one_layer(name, scaled):
+    model = TWICE[name]
+    params = tree(0, wa=(4, 4), wb=(4, 4), **({"sa": (4,), "sb": (4,)} if scaled else {}))
+    if name == "a and a":
+        params = {key: value for key, value in params.items() if key.endswith("a")}
+    data, objective = (
+        (normal(1, *X), labels(2, 5, classes=4)),
+        jk.Objective(lambda p, x: model(p, x, None), jk.Categorical()),
+    )
+    factors = jax.jit(jk.value_grad_and_factors(objective))(params, data).factors
+    assert_factors_close(factors, oracle(model, params, data), 1e-10)
+    assert set(factors) == set(oracle(model, params, data))
+
+
+def test_a_bias_is_joined_to_the_kernel_that_it_always_goes_with():
+    """Of a, b, a with biases a, b, c only b has one bias, and that bias one kernel."""
+
+    def model(p, x, tap):
+        p = p | {"wc": p["wa"]}
+        if tap is None:
+            return looped(p, x, *"abc")
+        x = jnp.tanh(tap.lone_bias("ba", tap.dense("wa", x, x @ p["wa"]) + p["ba"], shape=(4,)))
+        x = jnp.tanh(tap.dense("wb", x, x @ p["wb"] + p["bb"], bias=True))
+        return jnp.tanh(tap.lone_bias("bc", tap.dense("wa", x, x @ p["wa"]) + p["bc"], shape=(4,)))
+
+    params = tree(0, wa=(4, 4), wb=(4, 4), ba=(4,), bb=(4,), bc=(4,))
+    data = normal(1, *X), labels(2, 5, classes=4)
+    objective = jk.Objective(lambda p, x: model(p, x, None), jk.Categorical())
+    factors = jax.jit(jk.value_grad_and_factors(objective))(params, data).factors
+    assert factors.layer("wb").bias.path == "bb" and set(factors) == {"wa", "wb", "ba", "bc"}
+    assert_factors_close(factors, oracle(model, params, data), 1e-10)
+
+
+def test_some_layers_of_a_stacked_list_can_be_left_out():
+    params, data = tree(0, wa=(4, 4), wb=(4, 4)), (normal(1, *X), labels(2, 5, classes=4))
+    objective = jk.Objective(lambda p, x: looped(p, x, *"ab"), jk.Categorical())
+    every = jk.value_grad_and_factors(objective)(params, data).factors
+    factors = jk.value_grad_and_factors(objective, layers="wb")(params, data).factors
+    assert list(factors) == ["wb"]
+    np.testing.assert_allclose(factors["wb"].a, every["wb"].a, rtol=1e-12)
+    np.testing.assert_allclose(factors["wb"].g, every["wb"].g, rtol=1e-12)
 
 
 OVERLAPPING = {
@@ -131,7 +198,7 @@ def routed(p, x):
     return lax.cond(x[0] > 0, *steps, x)
 
 
-@pytest.mark.parametrize("shape", [(5, 3, 4), (1, 5, 4), (5, 1, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 3, 4), (1, 5, 4), (5, 1, 4), (1, 1, 4)], ids=str)
 def test_a_cond_under_two_vmaps_counts_the_rows_that_take_it(shape):
     params, x = tree(0, a=(4, 4), b=(4, 4)), normal(1, *shape)
     targets = normal(2, *shape)
@@ -139,17 +206,33 @@ def test_a_cond_under_two_vmaps_counts_the_rows_that_take_it(shape):
     factors = jk.value_grad_and_factors(objective)(params, (x, targets))[2]
     for name, taken in (("a", x[..., 0] > 0), ("b", x[..., 0] <= 0)):
         rows = x[taken]
+        if not len(rows):
+            for leaf in jax.tree.leaves(factors[name]):
+                np.testing.assert_array_equal(leaf, 0)
+            continue
         out = jnp.tanh(rows @ params[name])
         g = (out - targets[taken]) * (1 - out**2)
-        assert len(rows)
         np.testing.assert_allclose(factors[name].a, rows.T @ rows / len(rows), rtol=1e-9)
         np.testing.assert_allclose(factors[name].g, g.T @ g / taken.size, rtol=1e-9)
 
 
-def test_a_cond_under_vmap_of_one_row_is_reported():
-    params = tree(0, a=(4, 4), b=(4, 4))
-    model = jax.vmap(routed, (None, 0))
-    assert_reported(model, params, (normal(1, 1, 4),), "a", "at least two rows")
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_cond_under_vmap_of_one_row_counts_the_branch_that_it_takes(sign):
+    params, x = tree(0, a=(4, 4), b=(4, 4)), sign * jnp.abs(normal(1, 1, 4))
+    data, objective = (x, normal(2, 1, 4)), jk.Objective(jax.vmap(routed, (None, 0)), jk.Gaussian())
+    factors = jax.jit(jk.value_grad_and_factors(objective))(params, data).factors
+    taken, other = "ab" if sign > 0 else "ba"
+    np.testing.assert_allclose(factors[taken].a, x.T @ x, rtol=1e-10)
+    assert float(factors.a_counts[taken]) == 1 and float(factors.a_counts[other]) == 0
+    for leaf in jax.tree.leaves(factors[other]):
+        np.testing.assert_array_equal(leaf, 0)
+
+
+def test_a_kernel_chosen_by_data_element_by_element_is_reported():
+    def model(p, x):
+        return x @ jnp.where(x[:4] > 0, p["a"], lax.stop_gradient(p["a"]))
+
+    assert_reported(model, tree(0, a=(4, 4)), (normal(1, *X),), "a", "element by element")
 
 
 def test_a_stack_of_one_expert_is_its_kernel():

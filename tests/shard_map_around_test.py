@@ -61,3 +61,33 @@ def test_parameters_of_each_device_have_the_same_sum():
         total = sum(h.factors["w"].g for h in halves)
         np.testing.assert_allclose(g[k], total, rtol=1e-12, atol=1e-15)
     assert not jax.jit(split)(PARAMS, x, y, jnp.asarray(1))[1].any()
+
+
+def unit(p, x):
+    return x @ (p["w"] / jnp.linalg.norm(p["w"], axis=0))
+
+
+def _on_two_devices(stats, x, y):
+    auto, rows = (jax.sharding.AxisType.Auto,), P("rows")
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=auto)
+    of = lambda p, x, y: stats(p, (x, y)).factors["w"].diagonal
+    split = jax.shard_map(of, mesh=mesh, in_specs=(P(), rows, rows), out_specs=P())
+    return jax.jit(split)(PARAMS, x, y)
+
+
+def test_the_second_pass_squares_before_it_sums_over_devices():
+    x, y = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4
+    stats = jk.value_grad_and_factors(jk.Objective(unit, jk.Categorical()))
+    halves = [stats(PARAMS, (x[k : k + 4], y[k : k + 4])).factors["w"] for k in (0, 4)]
+    expected = sum(half.diagonal for half in halves)
+    np.testing.assert_allclose(_on_two_devices(stats, x, y), expected, rtol=1e-12)
+
+
+def test_beside_marks_the_second_pass_is_refused_inside():
+    def loss(p, batch):
+        z = jk.mark_outputs(unit(p, batch[0]), jk.Categorical())
+        return -jnp.take_along_axis(jax.nn.log_softmax(z), batch[1][:, None], -1).mean()
+
+    x, y = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4
+    with pytest.raises(jk.UncoveredParameterError, match="which inside jax.shard_map are sums"):
+        _on_two_devices(jk.value_grad_and_factors(loss), x, y)

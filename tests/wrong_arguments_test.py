@@ -127,10 +127,45 @@ with_state = hk.transform_with_state(lambda x: hk.Linear(3)(x))
 mlp = eqx.nn.MLP(4, 3, 5, 1, key=key)
 sparing = jk.value_grad_and_factors(objective, every=2)
 
+
+class Normalised(nnx.Module):
+    def __init__(self):
+        self.dense = nnx.WeightNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.norm(self.dense(x))
+
+
+def called(model, mutable, **state):
+    apply_fn, params = jk.from_nnx(model, mutable=mutable)
+    return apply_fn(params, x, **state)
+
+
 # What each of these must say: the argument, what came, and what to do.
 WORDS = {
+    "a parameter that a call writes": (
+        lambda: called(Normalised().dense, None), "'layer_instance/kernel'", "mutable=nnx.Param",
+        "dropped"),
+    "a parameter that is written beside state": (
+        lambda: called(Normalised(), nnx.BatchStat), "'dense/layer_instance/kernel'",
+        "mutable=(nnx.BatchStat, nnx.Param)"),
+    "state beside a parameter that is written": (
+        lambda: called(Normalised(), nnx.Param), "'norm/mean'",
+        "mutable=(nnx.Param, nnx.BatchStat)) and carry the state"),
+    "a state of parameters alone": (
+        lambda: called(Normalised().dense, nnx.Param, state={}), "state=", "nnx.Param", "leave"),
     "a target without its key": (
         lambda: two_outputs(params, (x, {"a": y})), "batch: targets", "without 'b'"),
+    "another word for the rate": (
+        lambda: jk.kfac("adaptive", like=factors), "learning_rate='adaptive'", '"quadratic"'),
+    "another word for the momentum": (
+        lambda: jk.kfac(0.1, like=factors, momentum="nesterov"), "momentum='nesterov'",
+        '"quadratic"'),
+    "a number where the curvature is expected": (
+        lambda: jk.kfac("quadratic", like=factors).update(
+            grads, jk.kfac("quadratic", like=factors).init(params), params, factors=factors,
+            value=0.0, value_fn=apply_fn, curvature=bases), "curvature", "jk.operators.ggn"),
     "a target too many": (
         lambda: two_outputs(params, (x, {"a": y, "b": x, "c": y})), "with 'c'", "no likelihood"),
     "Haiku's own apply": (lambda: jk.Objective(haiku.apply, jk.Categorical()),
@@ -143,6 +178,12 @@ WORDS = {
                               "whole number"),
     "every= as a word": (lambda: jk.value_grad_and_factors(objective, every="a"), "every",
                          "whole number"),
+    "distribute= of two axes": (
+        lambda: jk.kfac(0.1, like=factors, distribute=("data", "model")),
+        "distribute=('data', 'model')", "the name of one mesh axis"),
+    "distribute= of two axes, at once": (
+        lambda: jk.eigendecompose(factors, distribute=("data", "model")),
+        "distribute=('data', 'model')", "the name of one mesh axis"),
     "samples= as a word": (lambda: jk.value_grad_and_factors(objective, samples="a"), "samples",
                            "whole number"),
 }

@@ -147,7 +147,9 @@ def say_nothing_saved(folder: Path) -> None:
 
 
 def check_output(output: Path, folders: Sequence[Path], *, resume: bool, overwrite: bool) -> None:
-    """Make way for a run in ``output`` whose checkpoints go to ``folders``.
+    """Refuse a run in ``output``, whose checkpoints go to ``folders``, that would harm another.
+
+    Where ``overwrite`` was asked for, it is left to the caller to remove them.
 
     Raises:
         ValueError: there is a run, and neither ``resume`` nor ``overwrite`` was asked for; or
@@ -161,14 +163,11 @@ def check_output(output: Path, folders: Sequence[Path], *, resume: bool, overwri
         raise ValueError("--resume continues and --overwrite starts over: give one of them")
     for folder in folders:
         found = find_checkpoint(folder)
-        if found is None or resume:
-            continue
-        if not overwrite:
+        if found is not None and not (resume or overwrite):
             raise ValueError(
                 f"{output} already holds a run ({found}): continue it with --resume, "
                 "replace it with --overwrite, or choose another --output"
             )
-        remove_checkpoints(folder)
 
 
 def remove_checkpoints(folder: Path) -> None:

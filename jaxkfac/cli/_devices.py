@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxkfac.cli._processes import ALONE, RunProcesses
 from jaxkfac.memory import bytes_text, place_once, put_leaf
 
 PyTree = Any
@@ -20,9 +21,11 @@ class RunDevices(NamedTuple):
 
     Attributes:
         mesh: With the axes ``data`` and ``model``; ``None`` is the one device that JAX chooses.
+        processes: That have them.
     """
 
     mesh: Mesh | None
+    processes: RunProcesses = ALONE
 
     def set(self) -> contextlib.AbstractContextManager[Any]:
         """Where programs are traced."""
@@ -54,19 +57,23 @@ class RunDevices(NamedTuple):
 
     def put(self, tree: PyTree) -> PyTree:
         """Parameters or an optimizer's state at their places."""
-        return tree if self.mesh is None else jax.device_put(tree, self.shardings(tree))
+        if self.mesh is None:
+            return tree
+        return jax.tree.map(put_leaf, tree, self.shardings(tree))
 
     def whole(self, tree: PyTree) -> PyTree:
         """Data that every device has."""
         if self.mesh is None:
             return tree
-        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda x: put_leaf(x, everywhere), tree)
 
     def put_batch(self, batch: PyTree) -> PyTree:
-        """Rows of a batch over ``data``."""
+        """Rows of a batch of NumPy arrays over ``data``; a process sends those of its devices."""
         if self.mesh is None:
-            return batch
-        return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec("data")))
+            return jax.tree.map(jax.numpy.asarray, batch)
+        rows = NamedSharding(self.mesh, PartitionSpec("data"))
+        return jax.tree.map(lambda x: put_leaf(x, rows), batch)
 
     def put_rows(self, rows: np.ndarray) -> jax.Array:
         """Numbers of examples, the last axis over ``data``."""
@@ -98,13 +105,16 @@ class RunDevices(NamedTuple):
 ONE_DEVICE = RunDevices(None)
 
 
-def run_devices(devices: str, mesh: str | None, *, batch_size: int) -> RunDevices:
+def run_devices(
+    devices: str, mesh: str | None, *, batch_size: int, processes: RunProcesses = ALONE
+) -> RunDevices:
     """The devices that a run was asked to use.
 
     Args:
         devices: ``"all"`` or a number.
         mesh: ``"data=4,model=2"``, either axis alone too; ``None`` has all devices for ``data``.
         batch_size: Examples of a micro-batch, which ``data`` must divide.
+        processes: Of the run. Where there are several, all devices of each are used.
 
     Raises:
         ValueError: in one sentence.
@@ -132,6 +142,11 @@ def run_devices(devices: str, mesh: str | None, *, batch_size: int) -> RunDevice
         raise ValueError(f"--mesh {mesh} has {count} devices, and --devices asks for {devices}")
     if count > there:
         raise ValueError(f"{count} devices were asked for, and JAX finds {there}")
+    if processes.several and count < there:
+        raise ValueError(
+            f"{count} of the {there} devices of all processes were asked for, which leaves some "
+            "process without work: take --devices all, or a --mesh of all of them"
+        )
     if batch_size % axes["data"]:
         raise ValueError(
             f"{axes['data']} devices do not divide a batch of {batch_size} examples: choose a "
@@ -142,7 +157,8 @@ def run_devices(devices: str, mesh: str | None, *, batch_size: int) -> RunDevice
     kinds = (AxisType.Auto,) * len(_AXES)
     chosen = jax.devices()[:count]
     sizes = tuple(axes[name] for name in _AXES)
-    return RunDevices(jax.make_mesh(sizes, _AXES, axis_types=kinds, devices=chosen))
+    found = jax.make_mesh(sizes, _AXES, axis_types=kinds, devices=chosen)
+    return RunDevices(found, processes)
 
 
 def devices_line(name: str, speed: float, described: dict[str, Any]) -> str:

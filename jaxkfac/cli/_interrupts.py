@@ -9,30 +9,36 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def interrupts_deferred(doing: str) -> Iterator[None]:
+def interrupts_deferred(doing: str) -> Iterator["Hold"]:
     """Hold a first Ctrl-C back until the block is left; a second one acts at once.
 
-    Inside another such block the outer one holds it back, to its own end.
+    Inside another such block the outer one holds it back, to its own end. The block is told
+    whether one has come.
 
     Args:
         doing: What is waited for, said on standard error when the first one arrives.
     """
     in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or isinstance(signal.getsignal(signal.SIGINT), _Hold):
-        yield
+    before = signal.getsignal(signal.SIGINT)
+    if not in_main or isinstance(before, Hold):
+        yield before if isinstance(before, Hold) else Hold(doing)
         return
-    hold = _Hold(doing)
-    before = signal.signal(signal.SIGINT, hold)
+    hold = Hold(doing)
+    signal.signal(signal.SIGINT, hold)
     try:
-        yield
+        yield hold
     finally:
         signal.signal(signal.SIGINT, before)
     if hold.pressed:
         raise KeyboardInterrupt
 
 
-class _Hold:
-    """A handler that remembers the first Ctrl-C."""
+class Hold:
+    """A handler that remembers the first Ctrl-C.
+
+    Attributes:
+        pressed: Whether it has come.
+    """
 
     def __init__(self, doing: str) -> None:
         self._doing, self.pressed = doing, False

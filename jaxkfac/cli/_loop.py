@@ -135,11 +135,15 @@ def skipped_updates(optimizer_state: PyTree) -> Int[Array, ""]:
     return sum(counts, start=jnp.zeros((), jnp.int32))
 
 
-def compile_epoch(epoch: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def compile_epoch(
+    epoch: Callable[..., Any], *arguments: Any, devices: RunDevices = ONE_DEVICE
+) -> Any:
     """The program of an epoch; parameters and optimizer state are donated to it."""
+    options = devices.of_program(*arguments[:2])
     # A trace that is broken off can take the process down when it ends.
     with interrupts_deferred("compiling"), phase("compiling"):
-        return jax.jit(epoch, donate_argnums=(0, 1), **options).lower(*arguments).compile()
+        lowered = jax.jit(epoch, donate_argnums=(0, 1), **options).lower(*arguments)
+        return devices.processes.compiled(lowered)
 
 
 def train(
@@ -176,8 +180,7 @@ def train(
             arguments = (state.params, state.optimizer, *ahead, problem.train)
             if updates not in compiled:
                 started = time.perf_counter()
-                options = devices.of_program(*arguments[:2])
-                compiled[updates] = compile_epoch(epoch, *arguments, **options)
+                compiled[updates] = compile_epoch(epoch, *arguments, devices=devices)
                 spent = records.compile_seconds + time.perf_counter() - started
                 records = records._replace(compile_seconds=spent)
             started = time.perf_counter()
@@ -187,7 +190,8 @@ def train(
                 ahead = rows_from(step)  # while this epoch runs
             jax.block_until_ready(losses)
             seconds = time.perf_counter() - started
-            evaluated = [evaluate(params, data) for data in (problem.train, problem.test)]
+            settled = devices.processes.settled
+            evaluated = [settled(evaluate(params, x)) for x in (problem.train, problem.test)]
             losses, evaluated, skipped = jax.device_get(
                 (losses, evaluated, skipped_updates(optimizer))
             )

@@ -119,6 +119,13 @@ class TrainArguments:
     """How many devices, or all. A run may go on with others than it was begun with."""
     mesh: str | None = None
     """data=4,model=2: rows of a batch over four, matrices over two; by default all for data."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0, in every process of one run; auto asks SLURM, Open MPI or the TPU
+    pod. All of them see the output folder; process 0 writes to it."""
+    processes: int | None = None
+    """With --coordinator: how many processes."""
+    process: int | None = None
+    """With --coordinator: which of them this is, from 0."""
     json: bool = False
     """Print the summary as JSON instead of a table."""
     debug: bool = False

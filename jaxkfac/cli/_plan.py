@@ -58,16 +58,21 @@ class PlanArguments:
     """A larger side of a factor is kept as a diagonal."""
     max_factor_bytes: str | float | None = None
     """Budget of factors on the device; by default what is left over."""
+    decay: float = 0.95
+    """Of averages on the host: near 1 they are in float64."""
     adapter_rank: int = 8
     """Of the adapters."""
     basis_rank: int = 512
     """Eigenvectors of each factor with low_rank."""
+    devices: int = 1
+    """That train together, each on such a batch: what they exchange is counted."""
     options: tuple[OptionName, ...] = OPTION_NAMES
     """Which may be used."""
     compiler: Literal["cpu", "h100", "v5e"] | None = None
-    """Ask this compiler for temporaries; without it they are estimated, for an H100."""
-    compiled: Literal["chosen", "all"] = "chosen"
-    """With a compiler: the training as it stands and the chosen set, or all sets."""
+    """For which programs are; by default for an H100, whose compiler is asked if it is here."""
+    compiled: Literal["chosen", "all", "none"] = "chosen"
+    """Sets whose temporaries the compiler is asked for: the training as it stands and the chosen
+    one, all, or none; without a compiler they are estimated."""
     compiler_python: str | None = None
     """An interpreter where that compiler is installed; by default this one."""
     json: bool = False
@@ -86,7 +91,7 @@ def run_plan(arguments: PlanArguments) -> None:
     import jax.numpy as jnp
 
     from jaxkfac._checks import at_least_one
-    from jaxkfac.planning import plan_memory, preset
+    from jaxkfac.planning import is_installed, plan_memory, preset
 
     at_least_one(batch=arguments.batch, tokens=arguments.tokens, max_dense=arguments.max_dense)
     training = preset(
@@ -95,6 +100,8 @@ def run_plan(arguments: PlanArguments) -> None:
         tokens=arguments.tokens,
         dtype=jnp.dtype(arguments.dtype),
     )
+    compiler = arguments.compiler or "h100"
+    asked = arguments.compiler or arguments.compiler_python or is_installed(compiler)
     with _progress() as told:
         plan = plan_memory(
             *training,
@@ -107,14 +114,16 @@ def run_plan(arguments: PlanArguments) -> None:
             curvature=arguments.curvature != "none",
             vectors=arguments.curvature == "precondition",
             max_factor_bytes=arguments.max_factor_bytes,
+            decay=arguments.decay,
             adapter_rank=arguments.adapter_rank,
             basis_rank=arguments.basis_rank,
             accumulation_steps=arguments.gradient_accumulation_steps,
             accumulator_dtype=arguments.accumulator_dtype,
             accumulator_memory_kind=arguments.accumulator_memory_kind,
+            devices=arguments.devices,
             options=arguments.options,
-            compiler=arguments.compiler or "h100",
-            compiled=arguments.compiled if arguments.compiler else "none",
+            compiler=compiler,
+            compiled=arguments.compiled if asked else "none",
             compiler_python=arguments.compiler_python or sys.executable,
             progress=told,
             max_dense=arguments.max_dense,

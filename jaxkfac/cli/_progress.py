@@ -22,8 +22,11 @@ class Shown(NamedTuple):
 
 
 @contextlib.contextmanager
-def progress(name: str, total: int, *, start: int = 0) -> Iterator[Shown]:
-    """Show a run of ``total`` steps that has come to ``start``."""
+def progress(name: str, total: int, *, start: int = 0, quiet: bool = False) -> Iterator[Shown]:
+    """Show a run of ``total`` steps that has come to ``start``; nothing where it is ``quiet``."""
+    if quiet:
+        yield Shown(lambda step, text: None, lambda text: None)
+        return
     console = Console(stderr=True)
     if not console.is_terminal:
         yield Shown(_lines(name, total, start), lambda text: _say(f"{name}: {text}"))

@@ -13,18 +13,30 @@ import numpy as np
 from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.cli._checkpoint import Checkpoint
 from jaxkfac.interception import leaves_by_path, with_leaves
+from jaxkfac.memory import whole_here
 
 PyTree = Any
 _SHOWN = 12
 DATA_CRC = "data_crc32"  # beside a config's options: what they cannot say of the data
 
 
-def flatten_state(params: PyTree, optimizer_state: PyTree) -> dict[str, np.ndarray]:
-    """``{path: array}`` of everything that a run carries from one update to the next."""
+def flatten_state(
+    params: PyTree, optimizer_state: PyTree, *, keep: bool = True
+) -> dict[str, np.ndarray]:
+    """``{path: array}`` of everything that a run carries from one update to the next, copied.
+
+    Of arrays on several processes these exchange their parts, one array at a time: all of them
+    call, and those that ``keep`` nothing have an empty dictionary.
+    """
     tree = {"params": params, "optimizer": optimizer_state}
-    # On a CPU device_get would leave a view of its memory in each array, which keeps it from
-    # being donated.
-    return {path: np.asarray(leaf) for path, leaf in leaves_by_path(tree).items()}
+    copies: dict[str, np.ndarray] = {}
+    for path, leaf in leaves_by_path(tree).items():
+        whole = whole_here(leaf)
+        if keep:
+            # On a CPU asarray is a view, and an array that has one is copied when it is donated;
+            # device_get and np.array would leave a view in the array itself.
+            copies[path] = np.array(np.asarray(whole))
+    return copies
 
 
 def is_whole(*trees: PyTree) -> bool:

@@ -8,24 +8,16 @@ import jax
 from rich.console import Console
 
 import jaxkfac as jk
-from jaxkfac.cli._checkpoint import (
-    Checkpoint,
-    check_output,
-    find_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-    say_nothing_saved,
-)
-from jaxkfac.cli._devices import ONE_DEVICE, RunDevices, devices_line, run_devices
-from jaxkfac.cli._held_once import check_held_once
+from jaxkfac.cli._checkpoint import check_output, find_checkpoint, remove_checkpoints
+from jaxkfac.cli._devices import RunDevices, devices_line, run_devices
 from jaxkfac.cli._host_memory import host_memory
-from jaxkfac.cli._loop import TrainState, total_updates, train, updates_per_epoch
 from jaxkfac.cli._optimizers import Optimizer
 from jaxkfac.cli._options import Experiment, TrainArguments
 from jaxkfac.cli._phases import phase
-from jaxkfac.cli._problem import DigitsProblem, build_optimizer, digits_problem, find_layers
-from jaxkfac.cli._progress import progress, time_left
-from jaxkfac.cli._run_state import as_config, flatten_state, is_whole, restore_state
+from jaxkfac.cli._problem import DigitsProblem, digits_problem, find_layers
+from jaxkfac.cli._processes import RunProcesses, run_processes
+from jaxkfac.cli._run_state import as_config
+from jaxkfac.cli._train_one import train_one
 from jaxkfac.files import write_text
 from jaxkfac.interception import leaves_by_path
 from jaxkfac.optim import KfacState
@@ -44,15 +36,30 @@ PyTree = Any
 
 def run_train(arguments: TrainArguments) -> None:
     """Train, write what the run has to show, and print the summary."""
+    with run_processes(arguments) as processes:
+        _run(arguments, processes)
+
+
+def _run(arguments: TrainArguments, processes: RunProcesses) -> None:
     experiment, output = arguments.experiment, arguments.output
     names: tuple[Optimizer, ...] = (
         ("kfac", "adamw") if arguments.optimizer == "both" else (arguments.optimizer,)
     )
-    _check(arguments, names)
-    devices = run_devices(arguments.devices, arguments.mesh, batch_size=experiment.batch_size)
+    with processes.together("looking at the output folder"):
+        folders = _check(arguments, names)
+        devices = run_devices(
+            arguments.devices,
+            arguments.mesh,
+            batch_size=experiment.batch_size,
+            processes=processes,
+        )
+    if arguments.overwrite and processes.first:
+        for folder in folders:
+            remove_checkpoints(folder)
     finals, spectra = {}, []
     with jk.memory.track("run") as stages:
-        with jk.memory.track("data and model"), phase("loading data and model"):
+        loading = processes.together("loading data and model")
+        with jk.memory.track("data and model"), phase("loading data and model"), loading:
             problem = digits_problem(experiment)
             data = devices.whole((problem.train, problem.test))
             problem = problem._replace(train=data[0], test=data[1])
@@ -64,10 +71,19 @@ def run_train(arguments: TrainArguments) -> None:
             with jk.memory.track("decompose the factors"), phase("decomposing the factors"):
                 spectra = spectra_of(finals["kfac"].optimizer, experiment)
     runs = {name: state.records for name, state in finals.items()}
-    with phase("writing the report"):
-        summary = _write_results(output, experiment, problem, runs, spectra, stages)
     kept = {name: devices.described((x.params, x.optimizer)) for name, x in finals.items()}
-    summary["devices"] = kept
+    with phase("writing the report"), processes.together("writing the report"):
+        if processes.first:
+            summary = _write_results(output, experiment, problem, runs, spectra, stages, kept)
+            _print(arguments, summary, runs, devices)
+
+
+def _print(
+    arguments: TrainArguments,
+    summary: dict[str, Any],
+    runs: dict[str, RunRecords],
+    devices: RunDevices,
+) -> None:
     if arguments.json:
         print(json.dumps(summary))
         return
@@ -75,81 +91,9 @@ def run_train(arguments: TrainArguments) -> None:
     console.print(runs_table(runs))
     if devices.mesh is not None:
         for name, run in runs.items():
-            console.print(devices_line(name, run.samples_per_second, kept[name]), highlight=False)
-    console.print(f"report: {output / 'report.html'}", soft_wrap=True, highlight=False)
-
-
-def train_one(
-    name: Optimizer,
-    problem: DigitsProblem,
-    arguments: TrainArguments,
-    devices: RunDevices = ONE_DEVICE,
-) -> TrainState:
-    """One optimizer from its checkpoint, or from the start, to the end.
-
-    A Ctrl-C waits for the epoch that is under way, and writes a checkpoint of it before it
-    goes on. A second one leaves no state behind: then the last checkpoint counts.
-
-    Raises:
-        HeldTwiceError: parameters or optimizer state are in memory twice.
-    """
-    experiment, folder = arguments.experiment, arguments.output / name
-    total, config = total_updates(experiment, problem), as_config(experiment)
-    tx = build_optimizer(name, experiment, problem, total, distribute=devices.divides)
-    earlier = jax.live_arrays()
-    state = _start(problem, tx, folder if arguments.resume else None, config)
-    if devices.mesh is not None:
-        placed = devices.put((state.params, state.optimizer))
-        state = state._replace(params=placed[0], optimizer=placed[1])
-        del placed
-    if state.step == total:
-        return state
-    check_held_once(earlier, params=state.params, optimizer=state.optimizer)
-    del earlier
-    every = arguments.checkpoint_every * updates_per_epoch(experiment, problem)
-
-    def save(state: TrainState) -> None:
-        leaves = flatten_state(state.params, state.optimizer)
-        records = state.records.to_plain()
-        save_checkpoint(folder, Checkpoint(leaves, config, name, records, state.step))
-
-    first, latest = state.step, [state]
-    with progress(name, total, start=state.step) as shown:
-
-        def each_epoch(state: TrainState) -> None:
-            before, latest[0] = latest[0], state
-            last = state.records.epochs[-1]
-            shown.advance(state.step, f"loss {last.train_loss:.4f}  test {last.test_accuracy:.2%}")
-            if before.step == first and state.step < total:
-                spent = last.seconds - sum(x.seconds for x in before.records.epochs[-1:])
-                shown.say(time_left(spent / (state.step - first), total - state.step))
-            if state.step % every == 0 or state.step == total:
-                save(state)
-
-        try:
-            with devices.set():
-                return train(
-                    name, experiment, problem, tx, state, each_epoch=each_epoch, devices=devices
-                )
-        except KeyboardInterrupt:
-            if is_whole(latest[0].params, latest[0].optimizer):
-                save(latest[0])
-            else:
-                say_nothing_saved(folder)
-            raise
-
-
-def _start(
-    problem: DigitsProblem, tx: Any, folder: Path | None, config: dict[str, Any]
-) -> TrainState:
-    """From the checkpoint in ``folder``, if there is one, or from the beginning."""
-    if folder is not None and find_checkpoint(folder):
-        stored = load_checkpoint(folder)
-        template = jax.eval_shape(tx.init, problem.shapes)
-        params, optimizer = restore_state(stored, problem.shapes, template, config)
-        return TrainState(params, optimizer, stored.step, RunRecords.from_plain(stored.records))
-    params = problem.initial()
-    return TrainState(params, tx.init(params), 0, RunRecords([], []))
+            line = devices_line(name, run.samples_per_second, summary["devices"][name])
+            console.print(line, highlight=False)
+    console.print(f"report: {summary['report']}", soft_wrap=True, highlight=False)
 
 
 def factor_average(optimizer_state: PyTree) -> Any:
@@ -171,15 +115,13 @@ def spectra_of(
     return spectrum_records(bases)
 
 
-def _check(arguments: TrainArguments, names: tuple[Optimizer, ...]) -> None:
+def _check(arguments: TrainArguments, names: tuple[Optimizer, ...]) -> list[Path]:
+    """The folders of the checkpoints."""
     if arguments.checkpoint_every < 1:
         raise ValueError(f"checkpoint_every must be at least 1, not {arguments.checkpoint_every}")
-    check_output(
-        arguments.output,
-        [arguments.output / name for name in names],
-        resume=arguments.resume,
-        overwrite=arguments.overwrite,
-    )
+    folders = [arguments.output / name for name in names]
+    check_output(arguments.output, folders, resume=arguments.resume, overwrite=arguments.overwrite)
+    return folders
 
 
 def _write_results(
@@ -189,6 +131,7 @@ def _write_results(
     runs: dict[str, RunRecords],
     spectra: list[SpectrumRecord],
     stages: jk.memory.Stage,
+    devices: dict[str, Any],
 ) -> dict[str, Any]:
     sizes = {path: int(leaf.size) for path, leaf in leaves_by_path(problem.shapes).items()}
     coverage = coverage_rows(find_layers(problem), sizes)
@@ -200,6 +143,7 @@ def _write_results(
         "spectra": [record._asdict() for record in spectra],
         "coverage": [row._asdict() for row in coverage],
         "samples_per_second": {name: run.samples_per_second for name, run in runs.items()},
+        "devices": devices,
         "host_memory": host_memory(stages),
         "memory": stages.to_dict(),
     }
@@ -225,6 +169,7 @@ def _write_results(
     return {
         "seed": experiment.seed,
         "final": finals,
+        "devices": devices,
         "report": str(output / "report.html"),
         "metrics": str(output / "metrics.json"),
         "checkpoints": {name: str(find_checkpoint(output / name)) for name in runs},

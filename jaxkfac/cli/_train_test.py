@@ -17,6 +17,7 @@ import pytest
 from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.cli import _loop as loop_module
 from jaxkfac.cli import _train as train_module
+from jaxkfac.cli import _train_one as one_module
 from jaxkfac.cli import main
 from jaxkfac.cli._checkpoint import find_checkpoint, load_checkpoint
 
@@ -107,10 +108,10 @@ def test_speed_memory_and_the_time_left_are_shown(finished, tmp_path, no_page, c
 @pytest.mark.slow
 def test_an_epoch_is_read_once_and_its_state_is_donated(tmp_path, no_page, monkeypatch, reads):
     programs, counts = [], []
-    compile_epoch, whole = loop_module.compile_epoch, train_module.train
+    compile_epoch, whole = loop_module.compile_epoch, one_module.train
 
-    def compiled(*arguments):
-        program = compile_epoch(*arguments)
+    def compiled(*arguments, **options):
+        program = compile_epoch(*arguments, **options)
         state = sum(x.nbytes for x in jax.tree.leaves(arguments[1:3]))
         programs.append((program.memory_analysis().alias_size_in_bytes, state))
         return program
@@ -123,7 +124,7 @@ def test_an_epoch_is_read_once_and_its_state_is_donated(tmp_path, no_page, monke
         return whole(*args, each_epoch=counted, **kwargs)
 
     monkeypatch.setattr(loop_module, "compile_epoch", compiled)
-    monkeypatch.setattr(train_module, "train", train)
+    monkeypatch.setattr(one_module, "train", train)
     assert run(tmp_path, "--optimizer", "kfac", "--checkpoint-every", "50") == 0
     assert np.diff(counts).tolist() == [1, 1]
     assert programs and all(aliased >= state for aliased, state in programs)

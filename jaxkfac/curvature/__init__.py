@@ -23,7 +23,6 @@ from jaxkfac.curvature._inverses import (
     invert,
     precondition,
 )
-from jaxkfac.curvature._orientations import turned_pairs
 from jaxkfac.curvature._placement import Placement, solver_scratch
 from jaxkfac.curvature._reconstruct import reconstruct
 from jaxkfac.curvature.capacity import (
@@ -75,5 +74,4 @@ __all__ = [
     "precondition",
     "reconstruct",
     "solver_scratch",
-    "turned_pairs",
 ]

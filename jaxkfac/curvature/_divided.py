@@ -33,6 +33,20 @@ class MeshAxis(NamedTuple):
         """How many devices divide the work."""
         return self.mesh.shape[self.name]
 
+    @staticmethod
+    def check(distribute: Any) -> None:
+        """Refuse what names no single axis, when a transformation is built.
+
+        Raises:
+            TypeError: it is neither a name nor an axis nor ``None``.
+        """
+        if not (distribute is None or isinstance(distribute, str | MeshAxis)):
+            raise TypeError(
+                f"distribute={distribute!r}: expected the name of one mesh axis, as "
+                "distribute='data'. To divide over the devices of several, join them into one "
+                "axis of the mesh; with one of them, devices along the others do the same work"
+            )
+
     @classmethod
     def of(cls, name: str, *trees: PyTree) -> "MeshAxis":
         """The axis of that name in the mesh that ``jax.set_mesh`` has set, or that arrays lie on.

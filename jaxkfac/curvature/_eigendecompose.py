@@ -130,6 +130,7 @@ def eigendecompose(
             "placement='host' needs concrete factors, and these are traced; inside jit use "
             "'auto' or 'device', or call eigendecompose outside"
         )
+    MeshAxis.check(distribute)
     if distribute is None:
         solved = _decompose(sides, placement, vectors, on_host)
     elif placement == "host":
@@ -180,10 +181,10 @@ def _decompose(
             where = frozenset(matrix.sharding.device_set)
         groups[matrix.shape[-1], matrix.dtype, where].append(side)
     for (n, dtype, _), members in groups.items():
-        first = members[0].matrix
+        first: Any = members[0].matrix
         checked = placement == "auto" and not isinstance(first, Tracer)
         limit = matrices_that_fit(n, dtype, first) if checked else None
-        is_host = limit is None and checked and device_of(first).platform == "cpu"
+        is_host = limit is None and checked and device_of(first.sharding).platform == "cpu"
         if checked and (limit == 0 or is_host or is_on_host(first)):
             left_to_host += members
             continue
@@ -208,7 +209,7 @@ def _of_one_size(
     if limit is not None:
         return batched(matrices)
     if not isinstance(matrices[0], Tracer):
-        return (in_turn if device_of(matrices[0]).platform == "cpu" else batched)(matrices)
+        return (in_turn if device_of(matrices[0].sharding).platform == "cpu" else batched)(matrices)
     return jax.lax.platform_dependent(matrices, cpu=in_turn, default=batched)
 
 

@@ -40,6 +40,8 @@ PyTree = Any
 class Inverses:
     r"""Inverses of damped factors, $(A + \delta_A)^{-1}$ and $(G + \delta_G)^{-1}$.
 
+    Of several readings of one parameter only that by which it is preconditioned has any.
+
     Attributes:
         a: ``{layer.name: inverse}``, ``(stack..., in[+1], in[+1])``, or a vector for a diagonal
             side. Layers that share an input share its inverse, stored under the first of them,
@@ -83,8 +85,14 @@ def _holders(layers: tuple[Layer, ...], bias: BiasMode, shared: bool) -> dict[st
         x.name: first.setdefault((x.input, bias == "joint" and x.bias is not None), x.name)
         if shared
         else x.name
-        for x in layers
+        for x in _preconditioned(layers)
     }
+
+
+def _preconditioned(layers: tuple[Layer, ...]) -> list[Layer]:
+    """The layers that answer for a parameter: no other's inverses are ever read."""
+    names = {owner.layer.name for owner in owners(layers)}
+    return [layer for layer in layers if layer.name in names]
 
 
 def invert(
@@ -153,7 +161,7 @@ def invert(
         least = jnp.maximum(_trace(matrix) / max_condition, floor)
         problems[table, name] = matrix, jnp.maximum(shift, least)
 
-    for layer in factors.layers:
+    for layer in _preconditioned(factors.layers):
         name = layer.name
         if layer.is_diagonal:
             values = map_slices(layer, means[Place("diagonals", name)], clipped)

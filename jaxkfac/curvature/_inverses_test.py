@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +43,27 @@ def assert_close(a, b, tol=1e-10):
         assert np.allclose(a[path], b[path], rtol=tol, atol=tol), path
 
 
+def test_only_the_reading_that_answers_for_a_parameter_has_inverses():
+    """A tied table and head, and one kernel in both orientations."""
+    head = layer("tied", (4, 6))
+    table = dataclasses.replace(
+        layer("tied", (4, 6), kind="embedding", a_dense=False),
+        name="tied@embedding",
+        input="tied@embedding",
+    )
+    other = layer("other", (4, 3), input="tied@embedding", a_dense=False)
+    factors = random_factors((table, head, other), jax.random.key(0))
+    held = invert(factors, damping=0.1, damping_mode="factored")
+    assert set(held.g) == {"tied", "other"} == set(held.a)
+    initial = identity_inverses(factors, damping=0.1, damping_mode="factored")
+    assert jax.tree.structure(initial) == jax.tree.structure(held)
+    grads = {"tied": jnp.ones((4, 6)), "other": jnp.ones((4, 3))}
+    bases = eigendecompose(factors, max_condition=float("inf"))
+    options = {"damping": 0.1, "damping_mode": "factored"}
+    assert_close(precondition(grads, held), natural_gradient(grads, bases, **options))
+
+
+@pytest.mark.sampled(3)
 @damped
 @sharing
 def test_two_products_equal_the_eigenvectors(damping, mode, bias):

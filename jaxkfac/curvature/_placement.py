@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from jaxkfac.memory import ProcessGroup, free_bytes
 
@@ -48,7 +49,7 @@ def matrices_that_fit(n: int, dtype: Any, like: Any) -> int | None:
         like: The array, or a device.
     """
     is_array = isinstance(like, jax.Array)
-    free = free_bytes(device_of(like) if is_array else like)
+    free = free_bytes(device_of(like.sharding) if is_array else like)
     if free is None:
         return None
     fit = int(free / 2 // (_WORKSPACE_MATRICES * n**2 * np.dtype(dtype).itemsize))
@@ -58,11 +59,11 @@ def matrices_that_fit(n: int, dtype: Any, like: Any) -> int | None:
     )
 
 
-def device_of(x: Any) -> Any:
-    """The device of ``x`` for questions about memory: the first that is of this process."""
-    return next(iter(x.sharding.addressable_devices), next(iter(x.devices())))
+def device_of(sharding: Sharding) -> Any:
+    """The device to ask about memory: the first that is of this process."""
+    return next(iter(sharding.addressable_devices), next(iter(sharding.device_set)))
 
 
 def is_on_host(x: Any) -> bool:
     """Whether ``x`` belongs to an accelerator but lies in host memory."""
-    return "host" in (x.sharding.memory_kind or "") and device_of(x).platform != "cpu"
+    return "host" in (x.sharding.memory_kind or "") and device_of(x.sharding).platform != "cpu"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxkfac.curvature._sharding import detached, put_result, result_sharding
+from jaxkfac.curvature._sharding import put_result, result_sharding
 from jaxkfac.memory import aligned_empty
 
 RESULT = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -44,12 +44,3 @@ def test_a_result_has_memory_of_its_own(committed):
 
 def test_results_of_host_arrays_are_uncommitted():
     assert not put_result(RESULT, result_sharding(RESULT)).committed
-
-
-@pytest.mark.parametrize("how", ["uncommitted", "committed", "sharded"])
-def test_a_detached_array_holds_the_same_values(how):
-    x = factor(how)
-    other = detached(x)
-    assert np.array_equal(np.asarray(other), np.ones((4, 4)))
-    if how != "sharded":  # which is put together on the host
-        assert other is not x and other.unsafe_buffer_pointer() == x.unsafe_buffer_pointer()

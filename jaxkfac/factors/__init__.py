@@ -15,6 +15,7 @@ from jaxkfac.factors._corrections import Corrections, Measurable, MeasuredValues
 from jaxkfac.factors._diagonal_pass import check_alone, per_example_diagonals
 from jaxkfac.factors._estimator import LABEL_FOLD, Estimator, check_label_values
 from jaxkfac.factors._example_sums import gradient_rows
+from jaxkfac.factors._exchange import exchanged_bytes
 from jaxkfac.factors._factors import (
     BiasMode,
     CorrectedDiagonal,
@@ -83,6 +84,7 @@ __all__ = [
     "check_like",
     "check_same_layers",
     "estimator_of",
+    "exchanged_bytes",
     "gradient_rows",
     "kept_targets",
     "largest_budget",

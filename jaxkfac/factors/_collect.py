@@ -18,6 +18,7 @@ from jaxkfac.factors._corrections import Corrections, Measurable
 from jaxkfac.factors._diagonal_pass import check_alone, diagonal_layers, per_example_diagonals
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._factors import BiasMode, Factors
+from jaxkfac.factors._marked_diagonals import marked_diagonals
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.factors._scalar_loss import check_marked, check_scalar_loss, warn_of_sum
@@ -405,22 +406,28 @@ class FactorCollector:
         factors: Factors,
         at: Linearised,
     ) -> Factors:
-        check_alone(traced, layers)
+        if not traced.marks:
+            check_alone(traced, layers)
+        number = sum(size for _, size in traced.example_axes)
         if call.estimator.prints:
+            cost = f"{number} more gradients" if traced.marks else "about one more gradient"
             print(
                 f"jaxkfac: {len(layers)} parameters are covered by a second pass over "
-                f"{traced.num_examples} examples, about one more gradient",
+                f"{number} examples, {cost}",
                 file=sys.stderr,
             )
-        sums = per_example_diagonals(
-            self._program.objective,
-            params,
-            call.batch,
-            layers,
-            call.estimator,
-            key=call.key,
-            state=call.state,
-        )
+        if traced.marks:
+            sums = marked_diagonals(self._program.objective, traced, at, layers, call.estimator)
+        else:
+            sums = per_example_diagonals(
+                self._program.objective,
+                params,
+                call.batch,
+                layers,
+                call.estimator,
+                key=call.key,
+                state=call.state,
+            )
         return dataclasses.replace(
             factors,
             diagonals={**factors.diagonals, **at.poisoned(sums)},

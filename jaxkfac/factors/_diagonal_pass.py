@@ -13,7 +13,9 @@ from jaxkfac.interception import (
     LayerTable,
     ParameterMatrix,
     Traced,
+    cast_varying,
     leaves_by_path,
+    varying_axes,
     whole,
     with_leaves,
 )
@@ -74,13 +76,18 @@ def per_example_diagonals(
     """Sum over examples of the squared gradient of each example's sum of terms.
 
     The estimator runs on each example by itself; ``key`` and ``state`` are the
-    model's own.
+    model's own. Inside ``shard_map`` each device has examples of its own, and the sum is over all.
 
     Memory:
         ``CHUNK`` gradients of the uncovered parameters and their activations.
     """
     leaves = leaves_by_path(params)
-    wanted = {layer.weight.path: leaves[layer.weight.path] for layer in layers}
+    axes = tuple(sorted(set().union(*map(varying_axes, jax.tree.leaves(batch)))))
+    # The gradient of what all devices hold alike would be a sum over them, before it is squared.
+    wanted = {
+        layer.weight.path: jax.tree.reduce(cast_varying, batch, leaves[layer.weight.path])
+        for layer in layers
+    }
     number = batch.num_examples
 
     def squares(example: tuple[Batch, Estimator]) -> dict[str, Array]:
@@ -105,4 +112,5 @@ def per_example_diagonals(
     # No loop runs along an axis that is split.
     examples = whole((batch, estimator.by_example(number)))
     rows = jax.lax.map(squares, examples, batch_size=min(CHUNK, number))
-    return {layer.name: rows[layer.weight.path].sum(0) for layer in layers}
+    sums = {layer.name: rows[layer.weight.path].sum(0) for layer in layers}
+    return jax.lax.psum(sums, axes) if axes else sums

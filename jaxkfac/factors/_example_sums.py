@@ -36,10 +36,20 @@ def example_counts(
     use: Use,
     side: Rows,
     weights: Bool[Array, "..."] | None,
+    reached: Bool[Array, "..."] | None,
     examples: ExampleAxes,
     like: ArrayType,
 ) -> Float[Array, "*stack examples"]:
-    """The number of positions of each example, ``(stack..., examples)``."""
+    """The number of positions of each example, ``(stack..., examples)``.
+
+    ``reached`` says which of them each entry of a stack reads, ``None`` that it reads all.
+    """
+    if reached is not None:
+        there = reached if weights is None else reached & weights
+        every = Rows(there, tuple(range(1, there.ndim)), (0,), ())
+        counts = _sums(site, use, every, use.rows, examples, like.dtype).T
+        rest = (1,) * (len(like.shape) - 2)
+        return jnp.broadcast_to(counts.reshape(len(counts), *rest, -1), like.shape)
     if weights is None and len(examples) > 1:
         axes = range(len(use.rows))
         weights = jnp.ones([side.x.shape[side.rows[d]] for d in axes], bool)

@@ -70,6 +70,7 @@ def test_a_class_out_of_range_gives_nan_where_values_are_traced(dtype, bad):
     assert jnp.isnan(jax.jit(objective)(jnp.ones(()), (y, targets)))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact", "forward"])
 @pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()], ids=repr)
 def test_an_invalid_target_poisons_value_gradient_and_factors_alike(likelihood, fisher):

@@ -76,6 +76,13 @@ def refuse_chained(traced: Traced) -> None:
             )
 
 
+def leads_past_marks(traced: Traced) -> bool:
+    """Whether the loss holds more of a layer than its marks do: a penalty on activations."""
+    first = len(traced.closed.jaxpr.invars) - len(traced.marks)
+    shifts = range(first, first + len(traced.marks))
+    return bool(leading_to(traced.analysis.plan, len(traced.marks), past=shifts)[0])
+
+
 def coupled(traced: Traced) -> frozenset[int]:
     """The marks that lead back to rows which do not run along their own examples.
 

@@ -14,6 +14,7 @@ from jaxkfac.factors._marked_terms import MarkedTerms
 from jaxkfac.factors._marks import (
     check_marked_outputs,
     coupled,
+    leads_past_marks,
     refuse_beside,
     refuse_chained,
     refuse_marks,
@@ -60,6 +61,8 @@ class Linearised(NamedTuple):
         own: The loss's own cotangents of the outputs as those of its Fisher; ``None`` where
             ``emitted`` has them, but for the scale.
         own_scale: By what squares of ``emitted`` are multiplied then; ``None`` for one.
+        cotangents: Of a loss with marks: what ``own`` gives, wherever ``emitted`` has it too.
+        gradient: Of a loss with marks: from a cotangent of the outputs to that of the parameters.
     """
 
     value: Any
@@ -73,6 +76,8 @@ class Linearised(NamedTuple):
     batch: Any = None
     own: Callable[[], PyTree] | None = None
     own_scale: Any = None
+    cotangents: Callable[[], PyTree] | None = None
+    gradient: Callable[[PyTree], dict[str, Any]] | None = None
 
     @property
     def squares_to_sums(self) -> Float[Array, ""]:
@@ -165,11 +170,17 @@ class Program:
     def _only_together(self, traced: Traced) -> str:
         """Why examples cannot run by themselves, in words; empty where they can."""
         behind = "is behind a weight that is computed from it, and its diagonal is"
-        if not isinstance(self.objective, Objective):
-            return f"{behind} one of whole examples' gradients, which need a jk.Objective"
+        if not isinstance(self.objective, Objective) and not traced.marks:
+            return (
+                f"{behind} one of whole examples' gradients, which need a jk.Objective or "
+                "jk.mark_outputs"
+            )
         if not self._second_pass:
             return f"{behind} one of gradients, which this Fisher type has none of"
-        met = traced.coupled_inputs
+        if traced.marks:
+            met = "on their way to a jk.mark_outputs" if coupled(traced) else ""
+        else:
+            met = traced.coupled_inputs
         return f"{behind} one of single examples' gradients, and examples meet {met}" if met else ""
 
     def row_weights(
@@ -211,6 +222,8 @@ class Program:
         check_marked_outputs(heads)
         scale = common_scale(heads)
 
+        beside = any(mark.beside for mark in traced.marks)
+
         def own() -> PyTree:
             refuse_beside(traced)
             refuse_chained(traced)
@@ -226,8 +239,10 @@ class Program:
             lambda g: vjp((g, jnp.zeros_like(value)))[1],
             terms_of,
             Batch(None, None, None),
-            own if scale is None or any(mark.beside for mark in traced.marks) else None,
+            own if scale is None or beside or leads_past_marks(traced) else None,
             scale,
+            own,
+            lambda g: vjp((g, jnp.zeros_like(value)))[0],
         )
 
     def output_shapes(self, traced: Traced) -> PyTree:

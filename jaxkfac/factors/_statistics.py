@@ -238,7 +238,7 @@ class Statistics:
 
     def _is_plain(self, use: Use) -> bool:
         view = use.view
-        joined = view.joins or view.members or view.function or len(use.parts) > 1
+        joined = view.joins or view.members or view.function or view.picked or len(use.parts) > 1
         return not (use.scope or joined or len(use.layers) > 1 or call_kind(use.eqn))
 
     @functools.cached_property
@@ -302,7 +302,8 @@ class Statistics:
             side = kind.summed_input_rows(site, use, operands, weights)
             out["a_rows"] = example_sums(site, use, side, examples, like["a_rows"])
             each, numbers = kind.outputs_of(site, use, operands, cotangent, None), like["a_numbers"]
-            out["a_numbers"] = example_counts(site, use, each, weights, examples, numbers)
+            reached = kind.reached(site, use, operands)
+            out["a_numbers"] = example_counts(site, use, each, weights, reached, examples, numbers)
         if "g" in like:
             side = kind.outputs_of(site, use, operands, cotangent, weights)
             panels = self.comes_first(use)

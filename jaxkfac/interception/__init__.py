@@ -78,6 +78,7 @@ from jaxkfac.interception._index import Index, Range, slices
 from jaxkfac.interception._joins import Piece, cuts_of, own_atoms, pieces_of
 from jaxkfac.interception._kind import Axes, Kind, kind_named, register_kind
 from jaxkfac.interception._layer import Layer, ParameterMatrix
+from jaxkfac.interception._lookups import Lookup, entries_picked, kept_axis, lookup_of
 from jaxkfac.interception._mark_outputs import (
     MARK_OUTPUTS,
     Marked,
@@ -122,6 +123,7 @@ __all__ = [
     "Kind",
     "Layer",
     "LayerTable",
+    "Lookup",
     "Marked",
     "NnxApply",
     "OutputMark",
@@ -152,6 +154,7 @@ __all__ = [
     "cuts_of",
     "decoded_shapes",
     "encoded_paths",
+    "entries_picked",
     "equation_signature",
     "evaluate",
     "find_layers",
@@ -159,10 +162,12 @@ __all__ = [
     "is_differentiable",
     "is_encoded",
     "is_var",
+    "kept_axis",
     "kind_named",
     "leading_to",
     "leaves_by_path",
     "lifted",
+    "lookup_of",
     "mark_outputs",
     "mark_rows",
     "marks_of",

@@ -27,6 +27,7 @@ from jaxkfac.interception._compat import (
     is_mutable,
     is_stateful,
     is_var,
+    scan_counts,
 )
 from jaxkfac.interception._computed import uses_in
 from jaxkfac.interception._constant_rows import Meeting
@@ -41,6 +42,7 @@ from jaxkfac.interception._custom import (
 from jaxkfac.interception._facts import Facts, reasons_of
 from jaxkfac.interception._functions import is_function, seen_in
 from jaxkfac.interception._kind import kind_reading
+from jaxkfac.interception._lookups import is_followed, lookups_in, stack_looked_up
 from jaxkfac.interception._masks import holds_mask, is_mask
 from jaxkfac.interception._plan import MARK_ROWS, Mark, Plan
 from jaxkfac.interception._products import follow_product
@@ -69,8 +71,8 @@ _NOT_EXAMPLES = (
 
 _FROZEN = "is frozen by `stop_gradient`"
 _UNKNOWN_ROWS = (
-    "is chosen by data in `select_n`, where its rows are not known: a `cond` under `vmap` can be "
-    "followed where there are at least two rows"
+    "is chosen by data in `select_n`, element by element: a `cond` under `vmap`, which chooses it "
+    "for whole rows, can be followed"
 )
 _WALKERS = {"scan": walk_scan, "cond": walk_cond, "shard_map": walk_shard_map}
 _COMPLEX = (
@@ -89,13 +91,13 @@ class Analysis(Facts):
         constants: Equations whose data has no example axis: beside a parameter it is a constant
             of the rows that it meets later, and the parameter still a view of itself.
         held: Positions of inputs that are constants.
+        tables: Lookups of matrices that are no stacks of experts.
 
     Attributes:
         plan: The plan of the outermost jaxpr.
         outputs: What is known of each output.
         axes_of_input: Of the inputs that are data, by position.
-        meetings: By its place, each equation in which products of constants meet data.
-        closed_in: Products of constants whose results enter an equation that is not followed.
+        tables: Lookups that are none, now that it is known who reads them.
     """
 
     def __init__(
@@ -105,12 +107,12 @@ class Analysis(Facts):
         refused: Set[Hashable] = frozenset(),
         constants: Set[Hashable] = frozenset(),
         held: Set[int] = frozenset(),
+        tables: Set[Hashable] = frozenset(),
     ) -> None:
         super().__init__()
         self.axes_of_input: dict[int, Axes] = {}
+        self.tables = set(tables)
         self._refused, self._constants = refused, constants
-        self.meetings: dict[Hashable, Meeting] = {}
-        self.closed_in: set[Hashable] = set()
         self._around: tuple[int, ...] = ()  # positions of the calls around an equation
         ins = [
             Constant(self.unique()) if k in held else self._input(v, path, k)
@@ -118,6 +120,7 @@ class Analysis(Facts):
         ]
         self.outputs, self.plan = self._walk(closed.jaxpr, closed.consts, ins, ())
         self.closed_in.update(_products_in(self.outputs))
+        self.tables |= lookups_in(self.outputs)
         for out in self.outputs:
             self.report(out, "is also in a parameter-only term", fatal=False)
 
@@ -173,6 +176,10 @@ class Analysis(Facts):
         for position, eqn in enumerate(jaxpr.eqns):
             values = [read(v) for v in eqn.invars]
             outs = self._equation(eqn, position, values, plan, scope)
+            if lookups := lookups_in(values):
+                found = plan.uses.get(position, ())
+                if not is_followed(eqn, call_kind(eqn), outs, found):
+                    self.tables |= lookups
             if products := _products_in(values):
                 outs = self._from_products(eqn, values, outs, products)
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -218,6 +225,15 @@ class Analysis(Facts):
         """The results of an equation that reads products of constants."""
         if call_kind(eqn) in ("jit", "checkpoint"):
             return outs  # its body was followed
+        if call_kind(eqn) == "scan":  # so was what is constant in its body
+            constants, carries = scan_counts(eqn)
+            for k, v in enumerate(ins):
+                if isinstance(v, Data) and v.products and k >= constants + carries:
+                    self.closed_in.update(v.products)
+                elif isinstance(v, Data) and v.products and k >= constants:
+                    place = (self._where(eqn), k)
+                    self.meetings[place] = Meeting(eqn, (v.axes,), v.products, carry=True)
+            return outs
         rows = tuple(v.axes for v in ins if isinstance(v, Data) and not v.products)
         if call_kind(eqn) is not None:
             self.closed_in.update(products)
@@ -323,6 +339,11 @@ class Analysis(Facts):
             if isinstance(chosen, str):
                 return self._opaque(eqn, ins, chosen)
             seen = chosen
+        if seen is None and name == "gather" and self._where(eqn) not in self.tables:
+            stack = stack_looked_up(self, eqn, ins, self._where(eqn))
+            if stack is not None:
+                plan.lookups.add(position)
+                seen = [stack]
         if seen is None and self._where(eqn) in self._constants:
             seen = seen_in(self, eqn, [_as_constant(v) for v in ins])
             seen = seen and [_rowless(v, name) for v in seen]
@@ -379,7 +400,7 @@ class Analysis(Facts):
             return _UNKNOWN_ROWS
         rows = broadcast_axes(self.table, view.axes)
         own = [a for d, axis in enumerate(which.axes) if d not in rows for a in axis]
-        if not rows or any(self.table.kinds(a) - {"feature"} for a in self.table.atoms(tuple(own))):
+        if any(self.table.kinds(a) - {"feature"} for a in self.table.atoms(tuple(own))):
             return _UNKNOWN_ROWS
         plan.choices[position] = rows
         choice = tuple((view.axes[d], which.axes[d]) for d in rows)
@@ -418,11 +439,10 @@ class Analysis(Facts):
         return [dataclasses.replace(product, products=frozenset([uses[0].where]))]
 
     def _result(self, eqn: Eqn, ins: list[Value], uses: list[Use], number: int) -> Data:
+        axes_in = [v.axes if isinstance(v, Data) else None for v in ins]
         axes = uses[0].kind.result_axes(self.table, uses[0])
-        if axes is None:
-            axes_in = [v.axes if isinstance(v, Data) else None for v in ins]
-            axes = propagate(self.table, eqn, axes_in)[0]
-            self.mixes(eqn, mixed_atoms(eqn, axes_in))
+        axes = propagate(self.table, eqn, axes_in)[0] if axes is None else axes
+        self.mixes(eqn, mixed_atoms(eqn, axes_in))
         for use in uses:
             use.kind.place(use, axes)
             use.parts = [u for u in uses if u.kind.covered and not u.view.computed_from]

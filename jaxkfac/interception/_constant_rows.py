@@ -6,7 +6,8 @@ A program mapped over examples multiplies a constant and a parameter once for al
 examples. The same program with the constant repeated for each example has a row for each.
 
 The product, and what follows from it alone, is mapped over copies, one for each example. Where it
-meets data, in an equation element by element, the copies lie along the axis of the examples.
+meets data, in an equation element by element or as the carry with which a scan begins, the copies
+lie along the axis of the examples.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -26,6 +27,8 @@ from jaxkfac.interception._compat import (
     checkpoint_like,
     is_var,
     of_operands,
+    scan_counts,
+    scan_like,
 )
 from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._values import Use
@@ -40,11 +43,13 @@ class Meeting(NamedTuple):
         eqn: The equation.
         axes: Of each operand that is data with rows.
         products: The products that meet it.
+        carry: Whether it is a scan, and they are the carry with which it begins.
     """
 
     eqn: Eqn
     axes: tuple[Axes, ...]
     products: frozenset[Hashable]
+    carry: bool = False
 
 
 class Repeats(NamedTuple):
@@ -52,7 +57,7 @@ class Repeats(NamedTuple):
 
     Attributes:
         products: Number of copies, and the position of the parameter among the operands.
-        meetings: The axis of the result along which the copies lie.
+        meetings: The axis of the result, or of the carry, along which the copies lie.
     """
 
     products: dict[Hashable, tuple[int, int]]
@@ -99,12 +104,14 @@ def repeats(
 
 
 def _axis_of(table: AxisTable, meeting: Meeting, examples: Atoms) -> int | None:
-    """The axis of the result along which the examples lie, if the equation goes by elements."""
-    name = meeting.eqn.primitive.name
-    if name not in ELEMENTWISE or name in _ALONG_AN_AXIS or len(meeting.eqn.outvars) != 1:
+    """The axis along which the examples lie, if the equation goes by elements or is a loop."""
+    name, wanted = meeting.eqn.primitive.name, table.atoms(examples)
+    if meeting.carry:
+        rank = len(meeting.axes[0])
+    elif name not in ELEMENTWISE or name in _ALONG_AN_AXIS or len(meeting.eqn.outvars) != 1:
         return None
-    wanted = table.atoms(examples)
-    rank = len(meeting.eqn.outvars[0].aval.shape)
+    else:
+        rank = len(meeting.eqn.outvars[0].aval.shape)
     for axes in meeting.axes:
         for d, axis in enumerate(axes):
             if len(axes) == rank and table.atoms(axis) == wanted:
@@ -113,7 +120,11 @@ def _axis_of(table: AxisTable, meeting: Meeting, examples: Atoms) -> int | None:
 
 
 class _Copies(NamedTuple):
-    """A value once for each example, along its first axis."""
+    """A value once for each example, along its first axis.
+
+    Axes along which it was broadcast have size one, until an equation reads it that needs them:
+    the examples may be among them.
+    """
 
     x: Any
 
@@ -149,8 +160,13 @@ def _run(
         if where in todo.products:
             out = [_product(eqn, values, *todo.products[where])]
         elif where in todo.meetings and copied:
-            rank = len(eqn.outvars[0].aval.shape)
-            out = [bind(eqn)(*(_aligned(v, todo.meetings[where], rank) for v in values))]
+            shape = eqn.outvars[0].aval.shape
+            rows = [_aligned(v, todo.meetings[where], len(shape)) for v in values]
+            out = [jnp.broadcast_to(bind(eqn)(*rows), shape)]
+        elif kind == "scan" and (copied or here in inside):
+            out = _scan(eqn, values, where, here, todo)
+        elif copied and eqn.primitive.name == "broadcast_in_dim":
+            out = [_broadcast(eqn, values[0])]
         elif kind in ("jit", "checkpoint") and (copied or here in inside):
             body, closed_over = body_of(eqn)
 
@@ -160,7 +176,10 @@ def _run(
             out = (checkpoint_like(eqn, again) if kind == "checkpoint" else again)(*values)
         elif copied:
             axes = [0 if isinstance(v, _Copies) else None for v in values]
-            plain = [v.x if isinstance(v, _Copies) else v for v in values]
+            plain = [
+                jnp.broadcast_to(v.x, (len(v.x), *var.aval.shape)) if isinstance(v, _Copies) else v
+                for v, var in zip(values, eqn.invars, strict=True)
+            ]
             out = jax.vmap(of_operands(eqn, jaxpr), axes)(*plain)
             out = [_Copies(x) for x in (out if eqn.primitive.multiple_results else [out])]
         else:
@@ -177,6 +196,34 @@ def _product(eqn: Eqn, values: Sequence[Any], number: int, parameter: int) -> _C
         for k, v in enumerate(values)
     ]
     return _Copies(jax.vmap(bind(eqn), axes)(*rows))
+
+
+def _broadcast(eqn: Eqn, value: _Copies) -> _Copies:
+    shape = [1] * len(eqn.params["shape"])
+    for d, size in zip(eqn.params["broadcast_dimensions"], value.x.shape[1:], strict=True):
+        shape[d] = size
+    return _Copies(value.x.reshape(-1, *shape))
+
+
+def _scan(
+    eqn: Eqn, values: Sequence[Any], where: Hashable, here: tuple[int, ...], todo: Repeats
+) -> list[Any]:
+    """A scan, its body with what is to be repeated in it."""
+    (nc, nk), (body, consts) = scan_counts(eqn), body_of(eqn)
+    carry = []
+    for k in range(nc, nc + nk):
+        value, shape = values[k], eqn.invars[k].aval.shape
+        if isinstance(value, _Copies):
+            axis = todo.meetings[where, k]
+            value = jnp.broadcast_to(_aligned(value, axis, len(shape)), shape)
+        carry.append(value)
+
+    def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = _run(body, consts, [*values[:nc], *carry, *xs], here, todo)
+        return out[:nk], out[nk:]
+
+    last, stacked = scan_like(eqn, step, carry, list(values[nc + nk :]))
+    return [*last, *stacked]
 
 
 def _aligned(value: Any, axis: int, rank: int) -> Any:

@@ -150,26 +150,26 @@ def run_beside(
     eqn: Eqn,
     run: Callable[[list[Any], list[Any]], list[Any]],
     values: Sequence[Any],
-    along: Sequence[Any],
+    in_slots: Sequence[Any],
 ) -> list[Any]:
     """The results of a call, whose cotangent goes to its own rule and to a program beside it.
 
     Args:
         eqn: The call.
-        run: The program of the statistics, of operands and what rides along with each.
+        run: The program of the statistics, of operands and the slots of each.
         values: The operands of the call.
-        along: What rides along with them.
+        in_slots: The slots of each.
     """
     primals, tangents = operands_of(eqn)
     at = dict(zip(eqn.invars, values, strict=True))
     outs = _function(eqn)(*[at[v] for v in primals])
     if is_rule(eqn):
-        slots = dict(zip(eqn.invars, along, strict=True))
+        slots = dict(zip(eqn.invars, in_slots, strict=True))
         operands = [at[v] for v in primals] + [jnp.zeros_like(at[v]) for v in tangents]
-        riding = [{}] * len(primals) + [slots[v] for v in tangents]
+        operand_slots = [{}] * len(primals) + [slots[v] for v in tangents]
     else:
-        operands, riding = list(values), list(along)
-    beside = run([jax.lax.stop_gradient(x) for x in operands], riding)
+        operands, operand_slots = list(values), list(in_slots)
+    beside = run([jax.lax.stop_gradient(x) for x in operands], operand_slots)
     if not is_rule(eqn):
         beside = [x for x, d in zip(beside, _floats(eqn.outvars), strict=True) if d]
     each = iter(beside)

@@ -1,7 +1,7 @@
 """Slots shaped like the parameter: they go through the same equations as its elements.
 
 Where the elements go through a function one by one, as in ``exp(w)``, the slot stays as it is and
-the derivative of what the program reads with respect to the parameter rides beside it. It is
+the derivative of what the program reads with respect to the parameter goes with it. It is
 applied where the gradient is known position by position: a parameter that enters an element twice,
 as in ``w * sigmoid(w)``, has one derivative there, which must be a sum before anything is squared.
 """
@@ -74,8 +74,8 @@ def through_function(
     Args:
         eqn: The equation.
         run: What it computes, of all operands.
-        parts: For each operand in which the parameter is seen, what rides along with it; the
-            parameter's elements lie alike in all of them.
+        parts: For each operand in which the parameter is seen, its slot; the parameter's elements
+            lie alike in all of them.
         values: The operands.
         entries: What the entries of slots declare.
     """
@@ -110,11 +110,11 @@ def through_function(
 def move_elements(
     eqn: Eqn, part: Elements, position: int, values: Sequence[ArrayLike], entries: Entries
 ) -> list[Elements]:
-    """For each result of a view, what rides along with it.
+    """The slot of each result of a view.
 
     Args:
         eqn: The view: the entries go through the same equation.
-        part: What rides along with the operand.
+        part: The slot of the operand.
         position: Of the parameter among the operands.
         values: The operands.
         entries: What the entries of slots declare.
@@ -177,7 +177,8 @@ def stack_elements(parts: Sequence[Elements | None]) -> Elements:
 
     ``None`` stands for a layer that has no slot.
     """
-    there = [part for part in parts if part is not None]
+    # A parameter that is there twice has one slot, which is beside all of its entries.
+    there = list({id(part): part for part in parts if part is not None}.values())
     slot = jax.tree.map(lambda *x: sum(x[1:], x[0]), *[part.slot for part in there])
     like = next((p.derivative for p in there if p.derivative is not None), None)
     if like is None:

@@ -37,14 +37,20 @@ def analyse(
     ``(x - mean) * (rsqrt(var) * scale)``): such data is a constant of every row that it meets
     later, and the parameter is used there.
 
+    And so with a lookup of matrices: each is taken for a stack of experts first (``_lookups``).
+
     State without the examples (a spectral norm's vectors) is constant altogether: ``state`` says
     which of the inputs may be it.
     """
     refused: set[Hashable] = set()
     constants: set[Hashable] = set()
     held: frozenset[int] = frozenset()
+    tables: set[Hashable] = set()
     while True:
-        analysis = Analysis(closed, paths, refused, constants, held)
+        analysis = Analysis(closed, paths, refused, constants, held, tables)
+        if analysis.tables > tables:
+            tables = analysis.tables
+            continue
         if state and (held := _without_examples(analysis, state)):
             state = frozenset()
             continue
@@ -52,7 +58,8 @@ def analyse(
         alone = [u for u in analysis.plan.all_uses() if not _is_use(analysis, u, num_outputs)]
         todo = _repeats(analysis, alone, num_outputs)
         if todo.products:
-            closed, refused, constants = repeated(closed, todo), set(), set()
+            closed = repeated(closed, todo)
+            refused, constants, tables = set(), set(), set()
             continue
         wrong = {u.where for u in alone}
         lost = set()

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import Eqn, is_stateful
+from jaxkfac.interception._constant_rows import Meeting
 from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._values import (
     CoverageNote,
@@ -33,6 +34,8 @@ class Facts:
         computed: The weights that are computed from parameters, by number and scans.
         of_constants: The parameters that a constant without the examples times, by path, in words.
         stopped: By the number of a constant, the parameter whose gradient was stopped.
+        meetings: By its place, each equation in which products of constants meet data.
+        closed_in: Products of constants whose results enter an equation that is not followed.
         mixing: By ``id`` of an equation, the atoms that it mixes (see ``_coupling``).
     """
 
@@ -46,6 +49,8 @@ class Facts:
         self.parameters: dict[str, View] = {}
         self.computed: dict[Hashable, View] = {}
         self.of_constants: dict[str, str] = {}
+        self.meetings: dict[Hashable, Meeting] = {}
+        self.closed_in: set[Hashable] = set()
         self.mixing: dict[int, set[int]] = {}
         self.stopped: dict[int, View] = {}
         self._numbers: dict[Hashable, int] = {}

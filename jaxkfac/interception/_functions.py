@@ -2,8 +2,8 @@
 
 A parameter stays in sight behind a view (``_views``), and where it goes through a function element
 by element: ``exp(w)``, ``u * v``. Each element of the result then depends on one element of each
-parameter, and a gradient of it is one of the parameter times a derivative, which rides along with
-the slot (``_elements``). Whatever else is in the result is a value that this may depend on.
+parameter, and a gradient of it is one of the parameter times a derivative, which goes with the
+slot (``_elements``). Whatever else is in the result is a value that this may depend on.
 """
 
 import dataclasses

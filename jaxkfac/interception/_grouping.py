@@ -21,17 +21,21 @@ from jaxkfac.interception._values import CoverageNote, Use, View
 class _UseGroup:
     """The uses that read one parameter the same way.
 
-    ``member`` is which one of a stack of parameters, whose uses are the same equations;
-    ``computed_from`` are the parameters of a weight that is none itself.
+    ``at`` has them in program order, and of each the iterations whose parameter it is: of a scan
+    over a stack of parameters some, else the one. ``computed_from`` are the parameters of a weight
+    that is none itself.
     """
 
     kind: Kind
     weight: ParameterMatrix
-    uses: list[Use]
+    at: dict[Use, list[int]]
     bias: ParameterMatrix | None = None
     name: str = ""
-    member: int | None = None
     computed_from: tuple[str, ...] = ()
+
+    @property
+    def uses(self) -> list[Use]:
+        return list(self.at)
 
 
 def group_uses(
@@ -68,13 +72,12 @@ def group_uses(
     blocks = _blocks(table, matrices, experts)
     joined = _join_biases(table, blocks, biases, others, experts)
     beside = {part.path for b in blocks for part in (b.weight, b.bias) if part}
-    elementwise = [u for u in uses if u.kind.elementwise and u not in joined]
-    blocks += _blocks(table, elementwise, experts, beside)
-    order = {id(u): i for i, u in enumerate(uses)}
-    blocks = [member for block in blocks for member in _members(block, biases)]
-    blocks.sort(key=lambda b: order[id(b.uses[0])])
+    elementwise = [u for u in uses if u.kind.elementwise]
+    blocks += _blocks(table, elementwise, experts, beside, joined)
+    order = {u: i for i, u in enumerate(uses)}
+    blocks.sort(key=lambda b: order[b.uses[0]])
     blocks, notes = _without_overlaps(blocks)
-    notes += _name(blocks) + _looked_up_matrices(table, blocks)
+    notes += _name(table, blocks) + _looked_up_matrices(table, blocks)
     selected = selector(pattern, [b.name for b in blocks])
     for block in blocks:
         masked = next((u.view.masked for u in block.uses if u.view.masked), "")
@@ -93,11 +96,11 @@ def group_uses(
     owners = _owners(table, blocks)
     with_ones = {id(owners[id(b)]) for b in blocks if b.bias is not None}
     layers = []
+    names: dict[Use, dict[int, str]] = collections.defaultdict(dict)
     for block in blocks:
         owner = owners[id(block)]
-        for use in block.uses:
-            use.layer = use.layer or block.name
-            use.layers = (*use.layers, block.name)
+        for use, iterations in block.at.items():
+            names[use].update(dict.fromkeys(iterations, block.name))
             use.free_stack = _reads_experts(use, experts)
         ones = id(owner) in with_ones
         elementwise, diagonal = block.kind.elementwise, block.kind.diagonal_inputs
@@ -118,6 +121,10 @@ def group_uses(
                 computed_from=block.computed_from,
             )
         )
+    for use, of_iteration in names.items():
+        number = len(use.view.members) or 1
+        use.layers = tuple(of_iteration.get(k, "") for k in range(number))
+        use.layer = next(name for name in use.layers if name)
     return layers, notes
 
 
@@ -202,47 +209,43 @@ def _matrix(
 
 
 def _blocks(
-    table: AxisTable, uses: Iterable[Use], experts: str | None, beside: Collection[str] = ()
+    table: AxisTable,
+    uses: Iterable[Use],
+    experts: str | None,
+    beside: Collection[str] = (),
+    without: Collection[tuple[Use, int]] = (),
 ) -> list[_UseGroup]:
-    """One block for each way to read a parameter; ``beside`` are those that have matrices."""
+    """One block for each way to read a parameter, and of a stack of parameters for each of them.
+
+    ``beside`` are those that have matrices; ``without`` are uses in some iterations that are left
+    out.
+    """
     found: dict[Any, _UseGroup] = {}
     for use in uses:
         weight = _matrix(table, use, experts, beside)
-        key = (weight, use.kind, use.view.number if use.view.computed_from else None)
-        if use.kind.elementwise:
-            key = (weight.path, weight.index, "diagonal")
-        new = _UseGroup(use.kind, weight, [], computed_from=use.view.computed_from)
-        block = found.setdefault(key, new)
-        # The slot of a diagonal is beside every part of an array that is this parameter's.
-        if not use.kind.elementwise or not any(_same_operand(use, u) for u in block.uses):
-            block.uses.append(use)
+        for k, view in enumerate(use.view.members or (use.view,)):
+            if (use, k) in without:
+                continue
+            own = _of_member(weight, view) if use.view.members else weight
+            key = (own, use.kind, use.view.number if use.view.computed_from else None)
+            if use.kind.elementwise:
+                key = (own.path, own.index, "diagonal")
+            new = _UseGroup(use.kind, own, {}, computed_from=use.view.computed_from)
+            block = found.setdefault(key, new)
+            # The slot of a diagonal is beside every part of an array that is this parameter's.
+            others = (u for u in block.at if u is not use)
+            if not use.kind.elementwise or not any(_same_operand(use, u) for u in others):
+                block.at.setdefault(use, []).append(k)
     return list(found.values())
+
+
+def _of_member(matrix: ParameterMatrix, view: View) -> ParameterMatrix:
+    """The matrix that one of a stack of parameters is, from that of the first."""
+    return dataclasses.replace(matrix, path=view.path, index=view.index)
 
 
 def _same_operand(one: Use, other: Use) -> bool:
     return (one.where, one.operand, one.scope) == (other.where, other.operand, other.scope)
-
-
-def _members(block: _UseGroup, adds: Sequence[Use]) -> list[_UseGroup]:
-    """A block for each of the parameters that were stacked for a scan."""
-    members = block.uses[0].view.members
-    if not members:
-        return [block]
-
-    rows = next((b.view.members for b in adds if b.join in block.uses), ())
-
-    def of(matrix: ParameterMatrix, view: View) -> ParameterMatrix:
-        return dataclasses.replace(matrix, path=view.path, index=view.index)
-
-    return [
-        dataclasses.replace(
-            block,
-            member=k,
-            weight=of(block.weight, view),
-            bias=of(block.bias, rows[k]) if block.bias else None,
-        )
-        for k, view in enumerate(members)
-    ]
 
 
 def _join_biases(
@@ -251,34 +254,56 @@ def _join_biases(
     biases: list[Use],
     scales: list[Use],
     experts: str | None,
-) -> set[Use]:
+) -> set[tuple[Use, int]]:
     """Join a bias to a block when each reads the other and neither reads anything else.
 
     A bias added to a sum of products has the output gradient of each, but one homogeneous
     column cannot be in several blocks: it is joined to none.
+
+    Returns:
+        The uses of the biases that are joined, and in which iterations.
     """
-    readers = collections.defaultdict(list)
+    readers = collections.defaultdict(set)
     for use in biases:
-        readers[use.view.path, use.view.index].append(use)
+        for k, view in _iterations(use):
+            readers[view.path, view.index].add((use, k))
     whole = {path for path, index in readers if not index}
-    taken: set[Use] = set()
+    scaled = [view for s in scales for view in s.view.members or (s.view,)]
+    taken: set[tuple[Use, int]] = set()
     for block in blocks:
         if not block.kind.product:
             continue
-        adds = [b for b in biases if b.join in block.uses]
-        if len(adds) != len(block.uses) or not adds:
+        adds = [b for b in biases if b.join in block.at]
+        if len(adds) != len(block.at) or not adds:
             continue
-        view = adds[0].view
+        mine = [
+            (add, k, view)
+            for add in adds
+            for k, view in _iterations(add)
+            if not _goes_along(add) or k in block.at[add.join]
+        ]
+        (path, index), *others = dict.fromkeys((view.path, view.index) for _, _, view in mine)
         matrix = _bias_matrix(table, block, adds[0], experts)
-        others = readers[view.path, view.index]
-        exclusive = set(adds) == set(others) and not (view.index and view.path in whole)
-        exclusive &= not any(
-            s.view.path == view.path and overlap(s.view.index, view.index) for s in scales
-        )
+        exclusive = not others and {(add, k) for add, k, _ in mine} == readers[path, index]
+        exclusive &= not (index and path in whole)
+        exclusive &= not any(v.path == path and overlap(v.index, index) for v in scaled)
         if matrix is not None and exclusive:
-            block.bias = matrix
-            taken.update(adds)
+            block.bias = _of_member(matrix, mine[0][2])
+            taken |= readers[path, index]
     return taken
+
+
+def _goes_along(add: Use) -> bool:
+    """Whether a bias is added in those iterations that read its product's kernel."""
+    assert add.join is not None
+    own, others = add.view, add.join.view
+    return bool(others.members) and (not own.members or own.stacked_for == others.stacked_for)
+
+
+def _iterations(add: Use) -> list[tuple[int, View]]:
+    """Which bias is added in which iteration of the scan over a stack of them, or of kernels."""
+    number = len(add.join.view.members) if add.join is not None else 0
+    return list(enumerate(add.view.members or (add.view,) * (number or 1)))
 
 
 def _bias_matrix(
@@ -346,7 +371,7 @@ def _without_overlaps(blocks: list[_UseGroup]) -> tuple[list[_UseGroup], list[Co
     return kept, list(notes.values())
 
 
-def _name(blocks: list[_UseGroup]) -> list[CoverageNote]:
+def _name(table: AxisTable, blocks: list[_UseGroup]) -> list[CoverageNote]:
     """Name every block; where a parameter has several, the dense one keeps the path.
 
     Of a kernel that is read in both orientations it is the one with a bias, or that contracts its
@@ -357,7 +382,7 @@ def _name(blocks: list[_UseGroup]) -> list[CoverageNote]:
         by_path[block.weight.path + index_name(block.weight.index)].append(block)
     for path, group in by_path.items():
         taken: set[str] = set()
-        for block in sorted(group, key=lambda b: (b.kind.rank, b.bias is None, _is_turned(b))):
+        for block in sorted(group, key=lambda b: _precedence(table, b)):
             further = path if block.computed_from else f"{path}@{block.kind.suffix}"
             name = path if not taken else further
             while name in taken:
@@ -375,10 +400,20 @@ def _name(blocks: list[_UseGroup]) -> list[CoverageNote]:
     return notes
 
 
-def _is_turned(block: _UseGroup) -> bool:
-    """Whether the outputs come before the inputs; of an axis of size one that is not known."""
-    weight = block.weight
-    return bool(weight.inputs and weight.outputs and weight.inputs > weight.outputs)
+def _precedence(table: AxisTable, block: _UseGroup) -> tuple[Any, ...]:
+    """What the blocks of a parameter are sorted by; nothing in it depends on the program's order.
+
+    An axis of size one is neither an input nor an output: it belongs to the side that has no other.
+    """
+    weight, view = block.weight, block.uses[0].view
+    where, _ = _positions(table, view)
+    axes = [{where[a] for a in table.atoms(axis)} for axis in view.own]
+    single = [d for d, axis in enumerate(axes) if not axis][-1:]  # behind those of a stack
+    inputs, outputs = (
+        ([d for d, axis in enumerate(axes) if axis & set(side)] or single, side)
+        for side in (weight.inputs, weight.outputs)
+    )
+    return block.kind.rank, block.bias is None, inputs > outputs, weight.inputs, weight.outputs
 
 
 def _looked_up_matrices(table: AxisTable, blocks: list[_UseGroup]) -> list[CoverageNote]:
@@ -390,7 +425,8 @@ def _looked_up_matrices(table: AxisTable, blocks: list[_UseGroup]) -> list[Cover
             entry, width = "x".join(map(str, sizes)), block.weight.out_features
             reason = (
                 f"is read as a table, each row of it {entry}, so its output side has {width} "
-                "features; kernels of experts have factors of their own as a stack in an einsum"
+                "features; kernels of experts have factors of their own, where a product reads the "
+                "kernel that each row picks"
             )
             found.append(CoverageNote(block.weight.path, reason, fatal=False))
     return found
@@ -409,7 +445,7 @@ def _owners(table: AxisTable, blocks: list[_UseGroup]) -> dict[int, _UseGroup]:
     turned = {id(block) for pair in pairs if _are_turned(*pair) for block in pair}
     keys = {id(b): id(b) if id(b) in turned else _input_key(table, b) for b in blocks}
     ordered = sorted(blocks, key=lambda b: bool(b.computed_from))  # those of parameters come first
-    return {id(b): first.setdefault((keys[id(b)], b.member), b) for b in ordered}
+    return {id(b): first.setdefault(keys[id(b)], b) for b in ordered}
 
 
 def _are_turned(one: _UseGroup, other: _UseGroup) -> bool:
@@ -423,7 +459,7 @@ def _input_key(table: AxisTable, block: _UseGroup) -> Any:
     return (
         block.kind.name,
         block.weight.stack_shape,
-        *sorted(_use_key(table, u) for u in block.uses),
+        *sorted((_use_key(table, u), tuple(at)) for u, at in block.at.items()),
     )
 
 

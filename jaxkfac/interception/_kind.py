@@ -42,6 +42,9 @@ class Kind(abc.ABC):
         contracts: Of an elementwise kind: whether rows are summed over, so that none of their axes
             is the parameter's.
         unless_matrix: The kind of a parameter that is read like this and is no matrix.
+        unless_one: The kind of a parameter that is read like this, each row another entry of it.
+        picks: Whether each row picks its entry of the stack: behind the operands of the equation
+            stand the indices then.
         inserts: Whether the parameter stands beside data rather than times it: several may in one
             equation, and where the result is a scalar it is a penalty.
         product: Whether its result is a product of rows: a bias may be joined to it, and its rows
@@ -63,6 +66,8 @@ class Kind(abc.ABC):
     elementwise: ClassVar[bool] = False
     contracts: ClassVar[bool] = False
     unless_matrix: ClassVar[str | None] = None
+    unless_one: ClassVar[str | None] = None
+    picks: ClassVar[bool] = False
     inserts: ClassVar[bool] = False
     product: ClassVar[bool] = False
     diagonal_inputs: ClassVar[bool] = False
@@ -171,6 +176,13 @@ class Kind(abc.ABC):
     ) -> Any:
         """The same, where which rows there are is known from the operands alone."""
         return self.output_rows(site, use, cotangent, weights)
+
+    def reached(self, site: Site, use: Use, operands: Sequence[Any]) -> Bool[Array, "..."] | None:
+        """Which rows reach which entry of its stack, ``(stack, rows...)``; ``None``: all do.
+
+        Those that do not are zero among the rows of that entry.
+        """
+        return None
 
     def summed_input_rows(
         self, site: Site, use: Use, operands: Sequence[Any], weights: RowWeights

@@ -113,11 +113,13 @@ class Layer:
             ``path[:,0:3]`` for a range; where one parameter has several blocks, the further ones
             end in ``@`` and a reason. A weight that is computed from parameters has the path of
             the largest of them, and ``@effective``.
-        kind: ``dense``, ``conv`` and ``embedding`` have Kronecker factors; ``scale`` and
-            ``bias`` (a bias that belongs to no product) have a diagonal, or one dense block, and
-            so has ``transformed`` (a function of the parameter in a product, ``x @ exp(w)``);
-            ``reparameterised`` (a parameter behind a weight that is computed from it, by a second
-            pass) and ``diagonal`` (one that no rule covers, likewise) have a diagonal.
+        kind: ``dense``, ``conv`` and ``embedding`` have Kronecker factors, and so have stacks of
+            experts that read sorted rows (``ragged``) or are picked row by row (``gathered``);
+            ``scale`` and ``bias`` (a bias that belongs to no product) have a diagonal, or one
+            dense block, and so has ``transformed`` (a function of the parameter in a product,
+            ``x @ exp(w)``); ``reparameterised`` (a parameter behind a weight that is computed from
+            it, by a second pass) and ``diagonal`` (one that no rule covers, likewise) have a
+            diagonal.
         weight: The parameter as a matrix.
         bias: The bias added to this layer's product and to nothing else, or ``None``. One that
             is added to a sum of products (``x @ w + h @ u + b``, a recurrent cell) could be the

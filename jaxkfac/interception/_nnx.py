@@ -16,8 +16,8 @@ Path = tuple[Any, ...]
 class NnxApply:
     """``apply(params, *inputs, key=None, state=None)``, rebuilt from an NNX model.
 
-    Returns the model's outputs, and with ``mutable=`` the pair ``(outputs, changed)``. What else
-    the model holds is kept as it was when the model was taken apart, and the model is rebuilt
+    Returns the model's outputs, and with a state the pair ``(outputs, changed)``. What else the
+    model holds is kept as it was when the model was taken apart, and the model is rebuilt
     inside the trace, so that calls have no side effect. A ``key`` seeds every random stream anew.
     What a model sows (``nnx.Intermediate``) is left out. What it writes into parameters (the kernel
     that ``nnx.SpectralNorm`` has normalised) is dropped where ``mutable=`` names ``nnx.Param``, for
@@ -25,7 +25,7 @@ class NnxApply:
 
     Attributes:
         state: What ``mutable=`` names, as it was in the model: a plain dictionary of arrays, for
-            the first call. ``None`` without ``mutable=``.
+            the first call. ``None`` without ``mutable=``, and where that names parameters alone.
 
     Raises:
         ValueError: the call changes a variable that ``mutable=`` does not name, or draws random
@@ -40,6 +40,7 @@ class NnxApply:
         # Forms, not values: a second copy of the parameters is never held.
         self._params, self._state = _Form.of("params", params), _Form.of("state", state)
         self.state: PyTree | None = nnx.to_pure_dict(state) if self._state.paths else None
+        self._mutable = list(mutable) if isinstance(mutable, tuple | list) else [mutable]
         named = nnx.filterlib.to_predicate(() if mutable is None else mutable)
         self._written = {path for path, v in nnx.to_flat_state(params) if named(path, v)}
         held = [v for part in (state, self._rest) for _, v in nnx.to_flat_state(part)]
@@ -48,8 +49,8 @@ class NnxApply:
         if unknown and not self._drops and mutable is not None:
             kinds = sorted({type(v).__name__ for v in (*held, nnx.Param(0))})
             raise ValueError(
-                f"mutable={_name(mutable)} names no variable of the model, whose variables are "
-                f"{', '.join(kinds)} (parameters change by their gradient)"
+                f"mutable={_names(self._mutable)} names no variable of the model, whose variables "
+                f"are {', '.join(kinds)} (parameters change by their gradient)"
             )
 
     def __call__(
@@ -61,8 +62,11 @@ class NnxApply:
     ) -> Any:
         if state is not None and self.state is None:
             raise ValueError(
-                "state=: this model was taken apart without any; name what its call changes, as "
-                "in jk.from_nnx(model, mutable=nnx.BatchStat)"
+                f"state=: mutable={_names(self._mutable)} names parameters alone; what a call "
+                "writes into them is dropped, so leave state= out"
+                if self._written
+                else "state=: this model was taken apart without any; name what its call changes, "
+                "as in jk.from_nnx(model, mutable=nnx.BatchStat)"
             )
         state = {} if self.state is None else self.state if state is None else state
         held = self._params.filled(params), self._state.filled(state), self._rest
@@ -98,12 +102,19 @@ class NnxApply:
                 "every call: pass key=, or take it apart in evaluation mode (model.eval())"
             )
         if changed:
-            kinds = ", ".join(sorted({f"nnx.{call.kinds[path].__name__}" for path in changed}))
+            written = [path for path in changed if issubclass(call.kinds[path], nnx.Param)]
+            state = [path for path in changed if path not in written]
+            known = [x for x in self._mutable if x is not None]
+            kinds = sorted({call.kinds[path] for path in changed}, key=lambda kind: kind.__name__)
+            found = [f"changes {_joined(state)}, which would stay at its first value"] * bool(state)
+            if written:
+                found.append(f"writes into the parameter {_joined(written)}")
             raise ValueError(
-                f"a call of the model changes {_joined(changed)}, which would stay at its first "
-                f"value: name it with jk.from_nnx(model, mutable={kinds}) and carry the state "
-                "(what is written into an nnx.Param is dropped then), take the model apart in "
-                "evaluation mode (model.eval()), or drop the changes "
+                f"a call of the model {' and '.join(found)}: give jk.from_nnx(model, "
+                f"mutable={_names([*known, *kinds])})"
+                + " and carry the state" * bool(state)
+                + " (what is written into a parameter is dropped)" * bool(written)
+                + ", take the model apart in evaluation mode (model.eval()), or drop the changes "
                 "knowingly with mutable=()"
             )
 
@@ -283,5 +294,7 @@ def _joined(paths: list[Path]) -> str:
     return ", ".join(map(repr, shown[:3])) + (f" and {len(shown) - 3} more" if shown[3:] else "")
 
 
-def _name(mutable: Any) -> str:
-    return getattr(mutable, "__name__", repr(mutable))
+def _names(filters: list[Any]) -> str:
+    """Filters as they are written in a call."""
+    names = [f"nnx.{x.__name__}" if isinstance(x, type) else repr(x) for x in filters]
+    return names[0] if len(names) == 1 else f"({', '.join(names)})"

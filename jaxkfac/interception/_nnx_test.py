@@ -149,7 +149,10 @@ def test_parameters_written_in_a_call_are_named():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: from_nnx(Net(), mutable=nnx.Cache), "mutable=Cache names no variable.*BatchStat"),
+        (
+            lambda: from_nnx(Net(), mutable=nnx.Cache),
+            "mutable=nnx.Cache names no variable.*BatchStat",
+        ),
         (lambda: from_nnx(Net(), mutable=())[0](X, X), "params: expected the dictionary"),
         (lambda: from_nnx(Net(), mutable=())[0]({}, X), "params: 'dense/bias' is missing"),
         (

@@ -29,6 +29,7 @@ class Plan:
         uses: Position of an equation -> the layer uses in it.
         views: Position of a view -> the index that walks along a stack in it, if any.
         choices: Position of a view for some rows -> its axes along which the rows run.
+        lookups: Positions of the views of which each row picks its own entry of a stack.
         marks: Position of a ``mark_rows`` -> what it marks.
         entries: Of a scan's body: position of an operand of the scan -> the use that a parameter is
             there, as the state that the first iteration starts from.
@@ -43,6 +44,7 @@ class Plan:
     uses: dict[int, list[Use]] = dataclasses.field(default_factory=dict)
     views: dict[int, tuple[str, int] | None] = dataclasses.field(default_factory=dict)
     choices: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    lookups: set[int] = dataclasses.field(default_factory=set)
     marks: dict[int, Mark] = dataclasses.field(default_factory=dict)
     entries: dict[int, Use] = dataclasses.field(default_factory=dict)
     calls: dict[int, "Plan"] = dataclasses.field(default_factory=dict)

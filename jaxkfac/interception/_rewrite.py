@@ -1,8 +1,9 @@
 """Re-emit a traced function with handlers in place of its layer uses.
 
-Each layer has a *slot*: a pytree of extra inputs. A slot rides along with the variable that
-holds its parameter, through views, jit, checkpoint, scan (stacked where the parameter is
-scanned, constant where it is constant), cond and shard_map, down to the handler.
+Each layer has a *slot*: a pytree of extra inputs. A slot is propagated with the variable that
+holds its parameter, as a tangent is with its primal: through views, jit, checkpoint, scan (stacked
+where the parameter is scanned, constant where it is constant), cond and shard_map, down to the
+handler.
 """
 
 import dataclasses
@@ -29,9 +30,9 @@ from jaxkfac.interception._encoded import (
 )
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._propagate import Axes
-from jaxkfac.interception._riding import Slots, Through, stacked_slots
-from jaxkfac.interception._row_masks import RowMask, row_weights
-from jaxkfac.interception._slots import CHOSEN, Entries, Slot
+from jaxkfac.interception._row_masks import RowMask, row_weights, where_taken
+from jaxkfac.interception._slot_rules import SlotRule, Slots, stacked_slots
+from jaxkfac.interception._slots import CHOSEN, PICKED, Entries, Slot
 from jaxkfac.interception._steps import Segment, steps_of
 from jaxkfac.interception._values import Use
 from jaxkfac.interception._windows import Window, row_of
@@ -63,10 +64,12 @@ class Site:
 
     def bind(self, *operands: Any) -> Any:
         """The original operation, every parameter of the equation kept."""
-        return bind(self.eqn)(*operands)
+        return bind(self.eqn)(*operands[: len(self.eqn.invars)])
 
 
-Handler = Callable[[Site, list[Any]], Any]  # of the operands; returns the equation's result
+# Of the operands, behind them the indices by which rows pick entries of a stack, if they do; it
+# returns the equation's result.
+Handler = Callable[[Site, list[Any]], Any]
 
 
 class Around(NamedTuple):
@@ -114,10 +117,10 @@ class Rewriter:
     def _run(
         self, plan: Plan, args: Sequence[Operand], slots: Sequence[Slots], around: Around
     ) -> tuple[list[Operand], list[Slots]]:
-        """The outputs, and the slots that ride along with those that are views."""
+        """The outputs, and the slots of those that are views."""
         env: dict[Var, Any] = dict(zip(plan.jaxpr.constvars, plan.consts, strict=True))
         env.update(zip(plan.jaxpr.invars, args, strict=True))
-        riding = {v: s for v, s in zip(plan.jaxpr.invars, slots, strict=True) if s}
+        slot_env = {v: s for v, s in zip(plan.jaxpr.invars, slots, strict=True) if s}
         around = around._replace(masks=list(around.masks))
 
         def read(operand: Var | Literal) -> Any:
@@ -131,33 +134,33 @@ class Rewriter:
                 continue
             eqn = plan.jaxpr.eqns[step]
             values = [read(v) for v in eqn.invars]
-            along = [riding.get(v, {}) if _compat.is_var(v) else {} for v in eqn.invars]
+            in_slots = [slot_env.get(v, {}) if _compat.is_var(v) else {} for v in eqn.invars]
             if step in plan.uses:
-                out = [self._use(eqn, plan.uses[step], values, along, around)]
+                out = [self._use(eqn, plan.uses[step], values, in_slots, around)]
             elif step in plan.marks:
                 around.masks.append(RowMask(values[1], plan.marks[step].axes, complete=False))
                 out = bind(eqn)(*values)  # what traces this program again reads it too
             elif step in plan.views:
                 run = _compat.of_operands(eqn, plan.jaxpr)
                 out = bind_view(eqn, values, run)
-                rows = plan.choices.get(step)
-                through = Through(
-                    eqn, run, values, plan.views[step], self.walkers, self.entries, rows
+                rows, picks = plan.choices.get(step), step in plan.lookups
+                rule = SlotRule(
+                    eqn, run, values, plan.views[step], self.walkers, self.entries, rows, picks
                 )
-                moved = through.slots(along)
-                riding.update((v, s) for v, s in zip(eqn.outvars, moved, strict=True) if s)
+                out_slots = rule.propagate(in_slots)
+                slot_env.update((v, s) for v, s in zip(eqn.outvars, out_slots, strict=True) if s)
             elif plan.calls[step].exports_views:  # a jitted indexing helper: run it in place
-                out, moved = self._run(plan.calls[step], values, along, around)
-                riding.update((v, s) for v, s in zip(eqn.outvars, moved, strict=True) if s)
+                out, out_slots = self._run(plan.calls[step], values, in_slots, around)
+                slot_env.update((v, s) for v, s in zip(eqn.outvars, out_slots, strict=True) if s)
             else:
                 inner = plan.calls[step]
                 tapped = tapped_layers(inner)
-                along = [{k: s for k, s in d.items() if k in tapped} for d in along]
-                out = self._call(eqn, inner, values, along, around)
+                in_slots = [{k: s for k, s in d.items() if k in tapped} for d in in_slots]
+                out = self._call(eqn, inner, values, in_slots, around)
             env.update(zip(eqn.outvars, out, strict=True))
         outs = plan.jaxpr.outvars
         return [read(v) for v in outs], [
-            riding.get(v, {}) if _compat.is_var(v) else {} for v in outs
+            slot_env.get(v, {}) if _compat.is_var(v) else {} for v in outs
         ]
 
     def _use(
@@ -165,7 +168,7 @@ class Rewriter:
         eqn: Eqn,
         uses: list[Use],
         values: list[Operand],
-        along: list[Slots],
+        in_slots: list[Slots],
         around: Around,
     ) -> Any:
         others = [(u, values[u.operand]) for u in uses if not u.kind.reads_encoded]
@@ -173,7 +176,7 @@ class Rewriter:
         uses = [u for u in uses if u.layer in self.walkers]
         if not uses:
             return bind(eqn)(*values)
-        beside = [around.computed if u.view.computed_from else along[u.operand] for u in uses]
+        beside = [around.computed if u.view.computed_from else in_slots[u.operand] for u in uses]
         slots = [dict(_at_use(its[u.layer or ""])) for u, its in zip(uses, beside, strict=True)]
         chosen = [
             [
@@ -184,25 +187,28 @@ class Rewriter:
         ]
         # A bias or scale squares per-position gradients: a row that is not there has none.
         rows = [
-            row_weights(self.table, u, [*around.masks, *own], self.marks)
+            where_taken(
+                self.table, u, row_weights(self.table, u, [*around.masks, *own], self.marks), own
+            )
             for u, own in zip(uses, chosen, strict=True)
         ]
+        picked = [s.pop(PICKED) for s in slots if PICKED in s][:1]  # of all uses they are one
         wanted = [around.active.get(u.layer or "") for u in uses]
-        return self.handler(Site(eqn, uses, slots, rows, wanted, self.table), values)
+        return self.handler(Site(eqn, uses, slots, rows, wanted, self.table), [*values, *picked])
 
     def _call(
-        self, eqn: Eqn, inner: Plan, values: list[Operand], along: list[Slots], around: Around
+        self, eqn: Eqn, inner: Plan, values: list[Operand], in_slots: list[Slots], around: Around
     ) -> list[Any]:
         kind = _compat.call_kind(eqn)
         if kind == "scan":
-            return self._scan(eqn, inner, values, along, around)
+            return self._scan(eqn, inner, values, in_slots, around)
         if kind == "custom":
             refuse_deferred(enumerate(values), lambda _: f"`{eqn.primitive.name}`")
             beside = functools.partial(self.run, inner, around=around)
-            return run_beside(eqn, beside, values, along)
+            return run_beside(eqn, beside, values, in_slots)
         masks, index = around.masks, None
         if kind == "cond":
-            index, values, along = values[0], values[1:], along[1:]
+            index, values, in_slots = values[0], values[1:], in_slots[1:]
         if kind == "shard_map":
             split = [
                 (i, values[i])
@@ -218,7 +224,7 @@ class Rewriter:
         tapped = tapped_layers(inner)
         computed = {name: slot for name, slot in around.computed.items() if name in tapped}
         extras, tree = jax.tree.flatten(
-            (along, [m.mask for m in masks], around.active, computed, deferred)
+            (in_slots, [m.mask for m in masks], around.active, computed, deferred)
         )
 
         def run(plan: Plan, *flat: Any) -> list[Any]:
@@ -246,13 +252,13 @@ class Rewriter:
         return _compat.jit_like(eqn, body, len(extras))(*arrays, *extras)
 
     def _scan(
-        self, eqn: Eqn, inner: Plan, values: list[Operand], along: list[Slots], around: Around
+        self, eqn: Eqn, inner: Plan, values: list[Operand], in_slots: list[Slots], around: Around
     ) -> list[Any]:
         (nc, nk), length = _compat.scan_counts(eqn), eqn.params["length"]
         values = list(values)
         for k, use in inner.entries.items():  # states that the first iteration starts from
-            values[k] = self._use(use.eqn, [use], [values[k]], [along[k]], around)
-        fixed = along[: nc + nk]  # a parameter carried unchanged is a constant
+            values[k] = self._use(use.eqn, [use], [values[k]], [in_slots[k]], around)
+        fixed = in_slots[: nc + nk]  # a parameter carried unchanged is a constant
         stacks = {
             u.layer: u.layers
             for u in inner.all_uses()
@@ -263,9 +269,9 @@ class Rewriter:
             for u in inner.all_uses()
             if u.view.computed_from and ("scan", inner.scan) in u.view.walkers
         }
-        along = [
-            *along[: nc + nk],
-            *(stacked_slots(d, stacks) for d in along[nc + nk :]),
+        in_slots = [
+            *in_slots[: nc + nk],
+            *(stacked_slots(d, stacks) for d in in_slots[nc + nk :]),
             {name: s for name, s in around.computed.items() if name in walked},
         ]
         opening = self.windows.keys() - around.active.keys()  # an inner scan is inside the window
@@ -275,9 +281,9 @@ class Rewriter:
                 for k, s in d.items()
                 if k not in opening
             }
-            for d in along[nc + nk :]
+            for d in in_slots[nc + nk :]
         ]
-        buffers = [{k: s for k, s in d.items() if k in opening} for d in along[nc + nk :]]
+        buffers = [{k: s for k, s in d.items() if k in opening} for d in in_slots[nc + nk :]]
         iterations = jnp.arange(length) if any(buffers) else None
 
         def body(carry: tuple, scanned: tuple) -> tuple[tuple, list[Any]]:

@@ -111,6 +111,26 @@ def row_weights(
     return weights.reshape([math.prod(map(table.size, axis)) for axis in rows])
 
 
+def where_taken(
+    table: AxisTable,
+    use: Use,
+    weights: Bool[Array, "*rows"] | None,
+    taken: Sequence[RowMask],
+) -> Bool[Array, "*rows"] | None:
+    """The rows that exist, none where a choice of all rows at once is against them.
+
+    A choice for one row has no axis by which it could be told from others.
+    """
+    whole = [mask.mask.reshape(()) for mask in taken if not mask.atoms(table)]
+    if not whole:
+        return weights
+    shape = [math.prod(map(table.size, table.atoms(axis))) for axis in use.rows]
+    every = jnp.ones(shape, bool) if weights is None else weights
+    for mask in whole:
+        every = every & mask
+    return every
+
+
 def own_axes(table: AxisTable, use: Use) -> set[int]:
     """The row axes along which an elementwise use has elements of its own."""
     if not use.kind.elementwise or use.kind.contracts:

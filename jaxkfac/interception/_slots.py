@@ -1,4 +1,4 @@
-"""Slots: what rides along with a parameter, and what a view of the parameter makes of it.
+"""Slots: what is propagated with a parameter, and what a view of the parameter makes of it.
 
 Where a program reads ``c W``, the gradient with respect to ``W`` is ``c`` times that with respect
 to ``c W``. So a statistic of the gradients of ``c W`` is one of ``W`` once it is multiplied by a
@@ -20,7 +20,9 @@ from jaxkfac.interception._views import is_negated
 
 Slot = dict[str, PyTree]  # arrays, or their shapes, by entry
 
-CHOSEN = "chosen"  # beside the entries of a slot: which rows a view of its parameter is chosen for
+# Beside the entries of a slot, which rows a view of its parameter is for: those that it is chosen
+# for, and which entry of a stack each of them picks.
+CHOSEN, PICKED = "chosen", "picked"
 
 
 class SlotEntry(NamedTuple):
@@ -66,10 +68,10 @@ def scale_slot(
 
     Behind a function of the parameter, which is no matrix of it, no use reads the slot.
     """
-    name, chosen = eqn.primitive.name, slot.get(CHOSEN)
-    if chosen is not None:
-        slot = {key: part for key, part in slot.items() if key != CHOSEN}
-        return {**scale_slot(eqn, slot, position, values, entries), CHOSEN: chosen}
+    name, beside = eqn.primitive.name, {k: slot[k] for k in (CHOSEN, PICKED) if k in slot}
+    if beside:
+        slot = {key: part for key, part in slot.items() if key not in beside}
+        return scale_slot(eqn, slot, position, values, entries) | beside
     if is_negated(eqn, position):
         return _times(slot, jnp.asarray(-1.0), entries)
     if name in ("mul", "div") and position <= (name == "mul"):

@@ -46,7 +46,7 @@ def walk_scan(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: S
     # A carry is another value in each iteration, so it does not keep the number of its first;
     # only a parameter that is carried unchanged does.
     carry = [
-        v if views_in(v) else dataclasses.replace(without_product(v), number=facts.unique())
+        v if views_in(v) else dataclasses.replace(_begun(v), number=facts.unique())
         for v in ins[nc : nc + nk]
     ]
     while True:  # a carry that becomes data may make another one data in the next iteration
@@ -66,9 +66,16 @@ def walk_scan(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: S
             plan.entries[k] = _start_of(eqn, k, before, after, scope)
         elif isinstance(before, Parameter) and isinstance(after, Data):
             facts.report(before, MODIFIED)
+    facts.closed_in.update(p for v in outs if isinstance(v, Data) for p in v.products)
     plan.scan = scan
     last = [dataclasses.replace(v, number=facts.unique()) for v in carry]
     return [*last, *(_stacked(facts, v, length) for v in outs[nk:])], plan
+
+
+def _begun(value: Value) -> Value:
+    """A value as the carry of a scan: whatever it was made of, it has rows there."""
+    value = without_product(value)
+    return dataclasses.replace(value, products=frozenset()) if isinstance(value, Data) else value
 
 
 def _start_of(eqn: Eqn, operand: int, view: View, carry: Data, scope: Scope) -> Use:
@@ -103,8 +110,9 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
             return dataclasses.replace(value, number=number)
         if any(join.whole == value.axes[0] for join in value.joins):  # some iterations are its
             return dataclasses.replace(value, number=number, axes=None, lost_by="scan")
-        if value.chosen:  # its rows are not those of the iterations
-            return dataclasses.replace(value, number=number, axes=None, lost_by="select_n")
+        if value.chosen or value.picked:  # its rows are not those of the iterations
+            lost_by = "select_n" if value.chosen else "gather"
+            return dataclasses.replace(value, number=number, axes=None, lost_by=lost_by)
         if reversal(facts.table, value, value.axes[0]) != "none":  # row i is not iteration i's
             return dataclasses.replace(value, number=number, axes=None, lost_by="rev")
         step = Consumed(length, value.axes[0], ("scan", scan))
@@ -122,8 +130,6 @@ def _of_stack(facts: Facts, value: Combined, scan: int) -> View | None:
     alike = {_layout(table, view) for view in value.views}
     if value.reasons or None in alike or len(alike) > 1:
         return None
-    if len({(view.path, view.index) for view in value.views}) < len(value.views):
-        return None  # one parameter twice is one layer, whose uses add up
     lie = [view.joins[0] for view in value.views]
     iterations = range(table.size(*lie[0].whole))
     if [(j.start, j.size, j.own) for j in lie] != [(i, 1, ()) for i in iterations]:
@@ -144,7 +150,7 @@ def _layout(table: AxisTable, view: View) -> Hashable:
     """How a view behind its first axis reads its parameter; ``None`` if that is not known."""
     if not view.axes or len(view.joins) != 1 or view.joins[0].whole != view.axes[0]:
         return None
-    if view.consumed or view.reversed or view.members:
+    if view.consumed or view.reversed or view.members or view.picked:
         return None
     own = [a for axis in view.own for a in table.atoms(axis)]
     read = [tuple(map(own.index, table.atoms(axis))) for axis in view.axes[1:]]

@@ -166,7 +166,7 @@ class Traced:
     def _uses(self) -> dict[str, list[Use]]:
         found = collections.defaultdict(list)
         for use in self.analysis.plan.all_uses():
-            for name in use.layers:
+            for name in dict.fromkeys(use.layers):
                 found[name].append(use)
         return found
 
@@ -222,10 +222,10 @@ class Traced:
             DeferredParameter.of(leaf, path) if is_encoded(leaf) else leaf
             for path, leaf in zip(paths, held, strict=True)
         ]
-        riding = [by_path.get(path, {}) for path in paths]
+        input_slots = [by_path.get(path, {}) for path in paths]
         flat += jax.tree.leaves(args)
-        riding += [{}] * (len(flat) - len(riding))
-        out = rewriter.run(self.analysis.plan, flat, riding, Around(masks or [], {}, computed))
+        input_slots += [{}] * (len(flat) - len(input_slots))
+        out = rewriter.run(self.analysis.plan, flat, input_slots, Around(masks or [], {}, computed))
         refuse_deferred(enumerate(out), lambda _: "the caller: the function returns it")
         return jax.tree.unflatten(self.out_tree, out)
 

@@ -22,6 +22,20 @@ def test_either_operand_order_is_the_same_layer():
     assert (left.in_features, left.out_features) == (3, 2)
 
 
+@pytest.mark.parametrize("shape", [(3, 2), (3, 1), (1, 3)])
+def test_a_kernel_read_both_ways_has_the_same_names_in_either_order(shape):
+    def model(p, x, y, order):
+        read = {"straight": lambda: (x @ p["w"]).sum(), "transposed": lambda: (y @ p["w"].T).sum()}
+        return sum(read[how]() for how in order)
+
+    orders = [("straight", "transposed"), ("transposed", "straight")]
+    data = [jnp.ones((5, side)) for side in shape]
+    for order in orders:
+        table = find_layers(lambda p, *data: model(p, *data, order), weights(w=shape), *data)  # noqa: B023
+        layers = {name: (table[name].in_features, table[name].out_features) for name in table}
+        assert layers == {"w": shape, "w@transposed": shape[::-1]}
+
+
 def test_features_keep_the_parameters_own_axis_order():
     def model(p, x):
         return jnp.einsum("nhk,kho->no", x, p["w"])

@@ -28,7 +28,12 @@ def uses_of(
     for position in positions:
         for view in views_in(ins[position]):
             alone = [*ins[:position], view, *ins[position + 1 :]]
-            uses = kind.find(table, eqn, alone, [position], scope)
+            if view.picked is not None:
+                if kind.unless_one is None:
+                    return f"is picked row by row and read by `{name}`, which is no product"
+                uses = kind_named(kind.unless_one).find(table, eqn, alone, [position], scope)
+            else:
+                uses = kind.find(table, eqn, alone, [position], scope)
             if isinstance(uses, str) and kind.unless_matrix is not None:
                 other = kind_named(kind.unless_matrix)
                 instead = other.find(table, eqn, alone, [position], scope)

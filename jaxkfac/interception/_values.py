@@ -33,6 +33,22 @@ class Consumed(NamedTuple):
     walker: tuple[str, int]
 
 
+class Picked(NamedTuple):
+    """An axis of a parameter of which each row of data picks its own entry.
+
+    Attributes:
+        axis: The parameter's axis.
+        rows: The axes of the indices, which the view has in its place.
+        indices: Value number of the indices.
+        where: The lookup.
+    """
+
+    axis: Atoms
+    rows: Axes
+    indices: int
+    where: Hashable
+
+
 @dataclasses.dataclass(frozen=True)
 class View:
     """A parameter seen through views that select, rename or scale its elements, or a function.
@@ -64,6 +80,7 @@ class View:
         chosen: Of each choice of some rows (a cond under ``vmap``): for each axis that was
             broadcast to those rows, its atoms, and those of the choice.
         rowless: The primitive in which data without the example axis multiplied or shifted it.
+        picked: The lookup behind which each row sees its own entry of one axis.
         computed_from: Where it is no parameter but a weight computed from some: their paths.
     """
 
@@ -84,6 +101,7 @@ class View:
     elements: int = 0
     chosen: tuple[tuple[tuple[Atoms, Atoms], ...], ...] = ()
     rowless: str = ""
+    picked: Picked | None = None
     uncut: Axes = ()
     computed_from: tuple[str, ...] = ()
 
@@ -200,10 +218,12 @@ class Use:
         parts: Where the parameter is a part of an array: the uses of all its parts.
         join: For a bias: the product it is added to, if nothing else reads that product.
         layer: Name of the layer this use belongs to, or ``None`` while it is not tapped.
-        layers: Names of all of them, where each iteration's is another layer.
+        layers: Names of all of them, where each iteration's is another layer; ``""`` where it is
+            none that is tapped.
         free_stack: Whether its first free axis is read as a stack of experts.
         row_batch: Of a dense layer: which pairs of shared axes are rows, the parameter having
             been broadcast along them.
+        row_axes: Of kernels gathered by row: which of their axes are rows.
         groups: Of a convolution: the sizes of ``batch_axes``.
         reversed: Of a convolution: for each of its spatial axes, whether the kernel is seen
             back to front along it.
@@ -229,6 +249,7 @@ class Use:
     layers: tuple[str, ...] = ()
     free_stack: bool = False
     row_batch: tuple[int, ...] = ()
+    row_axes: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
     reversed: tuple[bool, ...] = ()
     where: Hashable = None

@@ -2,7 +2,7 @@
 
 A slot of a scanned parameter has a row for each iteration. To gather some of them only, the
 scan is not split, because slices of its operands would be copies of parameters: it runs whole,
-and a buffer of the window's rows rides in its carry. The backward pass writes the row of an
+and a buffer of the window's rows is in its carry. The backward pass writes the row of an
 iteration inside the window into the buffer's cotangent; statistics of other iterations are not
 computed. The window's start is an ordinary value, so one compiled program serves every window.
 """

@@ -5,13 +5,14 @@ from jaxkfac.kinds._convolution import Convolution
 from jaxkfac.kinds._dense import Dense
 from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._embedding import Embedding
+from jaxkfac.kinds._gathered import Gathered
 from jaxkfac.kinds._moments import output_moments, packs
 from jaxkfac.kinds._products import EVERY_ROW, Precision, Products
 from jaxkfac.kinds._ragged import Ragged
 from jaxkfac.kinds._reparameterised import Reparameterised
 from jaxkfac.kinds._rows import Rows, by_example, in_own_order
 from jaxkfac.kinds._scale import Scale
-from jaxkfac.kinds._squares import Array, Basis, rotate_gradients
+from jaxkfac.kinds._squares import Array, Basis, in_unit, rotate_gradients
 from jaxkfac.kinds._transformed import Transformed
 from jaxkfac.kinds._two_sided import TwoSided
 from jaxkfac.kinds._uncovered import Uncovered
@@ -25,6 +26,7 @@ __all__ = [
     "Dense",
     "Elementwise",
     "Embedding",
+    "Gathered",
     "Precision",
     "Products",
     "Ragged",
@@ -36,6 +38,7 @@ __all__ = [
     "Uncovered",
     "by_example",
     "in_own_order",
+    "in_unit",
     "output_moments",
     "packs",
     "rotate_gradients",

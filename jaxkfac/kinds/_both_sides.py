@@ -21,7 +21,7 @@ from jaxkfac.kinds._squares import (
     Basis,
     gradients,
     over_pairs,
-    rotate,
+    rotate_outputs,
     scaled,
     squares_by_example,
     squares_by_row,
@@ -64,7 +64,7 @@ class BothSides:
             if "bias_squares" in like:
                 if self.by_example:
                     g = g.sum(1, keepdims=True, dtype=like["bias_squares"].dtype)
-                squares = jnp.square(rotate(g, basis.g, lead))
+                squares = jnp.square(rotate_outputs(g, basis, lead))
                 out["bias_squares"] = squares.sum(range(stack, stack + lead))
             return out
 
@@ -128,7 +128,7 @@ class TokenRows:
         Memory:
             Some copies of the output rows.
         """
-        g = rotate(scaled(self.g, basis), basis.g, 2)
+        g = rotate_outputs(scaled(self.g, basis), basis, 2)
         return {"squares": squares_by_token(self.tokens, g, like["squares"].shape[0])}
 
     def gradients(self, like: dict[str, Any]) -> dict[str, Any]:

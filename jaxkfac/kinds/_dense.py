@@ -30,6 +30,7 @@ class Dense(TwoSided):
     product = True
     stacks_outputs = True
     unless_matrix = "transformed"
+    unless_one = "gathered"
     packs_inputs = True
     reads_encoded = True
 

@@ -4,17 +4,20 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxkfac.interception import (
     Atoms,
     AxisTable,
     Eqn,
+    Lookup,
     Site,
     Use,
     cast_varying,
+    entries_picked,
     is_var,
+    kept_axis,
+    lookup_of,
     matrix_problem,
     order_problem,
     register_kind,
@@ -45,18 +48,11 @@ class Embedding(TwoSided):
         scope: tuple[int, ...],
     ) -> list[Use] | str:
         (position,) = positions
-        view, d = ins[position], eqn.params["dimension_numbers"]
-        rows_of_table = (
-            position == 0
-            and len(d.start_index_map) == 1
-            and tuple(d.collapsed_slice_dims) in ((), tuple(d.start_index_map))
-            and not d.operand_batching_dims
-        )
-        if not rows_of_table:
+        view = ins[position]
+        lookup = lookup_of(eqn)
+        if position != 0 or lookup is None:
             return "is read by a `gather` that does not pick whole rows"
-        axis, shape = token_axis(eqn), eqn.invars[0].aval.shape
-        if tuple(eqn.params["slice_sizes"]) != (*shape[:axis], 1, *shape[axis + 1 :]):
-            return "is read by a `gather` that does not pick whole rows"
+        axis = lookup.axis
         problem = matrix_problem(table, view, "gather")
         if problem := problem or order_problem(table, view, view.axes or (), "gather"):
             return problem
@@ -69,13 +65,15 @@ class Embedding(TwoSided):
         return [use]
 
     def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
-        return repr(tuple(v.aval.shape for v in use.eqn.invars if is_var(v))[-1:])
+        shapes = tuple(v.aval.shape for v in use.eqn.invars if is_var(v))
+        return repr((shapes[-1:], _lookup(use.eqn).column))
 
     def outputs(self, site: Site, use: Use, cotangent: Array) -> Rows:
         numbers = site.eqn.params["dimension_numbers"]
         offset = list(numbers.offset_dims)
-        if not numbers.collapsed_slice_dims:  # the axis of the rows is there, with size one
-            kept = offset.pop(token_axis(site.eqn))
+        kept = kept_axis(site.eqn, _lookup(site.eqn))
+        if kept is not None:
+            offset.remove(kept)
             cotangent = cotangent.squeeze(kept)
             offset = [d - (d > kept) for d in offset]
         rows = tuple(d for d in range(cotangent.ndim) if d not in offset)
@@ -90,11 +88,11 @@ class Embedding(TwoSided):
         weights: Array | None,
         products: Products,
     ) -> dict[str, Any]:
-        table, indices = operands[0], tokens_of(use, operands)
+        table, indices = operands[0], entries_picked(use.eqn, operands)
         dtype = like["a"].dtype
         ones = jnp.ones(indices.shape, dtype) if weights is None else weights.astype(dtype)
         ones = cast_varying(ones, indices)
-        zeros = cast_varying(jnp.zeros(table.shape[token_axis(use.eqn)], dtype), indices)
+        zeros = cast_varying(jnp.zeros(table.shape[_lookup(use.eqn).axis], dtype), indices)
         return {"a": zeros.at[indices].add(ones, mode="drop"), "a_count": ones.sum()}
 
     def both_sides(
@@ -111,19 +109,10 @@ class Embedding(TwoSided):
             split_examples, site, use, num_rows=len(use.rows), examples=examples
         )
         g = aligned(site, use, self.output_rows(site, use, cotangent, weights), stack_of_slot(like))
-        return TokenRows(split(tokens_of(use, operands)), split(g))
+        return TokenRows(split(entries_picked(use.eqn, operands)), split(g))
 
 
-def token_axis(eqn: Eqn) -> int:
-    """The axis of the table along which its rows lie; the last one of a table of columns."""
-    return eqn.params["dimension_numbers"].start_index_map[0]
-
-
-def tokens_of(use: Use, operands: Any) -> Array:
-    """Which rows of the table a lookup reads; none, out of range above, where it reads none."""
-    tokens, rows = operands[1][..., 0], operands[0].shape[token_axis(use.eqn)]
-    if tokens.dtype.itemsize < 4:
-        tokens = tokens.astype(jnp.int32)  # which holds the number of rows
-    if use.eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
-        return jnp.clip(tokens, 0, rows - 1)
-    return jnp.where(tokens < 0, rows, tokens)  # else it counts from the end
+def _lookup(eqn: Eqn) -> Lookup:
+    lookup = lookup_of(eqn)
+    assert lookup is not None
+    return lookup

@@ -1,6 +1,6 @@
 """Experts whose rows lie one after the other: ``jax.lax.ragged_dot``."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from jaxkfac.interception import (
     order_problem,
     register_kind,
 )
-from jaxkfac.kinds._products import Products
 from jaxkfac.kinds._rows import Array, Rows
 from jaxkfac.kinds._two_sided import TwoSided
 
@@ -88,20 +87,8 @@ class Ragged(TwoSided):
     ) -> Rows:
         return _by_expert(cotangent, operands, use.out_axes[0]).masked(weights)
 
-    def input_moments(
-        self,
-        site: Site,
-        use: Use,
-        like: Mapping[str, Any],
-        operands: Any,
-        weights: Array | None,
-        products: Products,
-    ) -> dict[str, Any]:
-        out = super().input_moments(site, use, like, operands, weights, products)
-        there = _reached(operands)
-        there = there if weights is None else there & weights
-        count = there.sum(1, dtype=like["a_count"].dtype)
-        return out | {"a_count": jnp.broadcast_to(count, like["a_count"].shape)}
+    def reached(self, site: Site, use: Use, operands: Sequence[Any]) -> Array:
+        return _reached(operands)
 
 
 def _reached(operands: Sequence[Any]) -> Array:

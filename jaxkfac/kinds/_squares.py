@@ -37,12 +37,15 @@ class Basis(NamedTuple):
         ones: Whether the input side ends in a ones feature, which the rows lack.
         constant: What the program multiplies the weight by before it reads it, if anything:
             the gradient of the weight is that many times the rows' product; the bias's is not.
+        unit: What gradients are divided by before they are squared, ``(stack..., 1, 1)``;
+            ``None``: nothing.
     """
 
     a: Array | None = None
     g: Array | None = None
     ones: bool = False
     constant: Array | None = None
+    unit: Array | None = None
 
 
 def rotate(x: Array, vectors: Array | None, lead: int) -> Array:
@@ -64,6 +67,19 @@ def rotate_inputs(x: Array, basis: Basis, lead: int) -> Array:
     ones = basis.a[..., -1, :]
     ones = ones.reshape(*ones.shape[:-1], *[1] * lead, ones.shape[-1])
     return rotate(x, basis.a[..., :-1, :], lead) + ones
+
+
+def rotate_outputs(g: Array, basis: Basis, lead: int) -> Array:
+    """Output rows in the eigenbasis, in the unit of the squares."""
+    return in_unit(rotate(g, basis.g, lead), basis.unit)
+
+
+def in_unit(x: Array, unit: Array | None) -> Array:
+    """``(stack..., rows..., n)`` divided by the unit: the result, so that no basis is copied."""
+    if unit is None:
+        return x
+    stack = unit.shape[:-2]
+    return x / unit.astype(x.dtype).reshape(*stack, *[1] * (x.ndim - len(stack)))
 
 
 def scaled(x: Array, basis: Basis) -> Array:
@@ -90,7 +106,8 @@ def squares_by_row(x: Array, g: Array, basis: Basis, lead: int) -> Array:
         basis: The eigenbasis.
         lead: Number of row axes.
     """
-    x, g = (jnp.square(y) for y in (rotate_inputs(x, basis, lead), rotate(g, basis.g, lead)))
+    x, g = rotate_inputs(x, basis, lead), rotate_outputs(g, basis, lead)
+    x, g = jnp.square(x), jnp.square(g)
     return _over_rows(x, g, lead)
 
 
@@ -102,9 +119,9 @@ def squares_by_example(x: Array, g: Array, basis: Basis) -> Array:
     product for each distance $t - s$; else each example's gradient is formed and squared.
     """
     if not over_pairs(x.shape[1]):
-        return jnp.square(gradients(x, g, basis)).sum(-3)
+        return jnp.square(in_unit(gradients(x, g, basis), basis.unit)).sum(-3)
     stack = x.ndim - 3
-    x, g = rotate_inputs(x, basis, 2), rotate(g, basis.g, 2)
+    x, g = rotate_inputs(x, basis, 2), rotate_outputs(g, basis, 2)
     total = _over_rows(jnp.square(x), jnp.square(g), 2)
     positions = x.shape[stack + 1]
     for distance in range(1, positions):

@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
+
 from jaxkfac.interception import Atoms, Axes, Kind, Site, SlotEntry, Use
 from jaxkfac.kinds._both_sides import BothSides, TokenRows, aligned, split_examples, stack_of_slot
 from jaxkfac.kinds._moments import input_moments, sum_of_outer_products
@@ -79,7 +81,14 @@ class TwoSided(Kind):
         def sums(side: Rows, there: Array | None) -> dict[str, Any]:
             return input_moments(site, use, like, side, there, products)
 
-        return self.over_input_rows(site, use, operands, weights, sums)
+        out = self.over_input_rows(site, use, operands, weights, sums)
+        there = self.reached(site, use, operands)
+        if there is not None:
+            there = there if weights is None else there & weights
+            count = there.sum(range(1, there.ndim), dtype=like["a_count"].dtype)
+            rest = (1,) * (len(like["a_count"].shape) - 1)
+            out["a_count"] = jnp.broadcast_to(count.reshape(-1, *rest), like["a_count"].shape)
+        return out
 
     def second_moment(self, side: Rows, precision: Any) -> Array:
         return sum_of_outer_products(side, precision)

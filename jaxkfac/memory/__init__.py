@@ -24,7 +24,6 @@ from jaxkfac.memory._place import as_sharding, place_once, put_leaf
 from jaxkfac.memory._processes import (
     ProcessGroup,
     in_equal_shares,
-    spans_processes,
     whole_here,
 )
 from jaxkfac.memory._resident import resident_bytes
@@ -62,7 +61,6 @@ __all__ = [
     "put_leaf",
     "require",
     "resident_bytes",
-    "spans_processes",
     "stored_tensors",
     "track",
     "what_was_short",

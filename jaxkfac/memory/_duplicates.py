@@ -131,11 +131,16 @@ class _Candidate:
 
 def _named(trees: dict[str, PyTree], min_bytes: int) -> list[tuple[str, jax.Array]]:
     return [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        (jax.tree_util.keystr(path, simple=True, separator="/"), _part_here(leaf))
         for name, tree in trees.items()  # in the caller's order, which a dictionary's leaves lose
         for path, leaf in jax.tree_util.tree_leaves_with_path({name: tree})
         if _is_large(leaf, min_bytes)
     ]
+
+
+def _part_here(array: jax.Array) -> jax.Array:
+    """Of an array on several processes the first part that this one has: it asks no other."""
+    return array if array.is_fully_addressable else array.addressable_shards[0].data
 
 
 def _unnamed(min_bytes: int, ignore: Sequence[jax.Array]) -> list[tuple[str, jax.Array]]:

@@ -94,17 +94,25 @@ def lies_at(array: jax.Array, sharding: Sharding) -> bool:
 def put_leaf(leaf: Any, sharding: Sharding | None) -> jax.Array:
     """``device_put``, whose result shares no memory with a NumPy source.
 
-    On devices of several processes each puts its own part: nothing is exchanged, so that what the
-    processes hold must be the same.
+    From a process to the devices of several each puts its own part: nothing is exchanged, so that
+    what the processes hold must be the same.
     """
-    if isinstance(leaf, np.ndarray) and not (sharding is None or sharding.is_fully_addressable):
-        copied = lambda index: np.array(leaf[index])
-        return jax.make_array_from_callback(leaf.shape, sharding, copied)
+    if not (sharding is None or sharding.is_fully_addressable) and _is_here(leaf):
+        whole = np.asarray(leaf)
+        copied = lambda index: np.array(whole[index])
+        return jax.make_array_from_callback(whole.shape, sharding, copied)
     placed = jax.device_put(leaf, sharding)
     if isinstance(leaf, np.ndarray) and _shares_memory(placed, leaf):
         # An aligned source is taken as it is on the CPU, may_alias=False or not.
         placed = jax.device_put(leaf.copy(), sharding)
     return placed
+
+
+def _is_here(leaf: Any) -> bool:
+    """Whether this process has all of ``leaf``, and NumPy reads it."""
+    if isinstance(leaf, jax.Array):
+        return leaf.is_fully_addressable and is_numeric_array(leaf)
+    return isinstance(leaf, np.ndarray)
 
 
 def _shares_memory(placed: jax.Array, source: np.ndarray) -> bool:

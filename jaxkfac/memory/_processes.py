@@ -15,21 +15,24 @@ from jaxkfac._errors import ProcessesDisagreeError
 _TEXT = 512  # bytes of a message; every process sends as many
 
 
-def spans_processes(x: Any) -> bool:
-    """Whether ``x`` is an array on devices of several processes."""
-    return isinstance(x, jax.Array) and not x.sharding.is_fully_addressable
-
-
 def whole_here(x: Any) -> Any:
-    """``x`` as an array that this process can read: all of it on each device, if it was not.
+    """``x`` as an array that this process can read, to be copied to the host.
 
-    Called by every process that has a part of ``x``: they exchange their parts.
+    What lies on one device, or whole on each, is the same buffer as another array object: JAX
+    keeps the NumPy copy of an array with the array, which the caller may hold for long.
+
+    An array on devices of several processes, each with a part of it, becomes whole on each. All
+    of these processes call this: they exchange their parts.
 
     Raises:
         ValueError: ``x`` is on several processes, and its sharding has no mesh.
     """
-    if not spans_processes(x) or x.is_fully_replicated:
+    if not isinstance(x, jax.Array):
         return x
+    if x.is_fully_replicated:
+        return x.addressable_data(0) if x.addressable_shards else x
+    if x.is_fully_addressable:
+        return x  # put together on the host
     if not isinstance(x.sharding, NamedSharding):
         raise ValueError(
             f"an array of shape {x.shape} lies on devices of several processes as {x.sharding}, "
@@ -38,7 +41,7 @@ def whole_here(x: Any) -> Any:
     _wait_on_cpu(x.sharding)
     whole = _placed(x, sharding=NamedSharding(x.sharding.mesh, PartitionSpec()))
     _wait_on_cpu(x.sharding)
-    return whole
+    return whole.addressable_data(0)
 
 
 def _wait_on_cpu(sharding: Sharding) -> None:
@@ -81,6 +84,12 @@ class ProcessGroup:
         for device in sorted(sharding.device_set, key=lambda d: d.id):
             first.setdefault(device.process_index, device)
         return cls(tuple(first[process] for process in sorted(first)))
+
+    @classmethod
+    def everywhere(cls) -> "ProcessGroup | None":
+        """All processes, or ``None`` where there is one."""
+        mesh = Mesh(np.array(jax.devices()), ("device",))
+        return cls.of(NamedSharding(mesh, PartitionSpec()))
 
     @property
     def rank(self) -> int:

@@ -1,12 +1,16 @@
 """Optax transformations."""
 
 from jaxkfac.optim._accumulators import MemoryKind, check_memory_kind, checked_accumulator_dtype
+from jaxkfac.optim._adaptation import AdaptationState
 from jaxkfac.optim._kfac import KfacState, kfac
+from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt
 from jaxkfac.optim._multi_steps import MultiStepsState, has_updated, multi_steps
 from jaxkfac.optim._scale_by_bases import ScaleByBasesState, scale_by_bases
 
 __all__ = [
+    "AdaptationState",
     "KfacState",
+    "LevenbergMarquardt",
     "MemoryKind",
     "MultiStepsState",
     "ScaleByBasesState",

@@ -3,7 +3,8 @@
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 PyTree = Any
@@ -33,6 +34,29 @@ def sharded_like(tree: PyTree, like: PyTree) -> PyTree:
         return x if not any(spec or ()) else jax.sharding.reshard(x, spec)
 
     return jax.tree.map(sharded, tree, like)
+
+
+def on_mesh_of(like: PyTree, tree: PyTree) -> PyTree:
+    """``tree`` on the explicit mesh that ``like`` lies on, if it does, as a step returns it.
+
+    What is not sharded is whole on every device. Results of a step have a spec with an entry for
+    each axis, and ``jit`` takes ``P()`` and ``P(None, None)`` for two: from zeros like parameters
+    that were placed with ``P()``, or that were made off the mesh, it would compile the step twice.
+    """
+    arrays = [x for x in jax.tree.leaves(like) if isinstance(x, Array)]
+    placed = next((x for x in arrays if jax.typeof(x).sharding.mesh.explicit_axes), None)
+    if placed is None or isinstance(placed, Tracer):
+        return tree
+    sharding: Any = placed.sharding
+
+    def put(x: Any) -> Any:
+        if not isinstance(x, Array):
+            return x
+        spec = _spec(x) or ()
+        full = PartitionSpec(*spec, *[None] * (x.ndim - len(spec)))
+        return jax.device_put(x, NamedSharding(sharding.mesh, full))
+
+    return jax.tree.map(put, tree)
 
 
 def _spec(x: Any) -> PartitionSpec | None:

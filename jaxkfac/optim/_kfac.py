@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from jaxkfac.curvature import Eigenbases, Inverses, MeshAxis, covered_indices
+from jaxkfac.curvature.operators import Operator
 from jaxkfac.factors import (
     Factors,
     check_decay,
@@ -25,6 +27,7 @@ from jaxkfac.factors import (
 )
 from jaxkfac.interception import Staged, TraceCache
 from jaxkfac.linalg import Damping, DampingMode
+from jaxkfac.optim._adaptation import Adaptation, AdaptationState, BatchLoss
 from jaxkfac.optim._descent import (
     advance_momentum,
     constrain_norm,
@@ -32,7 +35,7 @@ from jaxkfac.optim._descent import (
     where,
     zero_momentum,
 )
-from jaxkfac.optim._explicit import is_sharded, sharded_like, whole
+from jaxkfac.optim._explicit import is_sharded, on_mesh_of, sharded_like, whole
 from jaxkfac.optim._injected import (
     check_numbers,
     clipping_of,
@@ -40,6 +43,7 @@ from jaxkfac.optim._injected import (
     known_clipping,
     may_be_positive,
 )
+from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt, initial_damping
 from jaxkfac.optim._preconditioner import InverseMethod, preconditioner_of
 from jaxkfac.optim._refresh import RefreshInGraph
 from jaxkfac.optim._schedules import (
@@ -77,12 +81,14 @@ class KfacState(NamedTuple):
             counts.
         stacked_bases: Eigenbases of that average at the last refresh, or the inverses of its
             damped factors.
-        momentum: Like the parameters, without those that ``others`` looks after.
+        momentum: Like the parameters, without those that ``others`` looks after; the last update
+            where the quadratic model chooses a rate.
         others: State of the ``others`` transformation.
         skipped: Updates left out because a gradient or a factor was not finite, int32.
         kept: Decompositions that were not finite and left what was before them in
             place, int32.
         stacks: Which layers are stacked; it holds no arrays.
+        adaptation: Damping, rates and the last trial, where ``kfac`` adapts them; else ``()``.
     """
 
     step: Int[Array, ""]
@@ -93,6 +99,7 @@ class KfacState(NamedTuple):
     skipped: Int[Array, ""]
     kept: Int[Array, ""]
     stacks: Stacks
+    adaptation: AdaptationState | tuple[()] = ()
 
     @property
     def average(self) -> Factors:
@@ -130,14 +137,14 @@ def _read(function: Callable[[Any], Any], stacked: Any) -> Any:
 
 
 def kfac(
-    learning_rate: ArrayLike | Schedule,
+    learning_rate: ArrayLike | Schedule | Literal["quadratic"],
     *,
     like: Factors,
-    damping: Damping | Schedule | tuple[Any, Any] = 1e-3,
+    damping: Damping | Schedule | tuple[Any, Any] | LevenbergMarquardt = 1e-3,
     damping_mode: DampingMode = "exact",
     decay: ArrayLike = 0.95,
     refresh_every: ArrayLike = 10,
-    momentum: ArrayLike = 0.9,
+    momentum: ArrayLike | Literal["quadratic"] = 0.9,
     norm_constraint: ArrayLike | None = None,
     weight_decay: ArrayLike = 0.0,
     max_condition: ArrayLike = 1e6,
@@ -169,6 +176,18 @@ def kfac(
     Parameters that no factor covers follow plain gradient descent with the same learning
     rate, momentum and weight decay ($p = \nabla$, $\nu = 1$), or ``others``.
 
+    With ``"quadratic"`` a rate is that at which the model of the penalised loss $h(\theta) =
+    L(\theta) + \tfrac w2 \|\theta\|^2$ is least,
+
+    $$ \Delta = -\eta p + \mu \Delta_{\text{last}}, \qquad
+       M(\Delta) = \nabla h^\top \Delta
+       + \tfrac12 \Delta^\top (F + (\lambda + w) I) \Delta , $$
+
+    $F$ the ``curvature`` of the batch, not the factors; these are damped by $\delta = \lambda +
+    w$ ($\gamma^2$ in the paper), and $p = (\bar F + \delta)^{-1} \nabla h$. Every 5th step, or as
+    :class:`jaxkfac.LevenbergMarquardt` says, the loss at the new parameters is compared with the
+    model's. What is adapted stands in ``state.adaptation``.
+
     Warning:
         Accumulate with :func:`multi_steps`, never with ``optax.MultiSteps``: that pools the
         gradients and hands on the last micro-batch's factors as if they were everyone's. It
@@ -177,20 +196,22 @@ def kfac(
         (``pytest jaxkfac/optim/_multi_steps_test.py -k around_kfac``).
 
     Args:
-        learning_rate: $\eta$, a number or a schedule of the step.
+        learning_rate: $\eta$, a number, a schedule of the step, or ``"quadratic"``.
         like: ``stats.factor_shapes(params, batch)``: which factors there are. Only layers,
             shapes and dtypes are read.
         damping: $\delta \ge 0$ in units of the squared gradient, or a pair
-            ``(damping_a, damping_g)`` in the units of each factor; numbers or schedules.
+            ``(damping_a, damping_g)`` in the units of each factor; numbers or schedules. Or
+            :class:`jaxkfac.LevenbergMarquardt`, by which it is adapted.
         damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``.
         decay: $\beta \in [0, 1)$ of the factor average; see
             :func:`jaxkfac.factors.update_average`.
         refresh_every: Steps between decompositions, at least 1. The first step that has factors
             always decomposes.
-        momentum: $\mu \in [0, 1)$.
+        momentum: $\mu \in [0, 1)$, or ``"quadratic"``.
         norm_constraint: $c > 0$, or ``None`` for no constraint. Over the leaves that
             factors cover.
-        weight_decay: $w \ge 0$, decoupled (not preconditioned, no part of the momentum).
+        weight_decay: $w \ge 0$, decoupled (not preconditioned, no part of the momentum), but
+            where a rate is ``"quadratic"``.
             With ``others``, only for the parameters that factors cover.
         max_condition: $\kappa \ge 1$ of the eigenvalue clipping.
         floor: Smallest eigenvalue of a factor.
@@ -221,12 +242,19 @@ def kfac(
         inside ``jit`` and ``lax.scan``. ``factors`` may be left out, or have counts of zero: then
         the average stays, and a refresh that is due takes it as it is. A call with a non-finite
         gradient or factor returns zeros and changes nothing but ``state.skipped``.
+        A ``kfac`` that adapts itself also takes ``value=loss``, ``value_fn=``, a function of the
+        parameters that is this batch's loss, and ``curvature=``, its operator
+        (``jk.operators.ggn(objective, params, batch)``). It is called inside ``jit``, and stands
+        last in its chain. An update whose model or trial is not finite is not made, and counted
+        in ``state.adaptation.rejected``.
 
     Raises:
         ValueError: when built, naming the argument out of range, or inverses for a damping that
             is not separable; in ``update``, if ``factors`` are of other layers than ``like``, the
-            state is of another transformation, ``inverse="host"`` is traced, or
-            ``distribute`` names no axis of a known mesh.
+            state is of another transformation, ``inverse="host"`` is traced,
+            ``distribute`` names no axis of a known mesh, or what adaptation needs is missing,
+            of another batch, or not where the last update led (seen outside of ``jit``; inside
+            see ``state.adaptation.displaced``).
 
     Memory:
         For each factor of size ``n``: ``n**2`` for its average and ``n**2 + n`` for its
@@ -252,13 +280,18 @@ def kfac(
         curvature, 2015. Ba, Grosse and Martens, Distributed second-order optimization
         using Kronecker-factored approximations, 2017 (the norm constraint).
     """
-    check_learning_rate(learning_rate)
-    check_scheduled_damping(damping, damping_mode)
+    adaptation = Adaptation.of(learning_rate, momentum, damping, norm_constraint)
+    # What the model chooses is not looked at.
+    given_rate = 0.0 if isinstance(learning_rate, str) else learning_rate
+    given_momentum = 0.0 if isinstance(momentum, str) else momentum
+    given_damping = initial_damping(damping)
+    check_learning_rate(given_rate)
+    check_scheduled_damping(given_damping, damping_mode)
     clipping = known_clipping(max_condition, floor)
     check_decay(decay)
     check_numbers(
         refresh_every=refresh_every,
-        momentum=momentum,
+        momentum=given_momentum,
         norm_constraint=norm_constraint,
         weight_decay=weight_decay,
     )
@@ -266,8 +299,9 @@ def kfac(
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), without_loss_terms(like))
     like = of_parameters(like)
     measures = like.corrections is not None
-    method = preconditioner_of(inverse, damping, damping_mode, measures=measures)
+    method = preconditioner_of(inverse, given_damping, damping_mode, measures=measures)
     method.check_stagger(stagger=stagger, measures=measures)
+    MeshAxis.check(distribute)
     if method.on_host and distribute is not None:
         raise ValueError(
             f'distribute={distribute!r} divides decompositions among devices, and inverse="host" '
@@ -277,7 +311,7 @@ def kfac(
     stacked_like = jax.eval_shape(stacks.factors, like)
     bare, stacked_paths = without_corrections(stacked_like), covered_indices(stacked_like.layers)
     refresh = RefreshInGraph(method, bare, refresh_every, stagger=stagger)
-    scheduled: tuple[Any, ...] = learning_rate, damping
+    scheduled: tuple[Any, ...] = given_rate, given_damping
     staged: TraceCache[Staged] = TraceCache()
 
     def not_ours(tree: PyTree) -> PyTree:
@@ -289,8 +323,9 @@ def kfac(
         check_some_covered("params", params, covered, "like=")
         first = jnp.zeros((), jnp.int32)
         held = clipping_of_init(clipping)
-        bases = method.initial(bare, at_step(damping, first), held)
-        return KfacState(
+        delta = at_step(given_damping, first)
+        bases = method.initial(bare, delta, held)
+        state = KfacState(
             step=first,
             stacked_average=zeros_like(bare),
             stacked_bases=method.with_corrections(bases, stacked_like.corrections),
@@ -299,7 +334,9 @@ def kfac(
             skipped=jnp.zeros((), jnp.int32),
             kept=jnp.zeros((), jnp.int32),
             stacks=stacks,
+            adaptation=() if adaptation is None else adaptation.initial(params, delta),
         )
+        return on_mesh_of(params, state)
 
     def update(
         updates: PyTree,
@@ -307,6 +344,9 @@ def kfac(
         params: PyTree | None = None,
         *,
         factors: Factors | None = None,
+        value: ArrayLike | None = None,
+        value_fn: Callable[[PyTree], ArrayLike] | None = None,
+        curvature: Operator | None = None,
         **extra: Any,
     ) -> tuple[PyTree, KfacState]:
         grads = updates  # optax's word for what comes in as well as for what goes out
@@ -319,33 +359,62 @@ def kfac(
             method.check_stagger(stagger=stagger, measures=factors.corrections is not None)
             method.check_measured(factors)
         check_state("kfac", state, KfacState)
-        _check_held(state, stacks, method.kept)
+        _check_held(state, stacks, method.kept, adapts=adaptation is not None)
         check_like_momentum(grads, state.momentum)
         if params is not None:
             check_some_covered("params", params, covered, "like=")
+        loss = None
+        if adaptation is not None:
+            loss = adaptation.loss(params, value, value_fn, curvature)
+            terms = None if factors is None else factors.terms
+            adaptation.check(state, params, terms, loss)
+        extra |= {
+            name: x
+            for name, x in (("value", value), ("value_fn", value_fn))
+            if x is not None and rest is not None
+        }
         axis = None if distribute is None else MeshAxis.of(distribute, params, grads, state)
         numbers = tuple(at_step(x, state.step) if has_schedule(x) else None for x in scheduled)
         call: tuple[Any, ...] = (grads, state, params, factors, numbers, extra)
         concrete = all(is_concrete(x) for x in jax.tree.leaves(call))
+        if not concrete and factors is not None:
+            _warn_of_growth(state, factors)
         if method.on_host:
             call += (refresh_on_host(concrete, *call),)
-        step = functools.partial(whole_advance, axis=axis)
+        step = functools.partial(whole_advance, axis=axis, loss=loss)
         # Outside of jit a later call runs equations alone: a new lax.cond compiles its branches.
         # Schedules are read at every call, and what `others` may read is not known.
-        if rest is None and concrete:
+        if rest is None and loss is None and concrete:
             return staged.get(call, lambda: Staged.of(step, *call), static=axis)(*call)
         return step(*call)
 
-    def whole_advance(grads: PyTree, state: KfacState, *rest: Any, axis: MeshAxis | None) -> Any:
+    def whole_advance(
+        grads: PyTree,
+        state: KfacState,
+        *rest: Any,
+        axis: MeshAxis | None,
+        loss: BatchLoss | None,
+    ) -> Any:
         if not is_sharded((grads, state, rest)):
-            return advance(grads, state, *rest, axis=axis)
-        out, new = advance(*cast(Any, whole((grads, state, *rest))), axis=axis)
-        return sharded_like(out, grads), sharded_like(new, state)
+            return advance(grads, state, *rest, axis=axis, loss=loss)
+        if loss is not None:
+            raise ValueError(
+                "kfac adapts itself over automatic mesh axes, and these arrays are sharded over "
+                "explicit ones: make the mesh with axis_types=(jax.sharding.AxisType.Auto, ...)"
+            )
+        out, new = advance(*cast(Any, whole((grads, state, *rest))), axis=axis, loss=None)
+        return sharded_like(out, grads), _sharded_state(new, state)
 
     def averaged(state: KfacState, factors: Factors | None) -> Factors:
         if factors is None:
             return state.stacked_average
         return update_average(state.stacked_average, without_corrections(factors), decay)
+
+    def is_burning(state: KfacState) -> Any:
+        """Whether this update is of the burn-in; ``None`` where there is none."""
+        if adaptation is None or not adaptation.burn_in:
+            return None
+        return cast(AdaptationState, state.adaptation).burned_in < adaptation.burn_in
 
     def refresh_on_host(
         concrete: bool,
@@ -362,7 +431,7 @@ def kfac(
                 "inverse='host' decomposes outside of jit, and this update is traced: call "
                 "tx.update outside of jit, scan and jk.multi_steps, or build with inverse='eigh'"
             )
-        if not all_finite(gradients_only(grads), factors):
+        if is_burning(state) or not all_finite(gradients_only(grads), factors):
             return None
         new = None if factors is None else stacks.factors(factors)
         average = averaged(state, new)
@@ -380,9 +449,13 @@ def kfac(
         from_host: Eigenbases | None = None,
         *,
         axis: MeshAxis | None,
+        loss: BatchLoss | None,
     ) -> tuple[PyTree, KfacState]:
         own, clipped = gradients_only(grads), clipping_of(state.stacked_bases, clipping)
         rate, delta = (x if now is None else now for x, now in zip(scheduled, numbers, strict=True))
+        if adaptation is not None:
+            delta = adaptation.damping_of(state, delta, weight_decay)
+            own = adaptation.gradient_of(own, params, state.momentum, weight_decay)
         # Stacked ahead of the cond, which then has few operands.
         stacked = stacks.tree(own)
         new = None if factors is None else stacks.factors(factors)
@@ -415,15 +488,34 @@ def kfac(
             held = state.stacked_average, bases, (out, state.others)
             return steps, *held, state.step, skipped, state.kept
 
+        def average_alone() -> Any:
+            steps, _, bases, others, taken, _, kept = skip()
+            return steps, averaged(state, new), bases, others, taken, state.skipped, kept
+
         # A cond, not a select of every leaf: XLA copies the reduction over all leaves into
         # each select, and compiles them for minutes (48 layers: 35 s of CPU against 10).
-        steps, average, bases, (rest_out, rest_state), taken, skipped, kept = jax.lax.cond(
-            all_finite(stacked, new), step, skip
-        )
+        finite, burning = all_finite(stacked, new), is_burning(state)
+        if burning is None:
+            results = jax.lax.cond(finite, step, skip)
+        else:
+            branch = jnp.where(finite, jnp.where(burning, 2, 1), 0)
+            results = jax.lax.switch(branch, [skip, step, average_alone])
+        steps, average, bases, (rest_out, rest_state), taken, skipped, kept = results
         # Its results may be selected by: what they are made of is behind the cond.
         done, steps = skipped == state.skipped, stacks.unstacked_tree(steps, own)
-        velocity = where(done, advance_momentum(momentum, state.momentum, steps), state.momentum)
-        out = descend(velocity, own, params, rate, weight_decay)
+        if loss is None or adaptation is None:
+            velocity = advance_momentum(given_momentum, state.momentum, steps)
+            velocity = where(done, velocity, state.momentum)
+            out, adapted = descend(velocity, own, params, rate, weight_decay), ()
+        else:
+            numbers = adaptation.given(rate, given_momentum, weight_decay)
+            made = done if burning is None else done & ~burning
+            out, velocity, adapted = adaptation.advance(
+                state, params, own, steps, numbers, delta, loss, taken=taken, made=made
+            )
+            adapted = adapted._replace(
+                burned_in=adapted.burned_in + (done & ~made).astype(jnp.int32)
+            )
         if rest is not None:
             ours = covered_leaves(own, covered)
             out = jax.tree.map(lambda mine, x, y: x if mine else y, ours, out, rest_out)
@@ -437,13 +529,43 @@ def kfac(
             skipped=skipped,
             kept=kept,
             stacks=stacks,
+            adaptation=adapted,
         )
 
     # optax types a state as a tree of arrays; ours says which layers are stacked, too.
     return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
 
 
-def _check_held(state: KfacState, stacks: Stacks, kept: type) -> None:
+def _sharded_state(new: KfacState, old: KfacState) -> KfacState:
+    """Sharded as it was. Measured eigenvalues that it gains are whole on every device."""
+    held, before = new.stacked_bases, old.stacked_bases
+    if not (_measures(held) and not _measures(before)):
+        return sharded_like(new, old)
+    assert isinstance(held, Eigenbases)
+    bare = dataclasses.replace(held, corrections=None)
+    same = sharded_like(new._replace(stacked_bases=bare), old)
+    both = dataclasses.replace(same.stacked_bases, corrections=held.corrections)
+    return same._replace(stacked_bases=both)
+
+
+def _warn_of_growth(state: KfacState, factors: Factors) -> None:
+    """Say what ``lax.scan`` is going to refuse, in words that name the remedy."""
+    if factors.corrections is not None and not _measures(state.stacked_bases):
+        warnings.warn(
+            "kfac: the factors hold eigenvalues measured in eigenbases (bases=), and like= has "
+            "none, so that the state gains their average in this call: jit compiles it once more, "
+            "and lax.scan refuses a carry that changes its form. Make like= of the bases of a "
+            "first state: like=stats.factor_shapes(params, batch, bases=jax.eval_shape(tx.init, "
+            "params).bases)",
+            stacklevel=3,
+        )
+
+
+def _measures(held: Eigenbases | Inverses) -> bool:
+    return isinstance(held, Eigenbases) and held.corrections is not None
+
+
+def _check_held(state: KfacState, stacks: Stacks, kept: type, *, adapts: bool) -> None:
     """Refuse a state of another model, or with another preconditioner."""
     if not isinstance(state.stacks, Stacks):
         raise ValueError(
@@ -458,4 +580,9 @@ def _check_held(state: KfacState, stacks: Stacks, kept: type) -> None:
         raise ValueError(
             f"kfac: the state keeps {type(state.stacked_bases).__name__}, and with this inverse= "
             f"and damping_mode= expected {kept.__name__}: make a new one with tx.init(params)"
+        )
+    if isinstance(state.adaptation, AdaptationState) is not adapts:
+        raise ValueError(
+            f"kfac: the state {'does not adapt' if adapts else 'adapts'} itself, and this kfac "
+            f"{'does' if adapts else 'does not'}: make a new one with tx.init(params)"
         )

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections import defaultdict
+from collections.abc import Hashable
 from typing import Any, cast
 
 import jax
@@ -11,7 +12,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
-from jaxkfac.curvature import MeshAxis, turned_pairs
+from jaxkfac.curvature import MeshAxis
 from jaxkfac.factors import Factors
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import Damping
@@ -56,7 +57,8 @@ class RefreshInGraph:
 
     def _due(self, state: Any, offset: int) -> Any:
         # Factors may be collected at some steps only, and the first of them later than step 0.
-        first = state.stacked_average.terms == 0
+        # After a burn-in the average is not empty at step 0.
+        first = (state.stacked_average.terms == 0) | (state.step == 0)
         return first | (state.step % self._every == offset)
 
     def __call__(
@@ -92,12 +94,21 @@ class RefreshInGraph:
 def _parts(layers: tuple[Layer, ...], number: int) -> list[tuple[Layer, ...]]:
     """At most ``number`` parts of about equal work.
 
-    The readers of one input stay together, and so do both readings of a kernel.
+    The readers of one input stay together, and so do all readings of a parameter: which of them
+    answers for it shows only among all.
     """
-    turned = {other.name: first.input for first, other in turned_pairs(layers)}
-    readers: dict[str, list[Layer]] = defaultdict(list)
+    joined: dict[Hashable, Hashable] = {}
+
+    def root(of: Hashable) -> Hashable:
+        while joined.setdefault(of, of) != of:
+            of = joined[of]
+        return of
+
     for layer in layers:
-        readers[turned.get(layer.name, layer.input)].append(layer)
+        joined[root(layer.input)] = root((layer.weight.path, layer.weight.index))
+    readers: dict[Hashable, list[Layer]] = defaultdict(list)
+    for layer in layers:
+        readers[root(layer.input)].append(layer)
     parts: list[list[Layer]] = [[] for _ in range(min(number, len(readers)))]
     loads = [0.0] * len(parts)
     for group in sorted(readers.values(), key=_work, reverse=True):
@@ -109,9 +120,10 @@ def _parts(layers: tuple[Layer, ...], number: int) -> list[tuple[Layer, ...]]:
 
 def _work(group: list[Layer]) -> float:
     """Of decomposing the factors, in cubes of their sizes."""
-    of_input = group[0].in_features ** 3 if group[0].a_dense else 0
-    outputs = sum(layer.out_features**3 for layer in group if layer.g_dense)
-    return float(math.prod(group[0].stack) * (of_input + outputs))
+    inputs = {layer.input: layer for layer in reversed(group)}.values()
+    work = sum(math.prod(x.stack) * x.in_features**3 for x in inputs if x.a_dense)
+    work += sum(math.prod(x.stack) * x.out_features**3 for x in group if x.g_dense)
+    return float(work)
 
 
 def _part_of(factors: Factors, layers: tuple[Layer, ...]) -> Factors:

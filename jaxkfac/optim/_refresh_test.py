@@ -38,6 +38,7 @@ def states(tx, params, steps):
     return out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["exact", "pi"])
 @pytest.mark.parametrize("every", [2, 3, 7])
 def test_staggered_layers_are_refreshed_in_turn_each_after_the_same_time(

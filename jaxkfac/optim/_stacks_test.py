@@ -29,11 +29,11 @@ LONE = (
     layer("slices", (4, 3), name="slices[0]", index=(0,)),
     layer("table", (9, 4), kind="embedding", a_dense=False),
 )
-LAYERS = (*block(0), LONE[0], *block(1), *LONE[1:], *block(2))
+LAYERS = (*block(0), LONE[0], *block(1), *LONE[1:])
 
 
-def tree(key, dtype=None):
-    shapes = {m.path: m.atoms for x in LAYERS for m in (x.weight, x.bias) if m is not None}
+def tree(key, dtype=None, layers=LAYERS):
+    shapes = {m.path: m.atoms for x in layers for m in (x.weight, x.bias) if m is not None}
     shapes |= {"slices": (2, 4, 3), "uncovered": (7,)}
     keys = jax.random.split(key, len(shapes))
     return {
@@ -54,7 +54,7 @@ def same(a, b):
 
 def test_layers_are_stacked_that_differ_in_names_alone(factors):
     groups = {tuple(x.name for x in group.members) for group in Stacks.of(factors).groups}
-    blocks = {tuple(f"{i}/{name}" for i in range(3)) for name in ("q", "k", "experts", "scale")}
+    blocks = {tuple(f"{i}/{name}" for i in range(2)) for name in ("q", "k", "experts", "scale")}
     assert groups == blocks | {(x.name,) for x in LONE}
 
 
@@ -83,9 +83,9 @@ def test_the_stacked_model_is_preconditioned_as_the_model(factors):
 
 def test_leaves_that_are_not_there_count_as_zeros_and_stay_away(factors):
     stacks, grads = Stacks.of(factors), tree(jax.random.key(1))
-    some = {k: x for k, x in grads.items() if k not in ("1/q", "0/k", "1/k", "2/k")}
+    some = {k: x for k, x in grads.items() if k not in ("1/q", "0/k", "1/k")}
     stacked = stacks.tree(some)
-    assert stacked["0/q and 2 more"].shape == (3, 4, 3) and not stacked["0/q and 2 more"][1].any()
+    assert stacked["0/q and 1 more"].shape == (2, 4, 3) and not stacked["0/q and 1 more"][1].any()
     assert not any("/k" in path for path in stacked)
     same(stacks.unstacked_tree(stacked, some), some)
 
@@ -94,7 +94,7 @@ def test_mixed_dtypes_of_one_stack_come_back(factors):
     stacks, grads = Stacks.of(factors), tree(jax.random.key(1), jnp.float32)
     grads["1/q"] = grads["1/q"].astype(jnp.bfloat16)
     same(stacks.unstacked_tree(stacks.tree(grads), grads), grads)
-    assert statistics_dtype(stacks.tree(grads)["0/q and 2 more"].dtype) == jnp.float32
+    assert statistics_dtype(stacks.tree(grads)["0/q and 1 more"].dtype) == jnp.float32
 
 
 def test_a_large_layer_stays_by_itself():
@@ -104,19 +104,20 @@ def test_a_large_layer_stays_by_itself():
     assert len(Stacks.of(like).groups) == 2
 
 
-def test_states_of_several_seeds_read_as_each(factors):
+def test_states_of_several_seeds_read_as_each():
     """``vmap`` puts an axis before that of a stack."""
-    params = tree(jax.random.key(1))
+    alike = tuple(layer(f"{i}/experts", (2, 3, 4), stack=1) for i in range(2))
+    factors, params = random_factors(alike, jax.random.key(0)), tree(jax.random.key(1), None, alike)
     tx = kfac(0.1, like=factors, damping=0.1)
-    scales = jnp.array([1.0, 2.0, 3.0])  # as many as members
+    scales = jnp.array([1.0, 2.0])  # as many as members, and as slices of each
 
     def step(scale):
         _, state = tx.update(params, tx.init(params), params, factors=scale * factors)
         return state
 
-    together = jax.vmap(step)(scales)
+    together = jax.jit(jax.vmap(step))(scales)
     for i, scale in enumerate(scales):
-        one = step(scale)
+        one = jax.jit(step)(scale)
         for name in ("average", "bases"):
             each = jax.tree.map(lambda x, i=i: x[i], getattr(together, name))
             for x, y in zip(*map(jax.tree.leaves, (each, getattr(one, name))), strict=True):

@@ -6,6 +6,7 @@ from jaxkfac.planning._compilers import (
     CompilerTarget,
     TargetName,
     compiled_bytes,
+    is_installed,
     target_of,
 )
 from jaxkfac.planning._layouts import DecoderLayout, EncoderDecoderLayout
@@ -31,6 +32,7 @@ __all__ = [
     "Preset",
     "TargetName",
     "compiled_bytes",
+    "is_installed",
     "plan_memory",
     "preset",
     "shaped",

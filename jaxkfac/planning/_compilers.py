@@ -15,6 +15,7 @@ from jax import export
 
 from jaxkfac._checks import one_of
 from jaxkfac._errors import CompilerError, CompilerNotFoundError
+from jaxkfac.planning._compile_child import installed
 
 TargetName = Literal["cpu", "h100", "v5e"]
 
@@ -112,6 +113,11 @@ def target_of(name: str) -> CompilerTarget:
     """
     one_of("target", name, get_args(TargetName))
     return TARGETS[name]  # pyright: ignore[reportArgumentType]
+
+
+def is_installed(target: str) -> bool:
+    """Whether this interpreter has the compiler of a target."""
+    return installed(target_of(target).module)
 
 
 def compiled_bytes(

@@ -8,11 +8,14 @@ from typing import Any
 import jax
 
 from jaxkfac.curvature import Eigenbases, identity_bases, solver_scratch
-from jaxkfac.curvature.host import HostBytes, HostOptions, service_bytes
+from jaxkfac.curvature.host import HostBytes, HostOptions, service_bytes, widening_bytes
 from jaxkfac.factors import PassPlan, largest_budget, plan_passes, smallest_budget
 from jaxkfac.linalg import Spectrum
 from jaxkfac.planning._program import TrainingProgram
 from jaxkfac.planning._shapes import nbytes
+
+# What a service does without, if there is no room.
+WIDENING = "averages in float64"
 
 
 class CurvatureBytes:
@@ -20,11 +23,11 @@ class CurvatureBytes:
 
     Args:
         program: The program.
-        in_flight_bytes: Of ``HostCurvature``.
+        options: Of ``HostCurvature``.
     """
 
-    def __init__(self, program: TrainingProgram, in_flight_bytes: int) -> None:
-        self._program, self._in_flight_bytes = program, in_flight_bytes
+    def __init__(self, program: TrainingProgram, options: HostOptions) -> None:
+        self._program, self._options = program, options
         self._compiled: dict[Any, int] = {}
         self._plans: dict[int, PassPlan] = {}
 
@@ -137,27 +140,45 @@ class CurvatureBytes:
         """Pushed and not yet averaged."""
         return self._service.in_flight
 
-    @property
-    def on_host(self) -> dict[str, int]:
-        """The rows of ``HostCurvature``: what it refuses a smaller ``host_bytes`` for."""
-        return {
-            row.replace("_", " "): size for row, size in self._service._asdict().items() if size
-        }
+    def on_host(self, steps: int, budget: int | None) -> dict[str, int]:
+        """The rows of ``HostCurvature``.
+
+        Args:
+            steps: Micro-batches a step, each of which is pushed by itself.
+            budget: Under which factors are gathered in passes, likewise; 0 or ``None`` is one pass.
+        """
+        rows = {row.replace("_", " "): size for row, size in self._service._asdict().items()}
+        rows[WIDENING] = widening_bytes(
+            self._program.factors, self._options, contributions=steps * self._most_passes(budget)
+        )
+        return {row: size for row, size in rows.items() if size}
 
     @functools.cached_property
     def _service(self) -> HostBytes:
-        options = HostOptions(in_flight_bytes=self._in_flight_bytes)
-        return service_bytes(self._program.factors, options)
+        return service_bytes(self._program.factors, self._options)
+
+    def _most_passes(self, budget: int | None) -> int:
+        """In how many passes one side of one layer is, some of its iterations in each."""
+        if not budget:
+            return 1
+        count: dict[Any, int] = collections.Counter(
+            (name, inputs)
+            for one in self.passes(budget).passes
+            for name, part in one.parts.items()
+            for inputs, there in ((True, part.inputs), (False, part.outputs))
+            if there
+        )
+        return max(count.values(), default=1)
 
     @functools.cached_property
     def smallest_budget(self) -> int:
         """The least ``max_factor_bytes``."""
-        return smallest_budget(self._statistics, vjps=self._program.collector.vjps)
+        return smallest_budget(self.statistics, vjps=self._program.collector.vjps)
 
     @functools.cached_property
     def largest_budget(self) -> int:
         """The least ``max_factor_bytes`` under which there is one pass: more changes nothing."""
-        return largest_budget(self._statistics, vjps=self._program.collector.vjps)
+        return largest_budget(self.statistics, vjps=self._program.collector.vjps)
 
     def first_pass_temporaries(self, budget: int) -> int:
         """Bytes beside arguments and results of the pass that also has the gradient."""
@@ -171,11 +192,12 @@ class CurvatureBytes:
         """The passes under a budget."""
         if budget not in self._plans:
             vjps = self._program.collector.vjps
-            self._plans[budget] = plan_passes(self._statistics, budget, vjps=vjps)
+            self._plans[budget] = plan_passes(self.statistics, budget, vjps=vjps)
         return self._plans[budget]
 
     @functools.cached_property
-    def _statistics(self) -> Any:
+    def statistics(self) -> Any:
+        """What is gathered of each layer."""
         program, collector = self._program, self._program.collector
         given = program.given  # the key is that of the labels, and of the model's draws if any
         call = collector.checked(program.batch, given.key, state=given.state)

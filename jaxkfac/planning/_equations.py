@@ -24,7 +24,7 @@ _REDUCTIONS = frozenset(
 )
 # Written over an operand that nobody reads afterwards.
 _IN_PLACE = frozenset("dynamic_update_slice scatter scatter-add scatter-mul eigh cholesky".split())
-_VIEWS = frozenset("reshape squeeze".split())
+_VIEWS = frozenset("reshape squeeze stop_gradient".split())
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,11 +52,15 @@ class Body:
         program: Its equations.
         results: What the next iteration, or the program around it, takes.
         stacked: What is copied into stacked arrays as soon as it is made.
+        inputs: Of a scan: what stands for the operands that the scan is told to read.
+        carried: Of a scan: what stands for ``results`` of the iteration before.
     """
 
     program: "EquationList"
     results: Sequence[Value]
     stacked: Sequence[Value] = ()
+    inputs: Sequence[Value] = ()
+    carried: Sequence[Value] = ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -68,12 +72,38 @@ class Equation:
         reads: Its operands.
         makes: Its results.
         bodies: What it runs, if it is a loop or a conditional.
+        copies: Bytes of operands that are copied for it.
     """
 
     name: str
     reads: Sequence[Value]
     makes: Sequence[Value]
     bodies: Sequence[Body] = ()
+    copies: int = 0
+
+    def drop_unread(self, read: set[Value]) -> None:
+        """Of a scan, keep the results that are among ``read``, and what they need."""
+        (body,), number = self.bodies, len(self.bodies[0].results)
+        stacked = [
+            v for v, made in zip(body.stacked, self.makes[number:], strict=True) if made in read
+        ]
+        kept = {k for k, made in enumerate(self.makes[:number]) if made in read}
+        while True:
+            needed = body.program.needed([*(body.results[k] for k in kept), *stacked])
+            more = {k for k, v in enumerate(body.carried) if v in needed}
+            if more <= kept:
+                break
+            kept |= more
+        inputs = list(zip(self.reads, body.inputs, strict=True))
+        self.reads = [v for v, own in inputs if own in needed]
+        own, carried = (
+            [x for _, x in inputs if x in needed],
+            [body.carried[k] for k in sorted(kept)],
+        )
+        results = [body.results[k] for k in sorted(kept)]
+        self.bodies = [Body(body.program, results, stacked, own, carried)]
+        made = [v for v in self.makes[number:] if v in read]
+        self.makes = [*(self.makes[k] for k in sorted(kept)), *made]
 
     @property
     def fuses(self) -> bool:
@@ -127,12 +157,14 @@ class EquationList:
         equal = _signature(eqn, reads)
         if equal not in self._equal:
             if kind == "scan":
-                bodies = [self._iteration(eqn)]
-                reads = self._without_constants(eqn, reads)
+                read = self._without_constants(eqn, reads)
+                bodies, reads = [self._iteration(eqn, read)], [reads[k] for k in read]
             else:
                 bodies = [self._body(x) for x in _inner(eqn)] if kind in ("while", "cond") else []
             sizes = [_nbytes(v) for v in eqn.outvars]
             self._equal[equal] = self._append(name, reads, sizes, name in _FUSED, bodies)
+            if name == "conv_general_dilated" and self._platform == "cpu":
+                self.equations[-1].copies = _transposed_bytes(eqn)
         return self._equal[equal]
 
     def _append(
@@ -152,7 +184,7 @@ class EquationList:
         program = EquationList(self._platform)
         return Body(program, program.expand(inner, [Value() for _ in inner.invars]))
 
-    def _iteration(self, eqn: Any) -> Body:
+    def _iteration(self, eqn: Any, read: Sequence[int]) -> Body:
         """One iteration: what it is given is there, and its slices are read where they lie."""
         inner, _ = body_of(eqn)
         num_consts, num_carry = scan_counts(eqn)
@@ -161,19 +193,40 @@ class EquationList:
         for var in inner.invars[num_consts + num_carry :]:
             given += program._append("dynamic_slice", [], [_nbytes(var)], fused=True)
         outs = program.expand(inner, given)
-        return Body(program, outs[:num_carry], outs[num_carry:])
+        inputs, carried = [given[k] for k in read], given[num_consts : num_consts + num_carry]
+        return Body(program, outs[:num_carry], outs[num_carry:], inputs, carried)
 
-    def _without_constants(self, eqn: Any, reads: list[Value]) -> list[Value]:
-        """Operands of a scan; an array that is one number everywhere is never made for one."""
+    def _without_constants(self, eqn: Any, reads: list[Value]) -> list[int]:
+        """Which operands a scan reads; an array that is one number everywhere is never made."""
         num_consts, num_carry = scan_counts(eqn)
         carry = range(num_consts, num_consts + num_carry)
-        return [v for i, v in enumerate(reads) if i in carry or not self._is_constant(v)]
+        return [i for i, v in enumerate(reads) if i in carry or not self._is_constant(v)]
 
     def _is_constant(self, value: Value) -> bool:
         if value.maker < 0:
             return True
         reads = self.equations[value.maker].reads
         return value.fused and all(self._is_constant(v) for v in reads if v.nbytes)
+
+    def needed(self, values: Sequence[Value]) -> set[Value]:
+        """All that values are computed from, themselves included."""
+        found: set[Value] = set()
+        rest = list(values)
+        while rest:
+            if (v := rest.pop()) not in found:
+                found.add(v)
+                rest += self.equations[v.maker].reads if v.maker >= 0 else ()
+        return found
+
+    def _drop_unread(self, results: Sequence[Value]) -> None:
+        """Drop what scans compute and nobody reads, as a compiler does."""
+        read = set(results)
+        for equation in reversed(self.equations):
+            if read.isdisjoint(equation.makes):
+                continue
+            if equation.name == "scan":
+                equation.drop_unread(read)
+            read.update(equation.reads)
 
     def ordered(self, results: Sequence[Value], *, depth_first: bool) -> list[Equation]:
         """The equations that results need; values are renumbered to it.
@@ -183,6 +236,7 @@ class EquationList:
             depth_first: One result after the other, each with all that it needs; else in the
                 order of the trace.
         """
+        self._drop_unread(results)
         order: list[int] = []
         seen: set[int] = set()
         for result in results:
@@ -212,6 +266,21 @@ def _signature(eqn: Any, reads: Sequence[Value]) -> Any:
 def _inner(eqn: Any) -> list[Any]:
     p = eqn.params
     return [*p.get("branches", ()), *(p[k] for k in ("body_jaxpr", "cond_jaxpr") if k in p)]
+
+
+def _transposed_bytes(eqn: Any) -> int:
+    """Of a convolution's operands, those that do not lie as a CPU's kernels take them.
+
+    The derivative in the kernel has the examples where the features were.
+    """
+    signal, kernel = (x.aval for x in eqn.invars)
+    numbers, last = eqn.params["dimension_numbers"], len(signal.shape) - 1
+    spatial = tuple(range(1, last))
+    own = ((0, last, *spatial), (last, last - 1, *(d - 1 for d in spatial)))
+    specs = zip((signal, kernel), (numbers.lhs_spec, numbers.rhs_spec), own, strict=True)
+    return sum(
+        math.prod(x.shape) * x.dtype.itemsize for x, spec, mine in specs if tuple(spec) != mine
+    )
 
 
 def _branch_of(platform: str, choices: Sequence[Sequence[str] | None]) -> int:

@@ -6,7 +6,7 @@ would compute it where it is read:
 - Elementwise results, casts, broadcasts and slices are *fused* into what reads them. They take
   room where a product, a convolution, a sort or a loop reads them, and where several equations
   do, and computing them again would be dear or keep their operands alive.
-- A fused result is written over an operand that nobody reads afterwards.
+- A fused result is written over an operand that nobody reads afterwards, unless a library made it.
 - A value lies where a result will, if it is not read any more once that is made.
 - A scan holds its stacked results from its first iteration on, and one iteration's own values.
 """
@@ -25,6 +25,8 @@ def live_bytes(
     donate_argnums: Sequence[int] = (),
     platform: str = "cuda",
     in_turn: bool = False,
+    traced: Any = None,
+    only: int | None = None,
 ) -> int:
     """Most bytes at once beside arguments and results.
 
@@ -35,17 +37,20 @@ def live_bytes(
         platform: Of what ``jax.lax.platform_dependent`` chooses.
         in_turn: Whether results are made one after the other, each with all that it needs, as
             a compiler does where they have little in common; else in the order of the trace.
+        traced: The ``ClosedJaxpr`` of ``fn`` on ``args``, where it is known.
+        only: Of the program that returns the first so many results alone.
 
     Returns:
         Bytes. A compiler that fuses less, as XLA does for a CPU, allocates more. Scratch that
         libraries allocate by themselves is not among them.
     """
-    program, jaxpr = EquationList(platform), jax.make_jaxpr(fn)(*args).jaxpr
-    results = program.expand(jaxpr, [Value() for _ in jaxpr.invars])
+    traced = jax.make_jaxpr(fn)(*args) if traced is None else traced
+    program, jaxpr = EquationList(platform), traced.jaxpr
+    results = program.expand(jaxpr, [Value() for _ in jaxpr.invars])[:only]
     donated = [x for i in donate_argnums for x in jax.tree.leaves(args[i])]
     kinds = [(x.shape, x.dtype) for x in donated]
     places = []  # of results that are not written over an argument
-    for value, var in zip(results, jaxpr.outvars, strict=True):
+    for value, var in zip(results, jaxpr.outvars[:only], strict=True):
         kind = (var.aval.shape, getattr(var.aval, "dtype", None))
         if kind in kinds:
             kinds.remove(kind)
@@ -128,7 +133,7 @@ class _Lives:
             if equation.writes_over:
                 sizes = [v.nbytes for v in made]
                 for v in ending.get(k, ()):
-                    if v.maker < k and v.nbytes in sizes:
+                    if v.maker < k and v.nbytes in sizes and not self._is_of_library(v):
                         sizes.remove(v.nbytes)
                         live, ended = live - v.nbytes, ended - v.nbytes
             live += sum(v.nbytes for v in made)
@@ -136,8 +141,16 @@ class _Lives:
             live -= ended
         return peak
 
+    def _is_of_library(self, value: Value) -> bool:
+        """Whether it is a convolution of cuDNN, which nothing is written over.
+
+        It comes beside the library's scratch, as one part of a result.
+        """
+        made = self._equations[value.maker].name
+        return made == "conv_general_dilated" and self._platform != "cpu"
+
     def _inner_peak(self, equation: Equation) -> int:
-        """Most bytes at once of one iteration, or of the dearest branch."""
+        """Most bytes at once of one iteration, or of the dearest branch, and copies of operands."""
         peaks = []
         for body in equation.bodies:
             order = body.program.ordered([*body.results, *body.stacked], depth_first=False)
@@ -145,7 +158,7 @@ class _Lives:
             stacked = body.stacked if is_scan else None
             lives = _Lives(order, body.results, stacked, platform=self._platform)
             peaks.append(lives.peak(() if is_scan else body.results))
-        return max(peaks, default=0)
+        return max(peaks, default=0) + equation.copies
 
     def _takes_room(self, equation: Equation, value: Value) -> bool:
         readers = [self._equations[k] for k in self._readers.get(value, ())]
@@ -174,7 +187,7 @@ class _Lives:
             for v in own.intersection(equation.makes) if equation.writes_over else ():
                 for source in self._sources(equation.reads):
                     over = source.nbytes == v.nbytes and self._last[source] == k
-                    if over and source not in inside:
+                    if over and source not in inside and not self._is_of_library(source):
                         inside.add(source)
                         own.add(source)
                         break

@@ -31,6 +31,7 @@ class MemoryPlan:
         not_traced: Why temporaries of the update are not counted; ``""`` where they are.
         not_compiled: Why no compiler was asked that should have been; ``""`` otherwise.
         within: What share of a total its estimate may be off by.
+        devices: How many train together.
     """
 
     now: MemoryEstimate
@@ -46,6 +47,7 @@ class MemoryPlan:
     not_traced: str = ""
     not_compiled: str = ""
     within: float = 0.0
+    devices: int = 1
 
     @property
     def accumulation_steps(self) -> int:
@@ -116,6 +118,7 @@ class MemoryPlan:
             "max_gradients": self.max_gradients,
             "compiled_for": self.compiled_for,
             "within": self.within,
+            "devices": self.devices,
         }
         return plain
 
@@ -126,7 +129,11 @@ class MemoryPlan:
 def _plain(estimate: MemoryEstimate) -> dict[str, Any]:
     plain = {field.name: getattr(estimate, field.name) for field in dataclasses.fields(estimate)}
     found = {name: dict(x) if isinstance(x, Mapping) else x for name, x in plain.items()}
-    totals = {"device_total": estimate.device_total, "host_total": estimate.host_total}
+    totals = {
+        "device_total": estimate.device_total,
+        "host_total": estimate.host_total,
+        "exchanged_total": estimate.exchanged_total,
+    }
     return {**found, "options": list(estimate.options), **totals}
 
 
@@ -155,6 +162,12 @@ def _text(plan: MemoryPlan) -> str:
             ["on the host"],
             *_rows([estimate.host for estimate in columns], mark=("workspace",)),
             ["total", *(bytes_text(estimate.host_total) for estimate in columns)],
+        ]
+    if plan.devices > 1:
+        lines += [
+            [f"between {plan.devices} devices"],
+            *_rows([estimate.exchanged for estimate in columns], mark=()),
+            ["total", *(bytes_text(estimate.exchanged_total) for estimate in columns)],
         ]
     return "\n".join([*aligned(lines, width=WIDTH), "", *_remarks(plan), *_verdict(plan)])
 

@@ -33,13 +33,16 @@ class Option:
         only_compiled: Whether its program is traced only where a compiler is asked; else
             :meth:`change` says what it would change.
         changes_factors: Whether factors have other shapes with it.
+        changes_shapes: Whether anything but activations has, if it changes the program.
+        shortens: Whether values have fewer bits, but no others are there.
         takes_factors: Whether factors leave the device, and are added up on the host.
         takes_bases: Whether eigenvectors are on the host.
         accumulator_dtype: Of sums over micro-batches, if it changes that.
     """
 
     name = title = needs = ""
-    changes_program = changes_factors = only_compiled = False
+    changes_program = changes_factors = only_compiled = shortens = False
+    changes_shapes = True
     takes_factors = takes_bases = False
     accumulator_dtype: Any = None
 

@@ -88,11 +88,15 @@ class Host(Option):
         rows.device["factors"] = held.factors + held.in_flight
         rows.device["bases"] = held.bases if of.wants_vectors else 0
         rows.device["workspace"] = rows.device["eigh scratch"] = 0
-        rows.host.update(held.on_host)
+        rows.host.update(self._on_host(of, choice))
 
     def cost(self, of: ProgramBytes, choice: Choice) -> str:
-        held = bytes_text(sum(of.require_factors().on_host.values()))
+        held = bytes_text(sum(self._on_host(of, choice).values()))
         return f"{held} of main memory; bases are those of some steps before"
+
+    def _on_host(self, of: ProgramBytes, choice: Choice) -> dict[str, int]:
+        steps = choice.steps * of.micro_batches.steps
+        return of.require_factors().on_host(steps, choice.budget)
 
 
 def _of_one_tuple(apply_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,6 +113,7 @@ class Remat(Option):
     """Activations of scanned blocks computed again."""
 
     name, title, changes_program = "remat", "remat", True
+    changes_shapes = False
 
     def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
         objective = program.objective
@@ -137,7 +142,7 @@ class Remat(Option):
 class HalfPrecision(Option):
     """Everything floating in bfloat16."""
 
-    name, title, changes_program = "bf16", "bf16", True
+    name, title, changes_program, shortens = "bf16", "bf16", True, True
 
     def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
         trained = in_half(program.trained)

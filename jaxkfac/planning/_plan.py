@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import jax
 import optax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -15,6 +16,7 @@ from jaxkfac import lslora
 from jaxkfac._checks import at_least_one, one_of
 from jaxkfac._errors import CompilerError, CompilerNotFoundError
 from jaxkfac.curvature.host import HostOptions
+from jaxkfac.factors import check_decay
 from jaxkfac.interception import check_arrays, check_function
 from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.optim import MemoryKind, check_memory_kind, checked_accumulator_dtype
@@ -47,11 +49,13 @@ def plan_memory(
     vectors: bool = True,
     max_factor_bytes: ByteSize | None = None,
     in_flight_bytes: ByteSize = HostOptions.in_flight_bytes,
+    decay: float = HostOptions.decay,
     adapter_rank: int = 8,
     basis_rank: int = 512,
     accumulation_steps: int = 1,
     accumulator_dtype: DTypeLike | None = None,
     accumulator_memory_kind: MemoryKind = "device",
+    devices: int | None = None,
     options: Sequence[str] = OPTION_NAMES,
     compiler: TargetName | None = None,
     compiled: CompiledSets = "chosen",
@@ -119,6 +123,7 @@ def plan_memory(
             is an analysis, with eigenvalues only.
         max_factor_bytes: Of the option ``"budget"``.
         in_flight_bytes: Of ``HostCurvature``.
+        decay: Likewise: averages that it makes worth more than 256 pushes are in float64.
         adapter_rank: Of the adapters.
         basis_rank: Eigenvectors of each factor with ``"low_rank"``.
         accumulation_steps: Micro-batches a step, of which ``batch`` is one; the option
@@ -127,6 +132,9 @@ def plan_memory(
         accumulator_dtype: Of :func:`jaxkfac.multi_steps`, with every accumulation.
         accumulator_memory_kind: Likewise; with ``"pinned_host"`` the row is on the host. An
             update takes it through the device, where the activations were.
+        devices: How many train together, each on such a batch and with all of the parameters: then
+            the bytes are counted that they exchange. ``None`` is the size of the mesh that
+            ``jax.set_mesh`` has set, or 1.
         options: Which may be used.
         compiler: ``"cpu"``, ``"h100"`` or ``"v5e"``: for which the programs are, and whose
             compiler is asked. The device need not be here: another platform's compiler runs in a
@@ -181,6 +189,10 @@ def plan_memory(
     at_least_one(
         adapter_rank=adapter_rank, basis_rank=basis_rank, accumulation_steps=accumulation_steps
     )
+    if devices is None:
+        mesh = jax.sharding.get_abstract_mesh()
+        devices = 1 if mesh.empty else mesh.size
+    at_least_one(devices=devices)
     check_memory_kind(accumulator_memory_kind)
     dtype = checked_accumulator_dtype(accumulator_dtype)
     one_of("compiled", compiled, get_args(CompiledSets))
@@ -188,6 +200,7 @@ def plan_memory(
     check_arrays("params", params)
     check_arrays("batch", batch)
     params, batch, state = shapes_of(params), shapes_of(batch), shapes_of(state)
+    check_decay(decay)
     config = lslora.Config(rank=adapter_rank)
     micro_batches = MicroBatches(accumulation_steps, dtype, accumulator_memory_kind)
 
@@ -196,7 +209,7 @@ def plan_memory(
             TrainingPrograms(objective, params, batch, config, collection, temporaries, state),
             batch,
             optimizer,
-            Curvature(vectors, in_flight_bytes, basis_rank) if curvature else None,
+            Curvature(vectors, in_flight_bytes, basis_rank, decay) if curvature else None,
             device_bytes=(1 - headroom) * device_bytes,
             host_bytes=host_bytes,
             max_factor_bytes=max_factor_bytes,
@@ -205,6 +218,7 @@ def plan_memory(
             donate=donate,
             max_gradients=max_gradients,
             progress=progress,
+            devices=devices,
             **more,
         )
 
@@ -238,6 +252,7 @@ def plan_memory(
         not_traced=search.not_traced,
         not_compiled=not_compiled or search.not_compiled,
         within=search.within,
+        devices=devices,
     )
 
 

@@ -196,6 +196,24 @@ def test_host_rows_are_what_the_service_needs_and_holds(case):
     assert estimate.device["factors"] == pytest.approx(2 * size(case.out.factors), rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("decay", "pushes", "steps"), [(0.99, 3, 260), (0.999, 1, 350), (0.95, 12, 25)]
+)
+def test_averages_that_go_on_in_float64_have_a_row(case, decay, pushes, steps):
+    host = {"options": ("host",), "decay": decay, "accumulation_steps": pushes}
+    plan = plan_memory(*case.objects3, device_bytes=PLENTY, **host)
+    rows = plan.alone["host"].host
+    with HostCurvature(decay=decay, refresh_every=10 * steps, lag=0) as host:
+        for step in range(1, steps):
+            for _ in range(pushes):
+                host.push(case.out.factors, step)
+        host.flush()
+        held = host._state.store.in_memory
+    wide = rows.get("averages in float64", 0)
+    assert rows["averages"] + wide == pytest.approx(held, rel=1e-3)
+    assert bool(wide) == (pushes / (1 - decay) > 256)
+
+
 def test_a_budget_holds_and_says_how_many_passes_it_takes(case):
     smallest = plan_memory(
         *(case.objective, case.params, case.batch), device_bytes=1.0, options=("budget",)
@@ -391,7 +409,7 @@ def test_a_program_that_does_not_run_in_bfloat16_says_why():
         options=("bf16",),
         uncovered="ignore",
     )
-    assert "TypePromotionError" in plan.unavailable["bf16"]
+    assert "no available implicit dtype promotion" in plan.unavailable["bf16"]
 
 
 def test_the_table_and_the_record_hold_every_row_and_option(case):

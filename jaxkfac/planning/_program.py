@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend import core as jex
 from jaxtyping import PyTree
 
 from jaxkfac import lslora
@@ -58,6 +59,7 @@ class TrainingProgram:
         base_table: Of the base beside adapters, ``None`` without.
         quantised: Whether the base is in 4 bits.
         same_factors: A program with factors of the same shapes, which are not traced again.
+        wider: The program with all of its bits, if that is known.
     """
 
     objective: Any
@@ -73,16 +75,36 @@ class TrainingProgram:
     base_table: LayerTable | None = None
     quantised: bool = False
     same_factors: "TrainingProgram | None" = None
+    wider: "TrainingProgram | UnavailableError | None" = None
 
     @functools.cached_property
     def gradient_temporaries(self) -> int:
         """Bytes beside arguments and results of value and gradient."""
-        return self.temporaries(self.gradient, self.trained, self.batch, self.given)
+        args = (self.trained, self.batch, self.given)
+        if self.temporaries.compiled or "_collected" not in vars(self):
+            return self.temporaries(self.gradient, *args)
+        jaxpr, out = self._collected
+        only = len(jax.tree.leaves((out.value, out.grads)))
+        return self.temporaries(self.collect, *args, traced=jaxpr, only=only)
+
+    @property
+    def known_temporaries(self) -> int:
+        """A lower bound of :attr:`gradient_temporaries` that takes no trace.
+
+        Of each value at least 16 bits are left.
+        """
+        wider = self.wider
+        if not isinstance(wider, TrainingProgram) or "gradient_temporaries" not in vars(wider):
+            return 0
+        leaves = jax.tree.leaves((wider.trained, wider.batch))
+        return wider.gradient_temporaries * 2 // max(x.dtype.itemsize for x in leaves)
 
     @functools.cached_property
     def factor_temporaries(self) -> int:
         """Bytes beside arguments and results of value, gradient and all factors."""
-        return self.temporaries(self.collect, self.trained, self.batch, self.given)
+        args = (self.trained, self.batch, self.given)
+        traced = None if self.temporaries.compiled else self._collected[0]
+        return self.temporaries(self.collect, *args, traced=traced)
 
     def pass_temporaries(self, one: Pass) -> int:
         """Bytes beside arguments and results of the gradient and one pass's factors."""
@@ -99,7 +121,12 @@ class TrainingProgram:
     @functools.cached_property
     def convolution_scratch(self) -> int:
         """What cuDNN may allocate by itself: the patches of the largest convolution."""
-        return convolution_scratch(self.value, self.trained, self.batch, self.given)
+        return convolution_scratch(self.value_jaxpr.jaxpr)
+
+    @functools.cached_property
+    def value_jaxpr(self) -> jex.ClosedJaxpr:
+        """The trace of the objective."""
+        return jax.make_jaxpr(self.value)(self.trained, self.batch, self.given)
 
     def value(self, trained: PyTree, batch: Any, given: "Given") -> Any:
         """What the objective returns."""
@@ -148,7 +175,13 @@ class TrainingProgram:
         """Shapes of all factors."""
         if self.same_factors is not None:
             return self.same_factors.factors
-        return jax.eval_shape(self.collect, self.trained, self.batch, self.given).factors
+        return self._collected[1].factors
+
+    @functools.cached_property
+    def _collected(self) -> tuple[jex.ClosedJaxpr, Any]:
+        """The trace of value, gradient and factors, and the shapes of what it returns."""
+        trace = jax.make_jaxpr(self.collect, return_shape=True)
+        return trace(self.trained, self.batch, self.given)
 
 
 def check_traces(program: TrainingProgram) -> None:
@@ -157,14 +190,14 @@ def check_traces(program: TrainingProgram) -> None:
     Strict promotion in bfloat16 is a reason, and a fixed batch another.
     """
     try:
-        jax.eval_shape(program.value, program.trained, program.batch, program.given)
+        program.value_jaxpr  # noqa: B018 (traced once, and kept)
     except (JaxkfacError, ValueError, TypeError) as error:
         raise UnavailableError(first_line(error)) from None
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    """What an error says, in one line without the name of its type, unless it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def shape_of_key() -> Any:

@@ -7,15 +7,17 @@ from typing import Any, Literal, NamedTuple
 import jax
 import optax
 
+from jaxkfac.curvature.host import HostOptions
 from jaxkfac.interception import partition
 from jaxkfac.optim import MemoryKind, multi_steps
+from jaxkfac.planning._communication import exchanged
 from jaxkfac.planning._curvature_bytes import CurvatureBytes
 from jaxkfac.planning._optimizer import optimizer_state
 from jaxkfac.planning._program import TrainingProgram, first_line
 from jaxkfac.planning._shapes import UnavailableError, nbytes
-from jaxkfac.planning._step import update_alone, whole_step
+from jaxkfac.planning._step import Step, step_of, step_temporaries, traced, update_alone
 
-Compiled = Literal["all", "gradient", "none"]
+Compiled = Literal["all", "gradient", "known", "none"]
 
 # Never alive together: the gradient's temporaries, a decomposition's, the update's.
 IN_TURN = ("activations", "workspace", "update")
@@ -50,11 +52,18 @@ class Curvature:
         vectors: Whether eigenvectors come back to the device, to precondition with.
         in_flight_bytes: Of ``HostCurvature``.
         rank: Likewise, with the option ``"low_rank"``.
+        decay: Likewise, of the averages.
     """
 
     vectors: bool
     in_flight_bytes: int
     rank: int = 512
+    decay: float = HostOptions.decay
+
+    @property
+    def host_options(self) -> HostOptions:
+        """Of the service."""
+        return HostOptions(in_flight_bytes=self.in_flight_bytes, decay=self.decay)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +126,7 @@ class ProgramBytes:
         self._accumulators: dict[tuple[bool, Any], int] = {}
         self.basis_rank = 0 if curvature is None else curvature.rank
         self.wants_vectors = curvature is not None and curvature.vectors
-        self._of = None if curvature is None else CurvatureBytes(program, curvature.in_flight_bytes)
+        self._of = None if curvature is None else CurvatureBytes(program, curvature.host_options)
 
     def require_factors(self) -> CurvatureBytes:
         """The bytes of curvature.
@@ -221,6 +230,13 @@ class ProgramBytes:
         return self._steps[steps]
 
     def _whole_step(self, steps: int) -> int | None:
+        step = self._step(steps)
+        if step is None:
+            return None
+        return self._counted(step_temporaries(self.program, step, donate=self._donate))
+
+    def _step(self, steps: int) -> Step | None:
+        """Gradient and update in one program, ``None`` without an optimizer."""
         tx, state, gathered = self._tx, self.optimizer.state, self._of is not None
         if steps > 1:
             like = self.program.factors if gathered else None
@@ -228,13 +244,24 @@ class ProgramBytes:
             inner = optax.identity() if tx is None else tx
             tx = multi_steps(inner, steps, like=like, accumulator_dtype=dtype)
             state = jax.eval_shape(tx.init, self.program.trained)
-        found = whole_step(
-            *(self.program, tx, state),
-            factors=gathered,
-            accumulates=steps > 1,
-            donate=self._donate,
-        )
-        return self._counted(found)
+        if tx is None:
+            return None
+        return step_of(self.program, tx, state, factors=gathered, accumulates=steps > 1)
+
+    def exchanged(self, steps: int, *, in_one_program: bool) -> Mapping[str, int]:
+        """Bytes that devices exchange in a step, where each has such a batch.
+
+        Args:
+            steps: Micro-batches a step.
+            in_one_program: Whether gradient and update can be one program.
+        """
+        step = self._step(steps) if in_one_program and self.is_one_program(steps) else None
+        found = None
+        if step is not None:
+            found = traced(lambda: jax.make_jaxpr(step.fn)(*step.args))
+        statistics = None if self._of is None else self._of.statistics
+        jaxpr = None if isinstance(found, str) else found
+        return exchanged(self.program, statistics, jaxpr, micro_batches=steps)
 
     def _counted(self, found: int | str) -> int | None:
         if isinstance(found, str):
@@ -298,6 +325,8 @@ class ProgramBytes:
         """Temporaries of the program that runs as it stands; see :meth:`Setting.rows`."""
         if compiled == "none":
             return 0
+        if compiled == "known":
+            return self.program.known_temporaries
         if self._of is None or compiled == "gradient":
             return self.program.gradient_temporaries
         return self.program.factor_temporaries

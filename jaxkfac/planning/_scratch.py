@@ -1,15 +1,13 @@
 """Scratch of convolutions: what no compiler sees, from a formula."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-
-import jax
 
 from jaxkfac.interception import body_of, call_kind
 
 
-def convolution_scratch(fn: Callable[..., Any], *args: Any) -> int:
+def convolution_scratch(jaxpr: Any) -> int:
     """Bytes of the patches of the largest convolution: what an explicit product would read.
 
     cuDNN chooses among algorithms when it runs. ``IMPLICIT_GEMM`` takes nothing,
@@ -20,7 +18,7 @@ def convolution_scratch(fn: Callable[..., Any], *args: Any) -> int:
     References:
         NVIDIA, cuDNN documentation, ``cudnnConvolutionFwdAlgo_t``.
     """
-    return max(map(_patch_bytes, _convolutions(jax.make_jaxpr(fn)(*args).jaxpr)), default=0)
+    return max(map(_patch_bytes, _convolutions(jaxpr)), default=0)
 
 
 def _convolutions(jaxpr: Any) -> Iterator[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import optax
 
 from jaxkfac._errors import CompilerError, CompilerNotFoundError
+from jaxkfac.planning._curvature_bytes import WIDENING
 from jaxkfac.planning._options import OPTIONS, Accumulation, Budget
 from jaxkfac.planning._program_bytes import (
     IN_TURN,
@@ -39,6 +40,8 @@ class MemoryEstimate:
         gradients: What a step costs, in gradients of the training as it stands.
         compiled: Whether its temporaries are those that a compiler allocates; else they are
             estimated.
+        exchanged: Bytes that collectives return on each device in a step, by what they are, where
+            there are several devices.
     """
 
     options: tuple[str, ...]
@@ -49,6 +52,7 @@ class MemoryEstimate:
     factor_budget: int | None
     gradients: float
     compiled: bool = False
+    exchanged: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def device_total(self) -> int:
@@ -69,6 +73,11 @@ class MemoryEstimate:
     def host_total(self) -> int:
         """The sum of the host's rows."""
         return sum(self.host.values())
+
+    @property
+    def exchanged_total(self) -> int:
+        """The sum of what devices exchange."""
+        return sum(self.exchanged.values())
 
     @property
     def largest(self) -> str:
@@ -97,6 +106,7 @@ class Search:
         progress: Told, in words, what is estimated next.
         compiled: Another search, whose estimates are compiled; ``None``: nobody is asked.
         within: What share of a total estimates are off by.
+        devices: How many there are, of which each has such a batch.
 
     Attributes:
         within: As given.
@@ -120,6 +130,7 @@ class Search:
         progress: Callable[[str], None] | None = None,
         compiled: "Search | None" = None,
         within: float = 0.0,
+        devices: int = 1,
     ) -> None:
         self._compiled, self.within = compiled, within
         self.not_compiled = ""
@@ -129,7 +140,7 @@ class Search:
         self._device_bytes, self._host_bytes = device_bytes, host_bytes
         self._options, self._micro_batches = options, micro_batches
         self._donate, self._max_gradients = donate, max_gradients
-        self._progress = progress
+        self._progress, self._devices = progress, devices
         self._bytes: dict[int, ProgramBytes] = {}
         self._updates: dict[Any, int | str] = {}
         self._estimates: dict[Setting, MemoryEstimate] = {}
@@ -258,14 +269,17 @@ class Search:
         """Least rows: at the most micro-batches and the least budget, without activations."""
         steps = self._steps()[-1] if Accumulation.name in options else 1
         setting = Setting(frozenset(options), steps)
+        if compiled == "none":
+            setting = setting.of_shapes  # whose program need not be built
         of = self._bytes_of(setting)
         return setting.rows(of, self._least(of, setting), compiled=compiled)
 
     def _may_fit(self, options: Sequence[str]) -> bool:
-        bounds: tuple[Compiled, ...] = ("none", "gradient")
+        bounds: tuple[Compiled, ...] = ("none", "known", "gradient")
         for compiled in bounds:
             rows = self._floor(options, compiled)
-            fits_host = self._host_bytes is None or sum(rows.host.values()) <= self._host_bytes
+            on_host = sum(rows.host.values()) - rows.host.get(WIDENING, 0)  # fewer steps, fewer
+            fits_host = self._host_bytes is None or on_host <= self._host_bytes
             off = self.within if self._compiled and compiled == "gradient" else 0.0
             if not (fits_host and rows.device_total <= (1 + off) * self._device_bytes):
                 return False
@@ -312,7 +326,9 @@ class Search:
             setting.gradients(of, budget),
         )
         compiled = self._programs.temporaries.compiled
-        return MemoryEstimate(tuple(costs), steps, *rows, costs, budget, gradients, compiled)
+        exchanged = setting.exchanged(of) if self._devices > 1 else {}
+        found = tuple(costs), steps, *rows, costs, budget, gradients, compiled, exchanged
+        return MemoryEstimate(*found)
 
     def _rows(self, of: ProgramBytes, setting: Setting, budget: int | None) -> MemoryRows:
         """The rows, with what compiling this setting has shown to be missing."""

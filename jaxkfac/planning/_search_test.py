@@ -45,7 +45,7 @@ def problem():
 def _activations_by_rule():
     """In place of programs, of which the search only asks what they need."""
 
-    def allocated(self, step, *args, donate_argnums=None, in_turn=False):
+    def allocated(self, step, *args, donate_argnums=None, in_turn=False, traced=None, only=None):
         whole = donate_argnums is not None and not in_turn  # gradients are among its temporaries
         batch = args[2] if whole else args[1]
         activations = 0 if in_turn else jax.tree.leaves(batch)[-1].shape[0] * 4000

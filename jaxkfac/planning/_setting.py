@@ -50,6 +50,18 @@ class Setting:
         """The options that change the shapes of factors."""
         return Setting(frozenset(option.name for option in self.ordered if option.changes_factors))
 
+    @property
+    def of_shapes(self) -> "Setting":
+        """Without the options that change activations alone."""
+        names = frozenset(option.name for option in self.ordered if option.changes_shapes)
+        return Setting(names, self.steps)
+
+    @property
+    def of_more_bits(self) -> "Setting":
+        """Without the options that shorten values."""
+        names = frozenset(option.name for option in self.ordered if not option.shortens)
+        return Setting(names, self.steps)
+
     def program(self, plain: TrainingProgram) -> TrainingProgram:
         """The program with these options.
 
@@ -59,8 +71,6 @@ class Setting:
         program = plain
         for option in self.ordered:
             program = option.program(program, self.steps)
-        if program is not plain:
-            check_traces(program)
         return program
 
     def rows(
@@ -73,7 +83,7 @@ class Setting:
             budget: Bytes of factors on the device, where the setting has one.
             compiled: Of which program the activations are: ``"all"``, what is run;
                 ``"gradient"``, a lower bound of it that does not depend on the budget;
-                ``"none"``, zero without a compilation.
+                ``"known"``, one of that, from programs that were measured; ``"none"``, zero.
 
         Raises:
             UnavailableError: an option needs factors, or another optimizer.
@@ -109,6 +119,11 @@ class Setting:
         return of.accumulator_bytes(
             self.steps, gathered=gathered, dtype=dtypes[0] if dtypes else None
         )
+
+    def exchanged(self, of: ProgramBytes) -> Mapping[str, int]:
+        """Bytes that devices exchange in a step, where each has such a batch."""
+        steps = self.steps * of.micro_batches.steps
+        return of.exchanged(steps, in_one_program=not self._takes_factors)
 
     def gradients(self, of: ProgramBytes, budget: int | None) -> float:
         """What a step costs in gradients, Gram products and decompositions aside."""
@@ -182,6 +197,10 @@ class TrainingPrograms:
                 program = own.program(self._plain)
                 if own.of_factors != own and self._single:
                     program = dataclasses.replace(program, same_factors=self(own.of_factors))
+                if program is not self._plain:
+                    check_traces(program)
+                if (wider := own.of_more_bits) != own:
+                    program = dataclasses.replace(program, wider=self._known.get(wider))
                 self._known[own] = program
             except UnavailableError as reason:
                 self._known[own] = reason

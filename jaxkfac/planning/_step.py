@@ -1,7 +1,7 @@
 """What a step runs beside the gradient: the update, alone or in one program with the gradient."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import optax
@@ -12,34 +12,41 @@ from jaxkfac.optim import ScaleByBasesState
 from jaxkfac.planning._program import Given, TrainingProgram
 from jaxkfac.planning._shapes import nodes_of
 
+Found = TypeVar("Found")
+
 # What a transformation raises that needs more than a plan has: a line search needs the value.
 _NOT_TRACED = (TypeError, ValueError, KeyError, AttributeError, JaxkfacError)
 
 
-def whole_step(
+class Step(NamedTuple):
+    """Gradient and update in one program.
+
+    Attributes:
+        fn: ``fn(trained, state, batch, given)``.
+        args: Shapes.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def step_of(
     program: TrainingProgram,
-    tx: optax.GradientTransformation | None,
+    tx: optax.GradientTransformation,
     state: Any,
     *,
     factors: bool,
     accumulates: bool = False,
-    donate: bool,
-) -> int | str:
-    """Temporaries of gradient and update in one program; gradients are among them.
+) -> Step:
+    """Gradient and update in one program.
 
     Args:
         program: The program.
-        tx: The optimizer; ``None`` leaves the parameters as they are.
+        tx: The optimizer.
         state: Shapes of its state.
         factors: Whether factors are gathered and handed to the optimizer.
         accumulates: Whether the optimizer is told the number of loss terms, to weigh sums by.
-        donate: Whether parameters and state are written over.
-
-    Returns:
-        Bytes, or why the update cannot be traced here.
     """
-    if tx is None:
-        return ""
     update = optax.with_extra_args_support(tx).update
 
     def step(trained: Any, state: Any, batch: Any, given: Given) -> Any:
@@ -52,8 +59,22 @@ def whole_step(
         updates, state = update(grads, state, trained, **extra)
         return optax.apply_updates(trained, updates), state, value
 
-    args = (program.trained, state, program.batch, program.given)
-    return _traced(lambda: program.temporaries(step, *args, donate_argnums=(0, 1) * donate))
+    return Step(step, (program.trained, state, program.batch, program.given))
+
+
+def step_temporaries(program: TrainingProgram, step: Step, *, donate: bool) -> int | str:
+    """Temporaries of gradient and update in one program; gradients are among them.
+
+    Args:
+        program: The program.
+        step: Of it.
+        donate: Whether parameters and state are written over.
+
+    Returns:
+        Bytes, or why the update cannot be traced here.
+    """
+    donated = (0, 1) * donate
+    return traced(lambda: program.temporaries(step.fn, *step.args, donate_argnums=donated))
 
 
 def update_alone(
@@ -82,10 +103,11 @@ def update_alone(
 
     args = (program.trained, state, program.trained, bases)
     how = {"donate_argnums": (0, 1) * donate, "in_turn": True}
-    return _traced(lambda: program.temporaries(run, *args, **how))
+    return traced(lambda: program.temporaries(run, *args, **how))
 
 
-def _traced(measure: Callable[[], int]) -> int | str:
+def traced(measure: Callable[[], Found]) -> Found | str:
+    """What is measured of an update, or why it cannot be traced."""
     try:
         return measure()
     except CompilerError:

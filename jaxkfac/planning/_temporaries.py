@@ -60,8 +60,12 @@ class Temporaries:
         *args: Any,
         donate_argnums: Sequence[int] = (),
         in_turn: bool = False,
+        traced: Any = None,
+        only: int | None = None,
     ) -> int:
-        """Bytes of the temporaries of ``step`` on shapes; ``in_turn`` as in ``live_bytes``.
+        """Bytes of the temporaries of ``step`` on shapes.
+
+        The last three are those of ``live_bytes``; a compiler does not need them.
 
         XLA computes bfloat16 on the CPU in float32, and keeps both: 158 GB for a program that
         takes 130 in float32 and 87 in float16. So on the CPU the bytes are those of float16,
@@ -73,6 +77,7 @@ class Temporaries:
         """
         if not self.compiled:
             how = {"donate_argnums": donate_argnums, "in_turn": in_turn}
+            how |= {"traced": traced, "only": only}
             counted = live_bytes(step, *args, platform=self.platform, **how)
             return round(self.factor * counted)
         # Of leaves: factors are compared item by item, and those of shapes have none.

@@ -1,5 +1,6 @@
 """Curvature of the adapter: what is covered, spectra and capacity."""
 
+import functools
 import re
 from typing import Any, NamedTuple
 
@@ -67,8 +68,9 @@ def adapter_curvature(
 
     The Fisher is ``experiment.kfac.fisher``, and sides beyond ``max_dense`` are diagonals.
     """
+    devices = problem.devices
 
-    @jax.jit
+    @functools.partial(jax.jit, **devices.of_program())
     def collect(params: PyTree, adapters: PyTree, batch: Any, key: jax.Array) -> Any:
         collected = jk.value_grad_and_factors(
             objective_of(problem, params),
@@ -82,7 +84,8 @@ def adapter_curvature(
 
     batch = problem.train.at(0)
     key = jax.random.key(experiment.seed)
-    factors = collect(problem.params, adapters, as_batch(batch), key)
+    given = devices.whole(as_batch(batch))
+    factors = devices.processes.settled(collect(problem.params, adapters, given, key))
     bases = jk.eigendecompose(
         factors, max_condition=experiment.kfac.max_condition, placement="host", vectors=False
     )

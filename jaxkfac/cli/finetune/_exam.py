@@ -1,5 +1,6 @@
 """Examinations: validation loss, multiple choice, samples, and the adapter's nonlinearity."""
 
+import functools
 from typing import Any
 
 import jax
@@ -24,14 +25,19 @@ class Examiner:
     def __init__(self, problem: FinetuneProblem, experiment: Finetuning) -> None:
         self.problem, self._experiment = problem, experiment
         has_fourier = experiment.adapter.fourier_placement != "none"
-        self._probe = as_batch(problem.train.at(0))[0] if has_fourier else None
+        self._probe = None
+        if has_fourier:
+            self._probe = problem.devices.whole(as_batch(problem.train.at(0))[0])
 
-        @jax.jit
+        devices = problem.devices
+        compiled = functools.partial(jax.jit, **devices.of_program())
+
+        @compiled
         def each_token(params: Any, adapters: Any, batch: Any) -> jax.Array:
             inputs, targets, _ = batch
             return target_log_likelihoods(problem.adapted(params, adapters, inputs), targets)
 
-        @jax.jit
+        @compiled
         def nonlinearity(params: Any, adapters: Any, inputs: Any) -> Any:
             return jk.lslora.diagnose(adapters, problem.adapted, params, inputs)
 
@@ -44,7 +50,8 @@ class Examiner:
             return None
 
         def ask(batch: TokenBatch) -> np.ndarray:
-            return np.asarray(self._each_token(problem.params, adapters, as_batch(batch)))
+            given = problem.devices.whole(as_batch(batch))
+            return np.asarray(self._each_token(problem.params, adapters, given))
 
         loss, accuracy, correct = None, {}, {}
         if problem.validation is not None:
@@ -70,7 +77,8 @@ class Examiner:
         """Numbers of every slice's nonlinearity, on the device, or ``None`` for plain LoRA."""
         if self._probe is None:
             return None
-        return self._nonlinearity(self.problem.params, adapters, self._probe)
+        settled = self.problem.devices.processes.settled
+        return settled(self._nonlinearity(self.problem.params, adapters, self._probe))
 
     def samples(self, step: int, adapters: Any, *, count: int, tokens: int) -> list[SampleRecord]:
         """Greedy answers to the first prompts: of the questions, or else of the records."""

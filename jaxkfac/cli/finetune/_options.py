@@ -161,6 +161,13 @@ class FinetuneArguments:
     mesh: str | None = None
     """data=4,model=2: rows of a batch over four, the base's matrices over two; by default all for
     data, and the base over these."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0, in every process of one run; auto asks SLURM, Open MPI or the TPU
+    pod. All of them see the output folder; process 0 writes to it."""
+    processes: int | None = None
+    """With --coordinator: how many processes."""
+    process: int | None = None
+    """With --coordinator: which of them this is, from 0."""
     log_every: int = 10
     """Updates between two readings of losses from the device; an evaluation and a checkpoint
     read them, too."""

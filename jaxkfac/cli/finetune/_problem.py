@@ -172,9 +172,11 @@ def _registered(nonlinearity: str) -> str:
     return found.name
 
 
-def as_batch(batch: TokenBatch) -> tuple[Tokens, jax.Array, jax.Array]:
-    """``(inputs, targets, mask)`` as an objective takes them."""
-    ids, positions, segments, targets, mask = map(jnp.asarray, batch)
+def as_batch(
+    batch: TokenBatch, asarray: Callable[[Any], Any] = jnp.asarray
+) -> tuple[Tokens, Any, Any]:
+    """``(inputs, targets, mask)`` as an objective takes them, of what ``asarray`` makes."""
+    ids, positions, segments, targets, mask = map(asarray, batch)
     return Tokens(ids, positions, segments), targets, mask
 
 

@@ -7,10 +7,11 @@ import jax
 from rich.console import Console
 
 import jaxkfac as jk
-from jaxkfac.cli._checkpoint import check_output, find_checkpoint
-from jaxkfac.cli._devices import devices_line, run_devices
+from jaxkfac.cli._checkpoint import check_output, find_checkpoint, remove_checkpoints
+from jaxkfac.cli._devices import RunDevices, devices_line, run_devices
 from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._phases import phase
+from jaxkfac.cli._processes import RunProcesses, run_processes
 from jaxkfac.cli._run_state import as_config
 from jaxkfac.cli.finetune._curvature import (
     AdapterCurvature,
@@ -38,18 +39,33 @@ from jaxkfac.report import (
 
 def run_finetune(arguments: FinetuneArguments) -> None:
     """Train, write everything, and print the summary."""
+    with run_processes(arguments) as processes:
+        _run(arguments, processes)
+
+
+def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
     experiment, output = arguments.experiment, arguments.output
-    folder = output / "checkpoints"
-    _check(arguments)
-    check_output(output, [folder], resume=arguments.resume, overwrite=arguments.overwrite)
-    devices = run_devices(arguments.devices, arguments.mesh, batch_size=experiment.batch_size)
-    console, earlier = Console(stderr=True), jax.live_arrays()
+    folder, earlier = output / "checkpoints", jax.live_arrays()
+    with processes.together("looking at the output folder"):
+        _check(arguments)
+        check_output(output, [folder], resume=arguments.resume, overwrite=arguments.overwrite)
+        devices = run_devices(
+            arguments.devices,
+            arguments.mesh,
+            batch_size=experiment.batch_size,
+            processes=processes,
+        )
+    if arguments.overwrite and processes.first:
+        remove_checkpoints(folder)
     with jk.memory.track("run") as stages:
-        with phase("reading the data"):
+        with phase("reading the data"), processes.together("reading the data"):
             text = load_text(experiment)
-        with jk.memory.track("load the model"), phase("loading the model"):
+        loading = processes.together("loading the model")
+        with jk.memory.track("load the model"), phase("loading the model"), loading as same:
             problem = build_problem(experiment, load_model(experiment), text, devices)
-        console.print(f"data: {problem.encoded}", highlight=False)
+            same.append(problem.data_crc)
+        if processes.first:
+            Console(stderr=True).print(f"data: {problem.encoded}", highlight=False)
         coverage = adapter_coverage(problem)
         pattern = arguments.curvature
         if pattern is not None:
@@ -60,27 +76,42 @@ def run_finetune(arguments: FinetuneArguments) -> None:
         if pattern is not None:
             with jk.memory.track("curvature of the adapter"), phase("measuring curvature"):
                 curvature = adapter_curvature(problem, experiment, state.adapters, pattern)
-    chosen = experiment.adapter
+    kept = devices.described((problem.params, state.adapters, state.optimizer))
+    with phase("writing adapter and report"), processes.together("writing adapter and report"):
+        if processes.first:
+            _save_adapter(arguments, problem, state.adapters)
+            summary = _write_results(
+                arguments, problem, state.records, curvature, coverage, stages, kept
+            )
+            _print(arguments, state.records, summary, devices)
+
+
+def _save_adapter(arguments: FinetuneArguments, problem: FinetuneProblem, adapters: Any) -> None:
+    chosen = arguments.experiment.adapter
     dialect = "peft" if chosen.fourier_placement == "none" else chosen.dialect
-    saved = (state.adapters, problem.config)
+    saved = (adapters, problem.config)
     if chosen.split:
         saved = jk.lslora.split(*saved, problem.pretrained.config.parts)
-    with phase("writing adapter and report"):
-        where = {"base_model": problem.pretrained.path, "task_type": "CAUSAL_LM"}
-        jk.lslora.save(output / "adapter", *saved, dialect=dialect, **where)
-        summary = _write_results(arguments, problem, state.records, curvature, coverage, stages)
-    kept = (problem.params, state.adapters, state.optimizer)
-    summary["devices"] = devices.described(kept)
+    where = {"base_model": problem.pretrained.path, "task_type": "CAUSAL_LM"}
+    jk.lslora.save(arguments.output / "adapter", *saved, dialect=dialect, **where)
+
+
+def _print(
+    arguments: FinetuneArguments,
+    records: FinetuneRecords,
+    summary: dict[str, Any],
+    devices: RunDevices,
+) -> None:
     if arguments.json:
         print(json.dumps(summary))
         return
     console = Console()
-    console.print(finetune_table(state.records, summary["comparison"]))
+    console.print(finetune_table(records, summary["comparison"]))
     if devices.mesh is not None:
-        line = devices_line("finetune", state.records.samples_per_second, summary["devices"])
+        line = devices_line("finetune", records.samples_per_second, summary["devices"])
         console.print(line, highlight=False)
-    console.print(f"adapter: {output / 'adapter'}", soft_wrap=True, highlight=False)
-    console.print(f"report: {output / 'report.html'}", soft_wrap=True, highlight=False)
+    console.print(f"adapter: {summary['adapter']}", soft_wrap=True, highlight=False)
+    console.print(f"report: {summary['report']}", soft_wrap=True, highlight=False)
 
 
 def _check(arguments: FinetuneArguments) -> None:
@@ -100,6 +131,7 @@ def _write_results(
     curvature: AdapterCurvature | None,
     coverage: list[CoverageRow],
     stages: jk.memory.Stage,
+    devices: dict[str, Any],
 ) -> dict[str, Any]:
     output, experiment = arguments.output, arguments.experiment
     config, software = as_config(experiment), versions()
@@ -116,6 +148,7 @@ def _write_results(
         **(curvature.capacity.to_dict() if curvature else {}),
         "coverage": [row._asdict() for row in coverage],
         "samples_per_second": records.samples_per_second,
+        "devices": devices,
         "host_memory": host_memory(stages),
         "memory": stages.to_dict(),
     }
@@ -145,6 +178,7 @@ def _write_results(
         "comparison": comparison,
         "samples_per_second": records.samples_per_second,
         "tokens_per_second": records.tokens_per_second,
+        "devices": devices,
         "adapter": str(output / "adapter"),
         "report": str(output / "report.html"),
         "metrics": str(output / "metrics.json"),

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import shutil
 import signal
 
 import jax
@@ -42,15 +43,20 @@ def decoder():
     return Pretrained(CONFIG, apply_fn, params, Letters(), "models/tiny")
 
 
-@pytest.fixture
-def run(decoder, monkeypatch, tmp_path):
-    """``run(*words)`` in a folder of its own; ``run.output`` is the folder."""
+def use(decoder, patch):
+    """Have runs load this decoder."""
 
     def load_model(experiment):
         own = jax.tree.map(jnp.copy, decoder.params)  # casting once deletes what it reads
         return decoder._replace(params=jk.cast_once(own, _load.dtype_of(experiment)))
 
-    monkeypatch.setattr(run_module, "load_model", load_model)
+    patch.setattr(run_module, "load_model", load_model)
+
+
+@pytest.fixture
+def run(decoder, monkeypatch, tmp_path):
+    """``run(*words)`` in a folder of its own."""
+    use(decoder, monkeypatch)
 
     def call(*words, output=tmp_path):
         return main(["finetune", *TINY, "--output", str(output), *words])
@@ -58,11 +64,27 @@ def run(decoder, monkeypatch, tmp_path):
     return call
 
 
+def leave_out(patch):
+    """Neither page nor curvature, which take longer than such a run; one run has both."""
+    patch.setattr(run_module, "finetune_page", lambda **_: "")
+    patch.setattr(run_module, "resolve_pattern", lambda *_: None)
+
+
 @pytest.fixture
 def plain(monkeypatch):
-    """Neither page nor curvature, which take longer than such a run; one run has both."""
-    monkeypatch.setattr(run_module, "finetune_page", lambda **_: "")
-    monkeypatch.setattr(run_module, "resolve_pattern", lambda *_: None)
+    leave_out(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def finished(decoder, tmp_path_factory):
+    """A plain run without questions and samples, to be read or copied."""
+    output = tmp_path_factory.mktemp("finished")
+    words = (*TINY, "--samples", "0", "--questions", "0")
+    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
+        use(decoder, patch)
+        leave_out(patch)
+        assert main(["finetune", *words, "--output", str(output)]) == 0
+    return output
 
 
 def metrics(folder):
@@ -115,14 +137,13 @@ def test_a_run_writes_report_metrics_adapter_events_and_checkpoints(run, tmp_pat
     assert shown.err.count(" s an update, 2 updates)") == 1  # four of six have been measured
 
 
-def test_the_first_loss_is_that_of_the_base_model(run, plain, decoder, tmp_path):
-    assert run() == 0
+def test_the_first_loss_is_that_of_the_base_model(finished, decoder):
     problem_batch = _first_batch(decoder)
     logits = decoder.apply_fn(decoder.params, jnp.asarray(problem_batch.ids))
     logs = np.asarray(jax.nn.log_softmax(logits))
     picked = np.take_along_axis(logs, problem_batch.targets[..., None], -1)[..., 0]
     expected = -picked[problem_batch.mask].mean()
-    assert records(tmp_path)["losses"][0] == pytest.approx(expected, rel=1e-5)
+    assert records(finished)["losses"][0] == pytest.approx(expected, rel=1e-5)
 
 
 def _first_batch(decoder):
@@ -368,17 +389,19 @@ def test_epochs_end_with_an_update_of_what_is_left(run, plain, folder, tmp_path)
     assert steps == [2]
 
 
-def test_a_checkpoint_without_later_options_is_resumed_as_it_was_made(run, plain, tmp_path, capsys):
+def test_a_checkpoint_without_later_options_is_resumed_as_it_was_made(
+    run, plain, finished, tmp_path, capsys
+):
     words = ("--questions", "0", "--samples", "0")
-    assert run(*words, "--steps", "1") == 0
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     folder = tmp_path / "checkpoints"
     stored = load_checkpoint(folder)
     del stored.config["attention"], stored.config["adapter"]["split"]
     del stored.config["adapter"]["nonlinearity"]
     find_checkpoint(folder).unlink()
     save_checkpoint(folder, stored)
-    assert run(*words, "--steps", "1", "--resume") == 0
-    assert run(*words, "--steps", "1", "--resume", "--adapter.split") == 2
+    assert run(*words, "--resume") == 0
+    assert run(*words, "--resume", "--adapter.split") == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "option adapter.split: False in the checkpoint, True requested" in said
 
@@ -473,8 +496,10 @@ def test_a_loss_that_is_not_finite_names_its_step_when_its_interval_ends(
     assert find_checkpoint(tmp_path / "checkpoints") is None
 
 
-def test_an_existing_run_is_kept_unless_overwriting_is_asked_for(run, plain, tmp_path, capsys):
-    assert run("--samples", "0", "--questions", "0") == 0
+def test_an_existing_run_is_kept_unless_overwriting_is_asked_for(
+    run, plain, finished, tmp_path, capsys
+):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     assert run() == 2
     assert "--resume" in capsys.readouterr().err
     assert run("--resume", "--samples", "0", "--questions", "0", "--json") == 0

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import jaxkfac as jk
@@ -41,7 +42,8 @@ def prepare(problem: FinetuneProblem, number: int) -> Prepared:
     """Build a micro-batch and send it; does not wait until it has arrived."""
     batch = problem.train.at(number)
     counts = batch.num_tokens, batch.num_terms, batch.num_examples
-    return Prepared(number, problem.devices.put_batch(as_batch(batch)), *counts)
+    arrays = as_batch(batch, np.asarray)
+    return Prepared(number, problem.devices.put_batch(arrays), *counts)
 
 
 class MicroResult(NamedTuple):
@@ -96,7 +98,7 @@ class MicroStep:
         """Take a micro-batch into account."""
         number = self._devices.whole(jnp.asarray(given.number, jnp.int32))
         arguments = (self._params, adapters, optimizer, given.batch, number)
-        return self.program(*arguments)(*arguments)
+        return self._devices.processes.settled(self.program(*arguments)(*arguments))
 
     def program(self, *arguments: Any) -> Any:
         """The compiled program of these arguments: of parameters, then those of a call."""
@@ -107,7 +109,8 @@ class MicroStep:
             started = time.perf_counter()
             # A trace that is broken off can take the process down when it ends.
             with interrupts_deferred("compiling"), phase("compiling"), self._devices.set():
-                self._compiled[shape] = self._run.lower(*arguments).compile()
+                lowered = self._run.lower(*arguments)
+                self._compiled[shape] = self._devices.processes.compiled(lowered)
             self.compile_seconds += time.perf_counter() - started
             self.programs += 1
         return self._compiled[shape]

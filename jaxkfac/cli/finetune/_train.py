@@ -1,5 +1,7 @@
 """Training: from the checkpoint, or from the start, to the end."""
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,14 @@ from jaxkfac.cli._checkpoint import (
     Checkpoint,
     find_checkpoint,
     load_checkpoint,
-    save_checkpoint,
     say_nothing_saved,
 )
 from jaxkfac.cli._held_once import check_held_once
 from jaxkfac.cli._interrupts import interrupts_deferred
+from jaxkfac.cli._processes import RunProcesses
 from jaxkfac.cli._progress import progress, time_left
 from jaxkfac.cli._run_state import DATA_CRC, as_config, flatten_state, restore_state
+from jaxkfac.cli._writer import CheckpointWriter, checkpoint_writer
 from jaxkfac.cli.finetune._exam import Examiner
 from jaxkfac.cli.finetune._loggers import open_loggers
 from jaxkfac.cli.finetune._loop import TuneState, Tuning
@@ -49,24 +52,58 @@ def train(
         CheckpointMismatchError: the checkpoint is of another run.
         HeldTwiceError: the model, the adapter or the optimizer's state is in memory twice.
         NonFiniteLossError: naming the first update whose loss was not finite.
+        OSError: a checkpoint could not be written; raised after the next update, or here.
     """
-    experiment = arguments.experiment
+    experiment, processes = arguments.experiment, problem.devices.processes
     total, options = total_updates(experiment, problem), as_config(experiment)
     config = options | {DATA_CRC: problem.data_crc}
     tx = build_optimizer(experiment, problem, total)
-    state = _start(problem, tx, folder if arguments.resume else None, config)
+    with processes.together(f"looking for a checkpoint in {folder}") as same:
+        state = _start(problem, tx, folder if arguments.resume else None, config)
+        same.append(state.step)
     adapters, optimizer = problem.devices.whole((state.adapters, state.optimizer))
     state = state._replace(adapters=adapters, optimizer=optimizer)
     del adapters, optimizer
     check_held_once(
         earlier, params=problem.params, adapters=state.adapters, optimizer=state.optimizer
     )
-    logger = open_loggers(arguments.log, arguments.output, config=options, step=state.step)
+    with processes.together("opening the loggers"):
+        names = arguments.log if processes.first else ()
+        logger = open_loggers(names, arguments.output, config=options, step=state.step)
     watch = Watch(arguments, Examiner(problem, experiment), logger, total)
     unread = min(arguments.log_every, total)
     run = Tuning(experiment, problem, tx, state, total=total, unread=unread, look=watch.look)
-    first, noted = state.step, state.step
     del state  # its arrays are donated
+    with (
+        contextlib.closing(logger),
+        checkpoint_writer() as writer,
+        processes.stopping_together(),
+    ):
+
+        def save() -> None:
+            adapters, optimizer, step, records = run.state
+            leaves = flatten_state(adapters, optimizer, keep=processes.first)
+            if processes.first:
+                plain = records.to_plain()
+                found = Checkpoint(leaves, config, experiment.optimizer, plain, step)
+                writer.save(folder, found)
+
+        _to_the_end(arguments, run, watch, writer, save, processes, folder=folder, total=total)
+    return run.state
+
+
+def _to_the_end(
+    arguments: FinetuneArguments,
+    run: Tuning,
+    watch: Watch,
+    writer: CheckpointWriter,
+    save: Callable[[], None],
+    processes: RunProcesses,
+    *,
+    folder: Path,
+    total: int,
+) -> None:
+    first = noted = run.state.step
 
     def read() -> None:
         nonlocal noted
@@ -74,16 +111,11 @@ def train(
         watch.note(run.state.records, noted)
         noted = run.state.step
 
-    def save() -> None:
-        adapters, optimizer, step, records = run.state
-        leaves, plain = flatten_state(adapters, optimizer), records.to_plain()
-        save_checkpoint(folder, Checkpoint(leaves, config, experiment.optimizer, plain, step))
-
     try:
         run.state = watch.examine(run.state)
         if first == total:
-            return run.state
-        with progress("finetune", total, start=first) as shown:
+            return
+        with progress("finetune", total, start=first, quiet=not processes.first) as shown:
             said = False
             for step in range(first + 1, total + 1):
                 reads = watch.reads(step)
@@ -100,16 +132,18 @@ def train(
                     run.state = watch.examine(run.state)
                 if step % arguments.checkpoint_every == 0 or step == total:
                     save()
-        return run.state
+                if step == total:
+                    writer.wait()
+                if reads or not processes.several:  # several wait for one another there
+                    processes.pause(step, writer.error)
     except KeyboardInterrupt:
-        if not run.whole:
+        if not (run.whole and processes.stop_together):
+            writer.wait()  # the last one may be under way
             say_nothing_saved(folder)
         elif run.state.step:
             read()
             save()
         raise
-    finally:
-        logger.close()
 
 
 def _start(

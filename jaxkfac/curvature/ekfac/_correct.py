@@ -253,9 +253,9 @@ def _check_examples(traced: Traced, bases: Eigenbases, extra: list[Layer], per: 
         names = ", ".join(repr(layer.name) for layer in whole)
         raise CoupledExamplesError(
             f"{names}: eigenvalues are measured with gradients of single examples, and the model's "
-            f"examples meet {traced.coupled} (batch statistics, a product along the batch). "
-            "Measure in evaluation mode (Linen: use_running_average=True; NNX: model.eval()), or "
-            'rows by themselves with per="token"'
+            f"examples meet {traced.coupled}. Measure rows by themselves with per='token', or "
+            "leave these layers out of the bases; where the examples meet in batch statistics and "
+            "nowhere else, use evaluation mode (Linen: use_running_average=True; NNX: model.eval())"
         )
 
 

@@ -11,7 +11,7 @@ from jaxkfac.curvature._coverage import owners
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.factors import Statistics, gradient_rows
 from jaxkfac.interception import Entries, Layer, Site, Slot, SlotEntry, Traced, Use
-from jaxkfac.kinds import Array, Basis, rotate_gradients
+from jaxkfac.kinds import Array, Basis, in_unit, rotate_gradients
 
 Per = Literal["example", "token"]
 
@@ -23,6 +23,7 @@ _ENTRIES = {
     "constants": {
         "a_vectors": SlotEntry(0),
         "g_vectors": SlotEntry(0),
+        "unit": SlotEntry(0),
         "constant": SlotEntry(1),  # the constant itself, for whoever mixes kernel and joint bias
     },
 }
@@ -102,8 +103,8 @@ class SquaredGradients:
         slot["squares"] = jnp.zeros((*stack, a.values.shape[-1], n_out), dtype)
         if self._has_own_bias(layer):
             slot["bias_squares"] = jnp.zeros((*stack, n_out), dtype)
-        a_vectors, g_vectors = self._vectors(layer, bases)
-        constants = {"a_vectors": a_vectors, "g_vectors": g_vectors}
+        constants = {"a_vectors": a.vectors, "g_vectors": g.vectors}
+        constants["unit"] = bases.block_root(layer)
         if any(use.view.scaled for use in self._traced.uses_of(layer)):
             constants["constant"] = jnp.ones(stack, dtype)
         slot["constants"] = {key: value for key, value in constants.items() if value is not None}
@@ -117,6 +118,8 @@ class SquaredGradients:
         if any(layer.name in (owner, *others) for owner, others in self._parts.items()):
             return True
         walked = {("scan", scan) for scan in uses[0].scope}
+        if uses[0].layers.count(layer.name) > 1:  # it is there twice in a stack of parameters
+            return True
         return len(uses) > 1 or not walked <= set(uses[0].view.walkers)
 
     def _has_ones(self, layer: Layer) -> bool:
@@ -156,7 +159,8 @@ class SquaredGradients:
         if "gradients" in like:
             return sides.gradients(like)
         ones, constant = self._has_ones(layer), constants.get("constant")
-        basis = Basis(constants.get("a_vectors"), constants.get("g_vectors"), ones, constant)
+        vectors = constants.get("a_vectors"), constants.get("g_vectors")
+        basis = Basis(*vectors, ones, constant, constants["unit"])
         return sides.squares(like, basis)
 
     # -- after it ---------------------------------------------------------------------
@@ -171,7 +175,8 @@ class SquaredGradients:
             if name in self._elements:
                 values[name] = self._of_elements(layer, slot, bases)
                 continue
-            a, g = self._vectors(layer, bases)
+            a, g = (spectrum.vectors for spectrum in bases.spectra(layer))
+            root = bases.block_root(layer)
             if "gradients" not in slot:
                 values[name], bias = slot["squares"], slot.get("bias_squares")
             else:
@@ -182,22 +187,12 @@ class SquaredGradients:
                     )
                 if bias is not None and self._has_ones(layer):
                     gradient, bias = jnp.concatenate([gradient, bias[..., None, :]], -2), None
-                values[name] = _squared(gradient, a, g)
-                bias = None if bias is None else _squared(bias[..., None, :], None, g)[..., 0, :]
-            root = bases.block_root(layer)
-            if a is None and g is None:
-                values[name] = values[name] / root / root
+                values[name] = _squared(gradient, a, g, root)
+                if bias is not None:
+                    bias = _squared(bias[..., None, :], None, g, root)[..., 0, :]
             if bias is not None:  # a block of its own, whose squares are in range
-                bias_values[name] = bias if g is None else bias * root[..., 0] * root[..., 0]
+                bias_values[name] = bias * root[..., 0] * root[..., 0]
         return Squares(values, bias_values)
-
-    def _vectors(self, layer: Layer, bases: Eigenbases) -> tuple[Array | None, Array | None]:
-        """Eigenvectors, one side's divided by the block's root: so are then the gradients."""
-        a, g = (spectrum.vectors for spectrum in bases.spectra(layer))
-        root = bases.block_root(layer)
-        if g is not None:
-            return a, jnp.asarray(g) / root.astype(g.dtype)
-        return None if a is None else jnp.asarray(a) / root.astype(a.dtype), None
 
     def _reoriented(self, name: str, layer: Layer, gradient: Array) -> Array:
         """Gradients by example of another block of one parameter, as this block reads it."""
@@ -213,7 +208,8 @@ class SquaredGradients:
         if not layer.g_dense:
             return self._elements[layer.name].output(layer, slot)
         rows = gradient_rows(layer, slot["gradient"])[..., None, :]
-        return _squared(rows, None, self._vectors(layer, bases)[1])
+        vectors = bases.spectra(layer)[1].vectors
+        return _squared(rows, None, vectors, bases.block_root(layer))
 
 
 def _tied_parts(layers: Sequence[Layer], known: Mapping[str, Layer]) -> dict[str, list[str]]:
@@ -231,6 +227,6 @@ def _tied_parts(layers: Sequence[Layer], known: Mapping[str, Layer]) -> dict[str
     }
 
 
-def _squared(gradient: Array, a: Array | None, g: Array | None) -> Array:
+def _squared(gradient: Array, a: Array | None, g: Array | None, unit: Array) -> Array:
     """``(stack..., examples, in, out)`` rotated, squared and summed: ``(stack..., in, out)``."""
-    return jnp.square(rotate_gradients(gradient, a, g)).sum(-3)
+    return jnp.square(in_unit(rotate_gradients(gradient, a, g), unit)).sum(-3)

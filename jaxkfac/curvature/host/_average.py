@@ -19,6 +19,11 @@ _PIECE = 1 << 18
 _PLAIN_TERMS = 256
 
 
+def outgrows_single(decay: float, contributions: int) -> bool:
+    """Whether sums of float32 go on in float64, with so many contributions at each step."""
+    return contributions > _PLAIN_TERMS * (1 - decay)
+
+
 class Snapshot(NamedTuple):
     """The sums and counts of one entry at one step.
 

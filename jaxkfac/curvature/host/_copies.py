@@ -10,7 +10,6 @@ from jax.core import Tracer
 
 from jaxkfac._errors import nearest
 from jaxkfac.curvature._layout import Entry, Layout, Place
-from jaxkfac.curvature._sharding import detached
 from jaxkfac.curvature.host._average import Averages
 from jaxkfac.factors import Factors
 from jaxkfac.memory import whole_here
@@ -81,7 +80,7 @@ def start_copy(x: Any) -> Any:
     on devices of several processes, all of them exchange their parts first.
     """
     if isinstance(x, jax.Array):
-        x = detached(whole_here(x))
+        x = whole_here(x)
         x.copy_to_host_async()
         return x
     return np.array(x) if not isinstance(x, np.ndarray) or x.flags.writeable else x

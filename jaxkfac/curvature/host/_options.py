@@ -11,6 +11,7 @@ import numpy as np
 from jaxkfac._checks import one_of
 from jaxkfac.curvature._layout import Layout, layout_of
 from jaxkfac.curvature._placement import Placement
+from jaxkfac.curvature.host._average import outgrows_single
 from jaxkfac.curvature.host._store import Storage
 from jaxkfac.factors import Factors, check_decay
 from jaxkfac.linalg import HostDType, check_clipping
@@ -141,8 +142,7 @@ class HostBytes(NamedTuple):
 def service_bytes(like: Factors, options: HostOptions) -> HostBytes:
     """The least host memory with which a service works, from shapes alone.
 
-    Averages of float32 that become worth more than 256 contributions take twice their bytes
-    where there is room, see :class:`Averages`.
+    Where there is room averages may take more, see :func:`widening_bytes`.
 
     Args:
         like: Factors of one step, or ``stats.factor_shapes(params, batch)``.
@@ -153,6 +153,22 @@ def service_bytes(like: Factors, options: HostOptions) -> HostBytes:
         sum and refuses less.
     """
     return layout_bytes(layout_of(like.layers, like.bias), options, double=is_double(like))
+
+
+def widening_bytes(like: Factors, options: HostOptions, *, contributions: int) -> int:
+    """By how much averages grow where there is room: sums of float32 that go on in float64.
+
+    They do where they become worth more than 256 contributions, with a decay near 1 or many at
+    each step; see :class:`Averages`.
+
+    Args:
+        like: As for :func:`service_bytes`.
+        options: Likewise; ``storage`` and ``decay`` count.
+        contributions: To one average, at each step.
+    """
+    single = options.storage == "float32" and not is_double(like)
+    grows = single and outgrows_single(options.decay, contributions)
+    return service_bytes(like, options).averages if grows else 0
 
 
 def layout_bytes(layout: Layout, options: HostOptions, *, double: bool) -> HostBytes:

@@ -1,5 +1,8 @@
 """A refresh: snapshots become spectra on the workers, and these the bases in use."""
 
+import contextlib
+import dataclasses
+import functools
 import threading
 import warnings
 from collections.abc import Sequence
@@ -12,7 +15,7 @@ from jaxtyping import Array
 from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.curvature._eigenbases import Eigenbases, identity_bases
 from jaxkfac.curvature._layout import EigenBlock, Layout, Place
-from jaxkfac.curvature._sharding import UNCOMMITTED, ResultSharding, detached, put_result
+from jaxkfac.curvature._sharding import UNCOMMITTED, ResultSharding, put_result
 from jaxkfac.curvature.host._average import Averages, Snapshot
 from jaxkfac.curvature.host._decompose import Decomposer, failure
 from jaxkfac.curvature.host._options import BasesIn, VectorsDtype
@@ -21,10 +24,12 @@ from jaxkfac.curvature.host._store import Store
 from jaxkfac.curvature.host._threads import Monitor, Workers
 from jaxkfac.factors import Factors
 from jaxkfac.linalg import HostSpectrum, Spectrum
+from jaxkfac.memory import whole_here
 
 _TABLES = ("a", "a_without_ones", "g")
 
 
+@dataclasses.dataclass(eq=False)
 class Decompositions:
     """The blocks of one refresh.
 
@@ -33,51 +38,51 @@ class Decompositions:
     freed as soon as its last slice is done. The results do not depend on which worker does
     what, or when.
 
-    Args:
+    Attributes:
         blocks: What to decompose.
         shardings: Where the results go.
         previous: Eigenvectors that may be kept; on the host from their first use on.
         decomposer: What does it.
         store: Where results are allocated.
         monitor: What is told about progress.
-
-    Attributes:
         results: ``{place: spectrum}``, and the mean of diagonal ones as values.
         failures: ``{place: error}``.
         done: Whether this process has nothing left to do.
-        shares: What of it is divided among processes.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[EigenBlock],
-        shardings: dict[Place, ResultSharding],
-        previous: dict[Place, Array | np.ndarray],
-        decomposer: Decomposer,
-        store: Store,
-        monitor: Monitor,
-    ) -> None:
-        self._blocks, self._shardings, self._previous = blocks, shardings, previous
-        self._decomposer, self._store, self._monitor = decomposer, store, monitor
-        self.shares = Shares(blocks, shardings)
-        self._exchanged = False
-        self._dtypes: dict[Place, np.dtype] = {}
-        self.results: dict[Place, HostSpectrum] = {}
-        self.failures: dict[Place, NonFiniteFactorError] = {}
-        self.done = False
-        self._lock = threading.Lock()
-        self._partial: dict[Place, HostSpectrum] = {}
-        self._failed: dict[Place, dict[tuple[int, ...], NonFiniteFactorError]] = {}
-        self._left: dict[Place, int] = {}
-        self._snapshots: dict[Place, Snapshot] = {}
+    blocks: Sequence[EigenBlock]
+    shardings: dict[Place, ResultSharding]
+    previous: dict[Place, Array | np.ndarray]
+    decomposer: Decomposer
+    store: Store
+    monitor: Monitor
+    results: dict[Place, HostSpectrum] = dataclasses.field(default_factory=dict)
+    failures: dict[Place, NonFiniteFactorError] = dataclasses.field(default_factory=dict)
+    done: bool = False
+    _exchanged: bool = False
+    _dtypes: dict[Place, np.dtype] = dataclasses.field(default_factory=dict)
+    _lock: contextlib.AbstractContextManager[Any] = dataclasses.field(
+        default_factory=threading.Lock
+    )
+    _partial: dict[Place, HostSpectrum] = dataclasses.field(default_factory=dict)
+    _failed: dict[Place, dict[tuple[int, ...], NonFiniteFactorError]] = dataclasses.field(
+        default_factory=dict
+    )
+    _left: dict[Place, int] = dataclasses.field(default_factory=dict)
+    _snapshots: dict[Place, Snapshot] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def shares(self) -> Shares:
+        """What of it is divided among processes; first asked for away from the training loop."""
+        return Shares(self.blocks, self.shardings)
 
     def begin(self, averages: Averages, age: int, workers: Workers) -> None:
         """Take the snapshots and queue the slices; runs between pushes, in their thread."""
-        for entry in (entry for block in self._blocks for entry in block.sources):
+        for entry in (entry for block in self.blocks for entry in block.sources):
             if entry.place not in self._snapshots:
                 self._snapshots[entry.place] = averages.snapshot(entry, age)
         jobs: list[tuple[EigenBlock, tuple[int, ...]]] = []
-        for block in sorted(self._blocks, key=lambda b: b.size, reverse=True):
+        for block in sorted(self.blocks, key=lambda b: b.size, reverse=True):
             self._dtypes[block.place] = self._snapshots[block.source.place].dtype
             indices = self.shares.of_this_process(block)
             if indices:
@@ -87,7 +92,7 @@ class Decompositions:
         for source in self._snapshots.keys() - wanted:
             del self._snapshots[source]
         if not jobs:
-            with self._monitor.changing():
+            with self.monitor.changing():
                 self.done = True
         for block, index in jobs:
             workers.put(lambda block=block, index=index: self._do(block, index))
@@ -113,23 +118,23 @@ class Decompositions:
             return HostSpectrum(mean, None)
         mean = np.ascontiguousarray(mean)
         old = self._old_vectors(block.place)
-        return self._decomposer.decompose(
+        return self.decomposer.decompose(
             mean,
             name=name,
-            device=self._shardings.get(block.source.place, UNCOMMITTED).device,
+            device=self.shardings.get(block.source.place, UNCOMMITTED).device,
             previous=None if old is None else old[index].astype(mean.dtype, copy=False),
         )
 
     def _old_vectors(self, place: Place) -> np.ndarray | None:
         """On the host: a stack is transferred once, not for each of its slices."""
         with self._lock:
-            old = self._previous.get(place)
+            old = self.previous.get(place)
             if old is not None and not isinstance(old, np.ndarray):
-                old = self._previous[place] = np.asarray(detached(old))
+                old = self.previous[place] = np.asarray(whole_here(old))
             return old
 
     def _keep(self, block: EigenBlock, index: tuple[int, ...], spectrum: HostSpectrum) -> None:
-        if not index and self._store.budget is None and block not in self.shares:  # no copy
+        if not index and self.store.budget is None and block not in self.shares:  # no copy
             self._partial[block.place] = spectrum
             return
         with self._lock:
@@ -145,8 +150,7 @@ class Decompositions:
     def _allocate(self, block: EigenBlock, like: HostSpectrum) -> HostSpectrum:
         stack, what = block.source.stack, f"the basis of {block.name}"
         values, vectors = (
-            None if x is None else self._store.empty((*stack, *x.shape), x.dtype, what)
-            for x in like
+            None if x is None else self.store.empty((*stack, *x.shape), x.dtype, what) for x in like
         )
         assert values is not None
         return HostSpectrum(values, vectors)
@@ -155,8 +159,8 @@ class Decompositions:
         """Of a dense block that is shared."""
         side, dtype = (*block.source.stack, block.size), self._dtypes[block.place]
         what = f"the basis of {block.name}"
-        values = self._store.zeros(side, dtype, what)
-        return HostSpectrum(values, self._store.zeros((*side, block.size), dtype, what))
+        values = self.store.zeros(side, dtype, what)
+        return HostSpectrum(values, self.store.zeros((*side, block.size), dtype, what))
 
     def exchange(self, doing: str, about: str, error: BaseException | None = None) -> None:
         """Have the results of the other processes; called by each of them once it is done.
@@ -182,14 +186,14 @@ class Decompositions:
                 self.failures[block.place] = errors[min(errors)]
             elif whole is not None:
                 self.results[block.place] = whole
-            left = {e.place for b in self._blocks if b.place in self._left for e in b.sources}
+            left = {e.place for b in self.blocks if b.place in self._left for e in b.sources}
             for entry in block.sources:
                 if entry.place not in left:
                     self._snapshots.pop(entry.place, None)
-            self._previous.pop(block.place, None)
+            self.previous.pop(block.place, None)
             done = not self._left
         if done:
-            with self._monitor.changing():
+            with self.monitor.changing():
                 self.done = True
 
 

@@ -297,12 +297,13 @@ class HostCurvature:
                 state.use_layout(layout, double=is_double(factors))
             averages, averaging = state.averages, self._averaging
             assert averages is not None
+            # Before the actions: what was loaded from a file does not know where its factors are.
+            state.shardings |= {entry.place: result_sharding(sums) for entry, sums, _ in arrays}
             for action in state.schedule.push(step):
                 self._do(action)
             # An array that stands for two of them goes with the last one.
             last_use = {id(sums): i for i, (_, sums, _) in enumerate(arrays)} if donate else {}
             for i, (entry, sums, count) in enumerate(arrays):
-                state.shardings[entry.place] = result_sharding(sums)
                 state.seen.add(entry.place)
                 last = donate and last_use[id(sums)] == i
                 donated = sums if last and isinstance(sums, jax.Array) else None

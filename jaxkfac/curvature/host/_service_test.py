@@ -278,13 +278,13 @@ def test_a_basis_that_still_fits_is_kept_and_one_that_does_not_is_replaced(facto
 
 
 def test_old_eigenvectors_are_transferred_once_for_all_slices(factors, monkeypatch):
-    transferred, detached = [], _refresh.detached
+    transferred, whole_here = [], _refresh.whole_here
 
     def counted(x):
         transferred.append(x.shape)
-        return detached(x)
+        return whole_here(x)
 
-    monkeypatch.setattr(_refresh, "detached", counted)
+    monkeypatch.setattr(_refresh, "whole_here", counted)
     with service(reuse_tolerance=1e-4, refresh_every=1, lag=0) as running:
         steps_of(running, factors[:1])
         assert not transferred

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.curvature._layout import Layout, Place, layout_of
-from jaxkfac.curvature._sharding import UNCOMMITTED, ResultSharding, detached
+from jaxkfac.curvature._sharding import UNCOMMITTED, ResultSharding
 from jaxkfac.curvature.host._average import Averages, Running
 from jaxkfac.curvature.host._decompose import Decomposer
 from jaxkfac.curvature.host._options import HostOptions, layout_bytes
@@ -21,6 +21,7 @@ from jaxkfac.curvature.host._threads import Monitor
 from jaxkfac.files import Archive, write_archive
 from jaxkfac.interception import Layer, ParameterMatrix, Range
 from jaxkfac.linalg import HostSpectrum, Spectrum
+from jaxkfac.memory import whole_here
 
 FORM = "jaxkfac.HostCurvature"
 
@@ -102,7 +103,7 @@ class State:
                 if block.source.dense and block.place in self.active.tables:
                     previous[block.place] = self.active.tables[block.place].vectors
         return Decompositions(
-            blocks, self.shardings, previous, self.decomposer, self.store, self.monitor
+            blocks, dict(self.shardings), previous, self.decomposer, self.store, self.monitor
         )
 
 
@@ -127,7 +128,7 @@ def save_state(state: State, path: Path) -> None:
         about["results"] = list(_describe_spectra("results", state.work.results, arrays))
         about["failures"] = [[list(p), str(e)] for p, e in state.work.failures.items()]
     # One by one: bases of an accelerator are on the host only while they are written.
-    on_host = ((name, np.asarray(detached(array))) for name, array in arrays)
+    on_host = ((name, np.asarray(whole_here(array))) for name, array in arrays)
     nbytes = sum(array.nbytes for _, array in arrays)
     write_archive(path, FORM, about, on_host, what="the service", nbytes=nbytes)
 

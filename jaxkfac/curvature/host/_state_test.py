@@ -13,6 +13,7 @@ import pytest
 
 from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.curvature.host import HostCurvature
+from jaxkfac.curvature.host._decompose import Decomposer
 from jaxkfac.curvature.host._service_test import LAYERS, LIKE, same, service, steps_of, with_nan
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 from jaxkfac.files import write_archive
@@ -46,6 +47,24 @@ def test_a_resumed_run_is_the_run_that_never_stopped(factors, tmp_path, options,
             assert same(bases, expected[step]), step
         assert same(second.average(), total)
     assert [p.name for p in tmp_path.iterdir()] == ["service.npz"]
+
+
+def test_a_refresh_after_loading_knows_where_its_factors_are(factors, tmp_path, monkeypatch):
+    """Else "auto" would decompose on the host what the run that never stopped did elsewhere."""
+    with service() as running:
+        running.push(factors[0], 0)
+        running.save(tmp_path / "s")
+    devices, decompose = [], Decomposer.decompose
+
+    def noted(self, matrix, *, device, **options):
+        devices.append(device)
+        return decompose(self, matrix, device=device, **options)
+
+    monkeypatch.setattr(Decomposer, "decompose", noted)
+    with HostCurvature.load(tmp_path / "s") as again:
+        again.push(factors[1], 1)  # the step grows, so that the refresh of the first begins
+        again.bases(1)
+    assert devices and set(devices) == {jax.devices()[0]}
 
 
 def test_what_has_gone_wrong_is_saved_as_well(factors, tmp_path):

@@ -1,18 +1,19 @@
 """The exact curvature of a batch as an operator: which leaves, which chunk, which product."""
 
 import dataclasses
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature.operators._chunks import check_chunk
 from jaxkfac.curvature.operators._operator import Operator
-from jaxkfac.curvature.operators._products import Chunk, Leaves
+from jaxkfac.curvature.operators._products import FORMS, Chunk, Leaves
 from jaxkfac.factors import Batch, Objective, check_label_values
 from jaxkfac.interception import check_arrays, check_params, leaves_by_path, partition
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
@@ -52,8 +53,16 @@ class ExactOperator(Operator):
     def like(self) -> PyTree:
         return chosen_shapes(self.params, self.only)
 
+    @property
+    def terms(self) -> Array:
+        return functools.reduce(jnp.add, self._counts())
+
     def product(self, leaves: Leaves) -> Leaves:
         return _product(self, leaves)
+
+    def forms(self, vectors: Sequence[Leaves]) -> Float[Array, "k k"]:
+        form = FORMS.get(self.rule)
+        return super().forms(vectors) if form is None else _forms(self, form, list(vectors))
 
     def over_chunks(self, function: Callable[[Chunk], Any]) -> Callable[[Any, Any], Any]:
         """``function`` of a chunk, as one of its ``(batch, labels)`` and its index."""
@@ -92,6 +101,22 @@ def _product(operator: ExactOperator, leaves: Leaves) -> Leaves:
 
     return sum_over_chunks(
         operator.over_chunks(widened), (operator.batch, operator.labels), operator.chunk
+    )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _forms(
+    operator: ExactOperator, form: Callable[[Chunk, Leaves], Array], vectors: list[Leaves]
+) -> Float[Array, "k k"]:
+    structs = operator.leaves
+    stacked = {
+        path: jnp.stack([vector[path].astype(struct.dtype) for vector in vectors])
+        for path, struct in structs.items()
+    }
+    return sum_over_chunks(
+        operator.over_chunks(lambda chunk: form(chunk, stacked)),
+        (operator.batch, operator.labels),
+        operator.chunk,
     )
 
 

@@ -141,7 +141,7 @@ def _sample(operator: ExactOperator, samples: int) -> PyTree:
 
     def labels(chunk: Chunk) -> PyTree:
         outputs = jax.lax.stop_gradient(chunk.outputs(chunk.leaves))
-        # the keys ride where labels will be
+        # keys stand in the place of labels
         return jax.vmap(lambda ks, y: jax.vmap(lambda k: sample(k, y))(ks))(chunk.labels, outputs)
 
     examples = (operator.batch, keys(jnp.arange(number)))

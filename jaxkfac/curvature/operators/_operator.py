@@ -2,17 +2,19 @@
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jaxkfac._errors import nearest
 from jaxkfac.curvature.operators._flat import flatten
 from jaxkfac.interception import partition, with_leaves
+from jaxkfac.linalg import statistics_dtype
 
 PyTree = Any
 
@@ -93,6 +95,26 @@ class Operator(abc.ABC):
             _check_same(self.leaves, given, "vector")
         return given
 
+    @property
+    def terms(self) -> Any:
+        """Loss terms of the batch that the operator is of; ``None`` where it is of none."""
+        return None
+
+    def inner_products(self, vectors: Sequence[PyTree]) -> Float[Array, "k k"]:
+        r"""$v_i^\top A v_j$ of ``k`` vectors, float32 at least.
+
+        For curvature of an ``Objective`` by forward passes alone, without a backward pass.
+
+        Raises:
+            ValueError: a path or a shape of a vector is not that of ``like``.
+        """
+        return self.forms([self.check(vector) for vector in vectors])
+
+    def forms(self, vectors: Sequence[dict[str, Array]]) -> Float[Array, "k k"]:
+        """:meth:`inner_products` of ``{path: leaf}``, floating leaves only."""
+        products = [self.product(vector) for vector in vectors]
+        return jnp.stack([jnp.stack([dot(x, y) for y in products]) for x in vectors])
+
     def to_dense(self) -> Array:
         """The matrix, ``(size, size)``, one product a column; for small problems.
 
@@ -130,6 +152,15 @@ class Operator(abc.ABC):
 def _to_dense(operator: Operator) -> Array:
     flat = flatten(operator)
     return jax.lax.map(flat.matvec, jnp.eye(flat.size, dtype=flat.dtype)).T
+
+
+def dot(left: Mapping[str, Array], right: Mapping[str, Array]) -> Float[Array, ""]:
+    """The inner product of two trees of the same paths, summed in float32 at least."""
+    products = []
+    for path, x in left.items():
+        dtype = statistics_dtype(jnp.result_type(x))
+        products.append((x.astype(dtype) * right[path].astype(dtype)).sum())
+    return functools.reduce(jnp.add, products) if products else jnp.zeros(())
 
 
 def _check_same(expected: Mapping[str, Any], given: Mapping[str, Any], what: str) -> None:

@@ -29,6 +29,7 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_only_the_operators_own_products_have_the_default_precision(name):
     """As a TPU would run it, whose default is one bfloat16 pass."""

@@ -1,11 +1,12 @@
 """Curvature times a vector, for one chunk of a batch, never as a matrix."""
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from jaxkfac.factors import (
     Batch,
@@ -82,9 +83,13 @@ def gauss_newton(chunk: Chunk, vector: Leaves) -> Leaves:
 
 def expected_products(chunk: Chunk, vector: Leaves) -> Leaves:
     r"""$J^\top H J v$, with $H$ the Fisher of the outputs: their Hessian in natural parameters."""
+    return (gauss_newton if _is_natural(chunk) else fisher_by_columns)(chunk, vector)
+
+
+def _is_natural(chunk: Chunk) -> bool:
+    """Whether all outputs are natural parameters of their likelihoods."""
     likelihoods = jax.tree.leaves(chunk.objective.likelihood)
-    natural = all(isinstance(x, Categorical | Bernoulli | Gaussian) for x in likelihoods)
-    return (gauss_newton if natural else fisher_by_columns)(chunk, vector)
+    return all(isinstance(x, Categorical | Bernoulli | Gaussian) for x in likelihoods)
 
 
 def fisher_by_columns(chunk: Chunk, vector: Leaves) -> Leaves:
@@ -116,18 +121,66 @@ def outer_products(chunk: Chunk, vector: Leaves) -> Leaves:
     Averaged over the samples of ``labels``. The per-example gradients are never formed: this
     is the Jacobian of the vector of losses, multiplied from both sides.
     """
-    labels = chunk.labels
-    if labels is None:
-        labels = jax.tree.map(lambda x: x[:, None], chunk.batch.targets)
-    samples = jax.tree.leaves(labels)[0].shape[1]
-
-    def losses(leaves: Leaves) -> Array:
-        outputs = chunk.outputs(leaves)
-        return jax.vmap(lambda one: _shares(chunk, outputs, one), in_axes=1)(labels)
-
+    losses, samples = _losses_of(chunk)
     _, vjp = jax.vjp(losses, chunk.leaves)
     _, pushed = jax.jvp(losses, (chunk.leaves,), (vector,))
     return vjp(pushed / samples)[0]
+
+
+def gauss_newton_form(chunk: Chunk, vectors: Leaves) -> Float[Array, "k k"]:
+    r"""$v_i^\top J^\top H J v_j$ of stacked vectors, by forward passes."""
+    outputs, pushed = _pushed(chunk.outputs, chunk, vectors)
+    gradient = jax.grad(chunk.loss)
+    curved = jax.vmap(lambda y: jax.jvp(gradient, (outputs,), (y,))[1])(pushed)
+    return _between(pushed, curved)
+
+
+def expected_form(chunk: Chunk, vectors: Leaves) -> Float[Array, "k k"]:
+    r"""$v_i^\top J^\top H J v_j$, with $H$ the Fisher of the outputs."""
+    if _is_natural(chunk):
+        return gauss_newton_form(chunk, vectors)
+    outputs, pushed = _pushed(chunk.outputs, chunk, vectors)
+    heads = chunk.heads(outputs)
+
+    def curved(pushed: PyTree) -> PyTree:
+        along = [head.outputs for head in chunk.heads(pushed)]
+        parts = zip(heads, along, chunk.counts, strict=True)
+        return chunk.objective.tree([fisher_of_terms(head, y, n) for head, y, n in parts])
+
+    return _between(pushed, jax.vmap(curved)(pushed))
+
+
+def outer_form(chunk: Chunk, vectors: Leaves) -> Float[Array, "k k"]:
+    r"""$\frac{1}{NR} \sum_n (v_i^\top g_n)(g_n^\top v_j)$, averaged over samples."""
+    losses, samples = _losses_of(chunk)
+    _, pushed = _pushed(losses, chunk, vectors)
+    return _between(pushed, pushed) / samples
+
+
+FORMS: Mapping[Callable[[Chunk, Leaves], Leaves], Callable[[Chunk, Leaves], Array]] = {
+    gauss_newton: gauss_newton_form,
+    expected_products: expected_form,
+    outer_products: outer_form,
+}
+
+
+def _pushed(
+    function: Callable[[Leaves], PyTree], chunk: Chunk, vectors: Leaves
+) -> tuple[PyTree, PyTree]:
+    """The function's value, once, and its derivatives along stacked vectors."""
+    along = jax.vmap(lambda v: jax.jvp(function, (chunk.leaves,), (v,)), out_axes=(None, 0))
+    return along(vectors)
+
+
+def _between(left: PyTree, right: PyTree) -> Float[Array, "k k"]:
+    """Inner products of stacked trees, in float32 at least."""
+
+    def product(x: Array, y: Array) -> Array:
+        dtype = statistics_dtype(x.dtype)
+        flat = [z.astype(dtype).reshape(z.shape[0], -1) for z in (x, y)]
+        return jnp.matmul(flat[0], flat[1].T, precision="highest")
+
+    return functools.reduce(jnp.add, jax.tree.leaves(jax.tree.map(product, left, right)))
 
 
 def _shares(chunk: Chunk, outputs: PyTree, targets: PyTree) -> Array:
@@ -138,6 +191,19 @@ def _shares(chunk: Chunk, outputs: PyTree, targets: PyTree) -> Array:
     sums = chunk.losses(outputs, targets)
     parts = [s / jnp.sqrt(n.astype(s.dtype)) for s, n in zip(sums, chunk.counts, strict=True)]
     return functools.reduce(jnp.add, parts)
+
+
+def _losses_of(chunk: Chunk) -> tuple[Callable[[Leaves], Array], int]:
+    """Each example's loss under each sample of its labels, and the number of samples."""
+    labels = chunk.labels
+    if labels is None:
+        labels = jax.tree.map(lambda x: x[:, None], chunk.batch.targets)
+
+    def losses(leaves: Leaves) -> Array:
+        outputs = chunk.outputs(leaves)
+        return jax.vmap(lambda one: _shares(chunk, outputs, one), in_axes=1)(labels)
+
+    return losses, jax.tree.leaves(labels)[0].shape[1]
 
 
 def estimated_products(chunk: Chunk, vector: Leaves) -> Leaves:

@@ -1,7 +1,6 @@
 """Answers token by token, from a cache of keys and values."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,16 +12,22 @@ from jaxtyping import Array, Key, PyTree
 from jaxkfac._checks import at_least_one
 from jaxkfac.interception import is_encoded
 from jaxkfac.lslora import Bank
-from jaxkfac.memory import require
 from jaxkfac.models.checkpoint import Pretrained
 from jaxkfac.models.decoder._config import DecoderConfig
 from jaxkfac.models.decoder._tokens import Cached, Tokens, empty_cache
-from jaxkfac.models.generation import TokenChoice, choose, continued
+from jaxkfac.models.generation import (
+    TokenChoice,
+    check_temperature,
+    choose,
+    continued,
+    end_ids,
+    generated_ids,
+    ids_of,
+    padded_length,
+    require_cache,
+)
 
 Prompt = str | Sequence[int] | jax.Array | np.ndarray
-
-# Prompts are padded to a multiple of this, so that few lengths are compiled.
-_ROUND = 32
 
 
 def generate(
@@ -94,20 +99,25 @@ def generate(
             "the parameters are quantised: give adapted=jk.lslora.attach(apply_fn, config), which "
             "reads them, and adapters= (may be {})"
         )
-    if not temperature >= 0 or (temperature > 0 and key is None):  # NaN is no temperature
-        raise ValueError(f"temperature={temperature}: expected 0, or more with a key")
+    check_temperature(temperature, key)
     if adapted is None and (adapters is not None or adapter is not None):
         raise ValueError("adapters: give adapted=jk.lslora.attach(apply_fn, config) with them")
     if isinstance(prompt, jax.Array | np.ndarray):
         prompt = _as_list(prompt)
     single = isinstance(prompt, str) or all(isinstance(x, int | np.integer) for x in prompt)
     prompts: Any = [prompt] if single else list(prompt)
-    rows = [_ids(pretrained, x, max_new_tokens) for x in prompts]
+    rows = [ids_of(pretrained, x, "prompt") for x in prompts]
+    for ids in rows:
+        _check_context(pretrained.config, len(ids), max_new_tokens)
     tokens = _side_by_side(rows)
     config, params = pretrained.config, pretrained.params
     dtype = params["model"]["embed_tokens"]["embedding"].dtype
     places = tokens.ids.shape[1] + max_new_tokens
-    _ask_for_room(config, len(rows), places, dtype)
+    require_cache(
+        jax.eval_shape(lambda: empty_cache(config, len(rows), places, dtype)),
+        what="generate",
+        instead="give fewer prompts at once, or a smaller max_new_tokens",
+    )
     if adapter is not None and not isinstance(adapter, jax.Array):
         adapter = np.asarray(adapter)  # one array, of which the program sees the shape alone
     if isinstance(adapters, Bank):
@@ -119,17 +129,10 @@ def generate(
         tokens,
         jax.random.key(0) if key is None else key,
         jnp.asarray(max(temperature, 1e-30), jnp.float32),
-        jnp.asarray(_ends(pretrained), jnp.int32),
+        jnp.asarray(end_ids(pretrained), jnp.int32),
         static=_Static(config, dtype, max_new_tokens, TokenChoice(temperature == 0, top_k, top_p)),
     )
-    if not np.all(finite):
-        wrong = np.flatnonzero(~np.asarray(finite)).tolist()
-        raise ValueError(
-            f"the logits of prompts {wrong} are not finite (NaN or infinite), so no token is the "
-            "likeliest: look for NaN in the parameters"
-            + ("" if adapted is None else " and the adapters")
-        )
-    answers = [[int(i) for i in row if i >= 0] for row in np.asarray(new)]
+    answers = generated_ids(new, finite, name="prompts", adapted=adapted is not None)
     out = [
         _text(pretrained, ids) if isinstance(asked, str) else ids
         for asked, ids in zip(prompts, answers, strict=True)
@@ -189,30 +192,19 @@ def _as_list(prompt: Any) -> list[Any]:
     return np.asarray(prompt).tolist()
 
 
-def _ids(pretrained: Pretrained, prompt: Prompt, max_new_tokens: int) -> list[int]:
-    config = pretrained.config
-    if isinstance(prompt, str):
-        if pretrained.tokenizer is None:
-            raise ValueError("this checkpoint came without a tokenizer: give token ids")
-        prompt = pretrained.tokenizer.encode(prompt)
-    ids = [int(i) for i in prompt]
-    if not ids or min(ids) < 0 or max(ids) >= config.vocabulary:
-        what = f"ids from {min(ids)} to {max(ids)}" if ids else "no tokens"
-        raise ValueError(f"prompt: expected ids in [0, {config.vocabulary}), got {what}")
-    room = config.longest - len(ids)
+def _check_context(config: DecoderConfig, length: int, max_new_tokens: int) -> None:
+    room = config.longest - length
     if room < max_new_tokens:
         advice = f"ask for at most {room} new ones" if room > 0 else "shorten it"
         raise ValueError(
-            f"prompt: {len(ids)} tokens and {max_new_tokens} new ones do not fit the context of "
+            f"prompt: {length} tokens and {max_new_tokens} new ones do not fit the context of "
             f"{config.longest}: {advice}"
         )
-    return ids
 
 
 def _side_by_side(rows: Sequence[Sequence[int]]) -> Tokens:
     """Padded on the left, so that all rows end, and go on, in one place."""
-    length = math.ceil(max(map(len, rows)) / _ROUND) * _ROUND
-    ids, positions, segments = np.zeros((3, len(rows), length), np.int32)
+    ids, positions, segments = np.zeros((3, len(rows), padded_length(rows)), np.int32)
     for number, row in enumerate(rows):
         ids[number, -len(row) :] = row
         positions[number, -len(row) :] = np.arange(len(row))
@@ -220,28 +212,12 @@ def _side_by_side(rows: Sequence[Sequence[int]]) -> Tokens:
     return Tokens(jnp.asarray(ids), jnp.asarray(positions), jnp.asarray(segments))
 
 
-def _ask_for_room(config: DecoderConfig, rows: int, places: int, dtype: Any) -> None:
-    cache = jax.eval_shape(lambda: empty_cache(config, rows, places, dtype))
-    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-    require(
-        nbytes,
-        device=jnp.zeros(()).device,
-        what="generate: the cache of keys and values",
-        instead="give fewer prompts at once, or a smaller max_new_tokens",
-    )
-
-
 def _leaves(params: PyTree) -> list[Any]:
     return jax.tree.leaves(params, is_leaf=is_encoded)
 
 
-def _ends(pretrained: Pretrained) -> tuple[int, ...]:
-    known = () if pretrained.tokenizer is None else pretrained.tokenizer.eos_ids
-    return tuple(dict.fromkeys((*pretrained.config.eos_ids, *known)))
-
-
 def _text(pretrained: Pretrained, ids: list[int]) -> str:
-    if ids and ids[-1] in _ends(pretrained):
+    if ids and ids[-1] in end_ids(pretrained):
         ids = ids[:-1]
     assert pretrained.tokenizer is not None
     return pretrained.tokenizer.decode(ids)

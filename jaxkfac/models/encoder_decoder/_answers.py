@@ -1,7 +1,6 @@
 """Targets token by token, from a cache of keys and values."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,17 +11,25 @@ from jaxtyping import Array, Key, PyTree
 
 from jaxkfac._checks import at_least_one
 from jaxkfac.interception import is_encoded
-from jaxkfac.memory import require
 from jaxkfac.models.checkpoint import Pretrained
 from jaxkfac.models.encoder_decoder._cache import CachedPairs, PairsCache, empty_pairs_cache
 from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
 from jaxkfac.models.encoder_decoder._pairs import Pairs
-from jaxkfac.models.generation import EarlyStopping, TokenChoice, beam_search, choose, continued
+from jaxkfac.models.generation import (
+    EarlyStopping,
+    TokenChoice,
+    beam_search,
+    check_temperature,
+    choose,
+    continued,
+    end_ids,
+    generated_ids,
+    ids_of,
+    padded_length,
+    require_cache,
+)
 
 Source = str | Sequence[int]
-
-# Sources are padded to a multiple of this, so that few lengths are compiled.
-_ROUND = 32
 
 
 def generate_targets(
@@ -88,8 +95,7 @@ def generate_targets(
         [4]
     """
     at_least_one(max_new_tokens=max_new_tokens, num_beams=num_beams)
-    if not temperature >= 0 or (temperature > 0 and key is None):  # NaN is no temperature
-        raise ValueError(f"temperature={temperature}: expected 0, or more with a key")
+    check_temperature(temperature, key)
     if num_beams > 1 and temperature > 0:
         raise ValueError("num_beams and a temperature: beams take the likeliest sequences")
     if early_stopping not in (True, False, "never"):
@@ -104,12 +110,17 @@ def generate_targets(
         )
     if isinstance(sources, str) or any(isinstance(source, int) for source in sources):
         raise TypeError(f"sources: expected several, got one: give [{str(sources)[:40]!r}, ...]")
-    rows = [_ids(pretrained, source) for source in sources]
+    rows = [ids_of(pretrained, source, "sources") for source in sources]
     if not rows:
         return []
     config, dtype = pretrained.config, params["shared"]["embedding"].dtype
     source, mask = _side_by_side([row for row in rows for _ in range(num_beams)], config.pad_id)
-    _ask_for_room(config, len(source), source.shape[1], max_new_tokens, dtype)
+    batch, length = source.shape
+    require_cache(
+        jax.eval_shape(lambda: empty_pairs_cache(config, batch, length, max_new_tokens, dtype)),
+        what="generate_targets",
+        instead="give fewer sources at once, fewer beams, or a smaller max_new_tokens",
+    )
     new, finite = _program(
         pretrained.apply_fn if adapted is None else adapted,
         (params,) if adapted is None else (params, adapters),
@@ -117,8 +128,8 @@ def generate_targets(
         mask,
         jax.random.key(0) if key is None else key,
         jnp.asarray(max(temperature, 1e-30), jnp.float32),
-        jnp.asarray(_ends(pretrained), jnp.int32),
-        form=_Targets(
+        jnp.asarray(end_ids(pretrained), jnp.int32),
+        static=_Targets(
             config,
             dtype,
             max_new_tokens,
@@ -128,13 +139,7 @@ def generate_targets(
             early_stopping,
         ),
     )
-    if not np.all(finite):
-        wrong = sorted({i // num_beams for i in np.flatnonzero(~np.asarray(finite)).tolist()})
-        raise ValueError(
-            f"the logits of sources {wrong} are not finite (NaN or infinite), so no token is the "
-            "likeliest: look for NaN in the parameters"
-        )
-    answers = [[int(i) for i in row if i >= 0] for row in np.asarray(new)]
+    answers = generated_ids(new, finite, name="sources", adapted=adapted is not None)
     return [
         pretrained.tokenizer.decode(ids) if isinstance(asked, str) and pretrained.tokenizer else ids
         for asked, ids in zip(sources, answers, strict=True)
@@ -153,7 +158,7 @@ class _Targets(NamedTuple):
     early_stopping: EarlyStopping
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="form")
+@functools.partial(jax.jit, static_argnums=0, static_argnames="static")
 def _program(
     model: Callable[..., Any],
     operands: tuple[Any, ...],
@@ -163,7 +168,7 @@ def _program(
     temperature: Array,
     ends: Array,
     *,
-    form: _Targets,
+    static: _Targets,
 ) -> tuple[Array, Array]:
     """New ids ``(B, steps)``, -1 behind the end of each answer; whether logits were finite."""
     rows, length = source.shape
@@ -174,14 +179,14 @@ def _program(
     def step(ids: Array, number: Array, cache: PairsCache) -> tuple[Array, PairsCache]:
         return run(ids, cache)
 
-    cache = empty_pairs_cache(form.config, rows, length, form.steps, form.dtype)
-    logits, cache = run(jnp.full(rows, form.config.start_id, jnp.int32), cache)
-    if form.num_beams == 1:
+    cache = empty_pairs_cache(static.config, rows, length, static.steps, static.dtype)
+    logits, cache = run(jnp.full(rows, static.config.start_id, jnp.int32), cache)
+    if static.num_beams == 1:
 
         def take(logits: Array, number: Array) -> Array:
-            return choose(form.choice, logits, temperature, jax.random.fold_in(key, number))
+            return choose(static.choice, logits, temperature, jax.random.fold_in(key, number))
 
-        return continued(logits, cache, step, take, steps=form.steps, ends=ends)
+        return continued(logits, cache, step, take, steps=static.steps, ends=ends)
 
     def reorder(cache: PairsCache, beams: Array) -> PairsCache:
         own = jax.tree.map(lambda x: x[:, beams], cache.own)  # the source is that of all beams
@@ -192,47 +197,18 @@ def _program(
         cache,
         step,
         reorder,
-        num_beams=form.num_beams,
-        steps=form.steps,
+        num_beams=static.num_beams,
+        steps=static.steps,
         ends=ends,
-        length_penalty=form.length_penalty,
-        early_stopping=form.early_stopping,
+        length_penalty=static.length_penalty,
+        early_stopping=static.early_stopping,
     )
     return found, jnp.isfinite(logits.max(-1))
 
 
-def _ids(pretrained: Pretrained, source: Source) -> list[int]:
-    if isinstance(source, str):
-        if pretrained.tokenizer is None:
-            raise ValueError("this checkpoint came without a tokenizer: give token ids")
-        source = pretrained.tokenizer.encode(source)
-    ids, vocabulary = [int(i) for i in source], pretrained.config.vocabulary
-    if not ids or min(ids) < 0 or max(ids) >= vocabulary:
-        what = f"ids from {min(ids)} to {max(ids)}" if ids else "no tokens"
-        raise ValueError(f"sources: expected ids in [0, {vocabulary}), got {what}")
-    return ids
-
-
 def _side_by_side(rows: Sequence[Sequence[int]], pad: int) -> tuple[Array, Array]:
-    length = math.ceil(max(map(len, rows)) / _ROUND) * _ROUND
-    ids, mask = np.full((len(rows), length), pad, np.int32), np.zeros((len(rows), length), bool)
+    shape = len(rows), padded_length(rows)
+    ids, mask = np.full(shape, pad, np.int32), np.zeros(shape, bool)
     for number, row in enumerate(rows):
         ids[number, : len(row)], mask[number, : len(row)] = row, True
     return jnp.asarray(ids), jnp.asarray(mask)
-
-
-def _ask_for_room(
-    config: EncoderDecoderConfig, rows: int, sources: int, places: int, dtype: Any
-) -> None:
-    cache = jax.eval_shape(lambda: empty_pairs_cache(config, rows, sources, places, dtype))
-    require(
-        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)),
-        device=jnp.zeros(()).device,
-        what="generate_targets: the cache of keys and values",
-        instead="give fewer sources at once, fewer beams, or a smaller max_new_tokens",
-    )
-
-
-def _ends(pretrained: Pretrained) -> tuple[int, ...]:
-    known = () if pretrained.tokenizer is None else pretrained.tokenizer.eos_ids
-    return tuple(dict.fromkeys((*pretrained.config.eos_ids, *known)))

@@ -42,10 +42,10 @@ def _block(config: EncoderDecoderConfig, *, cross: bool) -> dict[str, tuple[int,
     inner = config.num_heads * config.head_size
     attention = dict.fromkeys("qkv", (inner, width)) | {"o": (width, inner)}
     inputs = ("wi_0", "wi_1") if config.gated else ("wi",)
-    rooms = {"SelfAttention": attention} | ({"EncDecAttention": attention} if cross else {})
-    rooms["DenseReluDense"] = dict.fromkeys(inputs, (hidden, width)) | {"wo": (width, hidden)}
+    modules = {"SelfAttention": attention} | ({"EncDecAttention": attention} if cross else {})
+    modules["DenseReluDense"] = dict.fromkeys(inputs, (hidden, width)) | {"wo": (width, hidden)}
     shapes: dict[str, tuple[int, ...]] = {}
-    for number, (room, kernels) in enumerate(rooms.items()):
+    for number, (module, kernels) in enumerate(modules.items()):
         shapes[f"layer/{number}/layer_norm"] = (width,)
-        shapes |= {f"layer/{number}/{room}/{name}": shape for name, shape in kernels.items()}
+        shapes |= {f"layer/{number}/{module}/{name}": shape for name, shape in kernels.items()}
     return shapes

@@ -1,4 +1,4 @@
-"""What becomes of slots where the parameters they ride along with go through an equation."""
+"""How slots are propagated through an equation of parameters: its rule, as for tangents."""
 
 import collections
 import dataclasses
@@ -17,14 +17,15 @@ from jaxkfac.interception._elements import (
     through_function,
 )
 from jaxkfac.interception._functions import JOINS, is_function
-from jaxkfac.interception._slots import CHOSEN, Entries, Slot, scale_slot
+from jaxkfac.interception._lookups import entries_picked
+from jaxkfac.interception._slots import CHOSEN, PICKED, Entries, Slot, scale_slot
 
 Slots = dict[str, Slot | Elements]  # by layer
 
 
 @dataclasses.dataclass(frozen=True)
-class Through:
-    """An equation of parameters alone: a view, a function, or several side by side.
+class SlotRule:
+    """The rule of an equation of parameters alone: a view, a function, or several side by side.
 
     Args:
         eqn: The equation.
@@ -34,6 +35,7 @@ class Through:
         walkers: For each layer with a slot, the indices that walk along its stack.
         entries: How the entries of slots follow their parameter.
         rows: Of a choice of rows, the axes along which they run.
+        picks: Whether each row picks its own entry of a stack.
     """
 
     eqn: Eqn
@@ -43,14 +45,15 @@ class Through:
     walkers: Mapping[str, set[tuple[str, int]]]
     entries: Entries
     rows: tuple[int, ...] | None = None
+    picks: bool = False
 
-    def slots(self, along: list[Slots]) -> list[Slots]:
-        """The slots beside each result, from those beside each operand."""
+    def propagate(self, in_slots: list[Slots]) -> list[Slots]:
+        """The slots of each result, from those of each operand."""
         if self.eqn.primitive.name == "optimization_barrier":
-            return along
+            return in_slots
         outs: list[Slots] = [{} for _ in self.eqn.outvars]
         elements: dict[str, dict[int, Elements]] = collections.defaultdict(dict)
-        for position, slots in enumerate(along):
+        for position, slots in enumerate(in_slots):
             for name, slot in slots.items():
                 if isinstance(slot, Elements):
                     elements[name][position] = slot
@@ -66,12 +69,17 @@ class Through:
         if self.rows is not None:
             over = tuple(d for d in range(self.values[0].ndim) if d not in self.rows)
             return {**slot, CHOSEN: (*slot.get(CHOSEN, ()), self.values[0].any(over))}
+        if self.picks:
+            return {**slot, PICKED: entries_picked(self.eqn, self.values)}
         if self.walker is None:
             return scale_slot(self.eqn, slot, position, self.values, self.entries)
         if self.walker not in self.walkers[name]:
             return None
         index = self.values[1 - position]
-        return jax.tree.map(lambda s: jax.lax.dynamic_index_in_dim(s, index, keepdims=False), slot)
+        beside = {key: slot[key] for key in (CHOSEN, PICKED) if key in slot}
+        own = {key: part for key, part in slot.items() if key not in beside}
+        taken = jax.tree.map(lambda s: jax.lax.dynamic_index_in_dim(s, index, keepdims=False), own)
+        return taken | beside
 
     def _elements(self, parts: dict[int, Elements]) -> list[Elements]:
         if self.rows is not None:  # a row that does not choose it has no cotangent

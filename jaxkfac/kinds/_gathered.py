@@ -1,0 +1,217 @@
+"""Experts whose kernels are gathered row by row: ``einsum("nd,ndk->nk", x, kernels[expert])``."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxkfac.interception import (
+    Atoms,
+    Axes,
+    AxisTable,
+    Data,
+    Eqn,
+    Site,
+    Use,
+    order_problem,
+    register_kind,
+)
+from jaxkfac.kinds._rows import Array, Rows
+from jaxkfac.kinds._two_sided import TwoSided
+
+
+@register_kind
+class Gathered(TwoSided):
+    """A stack of kernels, of which each row of data picks the one that it is multiplied by.
+
+    A of an expert is the mean over the rows that pick it, G is over all loss terms.
+
+    Memory:
+        The rows once for each expert.
+    """
+
+    name = "gathered"
+    suffix = "gathered"
+    picks = True
+
+    def find(
+        self,
+        table: AxisTable,
+        eqn: Eqn,
+        ins: Sequence[Any],
+        positions: Sequence[int],
+        scope: tuple[int, ...],
+    ) -> list[Use] | str:
+        (position,) = positions
+        view, data = ins[position], ins[1 - position]
+        if not isinstance(data, Data) or view.axes is None or view.function:
+            return "is picked row by row and meets no rows of data"
+        if problem := order_problem(table, view, view.axes, "dot_general"):
+            return problem
+        picked = {a for axis in view.picked.rows for a in table.atoms(axis)}
+        axes = _Axes.of(eqn, position)
+        own: dict[int, bool] = {}  # axis of the kernels -> whether it is a row
+        for d, axis in enumerate(view.axes):
+            atoms = set(table.atoms(axis))
+            of_rows = not atoms and d in axes.shared
+            own[d] = of_rows or bool(atoms & picked)
+            if atoms & picked != (atoms if own[d] else set()):
+                return "is picked row by row and has rows and features on one axis"
+            if not own[d] and any("parameter" not in table.kinds(a) for a in atoms):
+                return "is picked row by row and was broadcast"
+        for d, theirs in (axes.contracted | axes.shared).items():
+            if own[d]:
+                table.unify(view.axes[d], data.axes[theirs])
+        inputs = [d for d in axes.contracted if not own[d]]
+        outputs = [d for d in axes.free if not own[d]]
+        if not inputs or not outputs:
+            return "is picked row by row and is no matrix"
+        use = Use(self, eqn, position, view, scope, data=data)
+        use.row_axes = tuple(d for d in own if own[d])
+        rows = [data.axes[d] for d in axes.rows_of_data(use.row_axes)]
+        rows += [view.axes[d] for d in axes.free if own[d]]
+        every = [a for axis in rows for a in table.atoms(axis)]
+        if any(every.count(a) != 1 for axis in view.picked.rows for a in table.atoms(axis)):
+            return "is picked row by row, by indices that do not run along the rows of data"
+        use.rows = tuple(rows)
+        use.in_axes = tuple(view.axes[d] for d in inputs)
+        use.out_axes = tuple(view.axes[d] for d in outputs)
+        use.batch_axes = (view.picked.axis, *(view.axes[d] for d in axes.shared if not own[d]))
+        return [use]
+
+    def result_axes(self, table: AxisTable, use: Use) -> Axes:
+        axes, data = _Axes.of(use.eqn, use.operand), use.data
+        assert data is not None and use.view.axes is not None
+        shared = [data.axes[d] for d in axes.shared.values()]
+        mine = [
+            use.view.axes[d] if d in use.row_axes else table.new(axes.shape[d], "feature")
+            for d in axes.free
+        ]
+        theirs = [data.axes[d] for d in axes.other_free]
+        return (*shared, *(theirs + mine if use.operand == 1 else mine + theirs))
+
+    def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
+        axes, picked = _Axes.of(use.eqn, use.operand), use.view.picked
+        assert picked is not None
+        features = zip(use.in_axes, axes.inputs(use.row_axes), strict=True)
+        theirs = [d for _, d in sorted((place(axis), d) for axis, d in features)]
+        rows = axes.rows_of_data(use.row_axes)
+        return repr((theirs, rows, len(use.rows), picked.indices))
+
+    def inputs(self, site: Site, use: Use, operands: Sequence[Any]) -> Rows:
+        axes = _Axes.of(use.eqn, use.operand)
+        x = operands[1 - use.operand]
+        rows = axes.rows_of_data(use.row_axes)
+        more = range(x.ndim, x.ndim + len(use.rows) - len(rows))  # rows that only the kernels have
+        stacked = tuple(axes.shared[d] for d in axes.shared if d not in use.row_axes)
+        features = sorted(zip(axes.inputs(use.row_axes), use.in_axes, strict=True))
+        x = jnp.expand_dims(x, tuple(more))
+        return _by_expert(site, use, operands, Rows(x, (*rows, *more), stacked, tuple(features)))
+
+    def outputs_of(
+        self,
+        site: Site,
+        use: Use,
+        operands: Sequence[Any],
+        cotangent: Array,
+        weights: Array | None,
+    ) -> Rows:
+        axes = _Axes.of(use.eqn, use.operand)
+        mine, theirs = axes.in_result(use.operand)
+        theirs |= {d: k for k, d in enumerate(axes.shared.values())}
+        summed = [d for d in axes.rows_of_data(use.row_axes) if d not in theirs]
+        theirs |= {d: cotangent.ndim + k for k, d in enumerate(summed)}
+        cotangent = jnp.expand_dims(cotangent, [theirs[d] for d in summed])
+        rows = [theirs[d] for d in axes.rows_of_data(use.row_axes)]
+        rows += [mine[d] for d in axes.free if d in use.row_axes]
+        stacked = [k for k, d in enumerate(axes.shared) if d not in use.row_axes]
+        features = [mine[d] for d in axes.free if d not in use.row_axes]
+        features = tuple(zip(features, use.out_axes, strict=True))
+        side = Rows(cotangent, tuple(rows), tuple(stacked), features)
+        return _by_expert(site, use, operands, side).masked(weights)
+
+    def reached(self, site: Site, use: Use, operands: Sequence[Any]) -> Array:
+        table, picked = site.table, use.view.picked
+        assert picked is not None
+        flat = [a for axis in use.rows for a in table.atoms(axis)]
+        mine = [a for axis in picked.rows for a in table.atoms(axis)]
+        order = sorted(range(len(mine)), key=lambda i: flat.index(mine[i]))
+        index = operands[-1].reshape([table.size(a) for a in mine]).transpose(order)
+        index = index.reshape([table.size(a) if a in mine else 1 for a in flat])
+        number = _size(table, picked.axis)
+        every = (number, *map(table.size, flat))
+        there = index == jnp.arange(number, dtype=index.dtype).reshape(-1, *[1] * len(flat))
+        shape = [_size(table, axis) for axis in use.rows]
+        return jnp.broadcast_to(there, every).reshape(number, *shape)
+
+
+class _Axes(NamedTuple):
+    """How an equation reads the kernels.
+
+    Attributes:
+        contracted: Axes of the kernels that are summed over, to those of data.
+        shared: Likewise, of the axes that both have.
+        free: The kernels' other axes.
+        other_free: Those of data.
+        shape: Of the kernels.
+    """
+
+    contracted: dict[int, int]
+    shared: dict[int, int]
+    free: list[int]
+    other_free: list[int]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, eqn: Eqn, operand: int) -> "_Axes":
+        contract, batch = eqn.params["dimension_numbers"]
+        shapes = [v.aval.shape for v in eqn.invars]
+        mine, other = operand, 1 - operand
+        contracted = dict(zip(contract[mine], contract[other], strict=True))
+        shared = dict(zip(batch[mine], batch[other], strict=True))
+        taken = {*contracted.values(), *shared.values()}
+        free = [d for d in range(len(shapes[mine])) if d not in contracted | shared]
+        theirs = [d for d in range(len(shapes[other])) if d not in taken]
+        return cls(contracted, shared, free, theirs, shapes[mine])
+
+    def inputs(self, rows: Sequence[int]) -> list[int]:
+        """Axes of data that are features; ``rows`` are the axes of the kernels that are rows."""
+        return [theirs for d, theirs in self.contracted.items() if d not in rows]
+
+    def rows_of_data(self, rows: Sequence[int]) -> list[int]:
+        """Axes of data that are rows."""
+        both = self.contracted | self.shared
+        return sorted([*self.other_free, *(both[d] for d in rows if d in both)])
+
+    def in_result(self, operand: int) -> tuple[dict[int, int], dict[int, int]]:
+        """Where the free axes of the kernels and of data are in the result."""
+        first = (self.other_free, self.free) if operand == 1 else (self.free, self.other_free)
+        at = [
+            {d: len(self.shared) + start + i for i, d in enumerate(axes)}
+            for start, axes in zip((0, len(first[0])), first, strict=True)
+        ]
+        return (at[1], at[0]) if operand == 1 else (at[0], at[1])
+
+
+def _by_expert(site: Site, use: Use, operands: Sequence[Any], side: Rows) -> Rows:
+    """The rows once for each expert, zero where they pick another."""
+    there = use.kind.reached(site, use, operands)
+    assert there is not None
+    order = sorted(range(len(side.rows)), key=side.rows.__getitem__)
+    shape = [1] * side.x.ndim
+    for i in order:
+        shape[side.rows[i]] = there.shape[1 + i]
+    there = there.transpose(0, *(1 + i for i in order)).reshape(-1, *shape)
+    return Rows(
+        jnp.where(there, side.x[None], jnp.zeros((), side.x.dtype)),
+        tuple(1 + d for d in side.rows),
+        (0, *(1 + d for d in side.batch)),
+        tuple((1 + d, axis) for d, axis in side.features),
+    )
+
+
+def _size(table: AxisTable, axis: Atoms) -> int:
+    size = 1
+    for atom in table.atoms(axis):
+        size *= table.size(atom)
+    return size

@@ -1,0 +1,348 @@
+"""Learning rate, momentum and damping that the quadratic model of the loss chooses."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkfac._checks import instance_of
+from jaxkfac.curvature.operators import Operator
+from jaxkfac.interception import check_function, leaves_by_path, with_leaves
+from jaxkfac.optim._descent import advance_momentum, descend, where
+from jaxkfac.optim._injected import may_be_positive
+from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt
+from jaxkfac.optim._quadratic_model import Leaves, Minimum, QuadraticModel, dot, minimum
+from jaxkfac.optim._trees import all_finite, is_concrete, scaled, sum_dtype
+
+PyTree = Any
+Scalar = Float[Array, ""]
+_EVERY = 5  # updates from one trial to the next where the damping is given
+
+
+class AdaptationState(NamedTuple):
+    r"""What :func:`jaxkfac.kfac` adapts, and how the last trial went.
+
+    Numbers are in float32, or in float64 where a parameter is.
+
+    Attributes:
+        damping: $\lambda$ of the next update.
+        ratio: $\rho$ of the last trial, the loss's actual change over the model's. 1 before the
+            first, and where the model predicts no change.
+        learning_rate: Of the last update.
+        momentum: Of the last update.
+        rejected: Updates not made because the model or the trial was not finite, int32.
+        burned_in: Updates that averaged the factors alone, int32.
+        displaced: Updates that did not find the parameters where the last one should have left
+            them, int32: something after ``kfac`` changes its updates.
+        position: Inner product of the last update with the parameters that it led to.
+    """
+
+    damping: Scalar
+    ratio: Scalar
+    learning_rate: Scalar
+    momentum: Scalar
+    rejected: Int[Array, ""]
+    burned_in: Int[Array, ""]
+    displaced: Int[Array, ""]
+    position: Scalar
+
+
+class BatchLoss(NamedTuple):
+    """The loss of an update's batch: at the parameters, as a function of them, its curvature."""
+
+    value: Any
+    value_fn: Callable[[PyTree], Any]
+    curvature: Operator
+
+
+class Numbers(NamedTuple):
+    """Those of an update; what the model chooses is ``None``."""
+
+    rate: Any
+    momentum: Any
+    decay: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptation:
+    """Which of the three are adapted, and how.
+
+    Attributes:
+        rate: Whether the model chooses the learning rate.
+        momentum: Whether the model chooses the momentum.
+        rule: That of the damping, or ``None`` where it is given.
+    """
+
+    rate: bool
+    momentum: bool
+    rule: LevenbergMarquardt | None
+
+    @staticmethod
+    def of(
+        learning_rate: Any, momentum: Any, damping: Any, norm_constraint: Any
+    ) -> "Adaptation | None":
+        """What the arguments of ``kfac`` ask for; ``None`` if all three are given.
+
+        Raises:
+            ValueError: another word than ``"quadratic"``, or what does not go with it.
+        """
+        for name, given in (("learning_rate", learning_rate), ("momentum", momentum)):
+            if isinstance(given, str) and given != "quadratic":
+                raise ValueError(f'{name}={given!r}: expected a number or "quadratic"')
+        rule = damping if isinstance(damping, LevenbergMarquardt) else None
+        out = Adaptation(isinstance(learning_rate, str), isinstance(momentum, str), rule)
+        if out.by_model and isinstance(damping, tuple):
+            raise ValueError(
+                "damping: the quadratic model has one damping, and a pair has one for each "
+                'factor: give a number or jk.LevenbergMarquardt(), and damping_mode="pi"'
+            )
+        if out.rate and norm_constraint is not None:
+            raise ValueError(
+                'norm_constraint bounds a learning rate that is given, and "quadratic" chooses '
+                "one: leave it out"
+            )
+        return out if out.by_model or rule else None
+
+    @property
+    def by_model(self) -> bool:
+        """Whether the model holds the weight decay, and the last update is kept as momentum."""
+        return self.rate or self.momentum
+
+    @property
+    def burn_in(self) -> int:
+        """Updates that average the factors alone."""
+        return 0 if self.rule is None else self.rule.burn_in
+
+    def initial(self, params: PyTree, damping: Any) -> AdaptationState:
+        """Before the first update."""
+        zero, none = jnp.zeros((), sum_dtype(params)), jnp.zeros((), jnp.int32)
+        return AdaptationState(
+            damping=zero + jnp.asarray(damping, zero.dtype),
+            ratio=zero + 1,
+            learning_rate=zero,
+            momentum=zero,
+            rejected=none,
+            burned_in=none,
+            displaced=none,
+            position=zero,
+        )
+
+    def loss(self, params: PyTree, value: Any, value_fn: Any, curvature: Any) -> BatchLoss:
+        """The loss of a batch.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: one that is missing.
+        """
+        given = {"params": params, "value": value, "value_fn": value_fn, "curvature": curvature}
+        absent = [name for name, x in given.items() if x is None]
+        if absent:
+            raise ValueError(
+                f"a kfac that adapts itself needs {' and '.join(absent)}: tx.update(grads, state, "
+                "params, factors=factors, value=loss, value_fn=value_fn, curvature=operator), with "
+                "value_fn(params) the loss of the same batch and operator its curvature there, "
+                "jk.operators.ggn(objective, params, batch)"
+            )
+        check_function("value_fn", value_fn, "value_fn(params), the loss of this batch")
+        instance_of(
+            "curvature", curvature, Operator, "as jk.operators.ggn(objective, params, batch)"
+        )
+        return BatchLoss(value, value_fn, curvature)
+
+    def check(self, state: Any, params: PyTree, terms: Any, loss: BatchLoss) -> None:
+        """Refuse what can be seen to be wrong where values are known: outside of ``jit``.
+
+        Args:
+            state: Of ``kfac``.
+            params: That the update is of.
+            terms: Loss terms of the gradient's batch, or ``None``.
+            loss: Of the batch.
+
+        Raises:
+            ValueError: the curvature is of another batch, or the parameters are not where the
+                last update should have left them.
+        """
+        found = loss.curvature.terms
+        if is_concrete(found) and is_concrete(terms) and terms > 0 and found != terms:
+            raise ValueError(
+                f"curvature: the operator is of a batch of {found:g} loss terms, and the factors "
+                f"are of {terms:g}: build it of the same batch; under jk.multi_steps, as value= "
+                "and value_fn=, of the whole group's"
+            )
+        displaced = self._displaced(state, params)
+        if is_concrete(displaced) and displaced:
+            raise ValueError(
+                "kfac: the parameters are not where its last update should have left them, so that "
+                'update is no direction for momentum="quadratic", nor what the model predicted: '
+                "jk.kfac must stand last in optax.chain; after a change of your own, start "
+                "again with tx.init(params)"
+            )
+
+    def given(self, rate: Any, momentum: Any, decay: Any) -> Numbers:
+        """The numbers of an update, without those that the model chooses."""
+        rate, momentum = None if self.rate else rate, None if self.momentum else momentum
+        return Numbers(rate, momentum, decay)
+
+    def damping_of(self, state: Any, given: Any, decay: Any) -> Any:
+        r"""$\lambda$ of an update, and $w$ with it where the model holds the weight decay."""
+        damping = given if self.rule is None else state.adaptation.damping
+        return damping + decay if self.by_model else damping
+
+    def gradient_of(self, grads: PyTree, params: PyTree, moving: PyTree, decay: Any) -> PyTree:
+        """The gradient of what the model is of: with that of the weight decay where it holds it."""
+        if not (self.by_model and may_be_positive(decay)):
+            return grads
+        leaves = leaves_by_path(grads)
+        at = _at(params, leaves_by_path(moving))
+        decayed = {
+            path: leaves[path] + scaled(decay, x.astype(leaves[path].dtype))
+            for path, x in at.items()
+        }
+        return with_leaves(grads, decayed)
+
+    def _displaced(self, state: Any, params: PyTree) -> Bool[Array, ""]:
+        """Whether the parameters are elsewhere than the last update should have left them.
+
+        Seen along that update alone: by a hundredth of its length, and more than rounding.
+        """
+        if not self.by_model:
+            return jnp.asarray(False)
+        position, update = state.adaptation.position, leaves_by_path(state.momentum)
+        at = _at(params, update)
+        length, size = (dot(x, x, position.dtype) for x in (update, at))
+        eps = max([float(jnp.finfo(x.dtype).eps) for x in at.values()], default=0.0)
+        off = jnp.abs(dot(at, update, position.dtype) - position)
+        return off > 0.01 * length + 16 * eps * jnp.sqrt(size * length)
+
+    def advance(
+        self,
+        state: Any,
+        params: PyTree,
+        gradient: PyTree,
+        steps: PyTree,
+        numbers: Numbers,
+        damping: Any,
+        loss: BatchLoss,
+        *,
+        taken: Int[Array, ""],
+        made: Bool[Array, ""],
+    ) -> tuple[PyTree, PyTree, AdaptationState]:
+        """The update, what is kept as momentum, and what was adapted.
+
+        Args:
+            state: Of ``kfac``, before the update.
+            params: Before the update.
+            gradient: As :meth:`gradient_of` makes it.
+            steps: The same, preconditioned.
+            numbers: Those that are given.
+            damping: As :meth:`damping_of` makes it.
+            loss: Of the batch.
+            taken: Updates so far, with this one.
+            made: Whether there is an update to make.
+        """
+        before: AdaptationState = state.adaptation
+        dtype, last = before.damping.dtype, leaves_by_path(state.momentum)
+        moving = _at(params, last)
+        ours, down = _at(gradient, last), _at(steps, last)
+        model = QuadraticModel(ours, loss.curvature, jnp.asarray(damping, dtype))
+        if self.by_model:
+            update, found = self._least(model, down, last, numbers)
+            kept, decay, used = update, numbers.decay, found
+
+            def change() -> Scalar:
+                return found.change
+
+        else:
+            kept, decay, used = advance_momentum(numbers.momentum, last, down), 0.0, numbers
+            update = descend(kept, ours, moving, numbers.rate, numbers.decay)
+
+            def change() -> Scalar:
+                second, first = model.along(update)
+                return first[0] + second[0, 0] / 2
+
+        stands, new = self._tried(before, params, update, change, loss, decay, taken, made)
+        position = dot(_moved(moving, update), update, dtype)
+        new = new._replace(
+            learning_rate=jnp.where(stands, jnp.asarray(used.rate, dtype), new.learning_rate),
+            momentum=jnp.where(stands, jnp.asarray(used.momentum, dtype), new.momentum),
+            position=jnp.where(stands, position, new.position),
+            displaced=new.displaced + self._displaced(state, params).astype(jnp.int32),
+        )
+        update = where(stands, update, jax.tree.map(jnp.zeros_like, update))
+        return (
+            with_leaves(gradient, {p: x.astype(ours[p].dtype) for p, x in update.items()}),
+            with_leaves(state.momentum, where(stands, kept, last)),
+            new,
+        )
+
+    def _least(
+        self, model: QuadraticModel, steps: Leaves, last: Leaves, numbers: Numbers
+    ) -> tuple[Leaves, Minimum]:
+        """The update where the model is least, over the step and the last update."""
+        dtype, down = model.damping.dtype, {path: -x for path, x in steps.items()}
+        rate, momentum = (
+            None if number is None else jnp.asarray(number, dtype)
+            for number in (numbers.rate, numbers.momentum)
+        )
+        alone = isinstance(numbers.momentum, float | int) and numbers.momentum == 0
+        directions = (down,) if alone else (down, last)
+        found = minimum(*model.along(*directions), rate, momentum)
+        update = {
+            path: scaled(found.rate, x.astype(old.dtype)) + scaled(found.momentum, old)
+            for (path, x), old in zip(down.items(), last.values(), strict=True)
+        }
+        return update, found
+
+    def _tried(
+        self,
+        state: AdaptationState,
+        params: PyTree,
+        update: Leaves,
+        change: Callable[[], Scalar],
+        loss: BatchLoss,
+        decay: Any,
+        taken: Int[Array, ""],
+        made: Bool[Array, ""],
+    ) -> tuple[Bool[Array, ""], AdaptationState]:
+        """Whether the update is made after all, and the state with what a trial says, where due.
+
+        ``change()`` is the model's, and ``decay`` that which the model holds.
+        """
+        dtype, at = state.damping.dtype, _at(params, update)
+        due = made & (taken % (_EVERY if self.rule is None else self.rule.every) == 0)
+
+        def trial() -> tuple[Scalar, Scalar]:
+            there = loss.value_fn(with_leaves(params, _moved(at, update)))
+            actual = jnp.asarray(there, dtype) - jnp.asarray(loss.value, dtype)
+            decayed = dot(at, update, dtype) + dot(update, update, dtype) / 2
+            return actual + jnp.asarray(decay, dtype) * decayed, change()
+
+        def no_trial() -> tuple[Scalar, Scalar]:
+            return jnp.zeros((), dtype), jnp.zeros((), dtype)
+
+        actual, predicted = jax.lax.cond(due, trial, no_trial)
+        fine = jnp.isfinite(actual) & jnp.isfinite(predicted) & all_finite(update)
+        flat = predicted == 0
+        ratio = jnp.where(flat, 1, actual / jnp.where(flat, 1, predicted))
+        damping = state.damping
+        if self.rule is not None:
+            rejected = made & ~fine
+            damping = self.rule.adapted(damping, ratio, predicted, tried=due, rejected=rejected)
+        return made & fine, state._replace(
+            damping=damping,
+            ratio=jnp.where(due & fine, ratio, state.ratio),
+            rejected=state.rejected + (made & ~fine).astype(jnp.int32),
+        )
+
+
+def _at(tree: PyTree, paths: Leaves) -> Leaves:
+    found = leaves_by_path(tree)
+    return {path: found[path] for path in paths}
+
+
+def _moved(params: Leaves, update: Leaves) -> Leaves:
+    """The parameters after an update, in their dtypes."""
+    return {path: x + update[path].astype(x.dtype) for path, x in params.items()}

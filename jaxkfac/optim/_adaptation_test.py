@@ -1,0 +1,501 @@
+"""Adapted steps against a restatement of the paper in NumPy, and where nothing can be adapted."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxkfac.curvature import operators
+from jaxkfac.factors import Bernoulli, Gaussian, Objective, value_grad_and_factors
+from jaxkfac.optim import LevenbergMarquardt, kfac, multi_steps
+
+N, SIZES = 24, (4, 5, 3)
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    with jax.enable_x64(True):
+        yield
+
+
+def problem(seed=0):
+    rng = np.random.default_rng(seed)
+    weights = [0.6 * rng.normal(size=(n + 1, m)) for n, m in zip(SIZES, SIZES[1:], strict=False)]
+    x, y = rng.normal(size=(N, SIZES[0])), rng.normal(size=(N, SIZES[-1]))
+    params = [{"kernel": jnp.asarray(w[:-1]), "bias": jnp.asarray(w[-1])} for w in weights]
+    return weights, x, y, params, (jnp.asarray(x), jnp.asarray(y))
+
+
+def network(params, x):
+    hidden, out = params
+    return jnp.tanh(x @ hidden["kernel"] + hidden["bias"]) @ out["kernel"] + out["bias"]
+
+
+OBJECTIVE = Objective(network, Gaussian())
+
+
+def training(params, batch, objective=OBJECTIVE, **options):
+    """``(tx, state, step)``; a step takes and returns parameters and state."""
+    stats = value_grad_and_factors(objective, fisher="exact")
+    options = {"learning_rate": "quadratic", "momentum": "quadratic"} | options
+    tx = kfac(like=stats.factor_shapes(params, batch), **options)
+
+    def step(params, state, batch=batch):
+        value, grads, factors = stats(params, batch)
+        updates, state = tx.update(
+            grads,
+            state,
+            params,
+            factors=factors,
+            value=value,
+            value_fn=lambda params: objective(params, batch),
+            curvature=operators.ggn(objective, params, batch),
+        )
+        return optax.apply_updates(params, updates), state
+
+    return tx, tx.init(params), step
+
+
+def with_ones(x):
+    return np.concatenate([x, np.ones((len(x), 1))], 1)
+
+
+class Paper:
+    """Martens and Grosse (2015), sections 6 and 7 without 6.6, for one tanh layer, in NumPy."""
+
+    def __init__(self, weights, x, y, *, damping, decay, weight_decay, refresh, every, factor):
+        self.w, self.x, self.y = weights, x, y
+        self.damping, self.decay, self.weight_decay = damping, decay, weight_decay
+        self.refresh, self.every, self.factor = refresh, every, factor
+        self.sums, self.count, self.steps = [0.0] * 4, 0.0, 0
+        self.last, self.inverses, self.ratio = [np.zeros_like(w) for w in weights], [], 1.0
+
+    def forward(self, weights):
+        first = with_ones(self.x)
+        second = with_ones(np.tanh(first @ weights[0]))
+        return first, second, second @ weights[1]
+
+    def loss(self, weights):
+        return 0.5 * ((self.forward(weights)[2] - self.y) ** 2).sum(1).mean()
+
+    def penalised(self, weights):
+        return self.loss(weights) + self.weight_decay / 2 * self.inner(weights, weights)
+
+    @staticmethod
+    def inner(one, other):
+        return sum((u * v).sum() for u, v in zip(one, other, strict=True))
+
+    def step(self):
+        first, second, out = self.forward(self.w)
+        through = (1 - second[:, :-1] ** 2)[:, :, None] * self.w[1][:-1]  # n, hidden, out
+        rows = [through, np.broadcast_to(np.eye(SIZES[-1]), (N, SIZES[-1], SIZES[-1]))]
+        inputs = [first, second]
+        new = [a.T @ a / N for a in inputs] + [np.einsum("nio,njo->ij", g, g) / N for g in rows]
+        self.sums = [self.decay * old + x for old, x in zip(self.sums, new, strict=True)]
+        self.count = self.decay * self.count + 1
+        both = self.damping + self.weight_decay
+        if self.steps % self.refresh == 0:
+            self.inverses = []
+            for a, g in zip(self.sums[:2], self.sums[2:], strict=True):
+                a, g, gamma = a / self.count, g / self.count, np.sqrt(both)
+                pi = np.sqrt(np.trace(a) / len(a) / (np.trace(g) / len(g)))
+                self.inverses.append(
+                    (
+                        np.linalg.inv(a + pi * gamma * np.eye(len(a))),
+                        np.linalg.inv(g + gamma / pi * np.eye(len(g))),
+                    )
+                )
+        error = (out - self.y) / N
+        slopes = [np.einsum("ni,nho,no->ih", first, through, error), second.T @ error]
+        grads = [g + self.weight_decay * w for g, w in zip(slopes, self.w, strict=True)]
+        down = [-a @ g @ b for (a, b), g in zip(self.inverses, grads, strict=True)]
+
+        def pushed(v):
+            parts = zip(inputs, v, rows, strict=True)
+            return sum(np.einsum("ni,ih,nho->no", a, u, g) for a, u, g in parts)
+
+        def form(u, v):
+            return (pushed(u) * pushed(v)).sum() / N + both * self.inner(u, v)
+
+        directions = [down, self.last] if self.steps else [down]
+        matrix = np.array([[form(u, v) for v in directions] for u in directions])
+        along = np.array([self.inner(grads, d) for d in directions])
+        self.rates = -np.linalg.solve(matrix, along)
+        pairs = zip(self.rates, directions, strict=True)
+        self.last = [sum(x) for x in zip(*([c * u for u in d] for c, d in pairs), strict=True)]
+        change = form(self.last, self.last) / 2 + self.inner(grads, self.last)
+        moved = [w + d for w, d in zip(self.w, self.last, strict=True)]
+        self.steps += 1
+        if self.steps % self.every == 0:
+            self.ratio = (self.penalised(moved) - self.penalised(self.w)) / change
+            if self.ratio > 3 / 4:
+                self.damping *= self.factor**self.every
+            elif self.ratio < 1 / 4:
+                self.damping /= self.factor**self.every
+        self.w = moved
+
+
+@pytest.mark.parametrize(
+    ("initial", "weight_decay", "scale", "rises"),
+    [
+        pytest.param(0.5, 0.01, 1.0, False, id="damping falls"),
+        pytest.param(1e-3, 0.0, 5.0, True, id="damping rises"),
+    ],
+)
+def test_ten_steps_are_those_of_the_paper(initial, weight_decay, scale, rises):
+    weights, x, y, params, batch = problem(3 if rises else 0)
+    y, batch = scale * y, (batch[0], scale * batch[1])
+    numbers = {"decay": 0.9, "weight_decay": weight_decay}
+    paper = Paper(weights, x, y, damping=initial, refresh=3, every=2, factor=0.9, **numbers)
+    _, state, step = training(
+        params,
+        batch,
+        damping=LevenbergMarquardt(initial=initial, every=2, factor=0.9),
+        damping_mode="pi",
+        refresh_every=3,
+        max_condition=1e14,
+        **numbers,
+    )
+    step, dampings = jax.jit(step), []
+    for _ in range(10):
+        paper.step()
+        params, state = step(params, state)
+        found = state.adaptation
+        for part, w in zip(params, paper.w, strict=True):
+            np.testing.assert_allclose(part["kernel"], w[:-1], rtol=1e-10, atol=1e-12)
+            np.testing.assert_allclose(part["bias"], w[-1], rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(found.learning_rate, paper.rates[0], rtol=1e-10)
+        np.testing.assert_allclose(found.momentum, [*paper.rates, 0.0][1], rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(found.damping, paper.damping, rtol=1e-12)
+        np.testing.assert_allclose(found.ratio, paper.ratio, rtol=1e-9)
+        dampings.append(float(found.damping))
+    assert (found.rejected, found.displaced, state.skipped) == (0, 0, 0)
+    assert any(np.diff(dampings) > 0) is rises
+
+
+def linear(params, x):
+    return x @ params["kernel"]
+
+
+LINEAR = Objective(linear, Gaussian())
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_one_step_reaches_the_minimum_of_a_quadratic(weight_decay):
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(30, 6)), rng.normal(size=(30, 2))
+    params, batch = (
+        {"kernel": jnp.asarray(rng.normal(size=(6, 2)))},
+        (jnp.asarray(x), jnp.asarray(y)),
+    )
+    options = {"damping": 1e-12, "weight_decay": weight_decay, "max_condition": 1e14}
+    _, state, step = training(params, batch, LINEAR, **options)
+    params, state = jax.jit(step)(params, state)
+    expected = np.linalg.solve(x.T @ x / 30 + weight_decay * np.eye(6), x.T @ y / 30)
+    np.testing.assert_allclose(params["kernel"], expected, atol=1e-9)
+    np.testing.assert_allclose(state.adaptation.learning_rate, 1, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"learning_rate": 0.3}, {"momentum": 0.4}, {"momentum": 0.0}], ids=str
+)
+def test_a_step_is_where_the_damped_model_is_least(given):
+    _, _, _, params, batch = problem()
+    _, state, step = training(params, batch, **{"damping": 0.1, "weight_decay": 0.02} | given)
+    before, state = step(params, state)
+    last = jax.tree.map(jnp.subtract, before, params)
+    moved, state = step(before, state)
+    rate, momentum = state.adaptation.learning_rate, state.adaptation.momentum
+    np.testing.assert_allclose(
+        [rate, momentum], [given.get("learning_rate", rate), given.get("momentum", momentum)]
+    )
+    # The model's gradient at the step is orthogonal to what was free to vary.
+    update = jax.tree.map(jnp.subtract, moved, before)
+    slope = jax.grad(lambda p: OBJECTIVE(p, batch) + 0.01 * optax.tree.norm(p, squared=True))(
+        before
+    )
+    curved = operators.ggn(OBJECTIVE, before, batch).damped(0.12) @ update
+    residual = jax.tree.map(jnp.add, slope, curved)
+    down = jax.tree.map(lambda u, d: (u - momentum * d) / rate, update, last)
+    for name, along in (("learning_rate", down), ("momentum", last)):
+        size = optax.tree.norm(slope) * optax.tree.norm(along)
+        assert (abs(optax.tree.vdot(residual, along)) < 1e-9 * size).item() is (name not in given)
+
+
+def test_damping_alone_is_adapted_to_the_steps_that_are_made():
+    _, _, _, params, batch = problem()
+    rule = LevenbergMarquardt(initial=0.1, every=1, factor=0.5)
+    given = {"learning_rate": 0.2, "momentum": 0.0, "weight_decay": 0.05}
+    _, state, step = training(params, batch, damping=rule, **given)
+    moved, state = step(params, state)
+    update = jax.tree.map(jnp.subtract, moved, params)
+    slope = jax.grad(lambda p: OBJECTIVE(p, batch))(params)
+    curved = operators.ggn(OBJECTIVE, params, batch).damped(0.1) @ update
+    change = optax.tree.vdot(slope, update) + optax.tree.vdot(curved, update) / 2
+    actual = OBJECTIVE(moved, batch) - OBJECTIVE(params, batch)
+    np.testing.assert_allclose(state.adaptation.ratio, actual / change, rtol=1e-9)
+    assert state.adaptation.damping == 0.05
+    plain = kfac(0.2, like=state.average, damping=0.1, momentum=0.0, weight_decay=0.05)
+    stats = value_grad_and_factors(OBJECTIVE, fisher="exact")
+    _, grads, factors = stats(params, batch)
+    expected, _ = plain.update(grads, plain.init(params), params, factors=factors)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10), update, expected)
+
+
+def test_scan_equals_a_loop():
+    _, _, _, params, batch = problem()
+    rule = LevenbergMarquardt(initial=0.3, every=2)
+    _, state, step = training(params, batch, damping=rule, damping_mode="pi", refresh_every=2)
+    loop = params, state
+    for _ in range(5):
+        loop = jax.jit(step)(*loop)
+    scanned, _ = jax.lax.scan(lambda carry, _: (step(*carry), None), (params, state), length=5)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-13), scanned, loop
+    )
+
+
+def test_accumulated_steps_are_those_of_the_whole_batch():
+    _, _, _, params, batch = problem()
+    rule = LevenbergMarquardt(initial=0.3, every=1)
+    tx, state, step = training(params, batch, damping=rule)
+    expected, one = params, state
+    for _ in range(3):
+        expected, one = step(expected, one)
+    stats = value_grad_and_factors(OBJECTIVE, fisher="exact")
+    accumulated = multi_steps(tx, 3)
+    state = accumulated.init(params)
+
+    @jax.jit
+    def micro_step(params, state, micro):
+        _, grads, factors = stats(params, micro)
+        whole = {
+            "value": OBJECTIVE(params, batch),
+            "value_fn": lambda params: OBJECTIVE(params, batch),
+            "curvature": operators.ggn(OBJECTIVE, params, batch),
+        }
+        updates, state = accumulated.update(grads, state, params, factors=factors, **whole)
+        return optax.apply_updates(params, updates), state
+
+    for i in range(9):
+        start = N // 3 * (i % 3)
+        params, state = micro_step(
+            params, state, jax.tree.map(lambda x, s=start: x[s : s + N // 3], batch)
+        )
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12), params, expected
+    )
+    np.testing.assert_allclose(state.inner.adaptation.ratio, one.adaptation.ratio, rtol=1e-8)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_a_trial_that_is_not_finite_is_rejected_and_counted(bad):
+    _, _, _, params, batch = problem()
+    stats = value_grad_and_factors(OBJECTIVE, fisher="exact")
+    rule = LevenbergMarquardt(initial=0.5, every=1, factor=0.5)
+    like = stats.factor_shapes(params, batch)
+    tx = kfac("quadratic", momentum="quadratic", like=like, damping=rule)
+    state = tx.init(params)
+    value, grads, factors = stats(params, batch)
+    curvature = operators.ggn(OBJECTIVE, params, batch)
+    loss = {"value": value, "curvature": curvature, "factors": factors}
+    updates, state = tx.update(grads, state, params, value_fn=lambda _: bad, **loss)
+    assert all(not x.any() for x in jax.tree.leaves((updates, state.momentum)))
+    assert (state.adaptation.rejected, state.step) == (1, 1)
+    assert state.adaptation.damping == 1.0
+    updates, state = tx.update(grads, state, params, value_fn=lambda p: OBJECTIVE(p, batch), **loss)
+    assert all(x.any() for x in jax.tree.leaves(updates))
+    assert state.adaptation.rejected == 1
+
+
+def test_damping_stays_within_its_bounds():
+    _, _, _, params, batch = problem()
+    rule = LevenbergMarquardt(initial=0.5, every=1, factor=0.1, minimum=0.2, maximum=0.6)
+    _, state, step = training(params, batch, damping=rule)
+    _, state = step(params, state)
+    assert state.adaptation.damping == 0.2
+
+
+def test_burn_in_averages_the_factors_and_moves_nothing():
+    _, _, _, params, batch = problem()
+    rule = LevenbergMarquardt(initial=0.5, burn_in=2)
+    for options in ({}, {"inverse": "host"}, {"stagger": True, "damping_mode": "pi"}):
+        _, state, step = training(params, batch, damping=rule, **options)
+        first = params
+        for _ in range(2):
+            moved, state = step(first, state)
+            jax.tree.map(np.testing.assert_array_equal, moved, params)
+        assert (state.step, state.adaptation.burned_in) == (0, 2)
+        assert state.average.terms == N * (1 + 0.95)
+        moved, state = step(params, state)
+        assert (state.step, state.adaptation.burned_in) == (1, 2)
+        # The factors are of one batch, so that their average is that of one update without it.
+        _, plain, unburned = training(
+            params, batch, damping=LevenbergMarquardt(initial=0.5), **options
+        )
+        expected, _ = unburned(params, plain)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9), moved, expected)
+
+
+def test_parameters_of_others_are_left_to_them():
+    rng = np.random.default_rng(2)
+    params = {"kernel": jnp.asarray(rng.normal(size=(4, 2)))}
+    batch = jnp.asarray(rng.normal(size=(9, 4))), jnp.asarray(rng.normal(size=(9, 2)))
+    stats = value_grad_and_factors(LINEAR, fisher="exact")
+    options = {"like": stats.factor_shapes(params, batch), "damping": 0.1, "weight_decay": 0.1}
+    value, grads, factors = stats(params, batch)
+    found = []
+    for more, others in (({}, None), ({"extra": jnp.arange(3.0)}, optax.sgd(1.0))):
+        tx, whole = kfac("quadratic", **options, others=others), params | more
+        updates, _ = tx.update(
+            grads | more,
+            tx.init(whole),
+            whole,
+            factors=factors,
+            value=value,
+            value_fn=lambda params: LINEAR(params, batch),
+            curvature=operators.ggn(LINEAR, whole, batch),
+        )
+        found.append(updates)
+    np.testing.assert_array_equal(found[1]["extra"], -jnp.arange(3.0))
+    np.testing.assert_allclose(found[1]["kernel"], found[0]["kernel"], rtol=1e-12)
+
+
+def test_bfloat16_parameters_are_not_displaced_by_their_rounding():
+    _, _, _, params, batch = problem()
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    batch = jax.tree.map(lambda x: x.astype(jnp.bfloat16), batch)
+    _, state, step = training(params, batch, damping=LevenbergMarquardt(initial=0.3, every=1))
+    step, first = jax.jit(step), OBJECTIVE(params, batch)
+    for _ in range(6):
+        params, state = step(params, state)
+    assert (state.adaptation.displaced, state.adaptation.rejected) == (0, 0)
+    assert OBJECTIVE(params, batch) < first
+    assert state.adaptation.damping.dtype == jnp.float32
+
+
+def test_kfac_that_is_not_last_in_its_chain_is_seen():
+    _, _, _, params, batch = problem()
+    tx, state, _ = training(params, batch, damping=0.1)
+    stats = value_grad_and_factors(OBJECTIVE, fisher="exact")
+    chain = optax.chain(tx, optax.scale(0.5))
+
+    def step(params, state):
+        value, grads, factors = stats(params, batch)
+        updates, state = chain.update(
+            grads,
+            state,
+            params,
+            factors=factors,
+            value=value,
+            value_fn=lambda params: OBJECTIVE(params, batch),
+            curvature=operators.ggn(OBJECTIVE, params, batch),
+        )
+        return optax.apply_updates(params, updates), state
+
+    moved = step(params, chain.init(params))
+    with pytest.raises(ValueError, match=r"must stand last in optax\.chain"):
+        step(*moved)
+    _, state = jax.jit(step)(*jax.jit(step)(params, chain.init(params)))
+    assert state[0].adaptation.displaced == 1
+
+
+class TestRefused:
+    @pytest.mark.parametrize("absent", ["value", "value_fn", "curvature", "params"])
+    def test_without_the_loss(self, absent):
+        _, _, _, params, batch = problem()
+        tx, state, _ = training(params, batch, damping=0.1)
+        value, grads, factors = value_grad_and_factors(OBJECTIVE)(params, batch)
+        given = {
+            "params": params,
+            "value": value,
+            "value_fn": lambda params: OBJECTIVE(params, batch),
+            "curvature": operators.ggn(OBJECTIVE, params, batch),
+        } | {absent: None}
+        with pytest.raises(ValueError, match=f"needs {absent}: tx.update"):
+            tx.update(grads, state, factors=factors, **given)
+
+    def test_an_operator_of_another_batch(self):
+        _, _, _, params, batch = problem()
+        tx, state, _ = training(params, batch, damping=0.1)
+        value, grads, factors = value_grad_and_factors(OBJECTIVE)(params, batch)
+        half = jax.tree.map(lambda x: x[: N // 2], batch)
+        with pytest.raises(ValueError, match="12 loss terms, and the factors are of 24"):
+            tx.update(
+                grads,
+                state,
+                params,
+                factors=factors,
+                value=value,
+                value_fn=lambda params: OBJECTIVE(params, batch),
+                curvature=operators.ggn(OBJECTIVE, params, half),
+            )
+
+    def test_an_operator_of_some_parameters(self):
+        _, _, _, params, batch = problem()
+        tx, state, _ = training(params, batch, damping=0.1)
+        value, grads, factors = value_grad_and_factors(OBJECTIVE)(params, batch)
+        with pytest.raises(ValueError, match="the operator has no leaf '0/bias'"):
+            tx.update(
+                grads,
+                state,
+                params,
+                factors=factors,
+                value=value,
+                value_fn=lambda params: OBJECTIVE(params, batch),
+                curvature=operators.ggn(OBJECTIVE, params, batch, only="1/.*"),
+            )
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"damping": (0.1, 0.1)}, "one damping, and a pair has one for each factor"),
+            ({"norm_constraint": 1e-3}, "norm_constraint bounds a learning rate that is given"),
+        ],
+    )
+    def test_what_does_not_go_together(self, options, message):
+        _, _, _, params, batch = problem()
+        with pytest.raises(ValueError, match=message):
+            training(params, batch, **options)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"minimum": 2.0, "maximum": 1.0}, "minimum=2.0 and maximum=1.0"),
+            ({"initial": 0.0}, "initial=0.0: expected a positive damping"),
+            ({"initial": 5.0, "maximum": 4.0}, "initial=5.0"),
+            ({"factor": 1.0}, "factor=1.0: expected a number between 0 and 1"),
+            ({"every": 0}, "every=0: expected at least 1"),
+            ({"burn_in": -1}, "burn_in=-1"),
+        ],
+    )
+    def test_numbers_out_of_range(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            LevenbergMarquardt(**options)
+
+    def test_a_state_that_does_not_adapt(self):
+        _, _, _, params, batch = problem()
+        _, state, _ = training(params, batch, learning_rate=0.1, momentum=0.9)
+        _, _, step = training(params, batch)
+        with pytest.raises(ValueError, match="the state does not adapt itself, and this kfac does"):
+            step(params, state)
+
+
+def test_inner_products_are_those_of_products():
+    _, _, _, params, batch = problem()
+    labels = batch[0], (batch[1] > 0).astype(jnp.float64)
+    vectors = [jax.tree.map(jnp.sin, params), jax.tree.map(jnp.cos, params)]
+    key = jax.random.key(0)
+    for objective, data in ((OBJECTIVE, batch), (Objective(network, Bernoulli()), labels)):
+        for operator in (
+            operators.ggn(objective, params, data, chunk=7),
+            operators.fisher(objective, params, data),
+            operators.fisher(objective, params, data, fisher="empirical"),
+            operators.fisher(objective, params, data, fisher="mc", key=key, samples=2),
+            2.0 * operators.hessian(objective, params, data).damped(0.1),
+        ):
+            expected = [[optax.tree.vdot(u, operator @ v) for v in vectors] for u in vectors]
+            np.testing.assert_allclose(operator.inner_products(vectors), expected, rtol=1e-12)

@@ -1,0 +1,111 @@
+"""Levenberg and Marquardt's rule: damping by how well the quadratic model predicts the loss."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float
+
+from jaxkfac._checks import at_least_one, scalar
+
+_GOOD, _BAD = 0.75, 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class LevenbergMarquardt:
+    r"""Damping that :func:`jaxkfac.kfac` adapts to the quadratic model's predictions.
+
+    At every ``every``-th update of a step $d$ from $\theta$, with $M$ the model's change of the
+    loss $h$,
+
+    $$ \rho = \frac{h(\theta + d) - h(\theta)}{M(d)}, \qquad
+       \lambda \leftarrow \begin{cases}
+         \omega^T \lambda & \rho > \tfrac34, \\
+         \omega^{-T} \lambda & \rho < \tfrac14,
+       \end{cases} $$
+
+    with $\omega$ the ``factor`` and $T$ = ``every``. A step whose trial is not finite is not
+    made, and counts as $\rho < \tfrac14$.
+
+    Attributes:
+        initial: $\lambda$ at the first update, positive, in units of the squared gradient.
+        every: $T$, updates from one trial to the next, at least 1. A trial is one more
+            evaluation of the loss.
+        factor: $\omega \in (0, 1)$.
+        minimum: $\lambda$ never falls below it.
+        maximum: Nor rises above it.
+        burn_in: Updates at the beginning that average the factors, and move nothing.
+
+    Raises:
+        TypeError: what is no number.
+        ValueError: a number out of its range, bounds that cross, or ``initial`` outside of them.
+
+    Example:
+        >>> import jaxkfac as jk
+        >>> damping = jk.LevenbergMarquardt(initial=10.0, every=5)
+        >>> print(round(damping.factor**damping.every, 3))
+        0.774
+
+    References:
+        Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate
+        curvature, 2015, section 6.5.
+    """
+
+    initial: float = 1.0
+    every: int = 5
+    factor: float = 19 / 20
+    minimum: float = 1e-8
+    maximum: float = math.inf
+    burn_in: int = 0
+
+    def __post_init__(self) -> None:
+        at_least_one(every=self.every)
+        for name in ("initial", "factor", "minimum", "maximum", "burn_in"):
+            scalar(name, getattr(self, name), "a number")
+            if isinstance(getattr(self, name), Tracer):
+                raise TypeError(f"{name} is traced: LevenbergMarquardt takes numbers of Python's")
+        if not 0 < self.factor < 1:
+            raise ValueError(f"factor={self.factor}: expected a number between 0 and 1")
+        if not 0 <= self.minimum <= self.maximum:
+            raise ValueError(
+                f"minimum={self.minimum} and maximum={self.maximum}: expected bounds of the "
+                "damping with 0 <= minimum <= maximum"
+            )
+        if not (self.initial > 0 and self.minimum <= self.initial <= self.maximum):
+            raise ValueError(
+                f"initial={self.initial}: expected a positive damping from minimum={self.minimum} "
+                f"to maximum={self.maximum}"
+            )
+        if self.burn_in < 0 or self.burn_in != int(self.burn_in):
+            raise ValueError(f"burn_in={self.burn_in}: expected a number of updates, 0 for none")
+
+    def adapted(
+        self,
+        damping: Float[Array, ""],
+        ratio: Float[Array, ""],
+        change: Float[Array, ""],
+        *,
+        tried: Bool[Array, ""],
+        rejected: Bool[Array, ""],
+    ) -> Float[Array, ""]:
+        """The damping after an update.
+
+        Args:
+            damping: That of the update.
+            ratio: Of the trial.
+            change: The model's, by which a step that the model itself finds uphill is bad.
+            tried: Whether there was a trial.
+            rejected: Whether the step was not made.
+        """
+        smaller = jnp.asarray(self.factor**self.every, damping.dtype)
+        good = tried & ~rejected & (ratio > _GOOD) & (change < 0)
+        bad = rejected | (tried & (change != 0) & ((ratio < _BAD) | (change > 0)))
+        new = jnp.where(bad, damping / smaller, jnp.where(good, damping * smaller, damping))
+        return jnp.clip(new, self.minimum, self.maximum)
+
+
+def initial_damping(damping: Any) -> Any:
+    """The damping at the first step, of a rule or as it is."""
+    return damping.initial if isinstance(damping, LevenbergMarquardt) else damping
