@@ -138,7 +138,7 @@ class CosineTransformer(_FewShot):
     def logits(self, support, query):
         """``(N, K, D)`` and ``(Q, D)`` to ``(Q, N)``."""
         weights = self.support_weights.softmax(1)
-        classes = torch.einsum("nk,nkd->nd", weights, support).expand(len(query), -1, -1)
+        classes = torch.einsum("nk,nkd->nd", weights, support)[None]
         query = query[:, None]
         for _ in range(self.depth):
             classes = self.attention(classes, query) + classes
