@@ -16,6 +16,8 @@ _EXTRA_OF = {
     "rich": "cli",
     "orbax": "cli",
     "matplotlib": "cli",
+    "grain": "data",
+    "pyarrow": "data",
     "safetensors": "pretrained",
     "tokenizers": "pretrained",
     "jinja2": "pretrained",

@@ -27,7 +27,7 @@ from jaxkfac.planning import plan_memory
 def finetune_shapes(arguments: FinetuneArguments) -> RunShapes:
     """Bytes of a run with the longest rows; the tokens are counted once, no weights are read."""
     experiment = arguments.experiment
-    text = load_text(experiment)
+    text = load_text(experiment, strict=arguments.strict)
     batches = build_problem(experiment, model_shapes(experiment), text).train
     return _run_shapes(batches)
 

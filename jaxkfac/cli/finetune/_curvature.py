@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 import jaxkfac as jk
+from jaxkfac.cli.finetune._loop import TuneState
 from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.cli.finetune._problem import FinetuneProblem, objective_of
 from jaxkfac.interception import leaves_by_path, selector
@@ -62,7 +63,7 @@ def resolve_pattern(pattern: str, coverage: list[CoverageRow]) -> str:
 
 
 def adapter_curvature(
-    problem: FinetuneProblem, experiment: Finetuning, adapters: PyTree, pattern: str
+    problem: FinetuneProblem, experiment: Finetuning, state: TuneState, pattern: str
 ) -> AdapterCurvature:
     """Factors of the adapter's layers that ``pattern`` names, on the first training batch.
 
@@ -82,13 +83,13 @@ def adapter_curvature(
         exist = problem.family.exist(batch)
         return collected(adapters, batch, key=key, positions=exist).factors
 
-    batch = problem.family.batch(problem.train.at(0))
+    batch = problem.family.batch(problem.train.first())
     key = jax.random.key(experiment.seed)
     given = devices.whole(batch)
-    factors = devices.processes.settled(collect(problem.params, adapters, given, key))
+    factors = devices.processes.settled(collect(problem.params, state.adapters, given, key))
     bases = jk.eigendecompose(
         factors, max_condition=experiment.kfac.max_condition, placement="host", vectors=False
     )
-    learnt = problem.encoded.num_learnt
-    metrics = jk.capacity_metrics(bases, num_examples=learnt)
+    assert state.position is not None  # after an update
+    metrics = jk.capacity_metrics(bases, num_examples=problem.learnt(state.position))
     return AdapterCurvature(spectrum_records(bases), CapacityReport(metrics))

@@ -12,7 +12,15 @@ from jaxkfac.cli.finetune._family import EncodedText, Family, Text, check_ids, d
 from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.data.choices import read_questions
 from jaxkfac.data.elements import element_questions, element_records
-from jaxkfac.data.text import Encoded, TokenBatch, TokenBatches, encode_records, read_folder
+from jaxkfac.data.readers import Bad, FileRows
+from jaxkfac.data.text import (
+    Encoded,
+    TokenBatch,
+    TokenBatches,
+    encode_records,
+    record_files,
+    token_stream,
+)
 from jaxkfac.models import Tokens, decoder_shapes, load_decoder
 from jaxkfac.models.pretrained import KNOWN, cached_file
 
@@ -43,7 +51,7 @@ class DecoderFamily(Family):
     def save(self, folder: Path, pretrained: Any) -> None:
         raise ValueError(_ADAPTERS_ONLY)
 
-    def text(self, experiment: Finetuning) -> Text:
+    def text(self, experiment: Finetuning, *, strict: bool = False) -> Text:
         if experiment.train == "all":
             raise ValueError(_ADAPTERS_ONLY)
         if experiment.data == "wordnet":
@@ -58,10 +66,17 @@ class DecoderFamily(Family):
         system = experiment.system
         if system is None:
             system = _SYSTEM if embedded else ""
+        validation: list[Any] = []
+        bad: list[Bad] = []
         if embedded:
-            train, validation = element_records(system=system), []
+            train = element_records(system=system)
         else:
-            train, validation = read_folder(Path(experiment.data))
+            train, held = record_files(experiment.data, strict=strict)
+            train.peek()
+            if held is not None:
+                held.peek()
+                for _, row in held.read():
+                    (bad if isinstance(row, Bad) else validation).append(row)
         chosen = experiment.questions
         if chosen is None:
             chosen = str(_EMBEDDED_QUESTIONS) if embedded else "0"
@@ -70,7 +85,7 @@ class DecoderFamily(Family):
             questions = element_questions(count, seed=experiment.seed) if count else []
         else:
             questions = read_questions(Path(chosen))
-        return Text(train, validation, questions, system)
+        return Text(train, validation, questions, system, bad)
 
     def tokens(self, experiment: Finetuning, pretrained: Any, text: Text) -> EncodedText:
         context, tokenizer = pretrained.config.longest, pretrained.tokenizer
@@ -85,18 +100,34 @@ class DecoderFamily(Family):
             longest = experiment.max_length
         pad_id, validation = tokenizer.pad_id, None
 
+        options: dict[str, Any] = {"max_length": longest, "loss_on": experiment.loss_on}
+
         def encoded_of(records: Any) -> Encoded:
-            options = {"max_length": longest, "loss_on": experiment.loss_on}
             encoded = encode_records(records, tokenizer, **options)
             check_ids(max(int(e.ids.max()) for e in encoded.examples), pretrained.config.vocabulary)
             return encoded
 
-        encoded = encoded_of(text.train)
+        if isinstance(text.train, FileRows):
+            encoded = None
+            train = token_stream(
+                text.train,
+                tokenizer,
+                batch_size=experiment.batch_size,
+                batching=experiment.batching,
+                num_lengths=experiment.num_lengths or 8,
+                window=experiment.shuffle_window,
+                seed=experiment.seed,
+                **options,
+            )
+            train.first()  # what is wrong with it shows at once
+        else:
+            encoded = encoded_of(text.train)
+            train = _batches(experiment, encoded, pad_id, longest)
         if text.validation:
             held = encoded_of(text.validation).examples
             size = min(experiment.batch_size, len(held))
             validation = TokenBatches.padded(held, batch_size=size, pad_id=pad_id)
-        return EncodedText(encoded, _batches(experiment, encoded, pad_id, longest), validation, {})
+        return EncodedText(encoded, train, validation, {})
 
     def rows(self, experiment: Finetuning, batches: Any) -> Any:
         length = experiment.max_length if batches is None else batches.lengths[-1]
@@ -157,4 +188,4 @@ def _batches(experiment: Finetuning, encoded: Encoded, pad_id: int, longest: int
     }
     if experiment.batching == "pack":
         return TokenBatches.packed(encoded.examples, length=longest, **options)
-    return TokenBatches.padded(encoded.examples, num_lengths=experiment.num_lengths, **options)
+    return TokenBatches.padded(encoded.examples, num_lengths=experiment.num_lengths or 1, **options)

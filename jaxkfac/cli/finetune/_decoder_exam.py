@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxkfac.cli.finetune._exam import Examiner
 from jaxkfac.data.choices import VARIANTS, compare, score_choices
-from jaxkfac.data.text import Chat, Completion, Record, TokenBatch
+from jaxkfac.data.text import Completion, Record, TokenBatch
 from jaxkfac.models import generate
 from jaxkfac.report import ExamRecord, SampleRecord
 
@@ -79,8 +79,7 @@ def _prompts(problem: Any, count: int, *, room: int) -> list[tuple[str, list[int
             for q in text.questions[:count]
         ]
     else:
-        records = [*text.validation, *text.train]
-        asked = [prompt for r in records[: 4 * count] if (prompt := _asked(r, tokenizer))]
+        asked = [prompt for r in text.some(4 * count) if (prompt := _asked(r, tokenizer))]
     fitting = [(words, list(ids)) for words, ids in asked if len(ids) <= room]
     return fitting[:count]
 
@@ -89,13 +88,9 @@ def _asked(record: Record, tokenizer: Any) -> tuple[str, list[int]] | None:
     """A record up to the first answer; ``None`` for text without a prompt."""
     if isinstance(record, Completion):
         return (record.prompt, tokenizer.encode(record.prompt)) if record.prompt else None
-    turns = as_turns(record)
+    turns = [turn.to_plain() for turn in record.messages]
     first = next(i for i, turn in enumerate(turns) if turn["role"] == "assistant")
     if not first:
         return None
-    return turns[first - 1]["content"], tokenizer.chat(turns[:first])
-
-
-def as_turns(record: Chat) -> list[dict[str, str]]:
-    """Turns as the dictionaries that chat templates read."""
-    return [turn._asdict() for turn in record.messages]
+    tools = {"tools": record.tools} if record.tools else {}
+    return turns[first - 1]["content"], tokenizer.chat(turns[:first], **tools)

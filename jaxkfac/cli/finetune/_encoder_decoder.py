@@ -75,7 +75,7 @@ class EncoderDecoderFamily(Family):
     def save(self, folder: Path, pretrained: Any) -> None:
         save_encoder_decoder(folder, pretrained)
 
-    def text(self, experiment: Finetuning) -> Text:
+    def text(self, experiment: Finetuning, *, strict: bool = False) -> Text:
         _check(experiment)
         if experiment.data == "elements":
             raise ValueError(
@@ -108,7 +108,7 @@ class EncoderDecoderFamily(Family):
         train = PairBatches.padded(
             encoded.examples,
             batch_size=experiment.batch_size,
-            num_lengths=experiment.num_lengths,
+            num_lengths=experiment.num_lengths or 1,
             seed=experiment.seed,
             **ends,
         )

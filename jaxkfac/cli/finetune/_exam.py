@@ -24,8 +24,8 @@ class Examiner(abc.ABC):
         self.problem, self.arguments = problem, arguments
         config, self._probe = problem.config, None
         if config is not None and config.fourier_placement != "none":
-            inputs = problem.family.batch(problem.train.at(0))[0]
-            self._probe = problem.devices.whole(inputs)
+            first = problem.family.batch(problem.train.first())
+            self._probe = problem.devices.whole(first[0])
 
         devices = problem.devices
         compiled = functools.partial(jax.jit, **devices.of_program())

@@ -10,29 +10,38 @@ import jax.numpy as jnp
 
 from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.data.choices import Question
+from jaxkfac.data.readers import Bad, FileRows
 
 
 class Text(NamedTuple):
     """What is read before any of it is tokens.
 
     Attributes:
-        train: To learn: records, or pairs.
+        train: To learn: records, or pairs; of files, perhaps to be read as they are needed.
         validation: To measure with; may be empty.
         questions: To be examined with; may be empty.
         system: What the system says first in questions; may be empty.
+        bad: Rows of the validation files that were left out.
     """
 
-    train: Sequence[Any]
+    train: Sequence[Any] | FileRows
     validation: Sequence[Any]
     questions: Sequence[Question] = ()
     system: str = ""
+    bad: Sequence[Bad] = ()
+
+    def some(self, count: int) -> list[Any]:
+        """The first of what is validated with, and then of what is learnt."""
+        train = self.train.peek(count) if isinstance(self.train, FileRows) else self.train
+        return [*self.validation[:count], *train[:count]][:count]
 
 
 class EncodedText(NamedTuple):
     """The same in tokens.
 
     Attributes:
-        encoded: What is learnt, and how much of it was cut.
+        encoded: What is learnt, and how much of it was cut; ``None`` where it is read as it is
+            needed.
         train: Batches of it.
         validation: Batches to measure with, or ``None``.
         reference: Names of other models and their loss on the validation text, nats a token.
@@ -70,8 +79,13 @@ class Family(abc.ABC):
         """Write a model whose parameters were all trained."""
 
     @abc.abstractmethod
-    def text(self, experiment: Finetuning) -> Text:
-        """What is learnt and measured with; what is wrong with it shows at once."""
+    def text(self, experiment: Finetuning, *, strict: bool = False) -> Text:
+        """What is learnt and measured with; what is wrong with it shows at once.
+
+        Args:
+            experiment: Which.
+            strict: Whether a bad row is an error where it could be left out.
+        """
 
     @abc.abstractmethod
     def tokens(self, experiment: Finetuning, pretrained: Any, text: Text) -> EncodedText:

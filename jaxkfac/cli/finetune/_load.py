@@ -46,6 +46,6 @@ def model_shapes(experiment: Finetuning) -> Any:
     return family_of(experiment).shapes(experiment)
 
 
-def load_text(experiment: Finetuning) -> Text:
+def load_text(experiment: Finetuning, *, strict: bool = False) -> Text:
     """Text, before the model is loaded: what is wrong with it shows at once."""
-    return family_of(experiment).text(experiment)
+    return family_of(experiment).text(experiment, strict=strict)

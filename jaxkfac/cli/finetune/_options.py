@@ -81,8 +81,10 @@ class Finetuning:
     decoder, or an encoder-decoder of T5's; t5-bytes (a small one that reads bytes, untrained);
     flan-t5-xl (its sizes alone, for --plan)."""
     data: str = "elements"
-    """elements (embedded facts), wordnet (embedded words and glosses, for an encoder-decoder), a
-    JSONL file, or a folder with train.jsonl, validation.jsonl."""
+    """elements (embedded facts), wordnet (embedded words and glosses, for an encoder-decoder); or
+    a file, or a folder of files with train and validation in their names: JSON lines (.jsonl,
+    .jsonl.gz, .jsonl.zst), .parquet or .arrow. A decoder's files are read as they are needed,
+    whatever their size."""
     source_key: str | None = None
     """Of pairs: the key of the source. By default source, input, prompt, document, article, text
     or question: the first that is there with its target."""
@@ -94,8 +96,9 @@ class Finetuning:
     train: Trained = "adapter"
     """The adapter, or all parameters (of an encoder-decoder)."""
     questions: str | None = None
-    """Multiple choice to be examined with: a file in OpenBookQA's format; or as many of the
-    embedded ones as this number says (40 with the embedded data, none with other)."""
+    """Multiple choice to be examined with: a file in OpenBookQA's format or the datasets
+    library's; or as many of the embedded ones as this number says (40 with the embedded data,
+    none with other)."""
     style: Literal["chat", "plain"] = "chat"
     """Questions as turns of a chat, or as "Answer:" behind the question."""
     system: str | None = None
@@ -106,15 +109,19 @@ class Finetuning:
     """Parameter updates."""
     epochs: int | None = None
     """Passes over the records, instead of steps. The last update may be of fewer micro-batches;
-    records that fill no micro-batch of batch_size rows are left out of their pass."""
+    records that fill no micro-batch of batch_size rows are left out of their pass. Of files, the
+    records are counted; the first --shuffle-window of them say how many rows they make."""
     batch_size: int = 8
     """Rows of a micro-batch."""
     gradient_accumulation_steps: int = 1
     """Micro-batches per update; weighted by their learnt tokens."""
     batching: Literal["pad", "pack"] = "pad"
     """A record in each row, padded to the longest; or rows of max_length with many."""
-    num_lengths: int = 1
-    """With pad: row lengths that a program is compiled for; more waste less on padding."""
+    num_lengths: int | None = None
+    """With pad: row lengths that a program is compiled for; more waste less on padding. A batch
+    takes the least that fits its longest row; by default 8 for a decoder's files, else 1."""
+    shuffle_window: int = 8192
+    """Records of files among which the order is random; that many are held. 1 keeps their order."""
     max_length: int = 512
     """Tokens of a record, or of a source; the end of a longer one is cut, which is counted and
     said."""
@@ -148,7 +155,8 @@ class Finetuning:
     adafactor: AdafactorOptions = AdafactorOptions()
 
     def __post_init__(self) -> None:
-        counts = ("steps", "epochs", "batch_size", "gradient_accumulation_steps", "num_lengths")
+        counts = ("steps", "epochs", "batch_size", "gradient_accumulation_steps", "num_lengths",
+                  "shuffle_window")  # fmt: skip
         for name in counts:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
@@ -168,6 +176,7 @@ class Finetuning:
 # Options that checkpoints of older versions lack, and what those versions did.
 OLDER = {
     "attention": "xla",
+    "shuffle_window": 8192,
     "adapter": {"nonlinearity": "fourier", "split": False},
     "source_key": None,
     "target_key": None,
@@ -213,6 +222,8 @@ class FinetuneArguments:
     """Go on from the newest checkpoint, if there is one."""
     overwrite: bool = False
     """Replace the run in the output folder."""
+    strict: bool = False
+    """Stop at the first bad row of the data, instead of leaving it out and counting it."""
     checkpoint_every: int = 20
     """Updates between two checkpoints."""
     devices: str = "1"

@@ -19,7 +19,9 @@ from jaxkfac.cli.finetune._family import Family, Text
 from jaxkfac.cli.finetune._label_smoothing import SmoothedCategorical
 from jaxkfac.cli.finetune._load import family_of
 from jaxkfac.cli.finetune._options import Finetuning
+from jaxkfac.data.stream import BatchStream, Position, Tally
 from jaxkfac.lslora import Adapters, Config
+from jaxkfac.memory import bytes_text
 
 PyTree = Any
 
@@ -43,7 +45,8 @@ class FinetuneProblem(NamedTuple):
         text: Questions, among others.
         train: Batches to learn.
         validation: To measure with, or ``None``.
-        encoded: The text in tokens, and how much was cut.
+        encoded: The text in tokens, and how much was cut; ``None`` of files that are read as they
+            are needed.
         reference: Names of other models and their loss on the validation text.
     """
 
@@ -71,13 +74,43 @@ class FinetuneProblem(NamedTuple):
 
     @property
     def data_crc(self) -> str:
-        """CRC-32 of every example's tokens, those to learn and those to measure with."""
+        """CRC-32 of every example's tokens, those to learn and those to measure with.
+
+        Of files that are read as they are needed, of their bytes and of the first batch.
+        """
         held = [] if self.validation is None else self.validation.examples
         found = 0
-        for example in [*self.encoded.examples, *held]:
+        if isinstance(self.train, BatchStream):
+            found = zlib.crc32(self.train.rows.checksum().encode())
+            for part in self.train.first():
+                found = zlib.crc32(part.tobytes(), found)
+        else:
+            held = [*self.encoded.examples, *held]
+        for example in held:
             for part in (np.int64(len(example[0])), *example):
                 found = zlib.crc32(part.tobytes(), found)
         return f"{found:08x}"
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model has."""
+        return self.pretrained.config.vocabulary
+
+    def described(self, position: Position | None = None) -> str:
+        """The data in a line: what there is, or of files what has been read at a position."""
+        if not isinstance(self.train, BatchStream):
+            return str(self.encoded)
+        if position is not None:
+            return str(Tally(**position["tally"]))
+        rows, count = self.train.rows, len(self.train.rows.files)
+        files = "a file" if count == 1 else f"{count} files"
+        return f"{bytes_text(rows.nbytes)} in {files}, read as training needs it"
+
+    def learnt(self, position: Position) -> int:
+        """Tokens in the loss, of the data or of what has been read of them at a position."""
+        if isinstance(self.train, BatchStream):
+            return position["tally"]["learnt"]
+        return self.encoded.num_learnt
 
     def weights(self, adapters: PyTree) -> Any:
         """The model with these, as a pretrained one, and how it is called: for generation."""
@@ -234,6 +267,8 @@ def collector(experiment: Finetuning, objective: jk.Objective) -> Any:
 def options_of(experiment: Finetuning, problem: FinetuneProblem) -> dict[str, Any]:
     """Everything that decides the result, as plain values, with the layers that are adapted."""
     options = as_config(experiment)
+    streamed = isinstance(problem.train, BatchStream)
+    options["num_lengths"] = experiment.num_lengths or (8 if streamed else 1)
     if problem.config is not None:
         options["adapter"]["target"] = problem.config.target
     return options

@@ -21,11 +21,13 @@ from jaxkfac.cli.finetune._curvature import (
 from jaxkfac.cli.finetune._decoder_exam import compare_exams
 from jaxkfac.cli.finetune._load import load_model, load_text, model_shapes
 from jaxkfac.cli.finetune._loggers import check_loggers
+from jaxkfac.cli.finetune._loop import TuneState
 from jaxkfac.cli.finetune._options import FinetuneArguments
 from jaxkfac.cli.finetune._plan import print_plan
 from jaxkfac.cli.finetune._problem import FinetuneProblem, build_problem, options_of
 from jaxkfac.cli.finetune._train import train
 from jaxkfac.data.pairs import rouge_package
+from jaxkfac.data.stream import BatchStream
 from jaxkfac.files import write_text
 from jaxkfac.interception import leaves_by_path
 from jaxkfac.report import (
@@ -62,7 +64,7 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
         remove_checkpoints(folder)
     with jk.memory.track("run") as stages:
         with phase("reading the data"), processes.together("reading the data"):
-            text = load_text(experiment)
+            text = load_text(experiment, strict=arguments.strict)
         loading = processes.together("loading the model")
         with jk.memory.track("load the model"), phase("loading the model"), loading as same:
             # of a run that goes on, all parameters are in its checkpoint
@@ -71,7 +73,7 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
             problem = build_problem(experiment, load(experiment), text, devices)
             same.append(problem.data_crc)
         if processes.first:
-            Console(stderr=True).print(f"data: {problem.encoded}", highlight=False)
+            _say_what_is_read(problem)
         coverage = adapter_coverage(experiment, problem)
         pattern = arguments.curvature
         if pattern is not None:
@@ -81,16 +83,22 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
         curvature = None
         if pattern is not None:
             with jk.memory.track("curvature of the adapter"), phase("measuring curvature"):
-                curvature = adapter_curvature(problem, experiment, state.adapters, pattern)
+                curvature = adapter_curvature(problem, experiment, state, pattern)
     kept = devices.described((problem.params, state.adapters, state.optimizer))
-    doing = "writing what was trained, and the report"
-    with phase(doing), processes.together(doing):
+    words = "writing what was trained, and the report"
+    with phase(words), processes.together(words):
         if processes.first:
             saved = _save(arguments, problem, state.adapters)
-            summary = saved | _write_results(
-                arguments, problem, state.records, curvature, coverage, stages, kept
-            )
-            _print(arguments, problem, state.records, summary, saved)
+            summary = _write_results(arguments, problem, state, curvature, coverage, stages, kept)
+            _print(arguments, problem, state.records, summary | saved, saved)
+
+
+def _say_what_is_read(problem: FinetuneProblem) -> None:
+    console, bad = Console(stderr=True), problem.text.bad
+    console.print(f"data: {problem.described()}", highlight=False, soft_wrap=True)
+    if bad:
+        left_out = f"{len(bad)} bad rows to validate with are left out, the first {bad[0]}"
+        console.print(left_out, highlight=False, soft_wrap=True)
 
 
 def _print(
@@ -108,6 +116,8 @@ def _print(
     if problem.devices.mesh is not None:
         line = devices_line("finetune", records.samples_per_second, summary["devices"])
         console.print(line, highlight=False)
+    if isinstance(problem.train, BatchStream):
+        console.print(f"data: {summary['data']}", soft_wrap=True, highlight=False)
     for name, path in (*saved.items(), ("report", summary["report"])):
         console.print(f"{name}: {path}", soft_wrap=True, highlight=False)
 
@@ -144,13 +154,14 @@ def _save(arguments: FinetuneArguments, problem: FinetuneProblem, adapters: Any)
 def _write_results(
     arguments: FinetuneArguments,
     problem: FinetuneProblem,
-    records: FinetuneRecords,
+    state: TuneState,
     curvature: AdapterCurvature | None,
     coverage: list[CoverageRow],
     stages: jk.memory.Stage,
     devices: dict[str, Any],
 ) -> dict[str, Any]:
-    output, experiment = arguments.output, arguments.experiment
+    output, experiment, records = arguments.output, arguments.experiment, state.records
+    read = problem.described(state.position)
     config, software = options_of(experiment, problem), versions()
     comparison = {}
     if len(records.exams) > 1 and records.exams[0].correct:
@@ -160,6 +171,7 @@ def _write_results(
         "config": config,
         "versions": software,
         "records": records.to_plain(),
+        "data": {"read": read, **(state.position or {}).get("tally", {})},
         "comparison": comparison,
         "reference": dict(problem.reference),
         "spectra": [record._asdict() for record in spectra],
@@ -179,7 +191,7 @@ def _write_results(
         how, trained = "trained", "the model"
     page = finetune_page(
         title=f"{experiment.model}, {how} on {experiment.data}",
-        lead=f"{sum(sizes):,} parameters of {trained}; {problem.encoded}.",
+        lead=f"{sum(sizes):,} parameters of {trained}; {read}.",
         records=records,
         comparison=comparison,
         spectra=spectra,
@@ -196,6 +208,7 @@ def _write_results(
     write_text(output / "report.html", page, "the report")
     return {
         "steps": len(records.losses),
+        "data": read,
         "loss": [mean_loss(records.losses, last=last) for last in (False, True)],
         "validation_loss": {x.step: x.loss for x in records.exams if x.loss is not None},
         "reference": dict(problem.reference),

@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +14,10 @@ import jaxkfac as jk
 from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._loop import skipped_updates
 from jaxkfac.cli._phases import phase
+from jaxkfac.cli.finetune._family import check_ids
 from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.cli.finetune._problem import FinetuneProblem, collector, objective_of
+from jaxkfac.data.stream import BatchStream, Position
 
 PyTree = Any
 _LABELS, _DROPOUT = 0, 1  # folded into the run's key: K-FAC's labels and dropout differ
@@ -25,6 +28,7 @@ class Prepared(NamedTuple):
 
     Attributes:
         number: Of the micro-batch in the run.
+        position: In the data, behind it.
         batch: ``(inputs, targets, mask)``.
         tokens: That are read, without padding.
         learnt: Of them in the loss.
@@ -32,18 +36,27 @@ class Prepared(NamedTuple):
     """
 
     number: int
+    position: Position
     batch: Any
     tokens: int
     learnt: int
     examples: int
 
 
-def prepare(problem: FinetuneProblem, number: int) -> Prepared:
-    """Build a micro-batch and send it; does not wait until it has arrived."""
-    batch = problem.train.at(number)
+def prepare(
+    problem: FinetuneProblem, number: int, batches: Iterator[tuple[Any, Position]]
+) -> Prepared:
+    """Build the next micro-batch and send it; does not wait until it has arrived.
+
+    Raises:
+        ValueError: it has ids that the model has not.
+    """
+    batch, position = next(batches)
+    if isinstance(problem.train, BatchStream):  # others are checked when they are made
+        check_ids(int(max(batch.ids.max(), batch.targets.max())), problem.vocabulary)
     counts = batch.num_tokens, batch.num_terms, batch.num_examples
     arrays = problem.family.batch(batch, np.asarray)
-    return Prepared(number, problem.devices.put_batch(arrays), *counts)
+    return Prepared(number, position, problem.devices.put_batch(arrays), *counts)
 
 
 class MicroResult(NamedTuple):

@@ -21,10 +21,11 @@ from jaxkfac.cli._run_state import DATA_CRC, flatten_state, restore_state
 from jaxkfac.cli._writer import CheckpointWriter, checkpoint_writer
 from jaxkfac.cli.finetune._loggers import open_loggers
 from jaxkfac.cli.finetune._loop import TuneState, Tuning
-from jaxkfac.cli.finetune._options import OLDER, FinetuneArguments
+from jaxkfac.cli.finetune._options import OLDER, FinetuneArguments, Finetuning
 from jaxkfac.cli.finetune._problem import (
     FinetuneProblem,
     build_optimizer,
+    micro_batches,
     options_of,
     total_updates,
 )
@@ -63,7 +64,7 @@ def train(
     config = options | {DATA_CRC: problem.data_crc}
     tx = build_optimizer(experiment, problem, total)
     with processes.together(f"looking for a checkpoint in {folder}") as same:
-        state = _start(problem, tx, folder if arguments.resume else None, config)
+        state = _start(experiment, problem, tx, folder if arguments.resume else None, config)
         same.append(state.step)
     adapters, optimizer = problem.devices.whole((state.adapters, state.optimizer))
     state = state._replace(adapters=adapters, optimizer=optimizer)
@@ -85,11 +86,12 @@ def train(
     ):
 
         def save() -> None:
-            adapters, optimizer, step, records = run.state
+            adapters, optimizer, step, records, position = run.state
             leaves = flatten_state(adapters, optimizer, keep=processes.first)
             if processes.first:
                 plain = records.to_plain()
-                found = Checkpoint(leaves, config, experiment.optimizer, plain, step)
+                optimized = experiment.optimizer
+                found = Checkpoint(leaves, config, optimized, plain, step, position)
                 writer.save(folder, found)
 
         _to_the_end(arguments, run, watch, writer, save, processes, folder=folder, total=total)
@@ -151,7 +153,11 @@ def _to_the_end(
 
 
 def _start(
-    problem: FinetuneProblem, tx: Any, folder: Path | None, config: dict[str, Any]
+    experiment: Finetuning,
+    problem: FinetuneProblem,
+    tx: Any,
+    folder: Path | None,
+    config: dict[str, Any],
 ) -> TuneState:
     """From the checkpoint in ``folder``, if there is one, or from the beginning."""
     if folder is not None and find_checkpoint(folder):
@@ -160,7 +166,9 @@ def _start(
         adapters, optimizer = restore_state(
             stored, problem.adapters, template, config, lacking=OLDER
         )
-        records = FinetuneRecords.from_plain(stored.records)
-        return TuneState(adapters, optimizer, stored.step, records)
+        records, position = FinetuneRecords.from_plain(stored.records), stored.position
+        if position is None:  # of an older version, whose data were in memory
+            position = {"batch": micro_batches(experiment, problem, stored.step).start}
+        return TuneState(adapters, optimizer, stored.step, records, position)
     adapters = problem.initial()
     return TuneState(adapters, tx.init(adapters), 0, FinetuneRecords())

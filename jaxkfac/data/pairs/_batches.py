@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from jaxkfac.data._batches import epoch_batches, num_batches
 from jaxkfac.data.pairs._encode import PairExample
 from jaxkfac.data.pairs._rows import PairBatch, pair_batch
+from jaxkfac.data.stream import NumberedBatches
 from jaxkfac.data.text import bucket_lengths
 
 
 @dataclasses.dataclass(frozen=True)
-class PairBatches:
+class PairBatches(NumberedBatches[PairBatch]):
     """Batches of pairs in a fresh random order each epoch; nothing is remembered.
 
     Attributes:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxkfac.data.text import read_lines, train_and_validation
+from jaxkfac.data.readers import read_splits
 
 PAIR_KEYS = (
     ("source", "target"),
@@ -59,8 +59,8 @@ def read_pairs(
     """Pairs to train on and to validate with.
 
     Args:
-        path: A folder with ``train.jsonl`` and, if there is one, ``validation.jsonl``; or a
-            single JSONL file, all of it to train on.
+        path: A file, all of it to train on; or a folder, in which
+            :func:`jaxkfac.data.readers.find_files` says which files are for what.
         source: Key of the sources; see :func:`parse_pair`.
         target: Key of the targets.
 
@@ -68,12 +68,11 @@ def read_pairs(
         ``(train, validation)``; the second may be empty.
 
     Raises:
-        FileNotFoundError: there is no such path, or no ``train.jsonl`` in it.
-        ValueError: a line is no JSON or no pair, or has an empty side, named with file and line.
+        FileNotFoundError: there is no such path, or nothing to train on in it.
+        ValueError: a row is no JSON or no pair, or has an empty side, named with file and number.
     """
     parse = functools.partial(parse_pair, source=source, target=target)
-    train, validation = train_and_validation(Path(path))
-    return read_lines(train, parse), read_lines(validation, parse) if validation else []
+    return read_splits(path, parse)
 
 
 def _keys(plain: dict[str, Any], source: str | None, target: str | None) -> Sequence[str]:

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxkfac.data._batches import epoch_batches, num_batches
+from jaxkfac.data.stream import NumberedBatches
 from jaxkfac.data.text._encode import Example
 from jaxkfac.data.text._rows import TokenBatch, bucket_lengths, pack, token_batch
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenBatches:
+class TokenBatches(NumberedBatches[TokenBatch]):
     """Batches of a data set in a fresh random order each epoch; nothing is remembered.
 
     Attributes:
