@@ -381,7 +381,7 @@ def table(record: dict[str, Any], targets: Sequence[str]) -> str:
     when = f"Written on {record['date']} with jax {record['jax']} and `python -m benchmarks.plan"
     when += f" --targets {' '.join(targets)} --scale {record['scale']}` (`make plan-record`)."
     if record["only"]:
-        when += f" Only these rows are of that run: {', '.join(record['only'])}."
+        when += f" Only these rows are of that run: {'; '.join(record['only'])}."
     return f"# {intro}\n\n{about}\n{when}\n\n{rows}\n"
 
 

@@ -66,7 +66,8 @@ def layer_table(sides: Sides) -> Iterable[Pair]:
     table = jk.find_layers(sides.objective, sides.params, sides.our_batch())
     modules = ref.find_layers(sides.model)
     layers = len(sides.problem.twins) + len(sides.problem.beside)
-    yield Pair("table", "number of layers", len(table.layers), layers)
+    of_parameters = [layer for layer in table.layers if not layer.computed_from]
+    yield Pair("table", "number of layers", len(of_parameters), layers)
     yield Pair("table", "uncovered", len(table.uncovered), 0)
     for twin in sides.problem.twins:
         layer, shape = table[sides.name(twin)], modules[twin.modules[0]].weight.shape

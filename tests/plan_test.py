@@ -25,6 +25,8 @@ from jaxkfac.planning._temporaries import within
 pytestmark = pytest.mark.standard_promotion
 
 TRAININGS = dict(trainings(scale=2))
+# Planned in float16 there, since XLA's CPU compiler keeps bfloat16 in float32 besides: 0.87 of it.
+TRAININGS.pop("scanned bfloat16, K-FAC staggered")
 QUICK = ("scanned, rematted", "dense", "K-FAC in graph")
 
 

@@ -28,6 +28,14 @@ from jaxkfac.models.encoder_decoder import (
     save_encoder_decoder,
     shaped_encoder_decoder,
 )
+from jaxkfac.models.few_shot import (
+    Conv4,
+    CosineTransformer,
+    CosineTransformerConfig,
+    EpisodeNorm,
+    PrototypicalNetwork,
+    ResNet,
+)
 from jaxkfac.models.pretrained import smollm2
 
 __all__ = [
@@ -35,13 +43,19 @@ __all__ = [
     "Cache",
     "Cached",
     "CachedPairs",
+    "Conv4",
+    "CosineTransformer",
+    "CosineTransformerConfig",
     "Decoder",
     "DecoderConfig",
     "EncoderDecoder",
     "EncoderDecoderConfig",
+    "EpisodeNorm",
     "Pairs",
     "PairsCache",
     "Pretrained",
+    "PrototypicalNetwork",
+    "ResNet",
     "Rotary",
     "Tokenizer",
     "Tokens",
