@@ -11,6 +11,7 @@ before anything is loaded, and --bytes what accumulation and fewer queries save.
 """
 
 import argparse
+import functools
 import json
 import time
 from pathlib import Path
@@ -156,6 +157,7 @@ def show_plan(options: argparse.Namespace, training: Training) -> None:
 def show_bytes(options: argparse.Namespace, training: Training) -> None:
     """Compiled bytes of a step: all it is given and all that it makes on the way."""
 
+    @functools.cache
     def needed(steps: int, n_query: int, episodes: int) -> float:
         tx = training.accumulating(steps)
         program = jax.jit(lambda *a: training.step(tx, *a), donate_argnums=0)

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxkfac._checks import at_least_one
-from jaxkfac.models.few_shot._prototypes import embed
+from jaxkfac.models.few_shot._prototypes import Backbone, embed
 
 _SCALE = 2.0  # of the head's cosines; its learnable norm multiplies it
 
@@ -117,7 +117,7 @@ class CosineTransformer(nnx.Module):
     """
 
     def __init__(
-        self, backbone: nnx.Module, config: CosineTransformerConfig, *, rngs: nnx.Rngs
+        self, backbone: Backbone, config: CosineTransformerConfig, *, rngs: nnx.Rngs
     ) -> None:
         width, self.config = backbone.features, config
         self.backbone = backbone
