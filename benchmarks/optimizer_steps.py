@@ -6,17 +6,20 @@ The program is the autoencoder of the K-FAC papers, 784-1000-500-250-30 and mirr
 the embedded digits enlarged to 28 x 28: Bernoulli pixels, batches of 256, sampled Fisher, a
 refresh every 5 steps, damping 0.1 split by pi. The peer is kfac-jax, in an environment of its
 own, where ``pip install kfac-jax==0.0.8 jax==0.8.1`` has been run; it takes its steps in a
-process of its own when it is told to, so that the two never run at the same time. Its settings
-are "fixed" (learning rate 0.1, damping 0.1, norm constraint 1, as ours) and "adaptive" (damping,
+process of its own when it is told to, so that the two never run at the same time. It runs without
+XNNPACK, whose products there read what a donated parameter held before. The peer's settings are
+"fixed" (learning rate 0.1, damping 0.1, norm constraint 1, as ours) and "adaptive" (damping,
 learning rate and momentum chosen at each step).
 
 Times are of blocks of 5 steps, so that each holds one refresh. Ours and the peer's alternate,
 and a ratio is the median over pairs of blocks. ``first_step_s`` is the first call, compilation
 and all. Beside wall time there is the CPU time of all threads, which other work on the machine
-blurs less.
+blurs less. Of an update of 48 unrolled layers there is the CPU time of tracing and compiling;
+``python -m benchmarks.accelerators --target h100 --size others`` compiles it for an H100.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import subprocess
@@ -39,6 +42,7 @@ from jaxkfac.data import load_digits
 
 SIZES = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
 BATCH, PERIOD, RATE, DAMPING, CONSTRAINT = 256, 5, 0.1, 0.1, 1.0
+UNROLLED = 48  # layers of the update that is compiled
 PEER = Path(__file__).parent / "_kfac_jax_steps.py"
 
 
@@ -202,6 +206,37 @@ def preconditioning(data: Problem, pairs: int) -> dict[str, float]:
     }
 
 
+def unrolled_update(layers: int, dtype: Any, **options: Any) -> tuple[Callable[..., Any], Any]:
+    """``tx.update`` of equal layers without a scan, every safety on, and its arguments' shapes."""
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        for p in params:
+            x = jnp.tanh(x @ p["w"] + p["b"])
+        return x
+
+    params = [{"w": of((64, 64)), "b": of((64,))} for _ in range(layers)]
+    stats = jk.value_grad_and_factors(jk.Objective(apply, jk.Gaussian()))
+    like = stats.factor_shapes(params, (of((32, 64)), of((32, 64))))
+    safe: dict[str, Any] = {"norm_constraint": 1e-2, "weight_decay": 1e-4}
+    tx = jk.kfac(0.1, like=like, damping=1e-3, **safe, **options)
+
+    def update(grads: Any, state: Any, params: Any, factors: Any) -> Any:
+        return tx.update(grads, state, params, factors=factors)
+
+    return update, (params, jax.eval_shape(tx.init, params), params, like)
+
+
+def compilation(mode: str) -> dict[str, float]:
+    """CPU seconds of tracing and compiling the update of unrolled layers."""
+    update, shapes = unrolled_update(UNROLLED, jnp.float32, damping_mode=mode)
+    begun = time.process_time()
+    lowered = jax.jit(update).lower(*shapes)
+    traced = time.process_time()
+    lowered.compile()
+    return {"trace_cpu_s": traced - begun, "compile_cpu_s": time.process_time() - traced}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peer", type=Path, help="the Python of an environment with kfac-jax")
@@ -212,6 +247,10 @@ def main() -> None:
     record, data = stamp(blocks=args.blocks, pairs=args.pairs), problem()
     record["preconditioning"] = preconditioning(data, args.pairs)
     shown("preconditioning", record["preconditioning"])
+    for mode in ("exact", "pi"):
+        name = f"update of {UNROLLED} layers, {mode}"
+        record[name] = compilation(mode)
+        shown(name, record[name])
     if args.peer is not None:
         for settings in ("fixed", "adaptive"):
             record[settings] = beside_peer(args.peer, data, settings, args.blocks)

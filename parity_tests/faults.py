@@ -11,7 +11,7 @@ import pytest
 import jaxkfac as jk
 from jaxkfac import lslora
 from jaxkfac.curvature import _layer_power
-from jaxkfac.factors import _objective
+from jaxkfac.factors import _loss_terms
 from jaxkfac.factors._fisher import MonteCarlo
 from jaxkfac.interception import ParameterMatrix
 from jaxkfac.kinds import _moments, _rows, _two_sided
@@ -138,8 +138,8 @@ def swapped_dampings(patch: Patch) -> None:
 def reordered_patches(patch: Patch) -> None:
     """The axes of a patch are flattened in another order, as PyTorch's is not Flax's."""
 
-    def moments(original: Any, side: Any) -> Any:
-        found, n = original(side), len(side.feature_axes)
+    def moments(original: Any, side: Any, precision: Any) -> Any:
+        found, n = original(side, precision), len(side.feature_axes)
         lead = found.ndim - 2 * n
         rolled = [(i + 1) % n for i in range(n)]
         order = [*range(lead), *(lead + i for i in rolled), *(lead + n + i for i in rolled)]
@@ -180,7 +180,7 @@ def ignored_labels(patch: Patch) -> None:
 
 def targets_read_under_the_mask(patch: Patch) -> None:
     """Targets without a loss term are computed with before the mask drops their terms."""
-    patch.setattr(_objective, "kept_targets", lambda targets, mask: targets)
+    patch.setattr(_loss_terms, "kept_targets", lambda targets, mask: targets)
 
 
 # ---------------------------------------------------------------- of the adapter

@@ -103,8 +103,8 @@ def every_step(dtype):
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", every_step(jnp.float32))
 def test_every_step_of_the_record_traces_in_bfloat16(name):
-    fn, args = every_step(jnp.bfloat16)[name]()
-    with jax.numpy_dtype_promotion("standard"):  # Flax's BatchNorm needs it
+    with jax.numpy_dtype_promotion("standard"):  # Flax's layers need it
+        fn, args = every_step(jnp.bfloat16)[name]()
         jax.eval_shape(fn, *args)
 
 

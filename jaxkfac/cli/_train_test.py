@@ -363,7 +363,8 @@ def test_the_digits_are_learnt_by_both_and_faster_by_kfac(seed, tmp_path):
     runs = json.loads((tmp_path / "metrics.json").read_text())["runs"]
     accuracy = {name: runs[name]["epochs"][-1]["test_accuracy"] for name in ("kfac", "adamw")}
     assert accuracy["kfac"] >= 0.97
-    assert accuracy["kfac"] >= accuracy["adamw"] - 0.005
+    # Two standard errors of a difference over 359 images are 1.2 %: both are right on about 98 %.
+    assert accuracy["kfac"] >= accuracy["adamw"] - 0.012
     kfac, adamw = ([e["train_loss"] for e in runs[n]["epochs"]] for n in ("kfac", "adamw"))
     # Which single epochs K-FAC leads depends on the machine's rounding, the mean does not.
     assert kfac[-1] < adamw[-1]

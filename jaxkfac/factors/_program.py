@@ -161,7 +161,7 @@ class Program:
                 table = traced.table.without_second_pass(reason)
                 traced = dataclasses.replace(traced, table=table)
             if self._cover and traced.table.problems:
-                alone = self._second_pass and not traced.coupled_inputs
+                alone = self._second_pass and lead and not traced.coupled_inputs
                 traced.table.raise_uncovered(second_pass=alone)
             return traced
 

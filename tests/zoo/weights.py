@@ -123,7 +123,7 @@ def _cosine():
         y = y / jnp.linalg.norm(y, axis=-1, keepdims=True)
         w = p["head"] / jnp.linalg.norm(p["head"], axis=0, keepdims=True)
         y = tap.dense("head@effective", y, y @ w)
-        return tap.scale("scale", y, 10 * y * p["scale"], shape=())
+        return tap.scale("scale", 10 * y, 10 * y * p["scale"], shape=())
 
     params = tree(0, up=(4, 5), head=(5, 3), scale=())
     batch, objective = (normal(8, 6, 4), labels(9, 6)), objective_of(model)
@@ -280,8 +280,8 @@ def _rounded():
 @program("kernel of a low-rank and a diagonal part", family=COMPUTED, checked=BRUTE)
 def _diagonal_and_low_rank():
     def model(p, x, tap):
-        w = jnp.diag(p["d"]) + p["u"] @ p["u"].T
-        y = jnp.tanh(tap.dense("u@effective", x, x @ w))
+        w = jnp.diag(p["d"]) + p["u"] @ p["u"].T  # d is still seen in it, so no kernel of its own
+        y = jnp.tanh(x @ w)
         return tap.dense("head", y, y @ p["head"])
 
     params, batch = tree(0, d=(4,), u=(4, 2), head=(4, 3)), (normal(8, 6, 4), labels(9, 6))

@@ -248,6 +248,8 @@ def assert_measured(corrected, objective, params, batch):
     gradients, terms = example_gradients(objective, params, batch)
     bases = read(corrected)
     for layer in corrected.layers:
+        if layer.computed_from:
+            continue
         basis = bases[layer.name]
         matrix, row = in_own_basis(layer, basis, gradients)
         assert_close(raw_of(basis), (matrix**2).sum(0) / terms, layer.name)
@@ -696,6 +698,8 @@ def test_parameters_that_no_rule_covers_get_their_per_example_diagonal():
     batch = (normal(5, N, 3), normal(6, N, 2), jnp.ones(N, bool))
     bases = bases_of(objective, params, batch, uncovered="diagonal")
     corrected = correct(objective, bases, params, batch)
+    # Only the computed weight is read as a kernel, and it is no leaf that has a gradient.
+    assert [layer.name for layer in corrected.layers if layer.computed_from] == ["w@effective"]
     assert_measured(corrected, objective, params, batch)
 
 
@@ -751,9 +755,12 @@ def test_what_cannot_be_measured_is_refused():
         correct_eigenvalues(objective, eigendecompose(factors, vectors=False))
     with pytest.raises(ValueError, match="pass key="):
         correct_eigenvalues(objective, bases, fisher="mc")(params, batch)
-    lone = Objective(lambda p, x: (x @ (p["u"] ** 2)) @ p["w"], Gaussian())
+    lone = Objective(lambda p, x: jnp.tanh(x @ lax.stop_gradient(p["u"])) @ p["w"], Gaussian())
     with pytest.raises(UnknownLayerError, match="'u' that the program lacks"):
         correct_eigenvalues(lone, bases)(params, batch)
+    squared = Objective(lambda p, x: (x @ (p["u"] ** 2)) @ p["w"], Gaussian())
+    with pytest.raises(ValueError, match="layer 'u': the bases have kind dense, the program trans"):
+        correct_eigenvalues(squared, bases)(params, batch)
     bare = Objective(lambda p, x: jnp.tanh(x @ p["u"]) @ p["w"] + p["c"], Gaussian())
     with pytest.raises(ValueError, match="layer 'u': the bases have bias"):
         correct_eigenvalues(bare, bases)(params, batch)
