@@ -154,4 +154,4 @@ class CosineTransformer(nnx.Module):
 def _unit(x: Array) -> Array:
     """Divided by its length; a zero stays zero, with a finite gradient."""
     square = jnp.square(x).sum(-1, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.maximum(square, jnp.finfo(x.dtype).tiny))
+    return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
