@@ -157,6 +157,8 @@ WORDS = {
         lambda: called(Normalised().dense, nnx.Param, state={}), "state=", "nnx.Param", "leave"),
     "a target without its key": (
         lambda: two_outputs(params, (x, {"a": y})), "batch: targets", "without 'b'"),
+    "a period that is not whole": (
+        lambda: jk.LevenbergMarquardt(every=2.5), "every=2.5", "whole number of updates"),
     "another word for the rate": (
         lambda: jk.kfac("adaptive", like=factors), "learning_rate='adaptive'", '"quadratic"'),
     "another word for the momentum": (

@@ -542,7 +542,6 @@ class TestRefused:
             ({"initial": 5.0, "maximum": 4.0}, "initial=5.0"),
             ({"factor": 1.0}, "factor=1.0: expected a number between 0 and 1"),
             ({"every": 0}, "every=0: expected at least 1"),
-            ({"every": 2.5}, "every=2.5: expected a whole number"),
             ({"initial": np.inf}, "initial=inf"),
             ({"burn_in": -1}, "burn_in=-1"),
         ],

@@ -73,7 +73,8 @@ def read_splits(
         seed: Of the division.
 
     Raises:
-        ValueError: one of the three is missing, or a class is in two of them; or as of :func:`read_class_folder`.
+        ValueError: one of the three is missing, or a class is in two of them; or as of
+            :func:`read_class_folder`.
     """
     folder = _existing(Path(folder))
     options: dict[str, Any] = {"image_size": image_size, "channels": channels}

@@ -51,7 +51,7 @@ USER, ANSWER = Message("user", "Fe?"), Message("assistant", "iron")
             Chat((Message("system", "Be brief"), USER, ANSWER)),
         ),
     ],
-    ids=["completion", "text", "turns", "alpaca", "alpaca-input", "sharegpt", "messages"],
+    ids="completion text turns alpaca alpaca-text alpaca-input sharegpt messages".split(),
 )
 def test_rows_of_each_format_are_records(row, record):
     assert parse_record(row) == record
