@@ -58,7 +58,9 @@ def checkpoint_writer() -> Iterator[CheckpointWriter]:
     writer = CheckpointWriter()
     try:
         yield writer
-    finally:
+    except BaseException:  # which says more than what the disk then says
         writer.wait()
-        if writer.error is not None:
-            raise writer.error
+        raise
+    writer.wait()
+    if writer.error is not None:
+        raise writer.error

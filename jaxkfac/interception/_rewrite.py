@@ -262,7 +262,7 @@ class Rewriter:
         stacks = {
             u.layer: u.layers
             for u in inner.all_uses()
-            if u.layer and u.view.members and u.view.stacked_for == inner.scan
+            if u.layer is not None and u.view.members and u.view.stacked_for == inner.scan
         }
         walked = {
             u.layer
@@ -314,4 +314,4 @@ def _at_use(slot: Slot | Elements) -> Slot:
 
 def tapped_layers(plan: Plan) -> set[str]:
     """Names of the layers with a tapped use inside a plan."""
-    return {name for u in plan.all_uses() for name in u.layers}
+    return {name for u in plan.all_uses() for name in u.layers if name is not None}

@@ -92,7 +92,7 @@ class SlotRule:
         return move_elements(self.eqn, part, position, self.values, self.entries)
 
 
-def stacked_slots(slots: Slots, stacks: Mapping[str, Sequence[str]]) -> Slots:
+def stacked_slots(slots: Slots, stacks: Mapping[str, Sequence[str | None]]) -> Slots:
     """Slots beside the operand of a scan, those of stacked parameters stacked likewise.
 
     Args:
@@ -102,7 +102,7 @@ def stacked_slots(slots: Slots, stacks: Mapping[str, Sequence[str]]) -> Slots:
     joined = {name for names in stacks.values() for name in names}
     out: Slots = {name: slot for name, slot in slots.items() if name not in joined}
     for first, names in stacks.items():
-        elements = [slots.get(name) for name in names]
+        elements = [None if name is None else slots.get(name) for name in names]
         matrices = [slot if isinstance(slot, dict) else {} for slot in elements]
         if any(isinstance(slot, Elements) for slot in elements):
             out[first] = stack_elements([s if isinstance(s, Elements) else None for s in elements])

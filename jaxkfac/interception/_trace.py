@@ -175,7 +175,8 @@ class Traced:
         found = collections.defaultdict(list)
         for use in self.analysis.plan.all_uses():
             for name in dict.fromkeys(use.layers):
-                found[name].append(use)
+                if name is not None:
+                    found[name].append(use)
         return found
 
     def emit(

@@ -218,8 +218,8 @@ class Use:
         parts: Where the parameter is a part of an array: the uses of all its parts.
         join: For a bias: the product it is added to, if nothing else reads that product.
         layer: Name of the layer this use belongs to, or ``None`` while it is not tapped.
-        layers: Names of all of them, where each iteration's is another layer; ``""`` where it is
-            none that is tapped.
+        layers: Names of all of them, where each iteration's is another layer; ``None`` where it
+            is none that is tapped. A parameter that is the whole tree has the name ``""``.
         free_stack: Whether its first free axis is read as a stack of experts.
         row_batch: Of a dense layer: which pairs of shared axes are rows, the parameter having
             been broadcast along them.
@@ -246,7 +246,7 @@ class Use:
     parts: Sequence["Use"] = ()
     join: "Use | None" = None
     layer: str | None = None
-    layers: tuple[str, ...] = ()
+    layers: tuple[str | None, ...] = ()
     free_stack: bool = False
     row_batch: tuple[int, ...] = ()
     row_axes: tuple[int, ...] = ()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkfac._checks import instance_of
+from jaxkfac._checks import instance_of, scalar
 from jaxkfac.curvature.operators import Operator
 from jaxkfac.interception import check_function, leaves_by_path, with_leaves
 from jaxkfac.optim._descent import advance_momentum, descend, where
@@ -37,7 +37,9 @@ class AdaptationState(NamedTuple):
         burned_in: Updates that averaged the factors alone, int32.
         displaced: Updates that did not find the parameters where the last one should have left
             them, int32: something after ``kfac`` changes its updates.
-        position: Inner product of the last update with the parameters that it led to.
+        position: Inner product of what is kept as momentum with the parameters after the last
+            update.
+        travelled: And with that update: how far it went in that direction.
     """
 
     damping: Scalar
@@ -48,6 +50,7 @@ class AdaptationState(NamedTuple):
     burned_in: Int[Array, ""]
     displaced: Int[Array, ""]
     position: Scalar
+    travelled: Scalar
 
 
 class BatchLoss(NamedTuple):
@@ -128,6 +131,7 @@ class Adaptation:
             burned_in=none,
             displaced=none,
             position=zero,
+            travelled=zero,
         )
 
     def loss(self, params: PyTree, value: Any, value_fn: Any, curvature: Any) -> BatchLoss:
@@ -146,6 +150,7 @@ class Adaptation:
                 "value_fn(params) the loss of the same batch and operator its curvature there, "
                 "jk.operators.ggn(objective, params, batch)"
             )
+        scalar("value", value, "the loss of this batch, a number")
         check_function("value_fn", value_fn, "value_fn(params), the loss of this batch")
         instance_of(
             "curvature", curvature, Operator, "as jk.operators.ggn(objective, params, batch)"
@@ -165,13 +170,7 @@ class Adaptation:
             ValueError: the curvature is of another batch, or the parameters are not where the
                 last update should have left them.
         """
-        found = loss.curvature.terms
-        if is_concrete(found) and is_concrete(terms) and terms > 0 and found != terms:
-            raise ValueError(
-                f"curvature: the operator is of a batch of {found:g} loss terms, and the factors "
-                f"are of {terms:g}: build it of the same batch; under jk.multi_steps, as value= "
-                "and value_fn=, of the whole group's"
-            )
+        check_batch(loss.curvature, terms)
         displaced = self._displaced(state, params)
         if is_concrete(displaced) and displaced:
             raise ValueError(
@@ -206,16 +205,15 @@ class Adaptation:
     def _displaced(self, state: Any, params: PyTree) -> Bool[Array, ""]:
         """Whether the parameters are elsewhere than the last update should have left them.
 
-        Seen along that update alone: by a hundredth of its length, and more than rounding.
+        Seen along the momentum alone: by a hundredth of the way, and more than rounding.
         """
-        if not self.by_model:
-            return jnp.asarray(False)
-        position, update = state.adaptation.position, leaves_by_path(state.momentum)
-        at = _at(params, update)
-        length, size = (dot(x, x, position.dtype) for x in (update, at))
+        found: AdaptationState = state.adaptation
+        along, dtype = leaves_by_path(state.momentum), found.position.dtype
+        at = _at(params, along)
+        length, size = (dot(x, x, dtype) for x in (along, at))
         eps = max([float(jnp.finfo(x.dtype).eps) for x in at.values()], default=0.0)
-        off = jnp.abs(dot(at, update, position.dtype) - position)
-        return off > 0.01 * length + 16 * eps * jnp.sqrt(size * length)
+        off = jnp.abs(dot(at, along, dtype) - found.position)
+        return off > 0.01 * jnp.abs(found.travelled) + 16 * eps * jnp.sqrt(size * length)
 
     def advance(
         self,
@@ -264,11 +262,13 @@ class Adaptation:
                 return first[0] + second[0, 0] / 2
 
         stands, new = self._tried(before, params, update, change, loss, decay, taken, made)
-        position = dot(_moved(moving, update), update, dtype)
+        after = {path: x.astype(dtype) for path, x in _moved(moving, update).items()}
+        position, travelled = dot(after, kept, dtype), dot(update, kept, dtype)
         new = new._replace(
             learning_rate=jnp.where(stands, jnp.asarray(used.rate, dtype), new.learning_rate),
             momentum=jnp.where(stands, jnp.asarray(used.momentum, dtype), new.momentum),
             position=jnp.where(stands, position, new.position),
+            travelled=jnp.where(stands, travelled, new.travelled),
             displaced=new.displaced + self._displaced(state, params).astype(jnp.int32),
         )
         update = where(stands, update, jax.tree.map(jnp.zeros_like, update))
@@ -316,6 +316,7 @@ class Adaptation:
 
         def trial() -> tuple[Scalar, Scalar]:
             there = loss.value_fn(with_leaves(params, _moved(at, update)))
+            scalar("value_fn", there, "a function that returns the loss alone, one number")
             actual = jnp.asarray(there, dtype) - jnp.asarray(loss.value, dtype)
             decayed = dot(at, update, dtype) + dot(update, update, dtype) / 2
             return actual + jnp.asarray(decay, dtype) * decayed, change()
@@ -335,6 +336,25 @@ class Adaptation:
             damping=damping,
             ratio=jnp.where(due & fine, ratio, state.ratio),
             rejected=state.rejected + (made & ~fine).astype(jnp.int32),
+        )
+
+
+def check_batch(curvature: Any, terms: Any) -> None:
+    """Refuse curvature of another batch than the gradient's, where both are known.
+
+    Args:
+        curvature: An operator.
+        terms: Loss terms of the gradient's batch, or ``None``.
+
+    Raises:
+        ValueError: the operator's batch has another number of them.
+    """
+    found = getattr(curvature, "terms", None)
+    if is_concrete(found) and is_concrete(terms) and terms > 0 and found != terms:
+        raise ValueError(
+            f"curvature: the operator is of a batch of {found:g} loss terms, and the gradient is "
+            f"of {terms:g}: build it of the same batch; under jk.multi_steps, as value= and "
+            "value_fn=, of the whole group's"
         )
 
 

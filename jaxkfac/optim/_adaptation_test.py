@@ -377,9 +377,26 @@ def test_bfloat16_parameters_are_not_displaced_by_their_rounding():
     assert state.adaptation.damping.dtype == jnp.float32
 
 
-def test_kfac_that_is_not_last_in_its_chain_is_seen():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"damping": 0.1},
+        {
+            "learning_rate": 0.5,
+            "momentum": 0.5,
+            "damping": LevenbergMarquardt(every=1),
+            "weight_decay": 0.01,
+        },
+    ],
+    ids=["rates", "damping alone"],
+)
+def test_kfac_that_is_not_last_in_its_chain_is_seen(options):
     _, _, _, params, batch = problem()
-    tx, state, _ = training(params, batch, damping=0.1)
+    tx, _, own_step = training(params, batch, **options)
+    alone = params, tx.init(params)
+    for _ in range(3):
+        alone = jax.jit(own_step)(*alone)
+    assert alone[1].adaptation.displaced == 0
     stats = value_grad_and_factors(OBJECTIVE, fisher="exact")
     chain = optax.chain(tx, optax.scale(0.5))
 
@@ -403,7 +420,63 @@ def test_kfac_that_is_not_last_in_its_chain_is_seen():
     assert state[0].adaptation.displaced == 1
 
 
+def test_where_the_gradient_is_zero_nothing_is_rejected():
+    x = jnp.eye(3)
+    params, batch = {"kernel": jnp.ones((3, 2))}, (x, jnp.ones((3, 2)))
+    _, state, step = training(params, batch, LINEAR, damping=LevenbergMarquardt())
+    moved, state = jax.jit(step)(params, state)
+    np.testing.assert_array_equal(moved["kernel"], params["kernel"])
+    assert (state.adaptation.rejected, state.adaptation.damping) == (0, 1.0)
+
+
+def test_a_rejected_update_leaves_the_parameters_of_others_too():
+    _, _, _, params, batch = problem()
+    stats = value_grad_and_factors(LINEAR, fisher="exact")
+    params = {"kernel": jnp.ones((SIZES[0], SIZES[-1]))}
+    value, grads, factors = stats(params, batch)
+    rule = LevenbergMarquardt(every=1)
+    tx = kfac("quadratic", like=factors, damping=rule, others=optax.sgd(1.0, momentum=0.9))
+    whole = params | {"extra": jnp.ones(3)}
+    curvature = operators.ggn(LINEAR, whole, batch)
+    loss = {"value": value, "value_fn": lambda _: jnp.nan, "curvature": curvature}
+    state = tx.init(whole)
+    updates, after = tx.update(
+        grads | {"extra": jnp.ones(3)}, state, whole, factors=factors, **loss
+    )
+    assert not any(x.any() for x in jax.tree.leaves(updates))
+    jax.tree.map(np.testing.assert_array_equal, after.others, state.others)
+
+
 class TestRefused:
+    def test_curvature_of_a_micro_batch(self):
+        _, _, _, params, batch = problem()
+        tx, _, _ = training(params, batch, damping=0.1)
+        tx, half = multi_steps(tx, 2), jax.tree.map(lambda x: x[: N // 2], batch)
+        value, grads, factors = value_grad_and_factors(OBJECTIVE)(params, half)
+        loss = {
+            "value": value,
+            "value_fn": lambda params: OBJECTIVE(params, half),
+            "curvature": operators.ggn(OBJECTIVE, params, half),
+        }
+        _, state = tx.update(grads, tx.init(params), params, factors=factors, **loss)
+        with pytest.raises(ValueError, match="12 loss terms, and the gradient is of 24"):
+            tx.update(grads, state, params, factors=factors, **loss)
+
+    def test_a_loss_that_is_no_number(self):
+        _, _, _, params, batch = problem()
+        tx, state, _ = training(params, batch, damping=LevenbergMarquardt(every=1))
+        value, grads, factors = value_grad_and_factors(OBJECTIVE)(params, batch)
+        with pytest.raises(TypeError, match="value_fn: expected a function that returns the loss"):
+            tx.update(
+                grads,
+                state,
+                params,
+                factors=factors,
+                value=value,
+                value_fn=lambda params: (OBJECTIVE(params, batch), None),
+                curvature=operators.ggn(OBJECTIVE, params, batch),
+            )
+
     @pytest.mark.parametrize("absent", ["value", "value_fn", "curvature", "params"])
     def test_without_the_loss(self, absent):
         _, _, _, params, batch = problem()
@@ -423,7 +496,7 @@ class TestRefused:
         tx, state, _ = training(params, batch, damping=0.1)
         value, grads, factors = value_grad_and_factors(OBJECTIVE)(params, batch)
         half = jax.tree.map(lambda x: x[: N // 2], batch)
-        with pytest.raises(ValueError, match="12 loss terms, and the factors are of 24"):
+        with pytest.raises(ValueError, match="12 loss terms, and the gradient is of 24"):
             tx.update(
                 grads,
                 state,
@@ -469,6 +542,8 @@ class TestRefused:
             ({"initial": 5.0, "maximum": 4.0}, "initial=5.0"),
             ({"factor": 1.0}, "factor=1.0: expected a number between 0 and 1"),
             ({"every": 0}, "every=0: expected at least 1"),
+            ({"every": 2.5}, "every=2.5: expected a whole number"),
+            ({"initial": np.inf}, "initial=inf"),
             ({"burn_in": -1}, "burn_in=-1"),
         ],
     )

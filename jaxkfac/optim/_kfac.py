@@ -518,6 +518,12 @@ def kfac(
             adapted = adapted._replace(
                 burned_in=adapted.burned_in + (done & ~made).astype(jnp.int32)
             )
+            stands = adapted.rejected == cast(AdaptationState, state.adaptation).rejected
+            rest_out, rest_state = where(
+                stands,
+                (rest_out, rest_state),
+                (jax.tree.map(jnp.zeros_like, rest_out), state.others),
+            )
         if rest is not None:
             ours = covered_leaves(own, covered)
             out = jax.tree.map(lambda mine, x, y: x if mine else y, ours, out, rest_out)

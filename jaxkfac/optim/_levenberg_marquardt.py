@@ -66,6 +66,8 @@ class LevenbergMarquardt:
             scalar(name, getattr(self, name), "a number")
             if isinstance(getattr(self, name), Tracer):
                 raise TypeError(f"{name} is traced: LevenbergMarquardt takes numbers of Python's")
+        if self.every != int(self.every):
+            raise ValueError(f"every={self.every}: expected a whole number of updates")
         if not 0 < self.factor < 1:
             raise ValueError(f"factor={self.factor}: expected a number between 0 and 1")
         if not 0 <= self.minimum <= self.maximum:
@@ -73,7 +75,7 @@ class LevenbergMarquardt:
                 f"minimum={self.minimum} and maximum={self.maximum}: expected bounds of the "
                 "damping with 0 <= minimum <= maximum"
             )
-        if not (self.initial > 0 and self.minimum <= self.initial <= self.maximum):
+        if not (0 < self.initial < math.inf and self.minimum <= self.initial <= self.maximum):
             raise ValueError(
                 f"initial={self.initial}: expected a positive damping from minimum={self.minimum} "
                 f"to maximum={self.maximum}"

@@ -27,6 +27,7 @@ from jaxkfac.optim._accumulators import (
     check_memory_kind,
     checked_accumulator_dtype,
 )
+from jaxkfac.optim._adaptation import check_batch
 from jaxkfac.optim._kfac import KfacState
 from jaxkfac.optim._trees import (
     all_finite,
@@ -34,6 +35,7 @@ from jaxkfac.optim._trees import (
     check_like_momentum,
     check_state,
     gradients_only,
+    is_concrete,
     sum_dtype,
     with_constants,
 )
@@ -229,6 +231,8 @@ def multi_steps(
         accumulation = accumulation._replace(acc_grads=own.save(accumulation.acc_grads))
         ended = jnp.asarray(multi(wide).has_updated(accumulation))
         some = total["terms"] > 0
+        if is_concrete(ended) and ended:
+            check_batch(extra.get("curvature"), total["terms"])
         # Ahead of the cond, whose operands are arrays: a sum in full width never becomes one.
         divisor = jnp.where(some, total["terms"], 1)
         mean = jax.tree.map(

@@ -82,27 +82,28 @@ def minimum(
         momentum: The last update's, where it is given.
 
     Returns:
-        Zero for a last update that is zero, as it is before the first step, or that points
-        along the step.
+        Zero for a direction that is zero, as the last update is before the first step, and for a
+        last update that points along the step.
     """
     if len(first) == 1:
         second, first = jnp.pad(second, (0, 1)), jnp.pad(first, (0, 1))
     (a, b), c = second[0], second[1, 1]
     p, q = first
-    some = c > 0
+    # Not ``> 0``: what is not finite stays so, and the update is rejected.
+    some, last = ~(a == 0), ~(c == 0)
     if rate is not None:
-        along, more = rate, jnp.where(some, -(q + rate * b) / jnp.where(some, c, 1), 0)
+        along, more = rate, jnp.where(last, -(q + rate * b) / jnp.where(last, c, 1), 0)
     elif momentum is not None:
-        along, more = -(p + momentum * b) / a, momentum
+        along, more = jnp.where(some, -(p + momentum * b) / jnp.where(some, a, 1), 0), momentum
     else:
         # Of unit directions: the last update may be shorter by many orders.
-        u, v = jnp.sqrt(a), jnp.sqrt(jnp.where(some, c, 1))
+        u, v = jnp.sqrt(jnp.where(some, a, 1)), jnp.sqrt(jnp.where(last, c, 1))
         cosine, p_u, q_v = b / (u * v), p / u, q / v
         independent = 1 - cosine * cosine
-        both = some & (independent > 8 * jnp.finfo(first.dtype).eps)
+        both = some & last & ~(independent <= 8 * jnp.finfo(first.dtype).eps)
         sine = jnp.where(both, independent, 1)
         along = jnp.where(both, (cosine * q_v - p_u) / sine, -p_u) / u
-        more = jnp.where(both, (cosine * p_u - q_v) / sine / v, 0)
+        more = jnp.where(both, (cosine * p_u - q_v) / sine, jnp.where(some, 0, -q_v)) / v
     at = jnp.stack([along, more])
     curved = (at[:, None] * second * at).sum()
     return Minimum(along, more, (at * first).sum() + curved / 2)

@@ -12,7 +12,7 @@ from jaxkfac.data.few_shot._class_images import ClassImages, Splits, split_class
 _ENDINGS = frozenset(
     (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 )
-_SPLITS = ("train", "validation", "novel")
+_SPLITS = (("train",), ("validation", "val", "valid", "dev"), ("novel", "test"))
 
 
 def read_class_folder(
@@ -62,23 +62,31 @@ def read_class_folder(
 def read_splits(
     folder: Path | str, *, image_size: int = 84, channels: Literal[1, 3] = 3, seed: int = 0
 ) -> Splits:
-    """Read ``folder/train``, ``folder/validation`` and ``folder/novel``, or divide one folder.
+    """Read ``folder/train``, ``validation`` and ``novel``, or divide one folder.
 
     Args:
-        folder: Of three folders of these names, each as :func:`read_class_folder` takes it; or one
-            such folder, whose classes are divided at random (:func:`split_classes`).
+        folder: Of three folders of these names (``val``, ``valid``, ``dev`` and ``test`` are
+            read too), each as :func:`read_class_folder` takes it; or one such folder, whose
+            classes are divided at random (:func:`split_classes`).
         image_size: As of :func:`read_class_folder`.
         channels: Likewise.
         seed: Of the division.
 
     Raises:
-        ValueError: a class is in two of the three; or as of :func:`read_class_folder`.
+        ValueError: one of the three is missing, or a class is in two of them; or as of :func:`read_class_folder`.
     """
     folder = _existing(Path(folder))
     options: dict[str, Any] = {"image_size": image_size, "channels": channels}
-    if not all((folder / name).is_dir() for name in _SPLITS):
+    found = [[folder / name for name in names if (folder / name).is_dir()] for names in _SPLITS]
+    if not any(found):
         return split_classes(read_class_folder(folder, **options), seed=seed)
-    splits = Splits(*(read_class_folder(folder / name, **options) for name in _SPLITS))
+    if not all(len(folders) == 1 for folders in found):
+        wanted = "; ".join(" or ".join(names) for names in _SPLITS)
+        raise ValueError(
+            f"{folder} has some folders of splits: expected one of each, {wanted}, or folders of "
+            "classes alone"
+        )
+    splits = Splits(*(read_class_folder(one, **options) for (one,) in found))
     for i, one in enumerate(splits):
         for other in splits[i + 1 :]:
             if both := sorted(one.images.keys() & other.images.keys()):
@@ -99,7 +107,7 @@ def _pillow() -> Any:
 def _decoded(decoder: Any, path: Path, size: int, channels: int) -> np.ndarray:
     try:
         with decoder.open(path) as file:
-            image = file.convert("L" if channels == 1 else "RGB")
+            image = _eight_bits(file).convert("L" if channels == 1 else "RGB")
     except Exception as error:  # a decoder of a hundred formats raises what it likes
         raise ValueError(f"{path} does not decode as an image ({error})") from error
     scale = size / min(image.size)
@@ -108,6 +116,21 @@ def _decoded(decoder: Any, path: Path, size: int, channels: int) -> np.ndarray:
     left, top = (width - size) // 2, (height - size) // 2
     image = image.crop((left, top, left + size, top + size))
     return np.asarray(image).reshape(size, size, channels)
+
+
+def _eight_bits(file: Any) -> Any:
+    """An image as it is seen: upright, on white where it is transparent, eight bits a channel."""
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(file)
+    if image.mode.startswith("I") or image.mode == "F":
+        values = np.asarray(image, np.float64)
+        whole = 65535 if image.mode != "F" else 1 if values.max(initial=0) <= 1 else 255
+        return Image.fromarray(np.clip(255 / whole * values, 0, 255).round().astype(np.uint8))
+    if "A" in image.getbands() or "transparency" in image.info:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image
 
 
 def _existing(folder: Path) -> Path:

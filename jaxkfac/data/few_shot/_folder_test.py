@@ -1,3 +1,4 @@
+import shutil
 import sys
 
 import numpy as np
@@ -41,8 +42,21 @@ def test_the_middle_of_the_scaled_image_is_kept(tmp_path):
 
 def test_colours_gray_and_transparency_are_read_alike(tmp_path):
     write(tmp_path / "a" / "gray.png", np.full((4, 4), 7))
-    write(tmp_path / "a" / "rgba.png", np.full((4, 4, 4), 7))
+    opaque, ink = np.full((4, 4, 4), 7), np.zeros((4, 4, 4))
+    opaque[..., 3], ink[1:3, 1:3, 3] = 255, 255
+    write(tmp_path / "a" / "rgba.png", opaque)
     assert (read_class_folder(tmp_path, image_size=4).images["a"] == 7).all()
+    write(tmp_path / "b" / "ink on nothing.png", ink)
+    (seen,) = read_class_folder(tmp_path, image_size=4).images["b"]
+    np.testing.assert_array_equal(seen[..., 0], 255 - ink[..., 3])
+
+
+def test_sixteen_bits_are_scaled(tmp_path):
+    ramp = np.linspace(0, 65535, 16).reshape(4, 4).round().astype(np.uint16)
+    (tmp_path / "a").mkdir()
+    Image.fromarray(ramp).save(tmp_path / "a" / "x.png")
+    (seen,) = read_class_folder(tmp_path, image_size=4, channels=1).images["a"]
+    np.testing.assert_array_equal(seen[..., 0], (ramp / 257).round())
 
 
 def test_three_folders_are_the_three_splits(tmp_path):
@@ -52,6 +66,16 @@ def test_three_folders_are_the_three_splits(tmp_path):
     assert [list(split.images) for split in splits] == [["a"], ["b"], ["c"]]
     write(tmp_path / "novel" / "a" / "x.png", np.zeros((4, 4)))
     with pytest.raises(ValueError, match="class 'a' is in .*train and in .*novel"):
+        read_splits(tmp_path, image_size=4)
+
+
+def test_splits_have_the_names_that_data_sets_give_them(tmp_path):
+    for split, name in (("train", "a"), ("val", "b"), ("test", "c")):
+        write(tmp_path / split / name / "x.png", np.zeros((4, 4)))
+    splits = read_splits(tmp_path, image_size=4)
+    assert [list(split.images) for split in splits] == [["a"], ["b"], ["c"]]
+    shutil.rmtree(tmp_path / "val")
+    with pytest.raises(ValueError, match="expected one of each, train; validation or val"):
         read_splits(tmp_path, image_size=4)
 
 

@@ -30,7 +30,9 @@ def parse_pair(plain: Any, *, source: str | None = None, target: str | None = No
     """A pair from what JSON gives.
 
     Args:
-        plain: An object with two strings. Other keys are ignored.
+        plain: An object with two strings. Other keys are ignored, but where no keys are given
+            what is asked is part of the source: Alpaca's ``instruction`` before its ``input``,
+            and the ``context`` of a question, as T5 was given it.
         source: Key of the source; ``None``: as in ``PAIR_KEYS``, beside ``target`` if that is
             given.
         target: Key of the target, likewise.
@@ -44,6 +46,8 @@ def parse_pair(plain: Any, *, source: str | None = None, target: str | None = No
     """
     if not isinstance(plain, dict):
         raise ValueError(f"expected an object with keys, got {type(plain).__name__}")
+    if source is None and target is None:
+        plain = _with_task(plain)
     keys = _keys(plain, source, target)
     for side, key in zip(Pair._fields, keys, strict=True):
         if not isinstance(plain[key], str):
@@ -73,6 +77,18 @@ def read_pairs(
     """
     parse = functools.partial(parse_pair, source=source, target=target)
     return read_splits(path, parse)
+
+
+def _with_task(plain: dict[str, Any]) -> dict[str, Any]:
+    """Rows whose source is in two columns."""
+    texts = {key: value for key, value in plain.items() if isinstance(value, str)}
+    if "instruction" in texts and "output" in texts:
+        parts = texts["instruction"], texts.get("input", "")
+        return plain | {"input": "\n".join(part for part in parts if part)}
+    if {"question", "context", "answer"} <= texts.keys():
+        asked = f"question: {texts['question']} context: {texts['context']}"
+        return plain | {"question": asked}
+    return plain
 
 
 def _keys(plain: dict[str, Any], source: str | None, target: str | None) -> Sequence[str]:

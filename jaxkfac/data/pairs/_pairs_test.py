@@ -57,3 +57,12 @@ def test_a_folder_has_training_and_validation_and_a_bad_line_its_number(tmp_path
         held_out.write_text(f"{line}\n{line}\n{bad}")
         with pytest.raises(ValueError, match=message):
             read_pairs(tmp_path)
+
+
+def test_what_is_asked_is_part_of_the_source():
+    row = {"instruction": "Translate to French", "input": "cat", "output": "chat"}
+    assert parse_pair(row) == ("Translate to French\ncat", "chat")
+    assert parse_pair(row | {"input": ""}) == ("Translate to French", "chat")
+    assert parse_pair(row, source="input") == ("cat", "chat")
+    row = {"question": "Which?", "context": "Two cats.", "answer": "Cats"}
+    assert parse_pair(row).source == "question: Which? context: Two cats."

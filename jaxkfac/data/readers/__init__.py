@@ -12,7 +12,7 @@ from jaxkfac.data.readers._reader import (
     register_reader,
 )
 from jaxkfac.data.readers._rows import Bad, FilePlace, FileRows, read_rows, read_splits
-from jaxkfac.data.readers._splits import Splits, find_files
+from jaxkfac.data.readers._splits import FileSplits, find_files
 
 __all__ = [
     "Arrow",
@@ -20,11 +20,11 @@ __all__ = [
     "BadRow",
     "FilePlace",
     "FileRows",
+    "FileSplits",
     "JsonLines",
     "Parquet",
     "Reader",
     "RowPlace",
-    "Splits",
     "data_package",
     "find_files",
     "known_suffixes",

@@ -57,7 +57,7 @@ def _open(path: Path) -> io.BufferedIOBase:
     if name.endswith(".zst"):
         raw = pyarrow("").input_stream(str(path), compression="zstd")
         return io.BufferedReader(raw, _CHUNK)
-    return path.open("rb", buffering=_CHUNK)
+    return io.BufferedReader(io.FileIO(path), _CHUNK)
 
 
 def _skip(file: io.BufferedIOBase, offset: int) -> None:
@@ -70,14 +70,19 @@ def _skip(file: io.BufferedIOBase, offset: int) -> None:
 
 def _row(line: bytes) -> Any:
     try:
-        return json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return BadRow(f"not UTF-8 ({error.reason})")
+        row = json.loads(line.decode("utf-8"))
+        if b"\\u" in line:  # half of a pair of surrogates is JSON, and no text
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+        return row
+    except UnicodeError as error:
+        return BadRow(f"not UTF-8 ({error})")
     except json.JSONDecodeError as error:
         return BadRow(
             f"not JSON ({error.msg} at column {error.colno}); expected one whole object on each "
             "line"
         )
+    except ValueError as error:  # a number of thousands of digits
+        return BadRow(f"not JSON that can be read ({error})")
     except RecursionError:
         return BadRow("JSON that is nested too deeply")
 

@@ -69,6 +69,11 @@ def test_bad_lines_are_left_out_with_their_numbers_or_stop(tmp_path):
     assert [row for row in found if not isinstance(row, Bad)] == [{"a": 1}, {"a": 2}]
     first, second = [row for row in found if isinstance(row, Bad)]
     assert str(first).startswith(f"{path}:3: not JSON") and ":4: not UTF-8" in str(second)
+    path.write_text('{"a": "\\ud800"}\n{"a": ' + 5000 * "9" + '}\n{"a": "\\u00e9"}\n')
+    half, long, good = [row for _, row in rows_of(path, strict=False).read()]
+    assert ":1: not UTF-8" in str(half) and ":2: not JSON that can be read" in str(long)
+    assert good == {"a": "é"}
+    path.write_text('{"a": 1}\n{"a": 2}\n{broken\n{"a": 3}\n')
     assert rows_of(path, strict=False).count() == 4
     with pytest.raises(ValueError, match=r"x.jsonl:3: not JSON"):
         list(rows_of(path).read())

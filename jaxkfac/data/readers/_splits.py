@@ -11,7 +11,7 @@ _VALIDATION = ("validation", "valid", "val", "dev", "eval")
 _OTHER = ("test",)
 
 
-class Splits(NamedTuple):
+class FileSplits(NamedTuple):
     """Files by what they are for.
 
     Attributes:
@@ -23,7 +23,7 @@ class Splits(NamedTuple):
     validation: tuple[Path, ...]
 
 
-def find_files(path: Path | str) -> Splits:
+def find_files(path: Path | str) -> FileSplits:
     """The files of a data set.
 
     Args:
@@ -51,7 +51,7 @@ def find_files(path: Path | str) -> Splits:
     """  # noqa: E501
     path = Path(path)
     if not path.is_dir():
-        return Splits((check_file(path),), ())
+        return FileSplits((check_file(path),), ())
     found = [file for file in sorted(path.rglob("*")) if _is_data(file, path)]
     train = _of(found, path, _TRAIN) or [
         file for file in found if not _words(file, path) & {*_VALIDATION, *_OTHER}
@@ -62,7 +62,7 @@ def find_files(path: Path | str) -> Splits:
             f"nothing to train on in {path}, which holds {held}: expected files that end in "
             f"{', '.join(known_suffixes())}"
         )
-    return Splits(tuple(train), tuple(_of(found, path, _VALIDATION)))
+    return FileSplits(tuple(train), tuple(_of(found, path, _VALIDATION)))
 
 
 def check_file(path: Path) -> Path:

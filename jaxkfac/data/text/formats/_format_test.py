@@ -23,6 +23,10 @@ USER, ANSWER = Message("user", "Fe?"), Message("assistant", "iron")
         ),
         ({"instruction": "Fe?", "input": "", "output": "iron"}, Chat((USER, ANSWER))),
         (
+            {"instruction": "Fe?", "input": "", "output": "iron", "text": "### Fe? ### iron"},
+            Chat((USER, ANSWER)),
+        ),
+        (
             {"instruction": "Name it", "input": "Fe", "output": "iron", "system": "Be brief"},
             Chat((Message("system", "Be brief"), Message("user", "Name it\n\nFe"), ANSWER)),
         ),

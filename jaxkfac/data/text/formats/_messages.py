@@ -49,7 +49,8 @@ def turns_of(plain: Any, key: str) -> list[Message]:
 def _turn(turn: Any, number: int) -> Message:
     if not isinstance(turn, dict):
         raise ValueError(f'turn {number}: expected {{"role": ..., "content": "..."}}')
-    if (role := turn.get("role")) not in _ROLES:
+    role = turn.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
         raise ValueError(f"turn {number}: role {role!r}, expected one of {tuple(_ROLES)}")
     # A table gives every turn the keys that one of them has.
     more = {k: v for k, v in turn.items() if v is not None and k not in ("role", "content")}
