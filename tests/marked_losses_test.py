@@ -148,6 +148,43 @@ def test_a_contrastive_loss_in_both_directions(fisher, sharing):
         np.testing.assert_allclose(factors[name].g, expected, rtol=1e-10, atol=1e-13)
 
 
+def attended(h):
+    """Each token of an example reads the others; then examples and tokens are one axis."""
+    h = h.reshape(2, -1, h.shape[-1])
+    return (jax.nn.softmax(h @ h.mT) @ h).reshape(-1, h.shape[-1])
+
+
+MEETINGS = {
+    "a tower times itself": lambda h: h @ h.T,
+    "distances in pairs": lambda h: -jnp.square(h[:, None] - h).sum(-1),
+    "less the mean": lambda h: jnp.tanh(h - h.mean(0)),
+    "tokens side by side": attended,
+}
+
+
+@pytest.mark.parametrize(
+    "name", [k if k == "a tower times itself" else pytest.param(k, marks=pytest.mark.exhaustive)
+             for k in MEETINGS]
+)  # fmt: skip
+def test_terms_whose_rows_meet_are_propagated_one_by_one(name, capsys):
+    """Their axes are those of the examples, and yet a row has a part in several terms."""
+    meet, params, x = MEETINGS[name], {"w": normal(3, 4)}, normal(6, 3)
+
+    def loss(p, batch):
+        z = jk.mark_outputs(meet(batch @ p["w"]), jk.Categorical())
+        return cross_entropy(z, jnp.arange(len(z)) % z.shape[1])
+
+    factors = jax.jit(jk.value_grad_and_factors(loss, fisher="exact"))(params, x).factors
+    z, vjp = jax.vjp(meet, x @ params["w"])
+    p, expected = jax.nn.softmax(z), 0.0
+    for n, c in np.ndindex(*z.shape):
+        column = jnp.sqrt(p[n, c] / len(z)) * (jnp.eye(z.shape[1])[c] - p[n])
+        (g,) = vjp(jnp.zeros_like(z).at[n].set(column))
+        expected += g.T @ g
+    np.testing.assert_allclose(factors["w"].g, expected, rtol=1e-10, atol=1e-13)
+    assert f"takes {z.size} backward passes" in capsys.readouterr().err
+
+
 def test_mapped_outputs_are_terms_like_any_other():
     params, (x, y) = net()
 

@@ -76,7 +76,7 @@ def test_an_expert_has_the_rows_that_reach_it():
 @pytest.mark.parametrize("wall", [jax.jit, jax.checkpoint])
 def test_rows_behind_the_last_run_reach_nobody(wall):
     """Padding: seven rows, of which the sizes name six; inside a scan of remat."""
-    sizes = jnp.asarray([2, 0, 4])
+    sizes = jnp.asarray([2, 0, 4], jnp.int32)  # though integers have 64 bits here
 
     def model(p, x):
         def layer(x, w):

@@ -84,15 +84,17 @@ def leads_past_marks(traced: Traced) -> bool:
 
 
 def coupled(traced: Traced) -> frozenset[int]:
-    """The marks that lead back to rows which do not run along their own examples.
+    """The marks of which a term depends on rows of several examples, or is not known not to.
 
-    One term then depends on rows of several examples, as in a contrastive loss, or is not known
-    not to.
+    Examples meet on the way (batch statistics, a tower times itself), or a use has rows that do
+    not run along the mark's own (a contrastive loss of two towers).
     """
     table, found = traced.analysis.table, set()
     for mark in range(len(traced.marks)):
         axes = traced.output_axes(mark) or ()
         examples = {a for axis in axes[:1] for a in table.atoms(axis)}
+        if traced.meeting(mark):
+            found.add(mark)
         for use in leading_to(traced.analysis.plan, mark)[0]:
             rows = {a for axis in use.rows for a in table.atoms(axis)}
             if examples and use.data is not None and not examples <= rows:

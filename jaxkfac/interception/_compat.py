@@ -134,9 +134,10 @@ def equation_signature(eqn: Eqn) -> Hashable:
 def of_operands(eqn: Eqn, parent: Jaxpr) -> Callable[..., Any]:
     """A function of all operands of any equation that has no inner scope of its own.
 
-    An equation with a custom derivative cannot be bound with its parameters alone.
+    An equation with a custom derivative cannot be bound with its parameters alone, nor can the
+    ``closed_call`` that a derivative of a checkpoint leaves.
     """
-    if call_kind(eqn) != "custom":
+    if call_kind(eqn) != "custom" and eqn.primitive.name != "closed_call":
         return bind(eqn)
     taken = [i for i, v in enumerate(eqn.invars) if is_var(v)]
     run = evaluate([eqn], [eqn.invars[i] for i in taken], eqn.outvars, parent)
@@ -167,6 +168,11 @@ def checkpoint_like(eqn: Eqn, fn: Callable[..., Any]) -> Callable[..., Any]:
     """``jax.checkpoint`` with the policy and ``prevent_cse`` of a checkpoint equation."""
     p = eqn.params
     return jax.checkpoint(fn, policy=p["policy"], prevent_cse=p["prevent_cse"])
+
+
+def recomputes(eqn: Eqn) -> bool:
+    """Whether it is a checkpoint in the backward pass of a derivative: all in it is run again."""
+    return call_kind(eqn) == "checkpoint" and eqn.params["differentiated"]
 
 
 def jit_like(eqn: Eqn, fn: Callable[..., Any], num_extra: int) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ from jaxkfac.interception._mark_outputs import OutputMark, lifted, marks_of
 from jaxkfac.interception._paths import leaves_by_path
 from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._reach import leading_to
+from jaxkfac.interception._recomputed import split_recomputed
 from jaxkfac.interception._rewrite import Around, Handler, Rewriter
 from jaxkfac.interception._row_masks import RowMask
 from jaxkfac.interception._slots import Entries, Slot, check_entries
@@ -91,12 +92,21 @@ class Traced:
 
     @functools.cached_property
     def coupled(self) -> str:
-        """The equation in which examples meet on their way to the first output, in words.
+        """The equation in which examples meet on their way to an output, in words.
 
         Empty where every example's output depends on that example alone, as far as is known.
         """
+        outputs = range(max(1, self.num_outputs))
+        return next(filter(None, map(self.meeting, outputs)), "")
+
+    def meeting(self, output: int) -> str:
+        """The same of one output and its examples."""
+        axes = self.output_axes(output)
         inputs = {a for axes in self.analysis.data_axes for axis in axes for a in self._atoms(axis)}
-        return self._meeting(inputs.intersection(self.examples))
+        examples = self._atoms(axes[0]) if axes else ()
+        if len(set(examples)) < len(examples):
+            return "in pairs of examples"
+        return self._meeting(inputs.intersection(examples), [output])
 
     @functools.cached_property
     def coupled_inputs(self) -> str:
@@ -107,26 +117,24 @@ class Traced:
         leading = {
             a for axes in self.analysis.data_axes for a in self._atoms(axes[0] if axes else ())
         }
-        return self._meeting(leading | set(self.examples))
+        return self._meeting(leading | set(self.examples), range(max(1, self.num_outputs)))
 
     def _atoms(self, axis: Atoms) -> Atoms:
         return self.analysis.table.atoms(axis)
 
-    def _meeting(self, atoms: set[int]) -> str:
+    def _meeting(self, atoms: set[int], outputs: Collection[int]) -> str:
         mixing, found = self.analysis.mixing, []
-        number = max(1, self.num_outputs)
-        outputs = [self.output_axes(k) for k in range(number)]
-        others = [self._atoms(axis) for axes in outputs if axes for axis in axes[1:]]
-        if not any(outputs) or not atoms:
+        axes_of = [axes for k in outputs if (axes := self.output_axes(k))]
+        if not axes_of or not atoms:
             return ""
-        if any(map(atoms.intersection, others)):
+        if any(atoms.intersection(self._atoms(axis)) for axes in axes_of for axis in axes[1:]):
             return "in pairs of examples"
 
         def visit(eqn: Eqn) -> None:
             if atoms.intersection(self._atoms(tuple(mixing.get(id(eqn), ())))):
                 found.append(f"at `{eqn.primitive.name}`")
 
-        visit_live(self.closed.jaxpr, [i < number for i in range(len(self.out_shapes))], visit)
+        visit_live(self.closed.jaxpr, [k in outputs for k in range(len(self.out_shapes))], visit)
         return found[-1] if found else ""
 
     def join_examples(self) -> None:
@@ -271,8 +279,9 @@ def trace(
     _refuse_encoded_parts(uses, encoded)
     uses, cut = split_parts(analysis.table, uses)
     uses, partial = split_partial(analysis, uses)
+    uses, recomputed = split_recomputed(analysis, uses, num_outputs=num_outputs)
     # The diagonal of some readings of a function of a parameter is nobody's diagonal.
-    lost = [*lost, *cut, *partial]
+    lost = [*lost, *cut, *partial, *recomputed]
     missing = {f.path for f in (*analysis.findings, *lost) if f.fatal}
     uses = [u for u in uses if not (u.view.function and u.view.path in missing)]
     found, notes = group_uses(

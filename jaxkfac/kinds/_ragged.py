@@ -93,9 +93,10 @@ class Ragged(TwoSided):
 
 def _reached(operands: Sequence[Any]) -> Array:
     """``(experts, rows)``: which rows reach which expert; rows behind the last run reach none."""
-    ends = jnp.cumsum(operands[2])[:, None]
-    rows = jnp.arange(operands[0].shape[0])
-    return (rows < ends) & (rows >= ends - operands[2][:, None])
+    sizes = operands[2][:, None]
+    ends = jnp.cumsum(sizes, 0, sizes.dtype)
+    rows = jnp.arange(operands[0].shape[0], dtype=sizes.dtype)
+    return (rows < ends) & (rows >= ends - sizes)
 
 
 def _by_expert(x: Array, operands: Sequence[Any], axis: Atoms) -> Rows:
