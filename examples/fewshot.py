@@ -11,6 +11,7 @@ before anything is loaded, and --bytes what accumulation and fewer queries save.
 """
 
 import argparse
+import functools
 import json
 import time
 from pathlib import Path
@@ -37,7 +38,7 @@ from jaxkfac.models import (
 FORM = "jaxkfac.example.fewshot"
 AT_ONCE = 10  # episodes of an evaluation in one program
 DOCUMENTED = {1: "-", 4: "75 %", 8: "87.5 %"}  # what accumulation is said to save
-MAY_CHANGE = ("resume", "epochs", "output", "plan", "bytes", "device_bytes", "data", "n_test")
+MAY_CHANGE = ("resume", "epochs", "output", "plan", "bytes", "device_bytes", "n_test")
 
 
 def parse() -> argparse.Namespace:
@@ -57,7 +58,6 @@ def parse() -> argparse.Namespace:
     add("--width", type=int, help="features of the backbone's first layer; 32 of glyphs, else 64")
     add("--optimizer", choices=("adam", "kfac"), default="adam")
     add("--rate", type=float, help="learning rate; 1e-3 for Adam, 1e-2 for K-FAC")
-    add("--damping", type=float, default=1e-2, help="of K-FAC")
     add("--data", type=Path, help="folder of a folder for each class, or of such folders train, "
         "validation and novel; glyphs if left out")  # fmt: skip
     add("--image-size", type=int, default=84, help="of --data, pixels")
@@ -115,15 +115,12 @@ class Training:
             batch = batch_shapes(options, options.n_query)
             like = self.collect.factor_shapes(self.shapes, batch, state=self.apply.state)
             self.tx = jk.kfac(
-                options.rate, like=like, damping=options.damping, refresh_every=20,
+                options.rate, like=like, damping=1e-2, refresh_every=20,
                 norm_constraint=1e-2,
             )  # fmt: skip
         else:
             self.tx = optax.adam(options.rate)
         self.seed = jax.random.key(options.seed)
-
-    def accumulating(self, steps: int) -> optax.GradientTransformationExtraArgs:
-        return jk.multi_steps(self.tx, every_k_schedule=steps)
 
     def step(self, tx: Any, carry: Any, batch: Any, number: Any) -> Any:
         """One micro-batch: its gradient is that of its queries' mean loss."""
@@ -139,9 +136,6 @@ class Training:
         updates, state = tx.update(grads, state, params, **extra)
         return (optax.apply_updates(params, updates), statistics, state), loss
 
-    def carry_shapes(self, tx: Any) -> Any:
-        return self.shapes, self.apply.state, jax.eval_shape(tx.init, self.shapes)
-
 
 def show_plan(options: argparse.Namespace, training: Training) -> None:
     plan = jk.plan_memory(
@@ -156,11 +150,16 @@ def show_plan(options: argparse.Namespace, training: Training) -> None:
 def show_bytes(options: argparse.Namespace, training: Training) -> None:
     """Compiled bytes of a step: all it is given and all that it makes on the way."""
 
+    @functools.cache
     def needed(steps: int, n_query: int, episodes: int) -> float:
-        tx = training.accumulating(steps)
+        tx = jk.multi_steps(training.tx, steps)
         program = jax.jit(lambda *a: training.step(tx, *a), donate_argnums=0)
-        shapes = training.carry_shapes(tx), batch_shapes(options, n_query, episodes), 0
-        found = program.lower(*shapes).compile().memory_analysis()
+        carry = training.shapes, training.apply.state, jax.eval_shape(tx.init, training.shapes)
+        found = (
+            program.lower(carry, batch_shapes(options, n_query, episodes), 0)
+            .compile()
+            .memory_analysis()
+        )
         return (found.argument_size_in_bytes + found.temp_size_in_bytes) / 2**20
 
     print("queries  accumulation  MiB  as documented, of no accumulation  of one batch  documented")
@@ -172,14 +171,11 @@ def show_bytes(options: argparse.Namespace, training: Training) -> None:
                   f"saves {1 - one / large:6.1%}  {documented}")  # fmt: skip
 
 
-def arrays_of(carry: Any) -> dict[str, np.ndarray]:
-    return {path: np.asarray(leaf) for path, leaf in leaves_by_path(carry).items()}
-
-
 def save(path: Path, options: argparse.Namespace, carry: Any, records: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {"options": recorded(options), "records": records}
-    write_archive(path, FORM, about, arrays_of(carry).items(), what="the checkpoint")
+    arrays = ((name, np.asarray(leaf)) for name, leaf in leaves_by_path(carry).items())
+    write_archive(path, FORM, about, arrays, what="the checkpoint")
 
 
 def load(path: Path, options: argparse.Namespace, carry: Any) -> tuple[Any, dict[str, Any]]:
@@ -194,21 +190,23 @@ def load(path: Path, options: argparse.Namespace, carry: Any) -> tuple[Any, dict
 
 
 def recorded(options: argparse.Namespace) -> dict[str, Any]:
-    return {k: v for k, v in vars(options).items() if k not in MAY_CHANGE}
+    plain = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
+    return {k: v for k, v in plain.items() if k not in MAY_CHANGE}
 
 
-def accuracies(
-    training: Training, options: argparse.Namespace, carry: Any, episodes: Episodes, count: int
-) -> np.ndarray:
-    """Of each episode; the running statistics normalise, so no query knows of another."""
+def evaluation(options: argparse.Namespace) -> Any:
+    """Logits by the running statistics, so that no query knows of another."""
     model = nnx.eval_shape(lambda: build(options))
     model.eval()
     apply, _ = jk.from_nnx(model, mutable=nnx.BatchStat)
-    call = jax.jit(lambda params, inputs, state: apply(params, *inputs, state=state)[0])
+    return jax.jit(lambda params, inputs, state: apply(params, *inputs, state=state)[0])
+
+
+def accuracies(evaluate: Any, carry: Any, episodes: Episodes, count: int) -> np.ndarray:
     found: list[np.ndarray] = []
     for number in range(0, count, AT_ONCE):
         support, query, targets = episodes.at(number, min(AT_ONCE, count - number))
-        logits = call(carry[0], (support, query), carry[1])
+        logits = evaluate(carry[0], (support, query), carry[1])
         found.extend((np.asarray(logits).argmax(-1) == targets).mean(1))
     return np.asarray(found)
 
@@ -228,13 +226,14 @@ def main() -> None:
         for x in splits
     )
     apply, params = jk.from_nnx(build(options), mutable=nnx.BatchStat)
-    tx = training.accumulating(options.gradient_accumulation_steps)
+    tx = jk.multi_steps(training.tx, options.gradient_accumulation_steps)
     carry, records = (params, apply.state, tx.init(params)), {"losses": [], "validation": []}
     if path.exists() and not options.resume:
         raise SystemExit(f"{path} exists: go on with --resume, or choose another --output")
     if path.exists():
         carry, records = load(path, options, carry)
     step = jax.jit(lambda *a: training.step(tx, *a), donate_argnums=0)
+    evaluate = evaluation(options)
     for epoch in range(len(records["validation"]), options.epochs):
         losses = []
         for number in range(epoch * options.n_episode, (epoch + 1) * options.n_episode):
@@ -242,13 +241,13 @@ def main() -> None:
             carry, loss = step(carry, ((support, query), targets), number)
             losses.append(loss)
         records["losses"] += [float(np.mean(losses))]
-        held_out = accuracies(training, options, carry, validation, 50).mean()
+        held_out = accuracies(evaluate, carry, validation, 50).mean()
         records["validation"] += [float(held_out)]
         save(path, options, carry, records)
         spent = time.monotonic() - started
         print(f"epoch {epoch + 1:3d}  loss {records['losses'][-1]:.4f}  validation {held_out:.2%}  "
               f"{spent:.0f} s", flush=True)  # fmt: skip
-    found = accuracies(training, options, carry, novel, options.n_test)
+    found = accuracies(evaluate, carry, novel, options.n_test)
     interval = 1.96 * found.std(ddof=1) / np.sqrt(len(found)) if len(found) > 1 else float("nan")
     records |= {"novel": float(found.mean()), "interval": float(interval)}
     write_text(options.output / "records.json", json.dumps(records), "the records")

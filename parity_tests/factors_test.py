@@ -9,7 +9,7 @@ import numpy as np
 import jaxkfac as jk
 from parity_tests.cases import Tolerance, cases, exact, over
 from parity_tests.compare import Pair
-from parity_tests.models import PROBLEMS
+from parity_tests.models import PLAIN, PROBLEMS
 from parity_tests.problem import EVERY, Option
 from parity_tests.sides import Sides
 from torch_ref import factors as ref
@@ -90,14 +90,14 @@ CASES = [
     *(
         case
         for option in EVERY
-        for name, problem in PROBLEMS.items()
-        if option in problem.options
+        for name in PLAIN
+        if option in PROBLEMS[name].options
         for case in cases(
             "factors",
             f"{option[0]}, {option[1]} bias",
             name,
             in_mode(option),
-            covers=(*COLLECT, *problem.covers),
+            covers=(*COLLECT, *PROBLEMS[name].covers),
             tolerances=exact(),
         )
     ),
@@ -105,7 +105,7 @@ CASES = [
     *cases(
         "objective",
         "value and gradient",
-        list(PROBLEMS),
+        PLAIN,
         value_and_gradient,
         covers=("Objective", "ValueGradAndFactors"),
         tolerances=exact(),
@@ -113,7 +113,7 @@ CASES = [
     *cases(
         "layers",
         "names and sizes",
-        list(PROBLEMS),
+        PLAIN,
         layer_table,
         covers=("find_layers", "Layer", "LayerTable"),
         tolerances={"float64": Tolerance(1e-15, "integers")},

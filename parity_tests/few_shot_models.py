@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -48,7 +49,12 @@ def _apply(model: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[], Any]:
 
     def make() -> Any:
         apply_fn, _ = jk.from_nnx(model(nnx.Rngs(0)), mutable=())
-        return lambda params, *inputs: apply_fn(_numbered(params), *inputs)
+
+        def apply(params: Any, *inputs: Any) -> Any:
+            with jax.numpy_dtype_promotion("standard"):  # flax's LayerNorm, in float64
+                return apply_fn(_numbered(params), *inputs)
+
+        return apply
 
     return make
 

@@ -15,6 +15,9 @@ from jaxkfac.models import Conv4, ResNet
 from parity_tests.accumulation_test import ADAM, CPU, OPTIMIZERS
 from parity_tests.cases import cases, exact, over
 from parity_tests.compare import Pair
+from parity_tests.factors_test import in_mode, layer_table, value_and_gradient
+from parity_tests.fisher_types_test import sampled
+from parity_tests.problem import EVERY
 from parity_tests.reference_training import parameters_of
 from parity_tests.sides import Sides
 from torch_ref import models as ref
@@ -115,8 +118,20 @@ def _as_ours(like: Any, arrays: dict[str, Any]) -> Any:
 
 # ---------------------------------------------------------------- the table
 
+NORMALISED = exact(times32=1e-4, why="layer after layer, each divided by a deviation")
+
 CASES = [
-    *cases("few-shot", "logits", MODELS, logits, tolerances=exact()),
+    *(
+        case
+        for name, pairs in (
+            ("logits", logits),
+            ("value and gradient", value_and_gradient),
+            ("names and sizes", layer_table),
+            ("factors", in_mode(EVERY[0])),
+            ("factors of given labels", sampled),
+        )
+        for case in cases("few-shot", name, MODELS[1], pairs, tolerances=NORMALISED)
+    ),
     *cases(
         "few-shot",
         "five steps of Adam",
@@ -129,7 +144,7 @@ CASES = [
         for name in BACKBONES
         for case in cases(
             "few-shot", f"{name} and its running statistics", MODELS[1], running_statistics(name),
-            tolerances=exact(times32=1e-4, why="layer after layer, each normalised"),
+            tolerances=NORMALISED,
         )
     ),
 ]  # fmt: skip

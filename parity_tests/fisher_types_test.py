@@ -9,7 +9,7 @@ import torch
 from parity_tests.cases import cases, exact, over
 from parity_tests.compare import Pair
 from parity_tests.factors_test import factor_pairs
-from parity_tests.models import PROBLEMS
+from parity_tests.models import PLAIN
 from parity_tests.sides import Sides
 from torch_ref import factors as ref
 
@@ -78,7 +78,7 @@ CASES = [
     *cases(
         "sampled labels",
         "given to both",
-        [name for name in PROBLEMS if name not in UNSCALED],
+        [name for name in PLAIN if name not in UNSCALED],
         sampled,
         tolerances=exact(),
     ),

@@ -57,7 +57,7 @@ def _open(path: Path) -> io.BufferedIOBase:
     if name.endswith(".zst"):
         raw = pyarrow("").input_stream(str(path), compression="zstd")
         return io.BufferedReader(raw, _CHUNK)
-    return path.open("rb", buffering=_CHUNK)
+    return io.BufferedReader(io.FileIO(path), _CHUNK)
 
 
 def _skip(file: io.BufferedIOBase, offset: int) -> None:

@@ -9,7 +9,8 @@ from typing import Any, Generic, TypeVar
 from jaxkfac.data.readers import Bad, FileRows, data_package
 from jaxkfac.data.stream._tally import Tally
 
-_Example, _Batch = TypeVar("_Example"), TypeVar("_Batch")
+_Example = TypeVar("_Example")
+_Batch = TypeVar("_Batch")
 Position = dict[str, Any]
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxkfac._checks import at_least_one
-from jaxkfac.models.few_shot._prototypes import embed
+from jaxkfac.models.few_shot._prototypes import Backbone, embed
 
 _SCALE = 2.0  # of the head's cosines; its learnable norm multiplies it
 
@@ -117,7 +117,7 @@ class CosineTransformer(nnx.Module):
     """
 
     def __init__(
-        self, backbone: nnx.Module, config: CosineTransformerConfig, *, rngs: nnx.Rngs
+        self, backbone: Backbone, config: CosineTransformerConfig, *, rngs: nnx.Rngs
     ) -> None:
         width, self.config = backbone.features, config
         self.backbone = backbone
@@ -154,4 +154,4 @@ class CosineTransformer(nnx.Module):
 def _unit(x: Array) -> Array:
     """Divided by its length; a zero stays zero, with a finite gradient."""
     square = jnp.square(x).sum(-1, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.maximum(square, jnp.finfo(x.dtype).tiny))
+    return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))

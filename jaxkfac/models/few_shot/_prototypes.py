@@ -4,13 +4,14 @@ Shape suffixes: E episodes, N classes, K images of a class, Q queries, H height,
 C channels, I images, D features.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 
+@runtime_checkable
 class Backbone(Protocol):
     """What turns images into features, such as :class:`Conv4` and :class:`ResNet`."""
 
@@ -34,7 +35,7 @@ class PrototypicalNetwork(nnx.Module):
         J. Snell, K. Swersky, R. Zemel, Prototypical Networks for Few-shot Learning, 2017.
     """
 
-    def __init__(self, backbone: nnx.Module) -> None:
+    def __init__(self, backbone: Backbone) -> None:
         self.backbone = backbone
 
     def __call__(
@@ -46,7 +47,7 @@ class PrototypicalNetwork(nnx.Module):
 
 
 def embed(
-    backbone: nnx.Module, support: Float[Array, "E N K H W C"], query: Float[Array, "E Q H W C"]
+    backbone: Backbone, support: Float[Array, "E N K H W C"], query: Float[Array, "E Q H W C"]
 ) -> tuple[Float[Array, "E N K D"], Float[Array, "E Q D"]]:
     """Features of an episode's images, all of which go through the backbone together."""
     if support.ndim != 6 or query.ndim != 5 or support.shape[3:] != query.shape[2:]:
