@@ -171,8 +171,9 @@ def test_where_a_process_is_killed_the_others_say_so_and_all_go_on(tmp_path, cou
     assert killed == -signal.SIGKILL
     for rank, code in enumerate(codes):
         assert code not in (0, -signal.SIGKILL)
-        said = run.said(rank)
-        assert "Error" in said or "could not exchange with the others" in said
+        # Ours, an exception's or, where gloo ends the process in the midst of a sum, gloo's.
+        messages = "could not exchange with the others", "Error", "enforce fail"
+        assert any(message in run.said(rank) for message in messages), run.said(rank)
     Run(tmp_path / "3", [*words, "--output", str(two), "--resume"], count=count).summary()
     assert_same_end(one / "kfac", two / "kfac", tolerance=0)
 
