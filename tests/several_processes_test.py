@@ -135,7 +135,9 @@ def test_a_process_without_data_is_not_waited_for_for_ever(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_others_end_with_a_message_where_one_is_killed(tmp_path):
-    (code, _, error), (killed, _, _) = ended("killed", 2, tmp_path)
+@pytest.mark.parametrize("count", COUNTS)
+def test_the_others_end_with_a_message_where_one_is_killed(tmp_path, count):
+    *others, (killed, _, _) = ended("killed", count, tmp_path)
     assert killed == -signal.SIGKILL
-    assert code != 0 and "Error" in error
+    for code, _, error in others:
+        assert code != 0 and "Error" in error

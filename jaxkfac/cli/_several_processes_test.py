@@ -159,17 +159,22 @@ def test_twenty_steps_of_several_processes_or_devices_are_those_of_one(
 
 
 @pytest.mark.slow
-def test_where_a_process_is_killed_the_other_says_so_and_both_go_on(tmp_path):
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_where_a_process_is_killed_the_others_say_so_and_all_go_on(tmp_path, count):
     words = [*TRAIN, "--devices", "all", "--epochs", "12", "--json"]
     one, two = tmp_path / "one", tmp_path / "two"
-    Run(tmp_path / "1", [*words, "--output", str(one)]).summary()
-    run = Run(tmp_path / "2", [*words, "--output", str(two)])
+    Run(tmp_path / "1", [*words, "--output", str(one)], count=count).summary()
+    run = Run(tmp_path / "2", [*words, "--output", str(two)], count=count)
     run.wait_for(two / "kfac" / "6")
-    run.processes[1].kill()
-    codes = run.codes(seconds=120)
-    assert codes[1] == -signal.SIGKILL and codes[0] not in (0, -signal.SIGKILL)
-    assert "Error" in run.said(0) or "could not exchange with the others" in run.said(0)
-    Run(tmp_path / "3", [*words, "--output", str(two), "--resume"]).summary()
+    run.processes[-1].kill()
+    *codes, killed = run.codes(seconds=120)
+    assert killed == -signal.SIGKILL
+    for rank, code in enumerate(codes):
+        assert code not in (0, -signal.SIGKILL)
+        # Ours, an exception's or, where gloo ends the process in the midst of a sum, gloo's.
+        messages = "could not exchange with the others", "Error", "enforce fail"
+        assert any(message in run.said(rank) for message in messages), run.said(rank)
+    Run(tmp_path / "3", [*words, "--output", str(two), "--resume"], count=count).summary()
     assert_same_end(one / "kfac", two / "kfac", tolerance=0)
 
 

@@ -44,6 +44,7 @@ from jaxkfac.optim._injected import (
     may_be_positive,
 )
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt, initial_damping
+from jaxkfac.optim._periods import check_factors_have_come, check_measured_between
 from jaxkfac.optim._preconditioner import InverseMethod, preconditioner_of
 from jaxkfac.optim._refresh import RefreshInGraph
 from jaxkfac.optim._schedules import (
@@ -87,6 +88,8 @@ class KfacState(NamedTuple):
         skipped: Updates left out because a gradient or a factor was not finite, int32.
         kept: Decompositions that were not finite and left what was before them in
             place, int32.
+        missed: Refreshes that were due before any factor had come, int32: the first, and each
+            ``refresh_every`` steps later. Above 1, collection and accumulation do not meet.
         stacks: Which layers are stacked; it holds no arrays.
         adaptation: Damping, rates and the last trial, where ``kfac`` adapts them; else ``()``.
     """
@@ -98,6 +101,7 @@ class KfacState(NamedTuple):
     others: Any
     skipped: Int[Array, ""]
     kept: Int[Array, ""]
+    missed: Int[Array, ""]
     stacks: Stacks
     adaptation: AdaptationState | tuple[()] = ()
 
@@ -240,8 +244,10 @@ def kfac(
     Returns:
         A transformation used as ``tx.update(grads, state, params, factors=factors)``,
         inside ``jit`` and ``lax.scan``. ``factors`` may be left out, or have counts of zero: then
-        the average stays, and a refresh that is due takes it as it is. A call with a non-finite
-        gradient or factor returns zeros and changes nothing but ``state.skipped``.
+        the average stays, and a refresh that is due takes it as it is. Until the first ones come,
+        steps are those of gradient descent; ``state.missed`` above 1 says that they come too late
+        (``every=``) or never. A call with a non-finite gradient or factor returns zeros and changes
+        nothing but ``state.skipped``.
         A ``kfac`` that adapts itself also takes ``value=loss``, ``value_fn=``, a function of the
         parameters that is this batch's loss, and ``curvature=``, its operator
         (``jk.operators.ggn(objective, params, batch)``). It is called inside ``jit``, and stands
@@ -249,12 +255,14 @@ def kfac(
         in ``state.adaptation.rejected``.
 
     Raises:
-        ValueError: when built, naming the argument out of range, or inverses for a damping that
-            is not separable; in ``update``, if ``factors`` are of other layers than ``like``, the
-            state is of another transformation, ``inverse="host"`` is traced,
-            ``distribute`` names no axis of a known mesh, or what adaptation needs is missing,
-            of another batch, or not where the last update led (seen outside of ``jit``; inside
-            see ``state.adaptation.displaced``).
+        ValueError: when built, naming the argument out of range, inverses for a damping that
+            is not separable, or measured eigenvalues with ``refresh_every=1``, which would never
+            use them; in ``update``, if ``factors`` are of other layers than ``like``, or of some
+            steps (``every=``) of which none has come by the second refresh (seen outside of
+            ``jit``; inside see ``state.missed``), the state is of another transformation,
+            ``inverse="host"`` is traced, ``distribute`` names no axis of a known mesh, or what
+            adaptation needs is missing, of another batch, or not where the last update led (seen
+            outside of ``jit``; inside see ``state.adaptation.displaced``).
 
     Memory:
         For each factor of size ``n``: ``n**2`` for its average and ``n**2 + n`` for its
@@ -301,6 +309,7 @@ def kfac(
     measures = like.corrections is not None
     method = preconditioner_of(inverse, given_damping, damping_mode, measures=measures)
     method.check_stagger(stagger=stagger, measures=measures)
+    check_measured_between(refresh_every, measures=measures)
     MeshAxis.check(distribute)
     if method.on_host and distribute is not None:
         raise ValueError(
@@ -333,6 +342,7 @@ def kfac(
             others=() if rest is None else rest.init(params),
             skipped=jnp.zeros((), jnp.int32),
             kept=jnp.zeros((), jnp.int32),
+            missed=jnp.zeros((), jnp.int32),
             stacks=stacks,
             adaptation=() if adaptation is None else adaptation.initial(params, delta),
         )
@@ -352,14 +362,18 @@ def kfac(
         grads = updates  # optax's word for what comes in as well as for what goes out
         if params is None and may_be_positive(weight_decay):
             raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
+        at_some_steps = isinstance(factors, Factors) and factors.loss_terms is not None
         if factors is not None:
             if isinstance(factors, Factors):
                 factors = of_parameters(without_loss_terms(factors))
             check_factors(factors, like)
             method.check_stagger(stagger=stagger, measures=factors.corrections is not None)
             method.check_measured(factors)
+            check_measured_between(refresh_every, measures=factors.corrections is not None)
         check_state("kfac", state, KfacState)
         _check_held(state, stacks, method.kept, adapts=adaptation is not None)
+        if at_some_steps:
+            check_factors_have_come(state.missed, state.stacked_average, factors)
         check_like_momentum(grads, state.momentum)
         if params is not None:
             check_some_covered("params", params, covered, "like=")
@@ -505,6 +519,7 @@ def kfac(
         steps, average, bases, (rest_out, rest_state), taken, skipped, kept = results
         # Its results may be selected by: what they are made of is behind the cond.
         done, steps = skipped == state.skipped, stacks.unstacked_tree(steps, own)
+        missed = (taken != state.step) & refresh.is_missed(state, average)
         if loss is None or adaptation is None:
             velocity = advance_momentum(given_momentum, state.momentum, steps)
             velocity = where(done, velocity, state.momentum)
@@ -536,6 +551,7 @@ def kfac(
             others=rest_state,
             skipped=skipped,
             kept=kept,
+            missed=state.missed + missed.astype(jnp.int32),
             stacks=stacks,
             adaptation=adapted,
         )

@@ -29,6 +29,7 @@ from jaxkfac.optim._accumulators import (
 )
 from jaxkfac.optim._adaptation import check_batch
 from jaxkfac.optim._kfac import KfacState
+from jaxkfac.optim._periods import check_factors_have_come
 from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
@@ -128,8 +129,9 @@ def multi_steps(
         ValueError: when built, ``every_k_schedule < 1``, or an ``accumulator_dtype`` or memory
             that is none of the above; in ``init``, if ``tx`` holds different factors, has a
             ``multi_steps`` or ``optax.MultiSteps`` inside, or the device lacks the memory; in
-            ``update``, if neither ``factors`` nor ``terms`` is given, or if there is no accumulator
-            for ``factors``.
+            ``update``, if neither ``factors`` nor ``terms`` is given, if there is no accumulator
+            for ``factors``, or if :func:`kfac` inside has got none by its second refresh (seen
+            outside of ``jit``; inside see its ``state.missed``).
 
     Memory:
         One copy of gradients and factors, in float32, or in float64 where any of them is;
@@ -213,6 +215,9 @@ def multi_steps(
         if isinstance(factors, Factors) and not any(x.computed_from for x in kept_layers):
             factors = of_parameters(factors)  # as the inner transformation keeps them
         _check_statistics(factors, terms, held["factors"])
+        if factors is None or factors.loss_terms is not None:  # those of some micro-batches
+            for node in _kfac_states(state.inner):
+                check_factors_have_come(node.missed, node.stacked_average, held["factors"], factors)
         wide = held["terms"].dtype
         own = accumulators(wide)
         if factors is not None:
@@ -304,6 +309,11 @@ def _check_not_nested(state: Any) -> None:
                 "jk.multi_steps, around everything else, and give it the product of the two "
                 "numbers of micro-batches"
             )
+
+
+def _kfac_states(state: Any) -> list[KfacState]:
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, KfacState))
+    return [node for node in nodes if isinstance(node, KfacState)]
 
 
 def _factors_in(state: Any) -> Factors | None:

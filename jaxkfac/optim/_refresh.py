@@ -56,6 +56,10 @@ class RefreshInGraph:
         """Whether everything is: on the first step that has factors, and then by the step."""
         return self._due(state, 0)
 
+    def is_missed(self, state: Any, average: Factors) -> Any:
+        """Whether the period asks for a refresh, and there is nothing to make it of."""
+        return (state.step % self._every == 0) & (average.terms == 0)
+
     def _due(self, state: Any, offset: int) -> Any:
         # Factors may be collected at some steps only, and the first of them later than step 0.
         # After a burn-in the average is not empty at step 0.

@@ -191,7 +191,8 @@ def _describe_averages(averages: Averages, arrays: _Arrays) -> Iterator[dict[str
 
 
 def _describe_spectra(kind: str, spectra: dict[Place, Any], arrays: _Arrays) -> Iterator[Any]:
-    for i, (place, spectrum) in enumerate(spectra.items()):
+    # Sorted: workers and processes finish blocks in an order of their own.
+    for i, (place, spectrum) in enumerate(sorted(spectra.items(), key=lambda item: item[0])):
         values, vectors = spectrum if isinstance(spectrum, tuple) else (spectrum, None)
         arrays.append((f"{kind}/{i}/values", values))
         if vectors is not None:
