@@ -322,9 +322,9 @@ def test_parameters_outside_the_bases_count_as_fixed():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_scores_of_few_bits_are_near_those_of_many(dtype):
-    cast = lambda tree: jax.tree.map(  # noqa: E731
-        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-    )
+    def cast(tree):
+        return jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.float64 else x, tree)
+
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     few = bases_of(OBJECTIVE, cast(PARAMS), cast(BATCH))
     found = jk.influence(OBJECTIVE, cast(PARAMS), few, cast(QUERIES), cast(BATCH))
@@ -339,6 +339,10 @@ def test_scores_of_few_bits_are_near_those_of_many(dtype):
 def coupled(p, x):
     h = x @ p["w"] + p["b"]
     return jnp.tanh(h - h.mean(0)) @ p["u"]
+
+
+def one_layer(p, x):
+    return x @ p["w"] + p["b"]
 
 
 def refused(match, error=ValueError, *, model=perceptron, change=None, queries=QUERIES, **options):
@@ -360,7 +364,7 @@ def test_bad_input_is_refused_by_name():
     refused("top_k ranks examples", per="token", top_k=1)
     refused("top_k=0: expected at least 1", top_k=0)
     refused("targets", queries=(QUERIES[0], normal(2, 2)))
-    refused("'u' that the program lacks", jk.UnknownLayerError, model=lambda p, x: x @ p["w"])
+    refused("'u' that the program lacks", jk.UnknownLayerError, model=one_layer)
     refused("'w': the bases have bias", model=lambda p, x: jnp.tanh(x @ p["w"]) @ p["u"])
 
 

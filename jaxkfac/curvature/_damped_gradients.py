@@ -101,7 +101,9 @@ def _solved(
             weight, bias = each(form, kernel, beside, basis, _of_block(basis, damping))
         if row is not None and not form.joint:  # a block of its own, with a damping of its own
             values = basis.g_values if basis.bias_values is None else basis.bias_values
-            bias = each(form, None, row, basis, _share_of(jnp.maximum(values, 0).mean(), damping))[1]
+            bias = each(form, None, row, basis, _share_of(jnp.maximum(values, 0).mean(), damping))[
+                1
+            ]
         return weight, bias
 
     block = block._replace(kernel=block.kernel if form.joint or form.writes_weight else None)

@@ -119,7 +119,7 @@ class BothSides:
             ``CHUNK_BYTES``, or what one example takes.
         """
         stack, dtype = queries.ndim - 3, queries.dtype
-        x, g = jax.eval_shape(self._rows, self.arrays)
+        x, _ = jax.eval_shape(self._rows, self.arrays)
         number, (n_in, n_out) = queries.shape[-3], queries.shape[-2:]
         of_rows = x.shape[1] == 1 or number == 1
 

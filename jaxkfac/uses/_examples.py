@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from jaxkfac._checks import instance_of
 from jaxkfac._errors import CoupledExamplesError, UnknownLayerError, nearest
 from jaxkfac.curvature import Eigenbases, check_bases, check_program_layers
-from jaxkfac.factors import Batch, Linearised, Objective, Program
+from jaxkfac.factors import Batch, Gaussian, Linearised, Objective, Program
 from jaxkfac.interception import Atoms, Traced
 from jaxkfac.uses._example_gradients import ExampleGradients, Leaves
 
@@ -45,6 +45,9 @@ class Examples:
         check_bases(bases)
         self.objective, self.bases = objective, chosen(bases, layers)
         _check_blocks(self.bases)
+        likelihoods = jax.tree.leaves(objective.likelihood)
+        if not all(isinstance(x, Gaussian) for x in likelihoods):  # whose G may be the identity
+            _warn_of_identities(self.bases)
         names = "|".join(re.escape(layer.name) for layer in self.bases.layers)
         finding = {"layers": names, "experts": experts}
         self._program = Program(objective, finding, cover=False)
@@ -142,7 +145,7 @@ def chosen(bases: Eigenbases, layers: str | None) -> Eigenbases:
 
 
 def _check_blocks(bases: Eigenbases) -> None:
-    """Refuse blocks without gradients of single examples, or whose curvature holds none."""
+    """Refuse blocks without gradients of single examples, or without eigenvectors."""
     for layer in bases.layers:
         if not layer.is_covered or layer.computed_from:
             raise ValueError(
@@ -158,6 +161,10 @@ def _check_blocks(bases: Eigenbases) -> None:
                 f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with "
                 "vectors=True"
             )
+
+
+def _warn_of_identities(bases: Eigenbases) -> None:
+    """Say where the curvature holds no gradients: a Fisher type that does not fit."""
     values = [bases.g[x.name].values for x in bases.layers if not x.is_diagonal]
     known = values and not any(isinstance(x, Tracer) for x in values)
     if bases.corrections is None and known and all((np.asarray(x) == 1).all() for x in values):

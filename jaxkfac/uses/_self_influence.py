@@ -71,9 +71,7 @@ def self_influence(
         def of_some(some: Batch, _: Any) -> Array:
             gradients = examples.gradients(params, some, state)
             solved = precondition_many(gradients, bases, damping)
-            each = [
-                (gradients[path] * x).reshape(len(x), -1).sum(-1) for path, x in solved.items()
-            ]
+            each = [(gradients[path] * x).reshape(len(x), -1).sum(-1) for path, x in solved.items()]
             return sum(each[1:], each[0])
 
         return map_over_chunks(of_some, batch, at_once(params, batch, state))
