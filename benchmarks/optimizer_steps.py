@@ -6,17 +6,20 @@ The program is the autoencoder of the K-FAC papers, 784-1000-500-250-30 and mirr
 the embedded digits enlarged to 28 x 28: Bernoulli pixels, batches of 256, sampled Fisher, a
 refresh every 5 steps, damping 0.1 split by pi. The peer is kfac-jax, in an environment of its
 own, where ``pip install kfac-jax==0.0.8 jax==0.8.1`` has been run; it takes its steps in a
-process of its own when it is told to, so that the two never run at the same time. Its settings
-are "fixed" (learning rate 0.1, damping 0.1, norm constraint 1, as ours) and "adaptive" (damping,
-learning rate and momentum chosen at each step).
+process of its own when it is told to, so that the two never run at the same time. It runs without
+XNNPACK, whose products there read what a donated parameter held before. Settings are "fixed"
+(learning rate 0.1, damping 0.1, norm constraint 1, momentum 0.9) and "adaptive" (damping from 0.1
+on, learning rate and momentum chosen by the quadratic model); the rows say ours, then the peer's.
 
 Times are of blocks of 5 steps, so that each holds one refresh. Ours and the peer's alternate,
 and a ratio is the median over pairs of blocks. ``first_step_s`` is the first call, compilation
 and all. Beside wall time there is the CPU time of all threads, which other work on the machine
-blurs less.
+blurs less. Of an update of 48 unrolled layers there is the CPU time of tracing and compiling;
+``python -m benchmarks.accelerators --target h100 --size others`` compiles it for an H100.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import subprocess
@@ -39,6 +42,7 @@ from jaxkfac.data import load_digits
 
 SIZES = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
 BATCH, PERIOD, RATE, DAMPING, CONSTRAINT = 256, 5, 0.1, 0.1, 1.0
+UNROLLED = 48  # layers of the update that is compiled
 PEER = Path(__file__).parent / "_kfac_jax_steps.py"
 
 
@@ -80,22 +84,29 @@ def autoencoder(params: Any, x: jax.Array) -> jax.Array:
 class Ours:
     """K-FAC of this library."""
 
-    def __init__(self, data: Problem, **options: Any) -> None:
+    def __init__(self, data: Problem, settings: str) -> None:
         params = [{"w": jnp.asarray(w), "b": jnp.zeros(w.shape[1])} for w in data.weights]
-        stats = jk.value_grad_and_factors(jk.Objective(autoencoder, jk.Bernoulli()), fisher="mc")
+        objective = jk.Objective(autoencoder, jk.Bernoulli())
+        stats = jk.value_grad_and_factors(objective, fisher="mc")
         self._images, self._taken = data.images, 0
         batch = self._batch()
-        settings = {"damping": DAMPING, "damping_mode": "pi", "norm_constraint": CONSTRAINT}
-        tx = jk.kfac(
-            RATE,
-            like=stats.factor_shapes(params, batch, jax.random.key(0)),
-            refresh_every=PERIOD,
-            **settings | options,
-        )
+        like = stats.factor_shapes(params, batch, jax.random.key(0))
+        shared: Any = {"like": like, "refresh_every": PERIOD, "damping_mode": "pi"}
+        adapts = settings == "adaptive"
+        if adapts:
+            damping = jk.LevenbergMarquardt(initial=DAMPING)
+            tx = jk.kfac("quadratic", momentum="quadratic", damping=damping, **shared)
+        else:
+            tx = jk.kfac(RATE, damping=DAMPING, norm_constraint=CONSTRAINT, **shared)
 
         def step(params: Any, state: Any, batch: Any, key: Any) -> Any:
             value, grads, factors = stats(params, batch, key)
-            updates, state = tx.update(grads, state, params, factors=factors)
+            model: dict[str, Any] = {}
+            if adapts:
+                loss = functools.partial(objective, batch=batch)
+                model = {"value": value, "value_fn": loss}
+                model["curvature"] = jk.operators.ggn(objective, params, batch)
+            updates, state = tx.update(grads, state, params, factors=factors, **model)
             return optax.apply_updates(params, updates), state, value
 
         self._step = jax.jit(step, donate_argnums=(0, 1))
@@ -156,9 +167,11 @@ def rows(images: np.ndarray, step: int) -> np.ndarray:
     return images[(np.arange(BATCH) + step * BATCH) % len(images)]
 
 
-def beside_peer(python: Path, data: Problem, settings: str, blocks: int) -> dict[str, Any]:
+def beside_peer(
+    python: Path, data: Problem, settings: tuple[str, str], blocks: int
+) -> dict[str, Any]:
     """Figures of both, in alternating blocks."""
-    ours, peer = Ours(data), Peer(python, data, settings)
+    ours, peer = Ours(data, settings[0]), Peer(python, data, settings[1])
     first = ours.block(1), peer.block(1)
     ours.block(2 * PERIOD - 1), peer.block(2 * PERIOD - 1)  # the peer compiles a second program
     pairs = [(ours.block(PERIOD), peer.block(PERIOD)) for _ in range(blocks)]
@@ -172,8 +185,8 @@ def beside_peer(python: Path, data: Problem, settings: str, blocks: int) -> dict
         "first_step_s": first[0].wall,
         "peer_first_step_s": first[1].wall,
         "first_step_ratio": first[0].wall / first[1].wall,
-        "loss": pairs[-1][0].loss,
-        "peer_loss": pairs[-1][1].loss,
+        "losses": [round(a.loss, 1) for a, _ in pairs],  # at the ends of blocks
+        "peer_losses": [round(b.loss, 1) for _, b in pairs],
     }
 
 
@@ -202,6 +215,37 @@ def preconditioning(data: Problem, pairs: int) -> dict[str, float]:
     }
 
 
+def unrolled_update(layers: int, dtype: Any, **options: Any) -> tuple[Callable[..., Any], Any]:
+    """``tx.update`` of equal layers without a scan, every safety on, and its arguments' shapes."""
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        for p in params:
+            x = jnp.tanh(x @ p["w"] + p["b"])
+        return x
+
+    params = [{"w": of((64, 64)), "b": of((64,))} for _ in range(layers)]
+    stats = jk.value_grad_and_factors(jk.Objective(apply, jk.Gaussian()))
+    like = stats.factor_shapes(params, (of((32, 64)), of((32, 64))))
+    safe: dict[str, Any] = {"norm_constraint": 1e-2, "weight_decay": 1e-4}
+    tx = jk.kfac(0.1, like=like, damping=1e-3, **safe, **options)
+
+    def update(grads: Any, state: Any, params: Any, factors: Any) -> Any:
+        return tx.update(grads, state, params, factors=factors)
+
+    return update, (params, jax.eval_shape(tx.init, params), params, like)
+
+
+def compilation(mode: str) -> dict[str, float]:
+    """CPU seconds of tracing and compiling the update of unrolled layers."""
+    update, shapes = unrolled_update(UNROLLED, jnp.float32, damping_mode=mode)
+    begun = time.process_time()
+    lowered = jax.jit(update).lower(*shapes)
+    traced = time.process_time()
+    lowered.compile()
+    return {"trace_cpu_s": traced - begun, "compile_cpu_s": time.process_time() - traced}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peer", type=Path, help="the Python of an environment with kfac-jax")
@@ -212,10 +256,15 @@ def main() -> None:
     record, data = stamp(blocks=args.blocks, pairs=args.pairs), problem()
     record["preconditioning"] = preconditioning(data, args.pairs)
     shown("preconditioning", record["preconditioning"])
+    for mode in ("exact", "pi"):
+        name = f"update of {UNROLLED} layers, {mode}"
+        record[name] = compilation(mode)
+        shown(name, record[name])
     if args.peer is not None:
-        for settings in ("fixed", "adaptive"):
-            record[settings] = beside_peer(args.peer, data, settings, args.blocks)
-            shown(settings, record[settings])
+        for settings in (("fixed", "fixed"), ("fixed", "adaptive"), ("adaptive", "adaptive")):
+            name = ", ".join(settings)
+            record[name] = beside_peer(args.peer, data, settings, args.blocks)
+            shown(name, record[name])
     write(record, args.json)
 
 

@@ -19,6 +19,7 @@ scratch of libraries, which no compiler sees:
 
 import argparse
 import dataclasses
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -379,6 +380,8 @@ def table(record: dict[str, Any], targets: Sequence[str]) -> str:
     _, _, about = about.partition("\n\n")
     when = f"Written on {record['date']} with jax {record['jax']} and `python -m benchmarks.plan"
     when += f" --targets {' '.join(targets)} --scale {record['scale']}` (`make plan-record`)."
+    if record["only"]:
+        when += f" Only these rows are of that run: {'; '.join(record['only'])}."
     return f"# {intro}\n\n{about}\n{when}\n\n{rows}\n"
 
 
@@ -386,19 +389,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--targets", nargs="+", default=["cpu", "h100"])
     parser.add_argument("--python", default=sys.executable, help="has the targets' compilers")
-    parser.add_argument("--only", nargs="+", help="these trainings")
+    parser.add_argument("--only", nargs="+", help="these trainings; the others stay as recorded")
     parser.add_argument("--scale", type=int, default=4, help="multiplies widths")
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     args = parser.parse_args()
-    record: dict[str, Any] = stamp(scale=args.scale)
+    known = json.loads(args.json.read_text()) if args.only and args.json else {}
+    record: dict[str, Any] = {**known, **stamp(scale=args.scale, only=args.only)}
     for target in args.targets:
-        record[target] = {}
+        record.setdefault(target, {})
         for name, training in trainings(args.scale):
             if args.only is None or name in args.only:
                 record[target][name] = compare(training, target, python=args.python)
                 shown(f"{target} {name}", record[target][name])
-    write(record, args.json)
+                write(record, args.json)
     if args.markdown is not None:
         args.markdown.write_text(table(record, args.targets))
 

@@ -12,6 +12,7 @@ from parity_tests.dense_models import (
     WIDE,
 )
 from parity_tests.encoder_decoder_models import GATED, RELU
+from parity_tests.few_shot_models import COSINE, PROTOTYPES
 from parity_tests.problem import Problem
 from parity_tests.recomputed_models import KEPT, RECOMPUTED
 from parity_tests.token_models import MARKED, MASKED, TIED, TOKENS
@@ -35,4 +36,9 @@ PROBLEMS: dict[str, Problem] = {
     "recomputed blocks": RECOMPUTED,
     "encoder-decoder": RELU,
     "gated encoder-decoder": GATED,
+    "prototypes": PROTOTYPES,
+    "cosine transformer": COSINE,
 }
+
+# Its normalisations divide by small deviations one after the other: few_shot_test has its cases.
+PLAIN = [name for name in PROBLEMS if name != "cosine transformer"]

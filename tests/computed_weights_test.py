@@ -274,10 +274,10 @@ def test_beside_marks_a_parameter_has_the_squares_of_each_example_s_gradient(fis
 
 def test_beside_a_mark_of_coupled_examples_the_parameters_are_not_covered():
     def contrastive(p, batch):
-        x = batch @ weight_norm(p)
-        logits = jk.mark_outputs(x @ x.T, jk.Categorical())
+        images, texts = (side @ weight_norm(p) for side in batch)
+        logits = jk.mark_outputs(images @ texts.T, jk.Categorical())
         return -jnp.diagonal(jax.nn.log_softmax(logits)).mean()
 
-    kept, x = tree(0, v=(4, 5), g=(5,)), normal(6, 4, 4)
+    kept, x = tree(0, v=(4, 5), g=(5,)), (normal(6, 4, 4), normal(7, 4, 4))
     with pytest.raises(jk.UncoveredParameterError, match="examples meet on their way to a jk.mark"):
         jk.value_grad_and_factors(contrastive)(kept, x)

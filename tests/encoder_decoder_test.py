@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxkfac.models import Pairs, generate_targets, load_encoder_decoder
+from jaxkfac.models import Pairs, generate_targets, load_encoder_decoder, save_encoder_decoder
 from jaxkfac.models.encoder_decoder._positions import buckets
 from tests._transformers import torch, transformers
 
@@ -89,6 +89,16 @@ def test_shards_of_half_precision_are_read_as_transformers_reads_them(tmp_path):
     model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32)
     loaded, pairs = load_encoder_decoder(tmp_path, dtype=jnp.float32), pairs_of()
     assert_logits(jax.jit(loaded.apply_fn)(loaded.params, pairs), logits_of(model.eval(), pairs))
+
+
+@pytest.mark.parametrize("name", ["version 1.0", "relu, untied and not scaled"])
+def test_what_is_saved_is_what_transformers_reads(name, tmp_path):
+    oracle(name).save_pretrained(tmp_path)
+    loaded, pairs = load_encoder_decoder(tmp_path, dtype=jnp.float32), pairs_of()
+    params = jax.tree.map(lambda x: 1.1 * x, loaded.params)
+    save_encoder_decoder(tmp_path / "new", loaded._replace(params=params))
+    model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "new")
+    assert_logits(jax.jit(loaded.apply_fn)(params, pairs), logits_of(model.eval(), pairs))
 
 
 @pytest.mark.parametrize(("num", "farthest"), [(32, 128), (16, 100), (8, 12), (6, 20)])

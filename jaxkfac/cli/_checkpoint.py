@@ -28,6 +28,7 @@ class Checkpoint(NamedTuple):
         optimizer: ``"kfac"`` or ``"adamw"``.
         records: What the run has measured so far, as plain values.
         step: Updates made.
+        position: In the data, as plain values; ``None`` where the step says it.
     """
 
     leaves: dict[str, np.ndarray]
@@ -35,6 +36,7 @@ class Checkpoint(NamedTuple):
     optimizer: str
     records: dict[str, Any]
     step: int
+    position: dict[str, Any] | None = None
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
@@ -48,6 +50,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         "config": checkpoint.config,
         "optimizer": checkpoint.optimizer,
         "records": checkpoint.records,
+        "position": checkpoint.position,
     }
     with interrupts_deferred("writing the checkpoint"), phase("writing the checkpoint"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,6 +97,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
             with Archive(found, _FORM, "checkpoint") as stored:
                 leaves = {name: stored.read(name) for name in stored.names}
                 about = {name: stored.about[name] for name in ("config", "optimizer", "records")}
+                about["position"] = stored.about.get("position")  # older versions wrote none
     except DamagedFileError as error:
         raise DamagedFileError(f"{error}; {_way_out(found)}") from error
     return Checkpoint(leaves, step=int(found.name), **about)

@@ -30,6 +30,10 @@ FINETUNE = [
     ),
     *("--samples", "0", "--questions", "0", "--checkpoint-every", "2", "--optimizer", "kfac"),
 ]
+PAIRS = [
+    *("finetune", "--preset", "wordnet-t5", "--batch-size", "16", "--steps", "24"),
+    *("--samples", "0", "--generate", "0", "--checkpoint-every", "2", "--optimizer", "adafactor"),
+]
 # The command line with a small decoder in place of a downloaded one.
 PROGRAM = """
 import sys
@@ -41,14 +45,22 @@ from jaxkfac.cli.finetune import _run
 from jaxkfac.cli.finetune._run_test import CONFIG, Letters
 from jaxkfac.models import Decoder, Pretrained
 
+load = _run.load_model
+
 def load_model(experiment):
+    if experiment.model != "smollm2":
+        return load(experiment)
     apply_fn, params = jk.from_nnx(Decoder(CONFIG, rngs=nnx.Rngs(0)))
     return Pretrained(CONFIG, apply_fn, params, Letters(), "models/tiny")
 
 _run.load_model = load_model
 sys.exit(main(sys.argv[1:]))
 """
-COMMANDS = {"train": (TRAIN, "kfac"), "finetune": (FINETUNE, "checkpoints")}
+COMMANDS = {
+    "train": (TRAIN, "kfac"),
+    "finetune": (FINETUNE, "checkpoints"),
+    "pairs": (PAIRS, "checkpoints"),
+}
 
 
 def has_ended(words, *, after=None):
@@ -88,7 +100,7 @@ MOMENTS = [random.Random(i).random() for i in range(10)]  # shares of the time o
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)  # one of each command
+@pytest.mark.sampled(3)  # one of each command
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("command", list(COMMANDS))
 def test_a_run_that_was_killed_ends_as_one_that_was_not(uninterrupted, tmp_path, command, moment):

@@ -6,7 +6,7 @@ import importlib
 import operator
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from jaxkfac import __version__
@@ -16,6 +16,8 @@ _EXTRA_OF = {
     "rich": "cli",
     "orbax": "cli",
     "matplotlib": "cli",
+    "grain": "data",
+    "pyarrow": "data",
     "safetensors": "pretrained",
     "tokenizers": "pretrained",
     "jinja2": "pretrained",
@@ -26,7 +28,8 @@ _DESCRIPTION = """Curvature and K-FAC for JAX training scripts.
 
 Start with `jaxkfac train --preset digits`, then open runs/digits/report.html;
 `jaxkfac analyze runs/digits` shows spectra and capacity of the factors in its checkpoint.
-`jaxkfac finetune` teaches a pretrained language model with an LS-LoRA adapter.
+`jaxkfac finetune` teaches a pretrained language model with an LS-LoRA adapter;
+`jaxkfac finetune --preset wordnet-t5` trains a T5 from nothing on words and glosses.
 
 Exit codes: 0, 2 for an error that is explained, 3 where memory ran out, 130 after Ctrl-C.
 """
@@ -73,11 +76,14 @@ class Command(NamedTuple):
         name: As it is called.
         arguments: What it accepts.
         run: ``"module:function"`` that takes them; imported when the command is called.
+        default: What they are where the words of the command line do not say it; ``None``: as
+            their class has them.
     """
 
     name: str
     arguments: type
     run: str
+    default: Callable[[Sequence[str]], Any] | None = None
 
 
 def commands() -> list[Command]:
@@ -87,10 +93,16 @@ def commands() -> list[Command]:
     from jaxkfac.cli._options import AdapterArguments, AnalyzeArguments, TrainArguments
     from jaxkfac.cli._plan import PlanArguments
     from jaxkfac.cli.finetune._options import FinetuneArguments
+    from jaxkfac.cli.finetune._presets import default_arguments
 
     return [
         Command("train", TrainArguments, "jaxkfac.cli._train:run_train"),
-        Command("finetune", FinetuneArguments, "jaxkfac.cli.finetune._run:run_finetune"),
+        Command(
+            "finetune",
+            FinetuneArguments,
+            "jaxkfac.cli.finetune._run:run_finetune",
+            default_arguments,
+        ),
         Command("analyze", AnalyzeArguments, "jaxkfac.cli._analyze:run_analyze"),
         Command("adapter", AdapterArguments, "jaxkfac.cli._adapter:run_adapter"),
         Command("plan", PlanArguments, "jaxkfac.cli._plan:run_plan"),
@@ -132,10 +144,11 @@ def _dispatch(words: list[str]) -> int:
 def _parse(words: list[str]) -> Any:
     import tyro
 
-    known: list[Any] = [
-        Annotated[command.arguments, tyro.conf.subcommand(command.name, prefix_name=False)]
-        for command in commands()
-    ]
+    known: list[Any] = []
+    for command in commands():
+        options = {} if command.default is None else {"default": command.default(words)}
+        named = tyro.conf.subcommand(command.name, prefix_name=False, **options)
+        known.append(Annotated[command.arguments, named])
     union: Any = functools.reduce(operator.or_, known)
     return tyro.cli(
         union,

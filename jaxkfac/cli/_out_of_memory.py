@@ -52,11 +52,11 @@ def _advice(arguments: Any) -> str:
     if isinstance(arguments, TrainArguments):
         from jaxkfac.cli._train_bytes import train_shapes
 
-        return remedy(arguments, train_shapes(arguments), _room())
+        return remedy(arguments, train_shapes(arguments), free_room())
     if isinstance(arguments, FinetuneArguments):
         from jaxkfac.cli.finetune._bytes import finetune_shapes
 
-        return remedy(arguments, finetune_shapes(arguments), _room())
+        return remedy(arguments, finetune_shapes(arguments), free_room())
     return "Look for other processes with `jaxkfac doctor`."
 
 
@@ -69,7 +69,7 @@ def _let_go(error: BaseException) -> None:
     gc.collect()
 
 
-def _room() -> int:
+def free_room() -> int:
     """Bytes that a plan may count on: of the first device, or of main memory."""
     import jax
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,7 @@ from jaxkfac.memory import whole_here
 
 PyTree = Any
 _SHOWN = 12
+OPTIMIZERS = frozenset({"kfac", "adamw", "adafactor"})
 DATA_CRC = "data_crc32"  # beside a config's options: what they cannot say of the data
 
 
@@ -69,7 +70,7 @@ def restore_state(
     """
     tree = {"params": params, "optimizer": optimizer_state}
     expected = leaves_by_path(tree)
-    ignored = {"kfac": "adamw", "adamw": "kfac"}[checkpoint.optimizer]
+    ignored = OPTIMIZERS - {checkpoint.optimizer}  # their options are there, and count for nothing
     differences = [
         *_option_differences(_filled(checkpoint.config, lacking), config, ignored),
         *sorted(_leaf_differences(checkpoint.leaves, expected), key=_parameters_first),
@@ -116,10 +117,10 @@ def _filled(stored: dict[str, Any], lacking: Mapping[str, Any]) -> dict[str, Any
 
 
 def _option_differences(
-    stored: dict[str, Any], wanted: dict[str, Any], ignored: str, prefix: str = ""
+    stored: dict[str, Any], wanted: dict[str, Any], ignored: Collection[str], prefix: str = ""
 ) -> Iterator[str]:
     for name in sorted(stored.keys() | wanted.keys()):
-        if name == ignored:
+        if not prefix and name in ignored:
             continue
         was, want = stored.get(name), wanted.get(name)
         if isinstance(was, dict) and isinstance(want, dict):

@@ -287,7 +287,8 @@ def _times(left: Array, right: Array) -> Array:
 
 
 def _trace(matrix: Array) -> Array:
-    return jnp.trace(matrix, axis1=-2, axis2=-1)
+    # `jnp.trace` reads, and on the CPU writes, the whole matrix.
+    return jnp.diagonal(matrix, axis1=-2, axis2=-1).sum(-1)
 
 
 def _of_one_factor(damping: Damping, dtype: DTypeLike) -> Array:

@@ -174,7 +174,7 @@ def value_grad_and_factors(
         objective,
         finding,
         cover=uncovered == "raise",
-        second_pass=isinstance(objective, Objective) and not estimator.unit_outputs,
+        second_pass=not estimator.unit_outputs,
         has_aux=has_aux,
     )
     collector = FactorCollector(

@@ -13,10 +13,10 @@ _OWN = ("count", "counts", "a_count", "a_numbers")  # numbers of rows, which sha
 
 
 def exchanged_bytes(statistics: Statistics) -> int:
-    """Bytes of the sums that devices add up, where each has some of the examples.
+    """Bytes of the sums that devices add up in one backward pass, each with some of the examples.
 
     Statistics are added where a product over rows gives them: whole, or the panels of one
-    triangle. Rows that a mask leaves out are counted besides, a number for each layer.
+    triangle. Numbers of rows, one for each layer where there is a mask, are not among them.
     """
     return sum(_of_layer(statistics, layer) for layer in statistics.layers)
 

@@ -23,7 +23,7 @@ from jaxkfac.factors._marks import (
     weighed,
 )
 from jaxkfac.factors._objective import Batch, Objective, check_array, returned
-from jaxkfac.factors._taps import Gathered, tap
+from jaxkfac.factors._taps import Emitter, tap
 from jaxkfac.interception import (
     Marked,
     RowMask,
@@ -161,7 +161,7 @@ class Program:
                 table = traced.table.without_second_pass(reason)
                 traced = dataclasses.replace(traced, table=table)
             if self._cover and traced.table.problems:
-                alone = self._second_pass and not traced.coupled_inputs
+                alone = self._second_pass and lead and not traced.coupled_inputs
                 traced.table.raise_uncovered(second_pass=alone)
             return traced
 
@@ -271,7 +271,7 @@ class Program:
     def linearise(
         self,
         traced: Traced,
-        gathered: Gathered,
+        emitter: Emitter,
         params: PyTree,
         batch: PyTree,
         key: Key[Array, ""] | None,
@@ -287,7 +287,7 @@ class Program:
 
         Args:
             traced: From ``traced``.
-            gathered: What the taps emit into which slots.
+            emitter: What the taps emit into which slots.
             params: The parameters.
             batch: A ``Batch``, or whatever the scalar loss takes.
             key: The model's own.
@@ -301,7 +301,7 @@ class Program:
         Raises:
             LostRowsError: ``positions`` cannot be followed to a layer.
         """
-        objective, slots = self.objective, gathered.slots()
+        objective, slots = self.objective, emitter.slots()
         free = partition(params)[0] if differentiate else {}
         constants = {name: slot["constants"] for name, slot in slots.items() if "constants" in slot}
         wanted = {
@@ -310,7 +310,7 @@ class Program:
         }
         data = batch.inputs if isinstance(objective, Objective) else batch
         masks = _masks(traced, positions)
-        handler = tap(gathered, None if rows_key is None else {"rows_key": rows_key})
+        handler = tap(emitter, None if rows_key is None else {"rows_key": rows_key})
 
         def run(free: dict[str, Array], slots: dict[str, Slot], *more: PyTree) -> PyTree:
             held = {
@@ -325,7 +325,7 @@ class Program:
                 key,
                 state,
                 *more,
-                entries=gathered.entries,
+                entries=emitter.entries,
                 masks=masks,
                 windows=windows,
             )

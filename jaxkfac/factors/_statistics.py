@@ -218,7 +218,7 @@ class Statistics:
     # -- in the backward pass ---------------------------------------------------------
 
     def comes_first(self, use: Use) -> bool:
-        """See ``_taps.Gathered``: so where G is large and its sum is not carried by a loop.
+        """See ``_taps.Emitter``: so where G is large and its sum is not carried by a loop.
 
         In the body of a loop the matrix would wait for its place in the stack, beside the rest of
         the backward pass, and cost what the cotangent costs.
@@ -226,7 +226,7 @@ class Statistics:
         return self.unpacks(self.traced.table[use.layer or ""])
 
     def signature(self, site: Site, use: Use) -> Hashable:
-        """See ``_taps.Gathered``: of what is read alike, axes are known by where they recur.
+        """See ``_taps.Emitter``: of what is read alike, axes are known by where they recur.
 
         A loop is traced once as it is, rows are drawn for each layer by itself, and what is seen
         through more than plain views is left alone.
@@ -283,7 +283,7 @@ class Statistics:
         weights: Bool[Array, "..."] | None,
         constants: Slot | None,
     ) -> Slot:
-        """See ``_taps.Gathered``."""
+        """See ``_taps.Emitter``."""
         kind = use.kind
         if kind.elementwise:
             dtype = next(iter(like.values())).dtype

@@ -36,8 +36,8 @@ class ArrayType(Protocol):
 
 
 @runtime_checkable
-class Gathered(Protocol):
-    """What is gathered of a program: the slots of its layers, and what is emitted into them."""
+class Emitter(Protocol):
+    """What the taps of a program emit: the slots of its layers, and what goes into them."""
 
     @property
     def entries(self) -> Entries:
@@ -85,11 +85,11 @@ class Gathered(Protocol):
         ...
 
 
-def tap(gathered: Gathered, constants: Slot | None = None) -> Handler:
+def tap(emitter: Emitter, constants: Slot | None = None) -> Handler:
     """The handler that emits statistics.
 
     Args:
-        gathered: What is gathered.
+        emitter: What the taps emit into which slots.
         constants: Arrays that every tap is handed, beside those in its slot.
     """
     shared: dict[Hashable, Callable[..., Array]] = {}
@@ -105,10 +105,10 @@ def tap(gathered: Gathered, constants: Slot | None = None) -> Handler:
             for k, use in enumerate(site.uses):
                 parameter = operands[use.operand]
                 shape = _shape_inside(site, parameter)
-                op = _tapped(_broadcast_to(shape), gathered, bare, [use], [slots[k]], shared)
+                op = _tapped(_broadcast_to(shape), emitter, bare, [use], [slots[k]], shared)
                 operands[use.operand] = op([parameter], [site.rows[k]], [site.active[k]])
             return site.bind(*operands)
-        op = _tapped(bare.bind, gathered, bare, site.uses, slots, shared)
+        op = _tapped(bare.bind, emitter, bare, site.uses, slots, shared)
         return op(operands, site.rows, site.active)
 
     return handler
@@ -116,7 +116,7 @@ def tap(gathered: Gathered, constants: Slot | None = None) -> Handler:
 
 def _tapped(
     fn: Callable[..., Array],
-    gathered: Gathered,
+    emitter: Emitter,
     site: Site,
     uses: list[Use],
     slots: list[Slot],
@@ -125,14 +125,14 @@ def _tapped(
     constants = [slot.get("constants") for slot in slots]
     slots = [{k: v for k, v in slot.items() if k != "constants"} for slot in slots]
     likes = jax.tree.map(jax.typeof, slots)  # a backward rule may close over nothing but types
-    signatures = tuple(gathered.signature(site, use) for use in uses)
+    signatures = tuple(emitter.signature(site, use) for use in uses)
     if None in signatures:
-        op = _operation(fn, gathered, site, uses, likes)
+        op = _operation(fn, emitter, site, uses, likes)
     else:
         types, tree = jax.tree.flatten(likes)
         known = signatures, tree, tuple(types)
         if known not in shared:
-            shared[known] = jax.jit(_operation(fn, gathered, site, uses, likes))
+            shared[known] = jax.jit(_operation(fn, emitter, site, uses, likes))
         op = shared[known]
 
     def run(operands: list[Any], rows: list[Weights], active: list[Active]) -> Array:
@@ -145,7 +145,7 @@ def _tapped(
 
 
 def _operation(
-    fn: Callable[..., Array], gathered: Gathered, site: Site, uses: list[Use], likes: list[Slot]
+    fn: Callable[..., Array], emitter: Emitter, site: Site, uses: list[Use], likes: list[Slot]
 ) -> Callable[..., Array]:
     """``fn`` of operands, rows, active, constants and slots, with the backward rule of a tap."""
 
@@ -181,7 +181,7 @@ def _operation(
             like = likes[k]
 
             def emitted() -> Slot:
-                emit = functools.partial(gathered.emit, site, uses[k], like)
+                emit = functools.partial(emitter.emit, site, uses[k], like)
                 out = automatic(emit, like)(operands, cotangent, rows[k], constants[k])
                 return jax.tree.map(typed, out, like)
 
@@ -192,7 +192,7 @@ def _operation(
             return emitted() if there is None else jax.lax.cond(there, emitted, nothing)
 
         out = [statistics(k) for k in range(len(uses))]
-        if any(map(gathered.comes_first, uses)):
+        if any(map(emitter.comes_first, uses)):
             # A scheduler puts off what frees nothing at once: these products last, and so the
             # cotangent that they read is kept (of logits: rows x vocabulary) all the way back.
             out, cotangent = jax.lax.optimization_barrier((out, cotangent))

@@ -81,8 +81,9 @@ def _without_examples(analysis: Analysis, inputs: frozenset[int]) -> frozenset[i
     others = [axes for k, axes in analysis.axes_of_input.items() if k not in inputs]
     leading = [first.axes] if isinstance(first, Data) and first.axes else others
     examples = {a for axes in leading for axis in axes[:1] for a in table.atoms(axis)}
-    if not examples:  # a single example: its axis is not known
-        return frozenset()
+    if not examples:  # a single example, of which no axis of another length is
+        states = {i: analysis.axes_of_input[i] for i in inputs} if leading else {}
+        return frozenset(i for i, axes in states.items() if axes and table.atoms(axes[0]))
 
     def has_examples(axes: Axes) -> bool:
         return any(examples.intersection(table.atoms(axis)) for axis in axes)

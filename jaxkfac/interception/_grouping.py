@@ -280,7 +280,7 @@ def _join_biases(
             (add, k, view)
             for add in adds
             for k, view in _iterations(add)
-            if not _goes_along(add) or k in block.at[add.join]
+            if _is_added_in(block, add, k)
         ]
         (path, index), *others = dict.fromkeys((view.path, view.index) for _, _, view in mine)
         matrix = _bias_matrix(table, block, adds[0], experts)
@@ -293,11 +293,12 @@ def _join_biases(
     return taken
 
 
-def _goes_along(add: Use) -> bool:
-    """Whether a bias is added in those iterations that read its product's kernel."""
+def _is_added_in(block: _UseGroup, add: Use, k: int) -> bool:
+    """Whether what a bias adds at iteration k is added to a result of the block's kernel."""
     assert add.join is not None
     own, others = add.view, add.join.view
-    return bool(others.members) and (not own.members or own.stacked_for == others.stacked_for)
+    one_scan = bool(others.members) and (not own.members or own.stacked_for == others.stacked_for)
+    return not one_scan or k in block.at[add.join]
 
 
 def _iterations(add: Use) -> list[tuple[int, View]]:

@@ -50,5 +50,7 @@ def _inverse(matrix: Array, shift: Array) -> Array:
     lower = jax.lax.linalg.cholesky(matrix + shift * identity, symmetrize_input=False)
     half = jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
     out = jax.lax.linalg.triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True)
-    # A factorisation that fails gives NaN in a part of it on some platforms, and no error.
-    return jnp.where(jnp.isfinite(out).all() & jnp.isfinite(matrix).all(), out, jnp.nan)
+    # A factorisation that fails gives NaN in a part of it on some platforms, and no error. It is
+    # on the diagonal of the inverse: each entry there is the squared length of a column of `half`.
+    ok = jnp.isfinite(jnp.diagonal(out)).all() & jnp.isfinite(matrix).all()
+    return jnp.where(ok, out, jnp.nan)

@@ -2,7 +2,7 @@
 
 from jaxkfac.models._mlp import MLP
 from jaxkfac.models._vision_transformer import VisionTransformer, VisionTransformerConfig
-from jaxkfac.models.checkpoint import Pretrained, Tokenizer
+from jaxkfac.models.checkpoint import Pretrained, Tokenizer, byte_tokenizer
 from jaxkfac.models.decoder import (
     Cache,
     Cached,
@@ -22,8 +22,19 @@ from jaxkfac.models.encoder_decoder import (
     Pairs,
     PairsCache,
     empty_pairs_cache,
+    encoder_decoder_shapes,
     generate_targets,
     load_encoder_decoder,
+    save_encoder_decoder,
+    shaped_encoder_decoder,
+)
+from jaxkfac.models.few_shot import (
+    Conv4,
+    CosineTransformer,
+    CosineTransformerConfig,
+    EpisodeNorm,
+    PrototypicalNetwork,
+    ResNet,
 )
 from jaxkfac.models.pretrained import smollm2
 
@@ -32,24 +43,34 @@ __all__ = [
     "Cache",
     "Cached",
     "CachedPairs",
+    "Conv4",
+    "CosineTransformer",
+    "CosineTransformerConfig",
     "Decoder",
     "DecoderConfig",
     "EncoderDecoder",
     "EncoderDecoderConfig",
+    "EpisodeNorm",
     "Pairs",
     "PairsCache",
     "Pretrained",
+    "PrototypicalNetwork",
+    "ResNet",
     "Rotary",
     "Tokenizer",
     "Tokens",
     "VisionTransformer",
     "VisionTransformerConfig",
+    "byte_tokenizer",
     "decoder_shapes",
     "empty_cache",
     "empty_pairs_cache",
+    "encoder_decoder_shapes",
     "generate",
     "generate_targets",
     "load_decoder",
     "load_encoder_decoder",
+    "save_encoder_decoder",
+    "shaped_encoder_decoder",
     "smollm2",
 ]

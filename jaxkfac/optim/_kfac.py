@@ -458,7 +458,9 @@ def kfac(
             own = adaptation.gradient_of(own, params, state.momentum, weight_decay)
         # Stacked ahead of the cond, which then has few operands.
         stacked = stacks.tree(own)
-        new = None if factors is None else stacks.factors(factors)
+        # Unfused from what made them: XLA would write a matrix and its finiteness side by side, and
+        # copy what a panel is written into.
+        new = None if factors is None else jax.lax.optimization_barrier(stacks.factors(factors))
 
         def step() -> Any:
             average = averaged(state, new)

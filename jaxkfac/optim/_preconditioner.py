@@ -216,7 +216,7 @@ def keep_where_not_finite(new: Any, old: Any) -> tuple[Any, Int[Array, ""]]:
 
     A solver that does not converge on an accelerator returns NaN and raises nothing.
     """
-    failed = []
+    failed: list[Array] = []
 
     def pick(fresh: Any, stale: Any) -> Any:
         if isinstance(fresh, Spectrum):
@@ -225,13 +225,24 @@ def keep_where_not_finite(new: Any, old: Any) -> tuple[Any, Int[Array, ""]]:
             if fresh.vectors is None:
                 return Spectrum(values, None)
             return Spectrum(values, jnp.where(ok[..., None, None], fresh.vectors, stale.vectors))
-        if isinstance(new, Inverses) and fresh.ndim >= 2:
-            ok = _counted(jnp.isfinite(fresh).all((-2, -1), keepdims=True), failed)
-        else:  # the diagonal of a scale or lone bias
-            ok = _counted(jnp.isfinite(fresh).all(), failed)
-        return jnp.where(ok, fresh, stale)
+        return jnp.where(_counted(jnp.isfinite(fresh).all(), failed), fresh, stale)  # a diagonal
 
-    picked = jax.tree.map(pick, new, old, is_leaf=lambda x: isinstance(x, Spectrum))
+    def pick_matrix(fresh: Array, stale: Array) -> Array:
+        # One entry of an inverse that failed is as NaN as all of them: no pass over the matrix.
+        return jnp.where(_counted(jnp.isfinite(fresh[..., :1, :1]), failed), fresh, stale)
+
+    if isinstance(new, Inverses):
+        a, g = ({x.name for x in new.layers if getattr(x, f"{s}_dense")} for s in "ag")
+        tables = {
+            table: {
+                name: (pick_matrix if name in dense else pick)(x, getattr(old, table)[name])
+                for name, x in getattr(new, table).items()
+            }
+            for table, dense in (("a", a), ("g", g), ("biases", g), ("diagonals", ()))
+        }
+        picked: Any = dataclasses.replace(new, **tables)
+    else:
+        picked = jax.tree.map(pick, new, old, is_leaf=lambda x: isinstance(x, Spectrum))
     return picked, sum(failed, jnp.zeros((), jnp.int32))
 
 

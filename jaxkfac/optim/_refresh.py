@@ -1,9 +1,10 @@
 """When what K-FAC preconditions with is made anew, and of which layers."""
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, cast
 
 import jax
@@ -76,19 +77,40 @@ class RefreshInGraph:
             part = _part_of(average, layers)
 
             # One after the other: each part waits for the number of those that failed before it.
-            def fresh(
-                part: Factors = part, held: Any = bases, failed: Array = failed
-            ) -> tuple[Any, Array]:
+            def renewed(carry: tuple[Any, Array], part: Factors = part) -> tuple[Any, Array]:
+                held, failed = carry
                 new = self._method.fresh(part, damping, clipping, axis)
                 new, more = keep_where_not_finite(new, _like(held, new))
                 return _written(held, new), failed + more
 
-            def stale(held: Any = bases, failed: Array = failed) -> tuple[Any, Array]:
-                return held, failed
-
             due = self._due(state, offset) & (average.terms > 0)
-            bases, failed = jax.lax.cond(due, fresh, stale)
+            bases, failed = _where_due(due, renewed, (bases, failed))
         return bases, failed
+
+
+def _where_due(due: Any, renewed: Callable[[Any], Any], held: Any) -> Any:
+    """``renewed(held)`` where it is due, else ``held``.
+
+    By a loop of one round or none, which writes what it carries in place. Of what one branch of a
+    ``cond`` reads and the other passes on, XLA makes two copies at every step, due or not: 52 MB
+    for the inverses of the autoencoder in ``benchmarks.optimizer_steps``. A loop has no derivative
+    in reverse mode, so that of the ``cond`` is taken.
+    """
+    renewed, closed_over = jax.closure_convert(renewed, held)
+
+    @jax.custom_jvp
+    def loop(due: Any, held: Any, *closed_over: Any) -> Any:
+        def once(carry: Any) -> Any:
+            again, held = carry
+            return again & False, renewed(held, *closed_over)
+
+        return jax.lax.while_loop(lambda carry: carry[0], once, (due, held))[1]
+
+    def branches(due: Any, held: Any, *closed_over: Any) -> Any:
+        return jax.lax.cond(due, renewed, lambda held, *_: held, held, *closed_over)
+
+    loop.defjvp(functools.partial(jax.jvp, branches))
+    return loop(due, held, *closed_over)
 
 
 def _parts(layers: tuple[Layer, ...], number: int) -> list[tuple[Layer, ...]]:

@@ -1,8 +1,11 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 
 from jaxkfac.factors import zeros_like
 from jaxkfac.factors._explicit_net_test import layer, random_factors
@@ -105,6 +108,62 @@ def test_periods_that_never_meet_still_refresh_from_what_there_is(params, batche
     ]
     # At step 2 the average is still that of step 1.
     assert changed == sorted({1, *range(every, 9, every)} - {2})
+
+
+KEPT = [
+    ("pi", True),
+    *(
+        pytest.param(*case, marks=pytest.mark.exhaustive)
+        for case in (("pi", False), ("exact", True), ("exact", False))
+    ),
+]
+
+
+@pytest.mark.parametrize(("mode", "stagger"), KEPT)
+def test_vmap_refreshes_each_state_when_it_is_due(params, batches, mode, stagger):
+    """States of several ages, of which some are due for a refresh and some are not."""
+    options = {"damping": 0.1, "damping_mode": mode, "refresh_every": 3, "stagger": stagger}
+    tx = kfac(0.1, like=batches[0], **options)
+    seen = states(tx, params, batches[:4])
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *seen)
+    found = jax.jit(
+        jax.vmap(lambda state, f: tx.update(params, state, params, factors=f), (0, None))
+    )(stacked, batches[4])
+    alone = [jitted(tx)(params, state, params, batches[4]) for state in seen]
+    assert_close(found, jax.tree.map(lambda *x: jnp.stack(x), *alone), 1e-12)
+    renewed = [
+        any(not np.array_equal(held(new)[name], held(old)[name]) for name in params)
+        for old, (_, new) in zip(seen, alone, strict=True)
+    ]
+    assert stagger or renewed == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize(("mode", "stagger"), KEPT)
+def test_a_state_saved_between_two_refreshes_goes_on_bit_for_bit(params, batches, mode, stagger):
+    options = {"damping": 0.1, "damping_mode": mode, "refresh_every": 3, "stagger": stagger}
+    tx = kfac(0.1, like=batches[0], **options)
+    whole = states(tx, params, batches)
+    saved = serialization.to_bytes(whole[5])  # refreshes before steps 3 and 6
+    again = kfac(0.1, like=batches[0], **options)  # as in a new process
+    state = serialization.from_bytes(again.init(params), saved)
+    for factors in batches[5:]:
+        _, state = jitted(again)(params, state, params, factors)
+    assert_close(state, whole[-1], 0.0)
+
+
+def test_a_refresh_has_derivatives_in_both_modes(params, batches):
+    tx = kfac(0.1, like=batches[0], damping=0.1, damping_mode="pi")
+
+    def moved(scale):
+        factors = jax.tree.map(lambda x: x * scale, batches[0])
+        factors = dataclasses.replace(factors, terms=batches[0].terms)
+        updates, _ = tx.update(params, tx.init(params), params, factors=factors)
+        return sum(x.sum() for x in updates.values())
+
+    difference = (jax.jit(moved)(1.0 + 1e-6) - jax.jit(moved)(1.0 - 1e-6)) / 2e-6
+    assert abs(difference) > 1e-3
+    for derivative in (jax.grad, jax.jacfwd):
+        assert np.allclose(jax.jit(derivative(moved))(1.0), difference, rtol=1e-6)
 
 
 def test_a_traced_period_cannot_be_staggered(params, batches):

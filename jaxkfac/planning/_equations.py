@@ -96,12 +96,9 @@ class Equation:
             kept |= more
         inputs = list(zip(self.reads, body.inputs, strict=True))
         self.reads = [v for v, own in inputs if own in needed]
-        own, carried = (
-            [x for _, x in inputs if x in needed],
-            [body.carried[k] for k in sorted(kept)],
-        )
-        results = [body.results[k] for k in sorted(kept)]
-        self.bodies = [Body(body.program, results, stacked, own, carried)]
+        given = [own for _, own in inputs if own in needed]
+        results, carried = ([of[k] for k in sorted(kept)] for of in (body.results, body.carried))
+        self.bodies = [Body(body.program, results, stacked, given, carried)]
         made = [v for v in self.makes[number:] if v in read]
         self.makes = [*(self.makes[k] for k in sorted(kept)), *made]
 

@@ -93,3 +93,43 @@ def test_a_choice_by_platform_is_the_platforms():
 
 def test_transposed_operands_are_read_as_they_are():
     assert live_bytes(lambda x, y: x.T @ y, x, x) == 0
+
+
+def test_a_stopped_gradient_is_no_copy():
+    assert live_bytes(lambda x: (jax.lax.stop_gradient(x) @ x) @ x, x) == SQUARE
+
+
+def test_what_a_scan_computes_and_nobody_reads_takes_no_room():
+    """Neither its stack, nor what a carry that feeds the stack alone takes in an iteration."""
+
+    def loss(w, x, both):
+        def body(carry, _):
+            x, other = carry
+            other = other @ w
+            return (jnp.tanh(x @ w), other), (x, other @ other.T)
+
+        (last, _), (xs, squares) = jax.lax.scan(body, (x, x), None, length=6)
+        return (last, xs, squares) if both else (last, xs)
+
+    alone, both = (lambda w, x, b=b: loss(w, x, b) for b in (False, True))
+    plain = live_bytes(alone, x, x)
+    assert plain < live_bytes(both, x, x)
+    assert live_bytes(both, x, x, only=2) == plain
+
+
+def test_a_cpu_copies_the_operands_of_a_convolutions_derivative_in_its_kernel():
+    """XLA transposes both: examples are summed over, where features were."""
+    signal, kernel = shape(8, 16, 16, 4), shape(3, 3, 4, 4)
+
+    def derivative(x, kernel, cotangent):
+        def conv(kernel):
+            axes = ("NHWC", "HWIO", "NHWC")
+            return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=axes)
+
+        return jax.vjp(conv, kernel)[1](cotangent)
+
+    args = signal, kernel, signal
+    compiled = jax.jit(derivative).lower(*args).compile().memory_analysis().temp_size_in_bytes
+    assert live_bytes(derivative, *args, platform="cpu") == 2 * 4 * 8 * 16 * 16 * 4
+    assert live_bytes(derivative, *args, platform="cpu") == pytest.approx(compiled, rel=0.05)
+    assert live_bytes(derivative, *args, platform="cuda") == 0

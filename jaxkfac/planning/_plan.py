@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -189,10 +190,8 @@ def plan_memory(
     at_least_one(
         adapter_rank=adapter_rank, basis_rank=basis_rank, accumulation_steps=accumulation_steps
     )
-    if devices is None:
-        mesh = jax.sharding.get_abstract_mesh()
-        devices = 1 if mesh.empty else mesh.size
-    at_least_one(devices=devices)
+    num_devices = _devices_of_mesh() if devices is None else devices
+    at_least_one(devices=num_devices)
     check_memory_kind(accumulator_memory_kind)
     dtype = checked_accumulator_dtype(accumulator_dtype)
     one_of("compiled", compiled, get_args(CompiledSets))
@@ -218,7 +217,7 @@ def plan_memory(
             donate=donate,
             max_gradients=max_gradients,
             progress=progress,
-            devices=devices,
+            devices=num_devices,
             **more,
         )
 
@@ -252,8 +251,13 @@ def plan_memory(
         not_traced=search.not_traced,
         not_compiled=not_compiled or search.not_compiled,
         within=search.within,
-        devices=devices,
+        devices=num_devices,
     )
+
+
+def _devices_of_mesh() -> int:
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.axis_sizes)
 
 
 def _searches(

@@ -26,7 +26,7 @@ PRESETS: dict[str, Layout] = {
 }
 
 
-class Pair(NamedTuple):
+class SourceAndTarget(NamedTuple):
     """Ids of an encoder-decoder, one argument of two arrays."""
 
     source: Any
@@ -70,7 +70,7 @@ def shaped(layout: Layout, *, examples: int, tokens: int, dtype: Any = jnp.float
     if isinstance(layout, EncoderDecoderLayout):
         params = encoder_decoder_shapes(layout, dtype)
         objective = Objective(_with(encode_and_decode, layout.heads), Categorical())
-        return Preset(objective, params, (Pair(ids, ids), ids))
+        return Preset(objective, params, (SourceAndTarget(ids, ids), ids))
     params = decoder_shapes(layout, dtype)
     return Preset(Objective(_with(decode, layout.heads), Categorical()), params, (ids, ids))
 

@@ -321,14 +321,17 @@ class Search:
         self, of: ProgramBytes, setting: Setting, budget: int | None
     ) -> MemoryEstimate:
         rows, costs = self._rows(of, setting, budget), setting.costs(of, budget)
-        steps, gradients = (
+        return MemoryEstimate(
+            tuple(costs),
             setting.steps * self._micro_batches.steps,
+            rows.device,
+            rows.host,
+            costs,
+            budget,
             setting.gradients(of, budget),
+            self._programs.temporaries.compiled,
+            setting.exchanged(of) if self._devices > 1 else {},
         )
-        compiled = self._programs.temporaries.compiled
-        exchanged = setting.exchanged(of) if self._devices > 1 else {}
-        found = tuple(costs), steps, *rows, costs, budget, gradients, compiled, exchanged
-        return MemoryEstimate(*found)
 
     def _rows(self, of: ProgramBytes, setting: Setting, budget: int | None) -> MemoryRows:
         """The rows, with what compiling this setting has shown to be missing."""

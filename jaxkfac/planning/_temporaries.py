@@ -107,9 +107,11 @@ class Temporaries:
 
 
 # How far totals from counted temporaries have been off, scratch aside, and from those calibrated
-# by a compilation of the training as it stands: the most in `python -m benchmarks.plan`.
-_WITHIN = {"cpu": 0.28, "cuda": 0.22}
-_CALIBRATED_WITHIN = {"cpu": 0.13, "cuda": 0.30}
+# by a compilation of the training as it stands: the most in `python -m benchmarks.plan`. What
+# equations do not say: on a CPU kernels take constants as whole arrays (44 MiB of the 142 of the
+# training of adapters); on a GPU long products are split into partial sums, as autotuning decides.
+_WITHIN = {"cpu": 0.35, "cuda": 0.15}
+_CALIBRATED_WITHIN = {"cpu": 0.22, "cuda": 0.15}
 _UNKNOWN = 0.5  # a platform that nobody has measured
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxkfac._text import shortened
-from jaxkfac.report._families import Family, ends, families
+from jaxkfac.report._families import FactorFamily, ends, families
 from jaxkfac.report._spectra import SpectrumRecord
 from jaxkfac.report._style import MUTED, RC, SIDES, svg_bytes
 
@@ -58,7 +58,7 @@ def conditions_figure(records: Sequence[SpectrumRecord]) -> bytes:
         return svg_bytes(figure)
 
 
-def _draw(axis: Any, y: int, family: Family, edge: float) -> None:
+def _draw(axis: Any, y: int, family: FactorFamily, edge: float) -> None:
     color, count = SIDES[family.side], len(family.members)
     for i, record in enumerate(family.members):
         if record.condition_clipped is None:  # clipping has nothing to raise to

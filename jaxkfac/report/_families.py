@@ -10,7 +10,7 @@ from jaxkfac.report._spectra import Side, SpectrumRecord
 _NUMBER = re.compile(r"(?:(?<=[/_\[])|^)\d+(?=[/\]]|$)")
 
 
-class Family(NamedTuple):
+class FactorFamily(NamedTuple):
     """The same factor at every depth.
 
     Attributes:
@@ -25,7 +25,7 @@ class Family(NamedTuple):
     members: list[SpectrumRecord]
 
 
-def families(records: Sequence[SpectrumRecord], *, shared_once: bool) -> list[Family]:
+def families(records: Sequence[SpectrumRecord], *, shared_once: bool) -> list[FactorFamily]:
     """Group the records of all depths, in the order of the network.
 
     Args:
@@ -48,7 +48,7 @@ def families(records: Sequence[SpectrumRecord], *, shared_once: bool) -> list[Fa
         title = family if len(names) > 1 else names.pop()
         if side == "A" and shared_once:
             title = joined([title, *readers[family][1:]])
-        found.append(Family(title.removesuffix("/kernel"), side, sorted(members, key=_depth)))
+        found.append(FactorFamily(title.removesuffix("/kernel"), side, sorted(members, key=_depth)))
     return found
 
 

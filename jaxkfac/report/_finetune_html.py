@@ -1,6 +1,7 @@
 """The page of a fine-tuning run."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from jaxkfac.report._finetune_figures import (
     fourier_figure,
 )
 from jaxkfac.report._finetune_records import FinetuneRecords, SampleRecord, mean_loss
-from jaxkfac.report._finetune_tables import exam_rows
+from jaxkfac.report._finetune_tables import exam_rows, held_out_rows
 from jaxkfac.report._html import report_page
 from jaxkfac.report._html_parts import figure_html, table_html
 from jaxkfac.report._spectra import SpectrumRecord
@@ -37,6 +38,8 @@ def finetune_page(
     config: Mapping[str, Any],
     versions: Mapping[str, str],
     nonlinearity: str = "fourier",
+    reference: Mapping[str, float] = MappingProxyType({}),
+    trained: str = "the adapter",
     stages: Stage | None = None,
     host_memory: Mapping[str, int | None] | None = None,
 ) -> str:
@@ -53,6 +56,8 @@ def finetune_page(
         config: Everything that decided the result.
         versions: Of the software.
         nonlinearity: Name of the adapter's, where it has one.
+        reference: Names of other models and their validation loss.
+        trained: What capacity is of.
         stages: Peaks of memory.
         host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
 
@@ -62,12 +67,15 @@ def finetune_page(
     parts = [_training(records)]
     if records.exams and records.exams[-1].accuracy:
         parts.append(_questions(records, comparison))
+    if held := held_out_rows(records, reference):
+        table = table_html(["on text that was held out", "before", "after"], held, text=1)
+        parts.append(f"<h2>Validation</h2>{table}")
     if records.samples:
         parts += ["<h2>Samples</h2>", _samples(records.samples)]
     if records.fourier:
         parts += ["<h2>Nonlinearity of the adapter</h2>", _fourier(records, nonlinearity)]
     if capacity:
-        parts += ["<h2>Capacity of the adapter</h2>", capacity_html(capacity)]
+        parts += [f"<h2>Capacity of {trained}</h2>", capacity_html(capacity)]
     return report_page(
         title=title,
         lead=lead,
@@ -123,9 +131,12 @@ def _questions(records: FinetuneRecords, comparison: Mapping[str, Any]) -> str:
 def _samples(samples: Sequence[SampleRecord]) -> str:
     steps = sorted({s.step for s in samples})
     answers = {(s.prompt, s.step): s.answer for s in samples}
-    prompts = dict.fromkeys(s.prompt for s in samples)
+    prompts = {s.prompt: s.target for s in samples}
     rows = [[p, *(answers.get((p, step), "") for step in steps)] for p in prompts]
     head = ["prompt", *(f"after {step} updates" if step else "before" for step in steps)]
+    if any(target is not None for target in prompts.values()):
+        rows = [[*row, prompts[row[0]] or ""] for row in rows]
+        head.append("wanted")
     return table_html(head, rows, text=len(head) + 1)
 
 

@@ -13,12 +13,14 @@ class ExamRecord(NamedTuple):
         accuracy: ``{variant: (value, low, high)}`` of the questions, with a 95 % interval; empty
             without any.
         correct: ``{variant: whether each question was answered rightly}``.
+        scores: Of generated targets, by name, from 0 to 1; ``None`` where none are generated.
     """
 
     step: int
     loss: float | None
     accuracy: dict[str, list[float]]
     correct: dict[str, list[bool]]
+    scores: dict[str, float] | None = None
 
 
 class FourierRecord(NamedTuple):
@@ -41,11 +43,13 @@ class SampleRecord(NamedTuple):
         step: Updates made.
         prompt: What was asked.
         answer: What came, greedily.
+        target: What was wanted, where that is known.
     """
 
     step: int
     prompt: str
     answer: str
+    target: str | None = None
 
 
 class FinetuneRecords(NamedTuple):
@@ -60,7 +64,7 @@ class FinetuneRecords(NamedTuple):
         seconds: Of each update, without compilation.
         exams: Before, between and after.
         fourier: The nonlinearity over time; empty for plain LoRA.
-        samples: Before and after.
+        samples: Before, between and after.
         compile_seconds: Spent compiling, over all sessions of the run.
         programs: How many programs were compiled for training, one for each row length.
         skipped: Micro-batches and updates left out because something was not finite.

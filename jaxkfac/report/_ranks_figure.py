@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxkfac._text import shortened
-from jaxkfac.report._families import Family, families
+from jaxkfac.report._families import FactorFamily, families
 from jaxkfac.report._spectra import SpectrumRecord
 from jaxkfac.report._style import MUTED, RC, SIDES, svg_bytes
 
@@ -27,7 +27,7 @@ def ranks_figure(records: Sequence[SpectrumRecord]) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    panels: dict[str, list[Family]] = {}
+    panels: dict[str, list[FactorFamily]] = {}
     for family in families(records, shared_once=False):
         panels.setdefault(family.title, []).append(family)
     with mpl.rc_context(RC):
@@ -52,7 +52,7 @@ def ranks_figure(records: Sequence[SpectrumRecord]) -> bytes:
         return svg_bytes(figure)
 
 
-def _draw(axis: Any, family: Family) -> None:
+def _draw(axis: Any, family: FactorFamily) -> None:
     from matplotlib.ticker import MaxNLocator, NullLocator
 
     color, depths = SIDES[family.side], range(len(family.members))

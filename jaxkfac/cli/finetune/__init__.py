@@ -1,1 +1,1 @@
-"""The command ``jaxkfac finetune``: a pretrained decoder, an LS-LoRA adapter, records of text."""
+"""The command ``jaxkfac finetune``: a decoder or an encoder-decoder, taught by records of text."""

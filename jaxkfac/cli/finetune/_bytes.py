@@ -11,13 +11,14 @@ import optax
 
 import jaxkfac as jk
 from jaxkfac.cli._remedies import Need, RunShapes
-from jaxkfac.cli.finetune._load import dtype_of, load_text, model_shapes
+from jaxkfac.cli.finetune._family import dtype_of
+from jaxkfac.cli.finetune._load import load_text, model_shapes
 from jaxkfac.cli.finetune._options import FinetuneArguments, Finetuning
 from jaxkfac.cli.finetune._problem import (
     FinetuneProblem,
-    as_batch,
     build_optimizer,
     build_problem,
+    shaped_problem,
     total_updates,
 )
 from jaxkfac.planning import plan_memory
@@ -26,13 +27,22 @@ from jaxkfac.planning import plan_memory
 def finetune_shapes(arguments: FinetuneArguments) -> RunShapes:
     """Bytes of a run with the longest rows; the tokens are counted once, no weights are read."""
     experiment = arguments.experiment
-    text = load_text(experiment)
-    problem = build_problem(experiment, model_shapes(experiment), text)
+    text = load_text(experiment, strict=arguments.strict)
+    batches = build_problem(experiment, model_shapes(experiment), text).train
+    return _run_shapes(batches)
 
+
+def planned_shapes() -> RunShapes:
+    """Bytes of a run with rows as long as its options allow; neither text nor weights are read."""
+    return _run_shapes(None)
+
+
+def _run_shapes(batches: Any) -> RunShapes:
     @functools.cache
     def need(arguments: FinetuneArguments) -> Need:
-        changed = arguments.experiment
-        return _need(changed, problem._replace(pretrained=model_shapes(changed)))
+        # an update more or less changes no byte, and of whole epochs the text would be counted
+        experiment = dataclasses.replace(arguments.experiment, epochs=None)
+        return _need(experiment, shaped_problem(experiment, model_shapes(experiment), batches))
 
     return RunShapes(need, [_changed(name) for name in ("remat", "dtype", "quantize")])
 
@@ -42,7 +52,7 @@ def _changed(name: str) -> Callable[[FinetuneArguments], FinetuneArguments | Non
         experiment = arguments.experiment
         least: dict[str, Any] = {"remat": True, "dtype": "bfloat16", "quantize": "all"}
         now = {"dtype": jnp.dtype(dtype_of(experiment)).name}.get(name, getattr(experiment, name))
-        if now == least[name]:
+        if now == least[name] or (name == "quantize" and experiment.train == "all"):
             return None
         changed = dataclasses.replace(experiment, **{name: least[name]})
         return dataclasses.replace(arguments, experiment=changed)
@@ -51,14 +61,13 @@ def _changed(name: str) -> Callable[[FinetuneArguments], FinetuneArguments | Non
 
 
 def _need(experiment: Finetuning, problem: FinetuneProblem) -> Need:
-    adapted, params = problem.adapted, problem.params
+    adapted, params, (inputs, targets, mask) = problem.adapted, problem.params, problem.rows
 
     # The base is an input: a shape cannot be closed over.
     def apply(adapters: Any, base_and_inputs: Any, key: Any = None) -> jax.Array:
         base, inputs = base_and_inputs
         return adapted(base, adapters, inputs, key=key)
 
-    inputs, targets, mask = _rows(experiment, problem)
     kfac = experiment.kfac
     plan = plan_memory(
         jk.Objective(apply, jk.Categorical()),
@@ -76,15 +85,9 @@ def _need(experiment: Finetuning, problem: FinetuneProblem) -> Need:
     rows = plan.now.at_once
     base = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     rows["batch"] -= base
-    rows["base model"] = base
+    if base:
+        rows["base model"] = base
     return Need(rows)
-
-
-def _rows(experiment: Finetuning, problem: FinetuneProblem) -> Any:
-    """Shapes of a batch of the longest rows."""
-    first = jax.eval_shape(lambda: as_batch(problem.train.at(0)))
-    shape = (experiment.batch_size, problem.train.lengths[-1])
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape, x.dtype), first)
 
 
 def _optimizer(experiment: Finetuning, problem: FinetuneProblem) -> optax.GradientTransformation:

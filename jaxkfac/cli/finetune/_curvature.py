@@ -8,8 +8,9 @@ import jax
 import numpy as np
 
 import jaxkfac as jk
+from jaxkfac.cli.finetune._loop import TuneState
 from jaxkfac.cli.finetune._options import Finetuning
-from jaxkfac.cli.finetune._problem import FinetuneProblem, as_batch, objective_of
+from jaxkfac.cli.finetune._problem import FinetuneProblem, objective_of
 from jaxkfac.interception import leaves_by_path, selector
 from jaxkfac.report import (
     CapacityReport,
@@ -34,10 +35,10 @@ class AdapterCurvature(NamedTuple):
     capacity: CapacityReport
 
 
-def adapter_coverage(problem: FinetuneProblem) -> list[CoverageRow]:
-    """Which of the adapter's parameters factors cover; nothing is computed."""
-    objective = objective_of(problem, problem.params)
-    table = jk.find_layers(objective, problem.adapters, as_batch(problem.train.at(0)))
+def adapter_coverage(experiment: Finetuning, problem: FinetuneProblem) -> list[CoverageRow]:
+    """Which of the trained parameters factors cover; nothing is computed."""
+    objective = objective_of(experiment, problem, problem.params)
+    table = jk.find_layers(objective, problem.adapters, problem.rows)
     sizes = {path: int(np.prod(x.shape)) for path, x in leaves_by_path(problem.adapters).items()}
     return coverage_rows(table, sizes)
 
@@ -62,7 +63,7 @@ def resolve_pattern(pattern: str, coverage: list[CoverageRow]) -> str:
 
 
 def adapter_curvature(
-    problem: FinetuneProblem, experiment: Finetuning, adapters: PyTree, pattern: str
+    problem: FinetuneProblem, experiment: Finetuning, state: TuneState, pattern: str
 ) -> AdapterCurvature:
     """Factors of the adapter's layers that ``pattern`` names, on the first training batch.
 
@@ -73,22 +74,22 @@ def adapter_curvature(
     @functools.partial(jax.jit, **devices.of_program())
     def collect(params: PyTree, adapters: PyTree, batch: Any, key: jax.Array) -> Any:
         collected = jk.value_grad_and_factors(
-            objective_of(problem, params),
+            objective_of(experiment, problem, params),
             fisher=experiment.kfac.fisher,
             layers=pattern,
             uncovered="ignore",
             max_dense=experiment.kfac.max_dense,
         )
-        exist = batch[0].segments > 0
+        exist = problem.family.exist(batch)
         return collected(adapters, batch, key=key, positions=exist).factors
 
-    batch = problem.train.at(0)
+    batch = problem.family.batch(problem.train.first())
     key = jax.random.key(experiment.seed)
-    given = devices.whole(as_batch(batch))
-    factors = devices.processes.settled(collect(problem.params, adapters, given, key))
+    given = devices.whole(batch)
+    factors = devices.processes.settled(collect(problem.params, state.adapters, given, key))
     bases = jk.eigendecompose(
         factors, max_condition=experiment.kfac.max_condition, placement="host", vectors=False
     )
-    learnt = sum(int(example.learnt.sum()) for example in problem.encoded.examples)
-    metrics = jk.capacity_metrics(bases, num_examples=learnt)
+    assert state.position is not None  # after an update
+    metrics = jk.capacity_metrics(bases, num_examples=problem.learnt(state.position))
     return AdapterCurvature(spectrum_records(bases), CapacityReport(metrics))

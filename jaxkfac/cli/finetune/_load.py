@@ -1,51 +1,37 @@
 """The model and the text of a run."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-
+from jaxkfac.cli.finetune._decoder import DecoderFamily
+from jaxkfac.cli.finetune._encoder_decoder import ENCODER_DECODERS, EncoderDecoderFamily
+from jaxkfac.cli.finetune._family import Family, Text
 from jaxkfac.cli.finetune._options import Finetuning
-from jaxkfac.data.choices import Question, read_questions
-from jaxkfac.data.elements import element_questions, element_records
-from jaxkfac.data.text import Record, read_folder
-from jaxkfac.models import decoder_shapes, load_decoder
-from jaxkfac.models.pretrained import KNOWN, cached_file
-
-_SYSTEM = "Answer in a word."  # shorter than what SmolLM2's template says by itself
-_EMBEDDED_QUESTIONS = 40
+from jaxkfac.models.checkpoint import read_config
 
 
-class Text(NamedTuple):
-    """What is read before any of it is tokens.
+def family_of(experiment: Finetuning) -> Family:
+    """What kind of model it is: of a folder, by its ``config.json``.
 
-    Attributes:
-        train: To learn.
-        validation: To measure with; may be empty.
-        questions: To be examined with; may be empty.
-        system: What the system says first in questions; may be empty.
+    What is wrong with a folder is said where it is loaded.
     """
-
-    train: Sequence[Record]
-    validation: Sequence[Record]
-    questions: Sequence[Question]
-    system: str
+    if experiment.model in ENCODER_DECODERS:
+        return EncoderDecoderFamily()
+    path = Path(experiment.model)
+    if experiment.model != "smollm2" and (path / "config.json").is_file():
+        config = read_config(path)
+        if config.get("is_encoder_decoder") or config.get("model_type") == "t5":
+            return EncoderDecoderFamily()
+    return DecoderFamily()
 
 
 def load_model(experiment: Finetuning) -> Any:
-    """The pretrained decoder: ``.config``, ``.apply_fn``, ``.params``, ``.tokenizer``.
+    """The model: ``.config``, ``.apply_fn``, ``.params``, ``.tokenizer``.
 
     Raises:
-        ValueError: it has no tokenizer, or the attention that was asked for cannot run here.
+        ValueError: it has no tokenizer, or an option does not go with it.
     """
-    options = _options(experiment)
-    _check_attention(experiment, options["dtype"])
-    if experiment.model == "smollm2":
-        pretrained = _smollm2(options)
-    else:
-        pretrained = load_decoder(experiment.model, **options)
+    pretrained = family_of(experiment).load(experiment)
     if pretrained.tokenizer is None:
         raise ValueError(f"{experiment.model} has no tokenizer: put its tokenizer.json beside it")
     return pretrained
@@ -57,67 +43,9 @@ def model_shapes(experiment: Finetuning) -> Any:
     Raises:
         FileNotFoundError: the model is not here.
     """
-    path: str | Path = experiment.model
-    if path == "smollm2":
-        (known,) = KNOWN
-        path = cached_file(known)
-    return decoder_shapes(path, **_options(experiment))
+    return family_of(experiment).shapes(experiment)
 
 
-def _options(experiment: Finetuning) -> dict[str, Any]:
-    quantize = ".*_proj/kernel" if experiment.quantize == "all" else experiment.quantize
-    return {
-        "dtype": dtype_of(experiment),
-        "remat": experiment.remat,
-        "quantize": quantize,
-        "attention": experiment.attention,
-    }
-
-
-def _smollm2(options: dict[str, Any]) -> Any:
-    from jaxkfac.models import smollm2
-
-    return smollm2(**options)
-
-
-def dtype_of(experiment: Finetuning) -> Any:
-    """The base model's dtype; a CPU computes bfloat16 by way of float32, several times slower."""
-    if experiment.dtype == "auto":
-        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    return jnp.dtype(experiment.dtype)
-
-
-def _check_attention(experiment: Finetuning, dtype: Any) -> None:
-    if experiment.attention != "cudnn":
-        return
-    if jax.default_backend() != "gpu":
-        raise ValueError(
-            "--attention cudnn needs an NVIDIA GPU, and JAX's default backend is "
-            f"{jax.default_backend()}: take --attention xla"
-        )
-    if jnp.dtype(dtype).itemsize != 2:
-        raise ValueError(
-            f"--attention cudnn computes in half precision, and --dtype is {jnp.dtype(dtype)}: "
-            "take --dtype bfloat16, or --attention xla"
-        )
-
-
-def load_text(experiment: Finetuning) -> Text:
-    """Records and questions, before the model is loaded: what is wrong with them shows at once."""
-    embedded = experiment.data == "elements"
-    system = experiment.system
-    if system is None:
-        system = _SYSTEM if embedded else ""
-    if embedded:
-        train, validation = element_records(system=system), []
-    else:
-        train, validation = read_folder(Path(experiment.data))
-    chosen = experiment.questions
-    if chosen is None:
-        chosen = str(_EMBEDDED_QUESTIONS) if embedded else "0"
-    if chosen.isdigit():
-        count = int(chosen)
-        questions = element_questions(count, seed=experiment.seed) if count else []
-    else:
-        questions = read_questions(Path(chosen))
-    return Text(train, validation, questions, system)
+def load_text(experiment: Finetuning, *, strict: bool = False) -> Text:
+    """Text, before the model is loaded: what is wrong with it shows at once."""
+    return family_of(experiment).text(experiment, strict=strict)

@@ -1,8 +1,8 @@
 """The loop of a fine-tuning run: update by update, each a pure function of the state.
 
-An update reads the batches of its number, so a run that was stopped and resumed gives the same
-bits as one that was not. Its numbers stay on the device until those of many updates are read at
-once.
+An update reads the batches behind the position of the one before, so a run that was stopped and
+resumed gives the same bits as one that was not. Its numbers stay on the device until those of many
+updates are read at once.
 """
 
 import math
@@ -19,18 +19,28 @@ from jaxkfac.cli.finetune._exam import fourier_record
 from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.cli.finetune._problem import FinetuneProblem, micro_batches
 from jaxkfac.cli.finetune._step import MicroStep, Prepared, empty_history, prepare, write
+from jaxkfac.data.stream import Position
 from jaxkfac.report import FinetuneRecords
 
 PyTree = Any
 
 
 class TuneState(NamedTuple):
-    """What one update hands to the next; ``records`` only grows, whenever numbers are read."""
+    """What one update hands to the next.
+
+    Attributes:
+        adapters: Trained so far.
+        optimizer: State.
+        step: Updates made.
+        records: They only grow, whenever numbers are read.
+        position: In the data, where the next update begins; ``None`` is the beginning.
+    """
 
     adapters: PyTree
     optimizer: PyTree
     step: int
     records: FinetuneRecords
+    position: Position | None = None
 
 
 class _Unread(NamedTuple):
@@ -93,6 +103,7 @@ class Tuning:
         self._last = micro_batches(experiment, problem, total - 1).stop - 1
         self._unread: list[_Unread] = []
         self._ahead: Prepared | None = None
+        self._batches = problem.train.iterate(state.position)
         self._clock = 0.0
 
     @property
@@ -104,20 +115,25 @@ class Tuning:
 
     def update(self) -> None:
         """Start the next update, and wait until the one before it has ended."""
-        adapters, optimizer, step, _ = self.state
+        adapters, optimizer, step, *_ = self.state
         if not self._unread:
             self._clock = time.perf_counter()
         compiled, given = self._micro_step.compile_seconds, []
         row = sum(len(update.given) for update in self._unread)
         for number in micro_batches(self._experiment, self._problem, step):
-            micro = self._ahead if self._ahead is not None else prepare(self._problem, number)
+            micro = self._ahead if self._ahead is not None else self._prepared(number)
             adapters, optimizer, numbers = self._micro_step(adapters, optimizer, micro)
             self._history = write(self._history, numbers, jnp.asarray(row + len(given)))
             given.append(micro._replace(batch=None))
-            self._ahead = None if number == self._last else prepare(self._problem, number + 1)
+            self._ahead = None if number == self._last else self._prepared(number + 1)
         self._clock += self._micro_step.compile_seconds - compiled
         look = self._look(step + 1, adapters)
-        self.state = self.state._replace(adapters=adapters, optimizer=optimizer, step=step + 1)
+        self.state = self.state._replace(
+            adapters=adapters,
+            optimizer=optimizer,
+            step=step + 1,
+            position=given[-1].position,
+        )
         self._unread.append(_Unread(given, numbers, look))
         self._wait(ahead=1)
 
@@ -163,6 +179,9 @@ class Tuning:
             skipped=int(history[row - 1][2]),
         )
         self.state, self._unread = self.state._replace(records=records), []
+
+    def _prepared(self, number: int) -> Prepared:
+        return prepare(self._problem, number, self._batches)
 
     def _wait(self, *, ahead: int) -> None:
         """Until all but the newest ``ahead`` updates have ended; waiting reads nothing."""

@@ -9,14 +9,17 @@ import tyro
 from jaxkfac.cli._optimizers import AdamwOptions, Fisher, KfacOptions, Optimizer
 
 LogTo = Literal["tensorboard", "wandb", "trackio"]
+Trained = Literal["adapter", "all"]
+Preset = Literal["elements", "wordnet-t5", "flan-t5-xl"]
 
 
 @dataclasses.dataclass(frozen=True)
 class AdapterOptions:
     """The LS-LoRA adapter; see `jaxkfac.lslora.Config`."""
 
-    target: str = r".*_proj/kernel"
-    """Full-match pattern of the layers that are adapted, or "all-linear"."""
+    target: str | None = None
+    """Full-match pattern of the layers that are adapted, or "all-linear"; by default the
+    projections of a decoder, and q and v of an encoder-decoder's attention."""
     exclude: str | None = None
     """Full-match pattern of layers that are left out."""
     rank: int = 8
@@ -58,16 +61,44 @@ class AdapterKfacOptions(KfacOptions):
 
 
 @dataclasses.dataclass(frozen=True)
+class AdafactorOptions:
+    """What `optax.adafactor` takes."""
+
+    learning_rate: float = 1e-2
+    """Largest learning rate, in units of a parameter's root mean square."""
+    clipping_threshold: float = 1.0
+    """Updates of a larger root mean square are scaled down to it."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Finetuning:
     """Everything that decides the result of a run; stored in its checkpoints."""
 
     model: str = "smollm2"
-    """smollm2 (135 million parameters, downloaded once), or a folder in Hugging Face's layout."""
+    """smollm2 (135 million parameters, downloaded once); a folder in Hugging Face's layout with a
+    decoder, or an encoder-decoder of T5's; t5-bytes (a small one that reads bytes, untrained);
+    flan-t5-xl (its sizes alone, for --plan)."""
     data: str = "elements"
-    """elements (embedded facts), a JSONL file, or a folder with train.jsonl, validation.jsonl."""
+    """elements (embedded facts), wordnet (embedded words and glosses, for an encoder-decoder); or
+    a file, or a folder of files with train and validation in their names: JSON lines (.jsonl,
+    .jsonl.gz, .jsonl.zst), .parquet or .arrow. A decoder's files are read as they are needed,
+    whatever their size."""
+    source_key: str | None = None
+    """Of pairs: the key of the source. By default source, input, prompt, document, article, text
+    or question: the first that is there with its target."""
+    target_key: str | None = None
+    """Of pairs: the key of the target. By default target, output, completion, summary, highlights
+    or answer."""
+    prefix: str = ""
+    """Of pairs: what every source begins with, such as "summarize: "."""
+    train: Trained = "adapter"
+    """The adapter, or all parameters (of an encoder-decoder)."""
     questions: str | None = None
-    """Multiple choice to be examined with: a file in OpenBookQA's format; or as many of the
-    embedded ones as this number says (40 with the embedded data, none with other)."""
+    """Multiple choice to be examined with: a file in OpenBookQA's format or the datasets
+    library's; or as many of the embedded ones as this number says (40 with the embedded data,
+    none with other)."""
     style: Literal["chat", "plain"] = "chat"
     """Questions as turns of a chat, or as "Answer:" behind the question."""
     system: str | None = None
@@ -78,19 +109,28 @@ class Finetuning:
     """Parameter updates."""
     epochs: int | None = None
     """Passes over the records, instead of steps. The last update may be of fewer micro-batches;
-    records that fill no micro-batch of batch_size rows are left out of their pass."""
+    records that fill no micro-batch of batch_size rows are left out of their pass. Of files, the
+    records are counted; the first --shuffle-window of them say how many rows they make."""
     batch_size: int = 8
     """Rows of a micro-batch."""
     gradient_accumulation_steps: int = 1
     """Micro-batches per update; weighted by their learnt tokens."""
     batching: Literal["pad", "pack"] = "pad"
     """A record in each row, padded to the longest; or rows of max_length with many."""
-    num_lengths: int = 1
-    """With pad: row lengths that a program is compiled for; more waste less on padding."""
+    num_lengths: int | None = None
+    """With pad: row lengths that a program is compiled for; more waste less on padding. A batch
+    takes the least that fits its longest row; by default 8 for a decoder's files, else 1."""
+    shuffle_window: int = 8192
+    """Records of files among which the order is random; that many are held. 1 keeps their order."""
     max_length: int = 512
-    """Tokens of a record; the end of a longer one is cut, which is counted and said."""
+    """Tokens of a record, or of a source; the end of a longer one is cut, which is counted and
+    said."""
+    max_target_length: int = 128
+    """Of pairs: tokens of a target, likewise."""
     loss_on: Literal["assistant", "all"] = "assistant"
-    """Which tokens are learnt."""
+    """Which tokens are learnt; of pairs the targets are."""
+    label_smoothing: float = 0.0
+    """Part of each learnt token's probability that is spread over all tokens."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the base model: bfloat16 on accelerators, float32 on a CPU, which emulates the other."""
     quantize: str | None = None
@@ -99,8 +139,8 @@ class Finetuning:
     """xla runs anywhere; cudnn is flash attention, on NVIDIA GPUs, with --dtype bfloat16."""
     remat: bool = True
     """Recompute each block's activations in the backward pass."""
-    optimizer: Optimizer = "adamw"
-    """What trains the adapter."""
+    optimizer: Literal[Optimizer, "adafactor"] = "adamw"
+    """What trains the adapter, or all parameters."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after its warmup."""
     warmup: float = 0.1
@@ -112,14 +152,19 @@ class Finetuning:
     kfac: AdapterKfacOptions = AdapterKfacOptions(
         learning_rate=1e-3, damping=1e-4, damping_mode="pi", norm_constraint=1e-3
     )
+    adafactor: AdafactorOptions = AdafactorOptions()
 
     def __post_init__(self) -> None:
-        counts = ("steps", "epochs", "batch_size", "gradient_accumulation_steps", "num_lengths")
+        counts = ("steps", "epochs", "batch_size", "gradient_accumulation_steps", "num_lengths",
+                  "shuffle_window")  # fmt: skip
         for name in counts:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        if self.max_length < 2:
-            raise ValueError(f"max_length must be at least 2, not {self.max_length}")
+        for name in ("max_length", "max_target_length"):
+            if (value := getattr(self, name)) < 2:
+                raise ValueError(f"{name} must be at least 2, not {value}")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing must lie in [0, 1), not {self.label_smoothing}")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, not {self.seed}")
         if not 0 <= self.warmup < 1:
@@ -129,31 +174,56 @@ class Finetuning:
 
 
 # Options that checkpoints of older versions lack, and what those versions did.
-OLDER = {"attention": "xla", "adapter": {"nonlinearity": "fourier", "split": False}}
+OLDER = {
+    "attention": "xla",
+    "shuffle_window": 8192,
+    "adapter": {"nonlinearity": "fourier", "split": False},
+    "source_key": None,
+    "target_key": None,
+    "prefix": "",
+    "train": "adapter",
+    "max_target_length": 128,
+    "label_smoothing": 0.0,
+    "adafactor": dataclasses.asdict(AdafactorOptions()),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class FinetuneArguments:
-    """Teach a pretrained decoder with an LS-LoRA adapter, and examine it before and after.
+    """Teach a pretrained decoder or encoder-decoder, and examine it before and after.
 
+    An LS-LoRA adapter is trained, or with --train all every parameter of an encoder-decoder.
     By default SmolLM2-135M learns facts about the chemical elements, in about three minutes
     on two cores. The output folder receives report.html (loss, nonlinearity of the adapter over
-    time, its curvature, accuracy with intervals), metrics.json, the adapter in PEFT's layout,
-    TensorBoard's event files and checkpoints. Ctrl-C ends the update under way and keeps it;
-    --resume goes on as if nothing had happened. A second Ctrl-C stops at once, and the last
-    checkpoint counts.
+    time, its curvature, accuracy with intervals), metrics.json, the adapter in PEFT's layout or
+    the model in Hugging Face's, TensorBoard's event files and checkpoints. Ctrl-C ends the update
+    under way and keeps it; --resume goes on as if nothing had happened. A second Ctrl-C stops at
+    once, and the last checkpoint counts.
 
     For example, your own records with K-FAC:
     `jaxkfac finetune --data chats.jsonl --epochs 2 --optimizer kfac --output runs/chats`
+    and a T5 from nothing on WordNet's words and glosses, in less than ten minutes:
+    `jaxkfac finetune --preset wordnet-t5`
     """
 
     experiment: Annotated[Finetuning, tyro.conf.arg(name="")] = Finetuning()
+    preset: Preset = "elements"
+    """What the other options are by default: SmolLM2 and the elements; an untrained T5 and WordNet;
+    or FLAN-T5-XL as it is documented, of which --plan shows the memory. --help shows the options
+    of the preset that stands beside it."""
+    plan: bool = False
+    """Print what the run needs, from shapes, and stop: nothing is loaded. Rows are as long as the
+    options allow; of a folder its config.json is enough."""
+    device_bytes: str | None = None
+    """With --plan: what the device can hand out, such as 32GB; by default what is free here."""
     output: Path = Path("runs/finetune")
     """Folder for everything that is written."""
     resume: bool = False
     """Go on from the newest checkpoint, if there is one."""
     overwrite: bool = False
     """Replace the run in the output folder."""
+    strict: bool = False
+    """Stop at the first bad row of the data, instead of leaving it out and counting it."""
     checkpoint_every: int = 20
     """Updates between two checkpoints."""
     devices: str = "1"
@@ -176,9 +246,16 @@ class FinetuneArguments:
     diagnose_every: int = 5
     """Updates between two looks at the adapter's nonlinearity."""
     samples: int = 4
-    """Prompts that are answered before and after: the first that fit the context."""
-    sample_tokens: int = 12
-    """Tokens of an answer, at most."""
+    """Prompts that are answered at each evaluation: the first that fit the context."""
+    sample_tokens: int | None = None
+    """Tokens of an answer, at most; by default 12, or max_target_length of a target."""
+    generate: int = 32
+    """Of pairs: how many of those to validate with have their targets generated at each
+    evaluation, for exact match and ROUGE-L."""
+    num_beams: int = 1
+    """Of pairs: beams of that generation; one is greedy."""
+    rouge: bool = False
+    """Of pairs: ROUGE-L of what is generated; needs pip install "jaxkfac[rouge]"."""
     curvature: str | None = "auto"
     """Full-match pattern of the adapter's layers whose spectra and capacity are reported, such as
     ".*o_proj/kernel/[ab]"; auto takes the smallest adapter's, None none."""

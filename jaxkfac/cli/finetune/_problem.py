@@ -1,8 +1,9 @@
-"""What is trained: the adapted model, its tokens, and the optimizer."""
+"""What is trained: the model, its tokens, and the optimizer."""
 
 import importlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -12,12 +13,15 @@ import optax
 
 import jaxkfac as jk
 from jaxkfac.cli._devices import ONE_DEVICE, RunDevices
+from jaxkfac.cli._run_state import as_config
 from jaxkfac.cli._schedules import warmup_schedule
-from jaxkfac.cli.finetune._load import Text
+from jaxkfac.cli.finetune._family import Family, Text
+from jaxkfac.cli.finetune._label_smoothing import SmoothedCategorical
+from jaxkfac.cli.finetune._load import family_of
 from jaxkfac.cli.finetune._options import Finetuning
-from jaxkfac.data.text import Encoded, TokenBatch, TokenBatches, encode_records
-from jaxkfac.lslora import Adapted, Adapters, Config
-from jaxkfac.models import Tokens
+from jaxkfac.data.stream import BatchStream, Position, Tally
+from jaxkfac.lslora import Adapters, Config
+from jaxkfac.memory import bytes_text
 
 PyTree = Any
 
@@ -25,30 +29,40 @@ PyTree = Any
 class FinetuneProblem(NamedTuple):
     """Everything that training and its evaluations read, before anything has been trained.
 
+    What is trained is called the adapters, also where it is all parameters; then the base model
+    has none.
+
     Attributes:
+        family: What kind of model it is.
         pretrained: The base model and its tokenizer.
-        text: Questions, among others.
-        config: Of the adapter.
+        config: Of the adapter; ``None`` where all parameters are trained.
         adapted: ``adapted(params, adapters, inputs, key)``.
-        initial: ``initial() -> adapters``, float32, the same values each time. Training takes
-            their memory over.
+        initial: ``initial() -> adapters``. Training takes their memory over. An adapter is
+            float32 and the same each time; all parameters are given once.
         adapters: Their shapes.
+        rows: Shapes of ``(inputs, targets, mask)`` of the longest rows.
+        devices: Where all of it lies.
+        text: Questions, among others.
         train: Batches to learn.
         validation: To measure with, or ``None``.
-        encoded: The records in tokens, and how many were cut.
-        devices: Where all of it lies.
+        encoded: The text in tokens, and how much was cut; ``None`` of files that are read as they
+            are needed.
+        reference: Names of other models and their loss on the validation text.
     """
 
+    family: Family
     pretrained: Any
-    text: Text
-    config: Config
-    adapted: Adapted
+    config: Config | None
+    adapted: Callable[..., Any]
     initial: Callable[[], Adapters]
     adapters: Adapters
-    train: TokenBatches
-    validation: TokenBatches | None
-    encoded: Encoded
+    rows: Any
     devices: RunDevices = ONE_DEVICE
+    text: Text = Text((), ())
+    train: Any = None
+    validation: Any = None
+    encoded: Any = None
+    reference: Mapping[str, float] = MappingProxyType({})
 
     @property
     def params(self) -> PyTree:
@@ -60,22 +74,56 @@ class FinetuneProblem(NamedTuple):
 
     @property
     def data_crc(self) -> str:
-        """CRC-32 of every example's ids and marks, those to learn and those to measure with."""
-        held = [] if self.validation is None else [e for row in self.validation.rows for e in row]
+        """CRC-32 of every example's tokens, those to learn and those to measure with.
+
+        Of files that are read as they are needed, of their bytes and of the first batch.
+        """
+        held = [] if self.validation is None else self.validation.examples
         found = 0
-        for example in [*self.encoded.examples, *held]:
-            for part in (np.int64(len(example.ids)), example.ids, example.learnt):
+        if isinstance(self.train, BatchStream):
+            found = zlib.crc32(self.train.rows.checksum().encode())
+            for part in self.train.first():
+                found = zlib.crc32(part.tobytes(), found)
+        else:
+            held = [*self.encoded.examples, *held]
+        for example in held:
+            for part in (np.int64(len(example[0])), *example):
                 found = zlib.crc32(part.tobytes(), found)
         return f"{found:08x}"
 
     @property
-    def context(self) -> int:
-        """Most tokens that the model reads."""
-        return self.pretrained.config.longest
+    def vocabulary(self) -> int:
+        """How many tokens the model has."""
+        return self.pretrained.config.vocabulary
+
+    def described(self, position: Position | None = None) -> str:
+        """The data in a line: what there is, or of files what has been read at a position."""
+        if not isinstance(self.train, BatchStream):
+            return str(self.encoded)
+        if position is not None:
+            return str(Tally(**position["tally"]))
+        rows, count = self.train.rows, len(self.train.rows.files)
+        files = "a file" if count == 1 else f"{count} files"
+        return f"{bytes_text(rows.nbytes)} in {files}, read as training needs it"
+
+    def learnt(self, position: Position) -> int:
+        """Tokens in the loss, of the data or of what has been read of them at a position."""
+        if isinstance(self.train, BatchStream):
+            return position["tally"]["learnt"]
+        return self.encoded.num_learnt
+
+    def weights(self, adapters: PyTree) -> Any:
+        """The model with these, as a pretrained one, and how it is called: for generation."""
+        if self.config is None:
+            return self.pretrained._replace(params=adapters), {}
+        return self.pretrained, {"adapted": self.adapted, "adapters": adapters}
 
 
 def build_problem(
-    experiment: Finetuning, pretrained: Any, text: Text, devices: RunDevices = ONE_DEVICE
+    experiment: Finetuning,
+    pretrained: Any,
+    text: Text,
+    devices: RunDevices = ONE_DEVICE,
 ) -> FinetuneProblem:
     """Tokens and fresh adapters; the model's memory is taken over.
 
@@ -84,57 +132,74 @@ def build_problem(
         ValueError: ``max_length`` is beyond the model's context, nothing to learn fits, or the
             tokenizer has tokens that the model has not.
     """
+    family = family_of(experiment)
+    found = family.tokens(experiment, pretrained, text)
+    return shaped_problem(experiment, pretrained, found.train, devices)._replace(
+        text=text, **found._asdict()
+    )
+
+
+def shaped_problem(
+    experiment: Finetuning, pretrained: Any, batches: Any = None, devices: RunDevices = ONE_DEVICE
+) -> FinetuneProblem:
+    """A problem whose text has not been read, but for the longest rows of ``batches``."""
+    family = family_of(experiment)
+    rows = jax.eval_shape(lambda: family.rows(experiment, batches))
+    trained = _all_parameters if experiment.train == "all" else _adapters
+    return trained(experiment, pretrained, rows, devices)._replace(train=batches)
+
+
+def _all_parameters(
+    experiment: Finetuning, pretrained: Any, rows: Any, devices: RunDevices
+) -> FinetuneProblem:
+    apply_fn, held = pretrained.apply_fn, [pretrained.params]
+
+    def adapted(params: PyTree, adapters: PyTree, inputs: Any, key: Any = None) -> Any:
+        return apply_fn(adapters, inputs)
+
+    return FinetuneProblem(
+        family=family_of(experiment),
+        pretrained=pretrained._replace(params={}),
+        config=None,
+        adapted=adapted,
+        initial=held.pop,
+        adapters=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held[0]),
+        rows=rows,
+        devices=devices,
+    )
+
+
+def _adapters(
+    experiment: Finetuning, pretrained: Any, rows: Any, devices: RunDevices
+) -> FinetuneProblem:
+    family = family_of(experiment)
+    config, apply_fn = adapter_config(experiment, family), pretrained.apply_fn
     if devices.mesh is not None:
         pretrained = pretrained._replace(params=devices.put_base(pretrained.params))
-    context, tokenizer = pretrained.config.longest, pretrained.tokenizer
-    if experiment.data == "elements":  # short, whatever the model is
-        longest = min(experiment.max_length, context)
-    elif experiment.max_length > context:
-        raise ValueError(
-            f"max_length {experiment.max_length} is longer than the model's context, {context} "
-            "tokens: lower --max-length"
-        )
-    else:
-        longest = experiment.max_length
-    options = {"max_length": longest, "loss_on": experiment.loss_on}
-    encoded = encode_records(text.train, tokenizer, **options)
-    _check_ids(encoded, pretrained.config.vocabulary)
-    train = _batches(experiment, encoded, tokenizer.pad_id, longest)
-    validation = None
-    if text.validation:
-        held = encode_records(text.validation, tokenizer, **options)
-        _check_ids(held, pretrained.config.vocabulary)
-        size = min(experiment.batch_size, len(held.examples))
-        validation = TokenBatches.padded(held.examples, batch_size=size, pad_id=tokenizer.pad_id)
-    config = adapter_config(experiment)
-    inputs, _, _ = as_batch(train.at(0))
 
     def initial() -> Adapters:
         return jk.lslora.init(
             config,
-            pretrained.apply_fn,
+            apply_fn,
             pretrained.params,
-            inputs,
+            rows[0],
             key=jax.random.key(experiment.seed),
             dtype=jnp.float32,  # whatever the base is: an update is smaller than bfloat16's step
         )
 
-    adapted, shapes = jk.lslora.attach(pretrained.apply_fn, config), jax.eval_shape(initial)
     return FinetuneProblem(
-        pretrained, text, config, adapted, initial, shapes, train, validation, encoded, devices
+        family=family,
+        pretrained=pretrained,
+        config=config,
+        adapted=jk.lslora.attach(apply_fn, config),
+        initial=initial,
+        adapters=jax.eval_shape(initial),
+        rows=rows,
+        devices=devices,
     )
 
 
-def _check_ids(encoded: Encoded, vocabulary: int) -> None:
-    most = max(int(example.ids.max()) for example in encoded.examples)
-    if most >= vocabulary:
-        raise ValueError(
-            f"the tokenizer gives id {most}, and the model has {vocabulary} tokens: they are not "
-            "of one checkpoint; put the model's own tokenizer beside it"
-        )
-
-
-def adapter_config(experiment: Finetuning) -> Config:
+def adapter_config(experiment: Finetuning, family: Family) -> Config:
     """The adapter's settings.
 
     Raises:
@@ -144,7 +209,7 @@ def adapter_config(experiment: Finetuning) -> Config:
     return Config(
         rank=chosen.rank,
         alpha=chosen.alpha,
-        target=chosen.target,
+        target=family.target if chosen.target is None else chosen.target,
         exclude=chosen.exclude,
         fourier_placement=chosen.fourier_placement,
         init_sigma=chosen.init_sigma,
@@ -172,25 +237,19 @@ def _registered(nonlinearity: str) -> str:
     return found.name
 
 
-def as_batch(
-    batch: TokenBatch, asarray: Callable[[Any], Any] = jnp.asarray
-) -> tuple[Tokens, Any, Any]:
-    """``(inputs, targets, mask)`` as an objective takes them, of what ``asarray`` makes."""
-    ids, positions, segments, targets, mask = map(asarray, batch)
-    return Tokens(ids, positions, segments), targets, mask
-
-
-def objective_of(problem: FinetuneProblem, params: PyTree) -> jk.Objective:
+def objective_of(experiment: Finetuning, problem: FinetuneProblem, params: PyTree) -> jk.Objective:
     """Mean negative log-likelihood as a function of the adapters.
 
     Inside a compiled function ``params`` must be its argument: what it closes over is copied
     into the program.
     """
 
-    def apply(adapters: Adapters, inputs: Tokens, key: Any = None) -> jax.Array:
+    def apply(adapters: Adapters, inputs: Any, key: Any = None) -> jax.Array:
         return problem.adapted(params, adapters, inputs, key=key)
 
-    return jk.Objective(apply, jk.Categorical())
+    smoothing = experiment.label_smoothing
+    likelihood = SmoothedCategorical(smoothing=smoothing) if smoothing else jk.Categorical()
+    return jk.Objective(apply, likelihood)
 
 
 def collector(experiment: Finetuning, objective: jk.Objective) -> Any:
@@ -198,10 +257,21 @@ def collector(experiment: Finetuning, objective: jk.Objective) -> Any:
     return jk.value_grad_and_factors(
         objective,
         fisher=experiment.kfac.fisher,
-        layers=r".*/(a|b)",  # AdamW has the coefficients and sigma
+        # of an adapter AdamW has the coefficients and sigma
+        layers=None if experiment.train == "all" else r".*/(a|b)",
         uncovered="ignore",
         max_dense=experiment.kfac.max_dense,
     )
+
+
+def options_of(experiment: Finetuning, problem: FinetuneProblem) -> dict[str, Any]:
+    """Everything that decides the result, as plain values, with the layers that are adapted."""
+    options = as_config(experiment)
+    streamed = isinstance(problem.train, BatchStream)
+    options["num_lengths"] = experiment.num_lengths or (8 if streamed else 1)
+    if problem.config is not None:
+        options["adapter"]["target"] = problem.config.target
+    return options
 
 
 def total_updates(experiment: Finetuning, problem: FinetuneProblem) -> int:
@@ -224,7 +294,7 @@ def micro_batches(experiment: Finetuning, problem: FinetuneProblem, update: int)
 def build_optimizer(
     experiment: Finetuning, problem: FinetuneProblem, num_updates: int
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW, or K-FAC with AdamW for what no factor covers; clipped and accumulated."""
+    """AdamW, Adafactor, or K-FAC with AdamW for what no factor covers; clipped, accumulated."""
 
     def rate(peak: float) -> optax.Schedule:
         return warmup_schedule(peak, experiment.warmup, num_updates, experiment.schedule)
@@ -233,13 +303,20 @@ def build_optimizer(
     tx: optax.GradientTransformation = optax.adamw(
         rate(chosen.learning_rate), b1=chosen.b1, b2=chosen.b2, weight_decay=chosen.weight_decay
     )
+    if experiment.optimizer == "adafactor":
+        factored = experiment.adafactor
+        tx = optax.adafactor(
+            rate(factored.learning_rate),
+            clipping_threshold=factored.clipping_threshold,
+            weight_decay_rate=factored.weight_decay or None,
+        )
     if experiment.optimizer == "kfac":
         options = experiment.kfac
-        batch = as_batch(problem.train.at(0))
-        shapes = collector(experiment, objective_of(problem, problem.params)).factor_shapes
+        objective = objective_of(experiment, problem, problem.params)
+        shapes = collector(experiment, objective).factor_shapes
         tx = jk.kfac(
             rate(options.learning_rate),
-            like=shapes(problem.adapters, batch),
+            like=shapes(problem.adapters, problem.rows),
             distribute=problem.devices.divides,
             **options.arguments(),
             others=tx,
@@ -251,14 +328,3 @@ def build_optimizer(
     if last == size:
         return jk.multi_steps(tx, every_k_schedule=size)
     return jk.multi_steps(tx, lambda update: jnp.where(update < num_updates - 1, size, last))
-
-
-def _batches(experiment: Finetuning, encoded: Encoded, pad_id: int, longest: int) -> TokenBatches:
-    options: dict[str, Any] = {
-        "batch_size": experiment.batch_size,
-        "pad_id": pad_id,
-        "seed": experiment.seed,
-    }
-    if experiment.batching == "pack":
-        return TokenBatches.packed(encoded.examples, length=longest, **options)
-    return TokenBatches.padded(encoded.examples, num_lengths=experiment.num_lengths, **options)

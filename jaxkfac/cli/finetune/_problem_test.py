@@ -6,6 +6,8 @@ import types
 import jax.numpy as jnp
 import pytest
 
+from jaxkfac.cli.finetune._decoder import DecoderFamily
+from jaxkfac.cli.finetune._encoder_decoder import EncoderDecoderFamily
 from jaxkfac.cli.finetune._options import AdapterOptions, Finetuning
 from jaxkfac.cli.finetune._problem import adapter_config
 from jaxkfac.lslora import Nonlinearity, find_nonlinearity
@@ -26,7 +28,8 @@ class Quadratic(Nonlinearity):
 
 
 def config_of(nonlinearity):
-    return adapter_config(Finetuning(adapter=AdapterOptions(nonlinearity=nonlinearity)))
+    experiment = Finetuning(adapter=AdapterOptions(nonlinearity=nonlinearity))
+    return adapter_config(experiment, DecoderFamily())
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +61,11 @@ def test_a_nonlinearity_is_named_or_imported_and_registered():
 def test_a_nonlinearity_that_is_none_is_named(word, message):
     with pytest.raises(ValueError, match=message):
         config_of(word)
+
+
+def test_each_kind_of_model_has_its_own_layers_adapted_unless_others_are_named():
+    experiment = Finetuning()
+    assert adapter_config(experiment, DecoderFamily()).target == r".*_proj/kernel"
+    assert adapter_config(experiment, EncoderDecoderFamily()).target == r".*Attention/[qv]/kernel"
+    named = Finetuning(adapter=AdapterOptions(target="all-linear"))
+    assert adapter_config(named, EncoderDecoderFamily()).target == "all-linear"

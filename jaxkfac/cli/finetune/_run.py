@@ -8,23 +8,26 @@ from rich.console import Console
 
 import jaxkfac as jk
 from jaxkfac.cli._checkpoint import check_output, find_checkpoint, remove_checkpoints
-from jaxkfac.cli._devices import RunDevices, devices_line, run_devices
+from jaxkfac.cli._devices import devices_line, run_devices
 from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._processes import RunProcesses, run_processes
-from jaxkfac.cli._run_state import as_config
 from jaxkfac.cli.finetune._curvature import (
     AdapterCurvature,
     adapter_coverage,
     adapter_curvature,
     resolve_pattern,
 )
-from jaxkfac.cli.finetune._exam import compare_exams
-from jaxkfac.cli.finetune._load import load_model, load_text
+from jaxkfac.cli.finetune._decoder_exam import compare_exams
+from jaxkfac.cli.finetune._load import load_model, load_text, model_shapes
 from jaxkfac.cli.finetune._loggers import check_loggers
+from jaxkfac.cli.finetune._loop import TuneState
 from jaxkfac.cli.finetune._options import FinetuneArguments
-from jaxkfac.cli.finetune._problem import FinetuneProblem, build_problem
+from jaxkfac.cli.finetune._plan import print_plan
+from jaxkfac.cli.finetune._problem import FinetuneProblem, build_problem, options_of
 from jaxkfac.cli.finetune._train import train
+from jaxkfac.data.pairs import rouge_package
+from jaxkfac.data.stream import BatchStream
 from jaxkfac.files import write_text
 from jaxkfac.interception import leaves_by_path
 from jaxkfac.report import (
@@ -38,7 +41,9 @@ from jaxkfac.report import (
 
 
 def run_finetune(arguments: FinetuneArguments) -> None:
-    """Train, write everything, and print the summary."""
+    """Train, write everything, and print the summary; or print the plan."""
+    if arguments.plan:
+        return print_plan(arguments)
     with run_processes(arguments) as processes:
         _run(arguments, processes)
 
@@ -59,14 +64,17 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
         remove_checkpoints(folder)
     with jk.memory.track("run") as stages:
         with phase("reading the data"), processes.together("reading the data"):
-            text = load_text(experiment)
+            text = load_text(experiment, strict=arguments.strict)
         loading = processes.together("loading the model")
         with jk.memory.track("load the model"), phase("loading the model"), loading as same:
-            problem = build_problem(experiment, load_model(experiment), text, devices)
+            # of a run that goes on, all parameters are in its checkpoint
+            goes_on = arguments.resume and find_checkpoint(folder) is not None
+            load = model_shapes if goes_on and experiment.train == "all" else load_model
+            problem = build_problem(experiment, load(experiment), text, devices)
             same.append(problem.data_crc)
         if processes.first:
-            Console(stderr=True).print(f"data: {problem.encoded}", highlight=False)
-        coverage = adapter_coverage(problem)
+            _say_what_is_read(problem)
+        coverage = adapter_coverage(experiment, problem)
         pattern = arguments.curvature
         if pattern is not None:
             pattern = resolve_pattern(pattern, coverage)
@@ -75,66 +83,86 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
         curvature = None
         if pattern is not None:
             with jk.memory.track("curvature of the adapter"), phase("measuring curvature"):
-                curvature = adapter_curvature(problem, experiment, state.adapters, pattern)
+                curvature = adapter_curvature(problem, experiment, state, pattern)
     kept = devices.described((problem.params, state.adapters, state.optimizer))
-    with phase("writing adapter and report"), processes.together("writing adapter and report"):
+    words = "writing what was trained, and the report"
+    with phase(words), processes.together(words):
         if processes.first:
-            _save_adapter(arguments, problem, state.adapters)
-            summary = _write_results(
-                arguments, problem, state.records, curvature, coverage, stages, kept
-            )
-            _print(arguments, state.records, summary, devices)
+            saved = _save(arguments, problem, state.adapters)
+            summary = _write_results(arguments, problem, state, curvature, coverage, stages, kept)
+            _print(arguments, problem, state.records, summary | saved, saved)
 
 
-def _save_adapter(arguments: FinetuneArguments, problem: FinetuneProblem, adapters: Any) -> None:
-    chosen = arguments.experiment.adapter
-    dialect = "peft" if chosen.fourier_placement == "none" else chosen.dialect
-    saved = (adapters, problem.config)
-    if chosen.split:
-        saved = jk.lslora.split(*saved, problem.pretrained.config.parts)
-    where = {"base_model": problem.pretrained.path, "task_type": "CAUSAL_LM"}
-    jk.lslora.save(arguments.output / "adapter", *saved, dialect=dialect, **where)
+def _say_what_is_read(problem: FinetuneProblem) -> None:
+    console, bad = Console(stderr=True), problem.text.bad
+    console.print(f"data: {problem.described()}", highlight=False, soft_wrap=True)
+    if bad:
+        left_out = f"{len(bad)} bad rows to validate with are left out, the first {bad[0]}"
+        console.print(left_out, highlight=False, soft_wrap=True)
 
 
 def _print(
     arguments: FinetuneArguments,
+    problem: FinetuneProblem,
     records: FinetuneRecords,
     summary: dict[str, Any],
-    devices: RunDevices,
+    saved: dict[str, str],
 ) -> None:
     if arguments.json:
         print(json.dumps(summary))
         return
     console = Console()
-    console.print(finetune_table(records, summary["comparison"]))
-    if devices.mesh is not None:
+    console.print(finetune_table(records, summary["comparison"], problem.reference))
+    if problem.devices.mesh is not None:
         line = devices_line("finetune", records.samples_per_second, summary["devices"])
         console.print(line, highlight=False)
-    console.print(f"adapter: {summary['adapter']}", soft_wrap=True, highlight=False)
-    console.print(f"report: {summary['report']}", soft_wrap=True, highlight=False)
+    if isinstance(problem.train, BatchStream):
+        console.print(f"data: {summary['data']}", soft_wrap=True, highlight=False)
+    for name, path in (*saved.items(), ("report", summary["report"])):
+        console.print(f"{name}: {path}", soft_wrap=True, highlight=False)
 
 
 def _check(arguments: FinetuneArguments) -> None:
-    counts = ("checkpoint_every", "log_every", "evaluate_every", "diagnose_every", "sample_tokens")
+    counts = ("checkpoint_every", "log_every", "evaluate_every", "diagnose_every")
+    counts += ("sample_tokens", "num_beams")
     for name in counts:
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
-    if arguments.samples < 0:
-        raise ValueError(f"samples must not be negative, not {arguments.samples}")
+    for name in ("samples", "generate"):
+        if (value := getattr(arguments, name)) < 0:
+            raise ValueError(f"{name} must not be negative, not {value}")
+    if arguments.rouge:
+        rouge_package()
     check_loggers(arguments.log)
+
+
+def _save(arguments: FinetuneArguments, problem: FinetuneProblem, adapters: Any) -> dict[str, str]:
+    """Write the adapter, or the model; what it is and where."""
+    pretrained, config, output = problem.pretrained, problem.config, arguments.output
+    if config is None:
+        problem.family.save(output / "model", pretrained._replace(params=adapters))
+        return {"model": str(output / "model")}
+    chosen, saved = arguments.experiment.adapter, (adapters, config)
+    if chosen.split:
+        saved = jk.lslora.split(*saved, pretrained.config.parts)
+    dialect = "peft" if chosen.fourier_placement == "none" else chosen.dialect
+    where = {"base_model": pretrained.path, "task_type": problem.family.task_type}
+    jk.lslora.save(output / "adapter", *saved, dialect=dialect, **where)
+    return {"adapter": str(output / "adapter")}
 
 
 def _write_results(
     arguments: FinetuneArguments,
     problem: FinetuneProblem,
-    records: FinetuneRecords,
+    state: TuneState,
     curvature: AdapterCurvature | None,
     coverage: list[CoverageRow],
     stages: jk.memory.Stage,
     devices: dict[str, Any],
 ) -> dict[str, Any]:
-    output, experiment = arguments.output, arguments.experiment
-    config, software = as_config(experiment), versions()
+    output, experiment, records = arguments.output, arguments.experiment, state.records
+    read = problem.described(state.position)
+    config, software = options_of(experiment, problem), versions()
     comparison = {}
     if len(records.exams) > 1 and records.exams[0].correct:
         comparison = compare_exams(records.exams[0], records.exams[-1])
@@ -143,7 +171,9 @@ def _write_results(
         "config": config,
         "versions": software,
         "records": records.to_plain(),
+        "data": {"read": read, **(state.position or {}).get("tally", {})},
         "comparison": comparison,
+        "reference": dict(problem.reference),
         "spectra": [record._asdict() for record in spectra],
         **(curvature.capacity.to_dict() if curvature else {}),
         "coverage": [row._asdict() for row in coverage],
@@ -156,9 +186,12 @@ def _write_results(
     text = json.dumps(metrics, indent=1, allow_nan=False)
     write_text(output / "metrics.json", text, "the measurements of the run")
     sizes = [int(x.size) for x in leaves_by_path(problem.adapters).values()]
+    how, trained = "fine-tuned with LS-LoRA", "the adapter"
+    if problem.config is None:
+        how, trained = "trained", "the model"
     page = finetune_page(
-        title=f"{experiment.model}, fine-tuned with LS-LoRA on {experiment.data}",
-        lead=f"{sum(sizes):,} parameters of the adapter; {problem.encoded}.",
+        title=f"{experiment.model}, {how} on {experiment.data}",
+        lead=f"{sum(sizes):,} parameters of {trained}; {read}.",
         records=records,
         comparison=comparison,
         spectra=spectra,
@@ -166,20 +199,25 @@ def _write_results(
         coverage=coverage,
         config=config,
         versions=software,
-        nonlinearity=problem.config.nonlinearity,
+        nonlinearity=problem.config.nonlinearity if problem.config else "fourier",
+        reference=problem.reference,
+        trained=trained,
         stages=stages,
         host_memory=metrics["host_memory"],
     )
     write_text(output / "report.html", page, "the report")
     return {
         "steps": len(records.losses),
+        "data": read,
         "loss": [mean_loss(records.losses, last=last) for last in (False, True)],
+        "validation_loss": {x.step: x.loss for x in records.exams if x.loss is not None},
+        "reference": dict(problem.reference),
         "accuracy": {exam.step: exam.accuracy for exam in records.exams if exam.accuracy},
+        "scores": {exam.step: exam.scores for exam in records.exams if exam.scores},
         "comparison": comparison,
         "samples_per_second": records.samples_per_second,
         "tokens_per_second": records.tokens_per_second,
         "devices": devices,
-        "adapter": str(output / "adapter"),
         "report": str(output / "report.html"),
         "metrics": str(output / "metrics.json"),
         "checkpoint": str(find_checkpoint(output / "checkpoints")),

@@ -15,9 +15,11 @@ from flax import nnx
 import jaxkfac as jk
 from jaxkfac.cli import _held_once, main
 from jaxkfac.cli._checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from jaxkfac.cli.finetune import _load, _loop
+from jaxkfac.cli.finetune import _loop
 from jaxkfac.cli.finetune import _run as run_module
-from jaxkfac.cli.finetune._exam import Examiner
+from jaxkfac.cli.finetune._decoder_exam import DecoderExaminer
+from jaxkfac.cli.finetune._family import dtype_of
+from jaxkfac.cli.finetune._load import load_text
 from jaxkfac.cli.finetune._step import MicroStep
 from jaxkfac.cli.finetune._watch import Watch
 from jaxkfac.data.text._encode_test import Letters
@@ -48,7 +50,7 @@ def use(decoder, patch):
 
     def load_model(experiment):
         own = jax.tree.map(jnp.copy, decoder.params)  # casting once deletes what it reads
-        return decoder._replace(params=jk.cast_once(own, _load.dtype_of(experiment)))
+        return decoder._replace(params=jk.cast_once(own, dtype_of(experiment)))
 
     patch.setattr(run_module, "load_model", load_model)
 
@@ -151,7 +153,7 @@ def _first_batch(decoder):
     from jaxkfac.data.text import TokenBatches, encode_records
 
     experiment = Finetuning(batch_size=4)
-    text = _load.load_text(experiment)
+    text = load_text(experiment)
     encoded = encode_records(text.train, decoder.tokenizer, max_length=128)
     return TokenBatches.padded(encoded.examples, batch_size=4, pad_id=0, seed=0).at(0)
 
@@ -208,9 +210,9 @@ def test_a_logging_interval_is_read_once_and_the_next_batch_is_there_before(
         before[step], ahead[step] = len(reads), prepared[-1]
         return original(self, step, adapters)
 
-    def noted(problem, number):
+    def noted(problem, number, batches):
         prepared.append(number)
-        return prepare(problem, number)
+        return prepare(problem, number, batches)
 
     monkeypatch.setattr(Watch, "look", look)
     monkeypatch.setattr(_loop, "prepare", noted)
@@ -288,7 +290,7 @@ def test_an_examination_that_ctrl_c_breaks_off_is_held_after_resuming(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     words = ("--evaluate-every", "3")
     assert run(*words, output=whole) == 0
-    original = Examiner.exam
+    original = DecoderExaminer.exam
 
     def exam(self, step, adapters):
         if step == 3:
@@ -296,7 +298,7 @@ def test_an_examination_that_ctrl_c_breaks_off_is_held_after_resuming(
         return original(self, step, adapters)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Examiner, "exam", exam)
+        patch.setattr(DecoderExaminer, "exam", exam)
         assert run(*words, output=parts) == 130
     assert find_checkpoint(parts / "checkpoints").name == "3"
     assert run(*words, "--resume", output=parts) == 0
@@ -370,8 +372,9 @@ def test_a_local_folder_is_trained_on_and_what_does_not_fit_is_said(
     assert [exam["step"] for exam in kept["exams"]] == [0, 2, 4, 6]
     losses = [exam["loss"] for exam in kept["exams"]]
     assert losses[-1] < losses[0]
-    assert "1 cut, 1 left out" in capsys.readouterr().err
-    assert metrics(tmp_path)["comparison"] == {}
+    assert "1 cut, 1 left out" in capsys.readouterr().out.replace("\n", " ")
+    found = metrics(tmp_path)
+    assert found["comparison"] == {} and found["data"]["rows"] == 13
 
 
 def test_epochs_end_with_an_update_of_what_is_left(run, plain, folder, tmp_path):
@@ -462,11 +465,57 @@ def test_a_wrong_option_is_explained_in_a_line_with_code_2(words, message, run, 
         ('{"answer": 1}', "train.jsonl:14: expected the key"),
     ],
 )
-def test_a_malformed_line_is_named(line, message, run, folder, capsys):
+def test_a_malformed_line_stops_a_strict_run(line, message, run, folder, capsys):
     with (folder / "train.jsonl").open("a") as file:
         file.write("\n" + line)
-    assert run("--data", str(folder)) == 2
+    assert run("--data", str(folder), "--strict", "--max-length", "60") == 2
     assert message in capsys.readouterr().err
+
+
+def test_malformed_lines_are_counted_with_their_numbers(run, plain, folder, tmp_path, capsys):
+    for name in ("train", "validation"):
+        with (folder / f"{name}.jsonl").open("a") as file:
+            file.write("\n{\n[]")
+    words = ("--data", str(folder), "--max-length", "60", "--questions", "0", "--samples", "0")
+    assert run(*words, "--steps", "2") == 0
+    found = metrics(tmp_path)["data"]
+    assert found["bad"] == 2 and found["rows"] == 15
+    assert "train.jsonl:14: not JSON" in found["bad_rows"][0]
+    assert "train.jsonl:15: expected an object" in found["bad_rows"][1]
+    said = capsys.readouterr()
+    assert "2 bad rows left out, the first" in said.out.replace("\n", " ")
+    assert "2 bad rows to validate with are left out" in said.err.replace("\n", " ")
+
+
+FILES = ("--questions", "0", "--samples", "0", "--max-length", "60", "--shuffle-window", "5")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--steps", "6"),
+        pytest.param(
+            ("--epochs", "2", "--batching", "pack", "--gradient-accumulation-steps", "2",
+             "--batch-size", "2"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["padded", "packed"],
+)  # fmt: skip
+def test_a_run_on_files_goes_on_at_the_exact_record(words, run, plain, folder, tmp_path):
+    """Stopped in the middle of a window, of a pass and of an interval of readings."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    words = ("--data", str(folder), *FILES, *words, "--log-every", "4")
+    assert run(*words, output=whole) == 0
+    last = find_checkpoint(whole / "checkpoints")
+    middle = find_checkpoint(whole / "checkpoints").with_name(str(int(last.name) - 2))
+    (parts / "checkpoints").mkdir(parents=True)
+    (parts / "checkpoints" / middle.name).write_bytes(middle.read_bytes())
+    assert run(*words, "--resume", output=parts) == 0
+    a, b = load_checkpoint(whole / "checkpoints"), load_checkpoint(parts / "checkpoints")
+    assert a.position == b.position and a.records["losses"] == b.records["losses"]
+    for path in a.leaves:
+        np.testing.assert_array_equal(a.leaves[path], b.leaves[path], err_msg=path)
 
 
 def test_an_unknown_answer_key_is_named(run, folder, capsys):

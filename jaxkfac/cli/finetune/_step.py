@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +14,10 @@ import jaxkfac as jk
 from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._loop import skipped_updates
 from jaxkfac.cli._phases import phase
+from jaxkfac.cli.finetune._family import check_ids
 from jaxkfac.cli.finetune._options import Finetuning
-from jaxkfac.cli.finetune._problem import FinetuneProblem, as_batch, collector, objective_of
+from jaxkfac.cli.finetune._problem import FinetuneProblem, collector, objective_of
+from jaxkfac.data.stream import BatchStream, Position
 
 PyTree = Any
 _LABELS, _DROPOUT = 0, 1  # folded into the run's key: K-FAC's labels and dropout differ
@@ -25,6 +28,7 @@ class Prepared(NamedTuple):
 
     Attributes:
         number: Of the micro-batch in the run.
+        position: In the data, behind it.
         batch: ``(inputs, targets, mask)``.
         tokens: That are read, without padding.
         learnt: Of them in the loss.
@@ -32,18 +36,27 @@ class Prepared(NamedTuple):
     """
 
     number: int
+    position: Position
     batch: Any
     tokens: int
     learnt: int
     examples: int
 
 
-def prepare(problem: FinetuneProblem, number: int) -> Prepared:
-    """Build a micro-batch and send it; does not wait until it has arrived."""
-    batch = problem.train.at(number)
+def prepare(
+    problem: FinetuneProblem, number: int, batches: Iterator[tuple[Any, Position]]
+) -> Prepared:
+    """Build the next micro-batch and send it; does not wait until it has arrived.
+
+    Raises:
+        ValueError: it has ids that the model has not.
+    """
+    batch, position = next(batches)
+    if isinstance(problem.train, BatchStream):  # others are checked when they are made
+        check_ids(int(max(batch.ids.max(), batch.targets.max())), problem.vocabulary)
     counts = batch.num_tokens, batch.num_terms, batch.num_examples
-    arrays = as_batch(batch, np.asarray)
-    return Prepared(number, problem.devices.put_batch(arrays), *counts)
+    arrays = problem.family.batch(batch, np.asarray)
+    return Prepared(number, position, problem.devices.put_batch(arrays), *counts)
 
 
 class MicroResult(NamedTuple):
@@ -92,7 +105,7 @@ class MicroStep:
         self._params, self._devices = problem.params, problem.devices
         step, options = _micro_step(problem, experiment, tx), problem.devices.of_program()
         self._run = jax.jit(step, donate_argnums=(1, 2), **options)
-        self._compiled: dict[tuple[int, ...], Any] = {}
+        self._compiled: dict[tuple[tuple[int, ...], ...], Any] = {}
 
     def __call__(self, adapters: PyTree, optimizer: PyTree, given: Prepared) -> MicroResult:
         """Take a micro-batch into account."""
@@ -102,8 +115,7 @@ class MicroStep:
 
     def program(self, *arguments: Any) -> Any:
         """The compiled program of these arguments: of parameters, then those of a call."""
-        _, targets, _ = arguments[3]
-        shape = targets.shape
+        shape = tuple(x.shape for x in jax.tree.leaves(arguments[3]))
         if shape not in self._compiled:
             jax.block_until_ready(arguments)  # what is under way is no part of the compilation
             started = time.perf_counter()
@@ -119,12 +131,14 @@ class MicroStep:
 def _micro_step(
     problem: FinetuneProblem, experiment: Finetuning, tx: optax.GradientTransformationExtraArgs
 ) -> Any:
-    weight = 0.0 if experiment.adapter.fourier_placement == "none" else problem.config.reg_weight
+    config, weight, dropout = problem.config, 0.0, 0.0
+    if config is not None:
+        dropout = config.dropout
+        weight = 0.0 if config.fourier_placement == "none" else config.reg_weight
 
     def penalty_of(adapters: PyTree) -> jax.Array:
-        if not weight:
-            return jnp.zeros((), jnp.float32)
-        return weight * jk.lslora.regulariser(adapters, problem.config.nonlinearity)
+        assert config is not None
+        return weight * jk.lslora.regulariser(adapters, config.nonlinearity)
 
     def micro_step(
         params: PyTree,
@@ -133,22 +147,24 @@ def _micro_step(
         batch: Any,
         number: jax.Array,
     ) -> MicroResult:
-        objective = objective_of(problem, params)
-        inputs, _, mask = batch
+        objective = objective_of(experiment, problem, params)
+        _, _, mask = batch
         key = jax.random.fold_in(jax.random.key(experiment.seed), number)
-        drop = jax.random.fold_in(key, _DROPOUT) if problem.config.dropout else None
+        drop = jax.random.fold_in(key, _DROPOUT) if dropout else None
         extra: dict[str, Any]
         if experiment.optimizer == "kfac":
             collect = collector(experiment, objective)
             labels = drop if drop is not None else jax.random.fold_in(key, _LABELS)
-            exist = inputs.segments > 0
+            exist = problem.family.exist(batch)
             loss, grads, factors = collect(adapters, batch, key=labels, positions=exist)
             extra = {"factors": factors}
         else:
             loss, grads = jax.value_and_grad(objective)(adapters, batch, drop)
             extra = {"terms": mask.sum()}
-        penalty, penalty_grads = jax.value_and_grad(penalty_of)(adapters)
-        grads = jax.tree.map(jnp.add, grads, penalty_grads)
+        penalty = jnp.zeros((), jnp.float32)
+        if weight:
+            penalty, penalty_grads = jax.value_and_grad(penalty_of)(adapters)
+            grads = jax.tree.map(jnp.add, grads, penalty_grads)
         updates, state = tx.update(grads, state, adapters, **extra)
         found = (loss, penalty, skipped_updates(state))
         numbers = jnp.stack([x.astype(loss.dtype) for x in found])

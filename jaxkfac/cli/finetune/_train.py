@@ -17,13 +17,18 @@ from jaxkfac.cli._held_once import check_held_once
 from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._processes import RunProcesses
 from jaxkfac.cli._progress import progress, time_left
-from jaxkfac.cli._run_state import DATA_CRC, as_config, flatten_state, restore_state
+from jaxkfac.cli._run_state import DATA_CRC, flatten_state, restore_state
 from jaxkfac.cli._writer import CheckpointWriter, checkpoint_writer
-from jaxkfac.cli.finetune._exam import Examiner
 from jaxkfac.cli.finetune._loggers import open_loggers
 from jaxkfac.cli.finetune._loop import TuneState, Tuning
-from jaxkfac.cli.finetune._options import OLDER, FinetuneArguments
-from jaxkfac.cli.finetune._problem import FinetuneProblem, build_optimizer, total_updates
+from jaxkfac.cli.finetune._options import OLDER, FinetuneArguments, Finetuning
+from jaxkfac.cli.finetune._problem import (
+    FinetuneProblem,
+    build_optimizer,
+    micro_batches,
+    options_of,
+    total_updates,
+)
 from jaxkfac.cli.finetune._watch import Watch, words_of
 from jaxkfac.report import FinetuneRecords
 
@@ -55,11 +60,11 @@ def train(
         OSError: a checkpoint could not be written; raised after the next update, or here.
     """
     experiment, processes = arguments.experiment, problem.devices.processes
-    total, options = total_updates(experiment, problem), as_config(experiment)
+    total, options = total_updates(experiment, problem), options_of(experiment, problem)
     config = options | {DATA_CRC: problem.data_crc}
     tx = build_optimizer(experiment, problem, total)
     with processes.together(f"looking for a checkpoint in {folder}") as same:
-        state = _start(problem, tx, folder if arguments.resume else None, config)
+        state = _start(experiment, problem, tx, folder if arguments.resume else None, config)
         same.append(state.step)
     adapters, optimizer = problem.devices.whole((state.adapters, state.optimizer))
     state = state._replace(adapters=adapters, optimizer=optimizer)
@@ -70,7 +75,7 @@ def train(
     with processes.together("opening the loggers"):
         names = arguments.log if processes.first else ()
         logger = open_loggers(names, arguments.output, config=options, step=state.step)
-    watch = Watch(arguments, Examiner(problem, experiment), logger, total)
+    watch = Watch(arguments, problem.family.examiner(problem, arguments), logger, total)
     unread = min(arguments.log_every, total)
     run = Tuning(experiment, problem, tx, state, total=total, unread=unread, look=watch.look)
     del state  # its arrays are donated
@@ -81,11 +86,12 @@ def train(
     ):
 
         def save() -> None:
-            adapters, optimizer, step, records = run.state
+            adapters, optimizer, step, records, position = run.state
             leaves = flatten_state(adapters, optimizer, keep=processes.first)
             if processes.first:
                 plain = records.to_plain()
-                found = Checkpoint(leaves, config, experiment.optimizer, plain, step)
+                optimized = experiment.optimizer
+                found = Checkpoint(leaves, config, optimized, plain, step, position)
                 writer.save(folder, found)
 
         _to_the_end(arguments, run, watch, writer, save, processes, folder=folder, total=total)
@@ -147,7 +153,11 @@ def _to_the_end(
 
 
 def _start(
-    problem: FinetuneProblem, tx: Any, folder: Path | None, config: dict[str, Any]
+    experiment: Finetuning,
+    problem: FinetuneProblem,
+    tx: Any,
+    folder: Path | None,
+    config: dict[str, Any],
 ) -> TuneState:
     """From the checkpoint in ``folder``, if there is one, or from the beginning."""
     if folder is not None and find_checkpoint(folder):
@@ -156,7 +166,9 @@ def _start(
         adapters, optimizer = restore_state(
             stored, problem.adapters, template, config, lacking=OLDER
         )
-        records = FinetuneRecords.from_plain(stored.records)
-        return TuneState(adapters, optimizer, stored.step, records)
+        records, position = FinetuneRecords.from_plain(stored.records), stored.position
+        if position is None:  # of an older version, whose data were in memory
+            position = {"batch": micro_batches(experiment, problem, stored.step).start}
+        return TuneState(adapters, optimizer, stored.step, records, position)
     adapters = problem.initial()
     return TuneState(adapters, tx.init(adapters), 0, FinetuneRecords())

@@ -69,11 +69,10 @@ class Watch:
                 found = {f"accuracy/{k}": ends[0] for k, ends in exam.accuracy.items()}
                 if exam.loss is not None:
                     found["loss/validation"] = exam.loss
+                found |= {f"generated/{name}": value for name, value in (exam.scores or {}).items()}
                 self._logger.numbers(step, found)
-        if end and asked.samples and not any(sample.step == step for sample in records.samples):
-            samples = self._examiner.samples(
-                step, state.adapters, count=asked.samples, tokens=asked.sample_tokens
-            )
+        if due and asked.samples and not any(sample.step == step for sample in records.samples):
+            samples = self._examiner.samples(step, state.adapters, count=asked.samples)
             records = records._replace(samples=[*records.samples, *samples])
             for number, sample in enumerate(samples):
                 self._logger.text(step, f"sample/{number}", f"{sample.prompt} → {sample.answer}")

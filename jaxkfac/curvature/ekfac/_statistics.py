@@ -131,11 +131,11 @@ class SquaredGradients:
     # -- in the backward pass ---------------------------------------------------------
 
     def comes_first(self, use: Use) -> bool:
-        """See ``factors.Gathered``."""
+        """See ``_taps.Emitter``."""
         return False
 
     def signature(self, site: Site, use: Use) -> None:
-        """See ``factors.Gathered``."""
+        """See ``_taps.Emitter``."""
         return
 
     def emit(
@@ -148,7 +148,7 @@ class SquaredGradients:
         weights: Array | None,
         constants: Any,
     ) -> Slot:
-        """See ``_taps.Gathered``."""
+        """See ``_taps.Emitter``."""
         assert use.layer is not None
         layer = self._layers[use.layer]
         if layer.name in self._elements:

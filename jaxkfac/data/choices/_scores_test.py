@@ -115,6 +115,37 @@ def question(**changes):
 
 
 @pytest.mark.parametrize(
+    "plain",
+    [
+        {"question_stem": "Fe", "choices": {"text": ["lead", "iron"], "label": ["A", "B"]},
+         "answerKey": "B", "id": "7"},
+        {"question": "Fe", "choices": {"text": ["lead", "iron"], "label": ["A", "B"]},
+         "answerKey": "B", "id": 7},
+        {"question": "Fe", "choices": ["lead", "iron"], "answer": 1, "id": "7"},
+        {"question": "Fe", "choices": ["lead", "iron"], "answer": "B", "id": "7"},
+    ],
+)  # fmt: skip
+def test_questions_in_the_forms_of_the_datasets_library(plain):
+    assert parse_question(plain) == Question("7", "Fe", ("lead", "iron"), ("A", "B"), 1)
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        ({"question": "Fe", "choices": ["a", "b"], "answer": -1}, "'Fe': the answer key -1"),
+        (
+            {"question": "Fe", "choices": {"text": ["a", "b"], "label": ["A"]}, "answerKey": "A"},
+            "two or more labels, one for each choice",
+        ),
+        ({"question": "Fe", "choices": {"text": ["a", "b"]}, "answerKey": "A"}, "'label'"),
+    ],
+)
+def test_such_a_question_that_is_none_says_what_is_wrong(plain, message):
+    with pytest.raises(ValueError, match=message):
+        parse_question(plain)
+
+
+@pytest.mark.parametrize(
     ("plain", "message"),
     [
         (question(answerKey="E"), r"question '7': the answer key 'E' is none of .*'A', 'B'"),

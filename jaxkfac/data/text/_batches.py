@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxkfac.data._batches import epoch_batches, num_batches
+from jaxkfac.data.stream import NumberedBatches
 from jaxkfac.data.text._encode import Example
 from jaxkfac.data.text._rows import TokenBatch, bucket_lengths, pack, token_batch
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenBatches:
+class TokenBatches(NumberedBatches[TokenBatch]):
     """Batches of a data set in a fresh random order each epoch; nothing is remembered.
 
     Attributes:
@@ -77,6 +78,11 @@ class TokenBatches:
         found = pack([len(e.ids) - 1 for e in examples], length)
         rows = tuple(tuple(examples[i] for i in row) for row in found)
         return cls(rows, batch_size, (length,), pad_id, seed)
+
+    @property
+    def examples(self) -> tuple[Example, ...]:
+        """Every example, row by row."""
+        return tuple(example for row in self.rows for example in row)
 
     @property
     def per_epoch(self) -> int:

@@ -1,14 +1,14 @@
 """Records to tokens, and which of them are learnt."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from jaxkfac._checks import one_of
-from jaxkfac.data.text._records import Completion, Message, Record
-from jaxkfac.data.text._tokenizer import TokenizerLike
+from jaxkfac.data.text._records import Chat, Completion, Record, as_plain
+from jaxkfac.data.text._tokenizer import MarksAnswers, TokenizerLike
 
 LossOn = Literal["assistant", "all"]
 
@@ -31,18 +31,22 @@ class Encoded(NamedTuple):
 
     Attributes:
         examples: In the order of the records.
-        truncated: Records that were longer and lost their end.
-        dropped: Records of which nothing to learn was left.
+        truncated: Examples that were longer and lost their end.
+        dropped: Examples of which nothing to learn was left.
     """
 
     examples: list[Example]
     truncated: int
     dropped: int
 
+    @property
+    def num_learnt(self) -> int:
+        """Tokens in the loss."""
+        return sum(int(example.learnt.sum()) for example in self.examples)
+
     def __str__(self) -> str:
         tokens = sum(len(e.ids) for e in self.examples)
-        learnt = sum(int(e.learnt.sum()) for e in self.examples)
-        words = f"{len(self.examples)} records, {tokens} tokens, {learnt} of them learnt"
+        words = f"{len(self.examples)} records, {tokens} tokens, {self.num_learnt} of them learnt"
         if self.truncated or self.dropped:
             words += f"; {self.truncated} cut, {self.dropped} left out (nothing to learn fits)"
         return words
@@ -61,6 +65,11 @@ def encode_records(
     completion and the end of the text. What the chat template puts before a turn ("assistant"
     and its markers) is given at generation, and not learnt.
 
+    A chat template that marks answers itself (``{% generation %}``) decides which tokens are
+    learnt. Of others the turns are told apart by writing the conversation up to each of them;
+    where a template writes a turn differently once others follow, the conversation becomes one
+    example for each turn of the assistant.
+
     Args:
         records: What to learn.
         tokenizer: Of the model.
@@ -72,7 +81,7 @@ def encode_records(
 
     Raises:
         ValueError: nothing to learn fits in ``max_length`` at all, or the chat template writes
-            a turn differently when others follow it, so that turns cannot be told apart.
+            the turns before an answer differently once it is there.
 
     Example:
         >>> class Letters:
@@ -84,22 +93,17 @@ def encode_records(
         >>> found.examples[0].learnt.astype(int), found.truncated
         (array([0, 0, 0, 1, 1, 1, 1, 1]), 0)
     """
-    one_of("loss_on", loss_on, ("assistant", "all"))
-    if max_length < 2:
-        raise ValueError(f"max_length={max_length}: expected at least 2 tokens")
+    check_encoding(max_length, loss_on)
     examples, truncated, dropped, longest = [], 0, 0, 0
     for record in records:
-        write = _completion if isinstance(record, Completion) else _chat
-        ids, learnt = write(record, tokenizer)
-        if loss_on == "all":
-            learnt = [True] * len(ids)
-        longest = max(longest, len(ids))
-        truncated += len(ids) > max_length
-        example = _example(ids[:max_length], learnt[:max_length])
-        if example.learnt.any():
-            examples.append(example)
-        else:
-            dropped += 1
+        for example in encode_record(record, tokenizer, loss_on=loss_on):
+            longest = max(longest, len(example.ids))
+            truncated += len(example.ids) > max_length
+            example = cut(example, max_length)
+            if example.learnt.any():
+                examples.append(example)
+            else:
+                dropped += 1
     if not examples:
         raise ValueError(
             f"none of {len(records)} records has anything to learn in its first {max_length} "
@@ -108,18 +112,41 @@ def encode_records(
     return Encoded(examples, truncated, dropped)
 
 
-def as_plain(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Turns as the dictionaries that chat templates read."""
-    return [turn._asdict() for turn in messages]
+def check_encoding(max_length: int, loss_on: str) -> None:
+    """Refuse options of :func:`encode_records`."""
+    one_of("loss_on", loss_on, ("assistant", "all"))
+    if max_length < 2:
+        raise ValueError(f"max_length={max_length}: expected at least 2 tokens")
 
 
-def _example(ids: list[int], learnt: list[bool]) -> Example:
+def encode_record(
+    record: Record, tokenizer: TokenizerLike, *, loss_on: LossOn = "assistant"
+) -> list[Example]:
+    """One record, in as many examples as its chat template needs, uncut."""
+    if isinstance(record, Completion):
+        found = [_completion(record, tokenizer)]
+    else:
+        found = _chat(record, tokenizer, whole=loss_on == "all")
+    if loss_on == "all":
+        found = [(ids, [True] * len(ids)) for ids, _ in found]
+    return [_example(ids, learnt) for ids, learnt in found]
+
+
+def cut(example: Example, max_length: int) -> Example:
+    """The first tokens of an example."""
+    return Example(example.ids[:max_length], example.learnt[:max_length])
+
+
+def _example(ids: Sequence[int], learnt: Sequence[bool]) -> Example:
     marks = np.asarray(learnt, bool)
     marks[:1] = False  # nothing stands before it that it could be predicted from
     return Example(np.asarray(ids, np.int32), marks)
 
 
-def _completion(record: Any, tokenizer: TokenizerLike) -> tuple[list[int], list[bool]]:
+_Marked = tuple[list[int], list[bool]]
+
+
+def _completion(record: Completion, tokenizer: TokenizerLike) -> _Marked:
     # Apart, so that the border is the same at generation, when only the prompt is known.
     alone = not record.prompt
     prompt = [] if alone else list(tokenizer.encode(record.prompt))
@@ -130,26 +157,62 @@ def _completion(record: Any, tokenizer: TokenizerLike) -> tuple[list[int], list[
     return [*prompt, *rest], [False] * len(prompt) + [True] * len(rest)
 
 
-def _chat(record: Any, tokenizer: TokenizerLike) -> tuple[list[int], list[bool]]:
-    turns, ends = as_plain(record.messages), set(tokenizer.eos_ids)
-    ids = list(tokenizer.chat(turns, add_generation_prompt=False))
-    learnt = [False] * len(ids)
+def _chat(record: Chat, tokenizer: TokenizerLike, *, whole: bool) -> list[_Marked]:
+    turns = as_plain(record.messages)
+    tools: dict[str, Any] = {"tools": record.tools} if record.tools else {}
+    if whole:
+        ids = list(tokenizer.chat(turns, add_generation_prompt=False, **tools))
+        return [(ids, [])]
+    if isinstance(tokenizer, MarksAnswers):
+        marked = tokenizer.marked_chat(turns, **tools)
+        if marked is not None:
+            return [marked]
+    answers = list(_answers(turns, tokenizer, tools))
+    ids, _ = answers[-1]
+    if any(ids[: len(before)] != before for before, _ in answers):
+        return [(one, _between(one, [start])) for one, start in answers]
+    return [(ids, _between(ids, [(start, stop) for _, (start, stop) in answers]))]
+
+
+def _answers(
+    turns: list[dict[str, Any]], tokenizer: TokenizerLike, tools: dict[str, Any]
+) -> Iterator[tuple[list[int], tuple[int, int]]]:
+    """For each turn of the assistant the conversation up to it, and where in it the turn is."""
+    ends = set(tokenizer.eos_ids)
     for number, turn in enumerate(turns):
         if turn["role"] != "assistant":
             continue
-        before = list(tokenizer.chat(turns[:number], add_generation_prompt=True))
-        last = number == len(turns) - 1
-        after = (
-            ids if last else list(tokenizer.chat(turns[: number + 1], add_generation_prompt=False))
-        )
-        if ids[: len(after)] != after or after[: len(before)] != before:
-            raise ValueError(
-                f"the chat template writes turn {number} differently when it is the last: its "
-                'tokens cannot be told apart; train on them with loss_on="all"'
-            )
-        stop = len(after)
+        before = tokenizer.chat(turns[:number], add_generation_prompt=True, **tools)
+        ids = list(tokenizer.chat(turns[: number + 1], add_generation_prompt=False, **tools))
+        start, stop = len(before), len(ids)
+        if ids[:start] != list(before):
+            start = _start(turns, number, before, ids, tokenizer, tools)
         # What follows the marker that ends a turn (a line break) is never generated.
-        while stop > len(before) and ids[stop - 1] not in ends and ends & set(after[len(before) :]):
+        while stop > start and ids[stop - 1] not in ends and ends & set(ids[start:]):
             stop -= 1
-        learnt[len(before) : stop] = [True] * (stop - len(before))
-    return ids, learnt
+        yield ids, (start, stop)
+
+
+def _start(
+    turns: list[dict[str, Any]],
+    number: int,
+    before: Sequence[int],
+    ids: Sequence[int],
+    tokenizer: TokenizerLike,
+    tools: dict[str, Any],
+) -> int:
+    """Where an answer begins that begins otherwise than asked for, as with an empty thought."""
+    asked = list(tokenizer.chat(turns[:number], add_generation_prompt=False, **tools))
+    if ids[: len(asked)] != asked:
+        raise ValueError(
+            f"the chat template writes what comes before turn {number} differently when it is "
+            'there: its tokens cannot be told apart; train on them with loss_on="all"'
+        )
+    return next(i for i, (a, b) in enumerate(zip(before, [*ids, None])) if a != b)
+
+
+def _between(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    found = [False] * len(ids)
+    for start, stop in spans:
+        found[start:stop] = [True] * (stop - start)
+    return found

@@ -101,10 +101,51 @@ def test_nothing_left_to_learn_is_an_error_with_the_lengths():
         encode(Completion("", "a"), max_length=1)
 
 
-def test_a_template_whose_turns_change_is_refused():
+class Thinks(Letters):
+    """Asks for an answer without a thought, and cuts those of answers that others follow."""
+
+    def chat(self, messages, *, add_generation_prompt=True):
+        last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
+        kept = [
+            {**m, "content": m["content"].rpartition("/")[2] if i < last else m["content"]}
+            for i, m in enumerate(messages)
+        ]
+        ids = super().chat(kept, add_generation_prompt=add_generation_prompt)
+        return ids + self.encode("/") * add_generation_prompt
+
+
+def test_where_a_template_rewrites_earlier_answers_each_is_an_example():
+    record = chat("uhow?", "a/so", "uwhy?", "ahm/thus")
+    first, second = encode_records([record], Thinks(), max_length=100).examples
+    assert Letters().decode(first.ids) == "u\nhow?\na\n/so\n" and learnt(first) == "so"
+    assert Letters().decode(second.ids) == "u\nhow?\na\nso\nu\nwhy?\na\nhm/thus\n"
+    assert learnt(second) == "hm/thus"  # it begins otherwise than asked for
+    (whole,) = encode_records([record], Thinks(), max_length=100, loss_on="all").examples
+    assert whole.learnt[1:].all()
+
+
+def test_a_template_that_rewrites_questions_is_refused():
     record = chat("uhow?", "aso", "uwhy?", "athus")
-    with pytest.raises(ValueError, match=r"writes turn 1 differently.*loss_on=\"all\""):
+    with pytest.raises(ValueError, match=r"before turn 1 differently.*loss_on=\"all\""):
         encode_records([record], Forgetful(), max_length=100)
+
+
+class Marks(Letters):
+    """Its template says that vowels of the assistant are generated; knows tools."""
+
+    def chat(self, messages, *, add_generation_prompt=True, tools=()):
+        own = [{"role": "system", "content": str(tool)} for tool in tools]
+        return super().chat([*own, *messages], add_generation_prompt=add_generation_prompt)
+
+    def marked_chat(self, messages, *, tools=()):
+        ids = self.chat(messages, add_generation_prompt=False, tools=tools)
+        return ids, [chr(i) in "aeiou" for i in ids]
+
+
+def test_a_template_that_marks_answers_decides_and_reads_tools():
+    record = Chat((Message("user", "how?"), Message("assistant", "soo")), tools=("abc",))
+    (example,) = encode_records([record], Marks(), max_length=100).examples
+    assert learnt(example) == "auoaoo" and "abc" in Letters().decode(example.ids)
 
 
 class Begins(Letters):

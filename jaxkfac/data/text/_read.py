@@ -1,28 +1,26 @@
-"""Records from files: one JSON object a line."""
+"""Records from files."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
-from jaxkfac.data.text._records import Record, parse_record
-
-_Parsed = TypeVar("_Parsed")
+from jaxkfac.data.readers import FileRows, find_files, read_rows, read_splits
+from jaxkfac.data.text._records import Record
+from jaxkfac.data.text.formats import parse_record
 
 
 def read_records(path: Path | str) -> list[Record]:
-    """The records of one JSONL file, in its order; empty lines are passed over.
+    """The records of one file, in its order.
 
     Args:
-        path: A file of lines that :func:`parse_record` knows.
+        path: A file of rows that :func:`parse_record` knows; see :mod:`jaxkfac.data.readers` for
+            its formats. Empty lines are passed over.
 
     Returns:
         At least one record.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line is no JSON, no UTF-8 or no record, named with file and line; or
-            there is no record at all.
+        ValueError: a row is no JSON, no UTF-8 or no record, named with file and number; there
+            is no record at all; or the file is damaged or of an unknown format.
 
     Example:
         >>> import pathlib, tempfile
@@ -32,55 +30,41 @@ def read_records(path: Path | str) -> list[Record]:
         ...     read_records(path)
         [Completion(prompt='', completion='Fe is iron')]
     """
-    return read_lines(Path(path), parse_record)
+    return read_rows(path, parse_record)
+
+
+def record_files(path: Path | str, *, strict: bool = False) -> tuple[FileRows, FileRows | None]:
+    """Records to train on and to validate with, to be read as they are needed.
+
+    Args:
+        path: A file or a folder; :func:`jaxkfac.data.readers.find_files` says which files of a
+            folder are for what.
+        strict: Whether a bad row is an error.
+
+    Returns:
+        ``(train, validation)``; the second may be ``None``.
+
+    Raises:
+        FileNotFoundError: there is no such path, or nothing to train on in it.
+        ValueError: a file of an unknown format.
+    """
+    train, validation = find_files(path)
+    held = FileRows(validation, parse_record, strict) if validation else None
+    return FileRows(train, parse_record, strict), held
 
 
 def read_folder(path: Path | str) -> tuple[list[Record], list[Record]]:
-    """Records to train on and to validate with.
+    """All records to train on and to validate with.
 
     Args:
-        path: A folder with ``train.jsonl`` and, if there is one, ``validation.jsonl``; or a
-            single JSONL file, all of it to train on.
+        path: As in :func:`record_files`.
 
     Returns:
         ``(train, validation)``; the second may be empty.
 
     Raises:
-        FileNotFoundError: there is no such path, or no ``train.jsonl`` in it; what the folder
+        FileNotFoundError: there is no such path, or nothing to train on in it; what the folder
             holds is said.
         ValueError: as in :func:`read_records`.
     """
-    path = Path(path)
-    if not path.is_dir():
-        return read_records(path), []
-    train, validation = path / "train.jsonl", path / "validation.jsonl"
-    if not train.is_file():
-        held = ", ".join(sorted(p.name for p in path.iterdir())) or "nothing"
-        raise FileNotFoundError(f"no train.jsonl in {path}, which holds {held}")
-    return read_records(train), read_records(validation) if validation.is_file() else []
-
-
-def read_lines(path: Path, parse: Callable[[Any], _Parsed]) -> list[_Parsed]:
-    """Every line of a JSONL file, parsed; an error says which file and line."""
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise FileNotFoundError(f"expected a JSONL file at {path}, which {what}")
-    found = []
-    # Lines end with a line feed: a string may hold other characters that Python splits at.
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            found.append(parse(json.loads(line.decode("utf-8"))))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}:{number}: not UTF-8 ({error.reason})") from error
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}:{number}: not JSON ({error.msg} at column {error.colno}); expected one "
-                "whole object on each line"
-            ) from error
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from error
-    if not found:
-        raise ValueError(f"{path} holds no line")
-    return found
+    return read_splits(path, parse_record)

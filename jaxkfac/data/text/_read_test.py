@@ -53,8 +53,8 @@ def test_a_folder_gives_training_and_validation_records(tmp_path):
 def test_what_is_missing_or_empty_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere, which does not exist"):
         read_folder(tmp_path / "nowhere")
-    written(tmp_path, CHAT, name="data.jsonl")
-    with pytest.raises(FileNotFoundError, match=r"no train.jsonl in .*, which holds data.jsonl"):
+    written(tmp_path, CHAT, name="data.csv")
+    with pytest.raises(FileNotFoundError, match=r"nothing to train on in .*, which holds data.csv"):
         read_folder(tmp_path)
     with pytest.raises(ValueError, match="holds no line"):
         read_records(written(tmp_path, ""))

@@ -17,7 +17,10 @@ class TokenizerLike(Protocol):
         ...
 
     def chat(self, messages: Any, *, add_generation_prompt: bool = True) -> list[int]:
-        """Ids of ``[{"role": ..., "content": ...}, ...]`` in the model's chat template."""
+        """Ids of ``[{"role": ..., "content": ...}, ...]`` in the model's chat template.
+
+        With ``tools=``, too, where a conversation has some.
+        """
         ...
 
     @property
@@ -28,4 +31,15 @@ class TokenizerLike(Protocol):
     @property
     def pad_id(self) -> int:
         """The id that fills a row."""
+        ...
+
+
+@runtime_checkable
+class MarksAnswers(Protocol):
+    """A tokenizer whose chat template may say itself which tokens the assistant generates."""
+
+    def marked_chat(
+        self, messages: Any, *, tools: Sequence[Any] = ()
+    ) -> tuple[list[int], list[bool]] | None:
+        """Ids and whether each is the assistant's; ``None`` if the template marks nothing."""
         ...

@@ -3,15 +3,36 @@
 import datetime
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 Messages = Sequence[Mapping[str, Any]]
+# Around answers while they are rendered: Unicode says that no text has these two.
+_START, _END = "\ufdd0", "\ufdd1"
+
+
+class Rendered(NamedTuple):
+    """The text of a conversation.
+
+    Attributes:
+        text: All of it.
+        answers: ``(start, stop)`` of what the template marks as generated, in characters;
+            ``None`` if it has no such marks.
+    """
+
+    text: str
+    answers: list[tuple[int, int]] | None
 
 
 def render(
-    template: str, messages: Messages, *, add_generation_prompt: bool, tokens: Mapping[str, str]
-) -> str:
+    template: str,
+    messages: Messages,
+    *,
+    add_generation_prompt: bool,
+    tokens: Mapping[str, str],
+    tools: Sequence[Any] = (),
+) -> Rendered:
     """The text of a conversation.
 
     Args:
@@ -19,19 +40,40 @@ def render(
         messages: ``{"role": ..., "content": ...}`` each.
         add_generation_prompt: End with the beginning of an answer.
         tokens: Special tokens by name (``eos_token``), which templates may read.
+        tools: Descriptions of functions, which templates may read.
 
     Raises:
         ValueError: the template is no Jinja, or refuses these messages.
     """
     jinja2, _ = _environment()
     try:
-        return _compiled(template).render(
+        text = _compiled(template).render(
             messages=[dict(message) for message in messages],
+            tools=list(tools) or None,
             add_generation_prompt=add_generation_prompt,
             **tokens,
         )
-    except jinja2.exceptions.TemplateError as error:
+    except (jinja2.exceptions.TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refuses these messages: {error}") from error
+    if not _marks_answers(template):
+        return Rendered(text, None)
+    return _without_marks(text)
+
+
+@functools.lru_cache(maxsize=8)
+def _marks_answers(template: str) -> bool:
+    return re.search(r"\{%[-+]?\s*generation\b", template) is not None
+
+
+def _without_marks(text: str) -> Rendered:
+    before, *marked = text.split(_START)
+    parts, answers, length = [before], [], len(before)
+    for piece in marked:
+        answer, _, rest = piece.partition(_END)
+        answers.append((length, length + len(answer)))
+        parts += [answer, rest]
+        length += len(answer) + len(rest)
+    return Rendered("".join(parts), answers)
 
 
 @functools.lru_cache(maxsize=8)
@@ -44,6 +86,7 @@ def _environment() -> tuple[Any, Any]:
     try:
         import jinja2
         import jinja2.ext
+        import jinja2.nodes
         import jinja2.sandbox
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
@@ -51,13 +94,18 @@ def _environment() -> tuple[Any, Any]:
         ) from None
 
     class Generation(jinja2.ext.Extension):
-        """``{% generation %}`` marks answers for training; the text is what it encloses."""
+        """``{% generation %}`` marks answers for training."""
 
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            start, end = (
+                jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)], lineno=line)
+                for mark in (_START, _END)
+            )
+            return [start, *body, end]
 
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.exceptions.TemplateError(message)

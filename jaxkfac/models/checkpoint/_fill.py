@@ -42,7 +42,7 @@ def fill(
         In main memory one stored tensor and the stacked leaf that it goes into, which on the
         CPU becomes the parameter as it is. With ``quantize`` one slice of a matching kernel.
     """
-    chosen = quantized(leaves, quantize)
+    chosen = _quantized(leaves, quantize)
     places = {path: _place(path, leaf.shape, sharding) for path, leaf in leaves.items()}
     default = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)
     targets = [
@@ -58,11 +58,25 @@ def fill(
         else:
             value = _whole(source, leaf, dtype)
             value = jax.block_until_ready(jax.device_put(value, places[path]))
-        put(params, path, value)
+        _put(params, path, value)
     return params
 
 
-def put(tree: dict[str, Any], path: str, value: Any) -> None:
+def fill_shapes(
+    leaves: Mapping[str, Leaf], *, dtype: np.dtype, quantize: str | None
+) -> dict[str, Any]:
+    """The same tree of ``jax.ShapeDtypeStruct``; nothing is read."""
+    params: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        _put(params, path, jax.ShapeDtypeStruct(leaf.shape, dtype))
+    if chosen := _quantized(leaves, quantize):
+        from jaxkfac.lslora import nf4
+
+        params = nf4.quantize(params, "|".join(map(re.escape, chosen)), stack=1)
+    return params
+
+
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
     """Set the leaf at a path of a nested dictionary."""
     *rooms, name = path.split("/")
     for key in rooms:
@@ -109,7 +123,7 @@ def _place(path: str, shape: Shape, sharding: LeafSharding | None) -> Any:
     return None if where is None else as_sharding(where)
 
 
-def quantized(leaves: Mapping[str, Leaf], pattern: str | None) -> set[str]:
+def _quantized(leaves: Mapping[str, Leaf], pattern: str | None) -> set[str]:
     """Paths of the stacked kernels that a pattern names."""
     if pattern is None:
         return set()

@@ -1,10 +1,14 @@
 """Text to token ids and back, and conversations by a chat template."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxkfac.models.checkpoint._chat_template import Messages, render
+import numpy as np
+
+from jaxkfac.files import write_text
+from jaxkfac.models.checkpoint._chat_template import Messages, Rendered, render
 from jaxkfac.models.checkpoint._json_file import read_json
 
 
@@ -68,6 +72,19 @@ class Tokenizer:
             special=special,
         )
 
+    def save(self, folder: Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` for :meth:`from_folder`.
+
+        Raises:
+            OSError: a file could not be written; an older one is as it was.
+        """
+        template = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        for name, text in (
+            ("tokenizer.json", self._tokenizer.to_str()),
+            ("tokenizer_config.json", json.dumps({**self._special, **template}, indent=1)),
+        ):
+            write_text(folder / name, text, "the tokenizer")
+
     @property
     def size(self) -> int:
         """One more than the largest id."""
@@ -88,21 +105,65 @@ class Tokenizer:
             [int(i) for i in ids], skip_special_tokens=skip_special_tokens
         )
 
-    def chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> list[int]:
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] = (),
+    ) -> list[int]:
         """Token ids of a conversation; see :meth:`render`."""
-        text = self.render(messages, add_generation_prompt=add_generation_prompt)
+        text = self.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         return self.encode(text, add_special_tokens=False)  # templates write them
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] = (),
+    ) -> str:
         """The text of a conversation by the chat template.
 
         Args:
             messages: ``{"role": "user", "content": "..."}`` each.
             add_generation_prompt: End with the beginning of an answer.
+            tools: Functions that may be called, as JSON schemas.
 
         Raises:
             ValueError: there is no template, or it refuses these messages.
         """
+        return self._rendered(messages, add_generation_prompt, tools).text
+
+    def marked_chat(
+        self, messages: Messages, *, tools: Sequence[Any] = ()
+    ) -> tuple[list[int], list[bool]] | None:
+        """Token ids of a conversation, and which of them the assistant generates.
+
+        Args:
+            messages: ``{"role": "user", "content": "..."}`` each.
+            tools: Functions that may be called, as JSON schemas.
+
+        Returns:
+            ``(ids, generated)`` by the template's ``{% generation %}`` marks, a token that a mark
+            cuts with it; ``None`` if the template has no such marks.
+
+        Raises:
+            ValueError: there is no template, or it refuses these messages.
+        """
+        text, answers = self._rendered(messages, False, tools)
+        if answers is None:
+            return None
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        first, end = np.reshape(found.offsets, (-1, 2)).T
+        generated = np.zeros(len(first), bool)
+        for start, stop in answers:
+            generated |= (first < stop) & (end > start)
+        return found.ids, generated.tolist()
+
+    def _rendered(
+        self, messages: Messages, add_generation_prompt: bool, tools: Sequence[Any]
+    ) -> Rendered:
         if self.chat_template is None:
             raise ValueError("this tokenizer has no chat template: encode texts instead")
         return render(
@@ -110,6 +171,7 @@ class Tokenizer:
             messages,
             add_generation_prompt=add_generation_prompt,
             tokens=self._special,
+            tools=tools,
         )
 
 

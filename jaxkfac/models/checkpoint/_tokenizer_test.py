@@ -67,6 +67,38 @@ def test_a_conversation_by_its_template(tmp_path):
     assert shown.endswith("<|im_start|>assistant\n")
 
 
+MARKED = (
+    "{{ tools | tojson if tools }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{%- if m.role == 'assistant' %}\n"
+    "{%- generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
+    "{%- else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+
+
+def test_marks_of_a_template_say_which_tokens_are_generated(tmp_path):
+    tokenizer = Tokenizer.from_folder(folder_with(tmp_path, chat_template=MARKED))
+    messages = [
+        {"role": "user", "content": "hé the 🙂?"},
+        {"role": "assistant", "content": "naïve 🙂 he"},
+        {"role": "user", "content": "why"},
+        {"role": "assistant", "content": "thus"},
+    ]
+    ids, generated = tokenizer.marked_chat(messages)
+    assert ids == tokenizer.chat(messages, add_generation_prompt=False)
+    learnt = [i for i, marked in zip(ids, generated, strict=True) if marked]
+    said = tokenizer.decode(learnt, skip_special_tokens=False)
+    assert said == "naïve 🙂 he<|im_end|>thus<|im_end|>"
+    assert "\ufdd0" not in tokenizer.render(messages)
+    with_tools, _ = tokenizer.marked_chat(messages, tools=[{"name": "f"}])
+    assert tokenizer.decode(with_tools).startswith('[{"name": "f"}]')
+
+
+def test_a_template_without_marks_says_nothing(tmp_path):
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer.from_folder(folder_with(tmp_path, chat_template=plain))
+    assert tokenizer.marked_chat([{"role": "user", "content": "a"}]) is None
+
+
 def test_a_template_in_a_file_of_its_own_or_by_name(tmp_path):
     named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
     folder = folder_with(tmp_path, chat_template=named, eos_token="<|im_end|>")

@@ -1,10 +1,7 @@
 """A decoder from a folder in Hugging Face's layout, or from a GGUF file."""
 
-import re
 from pathlib import Path
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -17,9 +14,8 @@ from jaxkfac.models.checkpoint import (
     Tokenizer,
     check_tensors,
     fill,
+    fill_shapes,
     open_weights,
-    put,
-    quantized,
     read_config,
 )
 from jaxkfac.models.decoder._attention import AttentionBy
@@ -115,13 +111,7 @@ def decoder_shapes(
     config, _, tokenizer = open_checkpoint(Path(path))
     apply_fn = decoder_function(config, remat, attention)
     leaves = layout(config, fused=True)
-    params: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        put(params, name, jax.ShapeDtypeStruct(leaf.shape, checked_dtype(dtype)))
-    if chosen := quantized(leaves, quantize):
-        from jaxkfac.lslora import nf4
-
-        params = nf4.quantize(params, "|".join(map(re.escape, chosen)), stack=1)
+    params = fill_shapes(leaves, dtype=checked_dtype(dtype), quantize=quantize)
     return Pretrained(config, apply_fn, params, tokenizer)
 
 

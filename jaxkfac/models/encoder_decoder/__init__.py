@@ -4,7 +4,12 @@ from jaxkfac.models.encoder_decoder._answers import generate_targets
 from jaxkfac.models.encoder_decoder._cache import CachedPairs, PairsCache, empty_pairs_cache
 from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
 from jaxkfac.models.encoder_decoder._encoder_decoder import EncoderDecoder
-from jaxkfac.models.encoder_decoder._load import load_encoder_decoder
+from jaxkfac.models.encoder_decoder._load import (
+    encoder_decoder_shapes,
+    load_encoder_decoder,
+    save_encoder_decoder,
+    shaped_encoder_decoder,
+)
 from jaxkfac.models.encoder_decoder._pairs import Pairs
 
 __all__ = [
@@ -14,6 +19,9 @@ __all__ = [
     "Pairs",
     "PairsCache",
     "empty_pairs_cache",
+    "encoder_decoder_shapes",
     "generate_targets",
     "load_encoder_decoder",
+    "save_encoder_decoder",
+    "shaped_encoder_decoder",
 ]

@@ -87,6 +87,37 @@ class EncoderDecoderConfig:
         """What the fused kernels are made of: there are none."""
         return {}
 
+    def to_hugging_face(self) -> dict[str, Any]:
+        """What ``config.json`` says of these sizes; the inverse of :meth:`from_hugging_face`."""
+        ends = list(self.eos_ids)
+        feed_forward = {value: name for name, value in _FEED_FORWARD.items()}
+        if (self.activation, self.gated) not in feed_forward:
+            raise ValueError(
+                f"activation={self.activation!r} with gated={self.gated}: config.json has no word "
+                f"for it, only for {', '.join(_FEED_FORWARD)}"
+            )
+        return {
+            "model_type": "t5",
+            "architectures": ["T5ForConditionalGeneration"],
+            "is_encoder_decoder": True,
+            "vocab_size": self.vocabulary,
+            "d_model": self.width,
+            "d_ff": self.hidden,
+            "d_kv": self.head_size,
+            "num_layers": self.encoder_depth,
+            "num_decoder_layers": self.decoder_depth,
+            "num_heads": self.num_heads,
+            "relative_attention_num_buckets": self.num_buckets,
+            "relative_attention_max_distance": self.max_distance,
+            "feed_forward_proj": feed_forward[self.activation, self.gated],
+            "layer_norm_epsilon": self.norm_epsilon,
+            "tie_word_embeddings": self.tied_head,
+            "scale_decoder_outputs": self.scaled_head,
+            "decoder_start_token_id": self.start_id,
+            "pad_token_id": self.pad_id,
+            "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        }
+
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> "EncoderDecoderConfig":
         """Read a ``config.json``.

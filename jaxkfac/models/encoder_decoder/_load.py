@@ -15,8 +15,10 @@ from jaxkfac.models.checkpoint import (
     Source,
     check_tensors,
     fill,
+    fill_shapes,
     open_weights,
     read_config,
+    save_folder,
 )
 from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
 from jaxkfac.models.encoder_decoder._encoder_decoder import EncoderDecoder
@@ -93,6 +95,61 @@ def load_encoder_decoder(
         what=f"loading {path}",
     )
     return Pretrained(config, encoder_decoder_function(config, remat), params, tokenizer, str(path))
+
+
+def encoder_decoder_shapes(
+    path: str | Path,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    remat: bool = True,
+    quantize: str | None = None,
+) -> Pretrained:
+    """What :func:`load_encoder_decoder` gives, with ``jax.ShapeDtypeStruct`` in place of arrays.
+
+    For planning: ``config.json`` is enough. Where weights are beside it, they say whether the head
+    is tied; where a tokenizer is, it is read.
+
+    Raises:
+        FileNotFoundError: the folder or its ``config.json`` is not there.
+        ValueError: a model that is not covered.
+    """
+    path = Path(path)
+    config, tokenizer = EncoderDecoderConfig.from_hugging_face(read_config(path)), None
+    if any(path.glob("*.safetensors")):
+        sizes = {"vocabulary": config.vocabulary, "eos_ids": config.eos_ids}
+        source, tokenizer = open_weights(path, **sizes)
+        config = dataclasses.replace(config, tied_head=_is_tied(config, source))
+    return shaped_encoder_decoder(config, dtype, remat, quantize)._replace(
+        tokenizer=tokenizer, path=str(path)
+    )
+
+
+def shaped_encoder_decoder(
+    config: EncoderDecoderConfig, dtype: DTypeLike, remat: bool, quantize: str | None
+) -> Pretrained:
+    """An encoder-decoder of these sizes with shapes for parameters, and no tokenizer."""
+    shapes = fill_shapes(layout(config), dtype=checked_dtype(dtype), quantize=quantize)
+    return Pretrained(config, encoder_decoder_function(config, remat), shapes, None)
+
+
+def save_encoder_decoder(folder: str | Path, pretrained: Pretrained) -> None:
+    """Write a folder that :func:`load_encoder_decoder` and transformers read.
+
+    Args:
+        folder: Made if it is missing.
+        pretrained: With parameters that are not quantised, in their own dtype.
+
+    Raises:
+        ValueError: parameters that are not those of the config.
+        OSError: a file could not be written; an older one is as it was.
+
+    Memory:
+        One stored tensor in main memory.
+    """
+    config, plain = pretrained.config, pretrained.config.to_hugging_face()
+    if pretrained.path is not None:  # what it says beyond the sizes is kept
+        plain = read_config(Path(pretrained.path)) | plain
+    save_folder(folder, pretrained.params, layout(config), plain, pretrained.tokenizer)
 
 
 def encoder_decoder_function(config: EncoderDecoderConfig, remat: bool) -> NnxApply:

@@ -2,13 +2,20 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 import tokenizers
 
-from jaxkfac.models import EncoderDecoderConfig, load_encoder_decoder
+from jaxkfac.models import (
+    EncoderDecoderConfig,
+    byte_tokenizer,
+    encoder_decoder_shapes,
+    load_encoder_decoder,
+    save_encoder_decoder,
+)
 from jaxkfac.models.encoder_decoder._layout import layout
 
 CONFIG = {
@@ -121,3 +128,75 @@ def test_a_tokenizer_with_ids_beyond_the_embedding_is_refused(tmp_path):
             assert load_encoder_decoder(tmp_path).tokenizer.size == 31
     with pytest.raises(ValueError, match="has 32 tokens and the embedding 31 rows"):
         load_encoder_decoder(tmp_path)
+
+
+@pytest.mark.parametrize("config", [CONFIG, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_is_saved_is_what_was_loaded(config, dtype, tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    write(old, config | {"dropout_rate": 0.25})
+    loaded = load_encoder_decoder(old, dtype=dtype)
+    tokenizer = byte_tokenizer()
+    save_encoder_decoder(new, loaded)
+    again = load_encoder_decoder(new, dtype=dtype)
+    assert again.config == loaded.config
+    jax.tree.map(np.testing.assert_array_equal, again.params, loaded.params)
+    written, stored = (
+        safetensors.numpy.load_file(folder / "model.safetensors") for folder in (new, old)
+    )
+    assert written.keys() == stored.keys()
+    for name, tensor in stored.items():
+        np.testing.assert_array_equal(written[name], tensor.astype(dtype), err_msg=name)
+    assert json.loads((new / "config.json").read_text())["dropout_rate"] == 0.25
+    tokenizer.save(new)
+    for text in ("naïve </s> x", ""):
+        found = type(tokenizer).from_folder(new).encode(text)
+        assert found == tokenizer.encode(text) and found[-1] == 1
+
+
+def test_parameters_of_another_config_are_not_saved(tmp_path):
+    write(tmp_path)
+    loaded = load_encoder_decoder(tmp_path)
+    loaded.params["encoder"].pop("final_layer_norm")
+    with pytest.raises(ValueError, match=r"\['encoder/final_layer_norm/scale'\]"):
+        save_encoder_decoder(tmp_path / "new", loaded)
+    assert not (tmp_path / "new").exists()
+
+
+def test_shapes_need_no_weights_and_believe_those_that_are_there(tmp_path):
+    config = UNTIED | {"d_ff": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    alone = encoder_decoder_shapes(tmp_path, dtype=jnp.float32)
+    assert alone.tokenizer is None
+    write(tmp_path, config)
+    for quantize in (None, ".*/wo/kernel"):
+        options = {"dtype": jnp.float32, "quantize": quantize}
+        loaded = load_encoder_decoder(tmp_path, **options).params
+        for shapes in (encoder_decoder_shapes(tmp_path, **options), *[alone] * (not quantize)):
+            assert jax.tree.structure(shapes.params) == jax.tree.structure(loaded)
+            jax.tree.map(_same, shapes.params, loaded)
+    tied = config | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
+    (tmp_path / "config.json").write_text(json.dumps(tied))
+    assert not encoder_decoder_shapes(tmp_path).config.tied_head
+
+
+def _same(x, y):
+    assert (x.shape, x.dtype) == (y.shape, y.dtype)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"feed_forward_proj": "gated-silu", "num_decoder_layers": 3, "decoder_start_token_id": 5},
+        {"eos_token_id": [1, 7], "scale_decoder_outputs": False},
+        {"eos_token_id": None},
+    ],
+)
+def test_a_config_comes_back_from_its_file(change):
+    config = EncoderDecoderConfig.from_hugging_face(CONFIG | change)
+    assert EncoderDecoderConfig.from_hugging_face(config.to_hugging_face()) == config
+    odd = EncoderDecoderConfig(**{**vars(config), "activation": "silu", "gated": False})
+    with pytest.raises(ValueError, match="activation='silu' with gated=False"):
+        odd.to_hugging_face()

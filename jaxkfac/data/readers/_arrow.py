@@ -1,0 +1,52 @@
+"""Arrow, as the datasets library and Feather write it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxkfac.data.readers._packages import pyarrow
+from jaxkfac.data.readers._reader import Reader, RowPlace, register_reader
+
+_ROWS = 512  # that are Python objects at one time
+
+
+@register_reader
+class Arrow(Reader):
+    """Record batches of a stream or of a file, from mapped memory; offsets count rows."""
+
+    suffixes = (".arrow", ".feather")
+
+    def read(self, path: Path, place: RowPlace) -> Iterator[tuple[RowPlace, Any]]:
+        """Rows from ``place`` on; see :class:`Reader`."""
+        number = 0
+        for batch in _batches(path):
+            skipped = min(max(place.offset - number, 0), len(batch))
+            number += skipped
+            for start in range(skipped, len(batch), _ROWS):
+                for row in batch.slice(start, _ROWS).to_pylist():
+                    number += 1
+                    yield RowPlace(number, number), row
+
+    def count(self, path: Path) -> int:
+        """The sum over record batches, of which no values are read."""
+        return sum(len(batch) for batch in _batches(path))
+
+
+def _batches(path: Path) -> Iterator[Any]:
+    package, ipc, read = pyarrow(""), pyarrow("ipc"), 0
+    try:
+        with package.memory_map(str(path)) as mapped:
+            if mapped.read(6) == b"ARROW1":
+                with ipc.open_file(mapped) as file:
+                    for number in range(file.num_record_batches):
+                        batch = file.get_batch(number)
+                        yield batch
+                        read += len(batch)
+                return
+            mapped.seek(0)
+            with ipc.open_stream(mapped) as stream:
+                for batch in stream:
+                    yield batch
+                    read += len(batch)
+    except (package.ArrowInvalid, EOFError) as error:
+        raise ValueError(f"{path} is damaged behind row {read} ({error}): get it again") from error

@@ -1,0 +1,88 @@
+"""JSON Lines, plain or compressed."""
+
+import codecs
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxkfac.data.readers._packages import pyarrow
+from jaxkfac.data.readers._reader import BadRow, Reader, RowPlace, register_reader
+
+_CHUNK = 1 << 20  # bytes
+
+
+@register_reader
+class JsonLines(Reader):
+    """One JSON object a line, UTF-8; empty lines are no rows.
+
+    Offsets count bytes of the text. Compressed text is read from the start to get to one.
+    """
+
+    suffixes = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson")
+    unit = "line"
+
+    def read(self, path: Path, place: RowPlace) -> Iterator[tuple[RowPlace, Any]]:
+        """Rows from ``place`` on; see :class:`Reader`."""
+        offset, number = place
+        try:
+            with _open(path) as file:
+                _skip(file, offset)
+                # Lines end with a line feed: a string may hold others that Python splits at.
+                for line in file:
+                    offset, number = offset + len(line), number + 1
+                    if number == 1:
+                        line = line.removeprefix(codecs.BOM_UTF8)
+                    if line.strip():
+                        yield RowPlace(offset, number), _row(line)
+        except (EOFError, OSError, zlib.error) as error:
+            raise _explained(path, f" behind line {number}", error) from error
+
+    def count(self, path: Path) -> int:
+        """Lines that are not empty, unparsed."""
+        try:
+            with _open(path) as file:
+                return sum(1 for line in file if not line.isspace())
+        except (EOFError, OSError, zlib.error) as error:
+            raise _explained(path, "", error) from error
+
+
+def _open(path: Path) -> io.BufferedIOBase:
+    name = path.name.lower()
+    if name.endswith(".gz"):
+        return io.BufferedReader(gzip.open(path), _CHUNK)
+    if name.endswith(".zst"):
+        raw = pyarrow("").input_stream(str(path), compression="zstd")
+        return io.BufferedReader(raw, _CHUNK)
+    return io.BufferedReader(io.FileIO(path), _CHUNK)
+
+
+def _skip(file: io.BufferedIOBase, offset: int) -> None:
+    if file.seekable():
+        file.seek(offset)
+        return
+    while offset and (read := len(file.read(min(offset, _CHUNK)))):
+        offset -= read
+
+
+def _row(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return BadRow(f"not UTF-8 ({error.reason})")
+    except json.JSONDecodeError as error:
+        return BadRow(
+            f"not JSON ({error.msg} at column {error.colno}); expected one whole object on each "
+            "line"
+        )
+    except RecursionError:
+        return BadRow("JSON that is nested too deeply")
+
+
+def _explained(path: Path, where: str, error: Exception) -> Exception:
+    if isinstance(error, OSError) and error.errno is not None:  # not of what unpacks
+        return error
+    return ValueError(f"{path} is damaged or cut short{where} ({error}): get it again")
