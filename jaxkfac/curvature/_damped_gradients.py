@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
@@ -45,17 +46,17 @@ def precondition_many(
     written = {path: jnp.zeros_like(leaf) for path, leaf in gradients.items()}
     for owner in owners(bases.layers):
         layer, basis = owner.layer, bases.basis(owner.layer)
-        kernel, row = (
-            None if matrix is None else read_many(gradients[matrix.path], matrix, layer)
-            for matrix in (layer.weight, layer.bias)
-        )
+        kernel = read_many(gradients[layer.weight.path], layer.weight, layer)
+        row = None
+        if layer.bias is not None:
+            row = read_many(gradients[layer.bias.path], layer.bias, layer)
         if isinstance(basis, DiagonalEigenbasis):
             solved = kernel * _inverse_diagonal(layer, basis, damping), None
         else:
             form = Form(bases.wants_ones(layer), owner.writes_weight, owner.writes_bias)
             dtype = basis.a_values.dtype
-            block = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), (kernel, row))
-            solved = _solved(form, Operands(*block, basis), damping)
+            row = None if row is None else row.astype(dtype)
+            solved = _solved(form, Operands(kernel.astype(dtype), row, basis), damping)
         for matrix, part in zip((layer.weight, layer.bias), solved, strict=True):
             if matrix is not None and part is not None:
                 written[matrix.path] = write_many(written[matrix.path], matrix, part, layer)
@@ -91,7 +92,7 @@ def _solved(
 
     def each(form: Form, kernel: Any, row: Any, basis: Any, damping: Any) -> Any:
         power = Power(-1.0, damping, "exact", 0.0)
-        return jax.vmap(lambda *parts: solve(form, Operands(*parts, basis), power))(kernel, row)
+        return jax.vmap(lambda w, b: solve(form, Operands(w, b, basis), power))(kernel, row)
 
     def one(block: Operands) -> tuple[Array | None, Array | None]:
         kernel, row, basis = block
@@ -114,7 +115,8 @@ def _solved(
         return one(block)
     flat = jax.tree.map(lambda x: x.reshape(math.prod(stack), *x.shape[len(stack) :]), block)
     weight, bias = jax.lax.map(one, flat)
-    return tuple(None if x is None else x.reshape(*stack, *x.shape[1:]) for x in (weight, bias))
+    weight, bias = (None if x is None else x.reshape(*stack, *x.shape[1:]) for x in (weight, bias))
+    return weight, bias
 
 
 def _of_block(basis: KroneckerEigenbasis, damping: BlockDamping) -> Any:
@@ -155,9 +157,8 @@ def check_block_damping(damping: Any, bases: Eigenbases) -> None:
         return
     for layer in bases.layers:
         basis = bases.basis(layer)
-        parts = basis.diagonal if isinstance(basis, DiagonalEigenbasis) else None
-        if parts is not None:
-            sides = {"diagonal": parts.reshape(-1)}
+        if isinstance(basis, DiagonalEigenbasis):
+            sides = {"diagonal": basis.diagonal.reshape(-1)}
         elif basis.values is not None:
             sides = {"block": basis.values.reshape(*layer.stack, -1)}
         else:
@@ -167,7 +168,7 @@ def check_block_damping(damping: Any, bases: Eigenbases) -> None:
 
 
 def _check_regular(layer: Layer, side: str, values: Any) -> None:
-    if isinstance(values, jax.core.Tracer):
+    if isinstance(values, Tracer):
         return
     found = np.asarray(values, np.float64)
     least = found.shape[-1] * float(jnp.finfo(values.dtype).eps) * found.max(-1)
@@ -180,5 +181,5 @@ def _check_regular(layer: Layer, side: str, values: Any) -> None:
 
 
 def _is_zero(damping: Any) -> bool:
-    known = not isinstance(damping, str | jax.core.Tracer)
+    known = not isinstance(damping, str | Tracer)
     return known and jnp.shape(damping) == () and float(damping) == 0

@@ -34,6 +34,8 @@ _ENTRIES = {
     "constants": {"queries": SlotEntry(0), "bias_queries": SlotEntry(0)},
 }
 
+_EXACT = jax.lax.Precision.HIGHEST
+
 Leaves = Mapping[str, Float[Array, "many ..."]]  # of each parameter, stacked along a leading axis
 
 
@@ -178,9 +180,6 @@ class ExampleGradients:
                 queries = self._read(layer, self._queries)[0][..., 0, :]
                 each = jnp.einsum("...no,...qo->...qn", rows, queries, precision=_EXACT)
             else:
-                each = sum(slot.values())
+                each = slot["scores"] + slot.get("bias_scores", 0)
             found[name] = each.sum(range(len(layer.stack)))
         return found
-
-
-_EXACT = jax.lax.Precision.HIGHEST

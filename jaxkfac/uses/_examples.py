@@ -120,10 +120,11 @@ class Examples:
 
     def exists(self, batch: Batch) -> Bool[Array, " N"]:
         """Which examples have a term that the mask keeps."""
-        masks = self.objective.parts(batch.mask, "mask") if batch.mask is not None else [None]
-        if any(mask is None for mask in masks):
-            return jnp.ones(batch.num_examples, bool)
-        kept = [mask.reshape(len(mask), -1).any(1) for mask in masks]
+        every = jnp.ones(batch.num_examples, bool)
+        if batch.mask is None:
+            return every
+        masks = self.objective.parts(batch.mask, "batch: the mask")
+        kept = [every if x is None else x.reshape(len(x), -1).any(1) for x in masks]
         return jnp.stack(kept).any(0)
 
 
