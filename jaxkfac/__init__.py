@@ -54,6 +54,7 @@ from jaxkfac.lslora import nf4
 from jaxkfac.memory import MemoryBudgetError, cast_once, load_safetensors, place_once
 from jaxkfac.optim import LevenbergMarquardt, has_updated, kfac, multi_steps, scale_by_bases
 from jaxkfac.planning import MemoryPlan, plan_memory
+from jaxkfac.uses import TopK, influence, self_influence
 
 __version__ = "0.1.0"
 
@@ -82,6 +83,7 @@ __all__ = [
     "NonFiniteFactorError",
     "Objective",
     "ProcessesDisagreeError",
+    "TopK",
     "UncoveredParameterError",
     "UnknownLayerError",
     "apply_power",
@@ -96,6 +98,7 @@ __all__ = [
     "fisher_vector_product",
     "from_nnx",
     "has_updated",
+    "influence",
     "kfac",
     "load_safetensors",
     "lslora",
@@ -110,6 +113,7 @@ __all__ = [
     "plan_memory",
     "reconstruct",
     "scale_by_bases",
+    "self_influence",
     "spectrum",
     "update_average",
     "value_grad_and_factors",

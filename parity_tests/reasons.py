@@ -63,6 +63,17 @@ NAMES = {
     # layers without a counterpart
     "DiagonalFactor": f"scales and lone biases: {_NO_TWIN}",
     "DiagonalEigenbasis": f"scales and lone biases: {_NO_TWIN}",
+    # influence
+    "TopK": _TYPE,
+    "BlockDamping": _TYPE,
+    "influence": _NO_TWIN,
+    "self_influence": _NO_TWIN,
+    "precondition_many": "apply_power for many gradients, held to it by tests of influence",
+    "read_many": _PIECE,
+    "write_many": _PIECE,
+    "check_block_damping": _CHECK,
+    "check_program_layers": _CHECK,
+    "Linearised": _PART,
     # interception
     "Index": _TYPE,
     "Piece": _PART,

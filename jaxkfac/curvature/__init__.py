@@ -7,6 +7,13 @@ from jaxkfac.curvature._apply import (
     natural_gradient,
 )
 from jaxkfac.curvature._coverage import covered_indices
+from jaxkfac.curvature._damped_gradients import (
+    BlockDamping,
+    check_block_damping,
+    precondition_many,
+    read_many,
+    write_many,
+)
 from jaxkfac.curvature._divided import MeshAxis
 from jaxkfac.curvature._eigenbases import (
     DiagonalEigenbasis,
@@ -37,10 +44,11 @@ from jaxkfac.curvature.capacity import (
     capacity_metrics,
     compare_capacity,
 )
-from jaxkfac.curvature.ekfac import EigenvalueCorrector, correct_eigenvalues
+from jaxkfac.curvature.ekfac import EigenvalueCorrector, check_program_layers, correct_eigenvalues
 from jaxkfac.curvature.host import HostCurvature
 
 __all__ = [
+    "BlockDamping",
     "CapacityComparison",
     "CapacityInterval",
     "CapacityMetrics",
@@ -61,6 +69,8 @@ __all__ = [
     "capacity_interval",
     "capacity_metrics",
     "check_bases",
+    "check_block_damping",
+    "check_program_layers",
     "check_separable",
     "compare_capacity",
     "correct_eigenvalues",
@@ -72,6 +82,9 @@ __all__ = [
     "invert",
     "natural_gradient",
     "precondition",
+    "precondition_many",
+    "read_many",
     "reconstruct",
     "solver_scratch",
+    "write_many",
 ]

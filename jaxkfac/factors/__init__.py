@@ -42,7 +42,7 @@ from jaxkfac.factors._objective import (
     takes_key,
 )
 from jaxkfac.factors._passes import Pass, PassPlan, largest_budget, plan_passes, smallest_budget
-from jaxkfac.factors._program import Program
+from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.factors._statistics import Statistics
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "Head",
     "KroneckerFactor",
     "Likelihood",
+    "Linearised",
     "LongSum",
     "LossTerms",
     "MarkedTerms",

@@ -219,7 +219,7 @@ class Kind(abc.ABC):
         examples: Atoms | None,
         like: Mapping[str, Any],
     ) -> Any:
-        """Both sides of a use by example, with methods ``squares`` and ``gradients``.
+        """Both sides of a use by example, with methods ``squares``, ``gradients`` and ``scores``.
 
         Args:
             site: The site of the use.

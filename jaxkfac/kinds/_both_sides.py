@@ -1,4 +1,4 @@
-"""Both sides of a layer use, example by example: what EKFAC multiplies before it squares.
+"""Both sides of a layer use, example by example: gradients, their squares, their products.
 
 A convolution's patches exist for one chunk of examples at a time; until then the signal
 stands for them.
@@ -28,6 +28,9 @@ from jaxkfac.kinds._squares import (
     squares_by_token,
     sum_over_strided_chunks,
 )
+from jaxkfac.linalg import map_over_chunks
+
+_EXACT = jax.lax.Precision.HIGHEST  # as the gradients that the products are of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +102,55 @@ class BothSides:
             for key, s in like.items()
         }
 
+    def scores(
+        self, like: dict[str, Any], queries: Array, bias_queries: Array | None
+    ) -> dict[str, Any]:
+        r"""Inner products $\langle W_q, \Gamma_n \rangle$ with the examples' gradients.
+
+        With one position, or one query, the input rows are multiplied by the queries: no
+        gradient is formed. Else gradients are, of some examples at a time, and multiplied once.
+
+        Args:
+            like: The slot: ``scores`` and ``bias_scores``, ``(stack..., queries, examples)``.
+            queries: ``(stack..., queries, in, out)``.
+            bias_queries: ``(stack..., queries, out)``.
+
+        Memory:
+            ``CHUNK_BYTES``, or what one example takes.
+        """
+        stack, dtype = queries.ndim - 3, queries.dtype
+        x, _ = jax.eval_shape(self._rows, self.arrays)
+        number, (n_in, n_out) = queries.shape[-3], queries.shape[-2:]
+        of_rows = x.shape[1] == 1 or number == 1
+
+        def by_rows(chunk: Any) -> Array:
+            x, g = (jnp.moveaxis(y.astype(dtype), (0, 1), (-3, -2)) for y in self._rows(chunk))
+            moved = jnp.einsum("...nsi,...qio->...qnso", x, queries, precision=_EXACT)
+            return jnp.einsum("...qnso,...nso->...qn", moved, g, precision=_EXACT)
+
+        def by_gradients(chunk: Any) -> Array:
+            some = dataclasses.replace(self, arrays=chunk)
+            shape = (*queries.shape[:stack], len(jax.tree.leaves(chunk)[0]), n_in, n_out)
+            wanted = {"gradients": jax.ShapeDtypeStruct(shape, dtype)}
+            gradient = some.gradients(wanted)["gradients"].astype(dtype)
+            return jnp.einsum("...nio,...qio->...qn", gradient, queries, precision=_EXACT)
+
+        def part(chunk: Any, _: Any) -> dict[str, Array]:
+            out = {"scores": by_rows(chunk) if of_rows else by_gradients(chunk)}
+            if bias_queries is not None:
+                g = self._rows(chunk)[1].sum(1, dtype=dtype)
+                g = jnp.moveaxis(g, 0, -2)
+                out["bias_scores"] = jnp.einsum(
+                    "...no,...qo->...qn", g, bias_queries, precision=_EXACT
+                )
+            return {key: jnp.moveaxis(y, -1, 0) for key, y in out.items()}
+
+        rows = x.shape[1] * (number * n_out + n_in)
+        size = math.prod(queries.shape[:stack]) * (rows if of_rows else n_in * n_out)
+        at_once = max(1, min(len(x), CHUNK_BYTES // (4 * size)))
+        found = map_over_chunks(part, self.arrays, at_once)
+        return {key: jnp.moveaxis(found[key], 0, -1) for key in like}
+
     def _rows(self, chunk: Any) -> tuple[Array, Array]:
         return chunk if self.rows is None else self.rows(chunk)
 
@@ -139,10 +191,27 @@ class TokenRows:
         zeros = jnp.zeros(table.shape, table.dtype)
         return {"gradients": zeros.at[examples, self.tokens].add(rows, mode="drop")}
 
+    def scores(
+        self, like: dict[str, Any], queries: Array, bias_queries: Array | None
+    ) -> dict[str, Any]:
+        """Inner products of the queries' tables with the examples' gradients.
+
+        Memory:
+            One copy of the output rows: queries go one by one, and no example's table is formed.
+        """
+
+        def one(query: Array) -> Array:
+            read = query.at[self.tokens].get(mode="fill", fill_value=0)
+            return (read * self.g.astype(query.dtype)).sum((1, 2))
+
+        return {"scores": jax.lax.map(one, queries)}
+
 
 def stack_of_slot(like: Mapping[str, Any]) -> tuple[int, ...]:
     """Shape of the stacked axes of a layer, from its slot."""
-    return like["gradients"].shape[:-3] if "gradients" in like else like["squares"].shape[:-2]
+    if "gradients" in like:
+        return like["gradients"].shape[:-3]
+    return like["squares" if "squares" in like else "scores"].shape[:-2]
 
 
 def one_by_one_on_cpu(fn: Callable[[Any, int], Any], arrays: Any, at_once: int) -> Any:

@@ -77,7 +77,7 @@ class EigenvalueCorrector:
                 f"{objective!r}"
             )
         extra = [layer for layer in bases.layers if not layer.is_covered]
-        _check_layers(traced.table, [layer for layer in bases.layers if layer.is_covered])
+        check_program_layers(traced.table, [layer for layer in bases.layers if layer.is_covered])
         if known:
             estimator.check_values(objective, self._program.output_shapes(traced), batch)
         elif extra:
@@ -259,8 +259,13 @@ def _check_examples(traced: Traced, bases: Eigenbases, extra: list[Layer], per: 
         )
 
 
-def _check_layers(table: LayerTable, layers: list[Layer]) -> None:
-    """Refuse a program whose layers are not those of the bases."""
+def check_program_layers(table: LayerTable, layers: list[Layer]) -> None:
+    """Refuse a program whose layers are not those of the bases.
+
+    Raises:
+        UnknownLayerError: the program lacks one.
+        ValueError: it is another one there.
+    """
     known = {layer.name: layer for layer in table.layers}
     for layer in layers:
         if layer.name not in known:

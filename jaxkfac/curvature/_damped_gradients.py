@@ -1,0 +1,185 @@
+"""The damped inverse applied to many gradients at once, with a damping for each block."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from jaxkfac.curvature._coverage import owners
+from jaxkfac.curvature._eigenbases import DiagonalEigenbasis, Eigenbases, KroneckerEigenbasis
+from jaxkfac.curvature._layer_power import Form, Operands, Power, solve
+from jaxkfac.interception import Layer, ParameterMatrix
+from jaxkfac.linalg import check_damping, diagonal_power
+
+BlockDamping = ArrayLike | Literal["heuristic"]
+
+HEURISTIC = 0.1  # of the mean eigenvalue of a block
+
+
+def precondition_many(
+    gradients: Mapping[str, Float[Array, "many ..."]],
+    bases: Eigenbases,
+    damping: BlockDamping,
+) -> dict[str, Float[Array, "many ..."]]:
+    r"""$(F + \delta)^{-1} \nabla_m$ for gradients stacked along a leading axis.
+
+    Args:
+        gradients: ``{parameter path: (many, *parameter)}``.
+        bases: The eigenbases.
+        damping: $\delta \ge 0$, or ``"heuristic"``: for each block, and each entry of a stack,
+            a tenth of the mean of its clipped eigenvalues.
+
+    Returns:
+        The same for every parameter that the bases cover; elements that no block covers are 0.
+
+    Memory:
+        A copy of the gradients, and some of those of the largest layer, or of one of its
+        iterations where it is scanned.
+    """
+    written = {path: jnp.zeros_like(leaf) for path, leaf in gradients.items()}
+    for owner in owners(bases.layers):
+        layer, basis = owner.layer, bases.basis(owner.layer)
+        kernel = read_many(gradients[layer.weight.path], layer.weight, layer)
+        row = None
+        if layer.bias is not None:
+            row = read_many(gradients[layer.bias.path], layer.bias, layer)
+        if isinstance(basis, DiagonalEigenbasis):
+            solved = kernel * _inverse_diagonal(layer, basis, damping), None
+        else:
+            form = Form(bases.wants_ones(layer), owner.writes_weight, owner.writes_bias)
+            dtype = basis.a_values.dtype
+            row = None if row is None else row.astype(dtype)
+            solved = _solved(form, Operands(kernel.astype(dtype), row, basis), damping)
+        for matrix, part in zip((layer.weight, layer.bias), solved, strict=True):
+            if matrix is not None and part is not None:
+                written[matrix.path] = write_many(written[matrix.path], matrix, part, layer)
+    return written
+
+
+def read_many(
+    leaf: Float[Array, "many ..."], matrix: ParameterMatrix, layer: Layer
+) -> Float[Array, "..."]:
+    """``ParameterMatrix.read`` of leaves stacked along a leading axis.
+
+    Returns:
+        ``(stack..., many, in, out)``, of a bias with ``in`` of one.
+    """
+
+    def read(one: Array) -> Array:
+        return matrix.read(one).reshape(*layer.stack, -1, layer.out_features)
+
+    return jnp.moveaxis(jax.vmap(read)(leaf), 0, len(layer.stack))
+
+
+def write_many(
+    leaf: Float[Array, "many ..."], matrix: ParameterMatrix, part: Array, layer: Layer
+) -> Float[Array, "many ..."]:
+    """The inverse of :func:`read_many`, over the elements that the matrix covers."""
+    return jax.vmap(matrix.write)(leaf, jnp.moveaxis(part, len(layer.stack), 0))
+
+
+def _solved(
+    form: Form, block: Operands, damping: BlockDamping
+) -> tuple[Array | None, Array | None]:
+    """``(stack..., many, in, out)`` solved, one entry of the stack at a time."""
+
+    def each(form: Form, kernel: Any, row: Any, basis: Any, damping: Any) -> Any:
+        power = Power(-1.0, damping, "exact", 0.0)
+        return jax.vmap(lambda w, b: solve(form, Operands(w, b, basis), power))(kernel, row)
+
+    def one(block: Operands) -> tuple[Array | None, Array | None]:
+        kernel, row, basis = block
+        weight, bias = None, None
+        if kernel is not None:
+            beside = row if form.joint else None
+            weight, bias = each(form, kernel, beside, basis, _of_block(basis, damping))
+        if row is not None and not form.joint:  # a block of its own, with a damping of its own
+            values = basis.g_values if basis.bias_values is None else basis.bias_values
+            bias = each(form, None, row, basis, _share_of(jnp.maximum(values, 0).mean(), damping))[
+                1
+            ]
+        return weight, bias
+
+    block = block._replace(kernel=block.kernel if form.joint or form.writes_weight else None)
+    if not form.joint and not form.writes_bias:
+        block = block._replace(row=None)
+    stack = block.basis.a_values.shape[:-1]
+    if not stack:
+        return one(block)
+    flat = jax.tree.map(lambda x: x.reshape(math.prod(stack), *x.shape[len(stack) :]), block)
+    weight, bias = jax.lax.map(one, flat)
+    weight, bias = (None if x is None else x.reshape(*stack, *x.shape[1:]) for x in (weight, bias))
+    return weight, bias
+
+
+def _of_block(basis: KroneckerEigenbasis, damping: BlockDamping) -> Any:
+    if basis.measured is not None:
+        mean = jnp.maximum(basis.measured.values, 0).mean() * jnp.square(basis.measured.root[0, 0])
+    else:
+        mean = jnp.maximum(basis.a_values, 0).mean() * jnp.maximum(basis.g_values, 0).mean()
+    return _share_of(mean, damping)
+
+
+def _share_of(mean: Array, damping: BlockDamping) -> Any:
+    return HEURISTIC * mean if isinstance(damping, str) else damping
+
+
+def _inverse_diagonal(layer: Layer, basis: DiagonalEigenbasis, damping: BlockDamping) -> Array:
+    """``(stack..., 1, 1, n)``, for each slice with its own damping."""
+    values = basis.diagonal
+    whole = dataclasses.replace(layer.weight, index=())
+    matrix = (whole if values.size == whole.size else layer.weight).read(values)
+    rows = jnp.maximum(matrix.reshape(*layer.stack, 1, 1, -1), 0)
+    delta = _share_of(rows.mean(-1, keepdims=True), damping)
+    return diagonal_power(rows, power=-1.0, damping=delta)
+
+
+def check_block_damping(damping: Any, bases: Eigenbases) -> None:
+    """Refuse a damping that is none, or zero where a block is singular, as far as is known.
+
+    Raises:
+        ValueError: a word other than ``"heuristic"``, a negative number, or zero where a factor is
+            singular to rounding, with the layer's name.
+    """
+    if isinstance(damping, str):
+        if damping != "heuristic":
+            raise ValueError(f'damping={damping!r}: expected "heuristic", or a number')
+        return
+    check_damping(damping, "exact")
+    if not _is_zero(damping):
+        return
+    for layer in bases.layers:
+        basis = bases.basis(layer)
+        if isinstance(basis, DiagonalEigenbasis):
+            sides = {"diagonal": basis.diagonal.reshape(-1)}
+        elif basis.values is not None:
+            sides = {"block": basis.values.reshape(*layer.stack, -1)}
+        else:
+            sides = {"A": basis.a_values, "G": basis.g_values}
+        for side, values in sides.items():
+            _check_regular(layer, side, values)
+
+
+def _check_regular(layer: Layer, side: str, values: Any) -> None:
+    if isinstance(values, Tracer):
+        return
+    found = np.asarray(values, np.float64)
+    least = found.shape[-1] * float(jnp.finfo(values.dtype).eps) * found.max(-1)
+    number = int((found <= least[..., None]).sum())
+    if number:
+        raise ValueError(
+            f"damping=0, and {number} eigenvalues of layer {layer.name!r} ({side}) are zero to "
+            'rounding: add a damping, "heuristic" say, or decompose with a finite max_condition'
+        )
+
+
+def _is_zero(damping: Any) -> bool:
+    known = not isinstance(damping, str | Tracer)
+    return known and jnp.shape(damping) == () and float(damping) == 0

@@ -1,0 +1,185 @@
+"""What one backward pass gathers of each example: its gradient, or products with given ones.
+
+Both are linear in the gradient. So what a parameter's uses, a loop's iterations and the blocks of a
+tied parameter emit adds up, and no gradient has to be whole before it is multiplied.
+"""
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxkfac._errors import LostRowsError
+from jaxkfac.curvature import Eigenbases, read_many, write_many
+from jaxkfac.factors import gradient_rows
+from jaxkfac.interception import (
+    Atoms,
+    Entries,
+    Layer,
+    Site,
+    Slot,
+    SlotEntry,
+    Traced,
+    Use,
+    kind_named,
+)
+
+_ENTRIES = {
+    "gradients": SlotEntry(1),
+    "bias_gradients": SlotEntry(0),
+    "scores": SlotEntry(1),
+    "bias_scores": SlotEntry(0),
+    "constants": {"queries": SlotEntry(0), "bias_queries": SlotEntry(0)},
+}
+
+_EXACT = jax.lax.Precision.HIGHEST
+
+Leaves = Mapping[str, Float[Array, "many ..."]]  # of each parameter, stacked along a leading axis
+
+
+class ExampleGradients:
+    """The taps of one traced program; see ``factors.Gathered``.
+
+    Args:
+        traced: The program.
+        bases: Their layers are read.
+        rows: The atoms of the axes along which gradients are kept apart: the examples, or the
+            examples and their positions.
+        number: How many such rows there are.
+        queries: ``{path: (queries, *parameter)}``, with which each row's gradient is multiplied;
+            ``None``: it is kept.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        bases: Eigenbases,
+        rows: Atoms,
+        number: int,
+        queries: Leaves | None = None,
+    ) -> None:
+        self._traced, self._bases, self._queries = traced, bases, queries
+        self._rows, self._number = rows, number
+        self._layers = {layer.name: layer for layer in bases.layers}
+
+    @property
+    def entries(self) -> Entries:
+        """How the entries of slots follow their parameter."""
+        elements = [x for x in self._layers.values() if x.is_elementwise]
+        own = (kind_named(layer.kind).entries for layer in elements)
+        return {k: v for entries in (_ENTRIES, *own) for k, v in entries.items()}
+
+    def slots(self) -> dict[str, Slot]:
+        """Zeros, whose cotangents are what is gathered, and the queries for the taps."""
+        return {name: self._slot(layer) for name, layer in self._layers.items()}
+
+    def _slot(self, layer: Layer) -> Slot:
+        dtype, stack = self._dtype(layer), layer.stack
+        if layer.is_elementwise:
+            shape = self._traced.part_shape(layer.weight)
+            return {"gradient": jnp.zeros((*shape, self._number), dtype)}
+        slot: Slot = {}
+        if self._queries is None:
+            sides = layer.in_features, layer.out_features
+            slot["gradients"] = jnp.zeros((*stack, self._number, *sides), dtype)
+            if layer.bias is not None:
+                slot["bias_gradients"] = jnp.zeros((*stack, self._number, sides[1]), dtype)
+            return slot
+        weight, bias = self._read(layer, self._queries)
+        zeros = jnp.zeros((*stack, weight.shape[-3], self._number), dtype)
+        slot["scores"], constants = zeros, {"queries": weight}
+        if bias is not None:
+            slot["bias_scores"], constants["bias_queries"] = zeros, bias[..., 0, :]
+        slot["constants"] = constants
+        return slot
+
+    def _dtype(self, layer: Layer) -> Any:
+        if layer.is_diagonal:
+            return self._bases.diagonals[layer.name].dtype
+        return self._bases.g[layer.name].values.dtype
+
+    def _read(self, layer: Layer, leaves: Leaves) -> tuple[Array, Array | None]:
+        weight = read_many(leaves[layer.weight.path], layer.weight, layer)
+        if layer.bias is None:
+            return weight, None
+        return weight, read_many(leaves[layer.bias.path], layer.bias, layer)
+
+    # -- in the backward pass ---------------------------------------------------------
+
+    def comes_first(self, use: Use) -> bool:
+        """See ``factors.Gathered``."""
+        return False
+
+    def signature(self, site: Site, use: Use) -> Hashable:
+        """See ``factors.Gathered``."""
+        return None
+
+    def emit(
+        self,
+        site: Site,
+        use: Use,
+        like: Slot,
+        operands: list[Any],
+        cotangent: Float[Array, "..."],
+        weights: Any,
+        constants: Slot | None,
+    ) -> Slot:
+        """See ``factors.Gathered``. Rows that a mask leaves out of the curvature are in the
+        gradient all the same.
+        """
+        constants = constants or {}
+        try:
+            if use.kind.elementwise:
+                (slot,) = like.values()
+                whole, derivative = cotangent.astype(slot.dtype), constants.get("derivative")
+                return use.kind.elements(
+                    site, use, like, operands, whole, None, self._rows, derivative
+                )
+            sides = use.kind.both_sides(site, use, operands, cotangent, None, self._rows, like)
+        except LostRowsError as error:
+            raise LostRowsError(
+                f"layer {use.layer!r} cannot be told apart by example, or with per='token' by "
+                f"position, at `{site.eqn.primitive.name}`: leave it out with layers="
+            ) from error
+        if "gradients" in like:
+            return sides.gradients(like)
+        return sides.scores(like, constants["queries"], constants.get("bias_queries"))
+
+    # -- after it ---------------------------------------------------------------------
+
+    def gradients(self, emitted: Mapping[str, Slot]) -> dict[str, Array]:
+        """``{path: (rows, *parameter)}``; parts of one parameter that no layer covers are 0."""
+        leaves: dict[str, Array] = {}
+        for name, layer in self._layers.items():
+            slot = emitted[name]
+            if layer.is_elementwise:
+                self._add(leaves, layer, layer.weight, gradient_rows(layer, slot["gradient"]))
+                continue
+            self._add(leaves, layer, layer.weight, slot["gradients"])
+            if layer.bias is not None:
+                self._add(leaves, layer, layer.bias, slot["bias_gradients"])
+        return leaves
+
+    def _add(self, leaves: dict[str, Array], layer: Layer, matrix: Any, part: Array) -> None:
+        part = part.reshape(*layer.stack, self._number, -1, layer.out_features)
+        shape = self._number, *self._traced.shapes[matrix.path]
+        leaf = leaves.get(matrix.path, jnp.zeros(shape, part.dtype))
+        whole = read_many(leaf, matrix, layer) + part
+        leaves[matrix.path] = write_many(leaf, matrix, whole, layer)
+
+    def scores(self, emitted: Mapping[str, Slot]) -> dict[str, Float[Array, "queries rows"]]:
+        """``{layer: products of the queries with each row's gradient}``."""
+        assert self._queries is not None
+        found = {}
+        for name, layer in self._layers.items():
+            slot = emitted[name]
+            if layer.is_elementwise:
+                rows = gradient_rows(layer, slot["gradient"])
+                queries = self._read(layer, self._queries)[0][..., 0, :]
+                each = jnp.einsum("...no,...qo->...qn", rows, queries, precision=_EXACT)
+            else:
+                each = slot["scores"] + slot.get("bias_scores", 0)
+            found[name] = each.sum(range(len(layer.stack)))
+        return found

@@ -1,0 +1,197 @@
+"""Examples of one objective as their gradients see them: checked, traced and differentiated."""
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, PyTree
+
+from jaxkfac._checks import instance_of
+from jaxkfac._errors import CoupledExamplesError, UnknownLayerError, nearest
+from jaxkfac.curvature import Eigenbases, check_bases, check_program_layers
+from jaxkfac.factors import Batch, Gaussian, Linearised, Objective, Program
+from jaxkfac.interception import Atoms, Traced
+from jaxkfac.uses._example_gradients import ExampleGradients, Leaves
+
+Per = Literal["sum", "layer", "token"]
+
+
+class Examples:
+    """What gradients of single examples need: the objective, and the layers that are read.
+
+    Args:
+        objective: The objective.
+        bases: The eigenbases.
+        layers: Which of their layers; ``None``: all.
+        experts: As it was given for the factors.
+
+    Raises:
+        TypeError: no ``Objective``, or no eigenbases.
+        UnknownLayerError: ``layers`` matches none of the bases' layers.
+        ValueError: a layer that is read has no gradients of single examples.
+    """
+
+    def __init__(
+        self, objective: Objective, bases: Eigenbases, layers: str | None, experts: str | None
+    ) -> None:
+        remedy = "because a scalar loss does not show its examples"
+        instance_of("objective", objective, Objective, remedy)
+        check_bases(bases)
+        self.objective, self.bases = objective, chosen(bases, layers)
+        _check_blocks(self.bases)
+        likelihoods = jax.tree.leaves(objective.likelihood)
+        if not all(isinstance(x, Gaussian) for x in likelihoods):  # whose G may be the identity
+            _warn_of_identities(self.bases)
+        names = "|".join(re.escape(layer.name) for layer in self.bases.layers)
+        finding = {"layers": names, "experts": experts}
+        self._program = Program(objective, finding, cover=False)
+
+    def checked(self, params: PyTree, batch: Any, state: PyTree) -> Batch:
+        """The batch, once it goes together with the objective, the parameters and the bases.
+
+        Raises:
+            CoupledExamplesError: an example's output depends on other examples.
+            UnknownLayerError: the program lacks a layer of the bases.
+            ValueError: a layer is not the one of the bases, or the batch does not fit.
+        """
+        batch = self.objective.batch(batch)
+        traced = self._program.traced(params, batch, None, state)
+        check_program_layers(traced.table, list(self.bases.layers))
+        self.objective.check(self._program.output_shapes(traced), batch.targets, batch.mask)
+        for layer in self.bases.layers:
+            if masked := [u.view.masked for u in traced.uses_of(layer) if u.view.masked]:
+                raise ValueError(
+                    f"layer {layer.name!r} is masked by a constant in `{masked[0]}`, so its "
+                    "gradient is no product of rows: leave it out with layers="
+                )
+        if traced.coupled:
+            names = ", ".join(repr(layer.name) for layer in self.bases.layers)
+            raise CoupledExamplesError(
+                f"{names}: gradients of single examples are asked for, and the model's examples "
+                f"meet {traced.coupled}. Where that is in batch statistics, use evaluation mode "
+                "(Linen: use_running_average=True; NNX: model.eval())"
+            )
+        return batch
+
+    def gradients(self, params: PyTree, batch: Batch, state: PyTree) -> dict[str, Array]:
+        """``{path: (N, *parameter)}``: of the sum over each example's terms."""
+        traced = self._program.traced(params, batch, None, state)
+        taps = ExampleGradients(traced, self.bases, traced.examples, traced.num_examples)
+        at, emitted = self._emitted(traced, taps, params, batch, state)
+        return {path: x * _scale(at, x) for path, x in taps.gradients(emitted).items()}
+
+    def scores(
+        self, params: PyTree, queries: Leaves, batch: Batch, state: PyTree, *, per: Per
+    ) -> Float[Array, "..."]:
+        """Products of the queries with each example's gradient, as ``influence`` returns them."""
+        traced = self._program.traced(params, batch, None, state)
+        rows, shape = _rows(traced, per)
+        taps = ExampleGradients(traced, self.bases, rows, int(np.prod(shape)), queries)
+        at, emitted = self._emitted(traced, taps, params, batch, state)
+        by_layer = [x * _scale(at, x) for x in taps.scores(emitted).values()]
+        dtype = jnp.result_type(*[x.dtype for x in by_layer])
+        stacked = jnp.stack([x.astype(dtype) for x in by_layer], 1)
+        if per == "layer":
+            return stacked
+        total = stacked.sum(1)
+        return total.reshape(len(total), *shape)
+
+    def _emitted(
+        self, traced: Traced, taps: ExampleGradients, params: PyTree, batch: Batch, state: PyTree
+    ) -> tuple[Linearised, Mapping[str, Any]]:
+        at = self._program.linearise(traced, taps, params, batch, None, state, differentiate=False)
+        if self.objective.num_outputs == 1:
+            return at, at.emitted
+        # Each output's mean is over its own number of terms: its cotangent is of their sum.
+        fixed, number = at.outputs, at.terms
+
+        def total(outputs: PyTree) -> Array:
+            heads = self.objective.heads(outputs, batch.targets, batch.mask)
+            sums = [head.kept_terms().sum(dtype=number.dtype) for head in heads]
+            return jnp.stack(sums).sum() / number
+
+        return at, at.vjp(jax.grad(total)(fixed))
+
+    def exists(self, batch: Batch) -> Bool[Array, " N"]:
+        """Which examples have a term that the mask keeps."""
+        every = jnp.ones(batch.num_examples, bool)
+        if batch.mask is None:
+            return every
+        masks = self.objective.parts(batch.mask, "batch: the mask")
+        kept = [every if x is None else x.reshape(len(x), -1).any(1) for x in masks]
+        return jnp.stack(kept).any(0)
+
+
+def chosen(bases: Eigenbases, layers: str | None) -> Eigenbases:
+    """The bases of the layers whose name, or whose parameter's path, the pattern matches."""
+    if layers is None:
+        return bases
+    found = tuple(
+        layer
+        for layer in bases.layers
+        if any(re.fullmatch(layers, x) for x in (layer.name, layer.weight.path))
+    )
+    if not found:
+        raise UnknownLayerError(
+            f"layers={layers!r} matches no layer of the bases; the nearest names are "
+            f"{nearest(layers, bases)}"
+        )
+    return dataclasses.replace(bases, layers=found)
+
+
+def _check_blocks(bases: Eigenbases) -> None:
+    """Refuse blocks without gradients of single examples, or without eigenvectors."""
+    for layer in bases.layers:
+        if not layer.is_covered or layer.computed_from:
+            raise ValueError(
+                f"{layer.name!r} is "
+                + ("a weight that is computed from others" if layer.computed_from else layer.kind)
+                + ", which no backward pass sees example by example: leave it out with layers="
+            )
+        if layer.is_diagonal:
+            continue
+        sides = zip(bases.spectra(layer), (layer.a_dense, layer.g_dense), strict=True)
+        if any(dense and spectrum.vectors is None for spectrum, dense in sides):
+            raise ValueError(
+                f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with "
+                "vectors=True"
+            )
+
+
+def _warn_of_identities(bases: Eigenbases) -> None:
+    """Say where the curvature holds no gradients: a Fisher type that does not fit."""
+    values = [bases.g[x.name].values for x in bases.layers if not x.is_diagonal]
+    known = values and not any(isinstance(x, Tracer) for x in values)
+    if bases.corrections is None and known and all((np.asarray(x) == 1).all() for x in values):
+        warnings.warn(
+            "every G of the bases is the identity (fisher='forward'): they hold no curvature of "
+            "the loss, so that the scores are not those of the Fisher. Collect factors with "
+            "fisher='mc', 'empirical' or 'exact'",
+            stacklevel=4,
+        )
+
+
+def _rows(traced: Traced, per: Per) -> tuple[Atoms, tuple[int, ...]]:
+    """The atoms of the axes along which scores are kept apart, and these axes' lengths."""
+    number = traced.num_examples
+    if per != "token":
+        return traced.examples, (number,)
+    axes, shape = traced.output_axes(), traced.out_shapes[0].shape
+    if traced.num_outputs > 1 or axes is None or len(shape) < 3:
+        raise ValueError(
+            f"per='token' needs one output (N, S, ...) with a position axis, got {shape}"
+            + (f" and {traced.num_outputs - 1} more" if traced.num_outputs > 1 else "")
+        )
+    return (*traced.examples, *traced.analysis.table.atoms(axes[1])), (number, shape[1])
+
+
+def _scale(at: Linearised, like: Array) -> Array:
+    """From gradients of the mean loss to those of sums over terms; NaN where the loss is."""
+    bad = jnp.isnan(at.value)
+    return jnp.where(bad, jnp.nan, at.terms.astype(like.dtype)).astype(like.dtype)

@@ -1,0 +1,100 @@
+"""Self-influence: what training on an example does to its own loss."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from jaxkfac._checks import at_least_one
+from jaxkfac.curvature import BlockDamping, Eigenbases, check_block_damping, precondition_many
+from jaxkfac.factors import Batch, Objective
+from jaxkfac.linalg import map_over_chunks
+from jaxkfac.memory import MemoryBudgetError, bytes_text
+from jaxkfac.uses._batches import batches_of
+from jaxkfac.uses._examples import Examples
+
+GRADIENTS = 3  # of each example alive at once: its own, the same by layer, the preconditioned
+
+
+def self_influence(
+    objective: Objective,
+    params: PyTree,
+    bases: Eigenbases,
+    train: Any,
+    *,
+    damping: BlockDamping = "heuristic",
+    layers: str | None = None,
+    state: PyTree | None = None,
+    experts: str | None = None,
+    max_bytes: int = 2**28,
+) -> Float[Array, " N"]:
+    r"""Each example's score with itself, $\nabla \ell_n^\top (F + \delta)^{-1} \nabla \ell_n$.
+
+    It is large where the model fits an example that the others do not support: examples with a
+    wrong label come first. It is never negative.
+
+    Args:
+        objective: As for :func:`influence`, like all that is not named here.
+        params: Parameters.
+        bases: The eigenbases.
+        train: ``(inputs, targets)`` or ``(inputs, targets, mask)``, or an iterable of such tuples.
+        damping: As for :func:`influence`.
+        layers: Likewise.
+        state: Likewise.
+        experts: Likewise.
+        max_bytes: What gradients of examples may take at once.
+
+    Returns:
+        ``(N,)``, all batches one after the other.
+
+    Raises:
+        MemoryBudgetError: the gradients of one example do not fit into ``max_bytes``.
+        ValueError: as for :func:`influence`; or a batch has to be cut into parts, and one of its
+            arrays does not have the examples first.
+
+    Memory:
+        Three gradients of as many examples as fit into ``max_bytes``.
+
+    Example:
+        >>> own = jk.self_influence(objective, params, bases, batch)
+        >>> scores = jk.influence(objective, params, bases, batch, batch)
+        >>> bool(jnp.allclose(own, jnp.diagonal(scores), rtol=1e-3))
+        True
+    """
+    at_least_one(max_bytes=max_bytes)
+    examples = Examples(objective, bases, layers, experts)
+    check_block_damping(damping, examples.bases)
+
+    @jax.jit
+    def scores(params: PyTree, bases: Eigenbases, batch: Batch, state: PyTree) -> Array:
+        def of_some(some: Batch, _: Any) -> Array:
+            gradients = examples.gradients(params, some, state)
+            solved = precondition_many(gradients, bases, damping)
+            each = [(gradients[path] * x).reshape(len(x), -1).sum(-1) for path, x in solved.items()]
+            return sum(each[1:], each[0])
+
+        return map_over_chunks(of_some, batch, at_once(params, batch, state))
+
+    def at_once(params: PyTree, batch: Batch, state: PyTree) -> int:
+        every = jax.eval_shape(lambda: examples.gradients(params, batch, state))
+        total = GRADIENTS * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(every))
+        number = batch.num_examples
+        if total > number * max_bytes:
+            raise MemoryBudgetError(
+                f"max_bytes={max_bytes}: gradients of one example take "
+                f"{bytes_text(total // number)}; allow that much, or choose fewer layers="
+            )
+        some = min(number, max_bytes * number // total)
+        if some < number and any(x.shape[:1] != (number,) for x in jax.tree.leaves(batch)):
+            raise ValueError(
+                f"train: gradients of {number} examples do not fit into max_bytes={max_bytes}, and "
+                "an array of the batch does not have the examples first: give smaller batches"
+            )
+        return some
+
+    found = [
+        scores(params, examples.bases, examples.checked(params, some, state), state)
+        for some in batches_of(train)
+    ]
+    return jnp.concatenate(found)

@@ -1,0 +1,382 @@
+"""Influence against each example's gradient by itself and dense inverses, in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+import jaxkfac as jk
+from tests._cases import CASES, case
+from tests._checks import objective_of
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+INF = float("inf")
+TOLERANCE = 1e-9
+RNG = np.random.default_rng(0)
+
+
+def bases_of(objective, params, batch, *, corrected=False, max_condition=INF, **options):
+    stats = jax.jit(jk.value_grad_and_factors(objective, **options))
+    bases = jk.eigendecompose(stats(params, batch)[2], max_condition=max_condition)
+    return jax.jit(jk.correct_eigenvalues(objective, bases))(params, batch) if corrected else bases
+
+
+def gradients(objective, params, batch):
+    """``(N, *parameter)``: each example run by itself, the sum over its kept terms."""
+
+    def total(params, one):
+        one = jax.tree.map(lambda x: x[None], one)
+        outputs = objective.outputs(params, one.inputs)[0]
+        heads = objective.heads(outputs, one.targets, one.mask)
+        return sum(head.kept_terms().sum() for head in heads)
+
+    return jax.jit(jax.vmap(jax.grad(total), (None, 0)))(params, objective.batch(batch))
+
+
+def first(tree, number=2):
+    return jax.tree.map(lambda x: x[:number], tree)
+
+
+def flat(tree):
+    return np.asarray(jax.vmap(lambda one: ravel_pytree(one)[0])(tree))
+
+
+def assert_close(found, expected, tolerance=TOLERANCE):
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+def check(objective, params, batch, bases, damping=0.1):
+    """Scores and self-influence against whole gradients and ``natural_gradient``."""
+    found = jk.influence(objective, params, bases, first(batch), batch, damping=damping)
+    own = jk.self_influence(objective, params, bases, batch, damping=damping)
+    each = gradients(objective, params, batch)
+    solve = jax.vmap(lambda g: jk.natural_gradient(g, bases, damping=damping, missing="zero"))
+    expected = flat(jax.jit(solve)(each)) @ flat(each).T
+    assert_close(found, expected[:2])
+    assert_close(own, np.diagonal(expected))
+
+
+# ------------------------------------------------------------ whole gradients
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("corrected", [False, True], ids=["factors", "measured"])
+@pytest.mark.parametrize("name", CASES)
+def test_scores_are_products_of_whole_gradients(name, corrected):
+    model, _, params, batch = case(name)
+    objective = objective_of(model)
+    check(objective, params, batch, bases_of(objective, params, batch, corrected=corrected))
+
+
+def convolution(p, x):
+    x = jax.lax.conv_general_dilated(
+        x, p["k"], (2, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return jnp.tanh(x + p["b"]).mean((1, 2)) @ p["head"]
+
+
+def tied(p, ids):
+    """An embedding whose transpose is the head, with a scale between, in remat."""
+    x = jax.checkpoint(lambda x: x * p["scale"])(p["table"][ids])
+    return jnp.tanh(x + x.mean(1, keepdims=True) @ p["w"]) @ p["table"].T
+
+
+def normal(*shape):
+    with jax.enable_x64(True):
+        return jnp.asarray(RNG.normal(size=shape))
+
+
+IDS = jnp.asarray(RNG.integers(0, 5, (3, 4)))
+PROGRAMS = {
+    "convolution": (
+        convolution,
+        {"k": normal(3, 2, 2, 3), "b": normal(3), "head": normal(3, 4)},
+        (normal(3, 5, 4, 2), jnp.asarray([0, 3, 1])),
+    ),
+    "tied, some targets left out": (
+        tied,
+        {"table": normal(5, 3), "scale": normal(3), "w": normal(3, 3)},
+        (IDS, jnp.roll(IDS, -1, 1).at[:, -1].set(-100)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_scores_of_programs_that_are_no_matrix_product_of_rows(name):
+    model, params, batch = PROGRAMS[name]
+    objective = jk.Objective(model, jk.Categorical(ignore_index=-100))
+    for corrected in (False, True):
+        check(objective, params, batch, bases_of(objective, params, batch, corrected=corrected))
+
+
+def test_each_output_of_several_counts_with_the_sum_of_its_terms():
+    def model(p, x):
+        h = jnp.tanh(x @ p["w"])
+        return {"label": h.mean(1) @ p["label"], "box": h @ p["box"]}
+
+    likelihood = {"label": jk.Categorical(), "box": jk.Gaussian()}
+    objective = jk.Objective(model, likelihood)
+    params = {"w": normal(3, 3), "label": normal(3, 4), "box": normal(3, 2)}
+    mask = {"label": None, "box": jnp.asarray([[1, 1], [1, 0], [0, 0]], bool)}
+    targets = {"label": jnp.asarray([0, 1, 3]), "box": normal(3, 2, 2)}
+    batch = (normal(3, 2, 3), targets, mask)
+    check(objective, params, batch, bases_of(objective, params, batch))
+
+
+# ------------------------------------------------------------ the dense matrix
+
+
+def perceptron(p, x):
+    return jnp.tanh(x @ p["w"] + p["b"]) @ p["u"]
+
+
+PARAMS = {"w": normal(3, 4), "b": normal(4), "u": normal(4, 2)}
+BATCH = (normal(6, 3), jnp.asarray([0, 1, 1, 0, 1, 0]))
+OBJECTIVE = jk.Objective(perceptron, jk.Categorical())
+QUERIES = (normal(2, 3), jnp.asarray([1, 0]))
+
+
+def rows(gradient, name):
+    """``(N, in[+1] * out)``: the block's gradient, the bias as the last row."""
+    parts = [gradient["w"], gradient["b"][:, None]] if name == "w" else [gradient["u"]]
+    return np.concatenate(parts, 1).reshape(len(parts[0]), -1)
+
+
+@pytest.mark.parametrize("damping", ["heuristic", 0.3])
+@pytest.mark.parametrize("corrected", [False, True], ids=["factors", "measured"])
+def test_each_layer_is_solved_with_the_inverse_of_its_dense_block(corrected, damping):
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH, corrected=corrected)
+    options = {"damping": damping}
+    found = jk.influence(OBJECTIVE, PARAMS, bases, QUERIES, BATCH, per="layer", **options)
+    queries, train = (gradients(OBJECTIVE, PARAMS, x) for x in (QUERIES, BATCH))
+    expected = []
+    for layer in bases.layers:
+        basis = bases[layer.name]
+        vectors = np.kron(basis.a_vectors, basis.g_vectors)
+        values = np.outer(basis.a_raw_values, basis.g_raw_values)
+        values = np.asarray(basis.raw_values) if corrected else values
+        dense = vectors @ np.diag(values.reshape(-1)) @ vectors.T
+        delta = 0.1 * np.trace(dense) / len(dense) if damping == "heuristic" else damping
+        inverse = np.linalg.inv(dense + delta * np.eye(len(dense)))
+        expected.append(rows(queries, layer.name) @ inverse @ rows(train, layer.name).T)
+    assert_close(found, np.stack(expected, 1))
+    whole = jk.influence(OBJECTIVE, PARAMS, bases, QUERIES, BATCH, **options)
+    assert_close(whole, sum(expected))
+
+
+def test_a_stack_has_the_damping_of_each_of_its_slices():
+    params = {"w": normal(3, 4, 4), "s": normal(3, 4), "head": normal(4, 2)}
+    batch = (normal(4, 4), jnp.asarray([0, 1, 1, 0]))
+
+    def scanned(p, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w[0]) * w[1], None), x, (p["w"], p["s"]))
+        return x @ p["head"]
+
+    def unrolled(p, x):
+        for w, s in zip(p["w"], p["s"], strict=True):
+            x = jnp.tanh(x @ w) * s
+        return x @ p["head"]
+
+    apart = params | {k: [*params[k]] for k in "ws"}
+    scores = []
+    for model, p in ((scanned, params), (unrolled, apart)):
+        objective = jk.Objective(model, jk.Categorical())
+        for corrected in (False, True):
+            bases = bases_of(objective, p, batch, corrected=corrected)
+            scores.append(jk.influence(objective, p, bases, batch, batch))
+    assert_close(scores[0], scores[2])
+    assert_close(scores[1], scores[3])
+
+
+def test_scores_by_token_are_those_of_a_copy_of_the_weights_for_each_position():
+    n, s = 3, 4
+    params = {"w": normal(3, 3), "scale": normal(3), "u": normal(3, 2)}
+    batch = (normal(n, s, 3), jnp.asarray(RNG.integers(0, 2, (n, s))))
+
+    def model(p, x):
+        h = jnp.einsum("nsi,...io->nso", x, p["w"]) if p["w"].ndim == 2 else None
+        h = jnp.einsum("nsi,sio->nso", x, p["w"]) if h is None else h
+        h = jnp.tanh(h) * p["scale"]
+        h = h + h.mean(1, keepdims=True)
+        return h @ p["u"] if p["u"].ndim == 2 else jnp.einsum("nsi,sio->nso", h, p["u"])
+
+    objective = jk.Objective(model, jk.Categorical())
+    bases = bases_of(objective, params, batch)
+    found = jk.influence(objective, params, bases, batch, batch, damping=0.1, per="token")
+    copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (s, *x.shape)), params)
+    train = gradients(objective, copies, batch)
+    each = gradients(objective, params, batch)
+    solved = jax.vmap(lambda g: jk.natural_gradient(g, bases, damping=0.1))(each)
+    expected = sum(
+        np.einsum("qi,nsi->qns", np.reshape(solved[k], (n, -1)), np.reshape(train[k], (n, s, -1)))
+        for k in params
+    )
+    assert found.shape == (n, n, s)
+    assert_close(found, expected)
+
+
+# ------------------------------------------------------------ ridge regression
+
+RIDGE = 0.05
+FEATURES, ANSWERS = normal(9, 3), normal(9, 1)
+ONE = (normal(1, 3), normal(1, 1))
+
+
+def ridge(weights):
+    """The minimum of the weighted mean of half squares and of half the damped square."""
+    gram = (FEATURES * weights[:, None]).T @ FEATURES / 9 + RIDGE * jnp.eye(3)
+    return jnp.linalg.solve(gram, (FEATURES * weights[:, None]).T @ ANSWERS / 9)
+
+
+def ridge_scores():
+    objective = jk.Objective(lambda p, x: x @ p["w"], jk.Gaussian())
+    w, batch = ridge(jnp.ones(9)), (FEATURES, ANSWERS)
+    args = objective, {"w": w}, bases_of(objective, {"w": w}, batch, fisher="exact")
+    own = jk.self_influence(*args, batch, damping=RIDGE)
+    return w, jk.influence(*args, ONE, batch, damping=RIDGE)[0], own
+
+
+def test_on_ridge_regression_a_score_is_the_derivative_in_an_examples_weight_times_minus_n():
+    def loss(weights):
+        return jnp.square(ONE[0] @ ridge(weights) - ONE[1]).sum() / 2
+
+    _, scores, _ = ridge_scores()
+    assert_close(-scores / 9, jax.grad(loss)(jnp.ones(9)))
+
+
+def test_leaving_an_example_out_changes_a_prediction_by_one_over_one_minus_its_leverage():
+    w, scores, own = ridge_scores()
+    residual = (FEATURES @ w - ANSWERS)[:, 0]
+    leverage = own / jnp.square(residual) / 9
+    change = scores / (ONE[0] @ w - ONE[1])[0, 0] / 9 / (1 - leverage)
+    for i in range(9):
+        left = jnp.delete(FEATURES, i, 0), jnp.delete(ANSWERS, i, 0)
+        gram = left[0].T @ left[0] + 9 * RIDGE * jnp.eye(3)
+        without = jnp.linalg.solve(gram, left[0].T @ left[1])
+        np.testing.assert_allclose((ONE[0] @ (without - w))[0, 0], change[i], rtol=1e-9)
+
+
+# ------------------------------------------------------------ streams
+
+
+def test_a_stream_gives_the_scores_of_one_batch_and_top_k_their_largest():
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH)
+    args = OBJECTIVE, PARAMS, bases, QUERIES
+    stream = [(BATCH[0][:4], BATCH[1][:4]), (BATCH[0][4:], BATCH[1][4:])]
+    whole = jk.influence(*args, BATCH)
+    assert_close(jk.influence(*args, iter(stream)), whole)
+    by_layer = jk.influence(*args, BATCH, per="layer")
+    assert_close(jk.influence(*args, stream, per="layer"), by_layer)
+    for per, scores in (("sum", whole), ("layer", by_layer)):
+        best = jk.influence(*args, iter(stream), top_k=3, per=per)
+        order = np.argsort(-np.asarray(scores), -1)[..., :3]
+        np.testing.assert_array_equal(best.indices, order)
+        assert_close(best.scores, np.take_along_axis(np.asarray(scores), order, -1))
+
+
+def test_examples_that_pad_the_last_batch_score_zero_and_are_not_among_the_best():
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH)
+    mask = jnp.arange(6) < 4
+    args = OBJECTIVE, PARAMS, bases, QUERIES
+    scores = jk.influence(*args, (*BATCH, mask))
+    assert_close(scores[:, :4], jk.influence(*args, BATCH)[:, :4])
+    np.testing.assert_array_equal(scores[:, 4:], 0)
+    best = jk.influence(*args, [(*BATCH, mask)], top_k=5)
+    assert (np.sort(best.indices) == [-1, 0, 1, 2, 3]).all()
+    assert (np.asarray(best.scores[:, -1]) == -np.inf).all()
+
+
+def test_self_influence_is_the_same_whatever_fits_at_once():
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH)
+    one = 3 * 8 * sum(x.size for x in PARAMS.values())
+    args = OBJECTIVE, PARAMS, bases
+    whole = jk.self_influence(*args, BATCH)
+    assert whole.shape == (6,)
+    for budget in (one, 4 * one):
+        assert_close(jk.self_influence(*args, BATCH, max_bytes=budget), whole)
+    with pytest.raises(jk.MemoryBudgetError, match="gradients of one example take"):
+        jk.self_influence(*args, BATCH, max_bytes=one - 1)
+
+
+@pytest.mark.parametrize("pattern", ["u", "w"])
+def test_layers_picks_what_counts(pattern):
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH)
+    place = list(bases).index(pattern)
+    args = OBJECTIVE, PARAMS, bases, QUERIES, BATCH
+    found = jk.influence(*args, layers=pattern)
+    assert_close(found, jk.influence(*args, per="layer")[:, place])
+
+
+def test_parameters_outside_the_bases_count_as_fixed():
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH)
+    only = bases_of(OBJECTIVE, PARAMS, BATCH, layers="u")
+    args = OBJECTIVE, PARAMS
+    found = jk.influence(*args, only, QUERIES, BATCH)
+    assert_close(found, jk.influence(*args, bases, QUERIES, BATCH, layers="u"))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_scores_of_few_bits_are_near_those_of_many(dtype):
+    def cast(tree):
+        return jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.float64 else x, tree)
+
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH)
+    few = bases_of(OBJECTIVE, cast(PARAMS), cast(BATCH))
+    found = jk.influence(OBJECTIVE, cast(PARAMS), few, cast(QUERIES), cast(BATCH))
+    assert found.dtype == jnp.float32
+    expected = jk.influence(OBJECTIVE, PARAMS, bases, QUERIES, BATCH)
+    assert_close(found, expected, 1e-4 if dtype == jnp.float32 else 0.1)
+
+
+# ------------------------------------------------------------ what is refused
+
+
+def coupled(p, x):
+    h = x @ p["w"] + p["b"]
+    return jnp.tanh(h - h.mean(0)) @ p["u"]
+
+
+def one_layer(p, x):
+    return x @ p["w"] + p["b"]
+
+
+def refused(match, error=ValueError, *, model=perceptron, change=None, queries=QUERIES, **options):
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH)
+    bases = bases if change is None else change(bases)
+    train = options.pop("train", BATCH)
+    objective = jk.Objective(model, jk.Categorical())
+    with pytest.raises(error, match=match):
+        jk.influence(objective, PARAMS, bases, queries, train, **options)
+
+
+def test_bad_input_is_refused_by_name():
+    refused("'w', 'u': .* evaluation mode", jk.CoupledExamplesError, model=coupled)
+    refused("matches no layer of the bases", jk.UnknownLayerError, layers="v")
+    refused("the iterable is empty", train=iter([]))
+    refused("zero or positive", damping=-1.0)
+    refused(r"layer 'w' \(A\) are zero", damping=0.0, change=with_zeros)
+    refused("needs one output", per="token")
+    refused("top_k ranks examples", per="token", top_k=1)
+    refused("top_k=0: expected at least 1", top_k=0)
+    refused("targets", queries=(QUERIES[0], normal(2, 2)))
+    refused("'u' that the program lacks", jk.UnknownLayerError, model=one_layer)
+    refused("'w': the bases have bias", model=lambda p, x: jnp.tanh(x @ p["w"]) @ p["u"])
+
+
+def with_zeros(bases):
+    """As of fewer examples than features."""
+    name = bases.layers[0].input
+    spectrum = bases.a[name]
+    spectrum = spectrum._replace(values=spectrum.values.at[0].set(1e-20))
+    return dataclasses.replace(bases, a=bases.a | {name: spectrum})
+
+
+def test_factors_without_gradients_are_no_curvature_and_it_is_said():
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH, fisher="forward")
+    with pytest.warns(UserWarning, match="hold no curvature of the loss"):
+        jk.influence(OBJECTIVE, PARAMS, bases, QUERIES, BATCH)
