@@ -349,7 +349,7 @@ def check_batch(curvature: Any, terms: Any) -> None:
     Raises:
         ValueError: the operator's batch has another number of them.
     """
-    found = getattr(curvature, "terms", None)
+    found = getattr(curvature, "loss_terms", None)
     if is_concrete(found) and is_concrete(terms) and terms > 0 and found != terms:
         raise ValueError(
             f"curvature: the operator is of a batch of {found:g} loss terms, and the gradient is "

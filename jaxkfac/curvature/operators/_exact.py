@@ -54,7 +54,7 @@ class ExactOperator(Operator):
         return chosen_shapes(self.params, self.only)
 
     @property
-    def terms(self) -> Array:
+    def loss_terms(self) -> Array:
         return functools.reduce(jnp.add, self._counts())
 
     def product(self, leaves: Leaves) -> Leaves:

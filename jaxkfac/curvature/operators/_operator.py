@@ -96,7 +96,7 @@ class Operator(abc.ABC):
         return given
 
     @property
-    def terms(self) -> Any:
+    def loss_terms(self) -> Any:
         """Loss terms of the batch that the operator is of; ``None`` where it is of none."""
         return None
 

@@ -6,6 +6,7 @@ vocabulary.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -113,11 +114,12 @@ class EncoderDecoder(nnx.Module):
     def _next(self, pairs: Pairs, cache: PairsCache) -> tuple[Array, PairsCache]:
         """Logits of the last token of each row."""
         source, mask, target = _marked(pairs)
-        across = nnx.cond(
+        # Not nnx.cond, whose branches return the parameters too: those in four bits are no arrays.
+        definition, state = nnx.split(self)
+        across = jax.lax.cond(
             cache.filled == 0,
-            lambda model: model._across(source, mask),
-            lambda model: cache.across,
-            self,
+            lambda: nnx.merge(definition, state, copy=True)._across(source, mask),
+            lambda: cache.across,
         )
         asking = cache.filled + jnp.arange(target.shape[1])
         places = jnp.arange(cache.own.keys.shape[2])
