@@ -60,7 +60,7 @@ def test_accumulated_episodes_are_one_batch_of_them(x64, name):
 def test_kfac_of_drawn_labels_fits_its_episodes():
     apply_fn, params = jk.from_nnx(build("prototypes", width=8), mutable=nnx.BatchStat)
     stats = jk.value_grad_and_factors(jk.Objective(apply_fn, jk.Categorical()), fisher="mc")
-    held, batch = apply_fn.state, drawn(0, 2, np.float32)
+    held, batch = apply_fn.state, jax.tree.map(jnp.asarray, drawn(0, 2, np.float32))
     like = stats.factor_shapes(params, batch, state=held)
     tx = jk.kfac(3e-2, like=like, damping=1e-2, norm_constraint=1e-2)
 

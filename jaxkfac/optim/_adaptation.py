@@ -121,17 +121,24 @@ class Adaptation:
 
     def initial(self, params: PyTree, damping: Any) -> AdaptationState:
         """Before the first update."""
-        zero, none = jnp.zeros((), sum_dtype(params)), jnp.zeros((), jnp.int32)
+        dtype = sum_dtype(params)
+
+        def number(value: Any) -> Scalar:  # a buffer for each: a state may be donated
+            return jnp.array(value, dtype)
+
+        def count() -> Int[Array, ""]:
+            return jnp.zeros((), jnp.int32)
+
         return AdaptationState(
-            damping=zero + jnp.asarray(damping, zero.dtype),
-            ratio=zero + 1,
-            learning_rate=zero,
-            momentum=zero,
-            rejected=none,
-            burned_in=none,
-            displaced=none,
-            position=zero,
-            travelled=zero,
+            damping=number(damping),
+            ratio=number(1),
+            learning_rate=number(0),
+            momentum=number(0),
+            rejected=count(),
+            burned_in=count(),
+            displaced=count(),
+            position=number(0),
+            travelled=number(0),
         )
 
     def loss(self, params: PyTree, value: Any, value_fn: Any, curvature: Any) -> BatchLoss:

@@ -311,6 +311,15 @@ def test_a_trial_that_is_not_finite_is_rejected_and_counted(bad):
     assert state.adaptation.rejected == 1
 
 
+def test_a_state_can_be_donated():
+    _, _, _, params, batch = problem()
+    _, state, step = training(params, batch, damping=LevenbergMarquardt(initial=0.5))
+    buffers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state.adaptation)]
+    assert len(set(buffers)) == len(buffers)
+    moved, _ = jax.jit(step, donate_argnums=1)(params, state)
+    assert moved[0]["kernel"].shape == params[0]["kernel"].shape
+
+
 def test_damping_stays_within_its_bounds():
     _, _, _, params, batch = problem()
     rule = LevenbergMarquardt(initial=0.5, every=1, factor=0.1, minimum=0.2, maximum=0.6)
