@@ -40,7 +40,7 @@ Leaves = Mapping[str, Float[Array, "many ..."]]  # of each parameter, stacked al
 
 
 class ExampleGradients:
-    """The taps of one traced program; see ``_taps.Emitter`` in ``factors``.
+    """The taps of one traced program; see ``Emitter`` in ``factors``.
 
     Args:
         traced: The program.
@@ -109,11 +109,11 @@ class ExampleGradients:
     # -- in the backward pass ---------------------------------------------------------
 
     def comes_first(self, use: Use) -> bool:
-        """See ``_taps.Emitter`` in ``factors``."""
+        """See ``Emitter`` in ``factors``."""
         return False
 
     def signature(self, site: Site, use: Use) -> Hashable:
-        """See ``_taps.Emitter`` in ``factors``."""
+        """See ``Emitter`` in ``factors``."""
         return None
 
     def emit(
@@ -126,7 +126,7 @@ class ExampleGradients:
         weights: Any,
         constants: Slot | None,
     ) -> Slot:
-        """See ``_taps.Emitter`` in ``factors``. Rows that a mask leaves out of the curvature are in the
+        """See ``Emitter`` in ``factors``. Rows that a mask leaves out of the curvature are in the
         gradient all the same.
         """
         constants = constants or {}
