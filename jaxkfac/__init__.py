@@ -1,120 +1,30 @@
-"""Curvature and adapters for JAX, inside a memory budget."""
+"""Curvature and adapters for JAX, inside a memory budget.
 
-from jaxkfac import lslora, memory
-from jaxkfac._errors import (
-    CheckpointMismatchError,
-    CoupledExamplesError,
-    DamagedFileError,
-    HiddenMarkError,
-    JaxkfacError,
-    LostRowsError,
-    NonFiniteFactorError,
-    ProcessesDisagreeError,
-    UncoveredParameterError,
-    UnknownLayerError,
-)
-from jaxkfac.curvature import (
-    CapacityMetrics,
-    Eigenbases,
-    HostCurvature,
-    apply_power,
-    capacity_interval,
-    capacity_metrics,
-    compare_capacity,
-    correct_eigenvalues,
-    eigendecompose,
-    fisher_vector_product,
-    natural_gradient,
-    operators,
-    reconstruct,
-)
-from jaxkfac.curvature.operators import spectrum
-from jaxkfac.factors import (
-    Bernoulli,
-    Categorical,
-    DiagonalFactor,
-    Factors,
-    Gaussian,
-    KroneckerFactor,
-    LongSum,
-    Objective,
-    update_average,
-    value_grad_and_factors,
-)
-from jaxkfac.interception import (
-    Layer,
-    LayerTable,
-    as_state,
-    find_layers,
-    from_nnx,
-    mark_outputs,
-    mark_rows,
-)
-from jaxkfac.lslora import nf4
-from jaxkfac.memory import MemoryBudgetError, cast_once, load_safetensors, place_once
-from jaxkfac.optim import LevenbergMarquardt, has_updated, kfac, multi_steps, scale_by_bases
-from jaxkfac.planning import MemoryPlan, plan_memory
-from jaxkfac.uses import TopK, influence, self_influence
+The names are those of ``jaxkfac/_index.py``. They are imported when one of them is first asked
+for, so that what needs none of them, such as ``jaxkfac --help``, does not wait for JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxkfac._index import *
+    from jaxkfac._index import __all__
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Bernoulli",
-    "CapacityMetrics",
-    "Categorical",
-    "CheckpointMismatchError",
-    "CoupledExamplesError",
-    "DamagedFileError",
-    "DiagonalFactor",
-    "Eigenbases",
-    "Factors",
-    "Gaussian",
-    "HiddenMarkError",
-    "HostCurvature",
-    "JaxkfacError",
-    "KroneckerFactor",
-    "Layer",
-    "LayerTable",
-    "LevenbergMarquardt",
-    "LongSum",
-    "LostRowsError",
-    "MemoryBudgetError",
-    "MemoryPlan",
-    "NonFiniteFactorError",
-    "Objective",
-    "ProcessesDisagreeError",
-    "TopK",
-    "UncoveredParameterError",
-    "UnknownLayerError",
-    "apply_power",
-    "as_state",
-    "capacity_interval",
-    "capacity_metrics",
-    "cast_once",
-    "compare_capacity",
-    "correct_eigenvalues",
-    "eigendecompose",
-    "find_layers",
-    "fisher_vector_product",
-    "from_nnx",
-    "has_updated",
-    "influence",
-    "kfac",
-    "load_safetensors",
-    "lslora",
-    "mark_outputs",
-    "mark_rows",
-    "memory",
-    "multi_steps",
-    "natural_gradient",
-    "nf4",
-    "operators",
-    "place_once",
-    "plan_memory",
-    "reconstruct",
-    "scale_by_bases",
-    "self_influence",
-    "spectrum",
-    "update_average",
-    "value_grad_and_factors",
-]
+
+def __getattr__(name: str) -> Any:
+    # A private module is imported by its own name: none of them waits for all the others.
+    if name == "__all__" or not name.startswith("_"):
+        index = importlib.import_module("jaxkfac._index")
+        if name == "__all__" or name in index.__all__:
+            globals()[name] = value = getattr(index, name)
+            return value
+        if name in globals():  # a room, now that it has been imported
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *importlib.import_module("jaxkfac._index").__all__})

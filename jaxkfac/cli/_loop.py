@@ -7,7 +7,7 @@ together with its evaluation.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from jaxkfac.cli._devices import ONE_DEVICE, RunDevices
 from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._options import Experiment
 from jaxkfac.cli._phases import phase
-from jaxkfac.cli._problem import DigitsProblem
+from jaxkfac.cli._problem import DigitsProblem, learning_rate
 from jaxkfac.data import Digits, epoch_batches, num_batches, shift_batch
 from jaxkfac.report import EpochRecord, RunRecords
 
@@ -57,12 +57,13 @@ def make_epoch(
     tx: optax.GradientTransformationExtraArgs,
     *,
     factors: bool,
-) -> Callable[..., tuple[PyTree, PyTree, Float[Array, " updates"]]]:
+) -> Callable[..., tuple[PyTree, PyTree, Float[Array, "2 updates"]]]:
     """``epoch(params, optimizer_state, rows, numbers, train)``, to be compiled.
 
     ``rows`` ``(updates, micro, batch)`` says which examples, ``numbers``
-    ``(updates, micro)`` seeds their shifts and sampled labels. The losses that come back
-    are means over each update's examples, before the update.
+    ``(updates, micro)`` seeds their shifts and sampled labels. What comes back of each update is
+    the loss, a mean over its examples before it, and the gradient's norm, a mean over its
+    micro-batches.
     """
     seed = jax.random.key(experiment.seed)
 
@@ -70,7 +71,7 @@ def make_epoch(
         carry: tuple[PyTree, PyTree],
         row: tuple[Int[Array, " batch"], Int[Array, ""]],
         train: Digits,
-    ) -> tuple[tuple[PyTree, PyTree], Float[Array, ""]]:
+    ) -> tuple[tuple[PyTree, PyTree], tuple[Float[Array, ""], Float[Array, ""]]]:
         params, state = carry
         indices, number = row
         shift_key, label_key = jax.random.split(jax.random.fold_in(seed, number))
@@ -82,16 +83,17 @@ def make_epoch(
         else:
             loss, grads = jax.value_and_grad(problem.objective)(params, batch)
             updates, state = tx.update(grads, state, params, terms=len(indices))
-        return (optax.apply_updates(params, updates), state), loss
+        return (optax.apply_updates(params, updates), state), (loss, gradient_norm(grads))
 
     def epoch(
         params: PyTree, state: PyTree, rows: Array, numbers: Array, train: Digits
-    ) -> tuple[PyTree, PyTree, Float[Array, " updates"]]:
+    ) -> tuple[PyTree, PyTree, Float[Array, "2 updates"]]:
         flat = (rows.reshape(-1, rows.shape[-1]), numbers.reshape(-1))
-        (params, state), losses = jax.lax.scan(
+        (params, state), found = jax.lax.scan(
             lambda carry, row: micro_step(carry, row, train), (params, state), flat
         )
-        return params, state, losses.reshape(numbers.shape).mean(axis=1)
+        means = [x.reshape(numbers.shape).mean(axis=1) for x in found]
+        return params, state, jnp.stack([x.astype(means[0].dtype) for x in means])
 
     return epoch
 
@@ -126,6 +128,21 @@ def make_evaluation(problem: DigitsProblem) -> Callable[[PyTree, Digits], tuple[
         return losses.mean(), jnp.mean(logits.argmax(-1) == data.labels, dtype=jnp.float32)
 
     return evaluate
+
+
+def gradient_norm(grads: PyTree) -> Float[Array, ""]:
+    """Euclidean, over all parameters; in float32 at the least."""
+    squares = [
+        jnp.sum(jnp.square(jnp.abs(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))))
+        for leaf in jax.tree.leaves(grads)
+    ]
+    wide = jnp.result_type(*squares) if squares else jnp.float32
+    return jnp.sqrt(sum((square.astype(wide) for square in squares), start=jnp.zeros((), wide)))
+
+
+def finite_or_none(values: Sequence[float]) -> list[float | None]:
+    """The same with what JSON does not know as ``None``: a batch that was skipped had it."""
+    return [value if math.isfinite(value) else None for value in values]
 
 
 def skipped_updates(optimizer_state: PyTree) -> Int[Array, ""]:
@@ -168,6 +185,7 @@ def train(
     total = total_updates(experiment, problem)
     epoch = make_epoch(experiment, problem, tx, factors=name == "kfac")
     evaluate, compiled = make_evaluation(problem), {}
+    rate = learning_rate(name, experiment, total)
 
     def rows_from(step: int) -> tuple[Array, Array]:
         rows, numbers = epoch_rows(experiment, problem, step, total)
@@ -184,16 +202,17 @@ def train(
                 spent = records.compile_seconds + time.perf_counter() - started
                 records = records._replace(compile_seconds=spent)
             started = time.perf_counter()
-            params, optimizer, losses = compiled[updates](*arguments)
+            params, optimizer, found = compiled[updates](*arguments)
             step = state.step + updates
             if step < total:
                 ahead = rows_from(step)  # while this epoch runs
-            jax.block_until_ready(losses)
+            jax.block_until_ready(found)
             seconds = time.perf_counter() - started
             settled = devices.processes.settled
             evaluated = [settled(evaluate(params, x)) for x in (problem.train, problem.test)]
-            losses, evaluated, skipped = jax.device_get(
-                (losses, evaluated, skipped_updates(optimizer))
+            rates = rate(jnp.arange(state.step, step))
+            (losses, norms), rates, evaluated, skipped = jax.device_get(
+                (found, rates, evaluated, skipped_updates(optimizer))
             )
             (train_loss, train_accuracy), (test_loss, test_accuracy) = (
                 map(float, x) for x in evaluated
@@ -215,6 +234,8 @@ def train(
                 losses=[*records.losses, *(float(x) for x in losses)],
                 epochs=[*records.epochs, measured],
                 skipped=int(skipped),
+                gradient_norms=[*records.gradient_norms, *finite_or_none(norms.tolist())],
+                learning_rates=[*records.learning_rates, *rates.tolist()],
             )
             state = TrainState(params, optimizer, step, records)
             each_epoch(state)

@@ -1,15 +1,15 @@
 """Commands: parse, call, and turn errors into one line that says what to do."""
 
-import functools
+import contextlib
+import difflib
 import gc
-import importlib
-import operator
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from jaxkfac import __version__
+from jaxkfac.cli._commands import COMMANDS, Command, imported
 
 _EXTRA_OF = {
     "tyro": "cli",
@@ -25,12 +25,15 @@ _EXTRA_OF = {
 }
 
 _DESCRIPTION = """Curvature and K-FAC for JAX training scripts.
+"""
 
-Start with `jaxkfac train --preset digits`, then open runs/digits/report.html;
+_EPILOGUE = """Start with `jaxkfac train --preset digits`, then open runs/digits/report.html;
 `jaxkfac analyze runs/digits` shows spectra and capacity of the factors in its checkpoint.
 `jaxkfac finetune` teaches a pretrained language model with an LS-LoRA adapter;
 `jaxkfac finetune --preset wordnet-t5` trains a T5 from nothing on words and glosses.
 
+`jaxkfac COMMAND --help` shows the options of a command. Compiled programs are kept in
+~/.cache/jaxkfac: $JAXKFAC_CACHE is another folder, JAX_ENABLE_COMPILATION_CACHE=false keeps none.
 Exit codes: 0, 2 for an error that is explained, 3 where memory ran out, 130 after Ctrl-C.
 """
 
@@ -48,16 +51,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Read when JAX first calls LAPACK. With more threads the last bits of a decomposition
     # depend on the machine, and small ones were up to 20 times slower on two busy cores.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    if argv is None:  # a process of its own
-        # Modules live as long as it does: looked through at every collection, they took 13 % of
-        # the processor time of a plan.
-        gc.freeze()
     words = list(sys.argv[1:] if argv is None else argv)
     if words in (["--version"], ["-V"]):
         print(f"jaxkfac {__version__}")
         return 0
+    if not words or words in (["--help"], ["-h"]):
+        print(_help(), end="")
+        return 0
+    known = {command.name: command for command in COMMANDS}
+    if words[0] not in known:
+        near = difflib.get_close_matches(words[0], known, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        return _fail(f"there is no command {words[0]!r}: {meant}jaxkfac --help shows all of them")
     try:
-        return _dispatch(words)
+        return _dispatch(known[words[0]], words)
     except ModuleNotFoundError as error:
         extra = _EXTRA_OF.get((error.name or "").split(".")[0])
         if "--debug" in words:
@@ -69,57 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f'{error.name} is not installed: pip install "jaxkfac[{extra}]"')
 
 
-class Command(NamedTuple):
-    """A command.
-
-    Attributes:
-        name: As it is called.
-        arguments: What it accepts.
-        run: ``"module:function"`` that takes them; imported when the command is called.
-        default: What they are where the words of the command line do not say it; ``None``: as
-            their class has them.
-    """
-
-    name: str
-    arguments: type
-    run: str
-    default: Callable[[Sequence[str]], Any] | None = None
-
-
-def commands() -> list[Command]:
-    """All commands, in the order of the help."""
-    from jaxkfac.cli._doctor import DoctorArguments
-    from jaxkfac.cli._models import ModelsArguments
-    from jaxkfac.cli._options import AdapterArguments, AnalyzeArguments, TrainArguments
-    from jaxkfac.cli._plan import PlanArguments
-    from jaxkfac.cli.finetune._options import FinetuneArguments
-    from jaxkfac.cli.finetune._presets import default_arguments
-
-    return [
-        Command("train", TrainArguments, "jaxkfac.cli._train:run_train"),
-        Command(
-            "finetune",
-            FinetuneArguments,
-            "jaxkfac.cli.finetune._run:run_finetune",
-            default_arguments,
-        ),
-        Command("analyze", AnalyzeArguments, "jaxkfac.cli._analyze:run_analyze"),
-        Command("adapter", AdapterArguments, "jaxkfac.cli._adapter:run_adapter"),
-        Command("plan", PlanArguments, "jaxkfac.cli._plan:run_plan"),
-        Command("models", ModelsArguments, "jaxkfac.cli._models:run_models"),
-        Command("doctor", DoctorArguments, "jaxkfac.cli._doctor:run_doctor"),
-    ]
-
-
-def _dispatch(words: list[str]) -> int:
-    from jaxkfac._errors import JaxkfacError
-    from jaxkfac.cli._plan import PlanArguments
-    from jaxkfac.memory import MemoryBudgetError, is_out_of_memory
-
+def _dispatch(command: Command, words: list[str]) -> int:
     arguments: Any = None
     try:
-        arguments = _parse(words)
-        _run(arguments)
+        arguments = _parse(command, words[1:])
+        _run(command, arguments)
     except KeyboardInterrupt:
         if hasattr(arguments, "resume"):
             from jaxkfac.cli._interrupts import say_interrupted
@@ -127,10 +88,13 @@ def _dispatch(words: list[str]) -> int:
             say_interrupted(words)
         return 130
     except Exception as error:
-        if "--debug" in words:
+        if "--debug" in words or isinstance(error, ModuleNotFoundError):
             raise
+        from jaxkfac._errors import JaxkfacError
+        from jaxkfac.memory import MemoryBudgetError, is_out_of_memory
+
         # That nothing fits is what a plan has found, not what has happened to it.
-        found = isinstance(error, MemoryBudgetError) and isinstance(arguments, PlanArguments)
+        found = isinstance(error, MemoryBudgetError) and command.name == "plan"
         if is_out_of_memory(error) and not found:
             from jaxkfac.cli._out_of_memory import answer
 
@@ -141,28 +105,45 @@ def _dispatch(words: list[str]) -> int:
     return 0
 
 
-def _parse(words: list[str]) -> Any:
+def _parse(command: Command, words: list[str]) -> Any:
     import tyro
 
-    known: list[Any] = []
-    for command in commands():
-        options = {} if command.default is None else {"default": command.default(words)}
-        named = tyro.conf.subcommand(command.name, prefix_name=False, **options)
-        known.append(Annotated[command.arguments, named])
-    union: Any = functools.reduce(operator.or_, known)
+    default = {} if command.default is None else {"default": imported(command.default)(words)}
     return tyro.cli(
-        union,
-        prog="jaxkfac",
-        description=_DESCRIPTION,
-        args=words or ["--help"],
+        imported(command.arguments),
+        prog=f"jaxkfac {command.name}",
+        args=words,
         config=(tyro.conf.FlagCreatePairsOff,),
+        **default,
     )
 
 
-def _run(arguments: Any) -> None:
-    (command,) = [known for known in commands() if type(arguments) is known.arguments]
-    module, function = command.run.split(":")
-    getattr(importlib.import_module(module), function)(arguments)
+def _run(command: Command, arguments: Any) -> None:
+    if "jax" in sys.modules:  # called by a program, whose settings are its own
+        imported(command.run)(arguments)
+        return
+    # A second or more, in which nothing else would be seen.
+    print(f"jaxkfac {command.name}: importing JAX", file=sys.stderr, flush=True)
+    gc.disable()
+    run = imported(command.run)
+    # Modules live as long as the process does: looked through at every collection, they took 13 %
+    # of the processor time of a plan.
+    gc.freeze()
+    gc.enable()
+    with contextlib.ExitStack() as stack:
+        if command.compiles:
+            from jaxkfac.cli._compilation_cache import compilation_cache, programs_folder
+            from jaxkfac.models.pretrained import cache_folder
+
+            stack.enter_context(compilation_cache(programs_folder(cache_folder())))
+        run(arguments)
+
+
+def _help() -> str:
+    width = max(len(command.name) for command in COMMANDS)
+    lines = [f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS]
+    listed = "\n".join(lines)
+    return f"usage: jaxkfac COMMAND [OPTIONS]\n\n{_DESCRIPTION}\n{listed}\n\n{_EPILOGUE}"
 
 
 def _words_of(error: Exception) -> str:

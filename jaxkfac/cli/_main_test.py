@@ -7,6 +7,7 @@ import pytest
 
 import jaxkfac
 from jaxkfac.cli import main
+from jaxkfac.cli._commands import COMMANDS, imported
 
 
 def test_version_is_the_packages(capsys):
@@ -14,10 +15,19 @@ def test_version_is_the_packages(capsys):
     assert capsys.readouterr().out == f"jaxkfac {jaxkfac.__version__}\n"
 
 
+def test_help_has_a_line_for_each_command(capsys):
+    assert main(["--help"]) == main([]) == 0
+    shown = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"{command.name:<8}  {command.summary}" in shown
+        assert imported(command.arguments).__doc__.splitlines()[0] == command.summary
+        assert callable(imported(command.run))
+    assert "jaxkfac train --preset digits" in shown
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--help"], "jaxkfac train --preset digits"),
         (["train", "--help"], "--gradient-accumulation-steps"),
         (["train", "--help"], "--kfac.damping"),
         (["finetune", "--help"], "jaxkfac finetune --data chats.jsonl"),
@@ -36,14 +46,28 @@ def test_help_describes_what_can_be_asked_for(words, expected, capsys):
     assert expected in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["train", "finetune"])
-def test_help_loads_neither_plots_nor_checkpoints(command):
+@pytest.mark.parametrize("words", ["--help", "--version", "train --help", "trian"])
+def test_help_does_not_wait_for_jax(words):
     code = (
-        f"import sys\nfrom jaxkfac.cli import main\ntry:\n    main([{command!r}, '--help'])\n"
+        f"import sys\nfrom jaxkfac.cli import main\ntry:\n    main({words.split()!r})\n"
         "except SystemExit:\n    pass\n"
-        "assert not {'matplotlib', 'orbax', 'rich.progress', 'tensorboardX'} & set(sys.modules)"
+        "assert not {'jax', 'numpy', 'matplotlib', 'orbax', 'tensorboardX'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_import_of_jax_is_announced():
+    command = [sys.executable, "-m", "jaxkfac", "analyze", "nowhere"]
+    said = subprocess.run(command, capture_output=True, text=True).stderr.splitlines()
+    assert said[0] == "jaxkfac analyze: importing JAX"
+    assert said[1].startswith("jaxkfac: no checkpoint at nowhere")
+
+
+def test_a_command_that_does_not_exist_is_named_with_the_nearest(capsys):
+    assert main(["trian"]) == 2
+    assert "no command 'trian': did you mean train?" in capsys.readouterr().err
+    assert main(["xyz"]) == 2
+    assert "no command 'xyz': jaxkfac --help" in capsys.readouterr().err
 
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):

@@ -12,8 +12,9 @@ import pytest
 import safetensors.numpy
 import tyro
 
-from jaxkfac.cli import _main, main
 from jaxkfac.cli import _out_of_memory as module
+from jaxkfac.cli import main
+from jaxkfac.cli._commands import COMMANDS, imported
 from jaxkfac.cli._options import TrainArguments
 from jaxkfac.cli._phases import phase, phases_of
 from jaxkfac.cli._remedies import Need, RunShapes, accumulations, flags, remedy
@@ -33,7 +34,7 @@ sys.exit(jaxkfac.cli.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("command", _main.commands(), ids=lambda command: command.name)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_every_command_is_behind_the_answer(command, monkeypatch, capsys):
     def runs_out(arguments):
         with phase("at work"):
@@ -42,13 +43,15 @@ def test_every_command_is_behind_the_answer(command, monkeypatch, capsys):
     where, name = command.run.split(":")
     assert callable(getattr(importlib.import_module(where), name))
     monkeypatch.setattr(f"{where}.{name}", runs_out)
-    given = object.__new__(command.arguments)  # what is required need not be given
+    given = object.__new__(imported(command.arguments))  # what is required need not be given
     monkeypatch.setattr(tyro, "cli", lambda *_, **__: given)
     monkeypatch.setattr(module, "_advice", lambda arguments: f"advice for {type(arguments)}")
     assert main([command.name]) == module.EXIT_CODE == 3
     shown = capsys.readouterr().err
     assert "jaxkfac: while at work: out of memory; " in shown and "Traceback" not in shown
-    assert f"advice for {command.arguments}" in shown and "docs/troubleshooting.md" in shown
+    assert (
+        f"advice for {imported(command.arguments)}" in shown and "docs/troubleshooting.md" in shown
+    )
     with pytest.raises(MemoryError):
         main([command.name, "--debug"])
 

@@ -79,6 +79,12 @@ def find_layers(problem: DigitsProblem) -> Any:
     return jk.find_layers(problem.objective, problem.shapes, batch)
 
 
+def learning_rate(name: Optimizer, experiment: Experiment, num_updates: int) -> optax.Schedule:
+    """Of an update, by its number."""
+    options = getattr(experiment, name)
+    return warmup_schedule(options.learning_rate, options.warmup, num_updates)
+
+
 def build_optimizer(
     name: Optimizer,
     experiment: Experiment,
@@ -88,17 +94,17 @@ def build_optimizer(
     distribute: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """K-FAC or AdamW, accumulating over micro-batches, with a schedule of its own."""
+    schedule = learning_rate(name, experiment, num_updates)
     if name == "kfac":
         options = experiment.kfac
         tx = jk.kfac(
-            warmup_schedule(options.learning_rate, options.warmup, num_updates),
+            schedule,
             like=problem.like,
             distribute=distribute,
             **options.arguments(),
         )
     else:
         options = experiment.adamw
-        schedule = warmup_schedule(options.learning_rate, options.warmup, num_updates)
         tx = optax.chain(
             optax.clip_by_global_norm(options.clip_norm),
             optax.adamw(schedule, b2=options.b2, weight_decay=options.weight_decay),

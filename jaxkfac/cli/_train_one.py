@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxkfac._text import number
 from jaxkfac.cli._checkpoint import (
     Checkpoint,
     find_checkpoint,
@@ -87,7 +88,11 @@ def _train_to_the_end(
         def each_epoch(state: TrainState) -> None:
             before, latest[0] = latest[0], state
             last = state.records.epochs[-1]
-            shown.advance(state.step, f"loss {last.train_loss:.4f}  test {last.test_accuracy:.2%}")
+            norm, rate = (
+                x[-1] for x in (state.records.gradient_norms, state.records.learning_rates)
+            )
+            told = f"loss {last.train_loss:.4f}  test {last.test_accuracy:.2%}"
+            shown.advance(state.step, f"{told}  rate {rate:.2g}  gradient {number(norm)}")
             if before.step == first and state.step < total:
                 spent = last.seconds - sum(x.seconds for x in before.records.epochs[-1:])
                 shown.say(time_left(spent / (state.step - first), total - state.step))

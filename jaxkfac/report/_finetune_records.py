@@ -68,6 +68,9 @@ class FinetuneRecords(NamedTuple):
         compile_seconds: Spent compiling, over all sessions of the run.
         programs: How many programs were compiled for training, one for each row length.
         skipped: Micro-batches and updates left out because something was not finite.
+        gradient_norms: Of each update, before clipping: the mean over its micro-batches, ``None``
+            where that is not finite. Runs of older versions lack those of their first updates.
+        learning_rates: Of as many updates, the last ones.
     """
 
     losses: Sequence[float] = ()
@@ -82,6 +85,8 @@ class FinetuneRecords(NamedTuple):
     compile_seconds: float = 0.0
     programs: int = 0
     skipped: int = 0
+    gradient_norms: Sequence[float | None] = ()
+    learning_rates: Sequence[float] = ()
 
     @property
     def tokens_per_second(self) -> float:

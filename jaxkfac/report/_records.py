@@ -1,5 +1,6 @@
 """What a training run measures, as plain values that survive JSON."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
@@ -33,12 +34,17 @@ class RunRecords(NamedTuple):
         epochs: One for each epoch.
         compile_seconds: Spent compiling, over all sessions of the run.
         skipped: Micro-batches and updates left out because something was not finite.
+        gradient_norms: Of each update, before clipping: the mean over its micro-batches, ``None``
+            where that is not finite. Runs of older versions lack those of their first updates.
+        learning_rates: Of as many updates, the last ones.
     """
 
     losses: list[float]
     epochs: list[EpochRecord]
     compile_seconds: float = 0.0
     skipped: int = 0
+    gradient_norms: Sequence[float | None] = ()
+    learning_rates: Sequence[float] = ()
 
     @property
     def samples_per_second(self) -> float:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.cli._loop import NonFiniteLossError
+from jaxkfac.cli._loop import NonFiniteLossError, finite_or_none
 from jaxkfac.cli._run_state import is_whole
 from jaxkfac.cli.finetune._exam import fourier_record
 from jaxkfac.cli.finetune._options import Finetuning
-from jaxkfac.cli.finetune._problem import FinetuneProblem, micro_batches
+from jaxkfac.cli.finetune._problem import FinetuneProblem, learning_rate, micro_batches
 from jaxkfac.cli.finetune._step import MicroStep, Prepared, empty_history, prepare, write
 from jaxkfac.data.stream import Position
 from jaxkfac.report import FinetuneRecords
@@ -97,6 +97,7 @@ class Tuning:
         self._first = state.step
         self._experiment, self._problem, self._look = experiment, problem, look
         self._micro_step = MicroStep(problem, experiment, tx)
+        self._rate = learning_rate(experiment, total)
         self._compiled_before = state.records.compile_seconds, state.records.programs
         history = empty_history(unread * experiment.gradient_accumulation_steps)
         self._history = problem.devices.whole(history)
@@ -146,10 +147,11 @@ class Tuning:
         if not self._unread:
             return
         self._wait(ahead=0)
-        asked = (self._history, [update.look for update in self._unread])
-        history, looks = jax.device_get(asked)
         first = self.state.step - len(self._unread)
-        losses, penalties, row = [], [], 0
+        rates = self._rate(jnp.arange(first, self.state.step))
+        asked = (self._history, rates, [update.look for update in self._unread])
+        history, rates, looks = jax.device_get(asked)
+        losses, penalties, norms, row = [], [], [], 0
         for i, update in enumerate(self._unread):
             rows = history[row : row + len(update.given)].tolist()
             row += len(rows)
@@ -160,6 +162,7 @@ class Tuning:
                 raise NonFiniteLossError(_explain(self._experiment, first + i, loss))
             losses.append(loss)
             penalties.append(penalty)
+            norms.append(sum(x[3] for x in rows) / len(rows))
         found = [fourier_record(first + i + 1, x) for i, x in enumerate(looks) if x is not None]
 
         def counted(name: str) -> list[int]:
@@ -177,6 +180,8 @@ class Tuning:
             compile_seconds=self._compiled_before[0] + step.compile_seconds,
             programs=self._compiled_before[1] + step.programs,
             skipped=int(history[row - 1][2]),
+            gradient_norms=[*records.gradient_norms, *finite_or_none(norms)],
+            learning_rates=[*records.learning_rates, *rates.tolist()],
         )
         self.state, self._unread = self.state._replace(records=records), []
 

@@ -291,22 +291,32 @@ def micro_batches(experiment: Finetuning, problem: FinetuneProblem, update: int)
     return range(start, stop)
 
 
+def learning_rate(experiment: Finetuning, num_updates: int) -> optax.Schedule:
+    """Of the optimizer that was chosen, by the number of an update."""
+    return _schedule(getattr(experiment, experiment.optimizer), experiment, num_updates)
+
+
+def _schedule(options: Any, experiment: Finetuning, num_updates: int) -> optax.Schedule:
+    peak, warmup = options.learning_rate, experiment.warmup
+    return warmup_schedule(peak, warmup, num_updates, experiment.schedule)
+
+
 def build_optimizer(
     experiment: Finetuning, problem: FinetuneProblem, num_updates: int
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW, Adafactor, or K-FAC with AdamW for what no factor covers; clipped, accumulated."""
 
-    def rate(peak: float) -> optax.Schedule:
-        return warmup_schedule(peak, experiment.warmup, num_updates, experiment.schedule)
+    def rate(options: Any) -> optax.Schedule:
+        return _schedule(options, experiment, num_updates)
 
     chosen = experiment.adamw
     tx: optax.GradientTransformation = optax.adamw(
-        rate(chosen.learning_rate), b1=chosen.b1, b2=chosen.b2, weight_decay=chosen.weight_decay
+        rate(chosen), b1=chosen.b1, b2=chosen.b2, weight_decay=chosen.weight_decay
     )
     if experiment.optimizer == "adafactor":
         factored = experiment.adafactor
         tx = optax.adafactor(
-            rate(factored.learning_rate),
+            rate(factored),
             clipping_threshold=factored.clipping_threshold,
             weight_decay_rate=factored.weight_decay or None,
         )
@@ -315,7 +325,7 @@ def build_optimizer(
         objective = objective_of(experiment, problem, problem.params)
         shapes = collector(experiment, objective).factor_shapes
         tx = jk.kfac(
-            rate(options.learning_rate),
+            rate(options),
             like=shapes(problem.adapters, problem.rows),
             distribute=problem.devices.divides,
             **options.arguments(),

@@ -12,7 +12,7 @@ import optax
 
 import jaxkfac as jk
 from jaxkfac.cli._interrupts import interrupts_deferred
-from jaxkfac.cli._loop import skipped_updates
+from jaxkfac.cli._loop import gradient_norm, skipped_updates
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli.finetune._family import check_ids
 from jaxkfac.cli.finetune._options import Finetuning
@@ -66,7 +66,8 @@ class MicroResult(NamedTuple):
         adapters: Changed by the last micro-batch of an update only.
         optimizer: State.
         numbers: Loss (mean over the learnt tokens, before), the regulariser times its weight,
-            before, and what the optimizer has skipped so far.
+            before, what the optimizer has skipped so far, and the norm of the gradient, the
+            regulariser's included.
     """
 
     adapters: PyTree
@@ -76,7 +77,7 @@ class MicroResult(NamedTuple):
 
 def empty_history(rows: int) -> jax.Array:
     """Room for the numbers of ``rows`` micro-batches."""
-    return jnp.zeros((rows, 3))
+    return jnp.zeros((rows, 4))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -166,7 +167,7 @@ def _micro_step(
             penalty, penalty_grads = jax.value_and_grad(penalty_of)(adapters)
             grads = jax.tree.map(jnp.add, grads, penalty_grads)
         updates, state = tx.update(grads, state, adapters, **extra)
-        found = (loss, penalty, skipped_updates(state))
+        found = (loss, penalty, skipped_updates(state), gradient_norm(grads))
         numbers = jnp.stack([x.astype(loss.dtype) for x in found])
         return MicroResult(optax.apply_updates(adapters, updates), state, numbers)
 

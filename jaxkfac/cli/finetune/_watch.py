@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkfac._text import number
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli.finetune._exam import Examiner, fourier_record
 from jaxkfac.cli.finetune._loggers import MetricLogger
@@ -42,10 +43,13 @@ class Watch:
             values = {
                 "loss/train": records.losses[i],
                 "loss/penalty": records.penalties[i],
+                "learning_rate": records.learning_rates[i - len(records.losses)],
                 "tokens_per_second": records.tokens[i] / records.seconds[i],
                 "memory_bytes": held,
                 "skipped": float(records.skipped),
             }
+            if (norm := records.gradient_norms[i - len(records.losses)]) is not None:
+                values["gradient_norm"] = norm
             self._logger.numbers(i + 1, values)
         for found in records.fourier:
             if found.step > step:
@@ -91,7 +95,9 @@ def words_of(records: FinetuneRecords) -> str:
         return ""
     held = memory_in_use()
     memory = "" if held is None else f"  {bytes_text(held)}"
-    return f"loss {records.losses[-1]:.4f}  {records.tokens_per_second:,.0f} tokens/s{memory}"
+    speed = f"{records.tokens_per_second:,.0f} tokens/s{memory}"
+    rate, norm = records.learning_rates[-1], records.gradient_norms[-1]
+    return f"loss {records.losses[-1]:.4f}  rate {rate:.2g}  gradient {number(norm)}  {speed}"
 
 
 def memory_in_use() -> int | None:
