@@ -88,9 +88,7 @@ def _train_to_the_end(
         def each_epoch(state: TrainState) -> None:
             before, latest[0] = latest[0], state
             last = state.records.epochs[-1]
-            norm, rate = (
-                x[-1] for x in (state.records.gradient_norms, state.records.learning_rates)
-            )
+            norm, rate = state.records.gradient_norms[-1], state.records.learning_rates[-1]
             told = f"loss {last.train_loss:.4f}  test {last.test_accuracy:.2%}"
             shown.advance(state.step, f"{told}  rate {rate:.2g}  gradient {number(norm)}")
             if before.step == first and state.step < total:

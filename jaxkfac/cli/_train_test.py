@@ -83,6 +83,8 @@ def test_a_run_writes_report_metrics_and_checkpoints(finished):
     for name, records in metrics["runs"].items():
         assert [epoch["step"] for epoch in records["epochs"]] == [3, 6, 9]
         assert len(records["losses"]) == 9
+        assert len(records["gradient_norms"]) == len(records["learning_rates"]) == 9
+        assert min(records["gradient_norms"]) > 0 and np.argmax(records["learning_rates"]) < 2
         assert records["epochs"][-1]["examples"] == 9 * 400
         assert records["epochs"][-1]["train_loss"] < records["epochs"][0]["train_loss"]
         assert find_checkpoint(finished / name).name == "9"
