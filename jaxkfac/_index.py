@@ -1,6 +1,6 @@
 """The names of ``import jaxkfac as jk``: what each room gives to users."""
 
-from jaxkfac import lslora, memory
+from jaxkfac import lslora, memory, plot
 from jaxkfac._errors import (
     CheckpointMismatchError,
     CoupledExamplesError,
@@ -109,6 +109,7 @@ __all__ = [
     "operators",
     "place_once",
     "plan_memory",
+    "plot",
     "reconstruct",
     "scale_by_bases",
     "self_influence",

@@ -8,6 +8,7 @@ PACKAGES = {
     "jaxkfac.memory": "loads, places and measures arrays whose numbers stay as they are",
     "jaxkfac.models": "models; the paired ones are written here on both sides",
     "jaxkfac.planning": "predicts bytes, of which torch_ref has no table",
+    "jaxkfac.plot": "draws numbers that have cases",
     "jaxkfac.report": "shows numbers that others have computed",
 }
 

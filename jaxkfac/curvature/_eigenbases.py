@@ -11,8 +11,10 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from jaxkfac._checks import instance_of
+from jaxkfac._display import array_text, short_repr, table_html
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac._serialization import serializable
+from jaxkfac._text import number
 from jaxkfac.curvature._layout import Layout, Place, layout_of
 from jaxkfac.factors import (
     BiasMode,
@@ -60,6 +62,8 @@ class KroneckerEigenbasis(NamedTuple):
     bias_raw_values: Array | None = None
     measured: MeasuredValues | None = None
 
+    __repr__ = short_repr
+
 
 class DiagonalEigenbasis(NamedTuple):
     """The diagonal of one scale or lone bias, shaped like the parameter.
@@ -71,6 +75,8 @@ class DiagonalEigenbasis(NamedTuple):
 
     diagonal: Array
     raw_diagonal: Array
+
+    __repr__ = short_repr
 
 
 if TYPE_CHECKING:
@@ -131,6 +137,30 @@ class Eigenbases(_Named):
             max_condition=max_condition,
             floor=floor,
         )
+
+    def __repr__(self) -> str:
+        """One line: the arrays would fill the screen."""
+        corrected = "" if self.corrections is None else ", with measured eigenvalues"
+        return (
+            f"Eigenbases of {len(self)} layers, max_condition={self.max_condition:g}, "
+            f"floor={self.floor:g}{corrected}"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for layer in self.layers:
+            basis = self.basis(layer)
+            if isinstance(basis, DiagonalEigenbasis):
+                values = [("diagonal", basis.diagonal, basis.raw_diagonal)]
+            else:
+                values = [
+                    ("A", basis.a_values, basis.a_raw_values),
+                    ("G", basis.g_values, basis.g_raw_values),
+                ]
+            for side, clipped, raw in values:
+                rows.append((layer.name, side, array_text(clipped), *_extremes(clipped, raw)))
+        head = ("layer", "factor", "eigenvalues", "largest", "smallest", "after clipping")
+        return table_html(repr(self), head, rows, words=(0, 1, 2))
 
     def __iter__(self) -> Iterator[str]:
         return (layer.name for layer in self.layers)
@@ -335,3 +365,12 @@ def identity_bases(
             vectors = numpy.broadcast_to(one, (*source.stack, *one.shape))
         spectra[place] = Spectrum(jnp.ones((*source.stack, n), dtype), vectors)
     return Eigenbases.of_blocks(layout, spectra, max_condition=max_condition, floor=floor)
+
+
+def _extremes(clipped: Any, raw: Any) -> tuple[str, str, str]:
+    """Largest, smallest and smallest after clipping, over a stack; empty for shapes and tracers."""
+    if isinstance(raw, jax.core.Tracer) or not isinstance(raw, jax.Array | np.ndarray):
+        return "", "", ""
+    found = (jnp.max(raw), jnp.min(raw), jnp.min(clipped))
+    largest, smallest, raised = (number(float(x)) for x in jax.device_get(found))
+    return largest, smallest, raised

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Key, PyTree
 
+from jaxkfac._display import short_repr
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import clip_eigenvalues
 
@@ -23,6 +24,8 @@ class MeasuredValues(NamedTuple):
     values: Array
     raw_values: Array
     root: Array
+
+    __repr__ = short_repr
 
     @property
     def in_own_units(self) -> tuple[Array, Array]:

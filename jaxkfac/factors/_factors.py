@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxkfac._display import array_text, short_repr, table_html
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac._serialization import serializable
 from jaxkfac.factors._corrections import Corrections
@@ -24,11 +25,15 @@ class KroneckerFactor(NamedTuple):
     a: Array | np.ndarray
     g: Array | np.ndarray
 
+    __repr__ = short_repr
+
 
 class DiagonalFactor(NamedTuple):
     """The diagonal of one scale or lone bias, shaped like the parameter, as a mean."""
 
     diagonal: Array | np.ndarray
+
+    __repr__ = short_repr
 
 
 class CorrectedFactor(NamedTuple):
@@ -48,12 +53,16 @@ class CorrectedFactor(NamedTuple):
     corrected: Array
     corrected_bias: Array | None
 
+    __repr__ = short_repr
+
 
 class CorrectedDiagonal(NamedTuple):
     """A diagonal, and the mean of whole examples' squared gradients, shaped like it."""
 
     diagonal: Array | np.ndarray
     corrected: Array
+
+    __repr__ = short_repr
 
 
 Factor = KroneckerFactor | DiagonalFactor | CorrectedFactor | CorrectedDiagonal
@@ -112,7 +121,19 @@ class Factors(_Named):
 
     def __repr__(self) -> str:
         """One line: the arrays would fill the screen."""
-        return f"Factors of {len(self)} layers, bias={self.bias!r}, terms={self.terms}"
+        known = isinstance(self.terms, jax.Array | np.ndarray) and self.terms.ndim == 0
+        terms = str(self.terms) if known else array_text(self.terms)
+        return f"Factors of {len(self)} layers, bias={self.bias!r}, terms={terms}"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for layer in self.layers:
+            sides = (layer.name, "") if layer.is_diagonal else (layer.input, layer.name)
+            tables = (self.diagonals, {}) if layer.is_diagonal else (self.a_sums, self.g_sums)
+            held = [array_text(t[s]) if s else "" for t, s in zip(tables, sides)]
+            rows.append((layer.name, layer.kind, *held, layer.shares_input_with or ""))
+        head = ("layer", "kind", "A, or the diagonal", "G", "A is stored with")
+        return table_html(repr(self), head, rows, words=(0, 1, 4))
 
     def layer(self, name: str) -> Layer:
         """The layer called ``name``.

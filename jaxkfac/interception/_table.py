@@ -5,12 +5,17 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 
+from jaxkfac._display import table_html
 from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest
 from jaxkfac._text import ruled
 from jaxkfac.interception._index import Index
 from jaxkfac.interception._layer import Layer
 
 EXAMPLES_LOST = "has the example axis lost"
+
+
+_HEAD = ("layer", "kind", "in", "out", "stack", "uses", "input of", "bias", "parameters")
+_WORDS = (0, 1, 4, 6, 7)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,10 +112,19 @@ class LayerTable(Mapping[str, Layer]):
                 f"pass uncovered={diagonal}'ignore'."
             )
 
+    def __repr__(self) -> str:
+        return f"LayerTable: {self._coverage()}"
+
+    def _repr_html_(self) -> str:
+        return table_html("Layers", _HEAD, self._rows(), words=_WORDS, notes=self._notes())
+
     def __str__(self) -> str:
-        head = ("layer", "kind", "in", "out", "stack", "uses", "input of", "bias", "parameters")
-        total, covered = sum(self.sizes.values()) or 1, self.num_covered
-        rows = [
+        rows = self._rows()
+        lines = [*ruled(_HEAD, rows, width=None, words=_WORDS), *self._notes()]
+        return "\n".join(lines)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
             (
                 layer.name,
                 layer.kind,
@@ -124,19 +138,24 @@ class LayerTable(Mapping[str, Layer]):
             )
             for layer in self.layers
         ]
-        lines = ruled(head, rows, width=None, words=(0, 1, 4, 6, 7))
+
+    def _coverage(self) -> str:
+        total, covered = sum(self.sizes.values()) or 1, self.num_covered
         last = f"{len(self.layers)} layers cover {covered:,} of {total:,} parameters"
         missing = len(self.problems)
         if covered < total or not missing:  # rounded down: 100 % is all of them
             last += f" ({1000 * covered // total / 10:.1f}%)"
         if missing:
             last += f"; {missing} reading{'s are' if missing > 1 else ' is'} missing"
-        lines.append(last)
+        return last
+
+    def _notes(self) -> list[str]:
+        lines = [self._coverage()]
         for title, entries in (("not covered", self.uncovered), ("note", self.notes)):
             lines += [f"{title}: {_shown(path)} {reason}" for path, reason in entries]
-        if any("~" in c for row in rows for c in row[2:4]):
+        if any("~" in c for row in self._rows() for c in row[2:4]):
             lines.append("~: this side is kept as a diagonal")
-        return "\n".join(lines)
+        return lines
 
 
 def _shown(path: str) -> str:

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float
 
+from jaxkfac._display import array_text, short_repr, table_html
+
 # How many axes of its own each leaf of an adapter has, after the stack.
 OWN_AXES = {"a": 2, "b": 2, "coefficients": 1, "sigma": 0}
 
@@ -28,6 +30,12 @@ class Adapter(NamedTuple):
     b: Float[Array, "*stack r out"]
     coefficients: Float[Array, "*stack k"] | None
     sigma: Float[Array, "*stack"] | None
+
+    __repr__ = short_repr
+
+    def _repr_html_(self) -> str:
+        rows = [(name, array_text(x)) for name, x in self._asdict().items()]
+        return table_html("Adapter", ("leaf", "array"), rows, words=(0, 1))
 
     @property
     def is_linear(self) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
+from jaxkfac._display import array_text
 from jaxkfac.lslora._adapter import Adapter, Adapters, only_adapters
 from jaxkfac.lslora._config import Config
 from jaxkfac.lslora._fourier import FOURIER
@@ -65,6 +66,11 @@ class Bank:
 
     def __len__(self) -> int:
         return self.enabled.shape[0]
+
+    def __repr__(self) -> str:
+        """One line: the arrays would fill the screen."""
+        names = "" if self._names is None else f": {', '.join(map(str, self._names))}"
+        return f"Bank of {array_text(self.enabled)} slots on {len(self.adapters)} layers{names}"
 
     @property
     def names(self) -> tuple[str | None, ...]:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from jaxkfac._display import short_repr
 from jaxkfac.interception import Site
 from jaxkfac.lslora._activation import over_width
 from jaxkfac.lslora._adapter import Adapters, nonlinearities
@@ -35,6 +36,8 @@ class Diagnosis(NamedTuple):
     deviation: Float[Array, "*stack"]
     nonlinearity: Float[Array, "*stack"]
     saturated: Float[Array, "*stack"] | None = None
+
+    __repr__ = short_repr
 
 
 def diagnose(

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxkfac._display import table_html
 from jaxkfac._text import WIDTH, aligned
 from jaxkfac.memory import MemoryBudgetError, bytes_text
 from jaxkfac.planning._options import OPTIONS
@@ -122,8 +123,19 @@ class MemoryPlan:
         }
         return plain
 
+    def __repr__(self) -> str:
+        verdict = "nothing fits" if self.smallest is None else f"{_words(self.smallest)} fits"
+        need = bytes_text(self.now.device_total)
+        return f"MemoryPlan: needs {need}, has {_room(self)}; {verdict}"
+
     def __str__(self) -> str:
-        return _text(self)
+        table = aligned(_lines(self), width=WIDTH)
+        return "\n".join([*table, "", *_remarks(self), *_verdict(self)])
+
+    def _repr_html_(self) -> str:
+        head, *rows = _lines(self)
+        filled = [[*row, *[""] * (len(head) - len(row))] for row in rows]
+        return table_html("Memory plan", head, filled, notes=[*_verdict(self), *_remarks(self)])
 
 
 def _plain(estimate: MemoryEstimate) -> dict[str, Any]:
@@ -137,8 +149,8 @@ def _plain(estimate: MemoryEstimate) -> dict[str, Any]:
     return {**found, "options": list(estimate.options), **totals}
 
 
-def _text(plan: MemoryPlan) -> str:
-    """The table that ``print(plan)`` shows."""
+def _lines(plan: MemoryPlan) -> list[list[str]]:
+    """The table: a column for the training as it stands and one for each option."""
     estimates = {
         "now": plan.now,
         **{OPTIONS[x].title: estimate for x, estimate in plan.alone.items()},
@@ -169,7 +181,7 @@ def _text(plan: MemoryPlan) -> str:
             *_rows([estimate.exchanged for estimate in columns], mark=()),
             ["total", *(bytes_text(estimate.exchanged_total) for estimate in columns)],
         ]
-    return "\n".join([*aligned(lines, width=WIDTH), "", *_remarks(plan), *_verdict(plan)])
+    return lines
 
 
 def _source(plan: MemoryPlan, estimate: MemoryEstimate) -> str:

@@ -1,10 +1,15 @@
 """The largest scores, kept while batches are streamed."""
 
+from html import escape
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from jaxkfac._display import short_repr, table_html
+
+_SHOWN = 20  # queries in a notebook
 
 
 class TopK(NamedTuple):
@@ -18,6 +23,23 @@ class TopK(NamedTuple):
 
     scores: Float[Array, "*queries k"]
     indices: Int[Array, "*queries k"]
+
+    __repr__ = short_repr
+
+    def _repr_html_(self) -> str:
+        if self.scores.ndim < 2 or isinstance(self.scores, jax.core.Tracer):
+            return escape(repr(self))
+        k = self.scores.shape[-1]
+        found = [x.reshape(-1, k)[:_SHOWN] for x in jax.device_get(self)]
+        rows = [
+            (str(i), *(f"{index}: {score:.3g}" if index >= 0 else "" for score, index in line))
+            for i, line in enumerate(zip(s, n) for s, n in zip(*found))
+        ]
+        head = ("query", *(f"{rank}." for rank in range(1, k + 1)))
+        notes = ["place in the stream: score"]
+        if (more := self.scores.size // max(k, 1) - len(rows)) > 0:
+            notes.append(f"and {more} more queries")
+        return table_html(repr(self), head, rows, notes=notes)
 
 
 def none_yet(shape: tuple[int, ...], k: int, dtype: jnp.dtype) -> TopK:

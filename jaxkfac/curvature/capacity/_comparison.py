@@ -43,6 +43,11 @@ class CapacityComparison:
     only_before: tuple[str, ...]
     only_after: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        """One line; ``print`` shows the table."""
+        alone = len(self.only_before) + len(self.only_after)
+        return f"CapacityComparison of {len(self.layers)} layers, {alone} in one of both only"
+
     def __str__(self) -> str:
         rows = [[name, *_ratios(changes)] for name, changes in self.layers.items()]
         rows.append(["whole model", *_ratios(self.model)])

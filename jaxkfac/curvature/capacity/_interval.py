@@ -41,6 +41,11 @@ class CapacityInterval:
     num_batches: int
     confidence: float
 
+    def __repr__(self) -> str:
+        """One line; ``print`` shows the table."""
+        of = f"{len(self.layers)} layers over {self.num_batches} batches"
+        return f"CapacityInterval of {of}, {self.confidence:.0%}"
+
     def __str__(self) -> str:
         rows = [[name, *map(number, x or (None,) * 3)] for name, x in self.model.items()]
         title = f"whole model: {self.confidence:.0%} intervals over {self.num_batches} batches"

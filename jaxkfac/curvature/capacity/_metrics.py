@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac._text import number
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature.capacity._blocks import CapacityBlock, LayerBlocks, Slice, layer_blocks
 from jaxkfac.curvature.capacity._metric import MeasuredSpectrum
 from jaxkfac.curvature.capacity._order import count_above
 from jaxkfac.curvature.capacity._record import CapacityRecord, record_of, scales
 from jaxkfac.curvature.capacity._sums import Settings, Sums, combined, sums_of
-from jaxkfac.curvature.capacity._table import capacity_text
+from jaxkfac.curvature.capacity._table import capacity_html, capacity_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +71,16 @@ class CapacityMetrics(Mapping[str, CapacityRecord]):
     def __len__(self) -> int:
         return len(self.layers)
 
+    def __repr__(self) -> str:
+        rank = f"entropy rank {number(self.model.entropy_rank)} of {self.model.dimension:,}"
+        asked = f"num_examples={self.num_examples:,g}, damping={self.damping:g}"
+        return f"CapacityMetrics of {len(self)} layers, {asked}: {rank}"
+
     def __str__(self) -> str:
         return capacity_text(self)
+
+    def _repr_html_(self) -> str:
+        return capacity_html(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, ``None`` where a metric is undefined or infinite."""

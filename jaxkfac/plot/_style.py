@@ -1,0 +1,57 @@
+"""The look of every figure: few colours, thin lines, fonts drawn as paths."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+INK, MUTED, RULE = "#1c2733", "#6b7885", "#d9dee3"
+SIDES = {"A": "#1f5a92", "G": "#8a3b52", "diagonal": "#4d7358"}
+
+RC: dict[Any, Any] = {
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": RULE,
+    "grid.linewidth": 0.5,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.4,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "jaxkfac",
+}
+
+
+@contextmanager
+def drawing(ax: Any, *, height: float = 3.2) -> Iterator[Any]:
+    """The axes to draw on: those that were given, as they are, or new ones in this style.
+
+    Args:
+        ax: From the caller, or ``None``.
+        height: Of a new figure, inches.
+
+    Raises:
+        ImportError: matplotlib is not installed; the extra is named.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError('figures need matplotlib: pip install "jaxkfac[report]"') from error
+    if ax is not None:
+        yield ax
+        return
+    with mpl.rc_context(RC):
+        yield pyplot.subplots(figsize=(6.4, height), layout="constrained")[1]
