@@ -90,11 +90,11 @@ def test_a_fresh_adapter_draws_the_function_that_it_begins_with(things):
 def test_the_calibration_error_is_that_of_the_bins():
     probabilities = np.array([[0.95, 0.05], [0.05, 0.95], [0.62, 0.38], [0.38, 0.62]])
     axes = jk.plot.calibration(probabilities, np.array([0, 1, 1, 1]), num_bins=10)
-    assert axes.get_title() == "expected calibration error 0.085"  # (0.05 + 0.12) / 2
+    assert axes.get_title("left") == "expected calibration error 0.085"  # (0.05 + 0.12) / 2
     np.testing.assert_allclose(axes.lines[1].get_xdata(), [0.62, 0.95])
     np.testing.assert_allclose(axes.lines[1].get_ydata(), [0.5, 1.0])
     right = jk.plot.calibration(jnp.eye(3, dtype=jnp.bfloat16), jnp.arange(3))
-    assert right.get_title() == "expected calibration error 0.000"
+    assert right.get_title("left") == "expected calibration error 0.000"
 
 
 def test_what_cannot_be_drawn_is_said(things):

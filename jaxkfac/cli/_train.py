@@ -161,6 +161,7 @@ def _write_results(
         versions=metrics["versions"],
         stages=stages,
         host_memory=metrics["host_memory"],
+        num_test=len(problem.test.labels),
     )
     write_text(output / "report.html", page, "the report")
     finals = {name: run.epochs[-1]._asdict() for name, run in runs.items()}

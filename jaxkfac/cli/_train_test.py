@@ -208,7 +208,7 @@ def test_analyze_clips_as_asked_and_writes_a_page(finished, capsys, tmp_path):
     spectra = json.loads(capsys.readouterr().out)["spectra"]
     assert max(s["condition_clipped"] or 1.0 for s in spectra) <= 10 * (1 + 1e-5)
     text = page.read_text()
-    assert "Capacity" in text and text.count("data:image/svg+xml") == 4
+    assert "Capacity" in text and text.count("<svg") > 10
 
 
 def test_analyze_says_that_adamw_keeps_no_factors(finished, capsys):

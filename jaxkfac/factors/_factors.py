@@ -121,8 +121,9 @@ class Factors(_Named):
 
     def __repr__(self) -> str:
         """One line: the arrays would fill the screen."""
-        known = isinstance(self.terms, jax.Array | np.ndarray) and self.terms.ndim == 0
-        terms = str(self.terms) if known else array_text(self.terms)
+        traced = isinstance(self.terms, jax.core.Tracer | jax.ShapeDtypeStruct)
+        many = traced or getattr(self.terms, "ndim", 0)
+        terms = array_text(self.terms) if many else str(self.terms)
         return f"Factors of {len(self)} layers, bias={self.bias!r}, terms={terms}"
 
     def _repr_html_(self) -> str:

@@ -12,6 +12,7 @@ from jaxkfac.memory import Stage
 from jaxkfac.report._capacity import CapacityReport
 from jaxkfac.report._capacity_html import capacity_html
 from jaxkfac.report._coverage import CoverageRow
+from jaxkfac.report._curve_panels import driven_panels_html
 from jaxkfac.report._finetune_figures import (
     coefficients_figure,
     finetune_loss_figure,
@@ -87,7 +88,32 @@ def finetune_page(
         stages=stages,
         host_memory=host_memory,
         first=parts,
+        answer=_answer(records, comparison),
     )
+
+
+def _answer(records: FinetuneRecords, comparison: Mapping[str, Any]) -> list[str]:
+    """What the training has changed, on what was held out where there is some."""
+    if not records.losses:
+        return []
+    spent = f"{len(records.losses):,} updates and {sum(records.seconds):.1f} s of training"
+    said = []
+    exams = [exam for exam in records.exams if exam.loss is not None]
+    if len(exams) > 1:
+        before, after = exams[0].loss, exams[-1].loss
+        said.append(f"Loss on held-out text: {before:.3g} before, {after:.3g} nats after {spent}.")
+    else:
+        ends = [mean_loss(records.losses, last=last) for last in (False, True)]
+        said.append(f"Training loss: {ends[0]:.3g} at first, {ends[1]:.3g} nats after {spent}.")
+    for variant, found in list(comparison.items())[-1:]:
+        before, after = (x.accuracy[variant] for x in (records.exams[0], records.exams[-1]))
+        p = found["p_value"]
+        verdict = "more than chance" if p < 0.05 else "no more than chance would do"
+        said.append(
+            f"Questions answered rightly ({variant}): {before[0]:.1%} before, {after[0]:.1%} after "
+            f"(95 % interval {after[1]:.1%} to {after[2]:.1%}; p = {p:.2g}: {verdict})."
+        )
+    return said
 
 
 def _training(records: FinetuneRecords) -> str:
@@ -113,7 +139,8 @@ def _training(records: FinetuneRecords) -> str:
         "Faint: each update's own tokens, before it; the line is their running mean. First and "
         "last loss are means over a tenth of the updates.",
     )
-    return f"<h2>Training</h2>{figure}{table_html(head, rows, text=0)}"
+    driven = driven_panels_html({"finetune": records})
+    return f"<h2>Training</h2>{figure}{driven}{table_html(head, rows, text=0)}"
 
 
 def _questions(records: FinetuneRecords, comparison: Mapping[str, Any]) -> str:

@@ -61,7 +61,7 @@ def test_the_page_shows_what_was_measured_and_escapes_it():
     for words in ("50.0% [30%, 70%]", "after 3 updates", "iron", "Fe &lt;is&gt;", ">0.6</td>",
                   ">2.5</td>", "Main memory: resident 3 MiB.</p>"):  # fmt: skip
         assert words in text, words
-    assert text.count("data:image/svg+xml") == 3
+    assert text.count("data:image/svg+xml") == 3 and "Loss on held-out text" in text
     assert "<is>" not in text and "<script" not in text
 
 

@@ -1,4 +1,4 @@
-"""One page that carries everything with it: no script, no font, no image from elsewhere."""
+"""The page of a run: what has come out, curves, factors, layers, memory, configuration."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -6,46 +6,17 @@ from typing import Any
 
 from jaxkfac._text import number
 from jaxkfac.memory import Stage, bytes_text
+from jaxkfac.report._answer import train_answer
 from jaxkfac.report._capacity import CapacityReport
 from jaxkfac.report._capacity_html import capacity_html
 from jaxkfac.report._coverage import CoverageRow, stack_text
-from jaxkfac.report._curves import curves_figure
-from jaxkfac.report._factor_figures import WORDS, factor_figures
-from jaxkfac.report._html_parts import figure_html, table_html
+from jaxkfac.report._curve_panels import curve_panels_html
+from jaxkfac.report._factor_panels import factor_panels_html
+from jaxkfac.report._html_parts import table_html
+from jaxkfac.report._page import page_html
 from jaxkfac.report._records import RunRecords
 from jaxkfac.report._spectra import SpectrumRecord
-from jaxkfac.report._style import INK, MUTED, OPTIMIZERS, RULE
-
-_CSS = f"""
-:root {{ color-scheme: light; }}
-body {{ margin: 0; background: #fbfbf9; color: {INK};
-  font: 16px/1.55 "Iowan Old Style", "Palatino Linotype", Palatino, Georgia, serif; }}
-main {{ max-width: 60rem; margin: 0 auto; padding: 3rem 1.5rem 5rem; }}
-h1 {{ font-size: 1.9rem; font-weight: 600; line-height: 1.2; margin: 0 0 .4rem; }}
-h2 {{ font-size: 1.2rem; font-weight: 600; margin: 3rem 0 .6rem; }}
-h3 {{ font-size: 1rem; font-weight: 600; margin: 1.8rem 0 .2rem; }}
-p {{ max-width: 42rem; margin: .5rem 0; }}
-.lead, figcaption, caption {{ color: {MUTED}; }}
-.lead {{ font-size: 1.05rem; }}
-figure {{ margin: 1rem 0 0; }}
-figure img {{ display: block; width: 100%; height: auto; background: #fff;
-  border: 1px solid {RULE}; border-radius: 4px; box-sizing: border-box; padding: .8rem; }}
-figcaption {{ font-size: .9rem; margin-top: .5rem; max-width: 46rem; }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; width: 100%; margin-top: .8rem;
-  font: 13px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
-  font-variant-numeric: tabular-nums; }}
-th {{ text-align: left; font-weight: 600; color: {MUTED}; border-bottom: 1px solid {MUTED};
-  padding: .35rem .6rem .35rem 0; white-space: nowrap; }}
-td {{ border-bottom: 1px solid {RULE}; padding: .3rem .6rem .3rem 0; vertical-align: top; }}
-td.n, th.n {{ text-align: right; }}
-td.name {{ font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
-  font-size: 12px; }}
-details summary {{ cursor: pointer; margin-top: 1rem; }}
-.cards {{ display: flex; flex-wrap: wrap; gap: 2.5rem; margin: 1.8rem 0 0; }}
-.card b {{ display: block; font-size: 1.9rem; font-weight: 500; line-height: 1.1; }}
-.card span {{ color: {MUTED}; font-size: .9rem; }}
-"""
+from jaxkfac.report._style import OPTIMIZERS
 
 
 def report_page(
@@ -61,6 +32,8 @@ def report_page(
     stages: Stage | None = None,
     host_memory: Mapping[str, int | None] | None = None,
     first: Sequence[str] = (),
+    answer: Sequence[str] = (),
+    num_test: int | None = None,
 ) -> str:
     """The report of a run as one HTML page; a part without records is left out.
 
@@ -76,11 +49,13 @@ def report_page(
         stages: Peaks of memory, from ``jk.memory.track``.
         host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
         first: Parts of another kind of run, as HTML, which come before all others.
+        answer: What has come out of it, in sentences; by default what the runs say.
+        num_test: How many examples the runs hold out, for the interval of that.
 
     Returns:
         The page, self-contained.
     """
-    parts = [f"<h1>{escape(title)}</h1>", f'<p class="lead">{escape(lead)}</p>', *first]
+    parts = [*first]
     if runs:
         parts += [_cards(runs), "<h2>Training</h2>", _curves(runs), _runs(runs)]
     if spectra:
@@ -92,35 +67,28 @@ def report_page(
     if stages:
         parts += ["<h2>Memory</h2>", _host_memory(host_memory or {}), _stages(stages)]
     parts += ["<h2>Configuration</h2>", _pairs(_flat(config)), _pairs(versions.items())]
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}<title>{escape(title)}</title>'
-        f"<style>{_CSS}</style></head>\n<body><main>\n"
-        + "\n".join(parts)
-        + "\n</main></body></html>\n"
-    )
+    return page_html(title, lead, parts, answer=answer or train_answer(runs, num_test))
 
 
 def _cards(runs: Mapping[str, RunRecords]) -> str:
     cards = []
     for name, run in runs.items():
-        last, (label, color) = run.epochs[-1], OPTIMIZERS[name]
+        last, label = run.epochs[-1], OPTIMIZERS[name][0]
         cards.append(
-            f'<div class="card"><b style="color:{color}">{last.test_accuracy:.2%}</b>'
+            f'<div class="card"><b class="{name}">{last.test_accuracy:.2%}</b>'
             f"<span>test accuracy, {label}</span></div>"
-            f'<div class="card"><b style="color:{color}">{last.train_loss:.4f}</b>'
+            f'<div class="card"><b class="{name}">{last.train_loss:.4f}</b>'
             f"<span>training loss (nats), {label}</span></div>"
         )
     return f'<div class="cards">{"".join(cards)}</div>'
 
 
 def _curves(runs: Mapping[str, RunRecords]) -> str:
-    return figure_html(
-        curves_figure(runs),
-        "Training loss and test error of each optimizer",
-        "Both optimizers see the same examples in the same order, with the same shifts. Time "
-        "is that of the training steps on the machine at hand, without compilation and "
-        "evaluation.",
+    return (
+        f"{curve_panels_html(runs)}<p>All optimizers see the same examples in the same order, with "
+        "the same shifts. Time is that of the training steps on the machine at hand, without "
+        "compilation and evaluation. Faint: each update's own examples. The gradient's norm is "
+        "that before clipping.</p>"
     )
 
 
@@ -138,13 +106,13 @@ def _spectra(spectra: Sequence[SpectrumRecord]) -> str:
         ],
         text=2,
     )  # fmt: skip
-    drawn = [figure_html(svg, *WORDS[name]) for name, svg in factor_figures(spectra).items()]
     note = (
         "<p>Condition: largest over smallest eigenvalue before and after clipping; a dash "
         "where the smallest is not positive. Entropy rank: exp(entropy) of the normalised "
         "eigenvalues.</p>"
     )
-    return f"{''.join(drawn)}<details><summary>All numbers</summary>{note}{numbers}</details>"
+    shown = f"<details><summary>All numbers</summary>{note}{numbers}</details>"
+    return f"{factor_panels_html(spectra)}{shown}"
 
 
 def _host_memory(found: Mapping[str, int | None]) -> str:

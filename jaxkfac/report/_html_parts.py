@@ -15,7 +15,10 @@ def figure_html(svg: bytes, alternative: str, caption: str) -> str:
 def table_html(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, text: int, last: bool = False
 ) -> str:
-    """``text`` leading columns, and the last one if asked, are words; the rest numbers."""
+    """``text`` leading columns, and the last one if asked, are words; the rest numbers.
+
+    Rows of layers, whose first heading says so, are found by the page's filter.
+    """
 
     def kind(column: int) -> str:
         if column == 0 and text > 1:
@@ -24,8 +27,11 @@ def table_html(
         return "" if words else ' class="n"'
 
     top = "".join(f"<th{kind(i)}>{escape(cell)}</th>" for i, cell in enumerate(head))
+    layers = bool(head) and head[0].startswith("layer")
     body = "".join(
-        "<tr>" + "".join(f"<td{kind(i)}>{escape(c)}</td>" for i, c in enumerate(row)) + "</tr>"
+        (f'<tr data-layer="{escape(row[0])}">' if layers else "<tr>")
+        + "".join(f"<td{kind(i)}>{escape(c)}</td>" for i, c in enumerate(row))
+        + "</tr>"
         for row in rows
     )
     return (

@@ -112,9 +112,8 @@ def test_the_page_needs_nothing_from_elsewhere_and_escapes_names(runs, spectra, 
             sources.extend(v for k, v in attributes if k in ("src", "href"))
 
     Reader().feed(page)
-    assert len(sources) == 4 and all(s.startswith("data:image/svg+xml;base64,") for s in sources)
-    assert not tags & {"script", "link", "iframe"}
-    assert not re.search(r"url\(|@import", page)
+    assert "svg" in tags and not sources and not tags & {"img", "link", "iframe"}
+    assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|import\(", page)
     assert "A &lt;title&gt;" in page and "&lt;w&gt;" in page and "kfac.damping" in page
 
 

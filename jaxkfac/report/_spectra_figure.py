@@ -24,21 +24,21 @@ def spectra_figure(records: Sequence[SpectrumRecord]) -> bytes:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    panels = _panels(records)
+    found = panels(records)
     with mpl.rc_context(RC):
-        rows = max(math.ceil(len(panels) / COLUMNS), 1)
+        rows = max(math.ceil(len(found) / COLUMNS), 1)
         figure = Figure(figsize=(9.2, 1.75 * rows + 0.3), layout="constrained")
         axes = figure.subplots(rows, COLUMNS, squeeze=False)
-        for axis in axes.flat[len(panels) :]:
+        for axis in axes.flat[len(found) :]:
             axis.set_axis_off()
-        for axis, (title, members) in zip(axes.flat, panels, strict=False):
+        for axis, (title, members) in zip(axes.flat, found, strict=False):
             _draw(axis, title, members)
         figure.supxlabel("rank of the eigenvalue", fontsize=9)
         figure.supylabel("eigenvalue", fontsize=9)
         return svg_bytes(figure)
 
 
-def _panels(records: Sequence[SpectrumRecord]) -> list[tuple[str, list[SpectrumRecord]]]:
+def panels(records: Sequence[SpectrumRecord]) -> list[tuple[str, list[SpectrumRecord]]]:
     """Titles and slices of the factors that are stored under their own layer's name."""
     groups: dict[tuple[str, str], list[SpectrumRecord]] = {}
     readers: dict[str, list[str]] = {}
