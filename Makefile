@@ -23,7 +23,7 @@ PRESET ?= digits
 # A finished run is never written over by itself: RUN_ARGS=--overwrite or RUN_ARGS=--resume
 RUN_ARGS ?=
 
-.PHONY: help run test test-slow test-exhaustive test-oldest test-newest lint format docs-check bench mutants parity accelerators plan-record gpu-check clean
+.PHONY: help run test test-slow test-exhaustive test-oldest test-newest lint format wheels docs-check bench mutants parity accelerators plan-record gpu-check clean
 
 help:
 	@echo "make run          train --preset $(PRESET): K-FAC beside AdamW, checkpoint and report"
@@ -34,6 +34,7 @@ help:
 	@echo "make test-newest  interception, kinds and factors on the newest jax tried (needs $(NEWEST_PYTHON))"
 	@echo "make lint         ruff, pyright, import-linter"
 	@echo "make format       ruff format and the fixes that are safe"
+	@echo "make wheels       sdist and wheel in clean environments: Python 3.11 to 3.13, oldest and newest jax"
 	@echo "make docs-check   README blocks, docstring examples, notebooks"
 	@echo "make bench        time and bytes of (gradient + factors) / gradient"
 	@echo "make mutants      200 one-line mutants of the core against its tests: hours, goes on where it stopped"
@@ -112,6 +113,9 @@ test-exhaustive: $(VENV)/.stamp-test
 test-oldest: $(OLDEST)/.stamp
 	$(OLDEST)/bin/python -c 'import jax; assert jax.__version__ == "0.10.0", jax.__version__'
 	$(OLDEST)/bin/python -m pytest jaxkfac/interception $(PYTEST_ARGS)
+
+wheels:
+	.ci/wheels dist
 
 test-newest: $(NEWEST)/.stamp
 	$(NEWEST)/bin/python -c 'import jax; assert jax.__version__ == "0.11.2", jax.__version__'

@@ -1,5 +1,6 @@
 """The page in a browser: nothing fails, nothing overlaps, values and layers are found."""
 
+import html
 import json
 import shutil
 import subprocess
@@ -32,7 +33,7 @@ def _page(num_layers):
             clipped = np.maximum(values, 1e-2)
             stacked = (values, clipped) if i % 2 else (values[0], clipped[0])
             spectra += _of_side(name, side, name, *stacked)
-        coverage.append(CoverageRow(name, "dense", 12, 12, (), 144, 1 / num_layers, None, None))
+        coverage.append(CoverageRow(name, "dense", 12, 12, (), None, 144, 1 / num_layers))
     runs = {"kfac": _run(accuracy=0.98), "adamw": _run(2.0)}
     return report_page(
         title="A page with a_rather_long_name_that_must_not_make_a_telephone_scroll_sideways",
@@ -96,8 +97,8 @@ def browse(tmp_path_factory):
                    f"--user-data-dir={folder / 'profile'}", f"--window-size={width},900",
                    *options, file.as_uri()]  # fmt: skip
         run = subprocess.run(command, capture_output=True, text=True, check=True)
-        return json.loads(run.stdout.split('<pre id="found">')[1].split("</pre>")[0]
-                          .replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))  # fmt: skip
+        found = run.stdout.split('<pre id="found">')[1].split("</pre>")[0]
+        return json.loads(html.unescape(found))
 
     return opened
 

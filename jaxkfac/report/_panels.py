@@ -13,7 +13,10 @@ from typing import NamedTuple
 _WIDTH, _HEIGHT = 320, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 10, 34
 _MOST_POINTS = 200  # of a line: there are fewer pixels
+_LARGEST = 1e300  # beyond it the ends of an axis would not be finite
 _MANY = 24  # panels, beyond which they scroll
+
+Real = float | int
 
 
 class Line(NamedTuple):
@@ -31,8 +34,8 @@ class Line(NamedTuple):
     """
 
     label: str
-    x: Sequence[float]
-    y: Sequence[float | None]
+    x: Sequence[Real]
+    y: Sequence[Real | None]
     color: str = "a"
     dots: bool = False
     faint: bool = False
@@ -54,13 +57,13 @@ class Axis(NamedTuple):
 class _Scale(NamedTuple):
     """Values to positions, on a line or on a logarithmic one."""
 
-    low: float
-    high: float
+    low: Real
+    high: Real
     log: bool
-    start: float
-    end: float
+    start: Real
+    end: Real
 
-    def __call__(self, value: float) -> float:
+    def __call__(self, value: Real) -> float:
         low, high, value = (
             (math.log10(v) if self.log else v) for v in (self.low, self.high, value)
         )
@@ -126,9 +129,10 @@ def panels_html(panels: Sequence[str], *, legend: Sequence[tuple[str, str]] = ()
     return f'{shown}<div class="panels{many}">{"".join(panels)}</div>'
 
 
-def _shown(value: float | None, log: bool) -> float | None:
-    bad = value is None or not math.isfinite(value) or (log and value <= 0)
-    return None if bad else float(value)
+def _shown(value: Real | None, log: bool) -> float | None:
+    if value is None or (log and value <= 0) or not abs(value) <= _LARGEST:
+        return None
+    return float(value)
 
 
 def _thinned(line: Line) -> Line:
@@ -141,7 +145,7 @@ def _thinned(line: Line) -> Line:
     return line._replace(x=x, y=y, names=names)
 
 
-def _scale(values: Sequence[float], log: bool, start: float, end: float) -> _Scale:
+def _scale(values: Sequence[Real], log: bool, start: Real, end: Real) -> _Scale:
     low, high = (min(values), max(values)) if values else (1.0, 10.0)
     if log:
         if high / low < 10:  # two powers of ten at the least
@@ -161,7 +165,7 @@ def _ticks(scale: _Scale, most: int) -> list[float]:
         return [10.0**k for k in powers[:: max(1, -(-len(powers) // most))]]
     wanted = (scale.high - scale.low) / most
     power = 10.0 ** math.floor(math.log10(wanted))
-    step = next(power * k for k in (1, 2, 5, 10) if power * k >= wanted)
+    step = next((power * k for k in (1, 2, 5) if power * k >= wanted), 10 * power)
     first = math.ceil(scale.low / step - 1e-9)
     return [k * step for k in range(first, math.floor(scale.high / step + 1e-9) + 1)]
 
@@ -178,7 +182,7 @@ def _grid(across: _Scale, up: _Scale) -> Iterator[str]:
         yield f'<text x="{at}" y="{low + 13}" text-anchor="middle">{_words(value)}</text>'
 
 
-def _words(value: float) -> str:
+def _words(value: Real) -> str:
     if value and not 1e-3 <= abs(value) < 1e5:
         digits, _, power = f"{value:.2g}".partition("e")
         return f"{digits}e{int(power)}" if power else digits

@@ -31,7 +31,8 @@ from jaxkfac.report._spectra import _of_side
 @pytest.fixture(scope="module")
 def runs():
     epochs = [EpochRecord(4 * e, 128 * e, 0.5 * e, 1 / e, 0.5, 1.2 / e, 0.4) for e in range(1, 6)]
-    run = RunRecords([2.0 / (i + 1) for i in range(20)], epochs, 3.5, 1)
+    losses = [2.0 / (i + 1) for i in range(20)]
+    run = RunRecords(losses, epochs, 3.5, 1, [None, *losses[1:]], losses)
     return {"kfac": run, "adamw": run._replace(skipped=0)}
 
 
