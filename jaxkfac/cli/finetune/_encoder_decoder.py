@@ -134,9 +134,11 @@ class EncoderDecoderFamily(Family):
             held = encoded_of(text.validation).examples
             size = min(experiment.batch_size, len(held))
             validation = PairBatches.padded(held, batch_size=size, **ends)
-            # of files, the pairs of the first window
-            known = encoded or encoded_of(text.train.peek(experiment.shuffle_window))
-            targets = ([e.target for e in examples] for examples in (known.examples, held))
+            known = text.train  # of files, the pairs of the first window
+            if isinstance(known, FileRows):
+                known = known.peek(experiment.shuffle_window)
+            examples = (encoded or encoded_of(known)).examples
+            targets = ([e.target for e in side] for side in (examples, held))
             reference["bigram"] = bigram_loss(*targets, vocabulary=config.vocabulary)
         return EncodedText(encoded, train, validation, reference)
 
