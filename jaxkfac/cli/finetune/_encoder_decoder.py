@@ -94,7 +94,11 @@ class EncoderDecoderFamily(Family):
             )
         prefix = experiment.prefix
         if experiment.data == "wordnet":
-            return Text(*([Pair(prefix + p.source, p.target) for p in x] for x in wordnet_pairs()))
+            learnt, held_out = (
+                [Pair(prefix + pair.source, pair.target) for pair in pairs]
+                for pairs in wordnet_pairs()
+            )
+            return Text(learnt, held_out)
         keys = {"source": experiment.source_key, "target": experiment.target_key}
         train, validation = pair_files(experiment.data, prefix=prefix, strict=strict, **keys)
         train.peek()
