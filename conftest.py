@@ -98,7 +98,7 @@ def _bounded_memory():
 
 @pytest.fixture
 def few_objects():
-    """Spares what walks over every object alive those that earlier tests have left."""
+    """Spares what visits every object alive those that earlier tests have left."""
     gc.freeze()
     yield
     gc.unfreeze()
