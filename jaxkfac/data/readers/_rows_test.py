@@ -111,6 +111,12 @@ def test_a_file_of_another_format_is_named(suffix, tmp_path):
         list(rows_of(path).read())
 
 
+def test_the_first_feather_is_named(tmp_path):
+    (tmp_path / "x.feather").write_bytes(b"FEA1" + bytes(60) + b"FEA1")
+    with pytest.raises(ValueError, match=r"x.feather is of the first version .*write_feather"):
+        list(rows_of(tmp_path / "x.feather").read())
+
+
 def test_what_cannot_be_read_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere.jsonl, which does not exist"):
         read_rows(tmp_path / "nowhere.jsonl", as_it_is)
