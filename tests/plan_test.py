@@ -41,6 +41,7 @@ def test_a_total_is_what_the_trainings_own_programs_allocate(name):
     assert planned == pytest.approx(training.compiled("cpu"), rel=0.05)
 
 
+@pytest.mark.sampled(4)  # what each training allocates is compiled above
 @pytest.mark.parametrize("name", names(QUICK[:1]))
 def test_a_total_from_equations_is_within_what_the_table_says(name):
     training = TRAININGS[name]
