@@ -2,7 +2,7 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxkfac._display import table_html
@@ -129,11 +129,10 @@ class MemoryPlan:
         return f"MemoryPlan: needs {need}, has {_room(self)}; {verdict}"
 
     def __str__(self) -> str:
-        table = aligned(_lines(self), width=WIDTH)
-        return "\n".join([*table, "", *_remarks(self), *_verdict(self)])
+        return _text(self)
 
     def _repr_html_(self) -> str:
-        head, *rows = _lines(self)
+        head, *rows = _table(self, _columns(self), bytes_text)
         filled = [[*row, *[""] * (len(head) - len(row))] for row in rows]
         return table_html("Memory plan", head, filled, notes=[*_verdict(self), *_remarks(self)])
 
@@ -149,19 +148,41 @@ def _plain(estimate: MemoryEstimate) -> dict[str, Any]:
     return {**found, "options": list(estimate.options), **totals}
 
 
-def _lines(plan: MemoryPlan) -> list[list[str]]:
-    """The table: a column for the training as it stands and one for each option."""
+def _columns(plan: MemoryPlan) -> dict[str, MemoryEstimate]:
+    """The training as it stands, each option, and the chosen set where it is none of them."""
     estimates = {
         "now": plan.now,
         **{OPTIONS[x].title: estimate for x, estimate in plan.alone.items()},
     }
     if plan.smallest is not None and plan.smallest.options not in ((), *((x,) for x in plan.alone)):
         estimates["chosen"] = plan.smallest
+    return estimates
+
+
+def _text(plan: MemoryPlan) -> str:
+    """What ``print(plan)`` shows."""
+    estimates, remarks = _columns(plan), _remarks(plan)
+    table = aligned(_table(plan, estimates, bytes_text), width=WIDTH)
+    if max(map(len, table)) > WIDTH:
+        table = aligned(_table(plan, estimates, _short), width=WIDTH)
+        remarks += _wrapped("K, M and G are KiB, MiB and GiB")
+    return "\n".join([*table, "", *remarks, *_verdict(plan)])
+
+
+def _short(nbytes: int) -> str:
+    """As ``ls -h`` has it: 4.48M."""
+    return bytes_text(nbytes).replace(" ", "").removesuffix("iB")
+
+
+def _table(
+    plan: MemoryPlan, estimates: Mapping[str, MemoryEstimate], text: Callable[[int], str]
+) -> list[list[str]]:
+    """The cells of its lines, with bytes written as ``text`` has them."""
     columns = list(estimates.values())
     lines = [
         ["on the device", *estimates],
-        *_rows([estimate.device for estimate in columns], mark=ESTIMATED),
-        ["total", *(bytes_text(estimate.device_total) for estimate in columns)],
+        *_rows([estimate.device for estimate in columns], text, mark=ESTIMATED),
+        ["total", *(text(estimate.device_total) for estimate in columns)],
         [
             f"fits {bytes_text(plan.usable_bytes)}",
             *("yes" if plan.fits(estimate) else "no" for estimate in columns),
@@ -172,14 +193,14 @@ def _lines(plan: MemoryPlan) -> list[list[str]]:
     if any(estimate.host for estimate in columns):
         lines += [
             ["on the host"],
-            *_rows([estimate.host for estimate in columns], mark=("workspace",)),
-            ["total", *(bytes_text(estimate.host_total) for estimate in columns)],
+            *_rows([estimate.host for estimate in columns], text, mark=("workspace",)),
+            ["total", *(text(estimate.host_total) for estimate in columns)],
         ]
     if plan.devices > 1:
         lines += [
             [f"between {plan.devices} devices"],
-            *_rows([estimate.exchanged for estimate in columns], mark=()),
-            ["total", *(bytes_text(estimate.exchanged_total) for estimate in columns)],
+            *_rows([estimate.exchanged for estimate in columns], text, mark=()),
+            ["total", *(text(estimate.exchanged_total) for estimate in columns)],
         ]
     return lines
 
@@ -188,12 +209,14 @@ def _source(plan: MemoryPlan, estimate: MemoryEstimate) -> str:
     return "yes" if estimate.compiled else f"±{plan.within:.0%}"
 
 
-def _rows(tables: Sequence[Mapping[str, int]], mark: Sequence[str]) -> list[list[str]]:
+def _rows(
+    tables: Sequence[Mapping[str, int]], text: Callable[[int], str], mark: Sequence[str]
+) -> list[list[str]]:
     names = dict.fromkeys(name for table in tables for name in table if table[name])
     return [
         [
             f"  {name}" + " ~" * (name in mark),
-            *(bytes_text(table[name]) if table.get(name) else "–" for table in tables),
+            *(text(table[name]) if table.get(name) else "–" for table in tables),
         ]
         for name in names
     ]
