@@ -15,6 +15,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _ENTRY = "*-cache"  # JAX's own name
 _OWN = ".process-"
@@ -36,7 +37,7 @@ def compilation_cache(kept: Path) -> Iterator[None]:
     """
     import jax
 
-    config = jax.config
+    config: Any = jax.config
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         yield
         return

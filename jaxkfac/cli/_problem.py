@@ -79,7 +79,7 @@ def find_layers(problem: DigitsProblem) -> Any:
     return jk.find_layers(problem.objective, problem.shapes, batch)
 
 
-def learning_rate(name: Optimizer, experiment: Experiment, num_updates: int) -> optax.Schedule:
+def learning_rate(name: str, experiment: Experiment, num_updates: int) -> optax.Schedule:
     """Of an update, by its number."""
     options = getattr(experiment, name)
     return warmup_schedule(options.learning_rate, options.warmup, num_updates)

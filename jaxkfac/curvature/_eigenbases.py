@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool
 
 from jaxkfac._checks import instance_of
@@ -369,7 +370,7 @@ def identity_bases(
 
 def _extremes(clipped: Any, raw: Any) -> tuple[str, str, str]:
     """Largest, smallest and smallest after clipping, over a stack; empty for shapes and tracers."""
-    if isinstance(raw, jax.core.Tracer) or not isinstance(raw, jax.Array | np.ndarray):
+    if isinstance(raw, Tracer) or not isinstance(raw, jax.Array | np.ndarray):
         return "", "", ""
     found = (jnp.max(raw), jnp.min(raw), jnp.min(clipped))
     largest, smallest, raised = (number(float(x)) for x in jax.device_get(found))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
 from jaxkfac._display import array_text, short_repr, table_html
@@ -121,7 +122,7 @@ class Factors(_Named):
 
     def __repr__(self) -> str:
         """One line: the arrays would fill the screen."""
-        traced = isinstance(self.terms, jax.core.Tracer | jax.ShapeDtypeStruct)
+        traced = isinstance(self.terms, Tracer | jax.ShapeDtypeStruct)
         many = traced or getattr(self.terms, "ndim", 0)
         terms = array_text(self.terms) if many else str(self.terms)
         return f"Factors of {len(self)} layers, bias={self.bias!r}, terms={terms}"

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac._display import short_repr, table_html
@@ -27,7 +28,7 @@ class TopK(NamedTuple):
     __repr__ = short_repr
 
     def _repr_html_(self) -> str:
-        if self.scores.ndim < 2 or isinstance(self.scores, jax.core.Tracer):
+        if self.scores.ndim < 2 or isinstance(self.scores, Tracer):
             return escape(repr(self))
         k = self.scores.shape[-1]
         found = [x.reshape(-1, k)[:_SHOWN] for x in jax.device_get(self)]
