@@ -11,14 +11,17 @@ CHANGELOG = Path(__file__).parent.parent / "CHANGELOG.md"
 
 PROBE = """
 import json, sys, time
-start = time.perf_counter()
-import jax
-base = time.perf_counter() - start
-before = set(sys.modules)
-start = time.perf_counter()
 import jaxkfac
-own = time.perf_counter() - start
-print(json.dumps({"jax": base, "own": own, "new": sorted(set(sys.modules) - before)}))
+lazy = "jax" not in sys.modules
+start = time.process_time()
+import jax, flax.nnx, flax.linen, optax
+base = time.process_time() - start
+before = set(sys.modules)
+start = time.process_time()
+jaxkfac.kfac  # the first name brings all of them
+own = time.process_time() - start
+new = sorted(set(sys.modules) - before)
+print(json.dumps({"jax": base, "own": own, "lazy": lazy, "new": new}))
 """
 
 UNWANTED = {
@@ -43,15 +46,30 @@ def probe() -> dict:
         [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=300, check=True
     )
     found = json.loads(run.stdout)
-    print(f"import jax {found['jax']:.2f} s; import jaxkfac after it {found['own']:.2f} s")
+    print(f"jax, flax, optax {found['jax']:.2f} CPU s; jaxkfac after them {found['own']:.2f} s")
     return found
 
 
 @pytest.mark.parametrize(("module", "reason"), UNWANTED.items())
 def test_import_does_not_bring(probe: dict, module: str, reason: str):
     brought = {name.partition(".")[0] for name in probe["new"]}
-    assert "jaxkfac" in brought
+    assert "jaxkfac" in brought and "jaxkfac.curvature" in probe["new"]
     assert module not in brought, f"import jaxkfac imports {module}: {reason}"
+
+
+def test_the_command_line_does_not_wait_for_jax(probe: dict):
+    assert probe["lazy"]
+
+
+def test_the_index_is_what_the_package_says_it_is():
+    import jaxkfac
+    from jaxkfac import _index
+
+    assert jaxkfac.__all__ == _index.__all__ == sorted(set(_index.__all__))
+    assert set(jaxkfac.__all__) <= set(dir(jaxkfac))
+    assert jaxkfac.kfac is _index.kfac and jaxkfac.plot is _index.plot
+    with pytest.raises(AttributeError, match="module 'jaxkfac' has no attribute 'nowhere'"):
+        _ = jaxkfac.nowhere
 
 
 def test_changelog_has_the_version():
