@@ -29,7 +29,7 @@ def progress(name: str, total: int, *, start: int = 0, quiet: bool = False) -> I
         return
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield Shown(_lines(name, total, start), lambda text: _say(f"{name}: {text}"))
+        yield Shown(_lines(name, total, start), lambda text: say(f"{name}: {text}"))
         return
     columns = (
         TextColumn("[bold]{task.description}"),
@@ -81,11 +81,12 @@ def _lines(name: str, total: int, start: int) -> Callable[[int, str | None], Non
     def advance(step: int, text: str | None) -> None:
         if text is not None and (step == total or step - shown[0] >= total / 10):
             shown[0] = step
-            _say(f"{name} {step}/{total}  {text}")
+            say(f"{name} {step}/{total}  {text}")
 
-    _say(f"{name} {start}/{total}  compiling")
+    say(f"{name} {start}/{total}  compiling")
     return advance
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """A line on standard error, at once."""
     print(text, file=sys.stderr, flush=True)

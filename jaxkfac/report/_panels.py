@@ -11,7 +11,7 @@ from html import escape
 from typing import NamedTuple
 
 _WIDTH, _HEIGHT = 320, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 10, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 8, 10, 34
 _MOST_POINTS = 200  # of a line: there are fewer pixels
 _LARGEST = 1e300  # beyond it the ends of an axis would not be finite
 _MANY = 24  # panels, beyond which they scroll
@@ -184,8 +184,8 @@ def _grid(across: _Scale, up: _Scale) -> Iterator[str]:
 
 def _words(value: Real) -> str:
     if value and not 1e-3 <= abs(value) < 1e5:
-        digits, _, power = f"{value:.2g}".partition("e")
-        return f"{digits}e{int(power)}" if power else digits
+        digits, power = f"{value:.1e}".split("e")
+        return f"{digits.removesuffix('.0')}e{int(power)}"
     return f"{value:.12g}"
 
 

@@ -12,6 +12,7 @@ from jaxkfac.cli._devices import devices_line, run_devices
 from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._processes import RunProcesses, run_processes
+from jaxkfac.cli._progress import say
 from jaxkfac.cli.finetune._curvature import (
     AdapterCurvature,
     adapter_coverage,
@@ -63,6 +64,8 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
     if arguments.overwrite and processes.first:
         remove_checkpoints(folder)
     with jk.memory.track("run") as stages:
+        if processes.first:
+            say("finetune: reading the data and the model")
         with phase("reading the data"), processes.together("reading the data"):
             text = load_text(experiment, strict=arguments.strict)
         loading = processes.together("loading the model")

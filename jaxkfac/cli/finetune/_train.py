@@ -16,7 +16,7 @@ from jaxkfac.cli._checkpoint import (
 from jaxkfac.cli._held_once import check_held_once
 from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._processes import RunProcesses
-from jaxkfac.cli._progress import progress, time_left
+from jaxkfac.cli._progress import progress, say, time_left
 from jaxkfac.cli._run_state import DATA_CRC, flatten_state, restore_state
 from jaxkfac.cli._writer import CheckpointWriter, checkpoint_writer
 from jaxkfac.cli.finetune._loggers import open_loggers
@@ -118,6 +118,8 @@ def _to_the_end(
         noted = run.state.step
 
     try:
+        if processes.first and not first:
+            say("finetune: examining what there is before the first update")
         run.state = watch.examine(run.state)
         if first == total:
             return
