@@ -11,14 +11,12 @@ TESTS = [
     "tests/factors_oracle_test.py",
     "jaxkfac/interception/_rewrite_test.py",
     "jaxkfac/lslora/nf4/_quantize_test.py",
-    "jaxkfac/lslora/nf4/_programs_test.py",
-    "jaxkfac/models/decoder/_generate_test.py",
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("users_kernels")
-def test_factors_programs_four_bits_and_answers():
+def test_invariants_factors_programs_and_four_bits():
     words = ["-q", "-m", "slow and not exhaustive", "-p", "no:cacheprovider", *TESTS]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words],
