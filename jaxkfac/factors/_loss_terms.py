@@ -126,6 +126,25 @@ class Head(NamedTuple):
             column = jnp.where(self.mask[..., None], column, jnp.zeros((), column.dtype))
         return column.reshape(self.outputs.shape)
 
+    def fisher_product(self, vector: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Each term's Fisher times a vector like the outputs, 0 at masked terms."""
+        product = getattr(self.likelihood, "fisher_product", None)
+        if product is None:
+            return self._product_by_columns(vector)
+        head = self.with_one_output()
+        found = product(head.outputs, vector.reshape(head.outputs.shape))
+        if self.mask is not None:
+            found = jnp.where(self.mask[..., None], found, jnp.zeros((), found.dtype))
+        return found.reshape(self.outputs.shape)
+
+    def _product_by_columns(self, vector: Float[Array, "..."]) -> Float[Array, "..."]:
+        def add(index: Array, total: Array) -> Array:
+            column = self.column(index)
+            along = column * vector
+            return total + column * (along if along.ndim < 2 else along.sum(-1, keepdims=True))
+
+        return jax.lax.fori_loop(0, self.columns, add, jnp.zeros_like(vector))
+
     @property
     def columns(self) -> int:
         """How many columns there are for each term."""

@@ -20,11 +20,13 @@ from jaxkfac.report._ranks_figure import ranks_figure
 from jaxkfac.report._records import EpochRecord, RunRecords
 from jaxkfac.report._spectra import SpectrumRecord, spectrum_records
 from jaxkfac.report._spectra_figure import spectra_figure
+from jaxkfac.report._style import FIGURE_STYLE, svg_bytes
 from jaxkfac.report._tables import coverage_table, runs_table, spectra_table
 from jaxkfac.report._terminal import terminal_table
 from jaxkfac.report._versions import versions
 
 __all__ = [
+    "FIGURE_STYLE",
     "CapacityReport",
     "CoverageRow",
     "EpochRecord",
@@ -53,6 +55,7 @@ __all__ = [
     "spectra_figure",
     "spectra_table",
     "spectrum_records",
+    "svg_bytes",
     "terminal_table",
     "versions",
 ]

@@ -8,7 +8,7 @@ INK, MUTED, RULE = "#1c2733", "#6b7885", "#d9dee3"
 OPTIMIZERS = {"kfac": ("K-FAC", "#1f5a92"), "adamw": ("AdamW", "#c8752d")}
 SIDES = {"A": "#1f5a92", "G": "#8a3b52", "diagonal": "#4d7358"}
 
-RC: dict[Any, Any] = {
+FIGURE_STYLE: dict[Any, Any] = {
     "font.size": 9,
     "font.family": "sans-serif",
     "text.color": INK,
