@@ -13,7 +13,7 @@ SHAPES = {"matrix": (4, 3), "kernel": (3, 2, 3), "bias": (5,)}
 
 
 class Soap:
-    """Of one parameter: github.com/nikhilvyas/SOAP without its merging of axes; decay as AdamW's."""
+    """Of one parameter: github.com/nikhilvyas/SOAP, but for merged axes; decay as AdamW's."""
 
     def __init__(self, p):
         self.p, self.t, self.vectors = p, 0, None

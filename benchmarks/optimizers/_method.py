@@ -33,7 +33,7 @@ class Method(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """``init(params) -> carry``, which begins with them, and ``step(carry, batch, key, progress)``."""
+    """``init(params)``, a carry that begins with them; ``step(carry, batch, key, progress)``."""
 
     init: Callable[[Any], Any]
     step: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
@@ -48,6 +48,7 @@ def here(build: Callable[[Problem, Arrays, Setting], Steps]) -> Callable[..., di
         begun = time.process_time()
         steps = build(problem, data, setting)
         carry = steps.init(jax.tree.map(jnp.asarray, problem.initial(seed)))
+        carry = jax.tree.map(jnp.copy, carry)  # each leaf is donated: none may be another's buffer
 
         def step(carry: Any, batch: Any, number: Any, progress: Any) -> Any:
             return steps.step(

@@ -1,4 +1,4 @@
-"""What the optimizers are compared on. It is read in the peers' environments too: no import of ours."""
+"""What the optimizers are compared on. Peers read it in their environments: no import of ours."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol

@@ -1,4 +1,4 @@
-"""A network for Burgers' equation with a shock, on fixed points: the full batch each step."""
+"""A network for Burgers' equation with a shock, on fixed points, all of them each step."""
 
 from typing import Any
 

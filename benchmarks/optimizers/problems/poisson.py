@@ -1,4 +1,4 @@
-"""A network for Poisson's equation on the unit square, on fixed points: the full batch each step."""
+"""A network for Poisson's equation on the unit square, on fixed points, all of them each step."""
 
 from typing import Any
 
