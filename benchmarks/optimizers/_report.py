@@ -22,8 +22,8 @@ INTRODUCTION = """\
 Made by `python -m benchmarks.optimizers --report` from the runs in this folder, which
 `python -m benchmarks.optimizers --peer ENV/bin/python` makes. It says there how settings are
 chosen and what is timed. Numbers are medians over five seeds; behind them is the seeds' range,
-which holds the true median with 94 %. The machine had other work: CPU time is the measure, and wall time
-says how much of it there was.
+which holds the true median with 94 %. The machine had other work: CPU time is the measure, and
+wall time says how much of it there was.
 """
 
 
