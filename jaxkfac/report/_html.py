@@ -12,6 +12,7 @@ from jaxkfac.report._coverage import CoverageRow, stack_text
 from jaxkfac.report._curves import curves_figure
 from jaxkfac.report._factor_figures import WORDS, factor_figures
 from jaxkfac.report._html_parts import figure_html, table_html
+from jaxkfac.report._race import TO_TARGET, at_target, race_sentence
 from jaxkfac.report._records import RunRecords
 from jaxkfac.report._spectra import SpectrumRecord
 from jaxkfac.report._style import INK, MUTED, OPTIMIZERS, RULE
@@ -82,7 +83,14 @@ def report_page(
     """
     parts = [f"<h1>{escape(title)}</h1>", f'<p class="lead">{escape(lead)}</p>', *first]
     if runs:
-        parts += [_cards(runs), "<h2>Training</h2>", _curves(runs), _runs(runs)]
+        sentence = race_sentence({name: [run] for name, run in runs.items()})
+        parts += [
+            f"<p>{escape(sentence)}</p>",
+            _cards(runs),
+            "<h2>Training</h2>",
+            _curves(runs),
+            _runs(runs),
+        ]
     if spectra:
         parts += ["<h2>Spectra of the factors</h2>", _spectra(spectra)]
     if capacity:
@@ -164,6 +172,7 @@ def _runs(runs: Mapping[str, RunRecords]) -> str:
         rows.append(
             [
                 OPTIMIZERS[name][0],
+                *at_target([run]),
                 str(last.step),
                 str(last.examples),
                 f"{last.train_loss:.4f}",
@@ -176,7 +185,7 @@ def _runs(runs: Mapping[str, RunRecords]) -> str:
                 str(run.skipped),
             ]
         )
-    head = ["optimizer", "updates", "examples", "train loss", "test loss", "train acc.",
+    head = ["optimizer", *TO_TARGET, "updates", "examples", "train loss", "test loss", "train acc.",
             "test acc.", "samples/s", "training", "compiling", "skipped"]  # fmt: skip
     return table_html(head, rows, text=1)
 
