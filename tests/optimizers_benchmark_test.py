@@ -11,9 +11,10 @@ import pytest
 
 from benchmarks.optimizers import _loop
 from benchmarks.optimizers._method import Method
+from benchmarks.optimizers._peer import error_of
 from benchmarks.optimizers._problem import Problem, unmarked
 from benchmarks.optimizers._record import GRID, SEEDS, Key, Record, chosen, target
-from benchmarks.optimizers._report import section
+from benchmarks.optimizers._report import section, write_report
 from benchmarks.optimizers._runs import missing, run_of
 from benchmarks.optimizers._summary import at, middle, rows_of, time_to
 from benchmarks.optimizers.methods import METHODS
@@ -130,6 +131,12 @@ def test_the_grid_comes_first_and_then_the_seeds_of_what_it_has_chosen(tmp_path)
     assert "2 of 2 runs failed: ValueError: no" in rows[1].remark
 
 
+def test_the_error_of_a_peer_is_the_line_that_names_it():
+    text = "Traceback:\n  File x\njax.errors.OneError: bad shape\n----\nFor simplicity, JAX\n"
+    assert error_of(text) == "jax.errors.OneError: bad shape"
+    assert error_of("Killed\n\n") == "Killed" and error_of("") == ""
+
+
 def test_a_record_goes_on_behind_its_last_whole_line(tmp_path):
     path, whole = tmp_path / "a.jsonl", line("adamw", {"a": 1.0}, 0, 1.0, [1.0])
     Record(path).add(whole)
@@ -157,6 +164,23 @@ def test_the_page_names_what_is_missing_and_what_failed():
     page = section([ended, failed], problem)
     assert "- AdamW: 3 of 4 runs of the grid are to be made" in page
     assert "- Muon: 1 of 1 runs failed: E: x" in page and "L-BFGS" not in page
+
+
+def test_a_report_has_a_table_and_a_figure(tmp_path):
+    problem, record = PROBLEMS["poisson"], Record(tmp_path / "poisson.jsonl")
+    for name, end in (("adamw", 2.0), ("lbfgs", 1.0)):
+        for i, setting in enumerate(METHODS[name].settings):
+            record.add(line(name, dict(setting), 0, GRID * problem.budget, [9.0, end + i]))
+        best = dict(METHODS[name].settings[0])
+        for seed in SEEDS:
+            record.add(line(name, best, seed, problem.budget, [9.0, 5.0, end + seed / 10]))
+    write_report(tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert "Target, AdamW's median at the end: 2.3." in page and "(poisson.svg)" in page
+    # L-BFGS's third seed falls from 5 to 1.3 in its second step: (5 - 2.3) / 3.7 of it is 0.73.
+    assert "| L-BFGS | memory_size 10 | 1.3 (1.1 to 1.5) |" in page and "| 1.73 (" in page
+    assert (tmp_path / "poisson.svg").read_bytes().startswith(b"<?xml")
+    assert page.count("No run has been made yet.") == len(PROBLEMS) - 1
 
 
 def test_the_clock_stands_still_while_the_loss_is_evaluated(monkeypatch):

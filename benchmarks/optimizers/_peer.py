@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -20,7 +21,7 @@ def in_peer(module: str) -> Callable[..., dict[str, Any]]:
     """Runs of ``benchmarks.optimizers.<module>`` there.
 
     Raises:
-        RuntimeError: it failed; with the last line that it wrote.
+        RuntimeError: it failed; with the line of its error.
     """
 
     def run(
@@ -35,8 +36,14 @@ def in_peer(module: str) -> Callable[..., dict[str, Any]]:
                 command, capture_output=True, text=True, cwd=Path(__file__).parents[2]
             )
         if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.strip()] or [""]
-            raise RuntimeError(f"status {done.returncode}: {lines[-1].strip()[:300]}")
+            raise RuntimeError(f"status {done.returncode}: {error_of(done.stderr)}")
         return json.loads(done.stdout.splitlines()[-1])
 
     return run
+
+
+def error_of(text: str) -> str:
+    """The last line of a traceback that names an error, else the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (named or lines)[-1][:300]

@@ -25,7 +25,9 @@ def at_target(runs: Sequence[RunRecords]) -> tuple[str, str]:
     if len(found) < len(runs):
         word = f"{len(found)} of {len(runs)}" if found else "never"
         return word, word
-    return interval([e.step for e in found], ".0f"), interval([e.seconds for e in found], ".1f")
+    return interval([float(e.step) for e in found], ".0f"), interval(
+        [e.seconds for e in found], ".1f"
+    )
 
 
 def interval(numbers: Sequence[float], form: str) -> str:
@@ -52,7 +54,7 @@ def race_sentence(runs: Runs) -> str:
             often = f" in {len(found) - len(epochs)} of {len(found)} seeds" if epochs else ""
             parts.append(f"{label} does not reach {goal}{often}")
             continue
-        steps = statistics.median(epoch.step for epoch in epochs)
+        steps = statistics.median(float(epoch.step) for epoch in epochs)
         seconds = statistics.median(epoch.seconds for epoch in epochs)
         medians[name] = steps, seconds
         words = f"{label} reaches {goal} after {steps:.0f} updates and {seconds:.1f} s"
