@@ -127,8 +127,9 @@ def test_the_grid_comes_first_and_then_the_seeds_of_what_it_has_chosen(tmp_path)
     assert chosen(record.lines, methods[0], problem) == settings[1]
     assert target(record.lines, methods[0], problem) == 2.0
     goal, equal, rows = rows_of(record.lines, {"adamw": methods[0], "n": methods[1]}, problem)
-    assert (goal, equal, rows[0].final, rows[0].seeds) == (2.0, 1, (2.0, 2.0, 2.0), 5)
-    assert "2 of 2 runs failed: ValueError: no" in rows[1].remark
+    row = rows["adamw"]
+    assert (goal, equal, row.final, row.seeds) == (2.0, None, (2.0, 2.0, 2.0), 5)
+    assert "2 of 2 runs failed: ValueError: no" in rows["never"].remark
 
 
 def test_the_error_of_a_peer_is_the_line_that_names_it():
@@ -168,17 +169,20 @@ def test_the_page_names_what_is_missing_and_what_failed():
 
 def test_a_report_has_a_table_and_a_figure(tmp_path):
     problem, record = PROBLEMS["poisson"], Record(tmp_path / "poisson.jsonl")
-    for name, end in (("adamw", 2.0), ("lbfgs", 1.0)):
+    for name, end in (("adamw", 20.0), ("lbfgs", 1.0), ("kfac_adaptive", 1.4)):
         for i, setting in enumerate(METHODS[name].settings):
-            record.add(line(name, dict(setting), 0, GRID * problem.budget, [9.0, end + i]))
+            record.add(line(name, dict(setting), 0, GRID * problem.budget, [90.0, end + i]))
         best = dict(METHODS[name].settings[0])
         for seed in SEEDS:
-            record.add(line(name, best, seed, problem.budget, [9.0, 5.0, end + seed / 10]))
+            record.add(line(name, best, seed, problem.budget, [90.0, 50.0, end + seed / 10]))
     write_report(tmp_path)
     page = (tmp_path / "README.md").read_text()
-    assert "Target, AdamW's median at the end: 2.3." in page and "(poisson.svg)" in page
-    # L-BFGS's third seed falls from 5 to 1.3 in its second step: (5 - 2.3) / 3.7 of it is 0.73.
-    assert "| L-BFGS | memory_size 10 | 1.3 (1.1 to 1.5) |" in page and "| 1.73 (" in page
+    assert "Target, AdamW's median at the end: 20.3." in page and "(poisson.svg)" in page
+    # L-BFGS's third seed falls from 50 to 1.3 in its second step: 29.7 / 48.7 of it is 0.61.
+    row = "| L-BFGS | memory_size 10 | 1.3 (1.1 to 1.5) | 1.3 (1.1 to 1.5) | 1.61 (1.607 to 1.612)"
+    assert row in page and "- L-BFGS: memory_size 10: 1; memory_size 30: 2;" in page
+    assert "at most 0.1 x AdamW's: reached, 1.7 against 2.03" in page
+    assert "at most L-BFGS's: NOT reached, 1.7 against 1.3" in page
     assert (tmp_path / "poisson.svg").read_bytes().startswith(b"<?xml")
     assert page.count("No run has been made yet.") == len(PROBLEMS) - 1
 

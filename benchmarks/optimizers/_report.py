@@ -1,11 +1,12 @@
 """The page and the figures of a record."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.optimizers._figure import curves
+from benchmarks.optimizers._goals import GOALS
 from benchmarks.optimizers._problem import Problem
 from benchmarks.optimizers._record import Record
 from benchmarks.optimizers._summary import Row, rows_of
@@ -45,7 +46,6 @@ def section(lines: Sequence[Any], problem: Problem) -> str:
     if not lines:
         return "No run has been made yet.\n"
     goal, equal, rows = rows_of(lines, METHODS, problem)
-    adamw = next(row for row in rows if row.method == METHODS["adamw"].title)
     said = [
         f"Measure: {problem.measure}. Budget: {problem.budget:g} CPU s.",
         "The target waits for AdamW's seeds."
@@ -54,9 +54,24 @@ def section(lines: Sequence[Any], problem: Problem) -> str:
     ]
     if equal is not None:
         said.append(f"Equal steps: {equal:g}.")
-    table = [HEAD, "|" + "---|" * HEAD.count(" |"), *(_cells(row, adamw) for row in rows)]
-    remarks = [f"- {row.method}: {row.remark}" for row in rows if row.remark]
-    return "\n".join([" ".join(said), "", *table, "", *remarks, ""])
+    table = [
+        HEAD,
+        "|" + "---|" * HEAD.count(" |"),
+        *(_cells(x, rows["adamw"]) for x in rows.values()),
+    ]
+    remarks = [f"- {row.method}: {row.remark}" for row in rows.values() if row.remark]
+    tried = [f"- {row.method}: {_grid(row)}" for row in rows.values() if row.grid]
+    goals = [goal.said(rows) for goal in GOALS[problem.name]]
+    parts = [[" ".join(said)], table, remarks, ["Goals:"], goals, ["Grids, at their end:"], tried]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def _grid(row: Row) -> str:
+    return "; ".join(f"{_setting(setting)}: {_number(x)}" for setting, x in row.grid)
+
+
+def _setting(setting: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in setting.items())
 
 
 def _cells(row: Row, adamw: Row) -> str:
@@ -64,10 +79,9 @@ def _cells(row: Row, adamw: Row) -> str:
     if row.to_target and adamw.to_target and math.isfinite(adamw.to_target[0]):
         ratio = row.to_target[0] / adamw.to_target[0]
     time = "" if row.step_ms is None else f"{row.step_ms:.3g} ({row.step_wall_ms:.3g})"
-    setting = {} if row.setting is None else row.setting
     cells = [
         row.method,
-        ", ".join(f"{name} {value:g}" for name, value in setting.items()),
+        _setting(row.setting or {}),
         _interval(row.final),
         _interval(row.at_steps),
         _interval(row.to_target),

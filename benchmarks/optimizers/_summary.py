@@ -20,7 +20,8 @@ class Row(NamedTuple):
         method: Its title.
         setting: That the grid has chosen.
         final: Validation at the end of the budget: median, least, greatest.
-        at_steps: Validation after the steps that the slowest method takes: likewise.
+        at_steps: Validation after as many steps as every K-FAC takes: likewise; infinite where the
+            method does not take so many.
         to_target: CPU seconds until the target: median, least, greatest; infinite where more
             than half of the seeds, or one, do not reach it.
         steps: Taken within the budget.
@@ -28,6 +29,7 @@ class Row(NamedTuple):
         step_wall_ms: Wall milliseconds of a step.
         compile_s: CPU seconds of the first step.
         seeds: That have come to their end.
+        grid: What each setting led to at the grid's end.
         remark: Errors, and what has not run.
     """
 
@@ -41,6 +43,7 @@ class Row(NamedTuple):
     step_wall_ms: float | None = None
     compile_s: float | None = None
     seeds: int = 0
+    grid: Sequence[tuple[Mapping[str, Any], float]] = ()
     remark: str = ""
 
 
@@ -75,22 +78,22 @@ def numbers(line: Mapping[str, Any], axis: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def fewest_steps(lines: Runs, methods: Sequence[Method], problem: Problem) -> float | None:
-    """Steps that every method takes within the budget, by their medians."""
+    """Steps that every K-FAC takes within the budget, by their medians."""
     taken = [
         statistics.median(line["steps"][-1] for line in whole)
         for method in methods
-        if (whole := _whole(seed_runs(lines, method, problem)))
+        if method.name.startswith("kfac") and (whole := _whole(seed_runs(lines, method, problem)))
     ]
     return min(taken, default=None)
 
 
 def rows_of(
     lines: Runs, methods: Mapping[str, Method], problem: Problem
-) -> tuple[float | None, float | None, list[Row]]:
-    """The target, the steps of equal steps, and a row for each method of the problem."""
+) -> tuple[float | None, float | None, dict[str, Row]]:
+    """The target, the steps of equal steps, and a row for each method of the problem, by name."""
     ours = [m for m in methods.values() if m.only is None or problem.name in m.only]
     goal, equal = target(lines, methods["adamw"], problem), fewest_steps(lines, ours, problem)
-    return goal, equal, [_row(lines, method, problem, goal, equal) for method in ours]
+    return goal, equal, {x.name: _row(lines, x, problem, goal, equal) for x in ours}
 
 
 def _row(
@@ -98,7 +101,9 @@ def _row(
 ) -> Row:
     runs = seed_runs(lines, method, problem)
     whole, grid = _whole(runs), of_grid(lines, method, problem)
-    row = Row(method.title, chosen(lines, method, problem), remark=_remark(grid, runs))
+    tried = [(line["setting"], final(line)) for line in grid if line is not None]
+    remark = _remark(grid, runs)
+    row = Row(method.title, chosen(lines, method, problem), grid=tried, remark=remark)
     if not whole:
         return row
     return row._replace(
