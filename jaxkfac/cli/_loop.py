@@ -255,9 +255,12 @@ def _explain(
     step = first + int(bad[0]) if len(bad) else first + len(losses)
     value = losses[bad[0]] if len(bad) else "not finite on the whole training set"
     rate = getattr(experiment, name).learning_rate
+    less = f"--{name}.learning-rate {rate / 3:.2g}"
+    damping = f"--kfac.damping {experiment.kfac.damping * 10:.2g}"
+    if name == "kfac":
+        less = damping if experiment.kfac.quadratic else f"{less} or {damping}"
     return (
         f"the loss of {name} is {value} at step {step} and did not recover; "
         f"{skipped} non-finite micro-batches or updates were skipped. "
-        f"The last checkpoint is from before. Try --{name}.learning-rate {rate / 3:.2g}"
-        + (f" or --kfac.damping {experiment.kfac.damping * 10:.2g}" if name == "kfac" else "")
+        f"The last checkpoint is from before. Try {less}"
     )

@@ -128,11 +128,10 @@ class Head(NamedTuple):
 
     def fisher_product(self, vector: Float[Array, "..."]) -> Float[Array, "..."]:
         """Each term's Fisher times a vector like the outputs, 0 at masked terms."""
-        product = getattr(self.likelihood, "fisher_product", None)
-        if product is None:
+        if not _has_product(type(self.likelihood)):
             return self._product_by_columns(vector)
         head = self.with_one_output()
-        found = product(head.outputs, vector.reshape(head.outputs.shape))
+        found = self.likelihood.fisher_product(head.outputs, vector.reshape(head.outputs.shape))
         if self.mask is not None:
             found = jnp.where(self.mask[..., None], found, jnp.zeros((), found.dtype))
         return found.reshape(self.outputs.shape)
@@ -149,6 +148,16 @@ class Head(NamedTuple):
     def columns(self) -> int:
         """How many columns there are for each term."""
         return 1 if len(self.outputs.shape) < 2 else self.outputs.shape[-1]
+
+
+def _has_product(likelihood: type) -> bool:
+    """Whether it has a product, that is not inherited beside columns of its own."""
+
+    def owner(name: str) -> type | None:
+        return next((kind for kind in likelihood.__mro__ if name in vars(kind)), None)
+
+    product, column = owner("fisher_product"), owner("fisher_column")
+    return product is not None and (column is None or issubclass(product, column))
 
 
 def _expanded(x: Any) -> Any:

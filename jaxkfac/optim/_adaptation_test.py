@@ -585,6 +585,25 @@ def test_inner_products_are_those_of_products():
             np.testing.assert_allclose(operator.inner_products(vectors), expected, rtol=1e-12)
 
 
+class Precise(Gaussian):
+    """Of variance a quarter: the columns are its own, and no product is."""
+
+    def fisher_column(self, outputs, index):
+        return 2 * super().fisher_column(outputs, index)
+
+
+def test_a_subclass_with_columns_of_its_own_has_their_product():
+    def loss(likelihood):
+        return lambda params, x: mark_outputs(network(params, x), likelihood).sum()
+
+    _, _, _, params, (x, _) = problem()
+    plain, precise = (operators.ggn(loss(p), params, x) for p in (Gaussian(), Precise()))
+    expected = jax.tree.map(lambda v: 4 * v, plain @ params)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-12), precise @ params, expected
+    )
+
+
 @pytest.mark.parametrize("likelihood", [Gaussian(), Bernoulli(), Categorical()])
 def test_inner_products_of_a_marked_loss_are_those_of_products(likelihood):
     _, _, _, params, (x, _) = problem()
