@@ -23,7 +23,7 @@ PRESET ?= digits
 # A finished run is never written over by itself: RUN_ARGS=--overwrite or RUN_ARGS=--resume
 RUN_ARGS ?=
 
-.PHONY: help run test test-slow test-exhaustive test-oldest test-newest lint format wheels docs-check bench mutants parity accelerators plan-record gpu-check clean
+.PHONY: help run test test-slow test-exhaustive test-oldest test-newest lint format wheels docs-check bench bench-quick mutants parity accelerators plan-record gpu-check clean
 
 help:
 	@echo "make run          train --preset $(PRESET): K-FAC beside AdamW, checkpoint and report"
@@ -37,6 +37,7 @@ help:
 	@echo "make wheels       sdist and wheel in clean environments: Python 3.11 to 3.13, oldest and newest jax"
 	@echo "make docs-check   README blocks, docstring examples, notebooks"
 	@echo "make bench        time and bytes of (gradient + factors) / gradient"
+	@echo "make bench-quick  cost of factors, steps, decomposition and adapters against the record, two minutes"
 	@echo "make mutants      200 one-line mutants of the core against its tests: hours, goes on where it stopped"
 	@echo "make parity       jaxkfac against torch_ref, number by number: parity_report.md, .html"
 	@echo "make accelerators  every step compiled for an H100, eight of them and a TPU v5e; none is needed"
@@ -138,6 +139,9 @@ docs-check: $(VENV)/.stamp-test
 
 bench: $(VENV)/.stamp-run
 	$(BIN)/python -m benchmarks.factors
+
+bench-quick: $(VENV)/.stamp-run
+	$(BIN)/python -m benchmarks.quick
 
 # Delete benchmarks/results/mutants.json to draw from the last commit; what survives meets the tests
 # of every later commit in which this runs. MUTANTS_ARGS=FILE takes another record.

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
+import jaxkfac as jk
 from jaxkfac._errors import JaxkfacError
 from jaxkfac.cli._devices import ONE_DEVICE, RunDevices
 from jaxkfac.cli._interrupts import interrupts_deferred
@@ -26,6 +27,7 @@ from jaxkfac.data import Digits, epoch_batches, num_batches, shift_batch
 from jaxkfac.report import EpochRecord, RunRecords
 
 PyTree = Any
+Row = tuple[Int[Array, "*micro batch"], Int[Array, "*micro"]]  # examples, and numbers for keys
 
 
 class NonFiniteLossError(JaxkfacError, FloatingPointError):
@@ -66,28 +68,52 @@ def make_epoch(
     micro-batches.
     """
     seed = jax.random.key(experiment.seed)
+    adapts = factors and experiment.kfac.adapts
 
-    def micro_step(
-        carry: tuple[PyTree, PyTree],
-        row: tuple[Int[Array, " batch"], Int[Array, ""]],
-        train: Digits,
-    ) -> tuple[tuple[PyTree, PyTree], tuple[Float[Array, ""], Float[Array, ""]]]:
-        params, state = carry
+    def batch_of(row: Row, train: Digits) -> tuple[tuple[Array, Array], Array]:
         indices, number = row
         shift_key, label_key = jax.random.split(jax.random.fold_in(seed, number))
         images = shift_batch(shift_key, train.images[indices], experiment.max_shift)
-        batch = (images, train.labels[indices])
+        return (images, train.labels[indices]), label_key
+
+    def of_group(params: PyTree, group: Any) -> dict[str, Any]:
+        """What an adapting update is told of the loss of all its micro-batches."""
+        objective = problem.objective
+        return {
+            "value": objective(params, group),
+            "value_fn": lambda params: objective(params, group),
+            "curvature": jk.operators.ggn(objective, params, group),
+        }
+
+    def micro_step(
+        carry: tuple[PyTree, PyTree], row: Row, train: Digits, group: Any = None
+    ) -> tuple[tuple[PyTree, PyTree], tuple[Float[Array, ""], Float[Array, ""]]]:
+        params, state = carry
+        batch, label_key = batch_of(row, train)
         if factors:
             loss, grads, statistics = problem.statistics(params, batch, key=label_key)
-            updates, state = tx.update(grads, state, params, factors=statistics)
+            model = of_group(params, group) if adapts else {}
+            updates, state = tx.update(grads, state, params, factors=statistics, **model)
         else:
             loss, grads = jax.value_and_grad(problem.objective)(params, batch)
-            updates, state = tx.update(grads, state, params, terms=len(indices))
+            updates, state = tx.update(grads, state, params, terms=len(batch[1]))
         return (optax.apply_updates(params, updates), state), (loss, gradient_norm(grads))
+
+    def update(carry: Any, rows: Row, train: Digits) -> Any:
+        """All micro-steps of one update, whose examples are known to each of them."""
+        batches, _ = jax.vmap(lambda row: batch_of(row, train))(rows)
+        group = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batches)
+        return jax.lax.scan(lambda carry, row: micro_step(carry, row, train, group), carry, rows)
 
     def epoch(
         params: PyTree, state: PyTree, rows: Array, numbers: Array, train: Digits
     ) -> tuple[PyTree, PyTree, Float[Array, "2 updates"]]:
+        if adapts:
+            (params, state), found = jax.lax.scan(
+                lambda carry, row: update(carry, row, train), (params, state), (rows, numbers)
+            )
+            means = [x.mean(axis=1) for x in found]
+            return params, state, jnp.stack([x.astype(means[0].dtype) for x in means])
         flat = (rows.reshape(-1, rows.shape[-1]), numbers.reshape(-1))
         (params, state), found = jax.lax.scan(
             lambda carry, row: micro_step(carry, row, train), (params, state), flat
@@ -186,6 +212,7 @@ def train(
     epoch = make_epoch(experiment, problem, tx, factors=name == "kfac")
     evaluate, compiled = make_evaluation(problem), {}
     rate = learning_rate(name, experiment, total)
+    chosen = name == "kfac" and experiment.kfac.quadratic  # at each update, by no schedule
 
     def rows_from(step: int) -> tuple[Array, Array]:
         rows, numbers = epoch_rows(experiment, problem, step, total)
@@ -209,13 +236,13 @@ def train(
             jax.block_until_ready(found)
             seconds = time.perf_counter() - started
             settled = devices.processes.settled
-            evaluated = [settled(evaluate(params, x)) for x in (problem.train, problem.test)]
-            rates = rate(jnp.arange(state.step, step))
+            evaluated = [settled(evaluate(params, x)) for x in problem.data]
+            rates = [] if chosen else rate(jnp.arange(state.step, step))
             (losses, norms), rates, evaluated, skipped = jax.device_get(
                 (found, rates, evaluated, skipped_updates(optimizer))
             )
-            (train_loss, train_accuracy), (test_loss, test_accuracy) = (
-                map(float, x) for x in evaluated
+            (train_loss, train_accuracy), validation, (test_loss, test_accuracy) = (
+                tuple(map(float, x)) for x in evaluated
             )
             if not (math.isfinite(train_loss) and math.isfinite(losses[-1])):
                 message = _explain(name, state.step, losses, int(skipped), experiment)
@@ -229,13 +256,15 @@ def train(
                 train_accuracy=train_accuracy,
                 test_loss=test_loss,
                 test_accuracy=test_accuracy,
+                validation_loss=validation[0],
+                validation_accuracy=validation[1],
             )
             records = records._replace(
                 losses=[*records.losses, *(float(x) for x in losses)],
                 epochs=[*records.epochs, measured],
                 skipped=int(skipped),
                 gradient_norms=[*records.gradient_norms, *finite_or_none(norms.tolist())],
-                learning_rates=[*records.learning_rates, *rates.tolist()],
+                learning_rates=[*records.learning_rates, *map(float, rates)],
             )
             state = TrainState(params, optimizer, step, records)
             each_epoch(state)
@@ -249,9 +278,12 @@ def _explain(
     step = first + int(bad[0]) if len(bad) else first + len(losses)
     value = losses[bad[0]] if len(bad) else "not finite on the whole training set"
     rate = getattr(experiment, name).learning_rate
+    less = f"--{name}.learning-rate {rate / 3:.2g}"
+    damping = f"--kfac.damping {experiment.kfac.damping * 10:.2g}"
+    if name == "kfac":
+        less = damping if experiment.kfac.quadratic else f"{less} or {damping}"
     return (
         f"the loss of {name} is {value} at step {step} and did not recover; "
         f"{skipped} non-finite micro-batches or updates were skipped. "
-        f"The last checkpoint is from before. Try --{name}.learning-rate {rate / 3:.2g}"
-        + (f" or --kfac.damping {experiment.kfac.damping * 10:.2g}" if name == "kfac" else "")
+        f"The last checkpoint is from before. Try {less}"
     )

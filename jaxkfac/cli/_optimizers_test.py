@@ -4,6 +4,7 @@ from typing import get_args
 
 import jaxkfac as jk
 from jaxkfac.cli._optimizers import DampingMode, KfacOptions
+from jaxkfac.cli._options import DigitsKfacOptions
 from jaxkfac.linalg import DampingMode as LibraryDampingMode
 
 
@@ -15,6 +16,17 @@ def test_every_option_of_kfac_has_the_librarys_name_and_default():
         name: library[name].default for name in own
     }
     assert KfacOptions(1.0).arguments().keys() == own.keys()
+
+
+def test_what_the_model_chooses_is_not_given():
+    options = DigitsKfacOptions(0.1, damping=2.0, norm_constraint=1.0, quadratic=True)
+    found = dataclasses.replace(options, adapt_damping=True).arguments()
+    assert found["learning_rate"] == found["momentum"] == "quadratic"
+    assert found["norm_constraint"] is None and found["damping"].initial == 2.0
+    assert (
+        not DigitsKfacOptions(0.1).adapts
+        and "learning_rate" not in DigitsKfacOptions(0.1).arguments()
+    )
 
 
 def test_the_damping_modes_are_the_librarys():

@@ -24,7 +24,8 @@ class DigitsProblem(NamedTuple):
 
     Attributes:
         train: Images and labels to learn from.
-        test: Images and labels held out.
+        validation: Images and labels held out, by which settings are chosen and times told.
+        test: Others, by which nothing is chosen.
         apply_fn: ``apply_fn(params, images) -> logits``.
         initial: ``initial() -> params``, the same values each time. Training takes their memory
             over, so every run makes its own.
@@ -35,6 +36,7 @@ class DigitsProblem(NamedTuple):
     """
 
     train: Digits
+    validation: Digits
     test: Digits
     apply_fn: Callable[..., Any]
     initial: Callable[[], PyTree]
@@ -43,17 +45,29 @@ class DigitsProblem(NamedTuple):
     statistics: Any
     like: Any
 
+    @property
+    def data(self) -> tuple[Digits, Digits, Digits]:
+        """Training, validation and test set."""
+        return self.train, self.validation, self.test
+
+    def with_data(self, data: tuple[Digits, Digits, Digits]) -> "DigitsProblem":
+        """The same on other arrays."""
+        return self._replace(train=data[0], validation=data[1], test=data[2])
+
 
 def digits_problem(experiment: Experiment) -> DigitsProblem:
     """The vision transformer on the handwritten digits."""
     problem = digits_on_host(experiment)
-    train, test = jax.tree.map(jnp.asarray, (problem.train, problem.test))
-    return problem._replace(train=train, test=test)
+    return problem.with_data(jax.tree.map(jnp.asarray, problem.data))
 
 
 def digits_on_host(experiment: Experiment) -> DigitsProblem:
     """The same with its data on the host: nothing is on the device."""
-    train, test = (load_digits(split, seed=experiment.seed) for split in ("train", "test"))
+    held_out: dict[str, Any] = {"test_fraction": 0.1, "validation_fraction": 0.1}
+    train, validation, test = (
+        load_digits(split, seed=experiment.seed, **held_out)
+        for split in ("train", "validation", "test")
+    )
     config = VisionTransformerConfig(**dataclasses.asdict(experiment.model))
 
     def model() -> VisionTransformer:
@@ -70,7 +84,9 @@ def digits_on_host(experiment: Experiment) -> DigitsProblem:
     def initial() -> PyTree:
         return jk.from_nnx(model())[1]
 
-    return DigitsProblem(train, test, apply_fn, initial, shapes, objective, statistics, like)
+    return DigitsProblem(
+        train, validation, test, apply_fn, initial, shapes, objective, statistics, like
+    )
 
 
 def find_layers(problem: DigitsProblem) -> Any:
@@ -97,12 +113,8 @@ def build_optimizer(
     schedule = learning_rate(name, experiment, num_updates)
     if name == "kfac":
         options = experiment.kfac
-        tx = jk.kfac(
-            schedule,
-            like=problem.like,
-            distribute=distribute,
-            **options.arguments(),
-        )
+        arguments: dict[str, Any] = {"learning_rate": schedule} | options.arguments()
+        tx = jk.kfac(like=problem.like, distribute=distribute, **arguments)
     else:
         options = experiment.adamw
         tx = optax.chain(

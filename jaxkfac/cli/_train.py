@@ -1,5 +1,6 @@
 """`jaxkfac train`: both optimizers on the same examples, checkpoints, report."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,11 @@ from jaxkfac.report import (
     RunRecords,
     SpectrumRecord,
     coverage_rows,
+    race_sentence,
     report_page,
     runs_table,
+    seeds_page,
+    seeds_table,
     spectrum_records,
     versions,
 )
@@ -35,12 +39,53 @@ PyTree = Any
 
 
 def run_train(arguments: TrainArguments) -> None:
-    """Train, write what the run has to show, and print the summary."""
+    """Train, write what the run has to show, and print the summary.
+
+    Several seeds are so many runs, each in a folder of its own, and a page about all of them.
+    """
+    if arguments.seeds < 1:
+        raise ValueError(f"seeds must be at least 1, not {arguments.seeds}")
     with run_processes(arguments) as processes:
-        _run(arguments, processes)
+        if arguments.seeds == 1:
+            summary, runs, devices = _run(arguments, processes)
+            if processes.first:
+                _print(arguments, summary, runs, devices)
+            return
+        summaries, found = {}, []
+        for seed in range(arguments.experiment.seed, arguments.experiment.seed + arguments.seeds):
+            summary, runs, _ = _run(_of_seed(arguments, seed), processes)
+            summaries[str(seed)] = summary
+            found.append(runs)
+        if processes.first:
+            _write_seeds(arguments, summaries, found)
 
 
-def _run(arguments: TrainArguments, processes: RunProcesses) -> None:
+def _of_seed(arguments: TrainArguments, seed: int) -> TrainArguments:
+    experiment = dataclasses.replace(arguments.experiment, seed=seed)
+    output = arguments.output / f"seed-{seed}"
+    return dataclasses.replace(arguments, experiment=experiment, output=output)
+
+
+def _write_seeds(
+    arguments: TrainArguments, summaries: dict[str, Any], found: list[dict[str, RunRecords]]
+) -> None:
+    runs = {name: [one[name] for one in found] for name in found[0]}
+    page = arguments.output / "report.html"
+    text = seeds_page(runs, folders={seed: f"seed-{seed}/report.html" for seed in summaries})
+    write_text(page, text, "the report")
+    if arguments.json:
+        print(json.dumps({"seeds": summaries, "report": str(page)}))
+        return
+    console = Console()
+    console.print(seeds_table(runs))
+    console.print(race_sentence(runs), highlight=False)
+    console.print(f"report: {page}", soft_wrap=True, highlight=False)
+
+
+def _run(
+    arguments: TrainArguments, processes: RunProcesses
+) -> tuple[dict[str, Any], dict[str, RunRecords], RunDevices]:
+    summary: dict[str, Any] = {}
     experiment, output = arguments.experiment, arguments.output
     names: tuple[Optimizer, ...] = (
         ("kfac", "adamw") if arguments.optimizer == "both" else (arguments.optimizer,)
@@ -61,9 +106,7 @@ def _run(arguments: TrainArguments, processes: RunProcesses) -> None:
         loading = processes.together("loading data and model")
         with jk.memory.track("data and model"), phase("loading data and model"), loading:
             problem = digits_problem(experiment)
-            data = devices.whole((problem.train, problem.test))
-            problem = problem._replace(train=data[0], test=data[1])
-            del data
+            problem = problem.with_data(devices.whole(problem.data))
         for name in names:
             with jk.memory.track(f"train with {name}"), phase(f"training with {name}"):
                 finals[name] = train_one(name, problem, arguments, devices)
@@ -75,7 +118,7 @@ def _run(arguments: TrainArguments, processes: RunProcesses) -> None:
     with phase("writing the report"), processes.together("writing the report"):
         if processes.first:
             summary = _write_results(output, experiment, problem, runs, spectra, stages, kept)
-            _print(arguments, summary, runs, devices)
+    return summary, runs, devices
 
 
 def _print(
@@ -89,6 +132,7 @@ def _print(
         return
     console = Console()
     console.print(runs_table(runs))
+    console.print(race_sentence({name: [run] for name, run in runs.items()}), highlight=False)
     if devices.mesh is not None:
         for name, run in runs.items():
             line = devices_line(name, run.samples_per_second, summary["devices"][name])
@@ -152,8 +196,9 @@ def _write_results(
     write_text(output / "metrics.json", text, "the measurements of the run")
     page = report_page(
         title="A vision transformer on handwritten digits",
-        lead=f"{sum(sizes.values()):,} parameters, {len(problem.train.labels)} training and "
-        f"{len(problem.test.labels)} held-out images of 8 × 8 pixels.",
+        lead=f"{sum(sizes.values()):,} parameters, {len(problem.train.labels)} training, "
+        f"{len(problem.validation.labels)} validation and {len(problem.test.labels)} test images "
+        "of 8 × 8 pixels.",
         runs=runs,
         spectra=spectra,
         coverage=coverage,

@@ -16,7 +16,7 @@ from jaxkfac.cli._devices import ONE_DEVICE, RunDevices
 from jaxkfac.cli._held_once import check_held_once
 from jaxkfac.cli._loop import TrainState, total_updates, train, updates_per_epoch
 from jaxkfac.cli._optimizers import Optimizer
-from jaxkfac.cli._options import TrainArguments
+from jaxkfac.cli._options import OLDER, TrainArguments
 from jaxkfac.cli._problem import DigitsProblem, build_optimizer
 from jaxkfac.cli._progress import progress, time_left
 from jaxkfac.cli._run_state import as_config, flatten_state, is_whole, restore_state
@@ -88,9 +88,10 @@ def _train_to_the_end(
         def each_epoch(state: TrainState) -> None:
             before, latest[0] = latest[0], state
             last = state.records.epochs[-1]
-            norm, rate = state.records.gradient_norms[-1], state.records.learning_rates[-1]
             told = f"loss {last.train_loss:.4f}  test {last.test_accuracy:.2%}"
-            shown.advance(state.step, f"{told}  rate {rate:.2g}  gradient {number(norm)}")
+            told += "".join(f"  rate {rate:.2g}" for rate in state.records.learning_rates[-1:])
+            norm = number(state.records.gradient_norms[-1])
+            shown.advance(state.step, f"{told}  gradient {norm}")
             if before.step == first and state.step < total:
                 spent = last.seconds - sum(x.seconds for x in before.records.epochs[-1:])
                 shown.say(time_left(spent / (state.step - first), total - state.step))
@@ -121,7 +122,7 @@ def _start(
     if folder is not None and find_checkpoint(folder):
         stored = load_checkpoint(folder)
         template = jax.eval_shape(tx.init, problem.shapes)
-        params, optimizer = restore_state(stored, problem.shapes, template, config)
+        params, optimizer = restore_state(stored, problem.shapes, template, config, lacking=OLDER)
         return TrainState(params, optimizer, stored.step, RunRecords.from_plain(stored.records))
     params = problem.initial()
     return TrainState(params, tx.init(params), 0, RunRecords([], []))

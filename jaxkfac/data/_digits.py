@@ -20,24 +20,30 @@ class Digits(NamedTuple):
 
 
 def load_digits(
-    split: Literal["train", "test", "all"] = "all", *, seed: int = 0, test_fraction: float = 0.2
+    split: Literal["train", "validation", "test", "all"] = "all",
+    *,
+    seed: int = 0,
+    test_fraction: float = 0.2,
+    validation_fraction: float = 0.0,
 ) -> Digits:
     """The 1797 digits of the UCI repository, 8 x 8 pixels, scaled to [0, 1].
 
     The split is stratified: every class gives the same fraction of its examples to the
-    test set. The same ``seed`` gives the same split on every machine, and ``"train"`` and
-    ``"test"`` of one seed are disjoint and together everything.
+    test set, and to the validation set. The same ``seed`` gives the same split on every machine,
+    and ``"train"``, ``"validation"`` and ``"test"`` of one seed are disjoint and together
+    everything. The training set depends on the sum of the two fractions alone.
 
     Args:
         split: Which part.
         seed: Of the split; ``"all"`` ignores it and keeps the file's order.
-        test_fraction: Part of each class that is held out, in (0, 1).
+        test_fraction: Part of each class that is held out for the test set, in (0, 1).
+        validation_fraction: And for the validation set, in [0, 1); below 1 with the other.
 
     Returns:
         Images ``(examples, 8, 8)`` float32 and labels ``(examples,)`` int32.
 
     Raises:
-        ValueError: ``split`` or ``test_fraction`` is out of range, or the embedded file
+        ValueError: ``split`` or a fraction is out of range, or the embedded file
             does not have the digest ``DIGITS_SHA256``.
 
     Example:
@@ -49,21 +55,27 @@ def load_digits(
         E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine
         Learning Repository, 1998, https://doi.org/10.24432/C50P49, CC BY 4.0.
     """
-    if split not in ("train", "test", "all"):
-        raise ValueError(f'split must be "train", "test" or "all", not {split!r}')
+    if split not in ("train", "validation", "test", "all"):
+        raise ValueError(f'split must be "train", "validation", "test" or "all", not {split!r}')
     if not 0.0 < test_fraction < 1.0:
         raise ValueError(f"test_fraction must lie in (0, 1), not {test_fraction}")
+    if not 0.0 <= validation_fraction < 1.0 - test_fraction:
+        raise ValueError(
+            f"validation_fraction must lie in [0, {1.0 - test_fraction:g}), beside "
+            f"test_fraction={test_fraction:g}, not {validation_fraction}"
+        )
     pixels, classes = _read()
     images, labels = pixels.astype(np.float32) / np.float32(16), classes.astype(np.int32)
     if split == "all":
         return Digits(images, labels)
     rng = np.random.Generator(np.random.Philox(seed))
-    held_out = np.zeros(len(labels), bool)
+    parts = np.full(len(labels), "train", dtype="<U10")
     for label in range(10):
         members = rng.permutation(np.flatnonzero(labels == label))
-        held_out[members[: round(test_fraction * len(members))]] = True
-    chosen = held_out if split == "test" else ~held_out
-    return Digits(images[chosen], labels[chosen])
+        held_out = members[: round((test_fraction + validation_fraction) * len(members))]
+        parts[held_out] = "test"
+        parts[held_out[: round(validation_fraction * len(members))]] = "validation"
+    return Digits(images[parts == split], labels[parts == split])
 
 
 def _read() -> tuple[np.ndarray, np.ndarray]:

@@ -20,7 +20,7 @@ def targets_of(likelihood):
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=repr)
-def test_columns_of_the_fisher_root_make_the_hessian_of_a_term(likelihood):
+def test_fisher_columns_and_products_are_those_of_the_hessian_of_a_term(likelihood):
     y, targets = outputs(), targets_of(likelihood)
     columns = [likelihood.fisher_column(y, jnp.asarray(c)) for c in range(4)]
     fisher = sum(jnp.einsum("ntc,ntd->ntcd", s, s) for s in columns)
@@ -30,6 +30,10 @@ def test_columns_of_the_fisher_root_make_the_hessian_of_a_term(likelihood):
 
     hessian = jax.vmap(jax.vmap(jax.hessian(term)))(y, targets)
     np.testing.assert_allclose(fisher, hessian, rtol=1e-12, atol=1e-15)
+    vector = jax.random.normal(jax.random.key(3), y.shape)
+    product = jnp.einsum("ntcd,ntd->ntc", hessian, vector)
+    found = likelihood.fisher_product(y, vector)
+    np.testing.assert_allclose(found, product, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=repr)
@@ -46,9 +50,10 @@ def test_gradients_at_sampled_labels_have_the_fisher_as_second_moment(likelihood
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=repr)
-def test_fisher_columns_keep_the_dtype_of_the_outputs(likelihood, dtype):
+def test_fisher_columns_and_products_keep_the_dtype_of_the_outputs(likelihood, dtype):
     y = outputs().astype(dtype)
     assert likelihood.fisher_column(y, jnp.asarray(1)).dtype == dtype
+    assert likelihood.fisher_product(y, y).dtype == dtype
 
 
 @pytest.mark.parametrize("bad", [-1, 4])

@@ -126,10 +126,38 @@ class Head(NamedTuple):
             column = jnp.where(self.mask[..., None], column, jnp.zeros((), column.dtype))
         return column.reshape(self.outputs.shape)
 
+    def fisher_product(self, vector: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Each term's Fisher times a vector like the outputs, 0 at masked terms."""
+        if not _has_product(type(self.likelihood)):
+            return self._product_by_columns(vector)
+        head = self.with_one_output()
+        found = self.likelihood.fisher_product(head.outputs, vector.reshape(head.outputs.shape))
+        if self.mask is not None:
+            found = jnp.where(self.mask[..., None], found, jnp.zeros((), found.dtype))
+        return found.reshape(self.outputs.shape)
+
+    def _product_by_columns(self, vector: Float[Array, "..."]) -> Float[Array, "..."]:
+        def add(index: Array, total: Array) -> Array:
+            column = self.column(index)
+            along = column * vector
+            return total + column * (along if along.ndim < 2 else along.sum(-1, keepdims=True))
+
+        return jax.lax.fori_loop(0, self.columns, add, jnp.zeros_like(vector))
+
     @property
     def columns(self) -> int:
         """How many columns there are for each term."""
         return 1 if len(self.outputs.shape) < 2 else self.outputs.shape[-1]
+
+
+def _has_product(likelihood: type) -> bool:
+    """Whether it has a product, that is not inherited beside columns of its own."""
+
+    def owner(name: str) -> type | None:
+        return next((kind for kind in likelihood.__mro__ if name in vars(kind)), None)
+
+    product, column = owner("fisher_product"), owner("fisher_column")
+    return product is not None and (column is None or issubclass(product, column))
 
 
 def _expanded(x: Any) -> Any:

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from jaxkfac.curvature import operators
-from jaxkfac.factors import Bernoulli, Gaussian, Objective, value_grad_and_factors
+from jaxkfac.factors import Bernoulli, Categorical, Gaussian, Objective, value_grad_and_factors
+from jaxkfac.interception import mark_outputs
 from jaxkfac.optim import LevenbergMarquardt, kfac, multi_steps
 
 N, SIZES = 24, (4, 5, 3)
@@ -582,3 +583,38 @@ def test_inner_products_are_those_of_products():
         ):
             expected = [[optax.tree.vdot(u, operator @ v) for v in vectors] for u in vectors]
             np.testing.assert_allclose(operator.inner_products(vectors), expected, rtol=1e-12)
+
+
+class Precise(Gaussian):
+    """Of variance a quarter: the columns are its own, and no product is."""
+
+    def fisher_column(self, outputs, index):
+        return 2 * super().fisher_column(outputs, index)
+
+
+def test_a_subclass_with_columns_of_its_own_has_their_product():
+    def loss(likelihood):
+        return lambda params, x: mark_outputs(network(params, x), likelihood).sum()
+
+    _, _, _, params, (x, _) = problem()
+    plain, precise = (operators.ggn(loss(p), params, x) for p in (Gaussian(), Precise()))
+    expected = jax.tree.map(lambda v: 4 * v, plain @ params)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-12), precise @ params, expected
+    )
+
+
+@pytest.mark.parametrize("likelihood", [Gaussian(), Bernoulli(), Categorical()])
+def test_inner_products_of_a_marked_loss_are_those_of_products(likelihood):
+    _, _, _, params, (x, _) = problem()
+    mask = jnp.arange(N) % 3 > 0
+
+    def loss(params, x):
+        marked = mark_outputs(network(params, x), likelihood, weight=0.3, mask=mask)
+        first = mark_outputs(network(params, x[:5])[:, 0], Gaussian(), weight=2.0)
+        return marked.sum() + first.sum()
+
+    vectors = [jax.tree.map(jnp.sin, params), jax.tree.map(jnp.cos, params)]
+    operator = operators.ggn(loss, params, x)
+    expected = [[optax.tree.vdot(u, operator @ v) for v in vectors] for u in vectors]
+    np.testing.assert_allclose(operator.inner_products(vectors), expected, rtol=1e-12)

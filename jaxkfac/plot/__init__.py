@@ -9,12 +9,12 @@ from jaxkfac.plot._coverage import coverage
 from jaxkfac.plot._nonlinearities import nonlinearities
 from jaxkfac.plot._plan import plan
 from jaxkfac.plot._spectra import spectra
-from jaxkfac.plot._style import INK, MUTED, RC, RULE, SIDES
+from jaxkfac.plot._style import FIGURE_STYLE, INK, MUTED, RULE, SIDES
 
 __all__ = [
+    "FIGURE_STYLE",
     "INK",
     "MUTED",
-    "RC",
     "RULE",
     "SIDES",
     "calibration",

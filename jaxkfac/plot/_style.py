@@ -7,7 +7,7 @@ from typing import Any
 INK, MUTED, RULE = "#1c2733", "#6b7885", "#d9dee3"
 SIDES = {"A": "#1f5a92", "G": "#8a3b52", "diagonal": "#4d7358"}
 
-RC: dict[Any, Any] = {
+FIGURE_STYLE: dict[Any, Any] = {
     "font.size": 9,
     "font.family": "sans-serif",
     "text.color": INK,
@@ -53,5 +53,5 @@ def drawing(ax: Any, *, height: float = 3.2) -> Iterator[Any]:
     if ax is not None:
         yield ax
         return
-    with mpl.rc_context(RC):
+    with mpl.rc_context(FIGURE_STYLE):
         yield pyplot.subplots(figsize=(6.4, height), layout="constrained")[1]

@@ -16,15 +16,19 @@ from jaxkfac.report._finetune_records import (
 )
 from jaxkfac.report._finetune_tables import finetune_table
 from jaxkfac.report._html import report_page
+from jaxkfac.report._race import race_sentence
 from jaxkfac.report._ranks_figure import ranks_figure
 from jaxkfac.report._records import EpochRecord, RunRecords
+from jaxkfac.report._seeds import seeds_page, seeds_table
 from jaxkfac.report._spectra import SpectrumRecord, spectrum_records
 from jaxkfac.report._spectra_figure import spectra_figure
+from jaxkfac.report._style import FIGURE_STYLE, svg_bytes
 from jaxkfac.report._tables import coverage_table, runs_table, spectra_table
 from jaxkfac.report._terminal import terminal_table
 from jaxkfac.report._versions import versions
 
 __all__ = [
+    "FIGURE_STYLE",
     "CapacityReport",
     "CoverageRow",
     "EpochRecord",
@@ -47,12 +51,16 @@ __all__ = [
     "mean_loss",
     "model_table",
     "only_in_one",
+    "race_sentence",
     "ranks_figure",
     "report_page",
     "runs_table",
+    "seeds_page",
+    "seeds_table",
     "spectra_figure",
     "spectra_table",
     "spectrum_records",
+    "svg_bytes",
     "terminal_table",
     "versions",
 ]

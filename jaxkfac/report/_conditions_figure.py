@@ -7,7 +7,7 @@ from typing import Any
 from jaxkfac._text import shortened
 from jaxkfac.report._families import FactorFamily, ends, families
 from jaxkfac.report._spectra import SpectrumRecord
-from jaxkfac.report._style import MUTED, RC, SIDES, svg_bytes
+from jaxkfac.report._style import FIGURE_STYLE, MUTED, SIDES, svg_bytes
 
 _SIDE_TEXT = {"A": "A", "G": "G", "diagonal": "diag."}
 
@@ -31,7 +31,7 @@ def conditions_figure(records: Sequence[SpectrumRecord]) -> bytes:
     infinite = any(record.condition_raw is None for record in records)
     last = math.ceil(math.log10(high) + 1e-9)
     edge = 10.0 ** (last + max(1, round(0.06 * last)))
-    with mpl.rc_context(RC):
+    with mpl.rc_context(FIGURE_STYLE):
         depths = max((len(family.members) for family in rows), default=1)
         height = (0.16 + 0.02 * min(depths, 24)) * len(rows)
         figure = Figure(figsize=(9.2, height + 1.1), layout="constrained")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from jaxkfac.report._records import RunRecords
-from jaxkfac.report._style import INK, OPTIMIZERS, RC, RULE, svg_bytes
+from jaxkfac.report._style import FIGURE_STYLE, INK, OPTIMIZERS, RULE, svg_bytes
 
 
 def curves_figure(runs: Mapping[str, RunRecords]) -> bytes:
@@ -19,7 +19,7 @@ def curves_figure(runs: Mapping[str, RunRecords]) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FormatStrFormatter
 
-    with mpl.rc_context(RC):
+    with mpl.rc_context(FIGURE_STYLE):
         figure = Figure(figsize=(9.2, 5.4), layout="constrained")
         axes = figure.subplots(2, 2, sharex="col", sharey="row")
         for name, run in runs.items():

@@ -8,7 +8,7 @@ import numpy as np
 from jaxkfac.lslora import Nonlinearity
 from jaxkfac.report._families import joined
 from jaxkfac.report._finetune_records import FinetuneRecords, FourierRecord
-from jaxkfac.report._style import INK, RC, RULE, svg_bytes
+from jaxkfac.report._style import FIGURE_STYLE, INK, RULE, svg_bytes
 
 _COLORS = ("#1f5a92", "#c8752d", "#4d7358", "#8a3b52", "#6d5f9c", "#7a6a3f")
 
@@ -18,7 +18,7 @@ def finetune_loss_figure(records: FinetuneRecords) -> bytes:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(RC):
+    with mpl.rc_context(FIGURE_STYLE):
         figure = Figure(figsize=(9.2, 3.0), layout="constrained")
         axis = figure.subplots()
         steps = np.arange(len(records.losses)) + 1
@@ -49,7 +49,7 @@ def fourier_figure(records: Sequence[FourierRecord], phi: Nonlinearity) -> bytes
         "sigma": "σ",
         "saturated": f"saturated: part with {phi.saturated_formula.partition(',')[0]}",
     }
-    with mpl.rc_context(RC):
+    with mpl.rc_context(FIGURE_STYLE):
         figure = Figure(figsize=(9.2, 5.2), layout="constrained")
         axes = figure.subplots(2, 2, sharex=True).flat
         for axis, (name, title) in zip(axes, panels.items()):
@@ -70,7 +70,7 @@ def coefficients_figure(records: Sequence[FourierRecord], phi: Nonlinearity) -> 
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(RC):
+    with mpl.rc_context(FIGURE_STYLE):
         figure = Figure(figsize=(9.2, 2.6), layout="constrained")
         axes = figure.subplots(1, len(phi.initial), sharex=True, sharey=True, squeeze=False)[0]
         for number, (axis, start) in enumerate(zip(axes, phi.initial)):

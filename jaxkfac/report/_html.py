@@ -14,6 +14,7 @@ from jaxkfac.report._curve_panels import curve_panels_html
 from jaxkfac.report._factor_panels import factor_panels_html
 from jaxkfac.report._html_parts import table_html
 from jaxkfac.report._page import page_html
+from jaxkfac.report._race import TO_TARGET, at_target, race_sentence
 from jaxkfac.report._records import RunRecords
 from jaxkfac.report._spectra import SpectrumRecord
 from jaxkfac.report._style import OPTIMIZERS
@@ -67,7 +68,10 @@ def report_page(
     if stages:
         parts += ["<h2>Memory</h2>", _host_memory(host_memory or {}), _stages(stages)]
     parts += ["<h2>Configuration</h2>", _pairs(_flat(config)), _pairs(versions.items())]
-    return page_html(title, lead, parts, answer=answer or train_answer(runs, num_test))
+    if runs and not answer:
+        first_at = race_sentence({name: [run] for name, run in runs.items()})
+        answer = [first_at, *train_answer(runs, num_test)]
+    return page_html(title, lead, parts, answer=answer)
 
 
 def _cards(runs: Mapping[str, RunRecords]) -> str:
@@ -132,6 +136,7 @@ def _runs(runs: Mapping[str, RunRecords]) -> str:
         rows.append(
             [
                 OPTIMIZERS[name][0],
+                *at_target([run]),
                 str(last.step),
                 str(last.examples),
                 f"{last.train_loss:.4f}",
@@ -144,7 +149,7 @@ def _runs(runs: Mapping[str, RunRecords]) -> str:
                 str(run.skipped),
             ]
         )
-    head = ["optimizer", "updates", "examples", "train loss", "test loss", "train acc.",
+    head = ["optimizer", *TO_TARGET, "updates", "examples", "train loss", "test loss", "train acc.",
             "test acc.", "samples/s", "training", "compiling", "skipped"]  # fmt: skip
     return table_html(head, rows, text=1)
 

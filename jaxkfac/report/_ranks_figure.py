@@ -7,7 +7,7 @@ from typing import Any
 from jaxkfac._text import shortened
 from jaxkfac.report._families import FactorFamily, families
 from jaxkfac.report._spectra import SpectrumRecord
-from jaxkfac.report._style import MUTED, RC, SIDES, svg_bytes
+from jaxkfac.report._style import FIGURE_STYLE, MUTED, SIDES, svg_bytes
 
 COLUMNS = 4
 _LABELS = {"A": "A, inputs", "G": "G, output gradients", "diagonal": "diagonal"}
@@ -30,7 +30,7 @@ def ranks_figure(records: Sequence[SpectrumRecord]) -> bytes:
     panels: dict[str, list[FactorFamily]] = {}
     for family in families(records, shared_once=False):
         panels.setdefault(family.title, []).append(family)
-    with mpl.rc_context(RC):
+    with mpl.rc_context(FIGURE_STYLE):
         rows = max(math.ceil(len(panels) / COLUMNS), 1)
         figure = Figure(figsize=(9.2, 1.5 * rows + 0.8), layout="constrained")
         axes = figure.subplots(rows, COLUMNS, squeeze=False, sharey=True)

@@ -15,6 +15,8 @@ class EpochRecord(NamedTuple):
         train_accuracy: Likewise, in [0, 1].
         test_loss: Mean over the test set, nats.
         test_accuracy: In [0, 1].
+        validation_loss: Mean over the validation set, nats; ``None`` in older records.
+        validation_accuracy: In [0, 1]; likewise.
     """
 
     step: int
@@ -24,6 +26,8 @@ class EpochRecord(NamedTuple):
     train_accuracy: float
     test_loss: float
     test_accuracy: float
+    validation_loss: float | None = None
+    validation_accuracy: float | None = None
 
 
 class RunRecords(NamedTuple):

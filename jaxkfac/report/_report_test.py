@@ -19,8 +19,10 @@ from jaxkfac.report import (
     coverage_table,
     curves_figure,
     factor_figures,
+    race_sentence,
     report_page,
     runs_table,
+    seeds_page,
     spectra_table,
     versions,
 )
@@ -133,6 +135,48 @@ def test_tables_print_every_record(runs, spectra, coverage):
     text = capture.get()
     for word in ("K-FAC", "AdamW", "blocks/gate/kernel", "diagonal", "uncovered"):
         assert word in text
+
+
+def run_with(*errors):
+    """A run of 2 updates and half a second an epoch, with these errors on the validation set."""
+    epochs = [
+        EpochRecord(2 * i, 64 * i, 0.5 * i, 1.0, 0.9, 1.0, 0.9, 1.0, 1 - error)
+        for i, error in enumerate(errors, 1)
+    ]
+    return RunRecords([], epochs)
+
+
+def test_the_sentence_says_who_is_first_in_updates_and_who_in_seconds():
+    early, late = run_with(0.5, 0.03, 0.01), run_with(0.5, 0.04, 0.03)
+    slow = late._replace(epochs=[x._replace(step=1, seconds=9.0) for x in late.epochs])
+    assert race_sentence({"kfac": [early], "adamw": [late]}) == (
+        "K-FAC reaches 3% error on the validation images after 4 updates and 1.0 s; AdamW reaches "
+        "3% error on the validation images after 6 updates and 1.5 s. K-FAC is faster in updates "
+        "and in seconds."
+    )
+    parted = race_sentence({"kfac": [slow], "adamw": [late]})
+    assert parted.endswith("K-FAC is faster in updates, AdamW is faster in seconds.")
+    equal = race_sentence({"kfac": [late], "adamw": [late]})
+    assert equal.endswith("None is faster in updates and in seconds.")
+    seeds = race_sentence({"kfac": [early, late, late], "adamw": [late, run_with(0.5), late]})
+    assert "after 6 updates and 1.5 s (medians of 3 seeds)" in seeds
+    assert seeds.endswith("AdamW does not reach 3% error on the validation images in 1 of 3 seeds.")
+    assert race_sentence({"adamw": [run_with(0.5)]}).startswith("AdamW does not reach 3% error")
+
+
+def test_records_of_earlier_versions_never_reach_a_target(runs):
+    plain = runs["kfac"].to_plain()
+    for epoch in plain["epochs"]:
+        del epoch["validation_loss"], epoch["validation_accuracy"]
+    assert "does not reach" in race_sentence({"kfac": [RunRecords.from_plain(plain)]})
+
+
+def test_several_seeds_are_medians_and_ranges():
+    runs = {"kfac": [run_with(0.5, 0.03), run_with(0.02)], "adamw": [run_with(0.02), run_with(0.5)]}
+    page = seeds_page(runs, folders={"0": "seed-0/report.html", "1": "seed-1/report.html"})
+    assert '<td class="n">3 (2 to 4)</td><td class="n">0.8 (0.5 to 1.0)</td>' in page
+    assert page.count('<td class="n">1 of 2</td>') == 2 and 'href="seed-1/report.html"' in page
+    assert page.index("K-FAC reaches") < page.index("<table>")
 
 
 def test_records_hold_plain_numbers(spectra):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxkfac.report._spectra import SpectrumRecord
-from jaxkfac.report._style import MUTED, RC, SIDES, svg_bytes
+from jaxkfac.report._style import FIGURE_STYLE, MUTED, SIDES, svg_bytes
 
 COLUMNS = 4
 _TITLES = {"A": "A, inputs", "G": "G, output gradients", "diagonal": "diagonal"}
@@ -25,7 +25,7 @@ def spectra_figure(records: Sequence[SpectrumRecord]) -> bytes:
     from matplotlib.figure import Figure
 
     found = panels(records)
-    with mpl.rc_context(RC):
+    with mpl.rc_context(FIGURE_STYLE):
         rows = max(math.ceil(len(found) / COLUMNS), 1)
         figure = Figure(figsize=(9.2, 1.75 * rows + 0.3), layout="constrained")
         axes = figure.subplots(rows, COLUMNS, squeeze=False)

@@ -4,9 +4,9 @@ import base64
 import io
 from typing import Any
 
-from jaxkfac.plot import INK, MUTED, RC, RULE, SIDES
+from jaxkfac.plot import FIGURE_STYLE, INK, MUTED, RULE, SIDES
 
-__all__ = ["INK", "MUTED", "OPTIMIZERS", "RC", "RULE", "SIDES", "data_uri", "svg_bytes"]
+__all__ = ["FIGURE_STYLE", "INK", "MUTED", "OPTIMIZERS", "RULE", "SIDES", "data_uri", "svg_bytes"]
 
 OPTIMIZERS = {"kfac": ("K-FAC", "#1f5a92"), "adamw": ("AdamW", "#c8752d")}
 

@@ -6,6 +6,7 @@ from rich.table import Table
 
 from jaxkfac._text import number
 from jaxkfac.report._coverage import CoverageRow, stack_text
+from jaxkfac.report._race import TO_TARGET, at_target
 from jaxkfac.report._records import RunRecords
 from jaxkfac.report._spectra import SpectrumRecord
 from jaxkfac.report._style import OPTIMIZERS
@@ -13,16 +14,16 @@ from jaxkfac.report._terminal import terminal_table
 
 
 def runs_table(runs: Mapping[str, RunRecords]) -> Table:
-    """The last epoch of each run."""
-    head = ["optimizer", "updates", "examples", "train loss", "test acc.", "train s", "compile s"]
+    """When each run is at 3 % error, and its last epoch."""
+    head = ["optimizer", *TO_TARGET, "updates", "train loss", "test acc.", "train s", "compile s"]
     rows = []
     for name, run in runs.items():
         last = run.epochs[-1]
         rows.append(
             [
                 OPTIMIZERS[name][0],
+                *at_target([run]),
                 str(last.step),
-                str(last.examples),
                 f"{last.train_loss:.4f}",
                 f"{last.test_accuracy:.2%}",
                 f"{last.seconds:.1f}",

@@ -1,16 +1,16 @@
 """The Gauss-Newton matrix of a scalar loss that marks its outputs."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from jaxkfac.curvature.operators._exact import chosen_paths, chosen_shapes
 from jaxkfac.curvature.operators._operator import Operator
-from jaxkfac.curvature.operators._products import Leaves, fisher_of_terms
+from jaxkfac.curvature.operators._products import Leaves, fisher_of_terms, inner_products
 from jaxkfac.factors import MarkedTerms, takes_key
 from jaxkfac.interception import (
     Marked,
@@ -77,6 +77,9 @@ class MarkedGaussNewton(Operator):
     def product(self, leaves: Leaves) -> Leaves:
         return _product(self, leaves)
 
+    def forms(self, vectors: Sequence[Leaves]) -> Float[Array, "k k"]:
+        return _forms(self, list(vectors))
+
 
 def _call(function: Callable[..., Any], params: PyTree, batch: PyTree, key: Any) -> Any:
     return function(params, batch, key=key) if takes_key(function) else function(params, batch)
@@ -84,9 +87,31 @@ def _call(function: Callable[..., Any], params: PyTree, batch: PyTree, key: Any)
 
 @jax.jit
 def _product(operator: MarkedGaussNewton, leaves: Leaves) -> Leaves:
-    found = leaves_by_path(operator.params)
-    chosen = {path: found[path] for path in operator.leaves}
-    vector = {path: leaves[path].astype(x.dtype) for path, x in chosen.items()}
+    marks, outputs, chosen = _outputs(operator)
+    (vector,) = _cast([leaves], chosen)
+    at, vjp, out = jax.vjp(outputs, chosen, has_aux=True)
+    moved = vjp(_curved(marks, out, at, _pushed(outputs, chosen, vector)))[0]
+    return {path: x.astype(statistics_dtype(x.dtype)) for path, x in moved.items()}
+
+
+@jax.jit
+def _forms(operator: MarkedGaussNewton, vectors: list[Leaves]) -> Float[Array, "k k"]:
+    """By forward passes, whose part without tangents the compiler merges."""
+    marks, outputs, chosen = _outputs(operator)
+    at, out = outputs(chosen)
+    # Not by vmap: it refuses the custom rules of the marks, which no output here depends on.
+    pushed = [_pushed(outputs, chosen, vector) for vector in _cast(vectors, chosen)]
+    curved = [_curved(marks, out, at, y) for y in pushed]
+    stacked = [jax.tree.map(lambda *x: jnp.stack(x), *trees) for trees in (pushed, curved)]
+    return inner_products(*stacked)
+
+
+def _pushed(outputs: Callable[..., Any], chosen: Leaves, vector: Leaves) -> list[Array]:
+    return jax.jvp(lambda c: outputs(c)[0], (chosen,), (vector,))[1]
+
+
+def _outputs(operator: MarkedGaussNewton) -> tuple[Any, Callable[[Leaves], Any], Leaves]:
+    """The marks, what they say of outputs, as a function of the chosen leaves, and these."""
     given = operator.params, operator.batch, operator.key
     closed = jax.make_jaxpr(lambda *args: _call(operator.function, *args))(*given)
     marks = marks_of(closed.jaxpr)
@@ -97,11 +122,17 @@ def _product(operator: MarkedGaussNewton, leaves: Leaves) -> Leaves:
         out = lifted(closed.jaxpr, closed.consts, args, shifts)
         return out.outputs, out
 
-    at, vjp, out = jax.vjp(outputs, chosen, has_aux=True)
-    pushed = jax.jvp(lambda c: outputs(c)[0], (chosen,), (vector,))[1]
+    found = leaves_by_path(operator.params)
+    return marks, outputs, {path: found[path] for path in operator.leaves}
+
+
+def _cast(vectors: list[Leaves], chosen: Leaves) -> list[Leaves]:
+    return [{path: v[path].astype(x.dtype) for path, x in chosen.items()} for v in vectors]
+
+
+def _curved(marks: Any, out: Marked, at: list[Array], pushed: list[Array]) -> list[Array]:
     terms = MarkedTerms(marks, out.weights, out.masks)
-    curved = [
+    return [
         fisher_of_terms(head, y, head.count / jnp.asarray(head.weight).astype(head.count.dtype))
         for head, y in zip(terms.heads(at), pushed, strict=True)
     ]
-    return {path: x.astype(statistics_dtype(x.dtype)) for path, x in vjp(curved)[0].items()}

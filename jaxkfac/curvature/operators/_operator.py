@@ -103,7 +103,7 @@ class Operator(abc.ABC):
     def inner_products(self, vectors: Sequence[PyTree]) -> Float[Array, "k k"]:
         r"""$v_i^\top A v_j$ of ``k`` vectors, float32 at least.
 
-        For curvature of an ``Objective`` by forward passes alone, without a backward pass.
+        For curvature of an ``Objective`` or a marked loss by forward passes alone.
 
         Raises:
             ValueError: a path or a shape of a vector is not that of ``like``.

@@ -105,14 +105,7 @@ def fisher_by_columns(chunk: Chunk, vector: Leaves) -> Leaves:
 
 def fisher_of_terms(head: Head, vector: Array, count: Array) -> Array:
     """The Fisher of each kept term times a vector of outputs, over ``count``."""
-
-    def add(index: Array, total: Array) -> Array:
-        column = head.column(index)
-        along = column * vector
-        return total + column * (along if along.ndim < 2 else along.sum(-1, keepdims=True))
-
-    curved = jax.lax.fori_loop(0, head.columns, add, jnp.zeros_like(vector))
-    return over_count(curved, count)
+    return over_count(head.fisher_product(vector), count)
 
 
 def outer_products(chunk: Chunk, vector: Leaves) -> Leaves:
@@ -132,7 +125,7 @@ def gauss_newton_form(chunk: Chunk, vectors: Leaves) -> Float[Array, "k k"]:
     outputs, pushed = _pushed(chunk.outputs, chunk, vectors)
     gradient = jax.grad(chunk.loss)
     curved = jax.vmap(lambda y: jax.jvp(gradient, (outputs,), (y,))[1])(pushed)
-    return _between(pushed, curved)
+    return inner_products(pushed, curved)
 
 
 def expected_form(chunk: Chunk, vectors: Leaves) -> Float[Array, "k k"]:
@@ -147,14 +140,14 @@ def expected_form(chunk: Chunk, vectors: Leaves) -> Float[Array, "k k"]:
         parts = zip(heads, along, chunk.counts, strict=True)
         return chunk.objective.tree([fisher_of_terms(head, y, n) for head, y, n in parts])
 
-    return _between(pushed, jax.vmap(curved)(pushed))
+    return inner_products(pushed, jax.vmap(curved)(pushed))
 
 
 def outer_form(chunk: Chunk, vectors: Leaves) -> Float[Array, "k k"]:
     r"""$\frac{1}{NR} \sum_n (v_i^\top g_n)(g_n^\top v_j)$, averaged over samples."""
     losses, samples = _losses_of(chunk)
     _, pushed = _pushed(losses, chunk, vectors)
-    return _between(pushed, pushed) / samples
+    return inner_products(pushed, pushed) / samples
 
 
 FORMS: Mapping[Callable[[Chunk, Leaves], Leaves], Callable[[Chunk, Leaves], Array]] = {
@@ -172,7 +165,7 @@ def _pushed(
     return along(vectors)
 
 
-def _between(left: PyTree, right: PyTree) -> Float[Array, "k k"]:
+def inner_products(left: PyTree, right: PyTree) -> Float[Array, "k k"]:
     """Inner products of stacked trees, in float32 at least."""
 
     def product(x: Array, y: Array) -> Array:

@@ -1,0 +1,63 @@
+"""Optimizers on a few problems: validation after equal steps and equal time, over five seeds.
+
+Run: python -m benchmarks.optimizers [--problem autoencoder] [--method adamw] [--minutes 30]
+     [--peer ENV/bin/python] [--report]
+
+Every optimizer has four settings, each run once for a third of the budget (seed 0). The one with
+the least validation measure is run on five other seeds for the whole budget, in rounds: seed 1 of
+all optimizers, then seed 2. A learning rate that is given falls to zero over the second half of
+the budget. Time is CPU time of all threads in training steps, data included, without compilation
+and evaluation; wall time is beside it. The target that times are told for is fixed by AdamW: its
+median at the end of the budget.
+
+A run is a line of ``benchmarks/results/optimizers/<problem>.jsonl``, written when it is finished;
+runs that are there are not made again, so a comparison can be made in parts. A run that fails is a
+line with its error. kfac-jax needs an environment of its own (``pip install kfac-jax==0.0.8
+jax==0.8.1``), which ``--peer`` names; without it, its runs are left for later. ``--report`` writes
+the page and the figures from what there is.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+from benchmarks.optimizers._peer import VARIABLE
+from benchmarks.optimizers._record import FOLDER, Record
+from benchmarks.optimizers._runs import missing, run_of
+from benchmarks.optimizers.methods import METHODS
+from benchmarks.optimizers.problems import PROBLEMS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--problem", choices=PROBLEMS, action="append", help="default: all")
+    parser.add_argument("--method", choices=METHODS, action="append", help="default: all")
+    parser.add_argument("--minutes", type=float, default=30, help="begin no run after them")
+    parser.add_argument("--peer", type=Path, help="the Python of an environment with kfac-jax")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the record")
+    parser.add_argument("--report", action="store_true", help="write page and figures; no runs")
+    args = parser.parse_args()
+    if args.report:
+        from benchmarks.optimizers._report import write_report
+
+        write_report(args.folder)
+        return
+    if args.peer is not None:
+        os.environ[VARIABLE] = str(args.peer.absolute())
+    methods = [METHODS[name] for name in args.method or METHODS]
+    if VARIABLE not in os.environ:
+        methods = [method for method in methods if not method.name.startswith("kfac_jax")]
+    stop = time.monotonic() + 60 * args.minutes
+    for name in args.problem or PROBLEMS:
+        problem, record, data = PROBLEMS[name], Record(args.folder / f"{name}.jsonl"), None
+        while (key := missing(record, methods, problem)) and time.monotonic() < stop:
+            data = problem.data() if data is None else data
+            line = run_of(problem, METHODS[key.method], data, key)
+            record.add(line)
+            said = line["error"] or f"{line['validation'][-1]} after {line['steps'][-1]} steps"
+            print(name, *key, said, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Steps of ``jk.kfac`` on a problem, with rates and damping that are given or adapted."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxkfac as jk
+from benchmarks.optimizers._loop import anneal
+from benchmarks.optimizers._method import Setting, Steps
+from benchmarks.optimizers._problem import Arrays, Problem
+
+_LIKELIHOODS: dict[str, Any] = {
+    "bernoulli": jk.Bernoulli(),
+    "categorical": jk.Categorical(),
+    "gaussian": jk.Gaussian(),
+}
+
+
+def marked(kind: str, outputs: Any, targets: Any, weight: float = 1.0) -> Any:
+    """By the library's own marks."""
+    return jk.mark_outputs(outputs, _LIKELIHOODS[kind], weight=weight)
+
+
+def steps(problem: Problem, data: Arrays, setting: Setting, **options: Any) -> Steps:
+    """With ``options`` for ``jk.kfac``; where the model chooses a rate, it stands for itself."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        return problem.loss(params, batch, marked)
+
+    fisher: Any = problem.fisher
+    period = setting["period"]
+    every = max(1, period // 5)  # factors come five times from one refresh to the next
+    stats = jk.value_grad_and_factors(loss, fisher=fisher, every=every)
+    params = jax.tree.map(jnp.asarray, problem.initial(0))
+    like = stats.factor_shapes(params, problem.batch(data, 0, 0), jax.random.key(0))
+    tx = jk.kfac(like=like, refresh_every=period, damping_mode="pi", **options)
+    adapts = options["learning_rate"] == "quadratic"
+
+    def step(carry: Any, batch: Any, key: Any, progress: Any) -> Any:
+        params, state = carry
+        value, grads, factors = stats(params, batch, key, step=state.step)
+        model: dict[str, Any] = {}
+        if adapts:
+            model = {"value": value, "value_fn": functools.partial(loss, batch=batch)}
+            model["curvature"] = jk.operators.ggn(loss, params, batch)
+        updates, state = tx.update(grads, state, params, factors=factors, **model)
+        if not adapts:
+            updates = optax.tree.scale(anneal(progress), updates)
+        return (optax.apply_updates(params, updates), state), value
+
+    return Steps(lambda params: (params, tx.init(params)), step)

@@ -1,0 +1,63 @@
+"""What the optimizers are compared on. Peers read it in their environments: no import of ours."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+
+
+class Mark(Protocol):
+    """Names outputs inside a loss: ``kind`` is "bernoulli", "categorical" or "gaussian"."""
+
+    def __call__(self, kind: str, outputs: Any, targets: Any, weight: float = 1.0) -> Any:
+        """The outputs, of whose -log p(target) the loss holds ``weight`` times the mean."""
+        ...
+
+
+def unmarked(kind: str, outputs: Any, targets: Any, weight: float = 1.0) -> Any:
+    """For an optimizer that sees gradients alone."""
+    return outputs
+
+
+class Problem(NamedTuple):
+    """A loss, its data, and how well its parameters do on data that no optimizer has seen.
+
+    Attributes:
+        name: On the command line and in the record.
+        title: On the page.
+        measure: What ``validate`` returns; less is better.
+        fisher: Fisher type of K-FAC's factors, "mc" or "exact".
+        budget: CPU seconds of training of one run.
+        data: Everything, as NumPy arrays; it runs in our environment alone.
+        initial: ``initial(seed)``, the parameters, of NumPy arrays.
+        batch: ``batch(data, seed, step)``, of NumPy arrays.
+        loss: ``loss(params, batch, mark)``, a scalar.
+        validate: ``validate(params, data)``, a scalar, to be compiled.
+    """
+
+    name: str
+    title: str
+    measure: str
+    fisher: str
+    budget: float
+    data: Callable[[], Arrays]
+    initial: Callable[[int], Any]
+    batch: Callable[[Arrays, int, int], Any]
+    loss: Callable[[Any, Any, Mark], Any]
+    validate: Callable[[Any, Any], Any]
+
+
+def rows(examples: int, size: int, seed: int, step: int) -> np.ndarray:
+    """Which examples a step sees: every epoch in an order of its own, its rest left out."""
+    epoch, place = divmod(step, examples // size)
+    order = np.random.default_rng((seed, epoch)).permutation(examples)
+    return order[place * size : (place + 1) * size]
+
+
+def glorot(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Uniform, of the variance 2 / (inputs + outputs) over the last two axes."""
+    receptive = int(np.prod(shape[:-2]))
+    limit = np.sqrt(6 / (receptive * (shape[-2] + shape[-1])))
+    return rng.uniform(-limit, limit, shape).astype(np.float32)

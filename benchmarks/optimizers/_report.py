@@ -1,0 +1,104 @@
+"""The page and the figures of a record."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.optimizers._figure import curves
+from benchmarks.optimizers._goals import GOALS
+from benchmarks.optimizers._problem import Problem
+from benchmarks.optimizers._record import Record
+from benchmarks.optimizers._summary import Row, rows_of
+from benchmarks.optimizers.methods import METHODS
+from benchmarks.optimizers.problems import PROBLEMS
+
+HEAD = (
+    "| optimizer | setting | at the end | at equal steps | CPU s to target | ÷ AdamW's "
+    "| steps | CPU ms a step (wall) | compile, CPU s | seeds |"
+)
+INTRODUCTION = """\
+# Optimizers side by side
+
+Made by `python -m benchmarks.optimizers --report` from the runs in this folder, which
+`python -m benchmarks.optimizers --peer ENV/bin/python` makes. It says there how settings are
+chosen and what is timed. Numbers are medians over five seeds; behind them is the seeds' range,
+which holds the true median with 94 %. The machine had other work: CPU time is the measure, and
+wall time says how much of it there was.
+"""
+
+
+def write_report(folder: Path) -> None:
+    """``README.md`` and a figure for each problem, in ``folder``."""
+    parts = [INTRODUCTION]
+    for problem in PROBLEMS.values():
+        path = folder / f"{problem.name}.jsonl"
+        lines = Record(path).lines if path.exists() else []
+        parts.append(f"## {problem.title}\n\n" + section(lines, problem))
+        if any(line["seed"] and not line["error"] for line in lines):
+            (folder / f"{problem.name}.svg").write_bytes(curves(lines, METHODS, problem))
+            parts.append(f"![{problem.title}: by steps and by time]({problem.name}.svg)\n")
+    (folder / "README.md").write_text("\n".join(parts))
+
+
+def section(lines: Sequence[Any], problem: Problem) -> str:
+    """The table of one problem, and the errors below it."""
+    if not lines:
+        return "No run has been made yet.\n"
+    goal, equal, rows = rows_of(lines, METHODS, problem)
+    said = [
+        f"Measure: {problem.measure}. Budget: {problem.budget:g} CPU s.",
+        "The target waits for AdamW's seeds."
+        if goal is None
+        else f"Target, AdamW's median at the end: {goal:.4g}.",
+    ]
+    if equal is not None:
+        said.append(f"Equal steps: {equal:g}.")
+    table = [
+        HEAD,
+        "|" + "---|" * HEAD.count(" |"),
+        *(_cells(x, rows["adamw"]) for x in rows.values()),
+    ]
+    remarks = [f"- {row.method}: {row.remark}" for row in rows.values() if row.remark]
+    tried = [f"- {row.method}: {_grid(row)}" for row in rows.values() if row.grid]
+    goals = [goal.said(rows) for goal in GOALS[problem.name]]
+    parts = [[" ".join(said)], table, remarks, ["Goals:"], goals, ["Grids, at their end:"], tried]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def _grid(row: Row) -> str:
+    return "; ".join(f"{_setting(setting)}: {_number(x)}" for setting, x in row.grid)
+
+
+def _setting(setting: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in setting.items())
+
+
+def _cells(row: Row, adamw: Row) -> str:
+    ratio = None
+    if row.to_target and adamw.to_target and math.isfinite(adamw.to_target[0]):
+        ratio = row.to_target[0] / adamw.to_target[0]
+    time = "" if row.step_ms is None else f"{row.step_ms:.3g} ({row.step_wall_ms:.3g})"
+    cells = [
+        row.method,
+        _setting(row.setting or {}),
+        _interval(row.final),
+        _interval(row.at_steps),
+        _interval(row.to_target),
+        _number(ratio),
+        _number(row.steps),
+        time,
+        _number(row.compile_s),
+        str(row.seeds),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else "never" if math.isinf(x) else f"{x:.4g}"
+
+
+def _interval(found: tuple[float, float, float] | None) -> str:
+    if found is None:
+        return ""
+    return f"{_number(found[0])} ({_number(found[1])} to {_number(found[2])})"

@@ -1,0 +1,62 @@
+"""Which run comes next, and making it."""
+
+import datetime
+import json
+import os
+import resource
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from benchmarks.optimizers._method import Method
+from benchmarks.optimizers._problem import Arrays, Problem
+from benchmarks.optimizers._record import SEEDS, Key, Record, chosen, grid_keys
+
+
+def missing(record: Record, methods: Sequence[Method], problem: Problem) -> Key | None:
+    """The next run that is not there: grids first, then each seed of every method.
+
+    A method of whose grid nothing came to its end has no seeds.
+    """
+    ours = [m for m in methods if m.only is None or problem.name in m.only]
+    keys = [key for method in ours for key in grid_keys(method, problem)]
+    settings = {method.name: chosen(record.lines, method, problem) for method in ours}
+    keys += [
+        Key(method.name, json.dumps(settings[method.name]), seed, problem.budget)
+        for seed in SEEDS
+        for method in ours
+        if settings[method.name] is not None
+    ]
+    return next((key for key in keys if key not in record), None)
+
+
+def run_of(problem: Problem, method: Method, data: Arrays, key: Key) -> dict[str, Any]:
+    """A line of the record; a run that fails is one with its error."""
+    begun, cpu, load = time.perf_counter(), _cpu(), os.getloadavg()[0]
+    setting, error, curve = json.loads(key.setting), None, {}
+    try:
+        curve = method.run(problem, data, setting, seed=key.seed, budget=key.budget)
+    except Exception as failed:  # a row of the table
+        words = str(failed).strip().splitlines() or [""]
+        error = f"{type(failed).__name__}: {words[0]}"[:400]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "method": method.name,
+        "setting": setting,
+        "seed": key.seed,
+        "budget": key.budget,
+        "error": error,
+        "load_before": round(load, 2),
+        "run_cpu_s": round(_cpu() - cpu, 3),
+        "run_wall_s": round(time.perf_counter() - begun, 3),
+        "versions": {"jax": jax.__version__},
+        **curve,
+    }
+
+
+def _cpu() -> float:
+    """CPU seconds of this process and its children that have ended."""
+    used = [resource.getrusage(x) for x in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(x.ru_utime + x.ru_stime for x in used)

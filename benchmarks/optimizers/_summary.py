@@ -1,0 +1,135 @@
+"""What is read off the runs of one problem."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.optimizers._method import Method
+from benchmarks.optimizers._problem import Problem
+from benchmarks.optimizers._record import SEEDS, chosen, final, of_grid, seed_runs, target
+
+Runs = Sequence[Mapping[str, Any]]
+
+
+class Row(NamedTuple):
+    """One method on one problem; medians over the seeds, and what is not known is ``None``.
+
+    Attributes:
+        method: Its title.
+        setting: That the grid has chosen.
+        final: Validation at the end of the budget: median, least, greatest.
+        at_steps: Validation after as many steps as every K-FAC takes: likewise; infinite where the
+            method does not take so many.
+        to_target: CPU seconds until the target: median, least, greatest; infinite where more
+            than half of the seeds, or one, do not reach it.
+        steps: Taken within the budget.
+        step_ms: CPU milliseconds of a step.
+        step_wall_ms: Wall milliseconds of a step.
+        compile_s: CPU seconds of the first step.
+        seeds: That have come to their end.
+        grid: What each setting led to at the grid's end.
+        remark: Errors, and what has not run.
+    """
+
+    method: str
+    setting: Mapping[str, Any] | None = None
+    final: tuple[float, float, float] | None = None
+    at_steps: tuple[float, float, float] | None = None
+    to_target: tuple[float, float, float] | None = None
+    steps: float | None = None
+    step_ms: float | None = None
+    step_wall_ms: float | None = None
+    compile_s: float | None = None
+    seeds: int = 0
+    grid: Sequence[tuple[Mapping[str, Any], float]] = ()
+    remark: str = ""
+
+
+def middle(numbers: Sequence[float]) -> tuple[float, float, float]:
+    """Median, least and greatest: of five the range holds the median with 94 %."""
+    return statistics.median(numbers), min(numbers), max(numbers)
+
+
+def at(line: Mapping[str, Any], axis: str, place: float) -> float:
+    """Validation there, linearly between evaluations; infinite behind the run's end."""
+    x, y = numbers(line, axis)
+    return float(np.interp(place, x, y, right=np.inf))
+
+
+def time_to(line: Mapping[str, Any], goal: float) -> float:
+    """CPU seconds until the validation is first at the goal; infinite where it never is."""
+    x, y = numbers(line, "cpu_s")
+    below = np.flatnonzero(y <= goal)
+    if not len(below):
+        return float("inf")
+    i = int(below[0])
+    if i == 0:
+        return 0.0
+    share = (y[i - 1] - goal) / (y[i - 1] - y[i]) if np.isfinite(y[i - 1]) else 1.0
+    return float(x[i - 1] + share * (x[i] - x[i - 1]))
+
+
+def numbers(line: Mapping[str, Any], axis: str) -> tuple[np.ndarray, np.ndarray]:
+    """``axis`` and validation of a run; what was not finite is infinite."""
+    y = [np.inf if v is None else v for v in line["validation"]]
+    return np.asarray(line[axis], float), np.asarray(y, float)
+
+
+def fewest_steps(lines: Runs, methods: Sequence[Method], problem: Problem) -> float | None:
+    """Steps that every K-FAC takes within the budget, by their medians."""
+    taken = [
+        statistics.median(line["steps"][-1] for line in whole)
+        for method in methods
+        if method.name.startswith("kfac") and (whole := _whole(seed_runs(lines, method, problem)))
+    ]
+    return min(taken, default=None)
+
+
+def rows_of(
+    lines: Runs, methods: Mapping[str, Method], problem: Problem
+) -> tuple[float | None, float | None, dict[str, Row]]:
+    """The target, the steps of equal steps, and a row for each method of the problem, by name."""
+    ours = [m for m in methods.values() if m.only is None or problem.name in m.only]
+    goal, equal = target(lines, methods["adamw"], problem), fewest_steps(lines, ours, problem)
+    return goal, equal, {x.name: _row(lines, x, problem, goal, equal) for x in ours}
+
+
+def _row(
+    lines: Runs, method: Method, problem: Problem, goal: float | None, equal: float | None
+) -> Row:
+    runs = seed_runs(lines, method, problem)
+    whole, grid = _whole(runs), of_grid(lines, method, problem)
+    tried = [(line["setting"], final(line)) for line in grid if line is not None]
+    remark = _remark(grid, runs)
+    row = Row(method.title, chosen(lines, method, problem), grid=tried, remark=remark)
+    if not whole:
+        return row
+    return row._replace(
+        final=middle([final(line) for line in runs]),
+        at_steps=None if equal is None else middle([at(x, "steps", equal) for x in whole]),
+        to_target=None if goal is None else middle([time_to(x, goal) for x in whole]),
+        steps=statistics.median(x["steps"][-1] for x in whole),
+        step_ms=statistics.median(1e3 * x["cpu_s"][-1] / x["steps"][-1] for x in whole),
+        step_wall_ms=statistics.median(1e3 * x["wall_s"][-1] / x["steps"][-1] for x in whole),
+        compile_s=statistics.median(x["compile_cpu_s"] for x in whole),
+        seeds=len(whole),
+    )
+
+
+def _whole(runs: Runs) -> list[Mapping[str, Any]]:
+    return [line for line in runs if not line["error"]]
+
+
+def _remark(grid: Sequence[Any], runs: Runs) -> str:
+    ended = [line for line in grid if line is not None]
+    failed = [line["error"] for line in [*ended, *runs] if line["error"]]
+    words = []
+    if failed:
+        words.append(f"{len(failed)} of {len(ended) + len(runs)} runs failed: {failed[0]}")
+    if missing := len(grid) - len(ended):
+        words.append(f"{missing} of {len(grid)} runs of the grid are to be made")
+    elif len(failed) < len(ended) and (missing := len(SEEDS) - len(runs)):
+        words.append(f"{missing} of {len(SEEDS)} seeds are to be run")
+    return "; ".join(words)

@@ -1,0 +1,209 @@
+"""The comparison of optimizers: all of them train, and runs go on where they stopped."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.optimizers import _loop
+from benchmarks.optimizers._method import Method
+from benchmarks.optimizers._peer import error_of
+from benchmarks.optimizers._problem import Problem, unmarked
+from benchmarks.optimizers._record import GRID, SEEDS, Key, Record, chosen, target
+from benchmarks.optimizers._report import section, write_report
+from benchmarks.optimizers._runs import missing, run_of
+from benchmarks.optimizers._summary import at, middle, rows_of, time_to
+from benchmarks.optimizers.methods import METHODS
+from benchmarks.optimizers.problems import PROBLEMS
+
+pytestmark = pytest.mark.standard_promotion
+
+
+def line(method, setting, seed, budget, validation, error=None):
+    steps = list(range(len(validation)))
+    curve = dict.fromkeys(("steps", "cpu_s", "wall_s"), steps) | {"validation": validation}
+    about = {"method": method, "setting": setting, "seed": seed, "budget": budget}
+    return about | curve | {"error": error, "compile_cpu_s": 1.0}
+
+
+def regression(name="regression"):
+    """Least squares of a layer, with everything a problem has."""
+    x = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
+    y = x @ np.ones((3, 2), np.float32)
+
+    def loss(params, batch, mark):
+        outputs = mark("gaussian", batch[0] @ params["w"], batch[1])
+        return 0.5 * jnp.square(outputs - batch[1]).sum(-1).mean()
+
+    return Problem(
+        name=name,
+        title="Regression",
+        measure="loss",
+        fisher="exact",
+        budget=0.3,
+        data=lambda: {"x": x, "y": y},
+        initial=lambda seed: {"w": np.zeros((3, 2), np.float32)},
+        batch=lambda data, seed, step: (data["x"], data["y"]),
+        loss=loss,
+        validate=lambda params, data: loss(params, (data["x"], data["y"]), unmarked),
+    )
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", ["adamw", "muon", "soap", "lbfgs", "kfac_fixed", "kfac_adaptive"])
+def test_every_optimizer_lowers_the_loss(name):
+    problem, method = regression(), METHODS[name]
+    key = Key(name, json.dumps(dict(method.settings[-1])), 1, 0.02)
+    found = run_of(problem, method, problem.data(), key)
+    assert found["error"] is None
+    assert found["validation"][-1] < found["validation"][0]
+    assert found["cpu_s"][-1] >= 0.02 and found["compile_cpu_s"] > 0
+
+
+@pytest.mark.parametrize("name", ["autoencoder", "poisson", "burgers", "decoder"])
+def test_losses_with_marks_are_those_without_and_data_are_as_described(name):
+    problem = PROBLEMS[name]
+    params, data = problem.initial(0), problem.data()
+    kinds = []
+
+    def seen(kind, outputs, targets, weight=1.0):
+        kinds.append(kind)
+        return outputs
+
+    for step in (0, 7):
+        batch = problem.batch(data, 0, step)
+        shape = jax.eval_shape(lambda p, b: problem.loss(p, b, seen), params, batch)
+        assert shape.shape == ()
+    assert set(kinds) <= {"gaussian", "bernoulli", "categorical"}
+    assert jax.eval_shape(problem.validate, params, data).shape == ()
+    again = problem.batch(data, 0, 7)
+    assert all(map(np.array_equal, jax.tree.leaves(batch), jax.tree.leaves(again)))
+
+
+@pytest.mark.parametrize("name", ["poisson", "burgers"])
+def test_the_solution_solves_its_equation(name):
+    """The residual of the true solution is zero, by differences of its values."""
+    module = sys.modules[f"benchmarks.optimizers.problems.{name}"]
+    with jax.enable_x64(True):
+        points = np.array([[0.31, 0.42], [0.72, 0.13], [0.55, 0.9]])
+        e, (dx, dy) = 1e-3, np.eye(2) * 1e-3
+        if name == "poisson":
+            u = lambda p: np.asarray(module.solution(jnp.asarray(p)))
+            laplace = sum(u(points + d) + u(points - d) - 2 * u(points) for d in (dx, dy)) / e**2
+            np.testing.assert_allclose(laplace, -2 * np.pi**2 * u(points), rtol=1e-4)
+        else:
+            u = lambda p: module.solution(p[:, 0], p[:, 1])
+            first = [(u(points + d) - u(points - d)) / (2 * e) for d in (dx, dy)]
+            second = (u(points + dx) + u(points - dx) - 2 * u(points)) / e**2
+            residual = first[1] + u(points) * first[0] - module.VISCOSITY * second
+            np.testing.assert_allclose(residual, 0, atol=1e-3 * np.abs(first[1]).max())
+
+
+def test_the_grid_comes_first_and_then_the_seeds_of_what_it_has_chosen(tmp_path):
+    problem, settings = regression(), ({"learning_rate": 1.0}, {"learning_rate": 2.0})
+    ends = {1.0: [3.0, None], 2.0: [3.0, 2.0]}
+
+    def run(problem, data, setting, *, seed, budget):
+        return line("", {}, 0, 0, ends[setting["learning_rate"]])
+
+    def fails(problem, data, setting, *, seed, budget):
+        raise ValueError("no\nmore")
+
+    methods = [Method("adamw", "A", settings, run), Method("never", "N", settings, fails)]
+    order, record = [], Record(tmp_path / "problem.jsonl")
+    while key := missing(record, methods, problem):
+        order.append(key)
+        found = run_of(problem, {m.name: m for m in methods}[key.method], {}, key)
+        found |= {"method": key.method, "setting": json.loads(key.setting)}
+        record.add(found | {"seed": key.seed, "budget": key.budget})
+    first, second = (json.dumps(x) for x in settings)
+    grid = [Key(name, s, 0, GRID * 0.3) for name in ("adamw", "never") for s in (first, second)]
+    assert order == grid + [Key("adamw", second, seed, 0.3) for seed in SEEDS]
+    assert record.lines[2]["error"] == "ValueError: no"
+    assert chosen(record.lines, methods[0], problem) == settings[1]
+    assert target(record.lines, methods[0], problem) == 2.0
+    goal, equal, rows = rows_of(record.lines, {"adamw": methods[0], "n": methods[1]}, problem)
+    row = rows["adamw"]
+    assert (goal, equal, row.final, row.seeds) == (2.0, None, (2.0, 2.0, 2.0), 5)
+    assert "2 of 2 runs failed: ValueError: no" in rows["never"].remark
+
+
+def test_the_error_of_a_peer_is_the_line_that_names_it():
+    text = "Traceback:\n  File x\njax.errors.OneError: bad shape\n----\nFor simplicity, JAX\n"
+    assert error_of(text) == "jax.errors.OneError: bad shape"
+    assert error_of("Killed\n\n") == "Killed" and error_of("") == ""
+
+
+def test_a_record_goes_on_behind_its_last_whole_line(tmp_path):
+    path, whole = tmp_path / "a.jsonl", line("adamw", {"a": 1.0}, 0, 1.0, [1.0])
+    Record(path).add(whole)
+    with path.open("a") as file:
+        file.write('{"method": "ada')
+    record = Record(path)
+    assert record.lines == [whole] and Key("adamw", '{"a": 1.0}', 0, 1.0) in record
+    record.add(whole | {"seed": 1})
+    assert [x["seed"] for x in Record(path).lines] == [0, 1]
+
+
+def test_time_to_a_target_lies_between_evaluations():
+    run = line("adamw", {}, 1, 1.0, [8.0, 4.0, None, 2.0, 3.0])
+    assert time_to(run, 6.0) == 0.5 and time_to(run, 2.5) == 3.0 and time_to(run, 9.0) == 0.0
+    assert time_to(run, 1.0) == float("inf")
+    assert at(run, "steps", 0.25) == 7.0 and at(run, "steps", 5.0) == float("inf")
+    assert middle([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
+
+
+def test_the_page_names_what_is_missing_and_what_failed():
+    problem = PROBLEMS["autoencoder"]
+    setting = dict(METHODS["adamw"].settings[0])
+    ended = line("adamw", setting, 0, GRID * problem.budget, [2.0, 1.0])
+    failed = line("muon", dict(METHODS["muon"].settings[0]), 0, GRID * problem.budget, [], "E: x")
+    page = section([ended, failed], problem)
+    assert "- AdamW: 3 of 4 runs of the grid are to be made" in page
+    assert "- Muon: 1 of 1 runs failed: E: x" in page and "L-BFGS" not in page
+
+
+def test_a_report_has_a_table_and_a_figure(tmp_path):
+    problem, record = PROBLEMS["poisson"], Record(tmp_path / "poisson.jsonl")
+    for name, end in (("adamw", 20.0), ("lbfgs", 1.0), ("kfac_adaptive", 1.4)):
+        for i, setting in enumerate(METHODS[name].settings):
+            record.add(line(name, dict(setting), 0, GRID * problem.budget, [90.0, end + i]))
+        best = dict(METHODS[name].settings[0])
+        for seed in SEEDS:
+            record.add(line(name, best, seed, problem.budget, [90.0, 50.0, end + seed / 10]))
+    write_report(tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert "Target, AdamW's median at the end: 20.3." in page and "(poisson.svg)" in page
+    # L-BFGS's third seed falls from 50 to 1.3 in its second step: 29.7 / 48.7 of it is 0.61.
+    row = "| L-BFGS | memory_size 10 | 1.3 (1.1 to 1.5) | 1.3 (1.1 to 1.5) | 1.61 (1.607 to 1.612)"
+    assert row in page and "- L-BFGS: memory_size 10: 1; memory_size 30: 2;" in page
+    assert "at most 0.1 x AdamW's: reached, 1.7 against 2.03" in page
+    assert "at most L-BFGS's: NOT reached, 1.7 against 1.3" in page
+    assert (tmp_path / "poisson.svg").read_bytes().startswith(b"<?xml")
+    assert page.count("No run has been made yet.") == len(PROBLEMS) - 1
+
+
+def test_the_clock_stands_still_while_the_loss_is_evaluated(monkeypatch):
+    """A clock that every reading moves by one: two readings a step, whatever is evaluated."""
+    problem, ticks = regression(), iter(range(10**6))
+    monkeypatch.setattr(_loop.time, "process_time", lambda: next(ticks))
+    carry = ({"w": jnp.zeros((3, 2))},)
+    curve = _loop.train(
+        lambda carry, batch, number, progress: (carry, jnp.float32(1)),
+        carry, problem, problem.data(), seed=0, budget=10.0,
+    )  # fmt: skip
+    assert curve["cpu_s"][-1] == curve["steps"][-1] == 10
+
+
+def test_problems_need_nothing_of_ours_to_be_read_by_a_peer():
+    code = (
+        "import sys; sys.modules['jaxkfac'] = None\n"
+        "from benchmarks.optimizers.problems import PROBLEMS; import benchmarks.optimizers._loop\n"
+        "print(len(PROBLEMS))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == len(PROBLEMS)
