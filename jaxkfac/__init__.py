@@ -54,7 +54,15 @@ from jaxkfac.lslora import nf4
 from jaxkfac.memory import MemoryBudgetError, cast_once, load_safetensors, place_once
 from jaxkfac.optim import LevenbergMarquardt, has_updated, kfac, multi_steps, scale_by_bases
 from jaxkfac.planning import MemoryPlan, plan_memory
-from jaxkfac.uses import TopK, influence, self_influence
+from jaxkfac.uses import (
+    GaussianPrediction,
+    LaplacePosterior,
+    LogLikelihood,
+    TopK,
+    influence,
+    laplace,
+    self_influence,
+)
 
 __version__ = "0.1.0"
 
@@ -69,13 +77,16 @@ __all__ = [
     "Eigenbases",
     "Factors",
     "Gaussian",
+    "GaussianPrediction",
     "HiddenMarkError",
     "HostCurvature",
     "JaxkfacError",
     "KroneckerFactor",
+    "LaplacePosterior",
     "Layer",
     "LayerTable",
     "LevenbergMarquardt",
+    "LogLikelihood",
     "LongSum",
     "LostRowsError",
     "MemoryBudgetError",
@@ -100,6 +111,7 @@ __all__ = [
     "has_updated",
     "influence",
     "kfac",
+    "laplace",
     "load_safetensors",
     "lslora",
     "mark_outputs",

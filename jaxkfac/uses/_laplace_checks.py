@@ -1,0 +1,61 @@
+"""What a Laplace posterior refuses."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from jaxkfac._checks import scalar
+from jaxkfac.curvature import Eigenbases, owned_blocks
+from jaxkfac.linalg import statistics_dtype
+
+
+def statistics_dtype_of(bases: Eigenbases) -> Any:
+    """The dtype of the eigenvalues."""
+    blocks = owned_blocks(bases)
+    values = [x for block in blocks for x in (block.weight, block.bias) if x is not None]
+    return statistics_dtype(*[x.dtype for x in values])
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Refuse what is no positive number."""
+    scalar(name, value, "a positive number")
+    if not isinstance(value, Tracer) and not (float(value) > 0 and np.isfinite(float(value))):
+        raise ValueError(f"{name}={value}: expected a positive number")
+
+
+def check_prior(prior_precision: ArrayLike, layers: Sequence[str]) -> None:
+    """Refuse a prior precision that is not positive, or not one for each layer."""
+    if not isinstance(prior_precision, ArrayLike):
+        raise TypeError(
+            "prior_precision: expected a positive number, or an array of one for each layer, got "
+            f"{type(prior_precision).__name__}"
+        )
+    shape = jnp.shape(prior_precision)
+    if shape not in ((), (len(layers),)):
+        raise ValueError(
+            f"prior_precision has shape {shape}, expected a number, or ({len(layers)},), one for "
+            f"each of {', '.join(map(repr, layers))}"
+        )
+    if isinstance(prior_precision, Tracer):
+        return
+    known = np.asarray(prior_precision)
+    if not ((known > 0) & np.isfinite(known)).all():
+        raise ValueError(f"prior_precision={prior_precision}: expected positive numbers")
+
+
+def check_maximum(prior: Any, noise: Any, layers: Sequence[str], *, by_layer: bool) -> None:
+    """Refuse what the evidence does not bound, with the layers."""
+    known = np.atleast_1d(np.asarray(prior))
+    bad = ~((known > 0) & np.isfinite(known))
+    if bad.any():
+        names = [x for x, is_bad in zip(layers, bad, strict=True) if is_bad] if by_layer else layers
+        raise ValueError(
+            f"the evidence has no maximum in the prior precision of {', '.join(map(repr, names))}: "
+            "there is no curvature, or all parameters are zero"
+        )
+    if not (np.isfinite(noise) and noise > 0):
+        raise ValueError(f"the evidence has no maximum in the noise: the residuals give {noise}")
