@@ -33,6 +33,7 @@ from jaxkfac.curvature._inverses import (
 )
 from jaxkfac.curvature._owned_blocks import (
     OwnedBlock,
+    block_eigenvalues,
     check_disjoint,
     owned_blocks,
     parameters_outside,
@@ -74,6 +75,7 @@ __all__ = [
     "OwnedBlock",
     "Placement",
     "apply_power",
+    "block_eigenvalues",
     "capacity_interval",
     "capacity_metrics",
     "check_bases",

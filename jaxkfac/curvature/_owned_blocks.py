@@ -15,52 +15,56 @@ from jaxkfac.interception import Layer, ParameterMatrix
 
 
 class OwnedBlock(NamedTuple):
-    """The part of the curvature by which a layer answers for parameters.
+    """A layer, and the parameters for which it answers.
 
     Attributes:
         layer: The layer.
-        weight: Raw eigenvalues of the block of its weight, with a joint bias that of both,
-            ``(stack..., in[+1], out)``; of a diagonal ``(stack..., n)``. ``None`` where another
-            layer answers for the weight.
-        bias: Of a bias with a block of its own, ``(stack..., out)``, likewise.
-        parameters: The matrices that it answers for.
+        parameters: Its weight, its bias, or both.
     """
 
     layer: Layer
-    weight: Array | None
-    bias: Array | None
     parameters: tuple[ParameterMatrix, ...]
 
 
 def owned_blocks(bases: Eigenbases) -> list[OwnedBlock]:
-    """The blocks of all parameters, in the order of the layers.
+    """The layers that answer for parameters, in their order.
 
     Raises:
         ValueError: a weight and a bias that is joint with it are answered for by two layers.
     """
     found = {}
     for owner in owners(bases.layers):
-        layer, basis = owner.layer, bases.basis(owner.layer)
-        owned = (layer.weight, owner.writes_weight), (layer.bias, owner.writes_bias)
-        parameters = tuple(matrix for matrix, mine in owned if matrix is not None and mine)
-        weight, bias = None, None
-        if isinstance(basis, DiagonalEigenbasis):
-            weight = diagonal_rows(layer, basis.raw_diagonal)
-        else:
-            if bases.wants_ones(layer) and len(parameters) == 1:
-                raise ValueError(
-                    f"the weight of layer {layer.name!r} and its bias are one block, and another "
-                    'layer answers for one of them: collect factors with bias="separate"'
-                )
-            if owner.writes_weight:
-                a, g = (jnp.maximum(x, 0) for x in (basis.a_raw_values, basis.g_raw_values))
-                raw = basis.raw_values
-                weight = a[..., :, None] * g[..., None, :] if raw is None else jnp.maximum(raw, 0)
-            if owner.writes_bias and not bases.wants_ones(layer):
-                raw = basis.bias_raw_values
-                bias = jnp.maximum(basis.g_raw_values if raw is None else raw, 0)
-        found[layer.name] = OwnedBlock(layer, weight, bias, parameters)
+        layer = owner.layer
+        both = (layer.weight, owner.writes_weight), (layer.bias, owner.writes_bias)
+        parameters = tuple(matrix for matrix, mine in both if matrix is not None and mine)
+        if bases.wants_ones(layer) and len(parameters) == 1:
+            raise ValueError(
+                f"the weight of layer {layer.name!r} and its bias are one block, and another layer "
+                'answers for one of them: collect factors with bias="separate"'
+            )
+        found[layer.name] = OwnedBlock(layer, parameters)
     return [found[layer.name] for layer in bases.layers if layer.name in found]
+
+
+def block_eigenvalues(bases: Eigenbases, block: OwnedBlock) -> tuple[Array | None, Array | None]:
+    """Raw eigenvalues of a layer's blocks, negative ones as 0.
+
+    Returns:
+        Of the weight, with a joint bias of both, ``(stack..., in[+1], out)``, of a diagonal
+        ``(stack..., n)``; and of a bias with a block of its own, ``(stack..., out)``. ``None`` for
+        what another layer answers for.
+    """
+    layer, basis, weight, bias = block.layer, bases.basis(block.layer), None, None
+    if isinstance(basis, DiagonalEigenbasis):
+        return diagonal_rows(layer, basis.raw_diagonal), None
+    if layer.weight in block.parameters:
+        raw = basis.raw_values
+        a, g = (jnp.maximum(x, 0) for x in (basis.a_raw_values, basis.g_raw_values))
+        weight = a[..., :, None] * g[..., None, :] if raw is None else jnp.maximum(raw, 0)
+    if layer.bias in block.parameters and not bases.wants_ones(layer):
+        raw = basis.bias_raw_values
+        bias = jnp.maximum(basis.g_raw_values if raw is None else raw, 0)
+    return weight, bias
 
 
 def parameters_outside(
@@ -75,9 +79,7 @@ def parameters_outside(
     )
 
 
-def check_disjoint(
-    blocks: Sequence[OwnedBlock], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
+def check_disjoint(blocks: Sequence[OwnedBlock], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse blocks of which two answer for the same elements of a parameter.
 
     Raises:

@@ -158,8 +158,8 @@ class BothSides:
     ) -> dict[str, Any]:
         r"""Output rows $\sqrt{w} \odot \tilde g$ in place of gradients, of one position each.
 
-        A gradient is $\tilde a \tilde g^\top$ then, and the product of two of one example,
-        weighed by $D$, is $\sum_j w_j \tilde g_j \tilde g'_j$ with $w_j = \sum_i \tilde a_i^2 D_{ij}$.
+        A gradient is $\tilde a \tilde g^\top$ then. The product of two of one example, weighed by
+        $D$, is $\sum_j w_j \tilde g_j \tilde g'_j$ with $w_j = \sum_i \tilde a_i^2 D_{ij}$.
 
         Args:
             like: The slot: ``outputs``, ``(stack..., examples, out)``.

@@ -34,6 +34,6 @@ def log_evidence(
     data: LogLikelihood,
     noise: Float[Array, ""],
 ) -> Float[Array, ""]:
-    r"""$\log p(\mathcal D \mid \theta) - \tfrac12 (\log\det P - \log\det P_0 + \theta^\top P_0 \theta)$."""
+    r"""The log-likelihood less half of $\log\det P - \log\det P_0 + \theta^\top P_0 \theta$."""
     penalty = precision.log_determinant_ratio() + precision.prior * norms
     return data.value(noise) - penalty.sum() / 2

@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 
 from jaxkfac.curvature import Eigenbases, check_disjoint, owned_blocks, parameters_outside
 from jaxkfac.factors import Gaussian, Objective
-from jaxkfac.interception import partition
+from jaxkfac.interception import check_arrays, partition
 from jaxkfac.uses._examples import Examples
 from jaxkfac.uses._laplace_checks import check_positive
 from jaxkfac.uses._laplace_posterior import LaplacePosterior
@@ -20,11 +20,11 @@ def laplace(
     params: PyTree,
     bases: Eigenbases,
     *,
-    num_examples: float,
+    num_examples: float | int,
     prior_precision: ArrayLike = 1.0,
     noise: ArrayLike = 1.0,
     layers: str | None = None,
-    terms_per_example: float | None = None,
+    terms_per_example: float | int | None = None,
     state: PyTree | None = None,
     experts: str | None = None,
 ) -> LaplacePosterior:
@@ -35,8 +35,9 @@ def laplace(
 
     $$ P = N R F + \operatorname{diag}(\delta) , $$
 
-    of a ``Gaussian()`` likelihood with $F / \sigma^2$ in place of $F$. Eigenvalues are taken as they
-    were decomposed, negative ones as 0: ``max_condition`` and ``floor`` of the bases change nothing.
+    of a ``Gaussian()`` likelihood with $F / \sigma^2$ in place of $F$. Eigenvalues are taken as
+    they were decomposed, negative ones as 0: ``max_condition`` and ``floor`` of the bases change
+    nothing.
 
     Nothing is computed yet. The posterior has ``log_marginal_likelihood(train)``,
     ``tune_prior(train)``, ``variance(inputs)``, ``predict(inputs)`` and ``sample(key, number)``.
@@ -82,6 +83,7 @@ def laplace(
         Alexander Immer et al., "Scalable Marginal Likelihood Estimation for Model Selection in
         Deep Learning", 2021.
     """
+    check_arrays("params", params)
     check_positive("num_examples", num_examples)
     if terms_per_example is not None:
         check_positive("terms_per_example", terms_per_example)

@@ -3,21 +3,20 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jaxkfac._checks import scalar
-from jaxkfac.curvature import Eigenbases, owned_blocks
+from jaxkfac.curvature import Eigenbases
 from jaxkfac.linalg import statistics_dtype
 
 
 def statistics_dtype_of(bases: Eigenbases) -> Any:
-    """The dtype of the eigenvalues."""
-    blocks = owned_blocks(bases)
-    values = [x for block in blocks for x in (block.weight, block.bias) if x is not None]
-    return statistics_dtype(*[x.dtype for x in values])
+    """The dtype in which their eigenvalues are added up."""
+    return statistics_dtype(*[x.dtype for x in jax.tree.leaves(bases)])
 
 
 def check_positive(name: str, value: Any) -> None:
@@ -29,7 +28,7 @@ def check_positive(name: str, value: Any) -> None:
 
 def check_prior(prior_precision: ArrayLike, layers: Sequence[str]) -> None:
     """Refuse a prior precision that is not positive, or not one for each layer."""
-    if not isinstance(prior_precision, ArrayLike):
+    if not isinstance(prior_precision, Tracer | ArrayLike):
         raise TypeError(
             "prior_precision: expected a positive number, or an array of one for each layer, got "
             f"{type(prior_precision).__name__}"

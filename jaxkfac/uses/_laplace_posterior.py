@@ -142,7 +142,7 @@ class LaplacePosterior:
         *,
         validation: Any = None,
         by_layer: bool = False,
-        grid: Sequence[float] | None = None,
+        grid: Sequence[float | int] | None = None,
         max_bytes: int = BYTES,
     ) -> "LaplacePosterior":
         r"""The posterior with the prior precision that fits best.
@@ -201,8 +201,8 @@ class LaplacePosterior:
             max_bytes: What gradients of outputs may take at once.
 
         Returns:
-            ``(N, C, C)``; for outputs ``(N, ..., C)`` of several loss terms ``(N, ..., C, C)``, each
-            term's own; for outputs ``(N,)`` ``(N, 1, 1)``.
+            ``(N, C, C)``. For outputs ``(N, ..., C)`` of several loss terms ``(N, ..., C, C)``,
+            each term's own; for outputs ``(N,)`` ``(N, 1, 1)``.
 
         Raises:
             CoupledExamplesError: an example's output depends on other examples.

@@ -80,9 +80,7 @@ def sampled(posterior: "LaplacePosterior", key: Key[Array, ""], number: int) -> 
         leaf = leaves[path]
         dtype = statistics_dtype(leaf.dtype)
         noise[path] = jax.random.normal(own, (number, *leaf.shape), dtype)
-    many = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (number, *jnp.shape(x))), posterior.params
-    )
+    many = jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *jnp.shape(x))), posterior.params)
     moved = {
         path: (leaves[path].astype(x.dtype) + x).astype(leaves[path].dtype)
         for path, x in posterior.precision.solved(noise, -0.5).items()

@@ -13,7 +13,7 @@ from jaxkfac.interception import partition, with_leaves
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import MemoryBudgetError, bytes_text
 from jaxkfac.uses._examples import Examples
-from jaxkfac.uses._output_gradients import GRADIENTS, OutputGradients
+from jaxkfac.uses._output_gradients import OutputGradients
 from jaxkfac.uses._posterior_precision import PosteriorPrecision
 
 

@@ -68,7 +68,9 @@ class OutputGradients(ExampleGradients):
         apart = set(table.atoms(self._rows)) <= set(atoms)
         rows = math.prod(table.size(a) for a in atoms)
         spectra = self._bases.spectra(layer)
-        whole = all(x.vectors is None or x.vectors.shape[-1] == x.vectors.shape[-2] for x in spectra)
+        whole = all(
+            x.vectors is None or x.vectors.shape[-1] == x.vectors.shape[-2] for x in spectra
+        )
         return not again and not use.view.scaled and apart and rows == self._number and whole
 
     @property

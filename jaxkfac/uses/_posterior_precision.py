@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from jaxkfac.curvature import (
     Eigenbases,
     OwnedBlock,
+    block_eigenvalues,
     owned_blocks,
     precondition_blocks,
     precondition_many,
@@ -20,13 +21,13 @@ from jaxkfac.linalg import statistics_dtype
 
 @dataclasses.dataclass(frozen=True)
 class PosteriorPrecision:
-    """The blocks of a precision, as they stand for one prior and one noise.
+    r"""The blocks of a precision, as they stand for one prior and one noise.
 
     Attributes:
         bases: The curvature of the mean loss; eigenvalues are read as they were decomposed,
             negative ones as 0.
         scale: $m$: the number of loss terms over the variance of the noise.
-        prior: $\\delta$ of each layer, in the order of ``blocks``.
+        prior: $\delta$ of each layer, in the order of ``blocks``.
     """
 
     bases: Eigenbases
@@ -40,23 +41,19 @@ class PosteriorPrecision:
 
     def eigenvalues(self) -> list[list[Array]]:
         """Of the data's part, $m F$, for each layer; a parameter has as many as it has elements."""
-        return [
-            [x * self.scale.astype(x.dtype) for x in (block.weight, block.bias) if x is not None]
-            for block in self.blocks
-        ]
+        return [[x for x in self._of_block(block) if x is not None] for block in self.blocks]
 
-    def inverse_eigenvalues(self, name: str) -> tuple[Array, Array | None]:
+    def inverse_eigenvalues(self, name: str) -> tuple[Array | None, Array | None]:
         """Of a layer's block of $P^{-1}$, and of its bias where that has a block of its own."""
-        blocks = self.blocks
-        (at,) = (i for i, block in enumerate(blocks) if block.layer.name == name)
-        delta = self.prior[at]
+        at = [block.layer.name for block in self.blocks].index(name)
+        both, delta = self._of_block(self.blocks[at]), self.prior[at]
+        weight, bias = (None if x is None else 1 / (x + delta.astype(x.dtype)) for x in both)
+        return weight, bias
 
-        def inverse(x: Array) -> Array:
-            return 1 / (x * self.scale.astype(x.dtype) + delta.astype(x.dtype))
-
-        weight, bias = blocks[at].weight, blocks[at].bias
-        assert weight is not None
-        return inverse(weight), None if bias is None else inverse(bias)
+    def _of_block(self, block: OwnedBlock) -> tuple[Array | None, Array | None]:
+        both = block_eigenvalues(self.bases, block)
+        weight, bias = (None if x is None else x * self.scale.astype(x.dtype) for x in both)
+        return weight, bias
 
     def solved(
         self, many: Mapping[str, Float[Array, "many ..."]], power: float
@@ -90,7 +87,7 @@ class PosteriorPrecision:
         return jnp.stack([jnp.asarray(x, self.prior.dtype) for x in of_layers])
 
     def effective_parameters(self) -> Float[Array, " layers"]:
-        r"""$\gamma = \sum_i \lambda_i / (\lambda_i + \delta)$ of each layer: how many are fitted."""
+        r"""$\gamma = \sum_i \lambda_i / (\lambda_i + \delta)$ of each layer."""
         of_layers = [
             sum((x / (x + delta.astype(x.dtype))).sum() for x in values)
             for values, delta in zip(self.eigenvalues(), self.prior, strict=True)
@@ -103,9 +100,7 @@ def raw(bases: Eigenbases) -> Eigenbases:
     return dataclasses.replace(bases, max_condition=float("inf"), floor=0.0)
 
 
-def squared_norms(
-    blocks: list[OwnedBlock], leaves: Mapping[str, Any]
-) -> Float[Array, " layers"]:
+def squared_norms(blocks: list[OwnedBlock], leaves: Mapping[str, Any]) -> Float[Array, " layers"]:
     """Squares of the parameters that each layer answers for, summed."""
     found = []
     for block in blocks:

@@ -113,7 +113,9 @@ def negative_log_predictive(
         noise: Of a Gaussian.
     """
     if not isinstance(head.likelihood, Gaussian):
-        return head._replace(outputs=outputs.moderated.reshape(head.outputs.shape)).kept_terms().sum()
+        return (
+            head._replace(outputs=outputs.moderated.reshape(head.outputs.shape)).kept_terms().sum()
+        )
     targets = kept_targets(head.targets, head.mask).reshape(outputs.mean.shape)
     residual = targets.astype(outputs.mean.dtype) - outputs.mean
     covariance = with_noise(outputs.covariance, noise)

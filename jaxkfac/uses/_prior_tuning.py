@@ -37,8 +37,9 @@ def best_prior(
     product = largest * norm
     low = 2 * largest / (product + jnp.sqrt(product * (product + 4)))
     return _bisected(
-        lambda prior: total(dataclasses.replace(precision, prior=prior).effective_parameters())
-        - prior * norm,
+        lambda prior: (
+            total(dataclasses.replace(precision, prior=prior).effective_parameters()) - prior * norm
+        ),
         low,
         number / norm,
     )

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -24,7 +23,7 @@ def best_prior_on(
     validation: Any,
     *,
     by_layer: bool,
-    grid: Sequence[float] | None,
+    grid: Sequence[float | int] | None,
     max_bytes: int,
 ) -> "LaplacePosterior":
     """The posterior with the prior precision of the least negative log predictive probability."""
@@ -36,7 +35,7 @@ def best_prior_on(
     return posterior.replace(tune(posterior, batches, numbers, max_bytes), posterior.noise)
 
 
-def _checked(grid: Sequence[float] | None) -> np.ndarray:
+def _checked(grid: Sequence[float | int] | None) -> np.ndarray:
     numbers = np.asarray(GRID if grid is None else grid, np.float64)
     if numbers.ndim != 1 or not numbers.size or not (numbers > 0).all():
         raise ValueError(f"grid={grid}: expected positive numbers, at least one")
