@@ -199,6 +199,9 @@ WORDS = {
     "a Laplace posterior of another model": (
         lambda: jk.laplace(objective, foreign, bases, num_examples=5), "'layers/0/kernel'",
         "no such parameter", "'w'"),
+    "an unknown predictive": (
+        lambda: jk.laplace(objective, params, bases, num_examples=5).predict(x, "brdge"),
+        "method='brdge'", "Categorical", "'probit', 'bridge', 'mc'"),
     "samples= as a word": (lambda: jk.value_grad_and_factors(objective, samples="a"), "samples",
                            "whole number"),
 }

@@ -131,9 +131,10 @@ class LaplacePosterior:
             ValueError: as ``log_likelihood``, or a prior precision or noise that is not positive.
         """
         data = train if isinstance(train, LogLikelihood) else self.log_likelihood(train)
-        if prior_precision is None:
-            prior_precision = self.prior_precision
-        posterior = self.replace(prior_precision, self.noise if noise is None else noise)
+        posterior = self.replace(
+            self.prior_precision if prior_precision is None else prior_precision,
+            self.noise if noise is None else noise,
+        )
         return evidence_of(posterior, data)
 
     def tune_prior(

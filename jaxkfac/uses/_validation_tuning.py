@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -71,7 +72,8 @@ def _by_layer(posterior: Any, batches: Any, grid: np.ndarray, max_bytes: int) ->
     def loss(chosen: np.ndarray) -> float:
         total = 0.0
         for batch, mean, parts in found:
-            covariance = sum(parts[k][:, layer] for layer, k in enumerate(chosen))
+            of_layers = jnp.stack([parts[k][:, layer] for layer, k in enumerate(chosen)])
+            covariance = of_layers.sum(0)
             total += float(_loss(posterior, batch, OutputDistribution(mean, covariance)))
         return total
 
