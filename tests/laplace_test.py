@@ -56,12 +56,12 @@ def scanned(p, x):
 PARAMS = {"w": normal(3, 4), "b": normal(4), "u": normal(4, 3)}
 BATCH = (normal(6, 3), jnp.asarray([0, 1, 1, 0, 2, 0]))
 OBJECTIVE = jk.Objective(perceptron, jk.Categorical())
+WITHOUT_BIAS = {key: PARAMS[key] for key in "wu"}
 NETS = {
     "perceptron": (perceptron, PARAMS),
-    "elements": (elements, PARAMS | {"b": None, "scale": normal(4), "shift": normal(4)}),
+    "elements": (elements, WITHOUT_BIAS | {"scale": normal(4), "shift": normal(4)}),
     "scanned": (scanned, {"k": normal(3, 3, 3), "c": normal(3, 3), "u": normal(3, 3)}),
 }
-NETS["elements"][1].pop("b")
 
 
 def part(leaf, layer, matrix):
@@ -520,6 +520,24 @@ def test_parameters_that_are_zero_have_no_best_prior():
     posterior = jk.laplace(OBJECTIVE, zeros, bases, num_examples=6)
     with pytest.raises(ValueError, match="no maximum in the prior precision of 'w', 'u':"):
         posterior.tune_prior(by_layer=True)
+
+
+def test_a_layer_of_zeros_keeps_its_prior_while_the_others_are_tuned():
+    params = WITHOUT_BIAS | {"scale": normal(4), "shift": jnp.zeros(4)}
+    objective, batch = jk.Objective(elements, jk.Gaussian()), (BATCH[0], normal(6, 3))
+    bases = bases_of(objective, params, batch)
+    posterior = jk.laplace(objective, params, bases, num_examples=6, prior_precision=0.4)
+    with pytest.warns(UserWarning, match="of 'shift': .* it stays as it is"):
+        tuned = posterior.tune_prior(batch, by_layer=True)
+    kept = dict(zip(tuned.layers, tuned.prior_precision, strict=True))
+    assert kept["shift"] == 0.4 and tuned.noise != 1
+
+    def value(prior, noise):
+        return tuned.log_marginal_likelihood(batch, prior_precision=prior, noise=noise)
+
+    slope, of_noise = jax.grad(value, (0, 1))(tuned.prior_precision, tuned.noise)
+    others = np.asarray([name != "shift" for name in tuned.layers])
+    np.testing.assert_allclose(np.append(slope[others], of_noise), 0, atol=1e-7)
 
 
 def test_factors_without_gradients_are_no_curvature_and_it_is_said():

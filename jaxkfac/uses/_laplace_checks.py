@@ -1,5 +1,6 @@
 """What a Laplace posterior refuses."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,15 +47,16 @@ def check_prior(prior_precision: ArrayLike, layers: Sequence[str]) -> None:
         raise ValueError(f"prior_precision={prior_precision}: expected positive numbers")
 
 
-def check_maximum(prior: Any, noise: Any, layers: Sequence[str], *, by_layer: bool) -> None:
-    """Refuse what the evidence does not bound, with the layers."""
-    known = np.atleast_1d(np.asarray(prior))
-    bad = ~((known > 0) & np.isfinite(known))
-    if bad.any():
-        names = [x for x, is_bad in zip(layers, bad, strict=True) if is_bad] if by_layer else layers
-        raise ValueError(
+def check_maximum(there: Any, noise: Any, layers: Sequence[str], *, by_layer: bool) -> None:
+    """Refuse an evidence without a maximum; say which layers keep their prior, of several."""
+    names = [name for name, bounded in zip(layers, np.asarray(there), strict=True) if not bounded]
+    if names:
+        said = (
             f"the evidence has no maximum in the prior precision of {', '.join(map(repr, names))}: "
             "there is no curvature, or all parameters are zero"
         )
+        if not by_layer or len(names) == len(layers):
+            raise ValueError(said)
+        warnings.warn(f"{said}; it stays as it is", stacklevel=3)
     if not (np.isfinite(noise) and noise > 0):
         raise ValueError(f"the evidence has no maximum in the noise: the residuals give {noise}")

@@ -166,8 +166,11 @@ class LaplacePosterior:
             max_bytes: For ``validation``, as in ``variance``.
 
         Raises:
-            ValueError: both or neither of train and validation, or there is no maximum: a layer
-                without curvature, or of zeros.
+            ValueError: both train and validation, or there is no maximum: no curvature, or
+                parameters that are all zero.
+
+        Warns:
+            UserWarning: by layer, some have no maximum, and keep their prior precision.
 
         Memory:
             By layer on validation, the covariances of all examples for every layer and number of
@@ -184,9 +187,9 @@ class LaplacePosterior:
         data = None
         if train is not None and isinstance(self.likelihood, Gaussian):
             data = train if isinstance(train, LogLikelihood) else self.log_likelihood(train)
-        prior, noise = best_on_evidence(self, data, by_layer=by_layer)
+        prior, noise, there = best_on_evidence(self, data, by_layer=by_layer)
         if not isinstance(prior, Tracer):
-            check_maximum(prior, noise, self.layers, by_layer=by_layer)
+            check_maximum(there, noise, self.layers, by_layer=by_layer)
         return self.replace(prior, noise)
 
     # -- predictions ------------------------------------------------------------------

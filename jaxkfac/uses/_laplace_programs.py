@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Bool, Float, Key, PyTree
 
 from jaxkfac.factors import Batch, Gaussian
 from jaxkfac.interception import leaves_by_path, with_leaves
@@ -14,7 +14,7 @@ from jaxkfac.uses._evidence import LogLikelihood, log_evidence
 from jaxkfac.uses._linearised_variance import LinearisedVariance
 from jaxkfac.uses._posterior_precision import squared_norms
 from jaxkfac.uses._predictive import OutputDistribution
-from jaxkfac.uses._prior_tuning import best_prior, best_prior_and_noise
+from jaxkfac.uses._prior_tuning import best_prior, best_prior_and_noise, has_maximum
 
 if TYPE_CHECKING:
     from jaxkfac.uses._laplace_posterior import LaplacePosterior
@@ -41,8 +41,8 @@ def evidence_of(posterior: "LaplacePosterior", data: LogLikelihood) -> Float[Arr
 @functools.partial(jax.jit, static_argnames="by_layer")
 def best_on_evidence(
     posterior: "LaplacePosterior", data: LogLikelihood | None, *, by_layer: bool
-) -> tuple[Float[Array, "..."], Float[Array, ""]]:
-    """Prior precision and noise; without data, the noise as it is."""
+) -> tuple[Float[Array, "..."], Float[Array, ""], Bool[Array, " layers"]]:
+    """Prior precision, noise (without data, as it is), and where there is a maximum."""
     norms, noise = _norms(posterior), posterior.noise
     precision = posterior.precision
     if data is None:
@@ -50,7 +50,8 @@ def best_on_evidence(
     else:
         silent = posterior.replace(posterior.prior_precision, 1.0).precision
         prior, noise = best_prior_and_noise(silent, norms, data, by_layer=by_layer)
-    return prior if by_layer else prior[0], noise
+    there = has_maximum(precision, norms, by_layer=by_layer)
+    return prior if by_layer else prior[0], noise, there
 
 
 @functools.partial(jax.jit, static_argnames=("max_bytes", "by_layer"))

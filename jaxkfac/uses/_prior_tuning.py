@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxkfac.uses._evidence import LogLikelihood
 from jaxkfac.uses._posterior_precision import PosteriorPrecision
@@ -25,24 +25,29 @@ def best_prior(
 ) -> Float[Array, " layers"]:
     """The maximum of the evidence in one prior precision, or in that of each layer.
 
-    Zero or infinite where there is none: without curvature, or of parameters that are zero.
+    Where there is none (see ``has_maximum``) it stays as it is.
     """
-    total = _summed(by_layer)
+    total, largest = _summed(by_layer), _largest(precision, norms, by_layer)
     norm = total(norms)
-    values = precision.eigenvalues()
-    number = total(jnp.asarray([sum(x.size for x in each) for each in values], norms.dtype))
-    most = [jnp.stack([x.max().astype(norms.dtype) for x in each]).max() for each in values]
-    largest = jnp.stack(most) if by_layer else jnp.broadcast_to(jnp.stack(most).max(), norms.shape)
+    sizes = [sum(x.size for x in each) for each in precision.eigenvalues()]
+    number = total(jnp.asarray(sizes, norms.dtype))
     # One eigenvalue alone gives the lower end, as many of infinite size the upper.
     product = largest * norm
     low = 2 * largest / (product + jnp.sqrt(product * (product + 4)))
-    return _bisected(
-        lambda prior: (
-            total(dataclasses.replace(precision, prior=prior).effective_parameters()) - prior * norm
-        ),
-        low,
-        number / norm,
-    )
+
+    def slope(prior: Array) -> Array:
+        fitted = dataclasses.replace(precision, prior=prior).effective_parameters()
+        return total(fitted) - prior * norm
+
+    found = _bisected(slope, low, number / norm)
+    return jnp.where((norm > 0) & (largest > 0), found, precision.prior)
+
+
+def has_maximum(
+    precision: PosteriorPrecision, norms: Float[Array, " layers"], *, by_layer: bool
+) -> Bool[Array, " layers"]:
+    """Whether the evidence has one: there is curvature, and not all parameters are zero."""
+    return (_summed(by_layer)(norms) > 0) & (_largest(precision, norms, by_layer) > 0)
 
 
 def best_prior_and_noise(
@@ -67,12 +72,15 @@ def best_prior_and_noise(
         fitted = at(variance).effective_parameters().sum()
         return 2 * data.loss / variance - data.targets + fitted
 
-    # gamma = delta |theta|^2 <= sqrt(trace |theta|^2), which bounds the variance from above.
+    # gamma <= trace / (sigma^2 delta), so that where it is delta |theta|^2 it is at most
+    # sqrt(trace |theta|^2) / sigma: these bound the variance from above.
     values = precision.eigenvalues()
     traces = jnp.stack([jnp.asarray(sum(x.sum() for x in each), norms.dtype) for each in values])
     both = jnp.sqrt(total(traces) * total(norms))
     root = both.sum() if by_layer else both[0]
-    most = (root + jnp.sqrt(root**2 + 8 * data.loss * data.targets)) / (2 * data.targets)
+    kept = jnp.where(has_maximum(precision, norms, by_layer=by_layer), 0, traces / precision.prior)
+    product = 4 * (2 * data.loss + kept.sum()) * data.targets
+    most = (root + jnp.sqrt(root**2 + product)) / (2 * data.targets)
     variance = _bisected(slope, 2 * data.loss / data.targets, jnp.square(most))
     return at(variance).prior, jnp.sqrt(variance)
 
@@ -80,6 +88,14 @@ def best_prior_and_noise(
 def _summed(by_layer: bool) -> Callable[[Array], Array]:
     """A sum over all layers, as often as there are layers; by layer, each by itself."""
     return lambda x: x if by_layer else jnp.broadcast_to(x.sum(), x.shape)
+
+
+def _largest(precision: PosteriorPrecision, norms: Array, by_layer: bool) -> Array:
+    """The largest eigenvalue of each layer, or of all."""
+    values = precision.eigenvalues()
+    most = [jnp.stack([x.max().astype(norms.dtype) for x in each]).max() for each in values]
+    each = jnp.stack(most)
+    return each if by_layer else jnp.broadcast_to(each.max(), each.shape)
 
 
 def _bisected(falling: Callable[[Any], Any], low: Array, high: Array) -> Array:
