@@ -158,7 +158,7 @@ def _diagonal_power(
     return diagonal_power(rows, power=power, damping=delta)
 
 
-def diagonal_rows(layer: Layer, values: Array) -> Float[Array, "*stack n"]:
+def diagonal_rows(layer: Layer, values: Any) -> Float[Array, "*stack n"]:
     """A diagonal, shaped like the parameter or like the layer's part; negative values as 0."""
     whole = dataclasses.replace(layer.weight, index=())
     matrix = (whole if values.size == whole.size else layer.weight).read(values)
