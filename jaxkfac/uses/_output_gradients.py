@@ -62,8 +62,8 @@ class OutputGradients(ExampleGradients):
         if layer.is_elementwise or not layer.a_dense or len(uses) > 1:
             return False
         (use,), table = uses, self._traced.analysis.table
-        walked = {("scan", scan) for scan in use.scope}
-        again = use.layers.count(layer.name) > 1 or not walked <= set(use.view.walkers)
+        scans = {("scan", scan) for scan in use.scope}
+        again = use.layers.count(layer.name) > 1 or not scans <= set(use.view.traced_indices)
         atoms = [a for axis in use.rows for a in table.atoms(axis)]
         apart = set(table.atoms(self._rows)) <= set(atoms)
         rows = math.prod(table.size(a) for a in atoms)
