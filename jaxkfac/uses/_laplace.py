@@ -75,7 +75,7 @@ def laplace(
     Example:
         >>> posterior = jk.laplace(objective, params, bases, num_examples=len(inputs))
         >>> posterior = posterior.tune_prior()
-        >>> posterior.predict(inputs).shape == (len(inputs), 6)
+        >>> posterior.predict(inputs).shape == (len(inputs), 3)
         True
 
     References:
