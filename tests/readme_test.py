@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 READMES = sorted(
     path
     for pattern in ("README.md", "*/README.md", "docs/**/*.md")
     for path in ROOT.glob(pattern)
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+    and BLOCK.search(path.read_text())
 )
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CASES = [pytest.param(p, marks=[] if p.parent == ROOT else pytest.mark.slow) for p in READMES]
 
 
 def blocks(text: str) -> list[str]:
@@ -33,13 +35,10 @@ def script(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("readme", CASES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_python_blocks_run_in_order(readme: Path, tmp_path: Path):
-    text = readme.read_text()
-    if not blocks(text):
-        pytest.skip("no Python block")
     program = tmp_path / f"{readme.parent.name}_README.py"
-    program.write_text(script(text))
+    program.write_text(script(readme.read_text()))
     # A user's process: no runtime types, no strict promotion, no second device.
     environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     environment["PYTHONPATH"] = str(ROOT)
