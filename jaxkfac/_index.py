@@ -54,7 +54,13 @@ from jaxkfac.lslora import nf4
 from jaxkfac.memory import MemoryBudgetError, cast_once, load_safetensors, place_once
 from jaxkfac.optim import LevenbergMarquardt, has_updated, kfac, multi_steps, scale_by_bases
 from jaxkfac.planning import MemoryPlan, plan_memory
-from jaxkfac.uses import TopK, influence, self_influence
+from jaxkfac.uses import (
+    LaplacePosterior,
+    TopK,
+    influence,
+    laplace,
+    self_influence,
+)
 
 __all__ = [
     "Bernoulli",
@@ -71,6 +77,7 @@ __all__ = [
     "HostCurvature",
     "JaxkfacError",
     "KroneckerFactor",
+    "LaplacePosterior",
     "Layer",
     "LayerTable",
     "LevenbergMarquardt",
@@ -98,6 +105,7 @@ __all__ = [
     "has_updated",
     "influence",
     "kfac",
+    "laplace",
     "load_safetensors",
     "lslora",
     "mark_outputs",

@@ -74,6 +74,17 @@ NAMES = {
     "write_many": _PIECE,
     "check_block_damping": _CHECK,
     "check_program_layers": _CHECK,
+    # Laplace
+    "laplace": _NO_TWIN,
+    "GaussianPrediction": _TYPE,
+    "LaplacePosterior": _TYPE,
+    "LogLikelihood": _TYPE,
+    "OwnedBlock": _TYPE,
+    "check_disjoint": _CHECK,
+    "block_eigenvalues": "eigenvalues of eigendecompose, block by block",
+    "owned_blocks": "names, of which there is no number",
+    "parameters_outside": "names, of which there is no number",
+    "precondition_blocks": "precondition_many, layer by layer",
     "Linearised": _PART,
     # interception
     "Index": _TYPE,

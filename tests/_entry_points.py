@@ -44,6 +44,7 @@ NOT_EXPORTED = {
     "cast_once": _DATA,
     "find_layers": _PYTHON,
     "influence": "streams batches through programs that it compiles itself",
+    "laplace": "its result reads batches, and compiles what it computes itself",
     "load_safetensors": _DATA,
     "place_once": _DATA,
     "plan_memory": _PYTHON,

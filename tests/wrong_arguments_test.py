@@ -91,6 +91,10 @@ ENTRIES = {
                  {"operator": (jk.operators.ggn(objective, params, batch), set())}),
     "capacity_metrics": (lambda bases: jk.capacity_metrics(bases, num_examples=5),
                          {"bases": (bases, ANY_BASES)}),
+    "laplace": (lambda objective, params, bases: jk.laplace(
+                    objective, params, bases, num_examples=5),
+                {"objective": (objective, set()), "params": (params, ARRAYS),
+                 "bases": (bases, set())}),
     "kfac": (lambda like: jk.kfac(0.1, like=like), {"like": (factors, ANY_FACTORS)}),
     "kfac.init": (tx.init, {"params": (params, ARRAYS)}),
     "kfac.update": (lambda grads, state, params, factors: tx.update(
@@ -186,6 +190,18 @@ WORDS = {
     "distribute= of two axes, at once": (
         lambda: jk.eigendecompose(factors, distribute=("data", "model")),
         "distribute=('data', 'model')", "the name of one mesh axis"),
+    "no number of examples": (
+        lambda: jk.laplace(objective, params, bases, num_examples=None), "num_examples",
+        "a positive number", "None"),
+    "a prior precision as a word": (
+        lambda: jk.laplace(objective, params, bases, num_examples=5, prior_precision="a"),
+        "prior_precision", "one for each layer", "str"),
+    "a Laplace posterior of another model": (
+        lambda: jk.laplace(objective, foreign, bases, num_examples=5), "'layers/0/kernel'",
+        "no such parameter", "'w'"),
+    "an unknown predictive": (
+        lambda: jk.laplace(objective, params, bases, num_examples=5).predict(x, "brdge"),
+        "method='brdge'", "Categorical", "'probit', 'bridge', 'mc'"),
     "samples= as a word": (lambda: jk.value_grad_and_factors(objective, samples="a"), "samples",
                            "whole number"),
 }

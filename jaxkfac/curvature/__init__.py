@@ -10,6 +10,7 @@ from jaxkfac.curvature._coverage import covered_indices
 from jaxkfac.curvature._damped_gradients import (
     BlockDamping,
     check_block_damping,
+    precondition_blocks,
     precondition_many,
     read_many,
     write_many,
@@ -29,6 +30,13 @@ from jaxkfac.curvature._inverses import (
     identity_inverses,
     invert,
     precondition,
+)
+from jaxkfac.curvature._owned_blocks import (
+    OwnedBlock,
+    block_eigenvalues,
+    check_disjoint,
+    owned_blocks,
+    parameters_outside,
 )
 from jaxkfac.curvature._placement import Placement, solver_scratch
 from jaxkfac.curvature._reconstruct import reconstruct
@@ -64,12 +72,15 @@ __all__ = [
     "MeshAxis",
     "Missing",
     "OverLayers",
+    "OwnedBlock",
     "Placement",
     "apply_power",
+    "block_eigenvalues",
     "capacity_interval",
     "capacity_metrics",
     "check_bases",
     "check_block_damping",
+    "check_disjoint",
     "check_program_layers",
     "check_separable",
     "compare_capacity",
@@ -81,7 +92,10 @@ __all__ = [
     "identity_inverses",
     "invert",
     "natural_gradient",
+    "owned_blocks",
+    "parameters_outside",
     "precondition",
+    "precondition_blocks",
     "precondition_many",
     "read_many",
     "reconstruct",

@@ -1,8 +1,8 @@
-"""The damped inverse applied to many gradients at once, with a damping for each block."""
+"""A damped power applied to many gradients at once, with a damping for each block."""
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -19,6 +19,8 @@ from jaxkfac.interception import Layer, ParameterMatrix
 from jaxkfac.linalg import check_damping, diagonal_power
 
 BlockDamping = ArrayLike | Literal["heuristic"]
+DampingByLayer = BlockDamping | Mapping[str, Float[Array, ""]]
+Solved = tuple[Array | None, Array | None]
 
 HEURISTIC = 0.1  # of the mean eigenvalue of a block
 
@@ -26,15 +28,17 @@ HEURISTIC = 0.1  # of the mean eigenvalue of a block
 def precondition_many(
     gradients: Mapping[str, Float[Array, "many ..."]],
     bases: Eigenbases,
-    damping: BlockDamping,
+    damping: DampingByLayer,
+    power: float = -1.0,
 ) -> dict[str, Float[Array, "many ..."]]:
-    r"""$(F + \delta)^{-1} \nabla_m$ for gradients stacked along a leading axis.
+    r"""$(F + \delta)^p \nabla_m$ for gradients stacked along a leading axis.
 
     Args:
         gradients: ``{parameter path: (many, *parameter)}``.
         bases: The eigenbases.
-        damping: $\delta \ge 0$, or ``"heuristic"``: for each block, and each entry of a stack,
-            a tenth of the mean of its clipped eigenvalues.
+        damping: $\delta \ge 0$; or ``"heuristic"``: for each block, and each entry of a stack,
+            a tenth of the mean of its clipped eigenvalues; or ``{layer name: number}``.
+        power: $p < 0$.
 
     Returns:
         The same for every parameter that the bases cover; elements that no block covers are 0.
@@ -44,23 +48,39 @@ def precondition_many(
         iterations where it is scanned.
     """
     written = {path: jnp.zeros_like(leaf) for path, leaf in gradients.items()}
+    for layer, solved in precondition_blocks(gradients, bases, damping, power):
+        for matrix, part in zip((layer.weight, layer.bias), solved, strict=True):
+            if matrix is not None and part is not None:
+                written[matrix.path] = write_many(written[matrix.path], matrix, part, layer)
+    return written
+
+
+def precondition_blocks(
+    gradients: Mapping[str, Float[Array, "many ..."]],
+    bases: Eigenbases,
+    damping: DampingByLayer,
+    power: float = -1.0,
+) -> Iterator[tuple[Layer, Solved]]:
+    """What :func:`precondition_many` writes, layer by layer.
+
+    Yields:
+        The layer, and its weight and bias as :func:`read_many` gives them; ``None`` for one that
+        another layer answers for.
+    """
     for owner in owners(bases.layers):
         layer, basis = owner.layer, bases.basis(owner.layer)
+        delta: Any = damping[layer.name] if isinstance(damping, Mapping) else damping
         kernel = read_many(gradients[layer.weight.path], layer.weight, layer)
         row = None
         if layer.bias is not None:
             row = read_many(gradients[layer.bias.path], layer.bias, layer)
         if isinstance(basis, DiagonalEigenbasis):
-            solved = kernel * _inverse_diagonal(layer, basis, damping), None
-        else:
-            form = Form(bases.wants_ones(layer), owner.writes_weight, owner.writes_bias)
-            dtype = basis.a_values.dtype
-            row = None if row is None else row.astype(dtype)
-            solved = _solved(form, Operands(kernel.astype(dtype), row, basis), damping)
-        for matrix, part in zip((layer.weight, layer.bias), solved, strict=True):
-            if matrix is not None and part is not None:
-                written[matrix.path] = write_many(written[matrix.path], matrix, part, layer)
-    return written
+            yield layer, (kernel * _diagonal_power(layer, basis, delta, power), None)
+            continue
+        form = Form(bases.wants_ones(layer), owner.writes_weight, owner.writes_bias)
+        dtype = basis.a_values.dtype
+        row = None if row is None else row.astype(dtype)
+        yield layer, _solved(form, Operands(kernel.astype(dtype), row, basis), delta, power)
 
 
 def read_many(
@@ -85,13 +105,11 @@ def write_many(
     return jax.vmap(matrix.write)(leaf, jnp.moveaxis(part, len(layer.stack), 0))
 
 
-def _solved(
-    form: Form, block: Operands, damping: BlockDamping
-) -> tuple[Array | None, Array | None]:
+def _solved(form: Form, block: Operands, damping: BlockDamping, exponent: float) -> Solved:
     """``(stack..., many, in, out)`` solved, one entry of the stack at a time."""
 
     def each(form: Form, kernel: Any, row: Any, basis: Any, damping: Any) -> Any:
-        power = Power(-1.0, damping, "exact", 0.0)
+        power = Power(exponent, damping, "exact", 0.0)
         return jax.vmap(lambda w, b: solve(form, Operands(w, b, basis), power))(kernel, row)
 
     def one(block: Operands) -> tuple[Array | None, Array | None]:
@@ -131,14 +149,20 @@ def _share_of(mean: Array, damping: BlockDamping) -> Any:
     return HEURISTIC * mean if isinstance(damping, str) else damping
 
 
-def _inverse_diagonal(layer: Layer, basis: DiagonalEigenbasis, damping: BlockDamping) -> Array:
+def _diagonal_power(
+    layer: Layer, basis: DiagonalEigenbasis, damping: BlockDamping, power: float
+) -> Array:
     """``(stack..., 1, 1, n)``, for each slice with its own damping."""
-    values = basis.diagonal
+    rows = diagonal_rows(layer, basis.diagonal)[..., None, None, :]
+    delta = _share_of(rows.mean(-1, keepdims=True), damping)
+    return diagonal_power(rows, power=power, damping=delta)
+
+
+def diagonal_rows(layer: Layer, values: Any) -> Float[Array, "*stack n"]:
+    """A diagonal, shaped like the parameter or like the layer's part; negative values as 0."""
     whole = dataclasses.replace(layer.weight, index=())
     matrix = (whole if values.size == whole.size else layer.weight).read(values)
-    rows = jnp.maximum(matrix.reshape(*layer.stack, 1, 1, -1), 0)
-    delta = _share_of(rows.mean(-1, keepdims=True), damping)
-    return diagonal_power(rows, power=-1.0, damping=delta)
+    return jnp.maximum(matrix.reshape(*layer.stack, -1), 0)
 
 
 def check_block_damping(damping: Any, bases: Eigenbases) -> None:

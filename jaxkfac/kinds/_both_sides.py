@@ -21,6 +21,8 @@ from jaxkfac.kinds._squares import (
     Basis,
     gradients,
     over_pairs,
+    rotate,
+    rotate_inputs,
     rotate_outputs,
     scaled,
     squares_by_example,
@@ -151,6 +153,27 @@ class BothSides:
         found = map_over_chunks(part, self.arrays, at_once)
         return {key: jnp.moveaxis(found[key], 0, -1) for key in like}
 
+    def scaled_outputs(
+        self, like: dict[str, Any], basis: Basis, scale: Array, bias_scale: Array | None
+    ) -> dict[str, Any]:
+        r"""Output rows $\sqrt{w} \odot \tilde g$ in place of gradients, of one position each.
+
+        A gradient is $\tilde a \tilde g^\top$ then. The product of two of one example, weighed by
+        $D$, is $\sum_j w_j \tilde g_j \tilde g'_j$ with $w_j = \sum_i \tilde a_i^2 D_{ij}$.
+
+        Args:
+            like: The slot: ``outputs``, ``(stack..., examples, out)``.
+            basis: The eigenbasis.
+            scale: $D$, ``(stack..., in[+1], out)``.
+            bias_scale: Of a bias with a block of its own, ``(stack..., out)``, which adds to $w$.
+        """
+        x, g = self._rows(self.arrays)
+        x, g = rotate_inputs(x, basis, 2)[..., 0, :], rotate(g, basis.g, 2)[..., 0, :]
+        weights = jnp.matmul(jnp.square(x), scale.astype(x.dtype), precision=_EXACT)
+        if bias_scale is not None:
+            weights = weights + bias_scale.astype(x.dtype)[..., None, :]
+        return {"outputs": jnp.sqrt(weights) * g.astype(weights.dtype)}
+
     def _rows(self, chunk: Any) -> tuple[Array, Array]:
         return chunk if self.rows is None else self.rows(chunk)
 
@@ -211,7 +234,7 @@ def stack_of_slot(like: Mapping[str, Any]) -> tuple[int, ...]:
     """Shape of the stacked axes of a layer, from its slot."""
     if "gradients" in like:
         return like["gradients"].shape[:-3]
-    return like["squares" if "squares" in like else "scores"].shape[:-2]
+    return next(like[key] for key in ("squares", "scores", "outputs") if key in like).shape[:-2]
 
 
 def one_by_one_on_cpu(fn: Callable[[Any, int], Any], arrays: Any, at_once: int) -> Any:

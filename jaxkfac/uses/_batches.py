@@ -24,4 +24,4 @@ def batches_of(train: Any) -> Iterator[Any]:
         empty = False
         yield batch
     if empty:
-        raise ValueError("train: the iterable is empty, there are no examples to score")
+        raise ValueError("train: the iterable is empty, there are no examples")

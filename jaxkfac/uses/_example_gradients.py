@@ -143,6 +143,10 @@ class ExampleGradients:
                 f"layer {use.layer!r} cannot be told apart by example, or with per='token' by "
                 f"position, at `{site.eqn.primitive.name}`: leave it out with layers="
             ) from error
+        return self.products(use, like, sides, constants)
+
+    def products(self, use: Use, like: Slot, sides: Any, constants: Slot) -> Slot:
+        """What is emitted of both sides of a use."""
         if "gradients" in like:
             return sides.gradients(like)
         return sides.scores(like, constants["queries"], constants.get("bias_queries"))
@@ -152,8 +156,8 @@ class ExampleGradients:
     def gradients(self, emitted: Mapping[str, Slot]) -> dict[str, Array]:
         """``{path: (rows, *parameter)}``; parts of one parameter that no layer covers are 0."""
         leaves: dict[str, Array] = {}
-        for name, layer in self._layers.items():
-            slot = emitted[name]
+        for name, slot in emitted.items():
+            layer = self._layers[name]
             if layer.is_elementwise:
                 self._add(leaves, layer, layer.weight, gradient_rows(layer, slot["gradient"]))
                 continue

@@ -1,9 +1,10 @@
 """Examples of one objective as their gradients see them: checked, traced and differentiated."""
 
+import copy
 import dataclasses
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -118,6 +119,28 @@ class Examples:
 
         return at, at.vjp(jax.grad(total)(fixed))
 
+    def without_arrays(self) -> "Examples":
+        """The same with shapes in place of the bases' arrays: static data of compiled functions."""
+        other = copy.copy(self)
+        other.bases = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.bases)
+        return other
+
+    def traced(self, params: PyTree, batch: Batch, state: PyTree) -> Traced:
+        """The program for a checked batch."""
+        return self._program.traced(params, batch, None, state)
+
+    def outputs_and_vjp(
+        self,
+        traced: Traced,
+        taps: ExampleGradients,
+        params: PyTree,
+        batch: Batch,
+        state: PyTree,
+    ) -> tuple[PyTree, Callable[[PyTree], Mapping[str, Any]]]:
+        """The outputs, and from cotangents of these to what the taps emit."""
+        at = self._program.linearise(traced, taps, params, batch, None, state, differentiate=False)
+        return at.outputs, at.vjp
+
     def exists(self, batch: Batch) -> Bool[Array, " N"]:
         """Which examples have a term that the mask keeps."""
         every = jnp.ones(batch.num_examples, bool)
@@ -171,7 +194,7 @@ def _warn_of_identities(bases: Eigenbases) -> None:
     if bases.corrections is None and known and all((np.asarray(x) == 1).all() for x in values):
         warnings.warn(
             "every G of the bases is the identity (fisher='forward'): they hold no curvature of "
-            "the loss, so that the scores are not those of the Fisher. Collect factors with "
+            "the loss, and what comes of them is not the Fisher's. Collect factors with "
             "fisher='mc', 'empirical' or 'exact'",
             stacklevel=4,
         )

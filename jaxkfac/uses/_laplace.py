@@ -1,0 +1,114 @@
+"""Laplace approximations: a posterior over parameters from the curvature at a minimum."""
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
+
+from jaxkfac.curvature import Eigenbases, check_disjoint, owned_blocks, parameters_outside
+from jaxkfac.factors import Gaussian, Objective
+from jaxkfac.interception import check_arrays, partition
+from jaxkfac.uses._examples import Examples
+from jaxkfac.uses._laplace_checks import check_positive
+from jaxkfac.uses._laplace_posterior import LaplacePosterior
+from jaxkfac.uses._posterior_precision import raw
+
+
+def laplace(
+    objective: Objective,
+    params: PyTree,
+    bases: Eigenbases,
+    *,
+    num_examples: float | int,
+    prior_precision: ArrayLike = 1.0,
+    noise: ArrayLike = 1.0,
+    layers: str | None = None,
+    terms_per_example: float | int | None = None,
+    state: PyTree | None = None,
+    experts: str | None = None,
+) -> LaplacePosterior:
+    r"""The Gaussian that has its mode at the parameters and their curvature there.
+
+    With the prior $\mathcal N(0, \operatorname{diag}(\delta)^{-1})$, $N$ examples of $R$ loss terms
+    and the curvature $F$ of the mean loss that the bases stand for, the precision is
+
+    $$ P = N R F + \operatorname{diag}(\delta) , $$
+
+    of a ``Gaussian()`` likelihood with $F / \sigma^2$ in place of $F$. Eigenvalues are taken as
+    they were decomposed, negative ones as 0: ``max_condition`` and ``floor`` of the bases change
+    nothing.
+
+    Nothing is computed yet. The posterior has ``log_marginal_likelihood(train)``,
+    ``tune_prior(train)``, ``variance(inputs)``, ``predict(inputs)`` and ``sample(key, number)``.
+
+    Args:
+        objective: A model and its one likelihood.
+        params: Parameters, at a minimum of the loss with the prior's penalty.
+        bases: From :func:`eigendecompose`, or with eigenvalues measured by
+            :func:`correct_eigenvalues`; of ``fisher="mc"`` or ``"exact"``.
+        num_examples: $N$, of the whole training set.
+        prior_precision: $\delta > 0$, one number; or ``(layers,)``, in the order of
+            ``posterior.layers``.
+        noise: $\sigma > 0$, the standard deviation of a Gaussian's noise.
+        layers: A pattern of layer names or parameter paths, matched whole: the last layer, or
+            adapters. ``None`` takes all layers of the bases. Parameters outside are held fixed,
+            and named in ``posterior.fixed``.
+        terms_per_example: $R$, how many loss terms (tokens) of an example the mask keeps on
+            average; needed where outputs have more axes than ``(N, C)``.
+        state: What a call of the model takes beside its inputs (batch statistics).
+        experts: As it was given for the factors.
+
+    Returns:
+        A :class:`LaplacePosterior`.
+
+    Raises:
+        UnknownLayerError: ``layers`` matches nothing.
+        ValueError: a number that is not positive, a prior precision of another shape, a parameter
+            that two layers answer for, several likelihoods, or bases without vectors. Bases of
+            another model and coupled examples are refused when data comes.
+        TypeError: a scalar loss in place of an ``Objective``.
+
+    Warns:
+        UserWarning: every G is the identity, so that the bases hold no curvature of the loss.
+
+    Example:
+        >>> posterior = jk.laplace(objective, params, bases, num_examples=len(inputs))
+        >>> posterior = posterior.tune_prior()
+        >>> posterior.predict(inputs).shape == (len(inputs), 3)
+        True
+
+    References:
+        Erik Daxberger et al., "Laplace Redux: Effortless Bayesian Deep Learning", 2021.
+        Alexander Immer et al., "Scalable Marginal Likelihood Estimation for Model Selection in
+        Deep Learning", 2021.
+    """
+    check_arrays("params", params)
+    check_positive("num_examples", num_examples)
+    if terms_per_example is not None:
+        check_positive("terms_per_example", terms_per_example)
+    examples = Examples(objective, bases, layers, experts)
+    if objective.num_outputs > 1:
+        raise ValueError(
+            f"a Laplace posterior is of one likelihood, and this objective has "
+            f"{objective.num_outputs}: give an Objective of the output that is wanted"
+        )
+    (likelihood,) = jax.tree.leaves(objective.likelihood)
+    if not isinstance(likelihood, Gaussian) and (isinstance(noise, Tracer) or noise != 1.0):
+        raise ValueError(f"noise={noise}: only a Gaussian likelihood has one")
+    chosen, blocks = raw(examples.bases), owned_blocks(examples.bases)
+    shapes = {path: jnp.shape(leaf) for path, leaf in partition(params)[0].items()}
+    check_disjoint(blocks, shapes)
+    posterior = LaplacePosterior(
+        params=params,
+        bases=chosen,
+        prior_precision=prior_precision,
+        noise=noise,
+        state=state,
+        examples=examples.without_arrays(),
+        num_examples=float(num_examples),
+        terms_per_example=None if terms_per_example is None else float(terms_per_example),
+        layers=tuple(block.layer.name for block in blocks),
+        fixed=parameters_outside(chosen.layers, shapes),
+    )
+    return posterior.replace(prior_precision, noise)

@@ -1,0 +1,345 @@
+"""A Gaussian over parameters whose precision is curvature, and what it says of data."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Key, PyTree
+
+from jaxkfac._checks import at_least_one, check_key
+from jaxkfac.factors import Batch, Gaussian
+from jaxkfac.uses._batches import batches_of
+from jaxkfac.uses._evidence import LogLikelihood
+from jaxkfac.uses._laplace_checks import (
+    check_maximum,
+    check_positive,
+    check_prior,
+    statistics_dtype_of,
+)
+from jaxkfac.uses._laplace_programs import (
+    best_on_evidence,
+    evidence_of,
+    output_distribution,
+    sampled,
+    summed_terms,
+)
+from jaxkfac.uses._linearised_variance import split_terms
+from jaxkfac.uses._posterior_precision import PosteriorPrecision
+from jaxkfac.uses._predictive import (
+    GaussianPrediction,
+    OutputDistribution,
+    rule_of,
+    with_noise,
+)
+from jaxkfac.uses._validation_tuning import best_prior_on
+
+Method = Literal["probit", "bridge", "mc"]
+
+BYTES = 2**28
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class LaplacePosterior:
+    r"""$\mathcal N(\theta, P^{-1})$ with $P = N R F / \sigma^2 + \operatorname{diag}(\delta)$.
+
+    A pytree: it goes into jitted functions and comes out of them. :func:`laplace` makes it.
+
+    Attributes:
+        params: The mean; parameters in ``fixed`` are no part of the posterior.
+        bases: The curvature $F$ of the mean loss.
+        prior_precision: $\delta$, a number, or ``(layers,)`` in the order of ``layers``.
+        noise: $\sigma$, the noise's standard deviation of a Gaussian likelihood; else 1.
+        state: What a call of the model takes beside its inputs.
+        examples: The objective and the program, static.
+        num_examples: $N$, static.
+        terms_per_example: $R$, static; ``None``: one.
+        layers: The layers that answer for parameters, static.
+        fixed: Paths of the parameters that are held fixed, all of them or in part, static.
+    """
+
+    params: Any
+    bases: Any
+    prior_precision: Any
+    noise: Any
+    state: Any
+    examples: Any = dataclasses.field(metadata={"static": True})
+    num_examples: float = dataclasses.field(metadata={"static": True})
+    terms_per_example: float | None = dataclasses.field(metadata={"static": True})
+    layers: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    fixed: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        return (
+            f"LaplacePosterior(layers={list(self.layers)}, fixed={list(self.fixed)}, "
+            f"prior_precision={self.prior_precision}, noise={self.noise}, "
+            f"num_examples={self.num_examples})"
+        )
+
+    # -- evidence ---------------------------------------------------------------------
+
+    def log_likelihood(self, train: Any) -> LogLikelihood:
+        """What the evidence reads of the data, in one pass.
+
+        It changes neither with the prior nor with the noise:
+        ``log_marginal_likelihood`` takes it in place of the data.
+
+        Args:
+            train: ``(inputs, targets)`` or ``(inputs, targets, mask)``, or an iterable of such
+                tuples, read once.
+
+        Raises:
+            ValueError: an iterable that is empty, a batch that does not fit, or another number of
+                loss terms than the posterior's.
+        """
+        total = None
+        for some in batches_of(train):
+            part = summed_terms(self, self.checked(some))
+            total = part if total is None else jax.tree.map(jnp.add, total, part)
+        assert total is not None
+        expected = self.num_examples * (self.terms_per_example or 1)
+        if not isinstance(total.terms, Tracer) and abs(float(total.terms) / expected - 1) > 1e-6:
+            raise ValueError(
+                f"train has {float(total.terms):g} loss terms, and num_examples="
+                f"{self.num_examples:g} times terms_per_example={self.terms_per_example or 1:g} is "
+                f"{expected:g}: the evidence is of the data that the precision counts"
+            )
+        return total
+
+    def log_marginal_likelihood(
+        self,
+        train: Any,
+        *,
+        prior_precision: ArrayLike | None = None,
+        noise: ArrayLike | None = None,
+    ) -> Float[Array, ""]:
+        r"""The evidence, $\log p(\mathcal D \mid \theta) - \tfrac12 (\log\det P - \log\det P_0
+        + \theta^\top P_0 \theta)$ with $P_0 = \operatorname{diag}(\delta)$.
+
+        It is differentiable in the prior precision and in the noise, and can be jitted.
+
+        Args:
+            train: The data, as for ``log_likelihood``, or what that returned.
+            prior_precision: In place of the posterior's own.
+            noise: Likewise.
+
+        Raises:
+            ValueError: as ``log_likelihood``, or a prior precision or noise that is not positive.
+        """
+        data = train if isinstance(train, LogLikelihood) else self.log_likelihood(train)
+        posterior = self.replace(
+            self.prior_precision if prior_precision is None else prior_precision,
+            self.noise if noise is None else noise,
+        )
+        return evidence_of(posterior, data)
+
+    def tune_prior(
+        self,
+        train: Any = None,
+        *,
+        validation: Any = None,
+        by_layer: bool = False,
+        grid: Sequence[float | int] | None = None,
+        max_bytes: int = BYTES,
+    ) -> "LaplacePosterior":
+        r"""The posterior with the prior precision that fits best.
+
+        On the evidence: the one maximum is found by bisection, from the eigenvalues alone. The data
+        is read for the noise of a Gaussian, which is fitted with the prior; of other likelihoods
+        the best prior does not depend on it, and ``train`` is not read.
+
+        On validation data: of a grid, the prior precision with the least negative log predictive
+        probability (of the probit's rule, or of the Gaussian, whose noise stays). By layer, layers
+        take turns until none changes.
+
+        Args:
+            train: The data, as for ``log_likelihood``, or what that returned. ``None`` leaves the
+                noise.
+            validation: Tune on this in place of the evidence: a batch, or an iterable of them,
+                read once.
+            by_layer: A precision for each layer, in place of one.
+            grid: For ``validation``; by default 25 from 1e-4 to 1e4.
+            max_bytes: For ``validation``, as in ``variance``.
+
+        Raises:
+            ValueError: both train and validation, or there is no maximum: no curvature, or
+                parameters that are all zero.
+
+        Warns:
+            UserWarning: by layer, some have no maximum, and keep their prior precision.
+
+        Memory:
+            By layer on validation, the covariances of all examples for every layer and number of
+            the grid.
+        """
+        if validation is not None:
+            if train is not None:
+                raise ValueError("tune_prior: give train, for the evidence, or validation=")
+            return best_prior_on(
+                self, validation, by_layer=by_layer, grid=grid, max_bytes=max_bytes
+            )
+        if grid is not None:
+            raise ValueError("grid= is for validation=; the evidence's maximum is exact")
+        data = None
+        if train is not None and isinstance(self.likelihood, Gaussian):
+            data = train if isinstance(train, LogLikelihood) else self.log_likelihood(train)
+        prior, noise, there = best_on_evidence(self, data, by_layer=by_layer)
+        if not isinstance(prior, Tracer):
+            check_maximum(there, noise, self.layers, by_layer=by_layer)
+        return self.replace(prior, noise)
+
+    # -- predictions ------------------------------------------------------------------
+
+    def variance(self, inputs: PyTree, *, max_bytes: int = BYTES) -> Float[Array, "..."]:
+        r"""The covariance $J_n P^{-1} J_n^\top$ of the outputs, the model being linearised.
+
+        No gradient of all examples and outputs is held: examples, and where it has to be outputs,
+        go some at a time.
+
+        Args:
+            inputs: What the model takes, examples first.
+            max_bytes: What gradients of outputs may take at once.
+
+        Returns:
+            ``(N, C, C)``. For outputs ``(N, ..., C)`` of several loss terms ``(N, ..., C, C)``,
+            each term's own; for outputs ``(N,)`` ``(N, 1, 1)``.
+
+        Raises:
+            CoupledExamplesError: an example's output depends on other examples.
+            MemoryBudgetError: the gradient of one output does not fit into ``max_bytes``.
+            ValueError: inputs do not fit, or are to be cut and do not have the examples first.
+        """
+        return self._distribution(inputs, max_bytes)[0].covariance
+
+    def predict(
+        self,
+        inputs: PyTree,
+        method: Method | None = None,
+        *,
+        key: Key[Array, ""] | None = None,
+        num_samples: int = 100,
+        max_bytes: int = BYTES,
+    ) -> Float[Array, "..."] | GaussianPrediction:
+        r"""The predictive distribution of the targets.
+
+        Args:
+            inputs: What the model takes, examples first.
+            method: From the Gaussian over logits to probabilities: ``"probit"``, the default,
+                $\operatorname{softmax}(f / \sqrt{1 + \tfrac\pi8 v})$; ``"bridge"``, the mean of the
+                Dirichlet of the Laplace bridge (``Categorical`` only); ``"mc"``, the mean over
+                samples. A Gaussian likelihood takes none: its predictive is exact.
+            key: For ``"mc"``.
+            num_samples: For ``"mc"``.
+            max_bytes: As for ``variance``.
+
+        Returns:
+            Probabilities, shaped like the outputs; of a Gaussian a
+            ``GaussianPrediction(mean, covariance)``, in whose covariance the noise is.
+
+        Raises:
+            ValueError: an unknown method, one that the likelihood does not have, or ``"mc"``
+                without a key; else as for ``variance``.
+
+        References:
+            David MacKay, "The Evidence Framework Applied to Classification Networks", 1992.
+            Marius Hobbhahn et al., "Fast Predictive Uncertainty for Classification with Bayesian
+            Deep Networks", 2022.
+        """
+        likelihood, rule = self.likelihood, None
+        if not isinstance(likelihood, Gaussian):
+            rule = rule_of(likelihood, method or "probit")
+        elif method is not None:
+            raise ValueError(f"method={method!r}: a Gaussian's predictive is exact, leave it out")
+        if method == "mc":
+            if key is None:
+                raise ValueError('method="mc" draws samples: pass key=')
+            check_key(key)
+            at_least_one(num_samples=num_samples)
+        outputs, shape = self._distribution(inputs, max_bytes)
+        if rule is not None:
+            return rule(outputs, key, num_samples).reshape(shape)
+        covariance = with_noise(outputs.covariance, self.noise)
+        return GaussianPrediction(outputs.mean.reshape(shape), covariance)
+
+    def sample(self, key: Key[Array, ""], num_samples: int) -> PyTree:
+        """Parameters drawn from the posterior.
+
+        Args:
+            key: A key.
+            num_samples: How many.
+
+        Returns:
+            A tree like the parameters, every leaf with a leading axis of ``num_samples``, those of
+            fixed parameters too; dtypes are the parameters'.
+        """
+        check_key(key)
+        at_least_one(num_samples=num_samples)
+        return sampled(self, key, num_samples)
+
+    # -- parts ------------------------------------------------------------------------
+
+    @property
+    def likelihood(self) -> Any:
+        """The objective's."""
+        (likelihood,) = jax.tree.leaves(self.examples.objective.likelihood)
+        return likelihood
+
+    @property
+    def precision(self) -> PosteriorPrecision:
+        """The precision, by its blocks."""
+        number = self.num_examples * (self.terms_per_example or 1)
+        scale = number / jnp.square(self.noise)
+        prior = jnp.broadcast_to(self.prior_precision, len(self.layers))
+        return PosteriorPrecision(self.bases, scale, prior)
+
+    def replace(self, prior_precision: ArrayLike, noise: ArrayLike) -> "LaplacePosterior":
+        """The same with another prior precision and noise.
+
+        Raises:
+            ValueError: one that is not positive, or a prior precision of another shape.
+        """
+        check_prior(prior_precision, self.layers)
+        check_positive("noise", noise)
+        dtype = statistics_dtype_of(self.bases)
+        prior, noise = (jnp.asarray(x, dtype) for x in (prior_precision, noise))
+        return dataclasses.replace(self, prior_precision=prior, noise=noise)
+
+    def checked(self, batch: Any) -> Batch:
+        """A batch, once it goes together with the model and the bases; see ``Examples``.
+
+        Raises:
+            ValueError: outputs have several loss terms, and ``terms_per_example`` is not known.
+        """
+        batch = self.examples.checked(self.params, batch, self.state)
+        traced = self.examples.traced(self.params, batch, self.state)
+        shape = traced.out_shapes[0].shape
+        if self.terms_per_example is None and split_terms(shape)[1] > 1:
+            raise ValueError(
+                f"outputs of shape {shape} have several loss terms for each example: pass "
+                "terms_per_example=, how many of them the mask keeps on average"
+            )
+        return batch
+
+    def _distribution(
+        self, inputs: PyTree, max_bytes: int
+    ) -> tuple[OutputDistribution, tuple[int, ...]]:
+        """Of the outputs, ``(N, ..., C)``, and their own shape, which may lack the last axis."""
+        at_least_one(max_bytes=max_bytes)
+        objective = self.examples.objective
+        shapes = jax.eval_shape(
+            lambda params, state: objective.outputs(params, inputs, None, state)[0],
+            self.params,
+            self.state,
+        )
+        labels = jax.eval_shape(objective.sample, jax.random.key(0), shapes)
+        targets = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), labels)  # of any value
+        batch = self.checked((inputs, targets))
+        outputs = output_distribution(self, batch, max_bytes=max_bytes)
+        shape = jax.tree.leaves(shapes)[0].shape
+        lead = shape[:-1] if len(shape) > 1 else shape
+        mean, covariance = (x.reshape(*lead, *x.shape[2:]) for x in outputs)
+        return OutputDistribution(mean, covariance), shape

@@ -1,0 +1,154 @@
+"""The covariance of a model's outputs under a Laplace posterior, by linearisation."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from jaxkfac.factors import Batch
+from jaxkfac.interception import partition, with_leaves
+from jaxkfac.linalg import map_over_chunks
+from jaxkfac.memory import MemoryBudgetError, bytes_text
+from jaxkfac.uses._examples import Examples
+from jaxkfac.uses._output_gradients import OutputGradients
+from jaxkfac.uses._posterior_precision import PosteriorPrecision
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearisedVariance:
+    r"""$J_n P^{-1} J_n^\top$ of the outputs of each example's loss terms.
+
+    Where gradients of all outputs of an example fit into the budget, they are whitened layer by
+    layer and multiplied with each other, for as many examples at a time as fit. Else examples go
+    one by one, and outputs some at a time: their gradients are solved, and the model is
+    differentiated forward along the solutions.
+
+    Attributes:
+        examples: The objective and its layers.
+        precision: The posterior precision.
+        params: The parameters.
+        state: What a call of the model takes beside its inputs.
+        max_bytes: The budget.
+        by_layer: Whether the layers' parts are kept apart.
+    """
+
+    examples: Examples
+    precision: PosteriorPrecision
+    params: PyTree
+    state: PyTree
+    max_bytes: int
+    by_layer: bool = False
+
+    def __call__(
+        self, batch: Batch
+    ) -> tuple[Float[Array, "N terms C"], Float[Array, "N *layers terms C C"]]:
+        """The outputs and their covariance.
+
+        Raises:
+            MemoryBudgetError: the gradient of one output does not fit.
+            ValueError: the batch is to be cut, and an array does not have the examples first.
+        """
+        traced = self.examples.traced(self.params, batch, self.state)
+        number, _, columns = split_terms(traced.out_shapes[0].shape)
+        item = self.precision.prior.dtype.itemsize
+        one = OutputGradients(traced, self.precision).size * item
+        whole = OutputGradients(traced, self.precision, whole=True).size * item
+        at_once = self.max_bytes // (one * columns)
+        if at_once:
+            some = min(at_once, number)
+            self._check_cut(batch, number, some)
+            return map_over_chunks(lambda chunk, _: self._of_examples(chunk), batch, some)
+        needed = one * columns if self.by_layer else whole
+        if needed > self.max_bytes:
+            what = "all outputs" if self.by_layer else "one output"
+            raise MemoryBudgetError(
+                f"max_bytes={self.max_bytes}: gradients of {what} of one example take "
+                f"{bytes_text(needed)}; allow that much, or choose fewer layers="
+            )
+        self._check_cut(batch, number, 1)
+        some = self.max_bytes // whole
+        return map_over_chunks(lambda chunk, _: self._of_one(chunk, some), batch, 1)
+
+    def _check_cut(self, batch: Batch, number: int, some: int) -> None:
+        if some < number and any(x.shape[:1] != (number,) for x in jax.tree.leaves(batch)):
+            raise ValueError(
+                f"inputs: gradients of the outputs of {number} examples do not fit into "
+                f"max_bytes={self.max_bytes}, and an array does not have the examples first: give "
+                "fewer at once"
+            )
+
+    def _of_examples(self, batch: Batch) -> tuple[Array, Array]:
+        traced = self.examples.traced(self.params, batch, self.state)
+        taps = OutputGradients(traced, self.precision)
+        outputs, vjp = self._outputs_and_vjp(traced, taps, batch)
+        number, terms, columns = split_terms(outputs.shape)
+
+        def of_term(term: Array) -> Array:
+            cotangents = _cotangents(outputs, term, jnp.arange(columns))
+            whitened = taps.whitened(jax.vmap(vjp)(cotangents))
+            names = [block.layer.name for block in self.precision.blocks]
+            parts = [_products(whitened[name], self.precision.prior.dtype) for name in names]
+            return jnp.stack(parts, 1) if self.by_layer else sum(parts[1:], parts[0])
+
+        found = jax.lax.map(of_term, jnp.arange(terms))
+        return outputs.reshape(number, terms, columns), jnp.moveaxis(found, 0, -3)
+
+    def _of_one(self, batch: Batch, some: int) -> tuple[Array, Array]:
+        """The same of one example, some outputs at a time, with products forward."""
+        traced = self.examples.traced(self.params, batch, self.state)
+        taps = OutputGradients(traced, self.precision, whole=True)
+        outputs, vjp = self._outputs_and_vjp(traced, taps, batch)
+        _, terms, columns = split_terms(outputs.shape)
+        leaves = partition(self.params)[0]
+
+        def model(leaves: dict[str, Array]) -> Array:
+            params = with_leaves(self.params, leaves)
+            found, _ = self.examples.objective.outputs(params, batch.inputs, None, self.state)
+            return jax.tree.leaves(found)[0].reshape(terms, columns)
+
+        _, forward = jax.linearize(model, leaves)
+        zeros = {path: jnp.zeros_like(x) for path, x in leaves.items()}
+
+        def of_columns(term: Array, chosen: Array) -> Array:
+            cotangents = _cotangents(outputs, term, chosen)
+            gradients = jax.vmap(taps.gradients)(jax.vmap(vjp)(cotangents))
+            gradients = {path: x[:, 0] for path, x in gradients.items()}
+            solved = self.precision.solved(gradients, -1.0)
+            typed = {path: x.astype(leaves[path].dtype) for path, x in solved.items()}
+            moved = jax.vmap(lambda one: forward(zeros | one)[term])(typed)
+            return moved.astype(self.precision.prior.dtype)
+
+        def of_term(term: Array) -> Array:
+            every = jnp.arange(columns)
+            return map_over_chunks(lambda chosen, _: of_columns(term, chosen), every, some)
+
+        found = jax.lax.map(of_term, jnp.arange(terms))
+        return outputs.reshape(1, terms, columns), found[None]
+
+    def _outputs_and_vjp(self, traced: Any, taps: OutputGradients, batch: Batch) -> Any:
+        outputs, vjp = self.examples.outputs_and_vjp(traced, taps, self.params, batch, self.state)
+        (single,), form = jax.tree.flatten(outputs)
+        return single, lambda cotangent: vjp(jax.tree.unflatten(form, [cotangent]))
+
+
+def split_terms(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Numbers of examples, of loss terms of each, and of outputs of a term."""
+    if len(shape) == 1:
+        return shape[0], 1, 1
+    return shape[0], math.prod(shape[1:-1]), shape[-1]
+
+
+def _cotangents(outputs: Array, term: Array, columns: Array) -> Array:
+    """One at an output of one term of every example, ``(columns, *outputs)``."""
+    number, terms, every = split_terms(outputs.shape)
+    here = (jnp.arange(terms) == term)[:, None] & (columns[:, None, None] == jnp.arange(every))
+    one = jnp.broadcast_to(here[:, None], (len(columns), number, terms, every))
+    return one.astype(outputs.dtype).reshape(-1, *outputs.shape)
+
+
+def _products(whitened: Float[Array, "C N n"], dtype: Any) -> Float[Array, "N C C"]:
+    found = jnp.einsum("cnk,dnk->ncd", whitened, whitened, precision=jax.lax.Precision.HIGHEST)
+    return found.astype(dtype)

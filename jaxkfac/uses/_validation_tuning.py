@@ -1,0 +1,98 @@
+"""The prior precision that predicts held-out data best, of a grid."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxkfac.factors import Batch, Gaussian
+from jaxkfac.uses._batches import batches_of
+from jaxkfac.uses._laplace_programs import output_distribution
+from jaxkfac.uses._predictive import OutputDistribution, negative_log_predictive, rule_of
+
+if TYPE_CHECKING:
+    from jaxkfac.uses._laplace_posterior import LaplacePosterior
+
+GRID = np.logspace(-4, 4, 25)
+
+
+def best_prior_on(
+    posterior: "LaplacePosterior",
+    validation: Any,
+    *,
+    by_layer: bool,
+    grid: Sequence[float | int] | None,
+    max_bytes: int,
+) -> "LaplacePosterior":
+    """The posterior with the prior precision of the least negative log predictive probability."""
+    numbers = _checked(grid)
+    if not isinstance(posterior.likelihood, Gaussian):
+        rule_of(posterior.likelihood, "probit")
+    tune = _by_layer if by_layer else _one
+    batches = (posterior.checked(some) for some in batches_of(validation))
+    return posterior.replace(tune(posterior, batches, numbers, max_bytes), posterior.noise)
+
+
+def _checked(grid: Sequence[float | int] | None) -> np.ndarray:
+    numbers = np.asarray(GRID if grid is None else grid, np.float64)
+    if numbers.ndim != 1 or not numbers.size or not (numbers > 0).all():
+        raise ValueError(f"grid={grid}: expected positive numbers, at least one")
+    return numbers
+
+
+def _one(posterior: Any, batches: Any, grid: np.ndarray, max_bytes: int) -> np.floating:
+    losses = np.zeros(len(grid))
+    for batch in batches:
+        for k, number in enumerate(grid):
+            changed = posterior.replace(number, posterior.noise)
+            outputs = output_distribution(changed, batch, max_bytes=max_bytes)
+            losses[k] += float(_loss(posterior, batch, outputs))
+    return grid[int(np.nanargmin(losses))]
+
+
+def _by_layer(posterior: Any, batches: Any, grid: np.ndarray, max_bytes: int) -> np.ndarray:
+    """Layers take turns; each takes the number at which the loss is least, the others' fixed."""
+    found: list[tuple[Batch, Array, list[Array]]] = []
+    for batch in batches:
+        each = [
+            output_distribution(
+                posterior.replace(number, posterior.noise),
+                batch,
+                max_bytes=max_bytes,
+                by_layer=True,
+            )
+            for number in grid
+        ]
+        found.append((batch, each[0].mean, [x.covariance for x in each]))
+    chosen = np.full(len(posterior.layers), len(grid) // 2)
+
+    def loss(chosen: np.ndarray) -> float:
+        total = 0.0
+        for batch, mean, parts in found:
+            of_layers = jnp.stack([parts[k][:, layer] for layer, k in enumerate(chosen)])
+            covariance = of_layers.sum(0)
+            total += float(_loss(posterior, batch, OutputDistribution(mean, covariance)))
+        return total
+
+    best, changed = loss(chosen), True
+    while changed:  # the loss falls with every change, so this ends
+        changed = False
+        for layer in range(len(chosen)):
+            for k in range(len(grid)):
+                other = chosen.copy()
+                other[layer] = k
+                if (value := loss(other)) < best:
+                    chosen, best, changed = other, value, True
+    return grid[chosen]
+
+
+@jax.jit
+def _loss(posterior: Any, batch: Batch, outputs: OutputDistribution) -> Float[Array, ""]:
+    objective = posterior.examples.objective
+    traced = posterior.examples.traced(posterior.params, batch, posterior.state)
+    mean = outputs.mean.reshape(traced.out_shapes[0].shape)
+    (head,) = objective.heads(objective.tree([mean]), batch.targets, batch.mask)
+    return negative_log_predictive(head, outputs, posterior.noise)
