@@ -54,7 +54,14 @@ from jaxkfac.lslora import nf4
 from jaxkfac.memory import MemoryBudgetError, cast_once, load_safetensors, place_once
 from jaxkfac.optim import LevenbergMarquardt, has_updated, kfac, multi_steps, scale_by_bases
 from jaxkfac.planning import MemoryPlan, plan_memory
-from jaxkfac.uses import TopK, influence, self_influence
+from jaxkfac.uses import (
+    Queries,
+    TopK,
+    TruncatedScores,
+    influence,
+    prepare_queries,
+    self_influence,
+)
 
 __version__ = "0.1.0"
 
@@ -83,7 +90,9 @@ __all__ = [
     "NonFiniteFactorError",
     "Objective",
     "ProcessesDisagreeError",
+    "Queries",
     "TopK",
+    "TruncatedScores",
     "UncoveredParameterError",
     "UnknownLayerError",
     "apply_power",
@@ -111,6 +120,7 @@ __all__ = [
     "operators",
     "place_once",
     "plan_memory",
+    "prepare_queries",
     "reconstruct",
     "scale_by_bases",
     "self_influence",

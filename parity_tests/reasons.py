@@ -64,7 +64,10 @@ NAMES = {
     "DiagonalFactor": f"scales and lone biases: {_NO_TWIN}",
     "DiagonalEigenbasis": f"scales and lone biases: {_NO_TWIN}",
     # influence
+    "Queries": _TYPE,
     "TopK": _TYPE,
+    "TruncatedScores": _TYPE,
+    "prepare_queries": _NO_TWIN,
     "BlockDamping": _TYPE,
     "influence": _NO_TWIN,
     "self_influence": _NO_TWIN,

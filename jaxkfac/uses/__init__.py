@@ -1,7 +1,16 @@
 """What curvature is for: influence functions."""
 
-from jaxkfac.uses._influence import influence
+from jaxkfac.uses._held import Queries
+from jaxkfac.uses._influence import TruncatedScores, influence
+from jaxkfac.uses._queries import prepare_queries
 from jaxkfac.uses._self_influence import self_influence
 from jaxkfac.uses._top_k import TopK
 
-__all__ = ["TopK", "influence", "self_influence"]
+__all__ = [
+    "Queries",
+    "TopK",
+    "TruncatedScores",
+    "influence",
+    "prepare_queries",
+    "self_influence",
+]
