@@ -278,7 +278,7 @@ def test_queries_within_a_budget_are_those_without_one():
     expected = jk.influence(*args, BATCH)
     for room in (2 + 3, 2 + 6):  # both are held, and one or two are in work
         assert_close(jk.influence(*args, BATCH, max_bytes=room * each), expected)
-    with pytest.raises(jk.MemoryBudgetError, match="hold them at a query_rank="):
+    with pytest.raises(jk.MemoryBudgetError, match="or give a query_rank="):
         jk.influence(*args, BATCH, max_bytes=(2 + 3) * each - 1)
 
 

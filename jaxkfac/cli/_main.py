@@ -30,6 +30,7 @@ Start with `jaxkfac train --preset digits`, then open runs/digits/report.html;
 `jaxkfac analyze runs/digits` shows spectra and capacity of the factors in its checkpoint.
 `jaxkfac finetune` teaches a pretrained language model with an LS-LoRA adapter;
 `jaxkfac finetune --preset wordnet-t5` trains a T5 from nothing on words and glosses.
+`jaxkfac influence` says which training texts an answer is owed to.
 
 Exit codes: 0, 2 for an error that is explained, 3 where memory ran out, 130 after Ctrl-C.
 """
@@ -94,6 +95,7 @@ def commands() -> list[Command]:
     from jaxkfac.cli._plan import PlanArguments
     from jaxkfac.cli.finetune._options import FinetuneArguments
     from jaxkfac.cli.finetune._presets import default_arguments
+    from jaxkfac.cli.influence._options import InfluenceArguments
 
     return [
         Command("train", TrainArguments, "jaxkfac.cli._train:run_train"),
@@ -103,6 +105,7 @@ def commands() -> list[Command]:
             "jaxkfac.cli.finetune._run:run_finetune",
             default_arguments,
         ),
+        Command("influence", InfluenceArguments, "jaxkfac.cli.influence._run:run_influence"),
         Command("analyze", AnalyzeArguments, "jaxkfac.cli._analyze:run_analyze"),
         Command("adapter", AdapterArguments, "jaxkfac.cli._adapter:run_adapter"),
         Command("plan", PlanArguments, "jaxkfac.cli._plan:run_plan"),

@@ -1,7 +1,7 @@
 """What curvature is for: influence functions."""
 
 from jaxkfac.uses._held import Queries
-from jaxkfac.uses._influence import TruncatedScores, influence
+from jaxkfac.uses._influence import TruncatedScores, influence, scores_of_batches
 from jaxkfac.uses._queries import prepare_queries
 from jaxkfac.uses._self_influence import self_influence
 from jaxkfac.uses._top_k import TopK
@@ -12,5 +12,6 @@ __all__ = [
     "TruncatedScores",
     "influence",
     "prepare_queries",
+    "scores_of_batches",
     "self_influence",
 ]

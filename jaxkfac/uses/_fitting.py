@@ -31,9 +31,14 @@ def fitting(
             f"allow that much, or {remedy}"
         )
     some = min(number, (max_bytes - kept) // max(each, 1))
-    if some < number and any(x.shape[:1] != (number,) for x in jax.tree.leaves(batch)):
+    if some < number and not in_examples(batch):
         raise ValueError(
             f"{name}: gradients of {number} examples do not fit into max_bytes={max_bytes}, and "
             "an array of the batch does not have the examples first: give smaller batches"
         )
     return some
+
+
+def in_examples(batch: Batch) -> bool:
+    """Whether every array of a batch has the examples first, so that it can be cut into them."""
+    return all(x.shape[:1] == (batch.num_examples,) for x in jax.tree.leaves(batch))

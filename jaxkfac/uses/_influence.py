@@ -1,11 +1,12 @@
 """Influence functions: what training on an example does to the loss of another."""
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxkfac._checks import at_least_one, one_of
 from jaxkfac.curvature import BlockDamping, Eigenbases
@@ -149,18 +150,49 @@ def influence(
             state=state,
             experts=experts,
         )
-    examples = Examples(objective, held, layers, experts)
-    score = jax.jit(functools.partial(examples.scores, per=per))
     found, best = [], top_k if isinstance(top_k, TopK) else None
-    for some in batches_of(train):
-        batch = examples.checked(params, some, state)
-        scores = score(params, examples.queries, batch, state)
+    options = {"per": per, "layers": layers, "state": state, "experts": experts}
+    for scores, exist in scores_of_batches(objective, params, held, train, **options):
         if top_k is None:
             found.append(scores)
-        else:
-            if best is None:
-                best = none_yet(scores.shape[:-1], top_k, scores.dtype)
-            best = joined(best, scores, examples.exists(batch), start)
-        start += batch.num_examples
+            continue
+        if best is None:
+            best = none_yet(scores.shape[:-1], top_k, scores.dtype)
+        best = joined(best, scores, exist, start)
+        start += len(exist)
     whole = jnp.concatenate(found, 1 + (per == "layer")) if best is None else best
     return whole if prepared or query_rank is None else TruncatedScores(whole, held.errors)
+
+
+def scores_of_batches(
+    objective: Objective,
+    params: PyTree,
+    queries: Queries,
+    train: Any,
+    *,
+    per: Per = "sum",
+    layers: str | None = None,
+    state: PyTree | None = None,
+    experts: str | None = None,
+) -> Iterator[tuple[Float[Array, "..."], Bool[Array, " n"]]]:
+    """The scores of each batch as it is read, for what is saved or shown on the way.
+
+    Args:
+        objective: As for :func:`influence`, like all that is not named here.
+        params: Parameters.
+        queries: From :func:`prepare_queries`.
+        train: A batch, or an iterable of them.
+        per: As for :func:`influence`.
+        layers: Likewise.
+        state: Likewise.
+        experts: Likewise.
+
+    Yields:
+        The scores of one batch, as :func:`influence` returns them, and which of its examples have
+        a term that their mask keeps, ``(n,)``.
+    """
+    examples = Examples(objective, queries, layers, experts)
+    score = jax.jit(functools.partial(examples.scores, per=per))
+    for some in batches_of(train):
+        batch = examples.checked(params, some, state)
+        yield score(params, examples.queries, batch, state), examples.exists(batch)

@@ -19,11 +19,12 @@ from jaxkfac.interception import Layer
 from jaxkfac.kinds import LowRank
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.uses._examples import Examples
-from jaxkfac.uses._fitting import fitting
+from jaxkfac.uses._fitting import fitting, in_examples
 from jaxkfac.uses._held import Queries
 from jaxkfac.uses._truncated import truncated
 
 _GRADIENTS = 3  # of each query in work: its own, the same by layer, the preconditioned
+_AT_ONCE = 2**28  # bytes of them, where no budget was given
 
 
 def prepare_queries(
@@ -54,7 +55,8 @@ def prepare_queries(
         query_rank: Hold each layer's part, a matrix, as the nearest one of this rank, where that
             is smaller.
         max_bytes: What queries may take: those that are held, and those in work, as many at once
-            as fit. By default there is no bound.
+            as fit. By default there is no bound, and as many are in work as 256 MiB hold, at
+            least one.
         state: Likewise.
         experts: Likewise.
 
@@ -90,18 +92,18 @@ def prepare_queries(
         return map_over_chunks(of_some, batch, at_once)
 
     given = params, examples.bases, batch, state
-    at_once = None
-    if max_bytes is not None:
-        every = jax.eval_shape(lambda: examples.gradients(params, batch, state))
-        kept = _nbytes(jax.eval_shape(lambda: run(*given, None)[:2]))
-        remedy = "choose fewer layers=" + ("" if query_rank else ", or hold them at a query_rank=")
+    gradients = jax.eval_shape(lambda: examples.gradients(params, batch, state))
+    each = _GRADIENTS * _nbytes(gradients) // batch.num_examples
+    if max_bytes is None:
+        at_once = max(1, _AT_ONCE // each) if in_examples(batch) else None
+    else:
         at_once = fitting(
             batch,
-            each=_GRADIENTS * _nbytes(every) // batch.num_examples,
-            kept=kept,
+            each=each,
+            kept=_nbytes(jax.eval_shape(lambda: run(*given, None)[:2])),
             max_bytes=max_bytes,
             name="queries",
-            remedy=remedy,
+            remedy="choose fewer layers=" + ("" if query_rank else ", or give a query_rank="),
         )
     whole, low_rank, errors = jax.jit(run, static_argnums=4)(*given, at_once)
     return Queries(whole, low_rank, errors, examples.bases.layers)
