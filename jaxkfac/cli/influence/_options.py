@@ -42,7 +42,8 @@ class InfluenceArguments:
     ekfac: bool = False
     """Measure the eigenvalues in the eigenbases, in another pass over the factors' texts."""
     layers: str | None = None
-    """Full-match pattern of the layers that count; by default all."""
+    """Full-match pattern of the layers that count; by default all, but for an encoder-decoder's
+    relative positions, which no example has to itself."""
     max_dense: int = 16384
     """A larger side of a layer is kept as a diagonal."""
     damping: float | Literal["heuristic"] = "heuristic"
@@ -89,7 +90,12 @@ class InfluenceArguments:
     debug: bool = False
     """Show the full traceback of an error."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse values that no run can have.
+
+        Raises:
+            ValueError: naming the option.
+        """
         for name in ("factors_from", "max_dense", "query_rank", "top", "batch_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")

@@ -27,6 +27,7 @@ from jaxkfac.report import QueryRecord, ScoredText, influence_page, influence_ta
 
 def run_influence(arguments: InfluenceArguments) -> None:
     """Score, write everything, and print the tables."""
+    arguments.check()
     stages = _stages(arguments)
     with jk.memory.track("run") as measured:
         with jk.memory.track("load the model"), phase("loading the model"):

@@ -1,5 +1,6 @@
 """Factors, bases and scores of a run, each taken from its file where that is there."""
 
+import contextlib
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -71,7 +72,7 @@ class Scoring(NamedTuple):
         return jk.value_grad_and_factors(
             self.objective,
             fisher=given.fisher,
-            layers=given.layers,
+            layers=self.reader.layers if given.layers is None else given.layers,
             uncovered="ignore",
             max_dense=given.max_dense,
             max_factor_bytes=self.max_bytes,
@@ -122,7 +123,7 @@ def _collected(scoring: Scoring) -> jk.Factors:
         collect, add = collect.__wrapped__, operator.add
     total, done = None, 0
     doing = "collecting factors"
-    with phase(doing), progress("factors", len(texts)) as shown:
+    with phase(doing), _explained(given), progress("factors", len(texts)) as shown:
         for number, batch in enumerate(scoring.batches(texts, fill=False)):
             new = collect(scoring.pretrained.params, batch, jax.random.fold_in(key, number))
             total = new if total is None else add(total, new)
@@ -134,10 +135,23 @@ def _collected(scoring: Scoring) -> jk.Factors:
     return total
 
 
+@contextlib.contextmanager
+def _explained(arguments: InfluenceArguments) -> Iterator[None]:
+    """Name the option that a budget was given with."""
+    try:
+        yield
+    except MemoryBudgetError as error:
+        if arguments.memory is None:
+            raise
+        remedy = "allow more, or choose fewer --layers or a smaller --query-rank"
+        raise ValueError(f"--memory {arguments.memory}: {error}; {remedy}") from error
+
+
 def _measured(scoring: Scoring, bases: jk.Eigenbases) -> jk.Eigenbases:
     """The bases with eigenvalues measured on the same texts."""
     correct = jk.correct_eigenvalues(scoring.objective, bases, fisher=scoring.arguments.fisher)
-    key, run = jax.random.fold_in(jax.random.key(scoring.arguments.seed), -1), jax.jit(correct)
+    # other labels than those of the factors
+    key, run = jax.random.split(jax.random.key(scoring.arguments.seed))[0], jax.jit(correct)
     total, done, texts = None, 0, scoring.chosen()
     with phase("measuring eigenvalues"), progress("eigenvalues", len(texts)) as shown:
         for number, batch in enumerate(scoring.batches(texts, fill=False)):
@@ -150,28 +164,20 @@ def _measured(scoring: Scoring, bases: jk.Eigenbases) -> jk.Eigenbases:
 
 
 def prepared(scoring: Scoring, bases: jk.Eigenbases) -> Queries:
-    """The queries, preconditioned.
-
-    Raises:
-        ValueError: they do not fit into the budget.
-    """
+    """The queries, preconditioned."""
     given = scoring.arguments
     batches = [*scoring.reader.batches(scoring.queries.texts, fill=False)]
     whole = jax.tree.map(lambda *x: np.concatenate(x), *batches)
-    with phase("preconditioning the queries"):
-        try:
-            return jk.prepare_queries(
-                scoring.objective,
-                scoring.pretrained.params,
-                bases,
-                scoring.family.batch(whole),
-                damping=given.damping,
-                query_rank=given.query_rank,
-                max_bytes=scoring.max_bytes,
-            )
-        except MemoryBudgetError as error:
-            remedy = "allow more, choose fewer --layers, or a smaller --query-rank"
-            raise ValueError(f"--memory {given.memory}: {error}: {remedy}") from error
+    with phase("preconditioning the queries"), _explained(given):
+        return jk.prepare_queries(
+            scoring.objective,
+            scoring.pretrained.params,
+            bases,
+            scoring.family.batch(whole),
+            damping=given.damping,
+            query_rank=given.query_rank,
+            max_bytes=scoring.max_bytes,
+        )
 
 
 def scored(scoring: Scoring, held: Queries, stages: Stages) -> np.ndarray:

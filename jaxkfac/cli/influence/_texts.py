@@ -61,9 +61,11 @@ class Reader(abc.ABC):
     """How texts of a kind of model become batches.
 
     Attributes:
-        tokens_of: Full-match pattern of the layers whose rows run along the scored tokens.
+        layers: Full-match pattern of the layers that count by default; ``None``: all.
+        tokens_of: Of those whose rows run along the tokens that are shaded.
     """
 
+    layers: str | None = None
     tokens_of: str | None = None
 
     def __init__(self, arguments: InfluenceArguments, pretrained: Any) -> None:
@@ -189,7 +191,9 @@ class RecordReader(Reader):
 class PairReader(Reader):
     """Pairs for an encoder-decoder."""
 
-    tokens_of = r"(decoder/(?!.*EncDecAttention/[kv]/).*|lm_head.*)"
+    # Relative positions are added to every example's attention alike.
+    layers = r"(?!.*relative_attention_bias/).*"
+    tokens_of = r"(decoder/(?!.*(EncDecAttention/[kv]|relative_attention_bias)/).*|lm_head.*)"
 
     def _examples(self, path: Path) -> Iterator[tuple[int, tuple[PairExample, bool]]]:
         given, found = self._arguments, self._arguments
