@@ -2,6 +2,7 @@
 
 from jaxkfac.uses._held import Queries
 from jaxkfac.uses._influence import TruncatedScores, influence, scores_of_batches
+from jaxkfac.uses._kronfluence import load_kronfluence
 from jaxkfac.uses._queries import prepare_queries
 from jaxkfac.uses._self_influence import self_influence
 from jaxkfac.uses._top_k import TopK
@@ -11,6 +12,7 @@ __all__ = [
     "TopK",
     "TruncatedScores",
     "influence",
+    "load_kronfluence",
     "prepare_queries",
     "scores_of_batches",
     "self_influence",

@@ -1,6 +1,7 @@
 """Factors, bases and scores of a run, each taken from its file where that is there."""
 
 import contextlib
+import dataclasses
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -96,8 +97,7 @@ def decomposed(scoring: Scoring, stages: Stages) -> jk.Eigenbases:
     def make() -> jk.Eigenbases:
         factors = stages.tree("factors", config, like, lambda: _collected(scoring))
         with phase("decomposing the factors"):
-            bases = jk.eigendecompose(factors, placement="host")
-        del factors
+            bases = _decomposed_in_turn(factors)
         return _measured(scoring, bases) if scoring.arguments.ekfac else bases
 
     def shaped(factors: jk.Factors) -> jk.Eigenbases:
@@ -108,6 +108,35 @@ def decomposed(scoring: Scoring, stages: Stages) -> jk.Eigenbases:
         return correct(params, first, jax.random.key(0))
 
     return stages.tree("bases", config, jax.eval_shape(shaped, like), make)
+
+
+def _decomposed_in_turn(factors: jk.Factors) -> jk.Eigenbases:
+    """The bases of layers of one input after the other, whose factors are given up for them.
+
+    Together the sums, the means and the bases of a model would be in memory at once.
+    """
+    groups: dict[str, list[Any]] = {}
+    for layer in factors.layers:
+        groups.setdefault(layer.name if layer.is_diagonal else layer.input, []).append(layer)
+    tables = ("a_sums", "a_counts", "g_sums", "diagonals")
+    parts = []
+    for layers in groups.values():
+        keys = {key for layer in layers for key in (layer.input, layer.name)}
+        some = {
+            table: {key: whole.pop(key) for key in keys & whole.keys()}
+            for table in tables
+            for whole in [getattr(factors, table)]
+        }
+        part = dataclasses.replace(factors, layers=tuple(layers), **some)
+        del some
+        parts.append(jk.eigendecompose(part, placement="host"))
+        del part
+    tables = ("a", "a_without_ones", "g", "diagonals")
+    joined = {
+        table: {key: value for part in parts for key, value in getattr(part, table).items()}
+        for table in tables
+    }
+    return dataclasses.replace(parts[0], layers=factors.layers, **joined)
 
 
 def _collected(scoring: Scoring) -> jk.Factors:
@@ -144,7 +173,7 @@ def _explained(arguments: InfluenceArguments) -> Iterator[None]:
         if arguments.memory is None:
             raise
         remedy = "allow more, or choose fewer --layers or a smaller --query-rank"
-        raise ValueError(f"--memory {arguments.memory}: {error}; {remedy}") from error
+        raise ValueError(f"--memory {arguments.memory}: {error}; {remedy}") from None
 
 
 def _measured(scoring: Scoring, bases: jk.Eigenbases) -> jk.Eigenbases:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac._errors import CheckpointMismatchError
@@ -45,7 +46,7 @@ class Stages:
         """
         if self.holds(stage):
             stored = self.read(stage, config)
-            leaves = [stored[name] for name in sorted(stored)]
+            leaves = [jnp.asarray(stored.pop(name)) for name in sorted(stored)]
             return jax.tree.unflatten(jax.tree.structure(like), leaves)
         made = make()
         leaves = jax.tree.leaves(made)
