@@ -25,6 +25,7 @@ def test_version_is_the_packages(capsys):
         (["analyze", "--help"], "jaxkfac analyze runs/digits"),
         (["analyze", "--help"], "--compare"),
         (["doctor", "--help"], "jaxkfac doctor"),
+        (["influence", "--help"], "--factors-from"),
         (["models", "--help"], "jaxkfac models --cache-dir weights"),
         (["adapter", "--help"], "jaxkfac adapter inspect"),
     ],

@@ -137,8 +137,8 @@ class BothSides:
         dtype, number = first.dtype, first.shape[-3]
 
         def cast_rows(chunk: Any) -> tuple[Array, Array]:
-            x, g = self._rows(chunk)
-            return tuple(jnp.moveaxis(y.astype(dtype), (0, 1), (-3, -2)) for y in (x, g))
+            x, g = (jnp.moveaxis(y.astype(dtype), (0, 1), (-3, -2)) for y in self._rows(chunk))
+            return x, g
 
         def by_rows(chunk: Any) -> Array:
             x, g = cast_rows(chunk)

@@ -51,9 +51,13 @@ class Examples:
     ) -> None:
         remedy = "because a scalar loss does not show its examples"
         instance_of("objective", objective, Objective, remedy)
-        if not isinstance(source, Queries):
+        self.objective: Objective = objective
+        self._source: Eigenbases | Queries
+        if isinstance(source, Queries):
+            self._source = chosen(source, layers)
+        else:
             check_bases(source)
-        self.objective, self._source = objective, chosen(source, layers)
+            self._source = chosen(source, layers)
         self.layers = self._source.layers
         if isinstance(self._source, Eigenbases):
             _check_blocks(self._source)

@@ -157,6 +157,7 @@ def influence(
             found.append(scores)
             continue
         if best is None:
+            assert isinstance(top_k, int)
             best = none_yet(scores.shape[:-1], top_k, scores.dtype)
         best = joined(best, scores, exist, start)
         start += len(exist)

@@ -106,7 +106,7 @@ def _solved(folder: Path, side: str, dtype: Any) -> tuple[Tensors, Tensors]:
     solved = {name: eigh_checked(x / counts[name].astype(dtype)) for name, x in sums.items()}
     return (
         {name: spectrum.values for name, spectrum in solved.items()},
-        {name: spectrum.vectors for name, spectrum in solved.items()},
+        {name: jnp.asarray(spectrum.vectors) for name, spectrum in solved.items()},
     )
 
 

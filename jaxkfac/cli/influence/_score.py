@@ -147,9 +147,9 @@ def _collected(scoring: Scoring) -> jk.Factors:
     def collect(params: PyTree, batch: Any, key: jax.Array) -> jk.Factors:
         return stats(params, batch, key=key, positions=scoring.family.exist(batch)).factors
 
-    collect, add = jax.jit(collect), jax.jit(operator.add, donate_argnums=0)
-    if scoring.max_bytes is not None:  # passes compile themselves, and come back in host memory
-        collect, add = collect.__wrapped__, operator.add
+    add: Any = operator.add
+    if scoring.max_bytes is None:  # else passes compile themselves, and come back in host memory
+        collect, add = jax.jit(collect), jax.jit(operator.add, donate_argnums=0)
     total, done = None, 0
     doing = "collecting factors"
     with phase(doing), _explained(given), progress("factors", len(texts)) as shown:
