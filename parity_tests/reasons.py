@@ -70,8 +70,6 @@ NAMES = {
     "prepare_queries": _NO_TWIN,
     "scores_of_batches": _NO_TWIN,
     "load_kronfluence": "files of another library, held to the scores it gave by tests",
-    "LowRank": _PIECE,
-    "encode_record": _PIECE,
     "BlockDamping": _TYPE,
     "influence": _NO_TWIN,
     "self_influence": _NO_TWIN,

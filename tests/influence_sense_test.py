@@ -1,4 +1,4 @@
-"""Influence on real data: wrong labels are found, and scores foretell what training does."""
+"""Influence on real data: wrong labels are found."""
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,7 @@ def bases_of(params, batch):
 
 
 @pytest.mark.slow
+@pytest.mark.standard_promotion  # optax.adam needs it
 def test_labels_that_were_flipped_have_the_largest_self_influence():
     """Four in five of them among a fifth of the digits."""
     digits = load_digits()

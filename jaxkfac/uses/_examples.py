@@ -51,7 +51,7 @@ class Examples:
     ) -> None:
         remedy = "because a scalar loss does not show its examples"
         instance_of("objective", objective, Objective, remedy)
-        self.objective: Objective = objective
+        self.objective = objective
         self._source: Eigenbases | Queries
         if isinstance(source, Queries):
             self._source = chosen(source, layers)

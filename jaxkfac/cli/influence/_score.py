@@ -14,7 +14,7 @@ from jaxkfac.cli._phases import phase
 from jaxkfac.cli._progress import progress
 from jaxkfac.cli.influence._options import InfluenceArguments
 from jaxkfac.cli.influence._stages import Stages
-from jaxkfac.cli.influence._texts import Reader, Text, Texts
+from jaxkfac.cli.influence._texts import TextReader, NumberedText, Texts
 from jaxkfac.memory import MemoryBudgetError, parse_bytes
 from jaxkfac.uses import Queries, scores_of_batches
 
@@ -37,7 +37,7 @@ class Scoring(NamedTuple):
     arguments: InfluenceArguments
     family: Any
     pretrained: Any
-    reader: Reader
+    reader: TextReader
     train: Texts
     queries: Texts
     params_crc: str
@@ -62,7 +62,9 @@ class Scoring(NamedTuple):
         """All that decides the scores."""
         return self.config_of_bases() | self.arguments.options() | {"query_crc32": self.queries.crc}
 
-    def batches(self, texts: Sequence[Text], *, start: int = 0, fill: bool = True) -> Iterator[Any]:
+    def batches(
+        self, texts: Sequence[NumberedText], *, start: int = 0, fill: bool = True
+    ) -> Iterator[Any]:
         """``(inputs, targets, mask)`` of all texts from one on, in order."""
         for batch in self.reader.batches(texts, start=start, fill=fill):
             yield self.family.batch(batch)
@@ -79,7 +81,7 @@ class Scoring(NamedTuple):
             max_factor_bytes=self.max_bytes,
         )
 
-    def chosen(self) -> list[Text]:
+    def chosen(self) -> list[NumberedText]:
         """The texts that factors are collected from."""
         texts, number = self.train.texts, self.arguments.factors_from
         if number is None or number >= len(texts):
@@ -228,7 +230,7 @@ def scored(scoring: Scoring, held: Queries, stages: Stages) -> np.ndarray:
     return found
 
 
-def by_token(scoring: Scoring, held: Queries, texts: Sequence[Text]) -> np.ndarray:
+def by_token(scoring: Scoring, held: Queries, texts: Sequence[NumberedText]) -> np.ndarray:
     """``(queries, texts, positions)``: the parts of the layers whose rows are such positions."""
     found = [
         np.asarray(scores)

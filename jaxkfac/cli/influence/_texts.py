@@ -14,7 +14,7 @@ from jaxkfac.data.pairs import Pair, PairExample, encode_pair, pair_batch, read_
 from jaxkfac.data.text import Example, bucket_lengths, encode_record, read_records, token_batch
 
 
-class Text(NamedTuple):
+class NumberedText(NamedTuple):
     """One text, or one of several examples that a conversation is made into.
 
     Attributes:
@@ -35,7 +35,7 @@ class Texts(NamedTuple):
         left_out: How many have nothing in the loss.
     """
 
-    texts: list[Text]
+    texts: list[NumberedText]
     cut: int
     left_out: int
 
@@ -57,7 +57,7 @@ class Texts(NamedTuple):
         return f"{found:08x}"
 
 
-class Reader(abc.ABC):
+class TextReader(abc.ABC):
     """How texts of a kind of model become batches.
 
     Attributes:
@@ -83,7 +83,7 @@ class Reader(abc.ABC):
         for row, (example, was_cut) in self._examples(path):
             cut += was_cut
             if self._learnt(example):
-                texts.append(Text(row, example))
+                texts.append(NumberedText(row, example))
             elif what == "query":
                 raise ValueError(
                     f"{path}: query {row} has nothing in its loss in the first "
@@ -100,7 +100,9 @@ class Reader(abc.ABC):
         check_ids(largest, self._pretrained.config.vocabulary)
         return Texts(texts, cut, left_out)
 
-    def batches(self, texts: Sequence[Text], *, start: int = 0, fill: bool = True) -> Iterator[Any]:
+    def batches(
+        self, texts: Sequence[NumberedText], *, start: int = 0, fill: bool = True
+    ) -> Iterator[Any]:
         """All texts in order, in rows of one length; a last batch filled with rows without loss.
 
         Args:
@@ -117,7 +119,7 @@ class Reader(abc.ABC):
                 rows += [self._without_loss(rows[0])] * (size - len(rows))
             yield self._batch(rows, lengths)
 
-    def pieces(self, text: Text) -> list[str]:
+    def pieces(self, text: NumberedText) -> list[str]:
         """The token that is read at each position."""
         return [self._tokenizer.decode([int(i)]) for i in self._read_ids(text)]
 
@@ -128,10 +130,10 @@ class Reader(abc.ABC):
     def _learnt(self, example: Any) -> bool: ...
 
     @abc.abstractmethod
-    def _ids(self, text: Text) -> Sequence[np.ndarray]: ...
+    def _ids(self, text: NumberedText) -> Sequence[np.ndarray]: ...
 
     @abc.abstractmethod
-    def _read_ids(self, text: Text) -> Sequence[int]: ...
+    def _read_ids(self, text: NumberedText) -> Sequence[int]: ...
 
     @abc.abstractmethod
     def _lengths(self, examples: Sequence[Any]) -> Any: ...
@@ -143,11 +145,11 @@ class Reader(abc.ABC):
     def _batch(self, examples: list[Any], lengths: Any) -> Any: ...
 
     @abc.abstractmethod
-    def shown(self, text: Text) -> str:
+    def shown(self, text: NumberedText) -> str:
         """The text in words."""
 
 
-class RecordReader(Reader):
+class RecordReader(TextReader):
     """Records for a decoder."""
 
     def _examples(self, path: Path) -> Iterator[tuple[int, tuple[Example, bool]]]:
@@ -169,10 +171,10 @@ class RecordReader(Reader):
     def _learnt(self, example: Example) -> bool:
         return bool(example.learnt.any())
 
-    def _ids(self, text: Text) -> Sequence[np.ndarray]:
+    def _ids(self, text: NumberedText) -> Sequence[np.ndarray]:
         return [text.example.ids]
 
-    def _read_ids(self, text: Text) -> Sequence[int]:
+    def _read_ids(self, text: NumberedText) -> Sequence[int]:
         return text.example.ids[:-1].tolist()
 
     def _lengths(self, examples: Sequence[Example]) -> int:
@@ -184,11 +186,11 @@ class RecordReader(Reader):
     def _batch(self, examples: list[Example], lengths: int) -> Any:
         return token_batch([[e] for e in examples], length=lengths, pad_id=self._tokenizer.pad_id)
 
-    def shown(self, text: Text) -> str:
+    def shown(self, text: NumberedText) -> str:
         return self._tokenizer.decode(text.example.ids.tolist())
 
 
-class PairReader(Reader):
+class PairReader(TextReader):
     """Pairs for an encoder-decoder."""
 
     # Relative positions are added to every example's attention alike.
@@ -210,10 +212,10 @@ class PairReader(Reader):
     def _learnt(self, example: PairExample) -> bool:
         return bool(len(example.source) and len(example.target))
 
-    def _ids(self, text: Text) -> Sequence[np.ndarray]:
+    def _ids(self, text: NumberedText) -> Sequence[np.ndarray]:
         return text.example
 
-    def _read_ids(self, text: Text) -> Sequence[int]:
+    def _read_ids(self, text: NumberedText) -> Sequence[int]:
         return [self._pretrained.config.start_id, *text.example.target[:-1].tolist()]
 
     def _lengths(self, examples: Sequence[PairExample]) -> tuple[int, int]:
@@ -229,6 +231,6 @@ class PairReader(Reader):
         source, target = lengths
         return pair_batch(examples, source_length=source, target_length=target, **ends)
 
-    def shown(self, text: Text) -> str:
+    def shown(self, text: NumberedText) -> str:
         source, target = (self._tokenizer.decode(ids.tolist()) for ids in text.example)
         return f"{source} → {target}"
