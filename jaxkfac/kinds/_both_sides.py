@@ -33,7 +33,7 @@ from jaxkfac.linalg import map_over_chunks
 _EXACT = jax.lax.Precision.HIGHEST  # as the gradients that the products are of
 
 
-class LowRank(NamedTuple):
+class LowRankMatrices(NamedTuple):
     """Matrices as products of two.
 
     Attributes:
@@ -115,7 +115,7 @@ class BothSides:
         }
 
     def scores(
-        self, like: dict[str, Any], queries: Array | LowRank, bias_queries: Array | None
+        self, like: dict[str, Any], queries: Array | LowRankMatrices, bias_queries: Array | None
     ) -> dict[str, Any]:
         r"""Inner products $\langle W_q, \Gamma_n \rangle$ with the examples' gradients.
 
@@ -133,7 +133,7 @@ class BothSides:
         """
         x, g = jax.eval_shape(self._rows, self.arrays)
         positions, n_in, n_out = x.shape[1], x.shape[-1], g.shape[-1]
-        first = queries.left if isinstance(queries, LowRank) else queries
+        first = queries.left if isinstance(queries, LowRankMatrices) else queries
         dtype, number = first.dtype, first.shape[-3]
 
         def cast_rows(chunk: Any) -> tuple[Array, Array]:
@@ -158,7 +158,7 @@ class BothSides:
             gradient = some.gradients(wanted)["gradients"].astype(dtype)
             return jnp.einsum("...nio,...qio->...qn", gradient, queries, precision=_EXACT)
 
-        if isinstance(queries, LowRank):
+        if isinstance(queries, LowRankMatrices):
             product, size = by_two_factors, 2 * positions * number * queries.left.shape[-1]
         elif positions == 1 or number == 1:
             product, size = by_rows, positions * (number * n_out + n_in)
@@ -221,7 +221,7 @@ class TokenRows:
         return {"gradients": zeros.at[examples, self.tokens].add(rows, mode="drop")}
 
     def scores(
-        self, like: dict[str, Any], queries: Array | LowRank, bias_queries: Array | None
+        self, like: dict[str, Any], queries: Array | LowRankMatrices, bias_queries: Array | None
     ) -> dict[str, Any]:
         """Inner products of the queries' tables with the examples' gradients.
 
@@ -232,8 +232,8 @@ class TokenRows:
         def read(table: Array) -> Array:
             return table.at[self.tokens].get(mode="fill", fill_value=0)
 
-        def one(query: Array | LowRank) -> Array:
-            if not isinstance(query, LowRank):
+        def one(query: Array | LowRankMatrices) -> Array:
+            if not isinstance(query, LowRankMatrices):
                 return (read(query) * self.g.astype(query.dtype)).sum((1, 2))
             rows = self.g.astype(query.right.dtype)
             moved = jnp.einsum("nso,ro->nsr", rows, query.right, precision=_EXACT)

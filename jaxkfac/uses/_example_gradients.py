@@ -25,7 +25,7 @@ from jaxkfac.interception import (
     Use,
     kind_named,
 )
-from jaxkfac.kinds import LowRank
+from jaxkfac.kinds import LowRankMatrices
 from jaxkfac.uses._held import Queries
 
 _ENTRIES = {
@@ -93,7 +93,7 @@ class ExampleGradients:
         weight, bias = self._queries.of_weight(layer), self._queries.of_bias(layer)
         zeros = jnp.zeros((*stack, self._queries.number, self._number), dtype)
         slot["scores"], constants = zeros, {"queries": weight}
-        if isinstance(weight, LowRank):
+        if isinstance(weight, LowRankMatrices):
             constants = {"left_queries": weight.left, "right_queries": weight.right}
         if bias is not None:
             slot["bias_scores"], constants["bias_queries"] = zeros, bias
@@ -141,7 +141,7 @@ class ExampleGradients:
             return sides.gradients(like)
         queries = constants.get("queries")
         if queries is None:
-            queries = LowRank(constants["left_queries"], constants["right_queries"])
+            queries = LowRankMatrices(constants["left_queries"], constants["right_queries"])
         return sides.scores(like, queries, constants.get("bias_queries"))
 
     # -- after it ---------------------------------------------------------------------

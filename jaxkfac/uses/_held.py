@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxkfac.curvature import read_many
 from jaxkfac.interception import Layer
-from jaxkfac.kinds import LowRank
+from jaxkfac.kinds import LowRankMatrices
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +27,7 @@ class Queries:
 
     # A pytree also holds shapes and shardings, so the leaves are not Array here.
     whole: dict[str, Any]
-    low_rank: dict[str, LowRank]
+    low_rank: dict[str, LowRankMatrices]
     errors: Any
     layers: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})
 
@@ -46,7 +46,7 @@ class Queries:
         if layer.name not in self.low_rank:
             return read_many(self.whole[layer.weight.path], layer.weight, layer)
         axes = len(layer.stack)
-        return LowRank(*(jnp.moveaxis(x, 0, axes) for x in self.low_rank[layer.name]))
+        return LowRankMatrices(*(jnp.moveaxis(x, 0, axes) for x in self.low_rank[layer.name]))
 
     def of_bias(self, layer: Layer) -> Any:
         """``(stack..., Q, out)``, or ``None`` where there is no bias."""

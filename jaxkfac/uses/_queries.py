@@ -16,7 +16,7 @@ from jaxkfac.curvature import (
 )
 from jaxkfac.factors import Batch, Objective
 from jaxkfac.interception import Layer
-from jaxkfac.kinds import LowRank
+from jaxkfac.kinds import LowRankMatrices
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.uses._examples import Examples
 from jaxkfac.uses._fitting import fitting, in_examples
@@ -111,9 +111,9 @@ def prepare_queries(
 
 def _held(
     solved: dict[str, Array], layers: tuple[Layer, ...], rank: int | None
-) -> tuple[dict[str, Array], dict[str, LowRank], Float[Array, "Q layers"]]:
+) -> tuple[dict[str, Array], dict[str, LowRankMatrices], Float[Array, "Q layers"]]:
     """What is held of some queries, which lie first in every array."""
-    low_rank: dict[str, LowRank] = {}
+    low_rank: dict[str, LowRankMatrices] = {}
     whole, errors = set[str](), []
     number = len(next(iter(solved.values())))
     for layer in layers:

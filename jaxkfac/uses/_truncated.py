@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkfac.kinds import LowRank
+from jaxkfac.kinds import LowRankMatrices
 
 _EXACT = jax.lax.Precision.HIGHEST
 
 
-def truncated(matrices: Float[Array, "Q ..."], rank: int) -> tuple[LowRank, Float[Array, " Q"]]:
+def truncated(
+    matrices: Float[Array, "Q ..."], rank: int
+) -> tuple[LowRankMatrices, Float[Array, " Q"]]:
     """The nearest matrices of ``rank``, and how far they are, as ratios of Frobenius norms.
 
     The singular vectors of the shorter side are those of its Gram matrix. Where rounding tells
@@ -22,7 +24,9 @@ def truncated(matrices: Float[Array, "Q ..."], rank: int) -> tuple[LowRank, Floa
     n_in, n_out = matrices.shape[-2:]
     if n_in > n_out:
         other, errors = truncated(jnp.swapaxes(matrices, -1, -2), rank)
-        return LowRank(*(jnp.swapaxes(x, -1, -2) for x in (other.right, other.left))), errors
+        return LowRankMatrices(
+            *(jnp.swapaxes(x, -1, -2) for x in (other.right, other.left))
+        ), errors
     norms = jnp.abs(matrices).max((-2, -1), keepdims=True)
     unit = matrices / jnp.where(norms > 0, norms, 1)  # squares of small gradients are 0
     gram = jnp.einsum("...io,...jo->...ij", unit, unit, precision=_EXACT)
@@ -30,7 +34,7 @@ def truncated(matrices: Float[Array, "Q ..."], rank: int) -> tuple[LowRank, Floa
     right = jnp.einsum("...ir,...io->...ro", left, matrices, precision=_EXACT)
     rest = matrices - jnp.einsum("...ir,...ro->...io", left, right, precision=_EXACT)
     lost, whole = (_norms(x) for x in (rest, matrices))
-    return LowRank(left, right), lost / jnp.where(whole > 0, whole, 1)
+    return LowRankMatrices(left, right), lost / jnp.where(whole > 0, whole, 1)
 
 
 def _norms(matrices: Array) -> Float[Array, " Q"]:

@@ -14,7 +14,7 @@ from jaxkfac.cli._phases import phase
 from jaxkfac.cli._progress import progress
 from jaxkfac.cli.influence._options import InfluenceArguments
 from jaxkfac.cli.influence._stages import Stages
-from jaxkfac.cli.influence._texts import TextReader, NumberedText, Texts
+from jaxkfac.cli.influence._texts import NumberedText, TextReader, Texts
 from jaxkfac.memory import MemoryBudgetError, parse_bytes
 from jaxkfac.uses import Queries, scores_of_batches
 
