@@ -56,9 +56,12 @@ from jaxkfac.optim import LevenbergMarquardt, has_updated, kfac, multi_steps, sc
 from jaxkfac.planning import MemoryPlan, plan_memory
 from jaxkfac.uses import (
     LaplacePosterior,
+    Queries,
     TopK,
+    TruncatedScores,
     influence,
     laplace,
+    prepare_queries,
     self_influence,
 )
 
@@ -88,7 +91,9 @@ __all__ = [
     "NonFiniteFactorError",
     "Objective",
     "ProcessesDisagreeError",
+    "Queries",
     "TopK",
+    "TruncatedScores",
     "UncoveredParameterError",
     "UnknownLayerError",
     "apply_power",
@@ -118,6 +123,7 @@ __all__ = [
     "place_once",
     "plan_memory",
     "plot",
+    "prepare_queries",
     "reconstruct",
     "scale_by_bases",
     "self_influence",

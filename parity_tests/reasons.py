@@ -65,7 +65,12 @@ NAMES = {
     "DiagonalFactor": f"scales and lone biases: {_NO_TWIN}",
     "DiagonalEigenbasis": f"scales and lone biases: {_NO_TWIN}",
     # influence
+    "Queries": _TYPE,
     "TopK": _TYPE,
+    "TruncatedScores": _TYPE,
+    "prepare_queries": _NO_TWIN,
+    "scores_of_batches": _NO_TWIN,
+    "load_kronfluence": "files of another library, held to the scores it gave by tests",
     "BlockDamping": _TYPE,
     "influence": _NO_TWIN,
     "self_influence": _NO_TWIN,

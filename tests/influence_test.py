@@ -9,6 +9,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import jaxkfac as jk
+from jaxkfac.curvature import read_many
 from tests._cases import CASES, case
 from tests._checks import objective_of
 
@@ -218,6 +219,79 @@ def test_scores_by_token_are_those_of_a_copy_of_the_weights_for_each_position():
     )
     assert found.shape == (n, n, s)
     assert_close(found, expected)
+
+
+# ------------------------------------------------------------ queries of low rank
+
+
+SCANNED = (
+    lambda p, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0].mean(1),
+    {"w": normal(2, 4, 4)},
+    (normal(3, 2, 4), jnp.asarray([0, 3, 1])),
+)
+
+
+def nearest_of_rank(matrices, rank):
+    u, s, v = np.linalg.svd(matrices, full_matrices=False)
+    return (u[..., :rank] * s[..., None, :rank]) @ v[..., :rank, :], s[..., rank:]
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, "scanned"])
+def test_queries_of_low_rank_score_as_the_nearest_matrices(name):
+    model, params, batch = SCANNED if name == "scanned" else PROGRAMS[name]
+    objective = jk.Objective(model, jk.Categorical(ignore_index=-100))
+    bases = bases_of(objective, params, batch)
+    whole = jk.prepare_queries(objective, params, bases, batch, damping=0.1)
+    options = {"damping": 0.1, "per": "layer", "query_rank": 1}
+    found = jk.influence(objective, params, bases, batch, batch, **options)
+    exact = jk.influence(objective, params, None, whole, batch, per="layer")
+    train, seen = gradients(objective, params, batch), 0
+    for number, layer in enumerate(bases.layers):
+        if layer.is_elementwise:
+            np.testing.assert_array_equal(found.errors[:, number], 0)
+            assert_close(found.scores[:, number], exact[:, number])
+            continue
+        weight = np.asarray(whole.of_weight(layer))
+        cut, rest = nearest_of_rank(weight, 1)
+        stack = tuple(range(len(layer.stack)))
+        lost, all_of_it = np.square(rest).sum((*stack, -1)), np.square(weight).sum((*stack, -2, -1))
+        np.testing.assert_allclose(found.errors[:, number], np.sqrt(lost / all_of_it), atol=1e-6)
+        if name == "tied, some targets left out" and layer.weight.path == "table":
+            continue  # whose gradient is of two layers
+        each = np.asarray(read_many(train[layer.weight.path], layer.weight, layer))
+        expected = np.einsum("...qio,...nio->...qn", cut, each).sum(stack)
+        assert_close(found.scores[:, number] - part_of_bias(whole, layer, train), expected)
+        seen += 1
+    assert seen
+
+
+def part_of_bias(queries, layer, train):
+    if layer.bias is None:
+        return 0
+    return np.einsum("qo,no->qn", queries.of_bias(layer), train[layer.bias.path])
+
+
+def test_queries_within_a_budget_are_those_without_one():
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH)
+    args = OBJECTIVE, PARAMS, bases, QUERIES
+    each = 8 * sum(x.size for x in PARAMS.values())
+    expected = jk.influence(*args, BATCH)
+    for room in (2 + 3, 2 + 6):  # both are held, and one or two are in work
+        assert_close(jk.influence(*args, BATCH, max_bytes=room * each), expected)
+    with pytest.raises(jk.MemoryBudgetError, match="or give a query_rank="):
+        jk.influence(*args, BATCH, max_bytes=(2 + 3) * each - 1)
+
+
+def test_a_stream_in_two_parts_goes_on_where_the_first_ended():
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH)
+    held = jk.prepare_queries(OBJECTIVE, PARAMS, bases, QUERIES)
+    parts = [(BATCH[0][:2], BATCH[1][:2]), (BATCH[0][2:], BATCH[1][2:])]
+    args = OBJECTIVE, PARAMS, None, held
+    best = jk.influence(*args, parts[0], top_k=3)
+    best = jk.influence(*args, parts[1], top_k=best, start=2)
+    expected = jk.influence(OBJECTIVE, PARAMS, bases, QUERIES, BATCH, top_k=3)
+    np.testing.assert_array_equal(best.indices, expected.indices)
+    assert_close(best.scores, expected.scores)
 
 
 # ------------------------------------------------------------ ridge regression

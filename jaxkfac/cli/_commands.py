@@ -42,6 +42,13 @@ COMMANDS = (
         compiles=True,
     ),
     Command(
+        "influence",
+        "Score training texts by how much training on each lowers the loss of a query.",
+        "jaxkfac.cli.influence._options:InfluenceArguments",
+        "jaxkfac.cli.influence._run:run_influence",
+        compiles=True,
+    ),
+    Command(
         "analyze",
         "Show spectra and capacity of the factor averages stored in a checkpoint.",
         "jaxkfac.cli._options:AnalyzeArguments",

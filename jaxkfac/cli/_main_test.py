@@ -35,6 +35,7 @@ def test_help_has_a_line_for_each_command(capsys):
         (["analyze", "--help"], "jaxkfac analyze runs/digits"),
         (["analyze", "--help"], "--compare"),
         (["doctor", "--help"], "jaxkfac doctor"),
+        (["influence", "--help"], "--factors-from"),
         (["models", "--help"], "jaxkfac models --cache-dir weights"),
         (["adapter", "--help"], "jaxkfac adapter inspect"),
     ],

@@ -72,7 +72,7 @@ def restore_state(
     expected = leaves_by_path(tree)
     ignored = OPTIMIZERS - {checkpoint.optimizer}  # their options are there, and count for nothing
     differences = [
-        *_option_differences(_filled(checkpoint.config, lacking), config, ignored),
+        *option_differences(_filled(checkpoint.config, lacking), config, ignored),
         *sorted(_leaf_differences(checkpoint.leaves, expected), key=_parameters_first),
     ]
     if differences:
@@ -116,15 +116,16 @@ def _filled(stored: dict[str, Any], lacking: Mapping[str, Any]) -> dict[str, Any
     return {**lacking, **stored, **inner}
 
 
-def _option_differences(
-    stored: dict[str, Any], wanted: dict[str, Any], ignored: Collection[str], prefix: str = ""
+def option_differences(
+    stored: dict[str, Any], wanted: dict[str, Any], ignored: Collection[str] = (), prefix: str = ""
 ) -> Iterator[str]:
+    """Which options differ, in words."""
     for name in sorted(stored.keys() | wanted.keys()):
         if not prefix and name in ignored:
             continue
         was, want = stored.get(name), wanted.get(name)
         if isinstance(was, dict) and isinstance(want, dict):
-            yield from _option_differences(was, want, ignored, f"{prefix}{name}.")
+            yield from option_differences(was, want, ignored, f"{prefix}{name}.")
         elif was != want and name == DATA_CRC:
             yield f"the data have changed: CRC-32 {was} in the checkpoint, {want} now"
         elif was != want:

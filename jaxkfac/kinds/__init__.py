@@ -1,6 +1,7 @@
 """The kinds of layers, one class each: how a use is found, its rows, its squares, its slots."""
 
 from jaxkfac.kinds._bias import Bias
+from jaxkfac.kinds._both_sides import LowRankMatrices
 from jaxkfac.kinds._convolution import Convolution
 from jaxkfac.kinds._dense import Dense
 from jaxkfac.kinds._elementwise import Elementwise
@@ -27,6 +28,7 @@ __all__ = [
     "Elementwise",
     "Embedding",
     "Gathered",
+    "LowRankMatrices",
     "Precision",
     "Products",
     "Ragged",

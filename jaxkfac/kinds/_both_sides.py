@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,18 @@ from jaxkfac.kinds._squares import (
 from jaxkfac.linalg import map_over_chunks
 
 _EXACT = jax.lax.Precision.HIGHEST  # as the gradients that the products are of
+
+
+class LowRankMatrices(NamedTuple):
+    """Matrices as products of two.
+
+    Attributes:
+        left: ``(stack..., queries, in, rank)``.
+        right: ``(stack..., queries, rank, out)``.
+    """
+
+    left: Array
+    right: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,40 +117,58 @@ class BothSides:
         }
 
     def scores(
-        self, like: dict[str, Any], queries: Array, bias_queries: Array | None
+        self, like: dict[str, Any], queries: Array | LowRankMatrices, bias_queries: Array | None
     ) -> dict[str, Any]:
         r"""Inner products $\langle W_q, \Gamma_n \rangle$ with the examples' gradients.
 
-        With one position, or one query, the input rows are multiplied by the queries: no
-        gradient is formed. Else gradients are, of some examples at a time, and multiplied once.
+        With one position, one query, or queries at low rank, the rows are multiplied by the
+        queries: no gradient is formed. Else gradients are, of some examples at a time, and
+        multiplied once.
 
         Args:
             like: The slot: ``scores`` and ``bias_scores``, ``(stack..., queries, examples)``.
-            queries: ``(stack..., queries, in, out)``.
+            queries: ``(stack..., queries, in, out)``, or two factors of it.
             bias_queries: ``(stack..., queries, out)``.
 
         Memory:
             ``CHUNK_BYTES``, or what one example takes.
         """
-        stack, dtype = queries.ndim - 3, queries.dtype
-        x, _ = jax.eval_shape(self._rows, self.arrays)
-        number, (n_in, n_out) = queries.shape[-3], queries.shape[-2:]
-        of_rows = x.shape[1] == 1 or number == 1
+        x, g = jax.eval_shape(self._rows, self.arrays)
+        positions, n_in, n_out = x.shape[1], x.shape[-1], g.shape[-1]
+        first = queries.left if isinstance(queries, LowRankMatrices) else queries
+        dtype, number = first.dtype, first.shape[-3]
+
+        def cast_rows(chunk: Any) -> tuple[Array, Array]:
+            x, g = (jnp.moveaxis(y.astype(dtype), (0, 1), (-3, -2)) for y in self._rows(chunk))
+            return x, g
 
         def by_rows(chunk: Any) -> Array:
-            x, g = (jnp.moveaxis(y.astype(dtype), (0, 1), (-3, -2)) for y in self._rows(chunk))
+            x, g = cast_rows(chunk)
             moved = jnp.einsum("...nsi,...qio->...qnso", x, queries, precision=_EXACT)
             return jnp.einsum("...qnso,...nso->...qn", moved, g, precision=_EXACT)
 
+        def by_two_factors(chunk: Any) -> Array:
+            x, g = cast_rows(chunk)
+            x = jnp.einsum("...nsi,...qir->...nsqr", x, queries.left, precision=_EXACT)
+            g = jnp.einsum("...nso,...qro->...nsqr", g, queries.right, precision=_EXACT)
+            return jnp.einsum("...nsqr,...nsqr->...qn", x, g, precision=_EXACT)
+
         def by_gradients(chunk: Any) -> Array:
             some = dataclasses.replace(self, arrays=chunk)
-            shape = (*queries.shape[:stack], len(jax.tree.leaves(chunk)[0]), n_in, n_out)
+            shape = (*first.shape[:-3], len(jax.tree.leaves(chunk)[0]), n_in, n_out)
             wanted = {"gradients": jax.ShapeDtypeStruct(shape, dtype)}
             gradient = some.gradients(wanted)["gradients"].astype(dtype)
             return jnp.einsum("...nio,...qio->...qn", gradient, queries, precision=_EXACT)
 
+        if isinstance(queries, LowRankMatrices):
+            product, size = by_two_factors, 2 * positions * number * queries.left.shape[-1]
+        elif positions == 1 or number == 1:
+            product, size = by_rows, positions * (number * n_out + n_in)
+        else:
+            product, size = by_gradients, n_in * n_out
+
         def part(chunk: Any, _: Any) -> dict[str, Array]:
-            out = {"scores": by_rows(chunk) if of_rows else by_gradients(chunk)}
+            out = {"scores": product(chunk)}
             if bias_queries is not None:
                 g = self._rows(chunk)[1].sum(1, dtype=dtype)
                 g = jnp.moveaxis(g, 0, -2)
@@ -147,8 +177,7 @@ class BothSides:
                 )
             return {key: jnp.moveaxis(y, -1, 0) for key, y in out.items()}
 
-        rows = x.shape[1] * (number * n_out + n_in)
-        size = math.prod(queries.shape[:stack]) * (rows if of_rows else n_in * n_out)
+        size *= math.prod(first.shape[:-3])
         at_once = max(1, min(len(x), CHUNK_BYTES // (4 * size)))
         found = map_over_chunks(part, self.arrays, at_once)
         return {key: jnp.moveaxis(found[key], 0, -1) for key in like}
@@ -215,7 +244,7 @@ class TokenRows:
         return {"gradients": zeros.at[examples, self.tokens].add(rows, mode="drop")}
 
     def scores(
-        self, like: dict[str, Any], queries: Array, bias_queries: Array | None
+        self, like: dict[str, Any], queries: Array | LowRankMatrices, bias_queries: Array | None
     ) -> dict[str, Any]:
         """Inner products of the queries' tables with the examples' gradients.
 
@@ -223,9 +252,15 @@ class TokenRows:
             One copy of the output rows: queries go one by one, and no example's table is formed.
         """
 
-        def one(query: Array) -> Array:
-            read = query.at[self.tokens].get(mode="fill", fill_value=0)
-            return (read * self.g.astype(query.dtype)).sum((1, 2))
+        def read(table: Array) -> Array:
+            return table.at[self.tokens].get(mode="fill", fill_value=0)
+
+        def one(query: Array | LowRankMatrices) -> Array:
+            if not isinstance(query, LowRankMatrices):
+                return (read(query) * self.g.astype(query.dtype)).sum((1, 2))
+            rows = self.g.astype(query.right.dtype)
+            moved = jnp.einsum("nso,ro->nsr", rows, query.right, precision=_EXACT)
+            return (read(query.left) * moved).sum((1, 2))
 
         return {"scores": jax.lax.map(one, queries)}
 

@@ -16,6 +16,8 @@ from jaxkfac.report._finetune_records import (
 )
 from jaxkfac.report._finetune_tables import finetune_table
 from jaxkfac.report._html import report_page
+from jaxkfac.report._influence_page import influence_page, influence_table
+from jaxkfac.report._influence_records import QueryRecord, ScoredText
 from jaxkfac.report._race import race_sentence
 from jaxkfac.report._ranks_figure import ranks_figure
 from jaxkfac.report._records import EpochRecord, RunRecords
@@ -35,8 +37,10 @@ __all__ = [
     "ExamRecord",
     "FinetuneRecords",
     "FourierRecord",
+    "QueryRecord",
     "RunRecords",
     "SampleRecord",
+    "ScoredText",
     "SpectrumRecord",
     "capacity_table",
     "comparison_table",
@@ -47,6 +51,8 @@ __all__ = [
     "factor_figures",
     "finetune_page",
     "finetune_table",
+    "influence_page",
+    "influence_table",
     "interval_words",
     "mean_loss",
     "model_table",

@@ -1,10 +1,13 @@
 """What curvature is for: influence functions, Laplace approximations."""
 
 from jaxkfac.uses._evidence import LogLikelihood
-from jaxkfac.uses._influence import influence
+from jaxkfac.uses._held import Queries
+from jaxkfac.uses._influence import TruncatedScores, influence, scores_of_batches
+from jaxkfac.uses._kronfluence import load_kronfluence
 from jaxkfac.uses._laplace import laplace
 from jaxkfac.uses._laplace_posterior import LaplacePosterior
 from jaxkfac.uses._predictive import GaussianPrediction
+from jaxkfac.uses._queries import prepare_queries
 from jaxkfac.uses._self_influence import self_influence
 from jaxkfac.uses._top_k import TopK
 
@@ -12,8 +15,13 @@ __all__ = [
     "GaussianPrediction",
     "LaplacePosterior",
     "LogLikelihood",
+    "Queries",
     "TopK",
+    "TruncatedScores",
     "influence",
     "laplace",
+    "load_kronfluence",
+    "prepare_queries",
+    "scores_of_batches",
     "self_influence",
 ]

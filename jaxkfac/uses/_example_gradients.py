@@ -4,7 +4,7 @@ Both are linear in the gradient. So what a parameter's uses, a loop's iterations
 tied parameter emit adds up, and no gradient has to be whole before it is multiplied.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,18 +25,27 @@ from jaxkfac.interception import (
     Use,
     kind_named,
 )
+from jaxkfac.kinds import LowRankMatrices
+from jaxkfac.uses._held import Queries
 
 _ENTRIES = {
     "gradients": SlotEntry(1),
     "bias_gradients": SlotEntry(0),
     "scores": SlotEntry(1),
     "bias_scores": SlotEntry(0),
-    "constants": {"queries": SlotEntry(0), "bias_queries": SlotEntry(0)},
+    "constants": {
+        name: SlotEntry(0) for name in ("queries", "left_queries", "right_queries", "bias_queries")
+    },
 }
 
 _EXACT = jax.lax.Precision.HIGHEST
 
-Leaves = Mapping[str, Float[Array, "many ..."]]  # of each parameter, stacked along a leading axis
+
+def block_dtype(bases: Eigenbases, layer: Layer) -> Any:
+    """Of a layer's eigenvalues."""
+    if layer.is_diagonal:
+        return bases.diagonals[layer.name].dtype
+    return bases.g[layer.name].values.dtype
 
 
 class ExampleGradients:
@@ -44,25 +53,26 @@ class ExampleGradients:
 
     Args:
         traced: The program.
-        bases: Their layers are read.
+        layers: That are read.
+        dtype: Of what is gathered of a layer.
         rows: The atoms of the axes along which gradients are kept apart: the examples, or the
             examples and their positions.
         number: How many such rows there are.
-        queries: ``{path: (queries, *parameter)}``, with which each row's gradient is multiplied;
-            ``None``: it is kept.
+        queries: With which each row's gradient is multiplied; ``None``: it is kept.
     """
 
     def __init__(
         self,
         traced: Traced,
-        bases: Eigenbases,
+        layers: Sequence[Layer],
+        dtype: Callable[[Layer], Any],
         rows: Atoms,
         number: int,
-        queries: Leaves | None = None,
+        queries: Queries | None = None,
     ) -> None:
-        self._traced, self._bases, self._queries = traced, bases, queries
+        self._traced, self._dtype, self._queries = traced, dtype, queries
         self._rows, self._number = rows, number
-        self._layers = {layer.name: layer for layer in bases.layers}
+        self._layers = {layer.name: layer for layer in layers}
 
     @property
     def entries(self) -> Entries:
@@ -87,24 +97,15 @@ class ExampleGradients:
             if layer.bias is not None:
                 slot["bias_gradients"] = jnp.zeros((*stack, self._number, sides[1]), dtype)
             return slot
-        weight, bias = self._read(layer, self._queries)
-        zeros = jnp.zeros((*stack, weight.shape[-3], self._number), dtype)
+        weight, bias = self._queries.of_weight(layer), self._queries.of_bias(layer)
+        zeros = jnp.zeros((*stack, self._queries.number, self._number), dtype)
         slot["scores"], constants = zeros, {"queries": weight}
+        if isinstance(weight, LowRankMatrices):
+            constants = {"left_queries": weight.left, "right_queries": weight.right}
         if bias is not None:
-            slot["bias_scores"], constants["bias_queries"] = zeros, bias[..., 0, :]
+            slot["bias_scores"], constants["bias_queries"] = zeros, bias
         slot["constants"] = constants
         return slot
-
-    def _dtype(self, layer: Layer) -> Any:
-        if layer.is_diagonal:
-            return self._bases.diagonals[layer.name].dtype
-        return self._bases.g[layer.name].values.dtype
-
-    def _read(self, layer: Layer, leaves: Leaves) -> tuple[Array, Array | None]:
-        weight = read_many(leaves[layer.weight.path], layer.weight, layer)
-        if layer.bias is None:
-            return weight, None
-        return weight, read_many(leaves[layer.bias.path], layer.bias, layer)
 
     # -- in the backward pass ---------------------------------------------------------
 
@@ -149,7 +150,10 @@ class ExampleGradients:
         """What is emitted of both sides of a use."""
         if "gradients" in like:
             return sides.gradients(like)
-        return sides.scores(like, constants["queries"], constants.get("bias_queries"))
+        queries = constants.get("queries")
+        if queries is None:
+            queries = LowRankMatrices(constants["left_queries"], constants["right_queries"])
+        return sides.scores(like, queries, constants.get("bias_queries"))
 
     # -- after it ---------------------------------------------------------------------
 
@@ -181,7 +185,7 @@ class ExampleGradients:
             slot = emitted[name]
             if layer.is_elementwise:
                 rows = gradient_rows(layer, slot["gradient"])
-                queries = self._read(layer, self._queries)[0][..., 0, :]
+                queries = self._queries.of_weight(layer)[..., 0, :]
                 each = jnp.einsum("...no,...qo->...qn", rows, queries, precision=_EXACT)
             else:
                 each = slot["scores"] + slot.get("bias_scores", 0)

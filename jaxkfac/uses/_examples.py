@@ -5,7 +5,7 @@ import dataclasses
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,12 @@ from jaxkfac._checks import instance_of
 from jaxkfac._errors import CoupledExamplesError, UnknownLayerError, nearest
 from jaxkfac.curvature import Eigenbases, check_bases, check_program_layers
 from jaxkfac.factors import Batch, Gaussian, Linearised, Objective, Program
-from jaxkfac.interception import Atoms, Traced
-from jaxkfac.uses._example_gradients import ExampleGradients, Leaves
+from jaxkfac.interception import Atoms, Layer, Traced
+from jaxkfac.uses._example_gradients import ExampleGradients, block_dtype
+from jaxkfac.uses._held import Queries
 
 Per = Literal["sum", "layer", "token"]
+Source = TypeVar("Source", Eigenbases, Queries)
 
 
 class Examples:
@@ -28,9 +30,12 @@ class Examples:
 
     Args:
         objective: The objective.
-        bases: The eigenbases.
+        source: The eigenbases, or the queries that were prepared with them.
         layers: Which of their layers; ``None``: all.
         experts: As it was given for the factors.
+
+    Attributes:
+        layers: That are read.
 
     Raises:
         TypeError: no ``Objective``, or no eigenbases.
@@ -39,19 +44,47 @@ class Examples:
     """
 
     def __init__(
-        self, objective: Objective, bases: Eigenbases, layers: str | None, experts: str | None
+        self,
+        objective: Objective,
+        source: Eigenbases | Queries,
+        layers: str | None,
+        experts: str | None,
     ) -> None:
         remedy = "because a scalar loss does not show its examples"
         instance_of("objective", objective, Objective, remedy)
-        check_bases(bases)
-        self.objective, self.bases = objective, chosen(bases, layers)
-        _check_blocks(self.bases)
-        likelihoods = jax.tree.leaves(objective.likelihood)
-        if not all(isinstance(x, Gaussian) for x in likelihoods):  # whose G may be the identity
-            _warn_of_identities(self.bases)
-        names = "|".join(re.escape(layer.name) for layer in self.bases.layers)
+        self.objective = objective
+        self._source: Eigenbases | Queries
+        if isinstance(source, Queries):
+            self._source = chosen(source, layers)
+        else:
+            check_bases(source)
+            self._source = chosen(source, layers)
+        self.layers = self._source.layers
+        if isinstance(self._source, Eigenbases):
+            _check_blocks(self._source)
+            likelihoods = jax.tree.leaves(objective.likelihood)
+            if not all(isinstance(x, Gaussian) for x in likelihoods):  # G may be the identity
+                _warn_of_identities(self._source)
+        names = "|".join(re.escape(layer.name) for layer in self.layers)
         finding = {"layers": names, "experts": experts}
         self._program = Program(objective, finding, cover=False)
+
+    @property
+    def bases(self) -> Eigenbases:
+        """Those of the layers that are read."""
+        assert isinstance(self._source, Eigenbases)
+        return self._source
+
+    @property
+    def queries(self) -> Queries:
+        """Those of the layers that are read."""
+        assert isinstance(self._source, Queries)
+        return self._source
+
+    def _dtype(self, layer: Layer) -> Any:
+        if isinstance(self._source, Queries):
+            return self._source.dtype(layer)
+        return block_dtype(self._source, layer)
 
     def checked(self, params: PyTree, batch: Any, state: PyTree) -> Batch:
         """The batch, once it goes together with the objective, the parameters and the bases.
@@ -63,16 +96,16 @@ class Examples:
         """
         batch = self.objective.batch(batch)
         traced = self._program.traced(params, batch, None, state)
-        check_program_layers(traced.table, list(self.bases.layers))
+        check_program_layers(traced.table, list(self.layers))
         self.objective.check(self._program.output_shapes(traced), batch.targets, batch.mask)
-        for layer in self.bases.layers:
+        for layer in self.layers:
             if masked := [u.view.masked for u in traced.uses_of(layer) if u.view.masked]:
                 raise ValueError(
                     f"layer {layer.name!r} is masked by a constant in `{masked[0]}`, so its "
                     "gradient is no product of rows: leave it out with layers="
                 )
         if traced.coupled:
-            names = ", ".join(repr(layer.name) for layer in self.bases.layers)
+            names = ", ".join(repr(layer.name) for layer in self.layers)
             raise CoupledExamplesError(
                 f"{names}: gradients of single examples are asked for, and the model's examples "
                 f"meet {traced.coupled}. Where that is in batch statistics, use evaluation mode "
@@ -83,17 +116,19 @@ class Examples:
     def gradients(self, params: PyTree, batch: Batch, state: PyTree) -> dict[str, Array]:
         """``{path: (N, *parameter)}``: of the sum over each example's terms."""
         traced = self._program.traced(params, batch, None, state)
-        taps = ExampleGradients(traced, self.bases, traced.examples, traced.num_examples)
+        rows = traced.examples, traced.num_examples
+        taps = ExampleGradients(traced, self.layers, self._dtype, *rows)
         at, emitted = self._emitted(traced, taps, params, batch, state)
         return {path: x * _scale(at, x) for path, x in taps.gradients(emitted).items()}
 
     def scores(
-        self, params: PyTree, queries: Leaves, batch: Batch, state: PyTree, *, per: Per
+        self, params: PyTree, queries: Queries, batch: Batch, state: PyTree, *, per: Per
     ) -> Float[Array, "..."]:
         """Products of the queries with each example's gradient, as ``influence`` returns them."""
         traced = self._program.traced(params, batch, None, state)
         rows, shape = _rows(traced, per)
-        taps = ExampleGradients(traced, self.bases, rows, int(np.prod(shape)), queries)
+        number = int(np.prod(shape))
+        taps = ExampleGradients(traced, self.layers, self._dtype, rows, number, queries)
         at, emitted = self._emitted(traced, taps, params, batch, state)
         by_layer = [x * _scale(at, x) for x in taps.scores(emitted).values()]
         dtype = jnp.result_type(*[x.dtype for x in by_layer])
@@ -122,7 +157,8 @@ class Examples:
     def without_arrays(self) -> "Examples":
         """The same with shapes in place of the bases' arrays: static data of compiled functions."""
         other = copy.copy(self)
-        other.bases = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.bases)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._source)
+        other._source = shapes
         return other
 
     def traced(self, params: PyTree, batch: Batch, state: PyTree) -> Traced:
@@ -151,21 +187,21 @@ class Examples:
         return jnp.stack(kept).any(0)
 
 
-def chosen(bases: Eigenbases, layers: str | None) -> Eigenbases:
-    """The bases of the layers whose name, or whose parameter's path, the pattern matches."""
+def chosen(source: Source, layers: str | None) -> Source:
+    """Only the layers whose name, or whose parameter's path, the pattern matches."""
     if layers is None:
-        return bases
+        return source
     found = tuple(
         layer
-        for layer in bases.layers
+        for layer in source.layers
         if any(re.fullmatch(layers, x) for x in (layer.name, layer.weight.path))
     )
     if not found:
         raise UnknownLayerError(
             f"layers={layers!r} matches no layer of the bases; the nearest names are "
-            f"{nearest(layers, bases)}"
+            f"{nearest(layers, [layer.name for layer in source.layers])}"
         )
-    return dataclasses.replace(bases, layers=found)
+    return dataclasses.replace(source, layers=found)
 
 
 def _check_blocks(bases: Eigenbases) -> None:
@@ -196,7 +232,7 @@ def _warn_of_identities(bases: Eigenbases) -> None:
             "every G of the bases is the identity (fisher='forward'): they hold no curvature of "
             "the loss, and what comes of them is not the Fisher's. Collect factors with "
             "fisher='mc', 'empirical' or 'exact'",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

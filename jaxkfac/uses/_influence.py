@@ -1,34 +1,53 @@
 """Influence functions: what training on an example does to the loss of another."""
 
 import functools
-from typing import Any, get_args
+from collections.abc import Iterator
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxkfac._checks import at_least_one, one_of
-from jaxkfac.curvature import BlockDamping, Eigenbases, check_block_damping, precondition_many
+from jaxkfac.curvature import BlockDamping, Eigenbases
 from jaxkfac.factors import Objective
 from jaxkfac.uses._batches import batches_of
 from jaxkfac.uses._examples import Examples, Per
+from jaxkfac.uses._held import Queries
+from jaxkfac.uses._queries import prepare_queries
 from jaxkfac.uses._top_k import TopK, joined, none_yet
+
+
+class TruncatedScores(NamedTuple):
+    """Scores of queries that were held at low rank.
+
+    Attributes:
+        scores: As without.
+        errors: ``(Q, layers)``: what was lost of each layer's part of a query, preconditioned, as a
+            ratio of Frobenius norms; 0 where a layer is held whole.
+    """
+
+    scores: Float[Array, "..."] | TopK
+    errors: Float[Array, "Q layers"]
 
 
 def influence(
     objective: Objective,
     params: PyTree,
-    bases: Eigenbases,
+    bases: Eigenbases | None,
     queries: Any,
     train: Any,
     *,
     damping: BlockDamping = "heuristic",
     layers: str | None = None,
     per: Per = "sum",
-    top_k: int | None = None,
+    top_k: int | TopK | None = None,
+    start: int = 0,
+    query_rank: int | None = None,
+    max_bytes: int | None = None,
     state: PyTree | None = None,
     experts: str | None = None,
-) -> Float[Array, "..."] | TopK:
+) -> Float[Array, "..."] | TopK | TruncatedScores:
     r"""How much training on each example lowers the loss of each query.
 
     With $\nabla \ell_n$ the gradient of the sum over one example's loss terms and $F$ the Fisher
@@ -50,7 +69,10 @@ def influence(
         params: Parameters.
         bases: From :func:`eigendecompose`, or with eigenvalues measured by
             :func:`correct_eigenvalues`. Parameters that they do not cover count as fixed.
+            ``None`` where the queries were prepared with them.
         queries: ``(inputs, targets)`` or ``(inputs, targets, mask)``; masked terms count nowhere.
+            Or what :func:`prepare_queries` has made of them; then ``damping``, ``query_rank`` and
+            ``max_bytes`` have done their work.
         train: Such a tuple, or an iterable of them, read once.
         damping: $\delta \ge 0$ in the units of the squared gradient, or ``"heuristic"``: for each
             block, and each slice of a stack, a tenth of its mean eigenvalue.
@@ -60,15 +82,23 @@ def influence(
             those that ``layers`` matches), a stack as one; ``"token"``: of each position of the
             training examples, for outputs ``(N, S, ...)``.
         top_k: Keep only so many of the largest scores of each query (and layer) while streaming.
-            Examples whose terms are all masked are left out.
+            Examples whose terms are all masked are left out. A ``TopK`` of an earlier part of the
+            stream is gone on with.
+        start: Place in the stream of its first example here.
+        query_rank: Hold each layer's part of a query, a matrix, as the nearest one of this rank,
+            where that is smaller. Examples are scored the faster for it.
+        max_bytes: What queries may take, those that are held and those in work; by default there
+            is no bound.
         state: What a call of the model takes beside its inputs (batch statistics).
         experts: As it was given for the factors.
 
     Returns:
         ``(Q, N)``, with ``per="layer"`` ``(Q, layers, N)``, with ``"token"`` ``(Q, N, S)``; with
-        ``top_k`` a ``TopK(scores, indices)``.
+        ``top_k`` a ``TopK(scores, indices)``. With ``query_rank`` ``TruncatedScores(scores,
+        errors)`` of it.
 
     Raises:
+        MemoryBudgetError: the queries do not fit into ``max_bytes``.
         CoupledExamplesError: an example's output depends on other examples, as by batch
             statistics outside of evaluation mode.
         UnknownLayerError: ``layers`` matches nothing, or the program lacks a layer of the bases.
@@ -81,9 +111,10 @@ def influence(
         UserWarning: every G is the identity, so that the bases hold no curvature of the loss.
 
     Memory:
-        Three gradients of each query, one backward pass of a batch without gradients of
-        parameters, and for each layer 32 MiB or what one example takes. Scales and lone biases
-        keep their gradients by example, with ``per="token"`` by position.
+        One gradient of each query (with ``query_rank`` less), three more of those in work, one
+        backward pass of a batch without gradients of parameters, and for each layer 32 MiB or
+        what one example takes. Scales and lone biases keep their gradients by example, with
+        ``per="token"`` by position.
 
     Example:
         >>> scores = jk.influence(objective, params, bases, (inputs[:2], targets[:2]), batch)
@@ -99,32 +130,70 @@ def influence(
     """
     one_of("per", per, get_args(Per))
     if top_k is not None:
-        at_least_one(top_k=top_k)
+        if not isinstance(top_k, TopK):
+            at_least_one(top_k=top_k)
         if per == "token":
             raise ValueError("top_k ranks examples, and per='token' scores their positions")
-    examples = Examples(objective, bases, layers, experts)
-    check_block_damping(damping, examples.bases)
-    batch = examples.checked(params, queries, state)
-    solved = _preconditioned(examples, params, batch, state, damping)
-    score = jax.jit(functools.partial(examples.scores, per=per))
-    found, best, start = [], None, 0
-    for some in batches_of(train):
-        batch = examples.checked(params, some, state)
-        scores = score(params, solved, batch, state)
+    held, prepared = queries, isinstance(queries, Queries)
+    if not prepared:
+        if bases is None:
+            raise TypeError("bases: None goes with queries of jk.prepare_queries only")
+        held = prepare_queries(
+            objective,
+            params,
+            bases,
+            queries,
+            damping=damping,
+            layers=layers,
+            query_rank=query_rank,
+            max_bytes=max_bytes,
+            state=state,
+            experts=experts,
+        )
+    found, best = [], top_k if isinstance(top_k, TopK) else None
+    options = {"per": per, "layers": layers, "state": state, "experts": experts}
+    for scores, exist in scores_of_batches(objective, params, held, train, **options):
         if top_k is None:
             found.append(scores)
-        else:
-            before = none_yet(scores.shape[:-1], top_k, scores.dtype) if best is None else best
-            best = joined(before, scores, examples.exists(batch), start)
-        start += batch.num_examples
-    return jnp.concatenate(found, 1 + (per == "layer")) if best is None else best
+            continue
+        if best is None:
+            assert isinstance(top_k, int)
+            best = none_yet(scores.shape[:-1], top_k, scores.dtype)
+        best = joined(best, scores, exist, start)
+        start += len(exist)
+    whole = jnp.concatenate(found, 1 + (per == "layer")) if best is None else best
+    return whole if prepared or query_rank is None else TruncatedScores(whole, held.errors)
 
 
-def _preconditioned(
-    examples: Examples, params: PyTree, batch: Any, state: PyTree, damping: BlockDamping
-) -> dict[str, Array]:
-    @jax.jit
-    def run(params: PyTree, bases: Eigenbases, batch: Any, state: PyTree) -> dict[str, Array]:
-        return precondition_many(examples.gradients(params, batch, state), bases, damping)
+def scores_of_batches(
+    objective: Objective,
+    params: PyTree,
+    queries: Queries,
+    train: Any,
+    *,
+    per: Per = "sum",
+    layers: str | None = None,
+    state: PyTree | None = None,
+    experts: str | None = None,
+) -> Iterator[tuple[Float[Array, "..."], Bool[Array, " n"]]]:
+    """The scores of each batch as it is read, for what is saved or shown on the way.
 
-    return run(params, examples.bases, batch, state)
+    Args:
+        objective: As for :func:`influence`, like all that is not named here.
+        params: Parameters.
+        queries: From :func:`prepare_queries`.
+        train: A batch, or an iterable of them.
+        per: As for :func:`influence`.
+        layers: Likewise.
+        state: Likewise.
+        experts: Likewise.
+
+    Yields:
+        The scores of one batch, as :func:`influence` returns them, and which of its examples have
+        a term that their mask keeps, ``(n,)``.
+    """
+    examples = Examples(objective, queries, layers, experts)
+    score = jax.jit(functools.partial(examples.scores, per=per))
+    for some in batches_of(train):
+        batch = examples.checked(params, some, state)
+        yield score(params, examples.queries, batch, state), examples.exists(batch)

@@ -4,6 +4,7 @@ With $P$ the posterior precision, what is gathered of each layer are vectors $v_
 gradient $J_c$ of output $c$, such that $\langle v_c, v_d \rangle = J_c^\top P^{-1} J_d$.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxkfac.interception import Layer, Slot, SlotEntry, Traced, Use
 from jaxkfac.kinds import Basis
-from jaxkfac.uses._example_gradients import ExampleGradients
+from jaxkfac.uses._example_gradients import ExampleGradients, block_dtype
 from jaxkfac.uses._posterior_precision import PosteriorPrecision
 
 _ENTRIES = {
@@ -45,7 +46,9 @@ class OutputGradients(ExampleGradients):
     def __init__(
         self, traced: Traced, precision: PosteriorPrecision, *, whole: bool = False
     ) -> None:
-        super().__init__(traced, precision.bases, traced.examples, traced.num_examples)
+        self._bases = bases = precision.bases
+        dtype = functools.partial(block_dtype, bases)
+        super().__init__(traced, bases.layers, dtype, traced.examples, traced.num_examples)
         self._precision = precision
         matrices = {name: (x.weight, x.bias) for name, x in self._layers.items()}
         paths = [x.path for both in matrices.values() for x in both if x is not None]

@@ -10,9 +10,9 @@ from jaxkfac._checks import at_least_one
 from jaxkfac.curvature import BlockDamping, Eigenbases, check_block_damping, precondition_many
 from jaxkfac.factors import Batch, Objective
 from jaxkfac.linalg import map_over_chunks
-from jaxkfac.memory import MemoryBudgetError, bytes_text
 from jaxkfac.uses._batches import batches_of
 from jaxkfac.uses._examples import Examples
+from jaxkfac.uses._fitting import fitting
 
 GRADIENTS = 3  # of each example alive at once: its own, the same by layer, the preconditioned
 
@@ -79,19 +79,10 @@ def self_influence(
     def at_once(params: PyTree, batch: Batch, state: PyTree) -> int:
         every = jax.eval_shape(lambda: examples.gradients(params, batch, state))
         total = GRADIENTS * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(every))
-        number = batch.num_examples
-        if total > number * max_bytes:
-            raise MemoryBudgetError(
-                f"max_bytes={max_bytes}: gradients of one example take "
-                f"{bytes_text(total // number)}; allow that much, or choose fewer layers="
-            )
-        some = min(number, max_bytes * number // total)
-        if some < number and any(x.shape[:1] != (number,) for x in jax.tree.leaves(batch)):
-            raise ValueError(
-                f"train: gradients of {number} examples do not fit into max_bytes={max_bytes}, and "
-                "an array of the batch does not have the examples first: give smaller batches"
-            )
-        return some
+        each = total // batch.num_examples
+        return fitting(
+            batch, each=each, max_bytes=max_bytes, name="train", remedy="choose fewer layers="
+        )
 
     found = [
         scores(params, examples.bases, examples.checked(params, some, state), state)

@@ -1,7 +1,13 @@
 """Text to learn from: records, tokens with loss masks, and batches."""
 
 from jaxkfac.data.text._batches import TokenBatches
-from jaxkfac.data.text._encode import Encoded, Example, LossOn, encode_records
+from jaxkfac.data.text._encode import (
+    Encoded,
+    Example,
+    LossOn,
+    encode_record,
+    encode_records,
+)
 from jaxkfac.data.text._read import read_folder, read_records, record_files
 from jaxkfac.data.text._records import Chat, Completion, Message, Record
 from jaxkfac.data.text._rows import TokenBatch, bucket_lengths, pack, token_batch
@@ -26,6 +32,7 @@ __all__ = [
     "Tokenizer",
     "TokenizerLike",
     "bucket_lengths",
+    "encode_record",
     "encode_records",
     "pack",
     "parse_record",

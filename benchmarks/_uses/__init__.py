@@ -1,0 +1,1 @@
+"""Jobs of ``benchmarks.uses``: ours, and one file for each peer."""

@@ -1,0 +1,1 @@
+"""`jaxkfac influence`: which training texts an answer is owed to."""

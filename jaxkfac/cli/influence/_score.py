@@ -1,0 +1,246 @@
+"""Factors, bases and scores of a run, each taken from its file where that is there."""
+
+import contextlib
+import dataclasses
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import jaxkfac as jk
+from jaxkfac.cli._phases import phase
+from jaxkfac.cli._progress import progress
+from jaxkfac.cli.influence._options import InfluenceArguments
+from jaxkfac.cli.influence._stages import Stages
+from jaxkfac.cli.influence._texts import NumberedText, TextReader, Texts
+from jaxkfac.memory import MemoryBudgetError, parse_bytes
+from jaxkfac.uses import Queries, scores_of_batches
+
+PyTree = Any
+
+
+class Scoring(NamedTuple):
+    """What is scored, with what.
+
+    Attributes:
+        arguments: What was asked for.
+        family: What kind of model it is.
+        pretrained: The model.
+        reader: Of its texts.
+        train: Training texts.
+        queries: Queries.
+        params_crc: CRC-32 of the model's parameters.
+    """
+
+    arguments: InfluenceArguments
+    family: Any
+    pretrained: Any
+    reader: TextReader
+    train: Texts
+    queries: Texts
+    params_crc: str
+
+    @property
+    def objective(self) -> jk.Objective:
+        """Of which influence is taken."""
+        return jk.Objective(self.pretrained.apply_fn, jk.Categorical())
+
+    @property
+    def max_bytes(self) -> int | None:
+        """The budget."""
+        given = self.arguments.memory
+        return None if given is None else int(parse_bytes(given, name="--memory"))
+
+    def config_of_bases(self) -> dict[str, Any]:
+        """All that decides factors and bases."""
+        crcs = {"params_crc32": self.params_crc, "train_crc32": self.train.crc}
+        return self.arguments.options_of_bases() | crcs
+
+    def config(self) -> dict[str, Any]:
+        """All that decides the scores."""
+        return self.config_of_bases() | self.arguments.options() | {"query_crc32": self.queries.crc}
+
+    def batches(
+        self, texts: Sequence[NumberedText], *, start: int = 0, fill: bool = True
+    ) -> Iterator[Any]:
+        """``(inputs, targets, mask)`` of all texts from one on, in order."""
+        for batch in self.reader.batches(texts, start=start, fill=fill):
+            yield self.family.batch(batch)
+
+    def statistics(self) -> Any:
+        """Collects factors."""
+        given = self.arguments
+        return jk.value_grad_and_factors(
+            self.objective,
+            fisher=given.fisher,
+            layers=self.reader.layers if given.layers is None else given.layers,
+            uncovered="ignore",
+            max_dense=given.max_dense,
+            max_factor_bytes=self.max_bytes,
+        )
+
+    def chosen(self) -> list[NumberedText]:
+        """The texts that factors are collected from."""
+        texts, number = self.train.texts, self.arguments.factors_from
+        if number is None or number >= len(texts):
+            return texts
+        order = np.random.Generator(np.random.Philox(self.arguments.seed)).permutation(len(texts))
+        return [texts[i] for i in sorted(order[:number])]
+
+
+def decomposed(scoring: Scoring, stages: Stages) -> jk.Eigenbases:
+    """The bases: of their file, or from factors."""
+    config, params = scoring.config_of_bases(), scoring.pretrained.params
+    first = next(scoring.batches(scoring.chosen(), fill=False))
+    like = scoring.statistics().factor_shapes(params, first)
+
+    def make() -> jk.Eigenbases:
+        factors = stages.tree("factors", config, like, lambda: _collected(scoring))
+        with phase("decomposing the factors"):
+            bases = _decomposed_in_turn(factors)
+        return _measured(scoring, bases) if scoring.arguments.ekfac else bases
+
+    def shaped(factors: jk.Factors) -> jk.Eigenbases:
+        bases = jk.eigendecompose(factors)
+        if not scoring.arguments.ekfac:
+            return bases
+        correct = jk.correct_eigenvalues(scoring.objective, bases, fisher=scoring.arguments.fisher)
+        return correct(params, first, jax.random.key(0))
+
+    return stages.tree("bases", config, jax.eval_shape(shaped, like), make)
+
+
+def _decomposed_in_turn(factors: jk.Factors) -> jk.Eigenbases:
+    """The bases of layers of one input after the other, whose factors are given up for them.
+
+    Together the sums, the means and the bases of a model would be in memory at once.
+    """
+    groups: dict[str, list[Any]] = {}
+    for layer in factors.layers:
+        groups.setdefault(layer.name if layer.is_diagonal else layer.input, []).append(layer)
+    tables = ("a_sums", "a_counts", "g_sums", "diagonals")
+    parts = []
+    for layers in groups.values():
+        keys = {key for layer in layers for key in (layer.input, layer.name)}
+        some = {
+            table: {key: whole.pop(key) for key in keys & whole.keys()}
+            for table in tables
+            for whole in [getattr(factors, table)]
+        }
+        part = dataclasses.replace(factors, layers=tuple(layers), **some)
+        del some
+        parts.append(jk.eigendecompose(part, placement="host"))
+        del part
+    tables = ("a", "a_without_ones", "g", "diagonals")
+    joined = {
+        table: {key: value for part in parts for key, value in getattr(part, table).items()}
+        for table in tables
+    }
+    return dataclasses.replace(parts[0], layers=factors.layers, **joined)
+
+
+def _collected(scoring: Scoring) -> jk.Factors:
+    """Factors of the chosen texts, batch by batch; they are added by their counts."""
+    texts, given, stats = scoring.chosen(), scoring.arguments, scoring.statistics()
+    key = jax.random.key(given.seed)
+
+    def collect(params: PyTree, batch: Any, key: jax.Array) -> jk.Factors:
+        return stats(params, batch, key=key, positions=scoring.family.exist(batch)).factors
+
+    add: Any = operator.add
+    if scoring.max_bytes is None:  # else passes compile themselves, and come back in host memory
+        collect, add = jax.jit(collect), jax.jit(operator.add, donate_argnums=0)
+    total, done = None, 0
+    doing = "collecting factors"
+    with phase(doing), _explained(given), progress("factors", len(texts)) as shown:
+        for number, batch in enumerate(scoring.batches(texts, fill=False)):
+            new = collect(scoring.pretrained.params, batch, jax.random.fold_in(key, number))
+            total = new if total is None else add(total, new)
+            del new
+            jax.block_until_ready(jax.tree.leaves(total))
+            done += len(batch[1])
+            shown.advance(done, "texts")
+    assert total is not None
+    return total
+
+
+@contextlib.contextmanager
+def _explained(arguments: InfluenceArguments) -> Iterator[None]:
+    """Name the option that a budget was given with."""
+    try:
+        yield
+    except MemoryBudgetError as error:
+        if arguments.memory is None:
+            raise
+        remedy = "allow more, or choose fewer --layers or a smaller --query-rank"
+        raise ValueError(f"--memory {arguments.memory}: {error}; {remedy}") from None
+
+
+def _measured(scoring: Scoring, bases: jk.Eigenbases) -> jk.Eigenbases:
+    """The bases with eigenvalues measured on the same texts."""
+    correct = jk.correct_eigenvalues(scoring.objective, bases, fisher=scoring.arguments.fisher)
+    # other labels than those of the factors
+    key, run = jax.random.split(jax.random.key(scoring.arguments.seed))[0], jax.jit(correct)
+    total, done, texts = None, 0, scoring.chosen()
+    with phase("measuring eigenvalues"), progress("eigenvalues", len(texts)) as shown:
+        for number, batch in enumerate(scoring.batches(texts, fill=False)):
+            new = run(scoring.pretrained.params, batch, jax.random.fold_in(key, number))
+            total = new if total is None else total + new
+            done += len(batch[1])
+            shown.advance(done, "texts")
+    assert total is not None
+    return total
+
+
+def prepared(scoring: Scoring, bases: jk.Eigenbases) -> Queries:
+    """The queries, preconditioned."""
+    given = scoring.arguments
+    batches = [*scoring.reader.batches(scoring.queries.texts, fill=False)]
+    whole = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+    with phase("preconditioning the queries"), _explained(given):
+        return jk.prepare_queries(
+            scoring.objective,
+            scoring.pretrained.params,
+            bases,
+            scoring.family.batch(whole),
+            damping=given.damping,
+            query_rank=given.query_rank,
+            max_bytes=scoring.max_bytes,
+        )
+
+
+def scored(scoring: Scoring, held: Queries, stages: Stages) -> np.ndarray:
+    """``(queries, texts)``; what has been scored is stored after every batch."""
+    config, texts = scoring.config(), scoring.train.texts
+    found = np.zeros((held.number, 0), np.float32)
+    if stages.holds("scores"):
+        found = stages.read("scores", config)["scores"]
+    batches = scoring.batches(texts, start=found.shape[1])
+    args = scoring.objective, scoring.pretrained.params, held
+    if found.shape[1] == len(texts):
+        return found
+    with phase("scoring"), progress("scores", len(texts), start=found.shape[1]) as shown:
+        for scores, exist in scores_of_batches(*args, batches):
+            new = np.asarray(scores, np.float32)[:, np.asarray(exist)]
+            found = np.concatenate([found, new], 1)
+            stages.write("scores", config, {"scores": found})
+            shown.advance(found.shape[1], "texts")
+    return found
+
+
+def by_token(scoring: Scoring, held: Queries, texts: Sequence[NumberedText]) -> np.ndarray:
+    """``(queries, texts, positions)``: the parts of the layers whose rows are such positions."""
+    found = [
+        np.asarray(scores)
+        for scores, _ in scores_of_batches(
+            scoring.objective,
+            scoring.pretrained.params,
+            held,
+            scoring.batches(texts),
+            per="token",
+            layers=scoring.reader.tokens_of,
+        )
+    ]
+    return np.concatenate(found, 1)[:, : len(texts)]

@@ -1,0 +1,123 @@
+"""Factors that kronfluence has written, as eigenbases."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkfac._checks import at_least_one
+from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac.curvature import Eigenbases
+from jaxkfac.factors import Corrections, Factors
+from jaxkfac.linalg import Spectrum, eigh_checked
+from jaxkfac.memory import load_safetensors
+
+_SIDES = ("activation", "gradient")
+_LAMBDA = ("lambda_matrix", "num_lambda_processed")
+
+Tensors = Mapping[str, jax.Array]
+
+
+def load_kronfluence(
+    folder: str | Path,
+    like: Factors,
+    *,
+    terms_per_example: int,
+    names: Mapping[str, str] | None = None,
+) -> Eigenbases:
+    """Bases of what kronfluence 1.0 has written, so that a run there is continued here.
+
+    Its eigenvectors are taken, or where it has not come to them its covariances are decomposed;
+    and where ``lambda_matrix.safetensors`` is there, its measured eigenvalues too. Scores with
+    them are ``terms_per_example`` times its own: it has the Fisher of a sum over an example's
+    terms, and here it is of their mean.
+
+    Args:
+        folder: ``factors_NAME``, where its ``.safetensors`` are. Files of partitions are
+            aggregated there first.
+        like: Factors of the model here, or their shapes (``stats.factor_shapes``).
+        terms_per_example: Loss terms of each example: 1, or the tokens of a text.
+        names: ``{layer name here: module name there}``, of the layers that are read. By default a
+            kernel's path is the module's, ``a/b/kernel`` for ``a.b``, and layers that are a
+            diagonal are left out.
+
+    Returns:
+        The bases, unclipped (``max_condition`` is infinite).
+
+    Raises:
+        FileNotFoundError: a file is not there.
+        UnknownLayerError: a layer here that is not asked for rightly, or a module that the files
+            do not have; the nearest names are given.
+        ValueError: a matrix of another shape than the layer's, or a layer of several slices.
+        ModuleNotFoundError: the extra ``pretrained`` is not installed.
+
+    Example:
+        ``bases = jaxkfac.uses.load_kronfluence("run/factors_ekfac", like, terms_per_example=1)``
+    """
+    at_least_one(terms_per_example=terms_per_example)
+    if names is None:
+        dense = [layer for layer in like.layers if not layer.is_diagonal]
+        names = {x.name: x.weight.path.removesuffix("/kernel").replace("/", ".") for x in dense}
+    # Each module there has eigenvectors of its own, whatever it shares here.
+    layers = tuple(dataclasses.replace(like.layer(name), input=name) for name in names)
+    dtype = next(iter(like.g_sums.values())).dtype
+    folder = Path(folder)
+    a, g = {}, {}
+    for side, found in zip(_SIDES, (a, g), strict=True):
+        read = _decomposed if (folder / f"{side}_eigenvectors.safetensors").is_file() else _solved
+        spectra = read(folder, side, dtype)
+        for layer in layers:
+            if layer.stack:
+                raise ValueError(f"layer {layer.name!r} has several slices; kronfluence's have one")
+            ones = like.bias == "joint" and layer.bias is not None
+            size = layer.in_features + ones if side == "activation" else layer.out_features
+            values, vectors = (_of_module(x, names[layer.name]) for x in spectra)
+            _check_shape(names[layer.name], vectors, (size, size))
+            found[layer.name] = Spectrum(values, vectors)
+    bases = Eigenbases(a, {}, g, {}, layers, like.bias, max_condition=float("inf"), floor=0.0)
+    if not (folder / f"{_LAMBDA[0]}.safetensors").is_file():
+        return bases
+    sums, numbers = (load_safetensors(folder / f"{x}.safetensors", dtype=dtype) for x in _LAMBDA)
+    total, number = {}, jnp.zeros(())
+    for layer in layers:
+        squares, number = (_of_module(x, names[layer.name]) for x in (sums, numbers))
+        sides = len(g[layer.name].values), len(a[layer.name].values)
+        _check_shape(names[layer.name], squares, sides)
+        total[layer.name] = squares.T / jnp.square(bases.block_root(layer))
+    terms = (number.reshape(()) * terms_per_example).astype(dtype)
+    return dataclasses.replace(bases, corrections=Corrections(total, {}, terms))
+
+
+def _decomposed(folder: Path, side: str, dtype: Any) -> tuple[Tensors, Tensors]:
+    """Eigenvalues and eigenvectors by module."""
+    values, vectors = (f"{side}_{part}.safetensors" for part in ("eigenvalues", "eigenvectors"))
+    return (
+        load_safetensors(folder / values, dtype=dtype),
+        load_safetensors(folder / vectors, dtype=dtype),
+    )
+
+
+def _solved(folder: Path, side: str, dtype: Any) -> tuple[Tensors, Tensors]:
+    sums = load_safetensors(folder / f"{side}_covariance.safetensors", dtype=dtype)
+    counts = load_safetensors(folder / f"num_{side}_covariance_processed.safetensors")
+    solved = {name: eigh_checked(x / counts[name].astype(dtype)) for name, x in sums.items()}
+    return (
+        {name: spectrum.values for name, spectrum in solved.items()},
+        {name: jnp.asarray(spectrum.vectors) for name, spectrum in solved.items()},
+    )
+
+
+def _of_module(tensors: Tensors, module: str) -> jax.Array:
+    if module not in tensors:
+        raise UnknownLayerError(
+            f"the files have no module {module!r}; the nearest names are {nearest(module, tensors)}"
+        )
+    return tensors[module]
+
+
+def _check_shape(module: str, found: jax.Array, shape: tuple[int, ...]) -> None:
+    if found.shape != shape:
+        raise ValueError(f"module {module!r}: expected a tensor {shape}, got {found.shape}")

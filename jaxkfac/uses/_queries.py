@@ -1,0 +1,139 @@
+"""Gradients of queries, preconditioned once for all examples."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from jaxkfac._checks import at_least_one
+from jaxkfac.curvature import (
+    BlockDamping,
+    Eigenbases,
+    check_block_damping,
+    precondition_many,
+    read_many,
+)
+from jaxkfac.factors import Batch, Objective
+from jaxkfac.interception import Layer
+from jaxkfac.kinds import LowRankMatrices
+from jaxkfac.linalg import map_over_chunks
+from jaxkfac.uses._examples import Examples
+from jaxkfac.uses._fitting import fitting, in_examples
+from jaxkfac.uses._held import Queries
+from jaxkfac.uses._truncated import truncated
+
+_GRADIENTS = 3  # of each query in work: its own, the same by layer, the preconditioned
+_AT_ONCE = 2**28  # bytes of them, where no budget was given
+
+
+def prepare_queries(
+    objective: Objective,
+    params: PyTree,
+    bases: Eigenbases,
+    queries: Any,
+    *,
+    damping: BlockDamping = "heuristic",
+    layers: str | None = None,
+    query_rank: int | None = None,
+    max_bytes: int | None = None,
+    state: PyTree | None = None,
+    experts: str | None = None,
+) -> Queries:
+    r"""What :func:`influence` holds of its queries, for many streams of examples.
+
+    Nothing of ``bases`` is read after it: where they are large, they can be given up before the
+    examples are scored.
+
+    Args:
+        objective: As for :func:`influence`, like all that is not named here.
+        params: Parameters.
+        bases: The eigenbases.
+        queries: ``(inputs, targets)`` or ``(inputs, targets, mask)``.
+        damping: As for :func:`influence`.
+        layers: Likewise.
+        query_rank: Hold each layer's part, a matrix, as the nearest one of this rank, where that
+            is smaller.
+        max_bytes: What queries may take: those that are held, and those in work, as many at once
+            as fit. By default there is no bound, and as many are in work as 256 MiB hold, at
+            least one.
+        state: Likewise.
+        experts: Likewise.
+
+    Returns:
+        The queries, for ``influence(objective, params, None, queries, train)``.
+
+    Raises:
+        MemoryBudgetError: they do not fit into ``max_bytes``.
+        ValueError: as for :func:`influence`; or the queries have to be taken a few at a time, and
+            one of their arrays does not have the examples first.
+
+    Memory:
+        The result, and three gradients of each query that is in work.
+
+    Example:
+        >>> held = jk.prepare_queries(objective, params, bases, batch, query_rank=2)
+        >>> held.errors.shape == (len(inputs), len(bases)), bool((held.errors < 1).all())
+        (True, True)
+        >>> scores = jk.influence(objective, params, None, held, batch)
+    """
+    for name, value in (("query_rank", query_rank), ("max_bytes", max_bytes)):
+        if value is not None:
+            at_least_one(**{name: value})
+    examples = Examples(objective, bases, layers, experts)
+    check_block_damping(damping, examples.bases)
+    batch = examples.checked(params, queries, state)
+
+    def run(params: PyTree, bases: Eigenbases, batch: Batch, state: PyTree, at_once: Any) -> Any:
+        def of_some(some: Batch, _: Any) -> Any:
+            gradients = examples.gradients(params, some, state)
+            return _held(precondition_many(gradients, bases, damping), bases.layers, query_rank)
+
+        return map_over_chunks(of_some, batch, at_once)
+
+    given = params, examples.bases, batch, state
+    gradients = jax.eval_shape(lambda: examples.gradients(params, batch, state))
+    each = _GRADIENTS * _nbytes(gradients) // batch.num_examples
+    if max_bytes is None:
+        at_once = max(1, _AT_ONCE // each) if in_examples(batch) else None
+    else:
+        at_once = fitting(
+            batch,
+            each=each,
+            kept=_nbytes(jax.eval_shape(lambda: run(*given, None)[:2])),
+            max_bytes=max_bytes,
+            name="queries",
+            remedy="choose fewer layers=" + ("" if query_rank else ", or give a query_rank="),
+        )
+    whole, low_rank, errors = jax.jit(run, static_argnums=4)(*given, at_once)
+    return Queries(whole, low_rank, errors, examples.bases.layers)
+
+
+def _held(
+    solved: dict[str, Array], layers: tuple[Layer, ...], rank: int | None
+) -> tuple[dict[str, Array], dict[str, LowRankMatrices], Float[Array, "Q layers"]]:
+    """What is held of some queries, which lie first in every array."""
+    low_rank: dict[str, LowRankMatrices] = {}
+    whole, errors = set[str](), []
+    number = len(next(iter(solved.values())))
+    for layer in layers:
+        error = jnp.zeros(number, jnp.float32)
+        if layer.bias is not None:
+            whole.add(layer.bias.path)
+        if rank is None or layer.is_elementwise or not _is_smaller(layer, rank):
+            whole.add(layer.weight.path)
+        else:
+            matrices = read_many(solved[layer.weight.path], layer.weight, layer)
+            matrices = jnp.moveaxis(matrices, len(layer.stack), 0)
+            low_rank[layer.name], error = truncated(matrices, rank)
+        errors.append(error.astype(jnp.float32))
+    return {path: solved[path] for path in whole}, low_rank, jnp.stack(errors, 1)
+
+
+def _is_smaller(layer: Layer, rank: int) -> bool:
+    sides = layer.in_features, layer.out_features
+    return rank * sum(sides) < sides[0] * sides[1]
+
+
+def _nbytes(tree: PyTree) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
