@@ -27,7 +27,8 @@ _EXTRA_OF = {
 _DESCRIPTION = """Curvature and K-FAC for JAX training scripts.
 
 Start with `jaxkfac train --preset digits`, then open runs/digits/report.html;
-`jaxkfac analyze runs/digits` shows spectra and capacity of the factors in its checkpoint.
+`jaxkfac analyze runs/digits` shows spectra and capacity of the factors in its checkpoint;
+`jaxkfac analyze smollm2` those of a pretrained model, under a budget of bytes.
 `jaxkfac finetune` teaches a pretrained language model with an LS-LoRA adapter;
 `jaxkfac finetune --preset wordnet-t5` trains a T5 from nothing on words and glosses.
 
@@ -121,7 +122,7 @@ def _dispatch(words: list[str]) -> int:
         arguments = _parse(words)
         _run(arguments)
     except KeyboardInterrupt:
-        if hasattr(arguments, "resume"):
+        if hasattr(arguments, "resume") and getattr(arguments, "is_pretrained", True):
             from jaxkfac.cli._interrupts import say_interrupted
 
             say_interrupted(words)

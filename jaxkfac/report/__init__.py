@@ -1,5 +1,12 @@
 """Tables, plots and a self-contained HTML page from plain records."""
 
+from jaxkfac.report._analysis import AnalysisRecord, MemoryRow, exact_lines
+from jaxkfac.report._analysis_html import analysis_page
+from jaxkfac.report._analysis_tables import (
+    depth_table,
+    memory_plan_table,
+    spectra_summary_table,
+)
 from jaxkfac.report._capacity import CapacityReport, interval_words, only_in_one
 from jaxkfac.report._capacity_tables import capacity_table, comparison_table, model_table
 from jaxkfac.report._conditions_figure import conditions_figure
@@ -25,32 +32,39 @@ from jaxkfac.report._terminal import terminal_table
 from jaxkfac.report._versions import versions
 
 __all__ = [
+    "AnalysisRecord",
     "CapacityReport",
     "CoverageRow",
     "EpochRecord",
     "ExamRecord",
     "FinetuneRecords",
     "FourierRecord",
+    "MemoryRow",
     "RunRecords",
     "SampleRecord",
     "SpectrumRecord",
+    "analysis_page",
     "capacity_table",
     "comparison_table",
     "conditions_figure",
     "coverage_rows",
     "coverage_table",
     "curves_figure",
+    "depth_table",
+    "exact_lines",
     "factor_figures",
     "finetune_page",
     "finetune_table",
     "interval_words",
     "mean_loss",
+    "memory_plan_table",
     "model_table",
     "only_in_one",
     "ranks_figure",
     "report_page",
     "runs_table",
     "spectra_figure",
+    "spectra_summary_table",
     "spectra_table",
     "spectrum_records",
     "terminal_table",
