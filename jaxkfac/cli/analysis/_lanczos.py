@@ -106,7 +106,9 @@ def _ritz(alphas: list[float], betas: list[float]) -> tuple[list[float], list[fl
 
 def _is_exhausted(alphas: list[float], betas: list[float]) -> bool:
     """Whether nothing but rounding is left of the Krylov space."""
-    return bool(betas) and betas[-1] <= 16 * np.finfo(np.float32).eps * max(map(abs, alphas))
+    if not betas:
+        return False
+    return betas[-1] <= 16 * float(np.finfo(np.float32).eps) * max(map(abs, alphas))
 
 
 def _dot(one: np.ndarray, other: np.ndarray) -> float:

@@ -12,7 +12,7 @@ def matrix(size, rank=None):
     rng = np.random.default_rng(0)
     q = np.linalg.qr(rng.standard_normal((size, size)))[0]
     values = np.concatenate([[30.0, 10.0, 5.0], rng.uniform(0, 1, size - 3)])
-    values[rank:] = 0
+    values[size if rank is None else rank :] = 0
     return ((q * values) @ q.T).astype(np.float32), np.sort(values)[::-1]
 
 

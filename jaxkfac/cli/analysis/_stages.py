@@ -12,7 +12,7 @@ import numpy as np
 
 import jaxkfac as jk
 from jaxkfac.cli._interrupts import interrupts_deferred
-from jaxkfac.cli._options import AnalyzeArguments
+from jaxkfac.cli._options import AnalyzeArguments, ModelAnalysis
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._progress import progress
 from jaxkfac.cli._run_state import as_config
@@ -24,10 +24,12 @@ from jaxkfac.cli.analysis._parts import groups_of
 from jaxkfac.cli.analysis._plan import disk_bytes, fit, plan_rows, room_of
 from jaxkfac.cli.analysis._program import Analysis
 from jaxkfac.cli.analysis._texts import Analyzed, Texts, analyzed, batches_of, on_device, read_texts
-from jaxkfac.memory import bytes_text, parse_bytes, stored_tensors
+from jaxkfac.memory import bytes_text, parse_bytes
 from jaxkfac.report import CoverageRow, MemoryRow, coverage_rows
 
 _MAX_CONDITION = 1e6
+# Of a run that goes on: what is there already is right for these too.
+_MAY_CHANGE = ("decompose", "lanczos", "lanczos_steps")
 
 
 class Prepared(NamedTuple):
@@ -77,8 +79,6 @@ def prepare(arguments: AnalyzeArguments, model: str, path: Path) -> Prepared:
         OSError: the disk has no room.
     """
     options = arguments.model
-    if Path(model).is_dir():
-        stored_tensors(Path(model))  # which says what is missing
     what = analyzed(model, options)
     with phase("reading the texts"):
         text = read_texts(what, arguments)
@@ -95,7 +95,7 @@ def prepare(arguments: AnalyzeArguments, model: str, path: Path) -> Prepared:
         asked = {
             "model": model,
             "weights": _weights(model),
-            "options": {k: v for k, v in as_config(options).items() if k != "decompose"},
+            "options": {k: v for k, v in as_config(options).items() if k not in _MAY_CHANGE},
             "texts": texts.crc,
         }
         known = asked
@@ -122,8 +122,9 @@ def run_stages(ready: Prepared, arguments: AnalyzeArguments, *, exact: bool) -> 
     """Load, gather, Lanczos, decompose; what is done already is read."""
     folder, analysis, options = ready.folder, ready.analysis, arguments.model
     params: Any = None
-    exact = exact and options.lanczos > 0
-    if not folder.has("gathered.json") or (exact and not folder.has("exact.json")):
+    spectrum = _known_spectrum(folder, options) if exact else None
+    exact = exact and options.lanczos > 0 and spectrum is None
+    if not folder.has("gathered.json") or exact:
         with jk.memory.track("load"), phase("loading the model"):
             params = ready.what.family.load(ready.what.experiment).params
     if not folder.has("gathered.json"):
@@ -143,12 +144,11 @@ def run_stages(ready: Prepared, arguments: AnalyzeArguments, *, exact: bool) -> 
                 stopped=stopped,
             )
             folder.write("gathered.json", found)
-    spectrum = None
     if exact:
-        if not folder.has("exact.json"):
-            with jk.memory.track("Lanczos"), phase("Lanczos on the exact Fisher"):
-                folder.write("exact.json", _exact(ready, params)._asdict())
-        spectrum = ExactSpectrum(**folder.read("exact.json"))
+        with jk.memory.track("Lanczos"), phase("Lanczos on the exact Fisher"):
+            spectrum = _exact(ready, params)
+        asked = [options.lanczos, options.lanczos_steps]
+        folder.write("exact.json", {"asked": asked, "found": spectrum._asdict()})
     del params
     with (
         jk.memory.track("decompose"),
@@ -160,6 +160,15 @@ def run_stages(ready: Prepared, arguments: AnalyzeArguments, *, exact: bool) -> 
     groups = groups_of(analysis.layers)
     bases = eigenbases(groups, ready.chosen, folder, max_condition=condition)
     return Found(bases, folder.read("gathered.json")["loss"], spectrum)
+
+
+def _known_spectrum(folder: Folder, options: ModelAnalysis) -> ExactSpectrum | None:
+    """What Lanczos has found, if it was asked for the same."""
+    if not folder.has("exact.json"):
+        return None
+    known = folder.read("exact.json")
+    same = known["asked"] == [options.lanczos, options.lanczos_steps]
+    return ExactSpectrum(**known["found"]) if same else None
 
 
 def _exact(ready: Prepared, params: Any) -> ExactSpectrum:
