@@ -53,7 +53,7 @@ def spectra_summary_rows(records: Sequence[SpectrumRecord]) -> list[list[str]]:
                 family.title,
                 family.side,
                 str(len(members)),
-                _range([len(x.raw) for x in members]),
+                _range([float(len(x.raw)) for x in members]),
                 _range([x.top for x in members]),
                 _range([x.condition_raw for x in members]),
                 _range([x.condition_clipped for x in members]),

@@ -100,7 +100,7 @@ class Analysis:
         self.max_factor_bytes, self._collector = max_factor_bytes, None
         self.passes = self.collector.plan(params, batch, self._key_shape).passes
         self._compiled = {}
-        call = self.collector.call(batch, self._key_shape, exist)
+        call = jax.eval_shape(self.collector.call, batch, self._key_shape, exist)
         start, found = jax.ShapeDtypeStruct((), np.int32), []
         for one in self.passes:
             known = _form(one)

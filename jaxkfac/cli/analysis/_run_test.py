@@ -87,7 +87,9 @@ class Killed(BaseException):
     """In place of SIGKILL: nothing of this library handles it."""
 
 
-@pytest.mark.parametrize("number", [1, 4, 17, 30, pytest.param(9, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "number", [4, 45, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 9, 17, 30))]
+)
 def test_a_killed_analysis_ends_with_the_bits_of_one_that_was_not(
     analyze, small_passes, whole, monkeypatch, tmp_path, number
 ):

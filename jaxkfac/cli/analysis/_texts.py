@@ -111,7 +111,7 @@ def batches_of(what: Analyzed, pretrained: Any, text: Text, batch_size: int) -> 
         # what fills the last batch is no text, and its positions would count
         given = jax.tree.map(lambda x, rows=rows: np.ascontiguousarray(x[:rows]), given)
         batches.append(given)
-        exist.append(np.asarray(what.family.exist(given)))
+        exist.append(np.asarray(what.family.exist(on_device(given))))
         for leaf in jax.tree.leaves(given):
             crc = zlib.crc32(leaf.tobytes(), crc)
     terms = sum(int(batch[2].sum()) for batch in batches)
