@@ -29,12 +29,12 @@ class Chosen:
     """
 
     def __init__(self, groups: Sequence[Group], pattern: str) -> None:
-        self._pattern = re.compile(pattern)
+        self.groups, compiled = groups, re.compile(pattern)
         self.blocks = [
             (group, block)
             for group in groups
             for block in group.blocks
-            if any(self._pattern.fullmatch(name) for name in group.names(block))
+            if any(compiled.fullmatch(name) for name in group.names(block))
         ]
         if not self.blocks:
             names = [name for group in groups for b in group.blocks for name in group.names(b)]
@@ -45,7 +45,11 @@ class Chosen:
 
     def is_whole(self, group: Group) -> bool:
         """Whether all blocks of a group are decomposed."""
-        return sum(own is group for own, _ in self.blocks) == len(group.blocks)
+        return len(self.of(group)) == len(group.blocks)
+
+    def of(self, group: Group) -> list[int | None]:
+        """The blocks of a group that are decomposed."""
+        return [block for own, block in self.blocks if own is group]
 
     def largest(self) -> int:
         """Size of the largest matrix."""
@@ -107,9 +111,7 @@ def _factors(group: Group, block: int | None, layers: tuple[Layer, ...], folder:
     )
 
 
-def eigenbases(
-    groups: Sequence[Group], chosen: Chosen, folder: Folder, *, max_condition: float
-) -> jk.Eigenbases:
+def eigenbases(chosen: Chosen, folder: Folder, *, max_condition: float) -> jk.Eigenbases:
     """Bases without vectors of what has been decomposed.
 
     A stacked layer of which all blocks are there is one layer; of others each block is one.
@@ -117,9 +119,8 @@ def eigenbases(
     tables: dict[str, dict[str, Spectrum]] = {table: {} for table in _TABLES}
     diagonals: dict[str, object] = {}
     layers: list[Layer] = []
-    for group in groups:
-        blocks = [block for own, block in chosen.blocks if own is group]
-        if not blocks:
+    for group in chosen.groups:
+        if not (blocks := chosen.of(group)):
             continue
         stacked = chosen.is_whole(group) and blocks[0] is not None
         found = [(block, folder.load_values(group.name(block))) for block in blocks]

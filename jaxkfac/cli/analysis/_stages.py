@@ -157,8 +157,7 @@ def run_stages(ready: Prepared, arguments: AnalyzeArguments, *, exact: bool) -> 
     ):
         decompose(ready.chosen, folder, dtype=options.decompose_dtype, advance=shown.advance)
     condition = arguments.max_condition or _MAX_CONDITION
-    groups = groups_of(analysis.layers)
-    bases = eigenbases(groups, ready.chosen, folder, max_condition=condition)
+    bases = eigenbases(ready.chosen, folder, max_condition=condition)
     return Found(bases, folder.read("gathered.json")["loss"], spectrum)
 
 
