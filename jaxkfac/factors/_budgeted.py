@@ -163,7 +163,7 @@ class BudgetedCollector:
         key: Key[Array, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
     ) -> Call:
-        """The arguments of a program of :meth:`pass_program`; under ``jax.eval_shape`` their shapes."""
+        """The arguments of a program of :meth:`pass_program`."""
         return self._collector.checked(batch, key, positions)
 
     def pass_program(self, one: Pass) -> Any:

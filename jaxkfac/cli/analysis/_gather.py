@@ -112,7 +112,8 @@ def _add(sums: Sums, factors: Factors, one: Pass, stacks: dict[str, int]) -> Par
         if table == "a_sums":
             for name, counts in factors.a_counts.items():
                 for part, count in _blocks(table, name, counts, one, stacks):
-                    sums.counts[part] = sums.counts.get(part, 0) + np.asarray(count)
+                    total = sums.counts.get(part, 0) + np.asarray(count)
+                    sums.counts[part] = np.asarray(total)
     return bad
 
 
