@@ -27,7 +27,8 @@ def memory_plan_rows(
         rows += [[row.stage, row.what + where, bytes_text(row.nbytes), ""] for row in own]
         for stage, nbytes in stage_sums(own, on_device=on_device).items():
             peak = (peaks or {}).get(stage)
-            measured = "" if peak is None or where == "" != on_device else bytes_text(peak)
+            is_resident = not on_device or all(row.on_device for row in plan)
+            measured = bytes_text(peak) if peak is not None and is_resident else ""
             rows.append([f"{stage}, sum{where}", "", bytes_text(nbytes), measured])
     rows.append(["disk", "folded factors, sums of a pass, vectors", bytes_text(disk), ""])
     return rows

@@ -113,7 +113,7 @@ def test_depth_has_a_row_for_each_block_whose_shares_are_one(stacked):
     rows = list(stack.rows())
     assert [row[0] for row in rows] == ["0", "1", "2", "3", "4"]
     assert sum(float(row[-1].rstrip("%")) for row in rows) == pytest.approx(100, abs=0.3)
-    assert "entropy rank of each layer" in printed(depth_table(stacked.capacity))
+    assert "model/layers: entropy rank" in printed(depth_table(stacked.capacity))
 
 
 def test_the_summary_has_one_line_for_all_depths_of_a_factor(many):

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import jaxkfac as jk
 from jaxkfac.cli import _options
 from jaxkfac.cli.analysis import _files, _stages
 from jaxkfac.cli.analysis._program import Analysis
-from jaxkfac.cli.analysis._texts import analyzed, batches_of, read_texts
+from jaxkfac.cli.analysis._texts import analyzed, batches_of, on_device, read_texts
 from jaxkfac.cli.analysis.conftest import write_model
 from jaxkfac.models import load_decoder
 from jaxkfac.report import spectrum_records
@@ -40,7 +41,7 @@ def test_passes_over_batches_find_what_one_batch_of_all_texts_does(
     analyze, small_passes, model, texts, tmp_path, capsys
 ):
     output = tmp_path / "out"
-    assert analyze("--lanczos", "1", "--lanczos-steps", "4", "--keep-factors") == 0
+    assert analyze("--lanczos", "1", "--lanczos-steps", "6", "--keep-factors") == 0
     record = json.loads((output / "metrics.json").read_text())
     assert record["passes"] > 1  # and the second batch has two texts
     pretrained = load_decoder(model, dtype=jnp.float32)
@@ -49,6 +50,7 @@ def test_passes_over_batches_find_what_one_batch_of_all_texts_does(
     )
     what = analyzed(str(model), arguments.model)
     (batch,), (exist,), *_ = batches_of(what, pretrained, read_texts(what, arguments), 6)
+    batch, exist = on_device((batch, exist))
     objective = jk.Objective(pretrained.apply_fn, jk.Categorical())
     stats = jk.value_grad_and_factors(objective)
     loss, _, factors = stats(pretrained.params, batch, positions=exist)
@@ -66,21 +68,10 @@ def test_passes_over_batches_find_what_one_batch_of_all_texts_does(
     shown = capsys.readouterr().out
     assert shown.index("Memory of the analysis") < shown.index("Capacity")
     assert "peak" in shown and list((output / "factors").glob("*kernel*"))
-    dense = jk.operators.fisher(objective, pretrained.params, tree_rows(batch, 4))
-    top = jk.spectrum(dense, 1, key=_key(), num_steps=4).eigenvalues[0]
-    assert record["exact"]["eigenvalues"][0] == pytest.approx(float(top), rel=0.2)
-
-
-def tree_rows(batch, count):
-    import jax
-
-    return jax.tree.map(lambda x: x[:count], batch)
-
-
-def _key():
-    import jax
-
-    return jax.random.key(0)
+    few = jax.tree.map(lambda x: x[:4], batch)
+    exact = jk.operators.fisher(objective, pretrained.params, few)
+    top = float(jk.spectrum(exact, 1, key=jax.random.key(0), num_steps=12).eigenvalues[0])
+    assert 0.5 * top < record["exact"]["eigenvalues"][0] < 1.01 * top
 
 
 class Killed(BaseException):
@@ -88,7 +79,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize(
-    "number", [4, 45, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 9, 17, 30))]
+    "number", [45, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 4, 9, 17, 30))]
 )
 def test_a_killed_analysis_ends_with_the_bits_of_one_that_was_not(
     analyze, small_passes, whole, monkeypatch, tmp_path, number
