@@ -32,6 +32,11 @@ from jaxkfac.report import (
 
 def run_analyze(arguments: AnalyzeArguments) -> None:
     """Decompose, print the tables or JSON, and write the page and figures asked for."""
+    if arguments.is_pretrained:
+        from jaxkfac.cli.analysis._run import run_analysis
+
+        return run_analysis(arguments)
+    _check_options(arguments)
     if arguments.batches is not None and arguments.batches < 2:
         raise ValueError(f"batches must be at least 2, not {arguments.batches}")
     with phase("loading the checkpoint"):
@@ -68,6 +73,18 @@ def run_analyze(arguments: AnalyzeArguments) -> None:
     for name, written in (("report", arguments.report), ("figures", arguments.figures)):
         if written:
             console.print(f"{name}: {written}", soft_wrap=True, highlight=False)
+
+
+def _check_options(arguments: AnalyzeArguments) -> None:
+    """Refuse options of a pretrained model, whose kind a mistyped path has lost."""
+    default = AnalyzeArguments(arguments.checkpoint)
+    for name in ("model", "plan", "device_bytes", "resume", "overwrite", "keep_factors"):
+        if getattr(arguments, name) != getattr(default, name):
+            words = "such options as --texts" if name == "model" else f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{words} are for a pretrained model, and {arguments.checkpoint} is none: expected "
+                "a folder with config.json, a .gguf file or smollm2"
+            )
 
 
 def _write_page(

@@ -28,7 +28,8 @@ _DESCRIPTION = """Curvature and K-FAC for JAX training scripts.
 """
 
 _EPILOGUE = """Start with `jaxkfac train --preset digits`, then open runs/digits/report.html;
-`jaxkfac analyze runs/digits` shows spectra and capacity of the factors in its checkpoint.
+`jaxkfac analyze runs/digits` shows spectra and capacity of the factors in its checkpoint;
+`jaxkfac analyze smollm2` those of a pretrained model, under a budget of bytes.
 `jaxkfac finetune` teaches a pretrained language model with an LS-LoRA adapter;
 `jaxkfac finetune --preset wordnet-t5` trains a T5 from nothing on words and glosses.
 `jaxkfac influence` says which training texts an answer is owed to.
@@ -83,7 +84,7 @@ def _dispatch(command: Command, words: list[str]) -> int:
         arguments = _parse(command, words[1:])
         _run(command, arguments)
     except KeyboardInterrupt:
-        if hasattr(arguments, "resume"):
+        if hasattr(arguments, "resume") and getattr(arguments, "is_pretrained", True):
             from jaxkfac.cli._interrupts import say_interrupted
 
             say_interrupted(words)

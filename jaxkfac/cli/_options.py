@@ -165,38 +165,129 @@ class TrainArguments:
 
 
 @dataclasses.dataclass(frozen=True)
+class ModelAnalysis:
+    """How a pretrained model is analyzed: everything that decides the result."""
+
+    data: str | None = None
+    """Texts: a file or folder as `jaxkfac finetune` takes it; by default WordNet's glosses, which
+    are embedded."""
+    texts: int = 64
+    """How many of them: the first."""
+    max_length: int = 128
+    """Tokens of a text, or of a source; the end of a longer one is cut."""
+    max_target_length: int = 128
+    """Of pairs: tokens of a target, likewise."""
+    batch_size: int = 8
+    """Texts of a backward pass."""
+    fisher: Fisher = "empirical"
+    """Labels of the factors: the given ones, or sampled from the model."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the model: bfloat16 on accelerators, float32 on a CPU."""
+    max_dense: int = 16384
+    """A larger side of a layer is kept as a diagonal."""
+    decompose: str = ".*"
+    """Full-match pattern of what is decomposed: a layer, or "layer[3]", its fourth block."""
+    decompose_dtype: Literal["float64", "float32"] = "float64"
+    """In which matrices are decomposed."""
+    lanczos: int = 3
+    """Largest eigenvalues of the exact Fisher, by Lanczos; 0 leaves them out."""
+    lanczos_steps: int = 8
+    """Products with the exact Fisher, and vectors as large as the model that are kept on disk."""
+    lanczos_texts: int = 4
+    """Texts of the exact Fisher: the first."""
+    seed: int = 0
+    """Of sampled labels, and of the first vector of Lanczos."""
+
+    def __post_init__(self) -> None:
+        for name in ("texts", "batch_size", "max_dense", "lanczos_steps", "lanczos_texts"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        for name in ("seed", "lanczos"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name} must not be negative, not {value}")
+        for name in ("max_length", "max_target_length"):
+            if (value := getattr(self, name)) < 2:
+                raise ValueError(f"{name} must be at least 2, not {value}")
+        if self.lanczos > self.lanczos_steps:
+            raise ValueError(
+                f"lanczos_steps={self.lanczos_steps} give as many eigenvalues, and lanczos asks "
+                f"for {self.lanczos}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class AnalyzeArguments:
-    """Show spectra and capacity of the factor averages stored in a checkpoint.
+    """Show spectra and capacity of a pretrained model, or of the factors of a checkpoint.
 
     For each layer's A (inputs) and G (output gradients): the largest eigenvalue, the
     condition number before and after clipping, and the entropy rank, exp(entropy) of the
     normalised eigenvalues. For each layer and the whole model: how many directions their
     curvature has, by several measures, each explained in `jaxkfac.curvature.CapacityRecord`.
 
-    For example, what has changed since update 660, with intervals, as a page:
+    Of a pretrained model (a folder, a .gguf file or smollm2) the factors are gathered over texts,
+    in as many backward passes as --device-bytes asks for, and decomposed in main memory, one
+    matrix at a time. What it needs is printed before anything is loaded. The output folder
+    receives report.html, metrics.json, and what is done already: --resume goes on after Ctrl-C
+    or a crash, and ends with the same bits.
+
+    For example, the small default model in six gigabytes, and a folder against another one:
+    `jaxkfac analyze smollm2 --device-bytes 6GB`
+    `jaxkfac analyze models/tuned --compare models/base --data texts.jsonl`
+    Of a checkpoint of `jaxkfac train`, what has changed since update 660, with intervals:
     `jaxkfac analyze runs/digits --compare runs/digits/kfac/660 --batches 6 --report capacity.html`
     """
 
     checkpoint: tyro.conf.Positional[Path]
-    """A checkpoint, a folder of checkpoints (the newest counts), or a run's output folder."""
+    """A pretrained model's folder, a .gguf file or smollm2; or a checkpoint of `jaxkfac train`, a
+    folder of them (the newest counts), or a run's output folder."""
+    model: Annotated[ModelAnalysis, tyro.conf.arg(name="")] = ModelAnalysis()
     max_condition: float | None = None
-    """Clip at this condition number; by default the one the run was trained with."""
+    """Clip at this condition number; by default 1e6, or the one the run was trained with."""
     num_examples: float | None = None
-    """N, times which the mean loss's curvature counts; by default the training examples."""
+    """N, times which the mean loss's curvature counts; by default the training examples, or the
+    tokens in the loss."""
     damping: float = 1.0
     """Added to N times the curvature: N times the damping of a training compares with it."""
     compare: Path | None = None
-    """Another checkpoint: show what has changed from it to this one."""
+    """Another checkpoint or model: show what has changed from it to this one."""
     batches: int | None = None
-    """Cut the held-out examples into so many batches; show 95 % intervals over them."""
+    """Of a checkpoint: cut the held-out examples into so many batches; show 95 % intervals."""
+    plan: bool = False
+    """Of a model: print what the analysis needs, from shapes, and stop."""
+    device_bytes: str | None = None
+    """Of a model: what the device can hand out, such as 6GB; on a CPU what the whole process may
+    use of main memory. By default what is free, less a margin."""
+    output: Path = Path("runs/analysis")
+    """Of a model: folder for everything that is written."""
+    resume: bool = False
+    """Of a model: go on with what the output folder holds."""
+    overwrite: bool = False
+    """Of a model: replace the analysis in the output folder."""
+    strict: bool = False
+    """Of a model: stop at the first bad row of the texts, instead of leaving it out."""
+    checkpoint_every: int = 8
+    """Of a model: batches of a pass between two savings of its sums."""
+    keep_factors: bool = False
+    """Of a model: leave the factors in the output folder; by default they go once decomposed."""
     figures: Path | None = None
     """Write spectra.svg, ranks.svg (over depth) and conditions.svg to this folder."""
     report: Path | None = None
-    """Write all tables and figures to this HTML file."""
+    """Write all tables and figures to this HTML file; of a model report.html of the output folder
+    by default."""
     json: bool = False
     """Print every eigenvalue and every metric as JSON instead of tables."""
     debug: bool = False
     """Show the full traceback of an error."""
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether it is a pretrained model that is analyzed, and no checkpoint of a run."""
+        path = self.checkpoint
+        if not path.exists():
+            return str(path) in ("smollm2", "t5-bytes", "flan-t5-xl")
+        if path.is_file():
+            return path.suffix == ".gguf"
+        return (path / "config.json").exists() or any(path.glob("*.safetensors"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ def answer(error: BaseException, arguments: Any) -> int:
 
 
 def _advice(arguments: Any) -> str:
-    from jaxkfac.cli._options import TrainArguments
+    from jaxkfac.cli._options import AnalyzeArguments, TrainArguments
     from jaxkfac.cli._remedies import remedy
     from jaxkfac.cli.finetune._options import FinetuneArguments
 
@@ -57,6 +57,11 @@ def _advice(arguments: Any) -> str:
         from jaxkfac.cli.finetune._bytes import finetune_shapes
 
         return remedy(arguments, finetune_shapes(arguments), free_room())
+    if isinstance(arguments, AnalyzeArguments) and arguments.is_pretrained:
+        return (
+            "A smaller --device-bytes asks for more passes; --batch-size, --max-length and "
+            "--max-dense make each smaller. What is done is kept: --resume goes on."
+        )
     return "Look for other processes with `jaxkfac doctor`."
 
 

@@ -8,7 +8,7 @@ from jaxkfac.factors._average import (
     update_average,
     zeros_like,
 )
-from jaxkfac.factors._budgeted import BudgetedCollector
+from jaxkfac.factors._budgeted import BudgetedCollector, Budgets, PassResult
 from jaxkfac.factors._build import value_grad_and_factors
 from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
 from jaxkfac.factors._corrections import Corrections, Measurable, MeasuredValues
@@ -52,6 +52,7 @@ __all__ = [
     "Bernoulli",
     "BiasMode",
     "BudgetedCollector",
+    "Budgets",
     "Categorical",
     "CorrectedDiagonal",
     "CorrectedFactor",
@@ -73,6 +74,7 @@ __all__ = [
     "Objective",
     "Pass",
     "PassPlan",
+    "PassResult",
     "Program",
     "Statistics",
     "ValueGradAndFactors",

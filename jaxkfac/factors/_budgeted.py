@@ -13,7 +13,13 @@ from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from jaxkfac.factors._collect import Call, FactorCollector, ValueGradAndFactors
 from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.factors._passes import Pass, PassPlan, plan_passes
+from jaxkfac.factors._passes import (
+    Pass,
+    PassPlan,
+    largest_budget,
+    plan_passes,
+    smallest_budget,
+)
 from jaxkfac.factors._statistics import PassPart
 from jaxkfac.interception import Layer, Window
 from jaxkfac.memory import whole_here
@@ -25,7 +31,32 @@ class _Key(NamedTuple):
     """Which compiled program a pass runs."""
 
     parts: tuple[tuple[str, PassPart], ...]
-    gradient: bool
+    gradient: bool | None  # None: no gradient, but the value
+
+
+class Budgets(NamedTuple):
+    """Bytes of factors that a collection can be held to.
+
+    Attributes:
+        least: The largest side of a layer, at one iteration.
+        whole: Enough for a single pass.
+    """
+
+    least: int
+    whole: int
+
+
+class PassResult(NamedTuple):
+    """What one pass computes without the gradient.
+
+    Attributes:
+        value: As in ``ValueGradAndFactors``.
+        factors: What the pass gathers, on the device; of a stacked array as many iterations as
+            its window has.
+    """
+
+    value: Any
+    factors: Factors
 
 
 class BudgetedCollector:
@@ -119,6 +150,34 @@ class BudgetedCollector:
             self._collector.statistics(traced), self._budget, vjps=self._collector.vjps
         )
 
+    def budgets(self, params: PyTree, batch: PyTree, key: Key[Array, ""] | None = None) -> Budgets:
+        """The least budget, and that of a single pass; nothing is computed."""
+        traced = self._collector.traced(params, self._collector.checked(batch, key))
+        statistics, vjps = self._collector.statistics(traced), self._collector.vjps
+        least = smallest_budget(statistics, vjps=vjps)
+        return Budgets(least, largest_budget(statistics, vjps=vjps))
+
+    def call(
+        self,
+        batch: PyTree,
+        key: Key[Array, ""] | None = None,
+        positions: Bool[Array, "..."] | None = None,
+    ) -> Call:
+        """The arguments of a program of :meth:`pass_program`."""
+        return self._collector.checked(batch, key, positions)
+
+    def pass_program(self, one: Pass) -> Any:
+        """One pass without the gradient, for a caller that runs each over many batches.
+
+        Returns:
+            A jitted ``(params, call, start) -> PassResult``: ``call`` is of :meth:`call`, ``start``
+            is ``one.start`` as an int32. Passes with the same ``parts`` share it.
+        """
+        known = _Key(tuple(one.parts.items()), None)
+        if known not in self._programs:
+            self._programs[known] = jax.jit(functools.partial(self._run, known))
+        return self._programs[known]
+
     def lower(
         self, params: PyTree, batch: PyTree, key: Key[Array, ""] | None = None
     ) -> list[tuple[Pass, Any]]:
@@ -160,12 +219,14 @@ class BudgetedCollector:
 
     def _run(
         self, what: _Key, params: PyTree, call: Call, at: Int[Array, ""]
-    ) -> ValueGradAndFactors | Factors:
+    ) -> ValueGradAndFactors | PassResult | Factors:
         parts = dict(what.parts)
         windows = {name: Window(at, part.rows) for name, part in parts.items() if part.rows}
         out = self._collector.gather(
-            params, call, parts=parts, windows=windows, gradient=what.gradient
+            params, call, parts=parts, windows=windows, gradient=bool(what.gradient)
         )
+        if what.gradient is None:
+            return PassResult(out.value, out.factors)
         return out if what.gradient else out.factors
 
 

@@ -243,3 +243,29 @@ def test_it_refuses_to_be_jitted():
 def test_a_sink_without_a_budget_is_refused():
     with pytest.raises(ValueError, match="push the factors that the function returns"):
         value_grad_and_factors(nested()[0], sink=(None, 0))
+
+
+def test_passes_by_themselves_add_up_to_the_whole_and_carry_the_loss():
+    def apply(p, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["blocks"])[0] @ p["head"]
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"blocks": jax.random.normal(keys[0], (3, 4, 4)), "head": jnp.ones((4, 2))}
+    batch = jax.random.normal(keys[1], (5, 4)), jax.random.randint(keys[2], (5,), 0, 2)
+    objective = Objective(apply, Categorical())
+    stats = value_grad_and_factors(objective, max_factor_bytes=1)
+    least, most = stats.budgets(params, batch)
+    assert 0 < least < most
+    stats = value_grad_and_factors(objective, max_factor_bytes=least)
+    plan = stats.plan(params, batch)
+    assert len(plan.passes) > 1
+    whole = value_grad_and_factors(objective)(params, batch)
+    for one in plan.passes:
+        value, factors = stats.pass_program(one)(params, stats.call(batch), np.int32(one.start))
+        assert float(value) == pytest.approx(float(whole.value), rel=1e-6)
+        for name, sums in factors.g_sums.items():
+            rows = slice(None) if one.parts[name].rows is None else slice(one.start, None)
+            expected = np.asarray(whole.factors.g_sums[name])[rows][: len(sums)]
+            np.testing.assert_allclose(sums[: len(expected)], expected, rtol=1e-5, atol=1e-6)
+    single = value_grad_and_factors(objective, max_factor_bytes=most)
+    assert len(single.plan(params, batch).passes) == 1

@@ -1,5 +1,12 @@
 """Tables, plots and a self-contained HTML page from plain records."""
 
+from jaxkfac.report._analysis import AnalysisRecord, MemoryRow, exact_lines
+from jaxkfac.report._analysis_html import analysis_page
+from jaxkfac.report._analysis_tables import (
+    depth_table,
+    memory_plan_table,
+    spectra_summary_table,
+)
 from jaxkfac.report._capacity import CapacityReport, interval_words, only_in_one
 from jaxkfac.report._capacity_tables import capacity_table, comparison_table, model_table
 from jaxkfac.report._conditions_figure import conditions_figure
@@ -31,23 +38,28 @@ from jaxkfac.report._versions import versions
 
 __all__ = [
     "FIGURE_STYLE",
+    "AnalysisRecord",
     "CapacityReport",
     "CoverageRow",
     "EpochRecord",
     "ExamRecord",
     "FinetuneRecords",
     "FourierRecord",
+    "MemoryRow",
     "QueryRecord",
     "RunRecords",
     "SampleRecord",
     "ScoredText",
     "SpectrumRecord",
+    "analysis_page",
     "capacity_table",
     "comparison_table",
     "conditions_figure",
     "coverage_rows",
     "coverage_table",
     "curves_figure",
+    "depth_table",
+    "exact_lines",
     "factor_figures",
     "finetune_page",
     "finetune_table",
@@ -55,6 +67,7 @@ __all__ = [
     "influence_table",
     "interval_words",
     "mean_loss",
+    "memory_plan_table",
     "model_table",
     "only_in_one",
     "race_sentence",
@@ -64,6 +77,7 @@ __all__ = [
     "seeds_page",
     "seeds_table",
     "spectra_figure",
+    "spectra_summary_table",
     "spectra_table",
     "spectrum_records",
     "svg_bytes",

@@ -11,8 +11,8 @@ from jaxkfac.report._spectra_figure import spectra_figure
 WORDS = {
     "spectra": (
         "Eigenvalues of every factor before and after clipping",
-        "Dots: eigenvalues of the running average, as decomposed. Lines: after clipping. "
-        "Slices of a stacked layer share a panel, later ones lighter.",
+        "Dots: eigenvalues, as decomposed. Lines: after clipping. All depths of a layer share a "
+        "panel, later ones lighter.",
     ),
     "ranks": (
         "Entropy rank of every factor over depth",

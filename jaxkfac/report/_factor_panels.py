@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxkfac.report._panels import Axis, Line, panel_html, panels_html
 from jaxkfac.report._spectra import SpectrumRecord
+from jaxkfac.report._spectra_figure import MOST_POINTS, evenly
 from jaxkfac.report._spectra_figure import panels as factor_panels
 
 _COLORS = {"A": "a", "G": "g", "diagonal": "diagonal"}
@@ -43,12 +44,15 @@ def _over_depth(records: Sequence[SpectrumRecord]) -> Iterator[str]:
 def _spectrum(title: str, members: Sequence[SpectrumRecord]) -> str:
     step = -(-len(members) // _MOST_SLICES)
     color, lines = _COLORS[members[0].side], []
+    several = len({record.layer for record in members}) > 1
     for record in members[::step]:
-        ranks = list(range(1, len(record.raw) + 1))
-        name = "".join(f"[{i}]" for i in record.slice)
+        kept = evenly(len(record.raw), MOST_POINTS)
+        ranks, clipped = [i + 1 for i in kept], [record.clipped[i] for i in kept]
+        name = f" {record.layer}" * several + "".join(f"[{i}]" for i in record.slice)
+        raw, faint = [record.raw[i] for i in kept], len(members) > 1
         lines += [
-            Line(f"clipped{name}", ranks, record.clipped, color),
-            Line(f"raw{name}", ranks, record.raw, "muted", dots=True, faint=len(members) > 1),
+            Line(f"clipped{name}", ranks, clipped, color),
+            Line(f"raw{name}", ranks, raw, "muted", dots=True, faint=faint),
         ]
     notes = []
     if raised := sum(record.raised for record in members):

@@ -166,9 +166,11 @@ def _coverage(rows: Sequence[CoverageRow]) -> str:
         ]
         for r in rows
     ]  # fmt: skip
-    return lead + table_html(
-        ["layer", "kind", "in", "out", "stack", "parameters", "share", ""], body, text=2, last=True
-    )
+    head = ["layer", "kind", "in", "out", "stack", "parameters", "share", ""]
+    table = table_html(head, body, text=2, last=True)
+    if len(rows) <= 60:
+        return lead + table
+    return f"{lead}<details><summary>{len(rows)} layers</summary>{table}</details>"
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -4,18 +4,21 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jaxkfac.report._families import families
 from jaxkfac.report._spectra import SpectrumRecord
 from jaxkfac.report._style import FIGURE_STYLE, MUTED, SIDES, svg_bytes
 
 COLUMNS = 4
+_MOST_LINES, MOST_POINTS = 16, 256  # a page with each point of a large model has many megabytes
 _TITLES = {"A": "A, inputs", "G": "G, output gradients", "diagonal": "diagonal"}
 
 
 def spectra_figure(records: Sequence[SpectrumRecord]) -> bytes:
     """Eigenvalues over their rank, before clipping as dots and after it as lines.
 
-    Slices of a stacked layer are drawn in one panel, later ones lighter. An input factor
-    that several layers share is drawn once. Values that are not positive cannot be drawn
+    Slices of a stacked layer, and layers whose names differ in a number, are drawn in one panel,
+    later ones lighter: 16 of them, and 256 eigenvalues of each, where there are more. An input
+    factor that several layers share is drawn once. Values that are not positive cannot be drawn
     on a logarithmic axis and are counted in the panel instead.
 
     Returns:
@@ -39,46 +42,40 @@ def spectra_figure(records: Sequence[SpectrumRecord]) -> bytes:
 
 
 def panels(records: Sequence[SpectrumRecord]) -> list[tuple[str, list[SpectrumRecord]]]:
-    """Titles and slices of the factors that are stored under their own layer's name."""
-    groups: dict[tuple[str, str], list[SpectrumRecord]] = {}
-    readers: dict[str, list[str]] = {}
-    for record in records:
-        if record.side == "A" and record.layer not in readers.setdefault(record.source, []):
-            readers[record.source].append(record.layer)
-        if record.source == record.layer or record.side != "A":
-            groups.setdefault((record.layer, record.side), []).append(record)
+    """Titles and depths of the factors that are stored under their own layer's name."""
     order = {"A": 0, "G": 0, "diagonal": 1}
-    keys = sorted(groups, key=lambda key: order[key[1]])
-    return [(_title(name, side, readers.get(name, [])), groups[name, side]) for name, side in keys]
-
-
-def _title(name: str, side: str, readers: list[str]) -> str:
-    short = name.removesuffix("/kernel")
-    if side == "A" and len(readers) > 1:
-        folder, _, first = short.rpartition("/")
-        others = [reader.removesuffix("/kernel").rpartition("/")[2] for reader in readers[1:]]
-        short = f"{folder}/{', '.join([first, *others])}" if folder else short
-    return f"{short}\n{_TITLES[side]}"
+    found = sorted(families(records, shared_once=True), key=lambda family: order[family.side])
+    return [(f"{family.title}\n{_TITLES[family.side]}", family.members) for family in found]
 
 
 def _draw(axis: Any, title: str, members: list[SpectrumRecord]) -> None:
-    color, hidden = SIDES[members[0].side], 0
-    for number, record in enumerate(members):
-        alpha = 1.0 - 0.6 * number / max(len(members) - 1, 1) if len(members) > 1 else 1.0
-        ranks = range(1, len(record.raw) + 1)
-        positive = [value if value > 0 else math.nan for value in record.raw]
-        hidden += sum(value <= 0 for value in record.raw)
-        axis.plot(ranks, record.clipped, color=color, alpha=alpha, linewidth=1.2)
+    color = SIDES[members[0].side]
+    hidden = sum(value <= 0 for record in members for value in record.raw)
+    shown = evenly(len(members), _MOST_LINES)
+    for number in shown:
+        record, alpha = members[number], 1.0 - 0.6 * number / max(len(members) - 1, 1)
+        kept = evenly(len(record.raw), MOST_POINTS)
+        ranks, clipped = [i + 1 for i in kept], [record.clipped[i] for i in kept]
+        positive = [record.raw[i] if record.raw[i] > 0 else math.nan for i in kept]
+        axis.plot(ranks, clipped, color=color, alpha=alpha, linewidth=1.2)
         axis.plot(ranks, positive, ".", color=MUTED, alpha=alpha, markersize=2.2, markeredgewidth=0)
     axis.set_title(title, fontsize=7.5, linespacing=1.25)
     axis.tick_params(labelsize=7)
     axis.set_axisbelow(True)
     raised = sum(record.raised for record in members)
     notes = [f"{raised} raised"] if raised else []
+    notes += [f"{len(shown)} of {len(members)} shown"] if len(shown) < len(members) else []
     notes += [f"{hidden} not positive"] if hidden else []
     place = {"transform": axis.transAxes, "fontsize": 7, "color": MUTED}
     axis.text(0.04, 0.06, "\n".join(notes), ha="left", va="bottom", **place)
     _whole_decades(axis, members)
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """At most so many of ``count`` indices, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return [round(i * (count - 1) / (most - 1)) for i in range(most)]
 
 
 def _whole_decades(axis: Any, members: list[SpectrumRecord]) -> None:

@@ -1,0 +1,1 @@
+"""`jaxkfac analyze` of a pretrained model: gather, decompose, Lanczos, report."""

@@ -1,0 +1,227 @@
+"""What an analysis keeps on disk: sums of factors, eigenvalues, and what it was asked for."""
+
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkfac._errors import CheckpointMismatchError, DamagedFileError
+from jaxkfac.cli.analysis._parts import Part
+from jaxkfac.files import PARTIAL, Archive, write_archive, write_text
+from jaxkfac.linalg import packed_shape, unpack
+
+_FORM = "jaxkfac-analysis"
+
+
+class Sums:
+    """Sums and counts of some parts, triangles folded.
+
+    Attributes:
+        arrays: ``{part: sum}``; of a matrix its folded triangle, with leading axes for those of
+            the stack that remain.
+        counts: ``{part: rows}`` of inputs.
+        sizes: ``{part: n}`` of matrices.
+        terms: Loss terms behind all of them.
+        loss: Sum of the loss over them.
+        batches: How many batches are in them.
+    """
+
+    def __init__(self) -> None:
+        self.arrays: dict[Part, np.ndarray] = {}
+        self.counts: dict[Part, np.ndarray] = {}
+        self.sizes: dict[Part, int] = {}
+        self.terms = self.loss = 0.0
+        self.batches = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def whole(self, part: Part) -> np.ndarray:
+        """A sum as :class:`~jaxkfac.Factors` has it."""
+        array = self.arrays[part]
+        if part not in self.sizes:
+            return array
+        size = self.sizes[part]
+        stack = array.shape[:-2]
+        flat = array.reshape(math.prod(stack), *packed_shape(size))
+        return np.stack([unpack(x, size) for x in flat]).reshape(*stack, size, size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """The output folder of an analysis of one model."""
+
+    path: Path
+
+    @property
+    def _asked(self) -> Path:
+        return self.path / "analysis.json"
+
+    def begin(self, asked: Mapping[str, Any], *, resume: bool) -> Mapping[str, Any]:
+        """Note what is asked for; what a run that goes on was begun with.
+
+        Raises:
+            CheckpointMismatchError: the folder holds another analysis.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        for partial in self.path.rglob(f".*{PARTIAL}"):  # of a run that was killed
+            partial.unlink()
+        asked = json.loads(json.dumps(asked))
+        if resume and self._asked.is_file():
+            known = self.read("analysis.json")
+            for name, value in asked.items():
+                if known.get(name) != value:
+                    raise CheckpointMismatchError(
+                        f"{self.path} holds an analysis with {name}={known.get(name)}, and now it "
+                        f"is {value}: give the same options, or --overwrite"
+                    )
+            return known
+        for name in ("factors", "spectra", "lanczos"):
+            (self.path / name).mkdir(exist_ok=True)
+        return asked
+
+    def note(self, known: Mapping[str, Any]) -> None:
+        """Write what the run was begun with."""
+        self.write("analysis.json", known)
+
+    def read(self, name: str) -> dict[str, Any]:
+        """Plain values of a file.
+
+        Raises:
+            DamagedFileError: it is none of an analysis.
+        """
+        try:
+            return json.loads((self.path / name).read_text())
+        except ValueError as error:
+            raise DamagedFileError(
+                f"{self.path / name} is damaged ({error}): start again with --overwrite"
+            ) from error
+
+    def write(self, name: str, plain: Any) -> None:
+        """Plain values, whole or not at all."""
+        write_text(self.path / name, json.dumps(plain, indent=1), f"{name} of the analysis")
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).exists()
+
+    # ------------------------------------------------------------ factors
+
+    def save_part(self, part: Part, sums: Sums) -> None:
+        """Write one part of a finished pass."""
+        about = {"terms": sums.terms, "size": sums.sizes.get(part)}
+        arrays = [("sum", sums.arrays[part])]
+        if part in sums.counts:
+            arrays.append(("count", sums.counts[part]))
+        self._write(self._of_part(part), about, arrays, f"the factor {part}")
+
+    def load_part(self, part: Part) -> Sums:
+        """Read it."""
+        found = Sums()
+        with Archive(self._of_part(part), _FORM, f"factor {part}") as stored:
+            found.terms = stored.about["terms"]
+            if stored.about["size"] is not None:
+                found.sizes[part] = stored.about["size"]
+            found.arrays[part] = stored.read("sum")
+            if "count" in stored.names:
+                found.counts[part] = stored.read("count")
+        return found
+
+    def has_part(self, part: Part) -> bool:
+        return self._of_part(part).is_file()
+
+    def save_sums(self, name: str, sums: Sums) -> None:
+        """Write the sums of a pass that goes on."""
+        about = {
+            "parts": [list(part) for part in sums.arrays],
+            "counted": [list(part) for part in sums.counts],
+            "sizes": [[list(part), size] for part, size in sums.sizes.items()],
+            **{name: getattr(sums, name) for name in ("terms", "loss", "batches")},
+        }
+        tables = {"sum": sums.arrays, "count": sums.counts}
+        arrays = [
+            (f"{kind}/{i}", array)
+            for kind, table in tables.items()
+            for i, array in enumerate(table.values())
+        ]
+        self._write(self.path / "factors" / name, about, arrays, "the sums of a pass")
+
+    def load_sums(self, name: str) -> Sums:
+        """Read them; none of a pass that has not begun."""
+        path, found = self.path / "factors" / name, Sums()
+        if not path.exists():
+            return found
+        with Archive(path, _FORM, "sums of a pass") as stored:
+            about = stored.about
+            for i, part in enumerate(about["parts"]):
+                found.arrays[Part(*part)] = stored.read(f"sum/{i}")
+            for i, part in enumerate(about["counted"]):
+                found.counts[Part(*part)] = stored.read(f"count/{i}")
+            found.sizes = {Part(*part): size for part, size in about["sizes"]}
+            found.terms, found.loss = about["terms"], about["loss"]
+            found.batches = about["batches"]
+        return found
+
+    def drop_sums(self, name: str) -> None:
+        (self.path / "factors" / name).unlink(missing_ok=True)
+
+    def drop_factors(self) -> None:
+        """Delete the factors."""
+        shutil.rmtree(self.path / "factors", ignore_errors=True)
+
+    # ------------------------------------------------------------ eigenvalues
+
+    def save_values(self, name: str, values: Mapping[str, np.ndarray]) -> None:
+        """Write the eigenvalues of a block of a group."""
+        path = self.path / "spectra" / _file_name(name)
+        self._write(path, {}, list(values.items()), f"the eigenvalues of {name}")
+
+    def load_values(self, name: str) -> dict[str, np.ndarray]:
+        """Read them."""
+        path = self.path / "spectra" / _file_name(name)
+        with Archive(path, _FORM, f"eigenvalues of {name}") as stored:
+            return {key: stored.read(key) for key in stored.names}
+
+    def has_values(self, name: str) -> bool:
+        return (self.path / "spectra" / _file_name(name)).is_file()
+
+    # ------------------------------------------------------------ vectors
+
+    def save_vector(self, number: int, vector: np.ndarray) -> None:
+        """Write a vector of Lanczos."""
+        path = self.path / "lanczos" / f"{number}"
+        self._write(path, {}, [("vector", vector)], f"vector {number} of Lanczos")
+
+    def load_vector(self, number: int) -> np.ndarray:
+        """Read it."""
+        path = self.path / "lanczos" / f"{number}"
+        with Archive(path, _FORM, f"vector {number} of Lanczos") as stored:
+            return stored.read("vector")
+
+    def drop_vectors(self) -> None:
+        """Delete them."""
+        shutil.rmtree(self.path / "lanczos", ignore_errors=True)
+
+    def _write(self, path: Path, about: Any, arrays: Any, what: str) -> None:
+        path.parent.mkdir(exist_ok=True)
+        nbytes = sum(array.nbytes for _, array in arrays)
+        remains = "what is done already stays: make room and continue with --resume"
+        write_archive(path, _FORM, about, arrays, what=what, nbytes=nbytes, remains=remains)
+
+    def _of_part(self, part: Part) -> Path:
+        name = f"{part.table}-{part.key}" + ("" if part.block is None else f"-{part.block}")
+        return self.path / "factors" / _file_name(name)
+
+    def results(self) -> Iterator[Path]:
+        """Files that say what has been found."""
+        names = ("analysis.json", "metrics.json", "report.html")
+        return (self.path / name for name in names if (self.path / name).exists())
+
+
+def _file_name(name: str) -> str:
+    return name.replace("/", ".")

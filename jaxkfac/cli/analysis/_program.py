@@ -1,0 +1,203 @@
+"""The programs of an analysis, compiled from shapes, and passes that fit into a budget."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+import jaxkfac as jk
+from jaxkfac.cli._options import ModelAnalysis
+from jaxkfac.factors import BudgetedCollector, Pass
+from jaxkfac.interception import LayerTable, leaves_by_path
+from jaxkfac.memory import bytes_text
+
+PyTree = Any
+_TRIES = 6
+
+
+class PassBytes(NamedTuple):
+    """What one pass holds at once, beside the model.
+
+    Attributes:
+        temporaries: Of its program, with its batch.
+        factors: That the program returns.
+        sums: In main memory, triangles folded.
+    """
+
+    temporaries: int
+    factors: int
+    sums: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+class Analysis:
+    """Everything that is known of an analysis before the model is loaded.
+
+    Args:
+        options: How the model is analyzed.
+        apply_fn: Of the model.
+        params: Shapes of its parameters.
+        batch: Shapes of a whole batch, ``(inputs, targets, mask)``.
+        exist: Shape of which positions exist.
+
+    Attributes:
+        table: The layers.
+        shapes: Of all factors.
+        layers: Theirs.
+        stacks: ``{layer: blocks}`` of stacked layers with two factors, and of their inputs.
+        max_factor_bytes: Budget of a pass's factors, once :meth:`fit` has found it.
+        passes: Under it.
+    """
+
+    def __init__(
+        self, options: ModelAnalysis, apply_fn: Any, params: PyTree, batch: PyTree, exist: Any
+    ) -> None:
+        self.options, self.objective = options, jk.Objective(apply_fn, jk.Categorical())
+        self._shapes = params, batch, exist
+        self.table: LayerTable = jk.find_layers(self.objective, params, batch)
+        self._key = jax.random.key(options.seed) if options.fisher == "mc" else None
+        self.max_factor_bytes = 0
+        self.passes: tuple[Pass, ...] = ()
+        self._collector: BudgetedCollector | None = None
+        self._compiled: dict[Any, Any] = {}
+        self.shapes = self.collector.factor_shapes(params, batch, self._key_shape)
+        self.layers = layers = self.shapes.layers
+        stacked = {x.name: x.stack[0] for x in layers if x.stack and not x.is_diagonal}
+        self.stacks = stacked | {x.input: stacked[x.name] for x in layers if x.name in stacked}
+
+    @property
+    def _key_shape(self) -> Any:
+        return None if self._key is None else jax.eval_shape(lambda: jax.random.key(0))
+
+    @property
+    def collector(self) -> BudgetedCollector:
+        """Under the budget that has been found."""
+        if self._collector is None:
+            self._collector = self._under(max(self.max_factor_bytes, 1))
+        return self._collector
+
+    def _under(self, max_factor_bytes: int) -> BudgetedCollector:
+        collector = jk.value_grad_and_factors(
+            self.objective,
+            fisher=self.options.fisher,
+            max_dense=self.options.max_dense,
+            max_factor_bytes=max_factor_bytes,
+            uncovered="ignore",
+        )
+        assert isinstance(collector, BudgetedCollector)
+        return collector
+
+    def use(self, max_factor_bytes: int) -> PassBytes:
+        """Take this budget, and compile its passes; the bytes of the largest."""
+        params, batch, exist = self._shapes
+        self.max_factor_bytes, self._collector = max_factor_bytes, None
+        self.passes = self.collector.plan(params, batch, self._key_shape).passes
+        self._compiled = {}
+        call = jax.eval_shape(self.collector.call, batch, self._key_shape, exist)
+        start, found = jax.ShapeDtypeStruct((), np.int32), []
+        for one in self.passes:
+            known = _form(one)
+            if known not in self._compiled:
+                lowered = self.collector.pass_program(one).lower(params, call, start)
+                self._compiled[known] = lowered.compile()
+            memory = self._compiled[known].memory_analysis()
+            inputs = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((batch, exist)))
+            out = memory.output_size_in_bytes
+            # A block's folded triangle is made before the array that it is of is let go.
+            found.append(PassBytes(memory.temp_size_in_bytes + inputs, out, out // 2 + out // 16))
+        return max(found, key=lambda x: x.total)
+
+    def fit(self, room: int, *, held: int) -> PassBytes:
+        """The largest budget of factors with which a pass takes at most ``room`` bytes.
+
+        Args:
+            room: For a pass.
+            held: What is there beside it, for the error.
+
+        Raises:
+            ValueError: the smallest does not fit, with what would.
+        """
+        params, batch, _ = self._shapes
+        least, whole = self.collector.budgets(params, batch, self._key_shape)
+        smallest = self.use(least)
+        if smallest.total > room:
+            raise ValueError(
+                f"--device-bytes {bytes_text(room + held)}: the smallest with which this analysis "
+                f"can do is {bytes_text(smallest.total + held)}: {bytes_text(held)} for the model "
+                f"and this process, {bytes_text(smallest.temporaries)} for activations and "
+                f"temporaries, {bytes_text(smallest.factors + smallest.sums)} for factors; a "
+                "smaller --batch-size, --max-length or --max-dense needs less"
+            )
+        fixed = smallest.total - _share(least)
+        budget = max(least, min(whole, int((room - fixed) / _share(1))))
+        for _ in range(_TRIES):
+            found = self.use(budget)
+            if found.total <= room or budget == least:
+                return found
+            budget = max(least, int(budget - (found.total - room) / _share(1) - budget / 64))
+        return self.use(least)
+
+    def call(self, batch: Any, exist: Any, key: Any) -> Any:
+        """The arguments of a program."""
+        return self.collector.call(batch, key, exist)
+
+    def key_of(self, index: int) -> Any:
+        """The key of a batch's sampled labels."""
+        return None if self._key is None else jax.random.fold_in(self._key, index)
+
+    def program(self, number: int, exist: Any) -> Callable[..., Any]:
+        """What runs a pass: compiled beforehand for whole batches."""
+        one = self.passes[number]
+        if exist.shape == self._shapes[2].shape:
+            return self._compiled[_form(one)]
+        return self.collector.pass_program(one)
+
+    # ------------------------------------------------------------ the exact operator
+
+    @functools.cached_property
+    def product(self) -> Any:
+        """``product(params, batch, vector)`` with the exact Fisher; vectors are flat float32."""
+
+        def product(params: PyTree, batch: Any, vector: Any) -> Any:
+            operator = jk.operators.fisher(self.objective, params, batch)
+            like = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+            unflatten = ravel_pytree(like)[1]
+            tree = jax.tree.map(lambda v, p: v.astype(p.dtype), unflatten(vector), params)
+            out = operator @ tree
+            out = jax.tree.map(lambda x: x.astype(jnp.float32), out)
+            return ravel_pytree(out)[0]
+
+        params, batch, _ = self._shapes
+        texts = min(self.options.lanczos_texts, jax.tree.leaves(batch)[0].shape[0])
+        few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((texts, *x.shape[1:]), x.dtype), batch)
+        vector = jax.ShapeDtypeStruct((self.num_parameters,), jnp.float32)
+        return jax.jit(product).lower(params, few, vector).compile()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """``{parameter: how many numbers}``."""
+        return {path: x.size for path, x in leaves_by_path(self._shapes[0]).items()}
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(x.size for x in jax.tree.leaves(self._shapes[0]))
+
+    @property
+    def param_bytes(self) -> int:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self._shapes[0]))
+
+
+def _form(one: Pass) -> Any:
+    return tuple(one.parts.items())
+
+
+def _share(budget: int) -> float:
+    """Bytes that so many of factors take, with what is kept beside them."""
+    return budget * 1.6

@@ -1,0 +1,217 @@
+"""The stages of one model's analysis, in their order."""
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkfac as jk
+from jaxkfac.cli._interrupts import interrupts_deferred
+from jaxkfac.cli._options import AnalyzeArguments, ModelAnalysis
+from jaxkfac.cli._phases import phase
+from jaxkfac.cli._progress import progress
+from jaxkfac.cli._run_state import as_config
+from jaxkfac.cli.analysis._decompose import Chosen, decompose, eigenbases
+from jaxkfac.cli.analysis._files import Folder
+from jaxkfac.cli.analysis._gather import gather
+from jaxkfac.cli.analysis._lanczos import ExactSpectrum, lanczos
+from jaxkfac.cli.analysis._parts import groups_of
+from jaxkfac.cli.analysis._plan import disk_bytes, fit, plan_rows, room_of
+from jaxkfac.cli.analysis._program import Analysis
+from jaxkfac.cli.analysis._texts import Analyzed, Texts, analyzed, batches_of, on_device, read_texts
+from jaxkfac.memory import bytes_text, parse_bytes
+from jaxkfac.report import CoverageRow, MemoryRow, coverage_rows
+
+_MAX_CONDITION = 1e6
+# Of a run that goes on: what is there already is right for these too.
+_MAY_CHANGE = ("decompose", "lanczos", "lanczos_steps")
+
+
+class Prepared(NamedTuple):
+    """A model that is ready to be loaded and analyzed.
+
+    Attributes:
+        what: Which.
+        texts: In its tokens.
+        analysis: Its programs and passes.
+        chosen: What is decomposed.
+        folder: Where everything is kept.
+        rows: The plan of its memory.
+        disk: Bytes of the disk.
+        coverage: Which parameters factors cover.
+    """
+
+    what: Analyzed
+    texts: Texts
+    analysis: Analysis
+    chosen: Chosen
+    folder: Folder
+    rows: list[MemoryRow]
+    disk: int
+    coverage: list[CoverageRow]
+
+
+class Found(NamedTuple):
+    """What the analysis of one model has found.
+
+    Attributes:
+        bases: Without vectors.
+        loss: Nats a token.
+        exact: Of the exact Fisher, if it was asked for.
+    """
+
+    bases: jk.Eigenbases
+    loss: float
+    exact: ExactSpectrum | None
+
+
+def prepare(arguments: AnalyzeArguments, model: str, path: Path) -> Prepared:
+    """Read the texts, compile the programs, and plan; nothing of the model is loaded.
+
+    Raises:
+        FileNotFoundError: there are no weights.
+        ValueError: the options do not go with the model, or the budget is too small.
+        OSError: the disk has no room.
+    """
+    options = arguments.model
+    what = analyzed(model, options)
+    with phase("reading the texts"):
+        text = read_texts(what, arguments)
+    with phase("planning"):
+        shapes = what.family.shapes(what.experiment)
+        texts = batches_of(what, shapes, text, options.batch_size)
+        like = [
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+            for x in (texts.batches[0], texts.exist[0])
+        ]
+        analysis = Analysis(options, shapes.apply_fn, shapes.params, *like)
+        chosen = Chosen(groups_of(analysis.layers), options.decompose)
+        folder = Folder(path)
+        asked = {
+            "model": model,
+            "weights": _weights(model),
+            "options": {k: v for k, v in as_config(options).items() if k not in _MAY_CHANGE},
+            "texts": texts.crc,
+        }
+        known = asked
+        if not arguments.plan:
+            known = folder.begin(asked, resume=arguments.resume)
+        if "max_factor_bytes" in known:
+            largest = analysis.use(known["max_factor_bytes"])
+            rows = plan_rows(analysis, chosen, largest)
+        else:
+            given = arguments.device_bytes
+            room = None if given is None else int(parse_bytes(given, name="--device-bytes"))
+            rows = fit(analysis, chosen, room_of(room))
+        needed = disk_bytes(analysis, analysis.shapes)
+        if not arguments.plan:
+            if "max_factor_bytes" not in known:
+                _check_disk(path, needed)
+            folder.note(known | {"max_factor_bytes": analysis.max_factor_bytes})
+    sizes = analysis.sizes
+    coverage = coverage_rows(analysis.table, sizes)
+    return Prepared(what, texts, analysis, chosen, folder, rows, needed, coverage)
+
+
+def run_stages(ready: Prepared, arguments: AnalyzeArguments, *, exact: bool) -> Found:
+    """Load, gather, Lanczos, decompose; what is done already is read."""
+    folder, analysis, options = ready.folder, ready.analysis, arguments.model
+    params: Any = None
+    spectrum = _known_spectrum(folder, options) if exact else None
+    exact = exact and options.lanczos > 0 and spectrum is None
+    if not folder.has("gathered.json") or exact:
+        with jk.memory.track("load"), phase("loading the model"):
+            params = ready.what.family.load(ready.what.experiment).params
+    if not folder.has("gathered.json"):
+        total = len(analysis.passes) * len(ready.texts.batches)
+        with (
+            jk.memory.track("gather"),
+            phase("gathering the factors"),
+            _shown("gather", total) as (advance, stopped),
+        ):
+            found = gather(
+                analysis,
+                params,
+                ready.texts,
+                folder,
+                every=arguments.checkpoint_every,
+                advance=advance,
+                stopped=stopped,
+            )
+            folder.write("gathered.json", found)
+    if exact:
+        with jk.memory.track("Lanczos"), phase("Lanczos on the exact Fisher"):
+            spectrum = _exact(ready, params)
+        asked = [options.lanczos, options.lanczos_steps]
+        folder.write("exact.json", {"asked": asked, "found": spectrum._asdict()})
+    del params
+    with (
+        jk.memory.track("decompose"),
+        phase("decomposing the factors"),
+        progress("decompose", len(ready.chosen.blocks)) as shown,
+    ):
+        decompose(ready.chosen, folder, dtype=options.decompose_dtype, advance=shown.advance)
+    condition = arguments.max_condition or _MAX_CONDITION
+    bases = eigenbases(ready.chosen, folder, max_condition=condition)
+    return Found(bases, folder.read("gathered.json")["loss"], spectrum)
+
+
+def _known_spectrum(folder: Folder, options: ModelAnalysis) -> ExactSpectrum | None:
+    """What Lanczos has found, if it was asked for the same."""
+    if not folder.has("exact.json"):
+        return None
+    known = folder.read("exact.json")
+    same = known["asked"] == [options.lanczos, options.lanczos_steps]
+    return ExactSpectrum(**known["found"]) if same else None
+
+
+def _exact(ready: Prepared, params: Any) -> ExactSpectrum:
+    analysis, options = ready.analysis, ready.analysis.options
+    batch = ready.texts.batches[0]
+    texts = min(options.lanczos_texts, len(ready.texts.exist[0]))
+    few = on_device(jax.tree.map(lambda x: x[:texts], batch))
+    program = analysis.product
+
+    def product(vector: np.ndarray) -> np.ndarray:
+        return np.array(program(params, few, jnp.asarray(vector)))
+
+    with progress("Lanczos", options.lanczos_steps) as shown:
+        found = lanczos(
+            product,
+            analysis.num_parameters,
+            ready.folder,
+            count=options.lanczos,
+            steps=options.lanczos_steps,
+            seed=options.seed,
+            advance=shown.advance,
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _shown(name: str, total: int) -> Iterator[tuple[Callable[[int, str], None], Any]]:
+    doing = "the batch under way is ended and kept"
+    with interrupts_deferred(doing) as hold, progress(name, total) as shown:
+        yield shown.advance, lambda: hold.pressed
+
+
+def _weights(model: str) -> list[list[Any]]:
+    """Names and sizes of the files, by which another checkpoint in the same place is noticed."""
+    path = Path(model)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] * path.is_file()
+    return [[file.name, file.stat().st_size] for file in files]
+
+
+def _check_disk(path: Path, needed: int) -> None:
+    free = shutil.disk_usage(path).free
+    if needed > free:
+        raise OSError(
+            f"the factors and vectors of this analysis need {bytes_text(needed)} on the disk, and "
+            f"{path} has {bytes_text(free)} free: make room, choose another --output, or lower "
+            "--max-dense or --lanczos-steps"
+        )
