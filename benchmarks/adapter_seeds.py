@@ -1,6 +1,6 @@
 r"""LS-LoRA against LoRA, seed by seed: what a small decoder answers after the same lessons.
 
-Run: python -m benchmarks.adapter_seeds [--seeds 5] [--updates 24] [--questions 40] [--write]
+Run: python -m benchmarks.adapter_seeds [--seeds 5] [--updates 16] [--questions 24] [--write]
 
 SmolLM2-135M learns facts about the chemical elements as ``jaxkfac finetune`` does by default: rank
 8 on every projection, batches of 8 records, AdamW at 2e-3 with a warmup and a cosine. A pair is
@@ -190,8 +190,8 @@ def page(record: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--updates", type=int, default=24)
-    parser.add_argument("--questions", type=int, default=40)
+    parser.add_argument("--updates", type=int, default=16)
+    parser.add_argument("--questions", type=int, default=24)
     parser.add_argument("--write", action="store_true", help="keep results/adapter_seeds.json, .md")
     arguments = parser.parse_args()
     settings = {"updates": arguments.updates, "questions": arguments.questions}

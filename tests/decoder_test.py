@@ -9,6 +9,7 @@ import tokenizers
 from jaxkfac.models import Tokenizer, Tokens, generate, load_decoder
 from tests._transformers import torch, transformers
 
+EXHAUSTIVE = pytest.mark.exhaustive
 BASE = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -199,7 +200,12 @@ def test_packed_rows_equal_texts_alone_in_transformers(tmp_path):
     assert_logits(ours[:, 14:], logits_of(model, b))
 
 
-@pytest.mark.parametrize("name", ["phi3 window", "llama3", "mistral window"])
+GREEDY = ("phi3 window", "llama3", "mistral window")
+
+
+@pytest.mark.parametrize(
+    "name", [*GREEDY[:1], *FAMILIES, *(pytest.param(x, marks=EXHAUSTIVE) for x in GREEDY[1:])]
+)
 def test_greedy_answers_equal_those_of_transformers(name, tmp_path):
     kind, options = CASES[name]
     model = oracle(kind, options)

@@ -131,12 +131,15 @@ class DecoderConfig:
                 computes are ignored.
 
         Raises:
-            ValueError: a ``model_type``, activation or rotary scaling that is not covered, or
-                a key that is missing; each by name.
+            ValueError: a ``model_type``, activation, rotary scaling or type of layer that is not
+                covered, or a key that is missing; each by name.
         """
         kind = config.get("model_type")
         if kind not in FAMILIES:
-            raise ValueError(f"model_type: expected one of {model_types()}, got {kind!r}")
+            found = "" if kind else f"; config.json has {sorted(config)}"
+            if inner := config.get("text_config"):
+                found = f", around a {inner.get('model_type')!r} which is not loaded by itself"
+            raise ValueError(f"model_type: expected one of {model_types()}, got {kind!r}{found}")
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
         required += ("num_attention_heads", "max_position_embeddings")
         if missing := [name for name in required if config.get(name) is None]:

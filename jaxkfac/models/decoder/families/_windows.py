@@ -17,11 +17,13 @@ def windows(
         otherwise: Whether a block has the window, by its number, where there is no list.
 
     Raises:
-        ValueError: a layer of another type, by name.
+        ValueError: a layer of another type, by name, or another number of them.
     """
-    kinds = config.get("layer_types")
+    kinds, depth = config.get("layer_types"), config["num_hidden_layers"]
     if kinds is None:
-        kinds = [_KINDS[not otherwise(block)] for block in range(config["num_hidden_layers"])]
+        kinds = [_KINDS[not otherwise(block)] for block in range(depth)]
+    if len(kinds) != depth:
+        raise ValueError(f"layer_types: expected {depth}, one per block, got {len(kinds)}")
     if unknown := sorted(set(kinds) - set(_KINDS)):
         raise ValueError(f"layer_types: expected {' or '.join(_KINDS)}, got {', '.join(unknown)}")
     windowed = tuple(kind == _KINDS[0] for kind in kinds)
