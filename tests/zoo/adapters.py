@@ -116,7 +116,9 @@ def case(kind: str, **options) -> Case:
     params = jax.tree.map(lambda x: jnp.asarray(x + 0.3 * draw.normal(size=x.shape)), params)
     batch = labels(1, 2, TOKENS, classes=11), labels(2, 2, TOKENS, classes=11)
     factors = oracle(written_out(config), params, batch)
-    return Case(jk.Objective(apply_fn, jk.Categorical()), params, batch, factors=factors, tolerance=1e-5)
+    return Case(
+        jk.Objective(apply_fn, jk.Categorical()), params, batch, factors=factors, tolerance=1e-5
+    )
 
 
 @program("Qwen 2: biases of q, k, v, windows above", family=FAMILY, checked=CHECKED)

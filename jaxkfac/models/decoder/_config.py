@@ -161,8 +161,9 @@ class DecoderConfig:
             "eos_ids": token_ids(config.get("eos_token_id")),
         }
         options |= FAMILIES[kind](config)
-        if "activation" not in options and config.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise ValueError(f"hidden_act: expected 'silu', got {config['hidden_act']!r}")
+        activation = config.get("hidden_act", "silu")
+        if "activation" not in options and activation not in ("silu", "swish"):
+            raise ValueError(f"hidden_act: expected 'silu', got {activation!r}")
         if "rotary" not in options:
             options["rotary"] = Rotary.from_hugging_face(config)
         return cls(**options)

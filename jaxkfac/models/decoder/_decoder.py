@@ -19,7 +19,6 @@ from jaxkfac.models.decoder._config import Activation, DecoderConfig
 from jaxkfac.models.decoder._softcap import softcapped
 from jaxkfac.models.decoder._tokens import Cache, Cached, Tokens
 
-
 _ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": jax.nn.gelu,

@@ -164,7 +164,8 @@ def rotate(
     # At least float32: cosine and sine of bfloat16 are off in the third digit.
     wide = statistics_dtype(x_BxTxHxK.dtype)
     turned, kept = x_BxTxHxK[..., : 2 * half].astype(wide), x_BxTxHxK[..., 2 * half :]
-    cos, sin = (scale.astype(wide) * f(angles_BxTxR.astype(wide))[:, :, None] for f in (jnp.cos, jnp.sin))
+    scale, angles = scale.astype(wide), angles_BxTxR.astype(wide)
+    cos, sin = (scale * f(angles)[:, :, None] for f in (jnp.cos, jnp.sin))
     left, right = turned[..., :half], turned[..., half:]
     turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
     return jnp.concatenate([turned.astype(x_BxTxHxK.dtype), kept], -1)

@@ -16,14 +16,14 @@ def gemma3_text(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if config.get("attn_logit_softcapping"):
         raise ValueError("attn_logit_softcapping: expected null in a gemma3_text")
-    every = config.get("sliding_window_pattern", 6)
+    window, every = config.get("sliding_window", 4096), config.get("sliding_window_pattern", 6)
     return {
         **gemma(config),
         "head_norms": True,
         "logit_softcap": config.get("final_logit_softcapping"),
         "rotary": _rotary(config, "full_attention", "rope_theta", 1e6),
         "local_rotary": _rotary(config, "sliding_attention", "rope_local_base_freq", 1e4),
-        **windows(config, config.get("sliding_window", 4096), lambda block: (block + 1) % every > 0),
+        **windows(config, window, lambda block: (block + 1) % every > 0),
     }
 
 
