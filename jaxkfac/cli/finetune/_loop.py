@@ -67,7 +67,6 @@ class Tuning:
     Attributes:
         state: After the last update; its records go as far as the last reading.
         seconds: Of each update of this session that has ended, without compilation.
-        problem: What is trained.
     """
 
     def __init__(
@@ -96,7 +95,6 @@ class Tuning:
         self.state = state
         self.seconds: list[float] = []
         self._first = state.step
-        self.problem = problem
         self._experiment, self._problem, self._look = experiment, problem, look
         self._micro_step = MicroStep(problem, experiment, tx)
         self._compiled_before = state.records.compile_seconds, state.records.programs

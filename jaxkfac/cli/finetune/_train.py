@@ -15,6 +15,7 @@ from jaxkfac.cli._checkpoint import (
 )
 from jaxkfac.cli._held_once import check_held_once
 from jaxkfac.cli._interrupts import interrupts_deferred
+from jaxkfac.cli._processes import RunProcesses
 from jaxkfac.cli._progress import progress, time_left
 from jaxkfac.cli._run_state import DATA_CRC, flatten_state, restore_state
 from jaxkfac.cli._writer import CheckpointWriter, checkpoint_writer
@@ -107,7 +108,9 @@ def train(
                 found = Checkpoint(leaves, config, optimized, plain, step, position)
                 writer.save(folder, found)
 
-        _to_the_end(arguments, run, watch, best, writer, save, folder=folder, total=total)
+        _to_the_end(
+            arguments, run, watch, best, writer, save, processes, folder=folder, total=total
+        )
     return best.restored(run.state)
 
 
@@ -118,12 +121,12 @@ def _to_the_end(
     best: BestKept,
     writer: CheckpointWriter,
     save: Callable[[], None],
+    processes: RunProcesses,
     *,
     folder: Path,
     total: int,
 ) -> None:
     first = noted = run.state.step
-    processes = run.problem.devices.processes
 
     def examine() -> bool:
         """Whether the run ends here."""
