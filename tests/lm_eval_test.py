@@ -42,11 +42,14 @@ def models(tmp_path_factory):
     backend.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
-    transformers.PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
         pad_token="</s>",
-    ).save_pretrained(folder)  # fmt: skip
-    theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=2)
+    )  # fmt: skip
+    tokenizer.save_pretrained(folder)
+    theirs = HFLM(
+        pretrained=str(folder), tokenizer=tokenizer, device="cpu", dtype="float32", batch_size=2
+    )
     decoder = load_decoder(folder, dtype=jnp.float32, remat=False)
     return lm_eval_model(decoder, batch_size=3), theirs
 

@@ -9,7 +9,7 @@ from flax import nnx
 import jaxkfac as jk
 from jaxkfac.cli.finetune._load import load_text
 from jaxkfac.cli.finetune._options import AdapterOptions, Finetuning
-from jaxkfac.cli.finetune._problem import build_problem
+from jaxkfac.cli.finetune._problem import build_problem, shaped_problem
 from jaxkfac.cli.finetune._run_test import CONFIG
 from jaxkfac.cli.finetune._step import MicroStep, prepare
 from jaxkfac.cli.finetune._train import _start, build_optimizer
@@ -91,3 +91,14 @@ def test_a_start_of_another_placement_is_refused(tmp_path):
     jk.lslora.save(tmp_path, first.initial(), first.config)
     with pytest.raises(ValueError, match="has fourier_placement 'bottleneck'.*different models"):
         problem_of(start=str(tmp_path))
+
+
+def test_shapes_alone_make_a_plan():
+    """Nothing is measured and nothing is copied of a base that is not there."""
+    options = {"sigma_from_data": 1.0, "modules_to_save": HEAD}
+    experiment = Finetuning(batch_size=2, adapter=AdapterOptions(rank=2, **options))
+    apply_fn, params = jk.from_nnx(Decoder(CONFIG, remat=False, rngs=nnx.Rngs(0)))
+    shapes = Pretrained(CONFIG, apply_fn, jax.eval_shape(lambda: params), Letters())
+    problem = shaped_problem(experiment, shapes)
+    assert problem.adapters[HEAD].shape == (CONFIG.width,)
+    assert problem.adapters[QKV].sigma.shape == (CONFIG.depth,)

@@ -178,11 +178,9 @@ def _adapters(
 ) -> FinetuneProblem:
     family = family_of(experiment)
     config, apply_fn = adapter_config(experiment, family), pretrained.apply_fn
-    start, shapes = experiment.adapter.start, None
+    start, found = experiment.adapter.start, None
     if start is not None:
         found, config = started(experiment, pretrained)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
-        del found
     if devices.mesh is not None:
         pretrained = pretrained._replace(params=devices.put_base(pretrained.params))
 
@@ -195,8 +193,7 @@ def _adapters(
             key=jax.random.key(experiment.seed),
             dtype=jnp.float32,  # whatever the base is: an update is smaller than bfloat16's step
         )
-        # Parameters that are trained whole are the base's own arrays, which donation would take.
-        return {n: jnp.copy(x) if isinstance(x, jax.Array) else x for n, x in found.items()}
+        return {name: _own(x) for name, x in found.items()}
 
     def initial() -> Adapters:
         if start is not None:
@@ -206,9 +203,12 @@ def _adapters(
             inputs = devices.whole(family.batch(batches.first())[0])
         return fresh(config, inputs)
 
-    if start is None:
-        shaped = dataclasses.replace(config, init_sigma=1.0)  # what is measured has no shape
+    if found is None:
+        shaped = dataclasses.replace(config, init_sigma=1.0)  # shapes have nothing to measure
         shapes = jax.eval_shape(lambda: fresh(shaped, rows[0]))
+    else:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
+        found = None  # it is read again when training begins
 
     return FinetuneProblem(
         family=family,
@@ -220,6 +220,13 @@ def _adapters(
         rows=rows,
         devices=devices,
     )
+
+
+def _own(x: Any) -> Any:
+    """An adapter as it is; of a parameter that is trained whole a copy: donation takes it."""
+    if isinstance(x, jk.lslora.Adapter):
+        return x
+    return jnp.copy(x) if isinstance(x, jax.Array) else jnp.zeros(x.shape, x.dtype)
 
 
 def adapter_config(experiment: Finetuning, family: Family) -> Config:

@@ -160,7 +160,7 @@ class DecoderConfig:
             "mlp_bias": bool(config.get("mlp_bias", False)),
             "eos_ids": token_ids(config.get("eos_token_id")),
         }
-        options |= FAMILIES[kind](config)
+        options |= FAMILIES[str(kind)](config)
         activation = config.get("hidden_act", "silu")
         if "activation" not in options and activation not in ("silu", "swish"):
             raise ValueError(f"hidden_act: expected 'silu', got {activation!r}")

@@ -27,10 +27,10 @@ def lm_eval_model(
         batch_size: Rows at once; those of like length go together.
 
     Raises:
-        ModuleNotFoundError: the extra ``eval`` is not installed.
+        ModuleNotFoundError, ValueError: the extra ``eval`` is not installed; there is no tokenizer.
     """
     try:
-        from lm_eval.api.model import LM
+        from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         words = f'{error.name} is not installed: pip install "jaxkfac[eval]"'
         raise ModuleNotFoundError(words, name=error.name) from None
@@ -42,6 +42,8 @@ class Requests:
 
     def __init__(self, pretrained: Pretrained, adapted: Any, adapters: PyTree, batch_size: int):
         super().__init__()
+        if pretrained.tokenizer is None:
+            raise ValueError("there is no tokenizer: put its tokenizer.json beside the weights")
         self.pretrained, self.tokenizer = pretrained, pretrained.tokenizer
         self.batch_size, self.max_length = batch_size, pretrained.config.longest
         self._called = {} if adapted is None else {"adapted": adapted, "adapters": adapters}
