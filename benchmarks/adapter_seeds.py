@@ -43,6 +43,7 @@ RESULTS = Path(__file__).parent / "results"
 METHODS = {"ls-lora": "output", "lora": "none"}
 SYSTEM = "Answer in a word."
 BATCH, RATE, LAST = 8, 2e-3, 5
+FEWEST = 5  # pairs from which on a difference is judged
 MEASURES = {
     "accuracy": "questions answered rightly",
     "log_probability": "log probability of the right choice, nats",
@@ -163,11 +164,12 @@ def page(record: dict[str, Any]) -> str:
     words = " ".join(f"--{name} {value}" for name, value in settings.items())
     pairs = max((row["pairs"] for row in record["compared"].values()), default=0)
     cpu = sum(run["cpu_seconds"] for run in runs.values())
-    sizes = {name: runs[f"{name}/0"]["parameters"] for name in METHODS}
+    sizes = {name.split("/")[0]: run["parameters"] for name, run in runs.items()}
     lines = [
         f"Made by `python -m benchmarks.adapter_seeds --seeds {pairs} {words} --write` on",
         f"{record['cores']} cores, {cpu:.0f} s of CPU time. "
-        f"LS-LoRA has {sizes['ls-lora']:,} parameters, LoRA {sizes['lora']:,}.",
+        f"Parameters: {', '.join(f'{name} {size:,}' for name, size in sizes.items())}.",
+        *([] if pairs >= FEWEST else ["", f"Of {FEWEST} pairs {pairs} are there: not judged yet."]),
         "",
         f"| over {pairs} seeds | LS-LoRA | LoRA | difference | 95% interval | t-test | signs |",
         "|---|---|---|---|---|---|---|",
@@ -216,10 +218,9 @@ def main() -> None:
         print(name, {k: found[k] for k in MEASURES}, f"{cpu:.0f} CPU s", flush=True)
         if arguments.write:
             write(record, file)
+            file.with_suffix(".md").write_text(page(record))
     for name, row in record["compared"].items():
         print(name, row)
-    if arguments.write:
-        file.with_suffix(".md").write_text(page(record))
 
 
 if __name__ == "__main__":
