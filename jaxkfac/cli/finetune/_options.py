@@ -40,9 +40,9 @@ class AdapterOptions:
     """Which `peft_type` the saved adapter states; plain LoRA is always peft."""
     rslora: bool = False
     """Multiply the branch by alpha / sqrt(rank) instead."""
-    rank_pattern: dict[str, int] = dataclasses.field(default_factory=dict)
+    rank_pattern: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
     """Other ranks: full-match pattern of layers, rank, pattern, rank; the first match counts."""
-    alpha_pattern: dict[str, float] = dataclasses.field(default_factory=dict)
+    alpha_pattern: dict[str, float] = dataclasses.field(default_factory=dict, hash=False)
     """Other alphas, likewise."""
     modules_to_save: str | None = None
     """Full-match pattern of parameters that are trained whole and saved beside the adapter, such as
