@@ -9,6 +9,7 @@ import tokenizers
 from jaxkfac.models import Tokenizer, Tokens, generate, load_decoder
 from tests._transformers import torch, transformers
 
+EXHAUSTIVE = pytest.mark.exhaustive
 BASE = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -32,6 +33,21 @@ def longrope(**options):
     return {"rope_scaling": {"rope_type": "longrope", **factors, **options}}
 
 
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+# Caps so low that they bend scores and logits of this size.
+GEMMA = {
+    "num_hidden_layers": 4,
+    "head_dim": 12,
+    "sliding_window": 6,
+    "query_pre_attn_scalar": 20,
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 2.0,
+}
+GEMMA3 = GEMMA | {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "sliding_window_pattern": 3,
+}
 CASES = {
     "phi3": ("phi3", {}),
     "phi3 tied": ("phi3", {"tie_word_embeddings": True}),
@@ -77,7 +93,27 @@ CASES = {
     ),
     "mistral window": ("mistral", {"sliding_window": 7}),
     "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True, "rope_theta": 1e6}),
+    "qwen2 upper window": ("qwen2", QWEN_WINDOW),
+    "qwen3": ("qwen3", {"head_dim": 12}),
+    "qwen3 biases": ("qwen3", {"head_dim": 12, "attention_bias": True}),
+    "qwen3 upper window": ("qwen3", QWEN_WINDOW | {"head_dim": 12}),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma2 windows only": ("gemma2", GEMMA | {"layer_types": ["sliding_attention"] * 4}),
+    "gemma2 uncapped": (
+        "gemma2",
+        GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3 stretched": (
+        "gemma3_text",
+        GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ),
+    "gemma3 capped logits": ("gemma3_text", GEMMA3 | {"final_logit_softcapping": 2.0}),
 }
+# New members that came together: one of each is in the default run.
+FAMILIES = ("qwen2 upper window", "qwen3 biases", "gemma2", "gemma3 stretched")
 
 
 def oracle(kind, options):
@@ -111,8 +147,17 @@ def assert_logits(ours, theirs):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in FAMILIES])
 def test_logits_equal_those_of_transformers(name, tmp_path):
+    assert_logits_of_a_case(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_of_every_family_equal_those_of_transformers(name, tmp_path):
+    assert_logits_of_a_case(name, tmp_path)
+
+
+def assert_logits_of_a_case(name, tmp_path):
     kind, options = CASES[name]
     model = oracle(kind, options)
     decoder = loaded(model, tmp_path)
@@ -155,7 +200,12 @@ def test_packed_rows_equal_texts_alone_in_transformers(tmp_path):
     assert_logits(ours[:, 14:], logits_of(model, b))
 
 
-@pytest.mark.parametrize("name", ["phi3 window", "llama3", "mistral window"])
+GREEDY = ("phi3 window", "llama3", "mistral window")
+
+
+@pytest.mark.parametrize(
+    "name", [*GREEDY[:1], *FAMILIES, *(pytest.param(x, marks=EXHAUSTIVE) for x in GREEDY[1:])]
+)
 def test_greedy_answers_equal_those_of_transformers(name, tmp_path):
     kind, options = CASES[name]
     model = oracle(kind, options)

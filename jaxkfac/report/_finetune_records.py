@@ -1,5 +1,6 @@
 """What a fine-tuning run measures, as plain values that survive JSON."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -87,6 +88,12 @@ class FinetuneRecords(NamedTuple):
     skipped: int = 0
     gradient_norms: Sequence[float | None] = ()
     learning_rates: Sequence[float] = ()
+
+    @property
+    def best(self) -> ExamRecord | None:
+        """The evaluation of the least validation loss after the first update; ``None`` of none."""
+        held = [x for x in self.exams if x.step and x.loss is not None and math.isfinite(x.loss)]
+        return min(held, key=lambda exam: exam.loss or 0.0, default=None)
 
     @property
     def tokens_per_second(self) -> float:

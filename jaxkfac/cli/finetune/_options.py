@@ -38,6 +38,22 @@ class AdapterOptions:
     """Of the branch's inputs."""
     dialect: Literal["lslora", "peft"] = "lslora"
     """Which `peft_type` the saved adapter states; plain LoRA is always peft."""
+    rslora: bool = False
+    """Multiply the branch by alpha / sqrt(rank) instead."""
+    rank_pattern: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
+    """Other ranks: full-match pattern of layers, rank, pattern, rank; the first match counts."""
+    alpha_pattern: dict[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    """Other alphas, likewise."""
+    modules_to_save: str | None = None
+    """Full-match pattern of parameters that are trained whole and saved beside the adapter, such as
+    ".*layernorm/scale"; the base keeps its own copy."""
+    sigma_from_data: float | None = None
+    """First width as this many times the root mean square of the branch over the first batch, in
+    place of init_sigma."""
+    start: str | None = None
+    """Folder of a saved adapter to go on from. Its layers, rank, alpha and modules_to_save count;
+    plain LoRA receives a nonlinearity of width init_sigma, which is close to linear where
+    that is several times what the branch gives."""
     split: bool = False
     """Save it as adapters of q, k, v and of gate, up, which Llama's PyTorch model keeps apart."""
 
@@ -178,7 +194,16 @@ class Finetuning:
 OLDER = {
     "attention": "xla",
     "shuffle_window": 8192,
-    "adapter": {"nonlinearity": "fourier", "split": False},
+    "adapter": {
+        "nonlinearity": "fourier",
+        "split": False,
+        "rslora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "modules_to_save": None,
+        "sigma_from_data": None,
+        "start": None,
+    },
     "source_key": None,
     "target_key": None,
     "prefix": "",
@@ -243,7 +268,10 @@ class FinetuneArguments:
     """Updates between two readings of losses from the device; an evaluation and a checkpoint
     read them, too."""
     evaluate_every: int | None = None
-    """Updates between two evaluations; by default only before and after."""
+    """Updates between two evaluations; by default only before and after. Saved is then what was
+    trained at the evaluation of the least validation loss."""
+    patience: int | None = None
+    """Stop after so many evaluations in a row that were no better."""
     diagnose_every: int = 5
     """Updates between two looks at the adapter's nonlinearity."""
     samples: int = 4

@@ -1,5 +1,6 @@
 """What is trained: the model, its tokens, and the optimizer."""
 
+import dataclasses
 import importlib
 import zlib
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from jaxkfac.cli.finetune._label_smoothing import SmoothedCategorical
 from jaxkfac.cli.finetune._load import family_of
 from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.data.stream import BatchStream, Position, Tally
-from jaxkfac.lslora import Adapters, Config
+from jaxkfac.lslora import Adapters, Config, RmsSigma
 from jaxkfac.memory import bytes_text
 
 PyTree = Any
@@ -145,8 +146,11 @@ def shaped_problem(
     """A problem whose text has not been read, but for the longest rows of ``batches``."""
     family = family_of(experiment)
     rows = jax.eval_shape(lambda: family.rows(experiment, batches))
-    trained = _all_parameters if experiment.train == "all" else _adapters
-    return trained(experiment, pretrained, rows, devices)._replace(train=batches)
+    if experiment.train == "all":
+        problem = _all_parameters(experiment, pretrained, rows, devices)
+    else:
+        problem = _adapters(experiment, pretrained, rows, devices, batches)
+    return problem._replace(train=batches)
 
 
 def _all_parameters(
@@ -170,22 +174,41 @@ def _all_parameters(
 
 
 def _adapters(
-    experiment: Finetuning, pretrained: Any, rows: Any, devices: RunDevices
+    experiment: Finetuning, pretrained: Any, rows: Any, devices: RunDevices, batches: Any
 ) -> FinetuneProblem:
     family = family_of(experiment)
     config, apply_fn = adapter_config(experiment, family), pretrained.apply_fn
+    start, found = experiment.adapter.start, None
+    if start is not None:
+        found, config = started(experiment, pretrained)
     if devices.mesh is not None:
         pretrained = pretrained._replace(params=devices.put_base(pretrained.params))
 
-    def initial() -> Adapters:
-        return jk.lslora.init(
+    def fresh(config: Config, inputs: Any) -> Adapters:
+        found = jk.lslora.init(
             config,
             apply_fn,
             pretrained.params,
-            rows[0],
+            inputs,
             key=jax.random.key(experiment.seed),
             dtype=jnp.float32,  # whatever the base is: an update is smaller than bfloat16's step
         )
+        return {name: _own(x) for name, x in found.items()}
+
+    def initial() -> Adapters:
+        if start is not None:
+            return started(experiment, pretrained)[0]
+        inputs = rows[0]
+        if isinstance(config.init_sigma, RmsSigma):
+            inputs = devices.whole(family.batch(batches.first())[0])
+        return fresh(config, inputs)
+
+    if found is None:
+        shaped = dataclasses.replace(config, init_sigma=1.0)  # shapes have nothing to measure
+        shapes = jax.eval_shape(lambda: fresh(shaped, rows[0]))
+    else:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
+        found = None  # it is read again when training begins
 
     return FinetuneProblem(
         family=family,
@@ -193,10 +216,17 @@ def _adapters(
         config=config,
         adapted=jk.lslora.attach(apply_fn, config),
         initial=initial,
-        adapters=jax.eval_shape(initial),
+        adapters=shapes,
         rows=rows,
         devices=devices,
     )
+
+
+def _own(x: Any) -> Any:
+    """An adapter as it is; of a parameter that is trained whole a copy: donation takes it."""
+    if isinstance(x, jk.lslora.Adapter):
+        return x
+    return jnp.copy(x) if isinstance(x, jax.Array) else jnp.zeros(x.shape, x.dtype)
 
 
 def adapter_config(experiment: Finetuning, family: Family) -> Config:
@@ -206,17 +236,51 @@ def adapter_config(experiment: Finetuning, family: Family) -> Config:
         ValueError: a nonlinearity that is not known, or not where it was said to be.
     """
     chosen = experiment.adapter
+    from_data = chosen.sigma_from_data
     return Config(
         rank=chosen.rank,
         alpha=chosen.alpha,
         target=family.target if chosen.target is None else chosen.target,
         exclude=chosen.exclude,
         fourier_placement=chosen.fourier_placement,
-        init_sigma=chosen.init_sigma,
+        init_sigma=chosen.init_sigma if from_data is None else RmsSigma(from_data),
         reg_weight=chosen.reg_weight,
         dropout=chosen.dropout,
+        rslora=chosen.rslora,
+        rank_pattern=chosen.rank_pattern,
+        alpha_pattern=chosen.alpha_pattern,
+        modules_to_save=chosen.modules_to_save,
         nonlinearity=_registered(chosen.nonlinearity),
     )
+
+
+def started(experiment: Finetuning, pretrained: Any) -> tuple[Adapters, Config]:
+    """The saved adapter that a run goes on from, in float32, and its settings.
+
+    Raises:
+        CheckpointMismatchError: it is of another model.
+        ValueError: its nonlinearity is elsewhere than was asked for, or none was.
+    """
+    chosen = experiment.adapter
+    adapters, config = jk.lslora.load(str(chosen.start), model=pretrained)
+    wanted, had = chosen.fourier_placement, config.fourier_placement
+    if had == "none" and wanted != "none":
+        adapters, config = jk.lslora.as_fourier(
+            adapters, config, sigma=chosen.init_sigma, fourier_placement=wanted
+        )
+    elif had != wanted:
+        raise ValueError(
+            f"--adapter.start {chosen.start} has fourier_placement {had!r}, and "
+            f"--adapter.fourier-placement is {wanted!r}: they are different models"
+        )
+    options = {"reg_weight": chosen.reg_weight, "dropout": chosen.dropout}
+    wide = {
+        name: jax.tree.map(lambda x: x.astype(jnp.float32), adapter)
+        if isinstance(adapter, jk.lslora.Adapter)
+        else adapter
+        for name, adapter in adapters.items()
+    }
+    return wide, dataclasses.replace(config, **options)
 
 
 def _registered(nonlinearity: str) -> str:

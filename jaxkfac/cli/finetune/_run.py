@@ -13,6 +13,7 @@ from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._processes import RunProcesses, run_processes
 from jaxkfac.cli._progress import say
+from jaxkfac.cli.finetune._best import remove_best
 from jaxkfac.cli.finetune._curvature import (
     AdapterCurvature,
     adapter_coverage,
@@ -33,6 +34,7 @@ from jaxkfac.files import write_text
 from jaxkfac.interception import leaves_by_path
 from jaxkfac.report import (
     CoverageRow,
+    ExamRecord,
     FinetuneRecords,
     finetune_page,
     finetune_table,
@@ -63,6 +65,7 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
         )
     if arguments.overwrite and processes.first:
         remove_checkpoints(folder)
+        remove_best(folder)
     with jk.memory.track("run") as stages:
         if processes.first:
             say("finetune: reading the data and the model")
@@ -116,6 +119,9 @@ def _print(
         return
     console = Console()
     console.print(finetune_table(records, summary["comparison"], problem.reference))
+    if best := summary["best"]:
+        words = f"saved: update {best['step']}, of validation loss {best['loss']:.4f}"
+        console.print(f"{words}, of {len(records.losses)}", highlight=False)
     if problem.devices.mesh is not None:
         line = devices_line("finetune", records.samples_per_second, summary["devices"])
         console.print(line, highlight=False)
@@ -127,13 +133,15 @@ def _print(
 
 def _check(arguments: FinetuneArguments) -> None:
     counts = ("checkpoint_every", "log_every", "evaluate_every", "diagnose_every")
-    counts += ("sample_tokens", "num_beams")
+    counts += ("sample_tokens", "num_beams", "patience")
     for name in counts:
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
     for name in ("samples", "generate"):
         if (value := getattr(arguments, name)) < 0:
             raise ValueError(f"{name} must not be negative, not {value}")
+    if arguments.patience is not None and arguments.evaluate_every is None:
+        raise ValueError("--patience counts evaluations: give --evaluate-every with it")
     if arguments.rouge:
         rouge_package()
     check_loggers(arguments.log)
@@ -166,9 +174,11 @@ def _write_results(
     output, experiment, records = arguments.output, arguments.experiment, state.records
     read = problem.described(state.position)
     config, software = options_of(experiment, problem), versions()
-    comparison = {}
+    comparison, best = {}, None
+    if arguments.evaluate_every is not None:
+        best = records.best
     if len(records.exams) > 1 and records.exams[0].correct:
-        comparison = compare_exams(records.exams[0], records.exams[-1])
+        comparison = compare_exams(records.exams[0], best or records.exams[-1])
     spectra = curvature.spectra if curvature else []
     metrics = {
         "config": config,
@@ -176,6 +186,7 @@ def _write_results(
         "records": records.to_plain(),
         "data": {"read": read, **(state.position or {}).get("tally", {})},
         "comparison": comparison,
+        "best": best_record(best),
         "reference": dict(problem.reference),
         "spectra": [record._asdict() for record in spectra],
         **(curvature.capacity.to_dict() if curvature else {}),
@@ -194,7 +205,7 @@ def _write_results(
         how, trained = "trained", "the model"
     page = finetune_page(
         title=f"{experiment.model}, {how} on {experiment.data}",
-        lead=f"{sum(sizes):,} parameters of {trained}; {read}.",
+        lead=f"{sum(sizes):,} parameters of {trained}; {read}.{best_words(best, trained)}",
         records=records,
         comparison=comparison,
         spectra=spectra,
@@ -218,6 +229,7 @@ def _write_results(
         "accuracy": {exam.step: exam.accuracy for exam in records.exams if exam.accuracy},
         "scores": {exam.step: exam.scores for exam in records.exams if exam.scores},
         "comparison": comparison,
+        "best": best_record(best),
         "samples_per_second": records.samples_per_second,
         "tokens_per_second": records.tokens_per_second,
         "devices": devices,
@@ -225,3 +237,15 @@ def _write_results(
         "metrics": str(output / "metrics.json"),
         "checkpoint": str(find_checkpoint(output / "checkpoints")),
     }
+
+
+def best_record(best: ExamRecord | None) -> dict[str, Any] | None:
+    """What the metrics say of the evaluation whose state was saved."""
+    return None if best is None else {"step": best.step, "loss": best.loss}
+
+
+def best_words(best: ExamRecord | None, trained: str) -> str:
+    """What the report says of it."""
+    if best is None:
+        return ""
+    return f" Saved is {trained} of update {best.step}, of the least validation loss."

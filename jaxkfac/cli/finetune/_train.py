@@ -19,6 +19,7 @@ from jaxkfac.cli._processes import RunProcesses
 from jaxkfac.cli._progress import progress, say, time_left
 from jaxkfac.cli._run_state import DATA_CRC, flatten_state, restore_state
 from jaxkfac.cli._writer import CheckpointWriter, checkpoint_writer
+from jaxkfac.cli.finetune._best import BestKept, best_folder
 from jaxkfac.cli.finetune._loggers import open_loggers
 from jaxkfac.cli.finetune._loop import TuneState, Tuning
 from jaxkfac.cli.finetune._options import OLDER, FinetuneArguments, Finetuning
@@ -30,6 +31,7 @@ from jaxkfac.cli.finetune._problem import (
     total_updates,
 )
 from jaxkfac.cli.finetune._watch import Watch, words_of
+from jaxkfac.interception import leaves_by_path
 from jaxkfac.report import FinetuneRecords
 
 _MEASURED = 3  # updates whose time says how long the run will take; the one before warms up
@@ -43,6 +45,9 @@ def train(
     earlier: list[jax.Array],
 ) -> TuneState:
     """Run to the end, with checkpoints in ``folder``.
+
+    With ``--evaluate-every`` what comes back as trained is that of the best evaluation, and the
+    records are of the whole run.
 
     A Ctrl-C waits for the update that is under way, and writes a checkpoint of it before it
     goes on. A second one leaves no state behind: then the last checkpoint counts.
@@ -58,7 +63,10 @@ def train(
         HeldTwiceError: the model, the adapter or the optimizer's state is in memory twice.
         NonFiniteLossError: naming the first update whose loss was not finite.
         OSError: a checkpoint could not be written; raised after the next update, or here.
+        ValueError: ``--patience`` without records to validate with.
     """
+    if arguments.patience is not None and problem.validation is None:
+        raise ValueError("--patience needs records to validate with, and the data has none")
     experiment, processes = arguments.experiment, problem.devices.processes
     total, options = total_updates(experiment, problem), options_of(experiment, problem)
     config = options | {DATA_CRC: problem.data_crc}
@@ -70,12 +78,17 @@ def train(
     state = state._replace(adapters=adapters, optimizer=optimizer)
     del adapters, optimizer
     check_held_once(
-        earlier, params=problem.params, adapters=state.adapters, optimizer=state.optimizer
+        [*earlier, *_replaced(problem)],
+        params=problem.params,
+        adapters=state.adapters,
+        optimizer=state.optimizer,
     )
     with processes.together("opening the loggers"):
         names = arguments.log if processes.first else ()
         logger = open_loggers(names, arguments.output, config=options, step=state.step)
     watch = Watch(arguments, problem.family.examiner(problem, arguments), logger, total)
+    best = BestKept(arguments, problem, best_folder(folder))
+    best.resumed(state.step)
     unread = min(arguments.log_every, total)
     run = Tuning(experiment, problem, tx, state, total=total, unread=unread, look=watch.look)
     del state  # its arrays are donated
@@ -86,6 +99,7 @@ def train(
     ):
 
         def save() -> None:
+            best.saved(run.state.records)
             adapters, optimizer, step, records, position = run.state
             leaves = flatten_state(adapters, optimizer, keep=processes.first)
             if processes.first:
@@ -94,14 +108,17 @@ def train(
                 found = Checkpoint(leaves, config, optimized, plain, step, position)
                 writer.save(folder, found)
 
-        _to_the_end(arguments, run, watch, writer, save, processes, folder=folder, total=total)
-    return run.state
+        _to_the_end(
+            arguments, run, watch, best, writer, save, processes, folder=folder, total=total
+        )
+    return best.restored(run.state)
 
 
 def _to_the_end(
     arguments: FinetuneArguments,
     run: Tuning,
     watch: Watch,
+    best: BestKept,
     writer: CheckpointWriter,
     save: Callable[[], None],
     processes: RunProcesses,
@@ -110,6 +127,12 @@ def _to_the_end(
     total: int,
 ) -> None:
     first = noted = run.state.step
+
+    def examine() -> bool:
+        """Whether the run ends here."""
+        run.state = watch.examine(run.state)
+        best.keep(run.state)
+        return run.state.step == total or best.stops(run.state.records)
 
     def read() -> None:
         nonlocal noted
@@ -120,8 +143,7 @@ def _to_the_end(
     try:
         if processes.first and not first:
             say("finetune: examining what there is before the first update")
-        run.state = watch.examine(run.state)
-        if first == total:
+        if examine():
             return
         with progress("finetune", total, start=first, quiet=not processes.first) as shown:
             said = False
@@ -136,14 +158,15 @@ def _to_the_end(
                     said = True
                     measured = sum(run.seconds[1 : _MEASURED + 1]) / _MEASURED
                     shown.say(time_left(measured, total - step))
-                if reads:
-                    run.state = watch.examine(run.state)
-                if step % arguments.checkpoint_every == 0 or step == total:
+                ends = examine() if reads else False
+                if step % arguments.checkpoint_every == 0 or ends:
                     save()
-                if step == total:
+                if ends:
                     writer.wait()
                 if reads or not processes.several:  # several wait for one another there
                     processes.pause(step, writer.error)
+                if ends:
+                    break
     except KeyboardInterrupt:
         if not (run.whole and processes.stop_together):
             writer.wait()  # the last one may be under way
@@ -152,6 +175,12 @@ def _to_the_end(
             read()
             save()
         raise
+
+
+def _replaced(problem: FinetuneProblem) -> list[jax.Array]:
+    """Parameters of the base that are trained whole: as the run begins, they are equal."""
+    base = leaves_by_path(problem.params)
+    return [leaf for path, leaf in base.items() if path in problem.adapters]
 
 
 def _start(

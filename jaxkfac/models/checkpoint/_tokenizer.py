@@ -86,6 +86,11 @@ class Tokenizer:
             write_text(folder / name, text, "the tokenizer")
 
     @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text, if the files name one."""
+        return [*_ids(self._tokenizer, _text(self._special.get("bos_token"))), None][0]
+
+    @property
     def size(self) -> int:
         """One more than the largest id."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1

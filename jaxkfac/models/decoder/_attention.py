@@ -9,51 +9,76 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
+from jaxkfac.models._rms_norm import RMSNorm
 from jaxkfac.models.decoder._config import DecoderConfig
-from jaxkfac.models.decoder._rotary import rotate
+from jaxkfac.models.decoder._rotary import Rotary, rotate
+from jaxkfac.models.decoder._softcap import softcapped_attention
 from jaxkfac.models.decoder._tokens import Cache, Tokens
 
 AttentionBy = Literal["xla", "cudnn"]
 
 
 class Reading(NamedTuple):
-    """What all blocks share about the tokens at hand.
+    """What blocks share about the tokens at hand.
 
     Attributes:
         angles: Of the tokens, ``(B, T, R)``.
+        scale: What cosine and sine of them are multiplied with.
         mask: ``(B, 1, T, S)``, what each token sees; ``None``: all before it, in its window.
     """
 
     angles: Array
+    scale: Float[Array, ""]
     mask: Bool[Array, "B 1 T S"] | None
 
 
-def read(config: DecoderConfig, tokens: Tokens, cache: Cache | None) -> Reading:
-    """Angles and mask of tokens; the cache's marks must hold theirs already."""
+def read(config: DecoderConfig, tokens: Tokens, cache: Cache | None) -> tuple[Reading, ...]:
+    """What blocks with the window read, and those without, where some are of either kind.
+
+    The cache's marks must hold those of the tokens already.
+    """
     shape = tokens.ids.shape
     positions_BxT = jnp.broadcast_to(jnp.arange(shape[1]), shape)
     if tokens.positions is not None:
         positions_BxT = tokens.positions
-    if tokens.segments is None:
+    same_BxTxS, start, segments = None, 0, tokens.segments
+    mixed, capped = config.windowed is not None, config.attention_softcap is not None
+    if segments is None and (mixed or capped):  # a mask for each kind, or scores of our own
+        same_BxTxS = jnp.ones((1, shape[1], shape[1]), bool)
+    if segments is None:
         lengths_BxT = jnp.broadcast_to(positions_BxT.max(1, keepdims=True) + 1, shape)
-        return Reading(config.rotary.angles(positions_BxT, lengths_BxT, config.head_size), None)
-    marks_BxS, start = tokens.segments, 0
-    if cache is not None:
-        marks_BxS, start = cache.segments, cache.filled - shape[1]
-    same_BxTxS = tokens.segments[:, :, None] == marks_BxS[:, None, :]
-    if cache is None:
+    elif cache is None:
+        same_BxTxS = segments[:, :, None] == segments[:, None, :]
         lengths_BxT = jnp.where(same_BxTxS, positions_BxT[:, None, :], -1).max(-1) + 1
     else:
+        start = cache.filled - shape[1]
+        same_BxTxS = segments[:, :, None] == cache.segments[:, None, :]
         lengths_BxT = jnp.broadcast_to(cache.lengths[:, None], shape)
-    asking = start + jnp.arange(shape[1])[:, None]
-    places = jnp.arange(marks_BxS.shape[1])
-    seen_TxS = places <= asking
-    if config.sliding_window is not None:
-        seen_TxS &= places > asking - config.sliding_window
-    angles = config.rotary.angles(positions_BxT, lengths_BxT, config.head_size)
-    return Reading(angles, (same_BxTxS & seen_TxS)[:, None])
+
+    def reading(rotary: Rotary, window: int | None) -> Reading:
+        angles = rotary.angles(positions_BxT, lengths_BxT, config.head_size)
+        scale = jnp.asarray(rotary.attention_factor, angles.dtype)
+        if same_BxTxS is None:
+            return Reading(angles, scale, None)
+        asking = start + jnp.arange(shape[1])[:, None]
+        places = jnp.arange(same_BxTxS.shape[2])
+        seen_TxS = places <= asking
+        if window is not None:
+            seen_TxS &= places > asking - window
+        return Reading(angles, scale, (same_BxTxS & seen_TxS)[:, None])
+
+    windowed = reading(config.local_rotary or config.rotary, config.sliding_window)
+    return (windowed, reading(config.rotary, None)) if mixed else (windowed,)
+
+
+def of_block(readings: tuple[Reading, ...], config: DecoderConfig, layer: Array) -> Reading:
+    """What a block reads, by its number."""
+    if config.windowed is None:
+        return readings[0]
+    windowed = jnp.asarray(config.windowed)[layer]
+    return jax.tree.map(lambda x, y: jnp.where(windowed, x, y), *readings)
 
 
 class Attention(nnx.Module):
@@ -64,8 +89,13 @@ class Attention(nnx.Module):
         self.attention: AttentionBy = attention
         heads = config.num_heads * config.head_size
         bias, kv = config.attention_bias, config.num_kv_heads * config.head_size
-        self.qkv_proj = nnx.Linear(config.width, heads + 2 * kv, use_bias=bias, rngs=rngs)
+        qkv_bias = bias or config.qkv_bias
+        self.qkv_proj = nnx.Linear(config.width, heads + 2 * kv, use_bias=qkv_bias, rngs=rngs)
         self.o_proj = nnx.Linear(heads, config.width, use_bias=bias, rngs=rngs)
+        if config.head_norms:
+            options = {"unit_offset": config.unit_offset}
+            self.q_norm = RMSNorm(config.head_size, config.norm_epsilon, **options)
+            self.k_norm = RMSNorm(config.head_size, config.norm_epsilon, **options)
 
     def __call__(
         self, x_BxTxD: Array, reading: Reading, past: tuple[Cache, Array] | None
@@ -74,26 +104,36 @@ class Attention(nnx.Module):
         qkv = self.qkv_proj(x_BxTxD).reshape(*shape, -1, config.head_size)
         ends = (config.num_heads, config.num_heads + config.num_kv_heads)
         q_BxTxHxDh, k_BxTxKxDh, v_BxTxKxDh = jnp.split(qkv, ends, axis=2)
-        scale = config.rotary.attention_factor
+        if config.head_norms:
+            q_BxTxHxDh, k_BxTxKxDh = self.q_norm(q_BxTxHxDh), self.k_norm(k_BxTxKxDh)
         q_BxTxHxDh, k_BxTxKxDh = (
-            rotate(x, reading.angles, scale) for x in (q_BxTxHxDh, k_BxTxKxDh)
+            rotate(x, reading.angles, reading.scale) for x in (q_BxTxHxDh, k_BxTxKxDh)
         )
         k_BxSxKxDh, v_BxSxKxDh, cache = k_BxTxKxDh, v_BxTxKxDh, None
         if past is not None:
             cache, k_BxSxKxDh, v_BxSxKxDh = _written(*past, k_BxTxKxDh, v_BxTxKxDh)
-        window = config.sliding_window
-        causal = reading.mask is None
+        mixed_BxTxHxDh = self._mixed(q_BxTxHxDh, k_BxSxKxDh, v_BxSxKxDh, reading.mask)
+        return self.o_proj(mixed_BxTxHxDh.reshape(*shape, -1)), cache
+
+    def _mixed(self, q: Array, k: Array, v: Array, mask: Array | None) -> Array:
+        """Values, weighted by the scores of queries and keys."""
+        config, causal = self.config, mask is None
+        scale, window = config.attention_scale, config.sliding_window
+        if (cap := config.attention_softcap) is not None:
+            assert mask is not None
+            scale = config.head_size**-0.5 if scale is None else scale
+            return softcapped_attention(q, k, v, mask, scale=scale, cap=cap)
         with jax.numpy_dtype_promotion("standard"):  # it adds float32 to bfloat16 inside
-            mixed_BxTxHxDh = jax.nn.dot_product_attention(
-                q_BxTxHxDh,
-                k_BxSxKxDh,
-                v_BxSxKxDh,
-                mask=reading.mask,
+            return jax.nn.dot_product_attention(
+                q,
+                k,
+                v,
+                mask=mask,
+                scale=scale,
                 is_causal=causal,
                 local_window_size=(window - 1, 0) if causal and window is not None else None,
                 implementation=self.attention,
             )
-        return self.o_proj(mixed_BxTxHxDh.reshape(*shape, -1)), cache
 
 
 def _written(cache: Cache, layer: Array, k: Array, v: Array) -> tuple[Cache, Array, Array]:

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from jaxkfac.models.checkpoint import token_ids
 from jaxkfac.models.decoder._rotary import Rotary
+from jaxkfac.models.decoder.families import FAMILIES, model_types
 
-MODEL_TYPES = ("phi3", "llama", "mistral")
+Activation = Literal["silu", "gelu_pytorch_tanh"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,17 @@ class DecoderConfig:
         mlp_bias: Biases in the gated layer's.
         rotary: The angles of positions.
         eos_ids: Tokens that end an answer.
+        windowed: Which blocks have the window, one for each; ``None``: all.
+        local_rotary: The angles in these blocks; ``None``: the same.
+        qkv_bias: Biases of queries, keys and values alone.
+        head_norms: Queries and keys are normalised, head by head, before they are rotated.
+        post_norms: What attention and the gated layer give is normalised, too, before it is added.
+        unit_offset: Norms multiply by 1 + scale.
+        activation: Of the gate.
+        embedding_scale: What embeddings are multiplied with, in the dtype of the parameters.
+        attention_scale: What scores are; ``None``: one over the root of ``head_size``.
+        attention_softcap: ``c`` in ``c tanh(score / c)``; ``None``: scores as they are.
+        logit_softcap: The same of logits.
 
     Example:
         >>> config = DecoderConfig.from_hugging_face({
@@ -55,6 +67,17 @@ class DecoderConfig:
     mlp_bias: bool = False
     rotary: Rotary = dataclasses.field(default_factory=Rotary)
     eos_ids: tuple[int, ...] = ()
+    windowed: tuple[bool, ...] | None = None
+    local_rotary: Rotary | None = None
+    qkv_bias: bool = False
+    head_norms: bool = False
+    post_norms: bool = False
+    unit_offset: bool = False
+    activation: Activation = "silu"
+    embedding_scale: float | int = 1.0
+    attention_scale: float | int | None = None
+    attention_softcap: float | int | None = None
+    logit_softcap: float | int | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocabulary", "width", "hidden", "depth", "num_heads", "num_kv_heads")
@@ -65,7 +88,19 @@ class DecoderConfig:
             raise ValueError(
                 f"num_kv_heads {self.num_kv_heads} must divide num_heads {self.num_heads}"
             )
-        self.rotary.check(self.head_size)
+        if self.windowed is not None and len(self.windowed) != self.depth:
+            raise ValueError(
+                f"windowed: expected {self.depth} values, one per block, got {len(self.windowed)}"
+            )
+        if self.windowed is not None and self.sliding_window is None:
+            raise ValueError("windowed: there is no sliding_window")
+        if self.activation not in get_args(Activation):
+            raise ValueError(f"activation must be one of {get_args(Activation)}")
+        for name in ("embedding_scale", "attention_scale", "attention_softcap", "logit_softcap"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, not {value}")
+        for rotary in filter(None, (self.rotary, self.local_rotary)):
+            rotary.check(self.head_size)
 
     @property
     def longest(self) -> int:
@@ -96,34 +131,39 @@ class DecoderConfig:
                 computes are ignored.
 
         Raises:
-            ValueError: a ``model_type``, activation or rotary scaling that is not covered, or
-                a key that is missing; each by name.
+            ValueError: a ``model_type``, activation, rotary scaling or type of layer that is not
+                covered, or a key that is missing; each by name.
         """
         kind = config.get("model_type")
-        if kind not in MODEL_TYPES:
-            raise ValueError(f"model_type: expected one of {', '.join(MODEL_TYPES)}, got {kind!r}")
-        if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-            raise ValueError(f"hidden_act: expected 'silu', got {activation!r}")
+        if kind not in FAMILIES:
+            found = "" if kind else f"; config.json has {sorted(config)}"
+            if inner := config.get("text_config"):
+                found = f", around a {inner.get('model_type')!r} which is not loaded by itself"
+            raise ValueError(f"model_type: expected one of {model_types()}, got {kind!r}{found}")
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
         required += ("num_attention_heads", "max_position_embeddings")
         if missing := [name for name in required if config.get(name) is None]:
             raise ValueError(f"config.json lacks {missing}")
         heads = config["num_attention_heads"]
-        window = 4096 if kind == "mistral" else None  # where the file does not say; null is none
-        return cls(
-            vocabulary=config["vocab_size"],
-            width=config["hidden_size"],
-            hidden=config["intermediate_size"],
-            depth=config["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_size=config.get("head_dim") or config["hidden_size"] // heads,
-            context=config["max_position_embeddings"],
-            norm_epsilon=config.get("rms_norm_eps", 1e-5 if kind == "phi3" else 1e-6),
-            tied_head=bool(config.get("tie_word_embeddings", False)),
-            sliding_window=None if kind == "llama" else config.get("sliding_window", window),
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            rotary=Rotary.from_hugging_face(config),
-            eos_ids=token_ids(config.get("eos_token_id")),
-        )
+        options = {
+            "vocabulary": config["vocab_size"],
+            "width": config["hidden_size"],
+            "hidden": config["intermediate_size"],
+            "depth": config["num_hidden_layers"],
+            "num_heads": heads,
+            "num_kv_heads": config.get("num_key_value_heads") or heads,
+            "head_size": config.get("head_dim") or config["hidden_size"] // heads,
+            "context": config["max_position_embeddings"],
+            "norm_epsilon": config.get("rms_norm_eps", 1e-6),
+            "tied_head": bool(config.get("tie_word_embeddings", False)),
+            "attention_bias": bool(config.get("attention_bias", False)),
+            "mlp_bias": bool(config.get("mlp_bias", False)),
+            "eos_ids": token_ids(config.get("eos_token_id")),
+        }
+        options |= FAMILIES[str(kind)](config)
+        activation = config.get("hidden_act", "silu")
+        if "activation" not in options and activation not in ("silu", "swish"):
+            raise ValueError(f"hidden_act: expected 'silu', got {activation!r}")
+        if "rotary" not in options:
+            options["rotary"] = Rotary.from_hugging_face(config)
+        return cls(**options)

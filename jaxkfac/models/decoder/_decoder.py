@@ -3,6 +3,7 @@
 Shape suffixes: B rows, T tokens, D width of the stream, V vocabulary.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,41 +11,61 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxkfac.linalg import statistics_dtype
 from jaxkfac.models._rms_norm import RMSNorm
 from jaxkfac.models._token_embedding import TokenEmbedding
-from jaxkfac.models.decoder._attention import Attention, AttentionBy, Reading, read
-from jaxkfac.models.decoder._config import DecoderConfig
+from jaxkfac.models.decoder._attention import Attention, AttentionBy, Reading, of_block, read
+from jaxkfac.models.decoder._config import Activation, DecoderConfig
+from jaxkfac.models.decoder._softcap import softcapped
 from jaxkfac.models.decoder._tokens import Cache, Cached, Tokens
+
+_ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": jax.nn.gelu,
+}
 
 
 class GatedMLP(nnx.Module):
-    """``down(silu(gate) * up)``, gate and up from one kernel."""
+    """``down(silu(gate) * up)``, gate and up from one kernel; or another activation."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         width, hidden, bias = config.width, config.hidden, config.mlp_bias
+        self.activation: Activation = config.activation
         self.gate_up_proj = nnx.Linear(width, 2 * hidden, use_bias=bias, rngs=rngs)
         self.down_proj = nnx.Linear(hidden, width, use_bias=bias, rngs=rngs)
 
     def __call__(self, x_BxTxD: Array) -> Array:
         gate, up = jnp.split(self.gate_up_proj(x_BxTxD), 2, axis=-1)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        return self.down_proj(_ACTIVATIONS[self.activation](gate) * up)
 
 
 class DecoderBlock(nnx.Module):
-    """Attention, then the gated layer, each normalised first and added to the stream."""
+    """Attention, then the gated layer, each normalised first and added to the stream.
+
+    With ``post_norms`` what is added is normalised, too. Then ``post_attention_layernorm`` is
+    behind the attention; else the gated layer's first norm has that name.
+    """
 
     def __init__(self, config: DecoderConfig, attention: AttentionBy, *, rngs: nnx.Rngs) -> None:
-        self.input_layernorm = RMSNorm(config.width, config.norm_epsilon)
+        self.input_layernorm = norm_of(config)
         self.self_attn = Attention(config, attention, rngs=rngs)
-        self.post_attention_layernorm = RMSNorm(config.width, config.norm_epsilon)
+        self.post_attention_layernorm = norm_of(config)
         self.mlp = GatedMLP(config, rngs=rngs)
+        self.post_norms = config.post_norms
+        if config.post_norms:
+            self.pre_feedforward_layernorm = norm_of(config)
+            self.post_feedforward_layernorm = norm_of(config)
 
     def __call__(
         self, x_BxTxD: Array, reading: Reading, past: tuple[Cache, Array] | None
     ) -> tuple[Array, Cache | None]:
         mixed_BxTxD, cache = self.self_attn(self.input_layernorm(x_BxTxD), reading, past)
-        x_BxTxD = x_BxTxD + mixed_BxTxD
-        return x_BxTxD + self.mlp(self.post_attention_layernorm(x_BxTxD)), cache
+        if not self.post_norms:
+            x_BxTxD = x_BxTxD + mixed_BxTxD
+            return x_BxTxD + self.mlp(self.post_attention_layernorm(x_BxTxD)), cache
+        x_BxTxD = x_BxTxD + self.post_attention_layernorm(mixed_BxTxD)
+        added_BxTxD = self.mlp(self.pre_feedforward_layernorm(x_BxTxD))
+        return x_BxTxD + self.post_feedforward_layernorm(added_BxTxD), cache
 
 
 class Stream(nnx.Module):
@@ -62,20 +83,23 @@ class Stream(nnx.Module):
             return DecoderBlock(config, attention, rngs=rngs)
 
         self.layers = stacked_blocks(rngs)
-        self.norm = RMSNorm(config.width, config.norm_epsilon)
+        self.norm = norm_of(config)
 
     def __call__(self, tokens: Tokens, cache: Cache | None) -> tuple[Array, Any]:
-        reading = read(self.config, tokens, cache)
+        readings = read(self.config, tokens, cache)
 
         def step(carry: Any, block: DecoderBlock, layer: Array) -> Any:
             x_BxTxD, cache = carry
+            reading = of_block(readings, self.config, layer)
             return block(x_BxTxD, reading, None if cache is None else (cache, layer))
 
         if self.remat:
             step = nnx.remat(step)
         scan = nnx.scan(step, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
-        start = (self.embed_tokens(tokens.ids), cache)
-        x_BxTxD, cache = scan(start, self.layers, jnp.arange(self.config.depth))
+        x_BxTxD = self.embed_tokens(tokens.ids)
+        if (scale := self.config.embedding_scale) != 1:
+            x_BxTxD = x_BxTxD * jnp.asarray(scale, x_BxTxD.dtype)
+        x_BxTxD, cache = scan((x_BxTxD, cache), self.layers, jnp.arange(self.config.depth))
         return self.norm(x_BxTxD), cache
 
 
@@ -84,9 +108,9 @@ class Decoder(nnx.Module):
 
     Inputs are token ids ``(B, T)`` or :class:`Tokens`; logits are ``(B, T, V)`` in the dtype of
     the parameters. For generation inputs are :class:`Cached`. Queries, keys and values come
-    from one kernel, gate and up from another, as Phi-3 stores them; Llama and Mistral are the
-    same function with these kernels side by side. Softmax, norms and angles are computed in
-    float32.
+    from one kernel, gate and up from another, as Phi-3 stores them; Llama, Mistral, Qwen and
+    Gemma are the same function with these kernels side by side, and the options of their config.
+    Softmax, norms and angles are computed in float32.
 
     Args:
         config: Sizes.
@@ -94,6 +118,9 @@ class Decoder(nnx.Module):
         attention: Of ``jax.nn.dot_product_attention``: ``"xla"`` anywhere; ``"cudnn"``, flash
             attention, on NVIDIA GPUs, for parameters in bfloat16 or float16.
         rngs: For the initial values.
+
+    Raises:
+        ValueError: ``"cudnn"`` with soft-capped scores.
 
     Example:
         >>> config = DecoderConfig(vocabulary=97, width=32, hidden=48, depth=2, num_heads=4,
@@ -111,6 +138,8 @@ class Decoder(nnx.Module):
         attention: AttentionBy = "xla",
         rngs: nnx.Rngs,
     ) -> None:
+        if attention == "cudnn" and config.attention_softcap is not None:
+            raise ValueError("attention='cudnn' has no soft-capping of scores: take 'xla'")
         self.config = config
         self.model = Stream(config, remat, attention, rngs=rngs)
         if not config.tied_head:
@@ -142,7 +171,16 @@ class Decoder(nnx.Module):
         return self._head(x_BxTxD[:, -1]), cache
 
     def _head(self, x: Array) -> Array:
-        return self.model.embed_tokens.attend(x) if self.config.tied_head else self.lm_head(x)
+        logits = self.model.embed_tokens.attend(x) if self.config.tied_head else self.lm_head(x)
+        if (cap := self.config.logit_softcap) is None:
+            return logits
+        wide = logits.astype(statistics_dtype(logits.dtype))
+        return softcapped(wide, cap).astype(logits.dtype)
+
+
+def norm_of(config: DecoderConfig) -> RMSNorm:
+    """A norm of the stream."""
+    return RMSNorm(config.width, config.norm_epsilon, unit_offset=config.unit_offset)
 
 
 def _check(tokens: Tokens) -> None:

@@ -37,7 +37,23 @@ LONG = dataclasses.replace(
 DYNAMIC = dataclasses.replace(
     CONFIG, rotary=Rotary(kind="dynamic", original_context=7, factor=4.0, theta=50)
 )
-CONFIGS = {"all": CONFIG, "window": WINDOW, "longrope": LONG, "dynamic": DYNAMIC}
+# What Gemma and Qwen have beyond the others, together.
+MIXED = dataclasses.replace(
+    WINDOW,
+    windowed=(True, False, True),
+    local_rotary=Rotary(theta=50.0),
+    qkv_bias=True,
+    head_norms=True,
+    post_norms=True,
+    unit_offset=True,
+    activation="gelu_pytorch_tanh",
+    embedding_scale=4.0,
+    attention_scale=0.3,
+    attention_softcap=0.5,
+    logit_softcap=2.0,
+    tied_head=True,
+)
+CONFIGS = {"mixed": MIXED, "all": CONFIG, "window": WINDOW, "longrope": LONG, "dynamic": DYNAMIC}
 
 
 @functools.cache
@@ -57,7 +73,7 @@ def close(a, b, tolerance=1e-5):
     np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0)
 
 
-@pytest.mark.parametrize("name", ["all", "longrope", "dynamic"])
+@pytest.mark.parametrize("name", ["all", "longrope", "dynamic", "mixed"])
 def test_two_texts_in_one_row_equal_two_rows(name):
     apply_fn, params = built(CONFIGS[name])
     a, b = ids_of(1, 9), ids_of(1, 5, seed=2)
@@ -72,7 +88,7 @@ def test_two_texts_in_one_row_equal_two_rows(name):
     assert bool(jnp.isfinite(logits).all())
 
 
-@pytest.mark.parametrize("name", ["all", "window", "longrope"])
+@pytest.mark.parametrize("name", ["all", "window", "longrope", "mixed"])
 def test_padding_on_either_side_changes_nothing(name):
     apply_fn, params = built(CONFIGS[name])
     ids = ids_of(2, 6)
@@ -115,6 +131,33 @@ def test_a_cache_gives_what_reading_everything_gives(name):
         if t < 10:
             logits, cache = apply_fn(params, Cached(Tokens(ids[:, t : t + 1]), cache))
     assert int(cache.filled) == 10
+
+
+@pytest.mark.parametrize("window", ["mixed", "all blocks"])
+def test_blocks_with_and_without_the_window_see_what_theirs_says(window):
+    """In two blocks of which one sees 4 places and one sees all, everything reaches the last."""
+    config = dataclasses.replace(MIXED, depth=2, windowed=(True, False))
+    if window == "all blocks":
+        config = dataclasses.replace(config, windowed=None)
+    apply_fn, params = built(config)
+    ids = ids_of(1, 12)
+    change = lambda t: apply_fn(params, ids.at[0, t].add(1)) - apply_fn(params, ids)
+    seen = [float(jnp.abs(change(t))[0, 11].max()) > 0 for t in range(12)]
+    assert seen == ([True] * 12 if window == "mixed" else [False] * 5 + [True] * 7)
+
+
+def test_half_precision_stays_half_and_close():
+    apply_fn, params = built(MIXED)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    ids = ids_of(2, 8)
+    logits = apply_fn(half, ids)
+    assert logits.dtype == jnp.bfloat16
+    close(logits.astype(jnp.float32), apply_fn(params, ids), 0.1)
+
+
+def test_flash_attention_is_refused_where_it_has_no_soft_caps():
+    with pytest.raises(ValueError, match="'cudnn' has no soft-capping"):
+        Decoder(MIXED, attention="cudnn", rngs=nnx.Rngs(0))
 
 
 def test_a_long_text_has_other_angles_than_a_short_one():

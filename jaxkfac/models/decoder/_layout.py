@@ -18,8 +18,9 @@ def layout(config: DecoderConfig, *, fused: bool) -> dict[str, Leaf]:
     if fused:
         parts = {name: {name: sum(each.values())} for name, each in parts.items()}
     attention, mlp = config.attention_bias, config.mlp_bias
+    qkv = attention or config.qkv_bias
     linear = (  # path, outputs of each stored part, inputs, biases
-        ("self_attn/qkv_proj", parts["qkv_proj"], width, attention),
+        ("self_attn/qkv_proj", parts["qkv_proj"], width, qkv),
         ("self_attn/o_proj", {"o_proj": width}, heads, attention),
         ("mlp/gate_up_proj", parts["gate_up_proj"], width, mlp),
         ("mlp/down_proj", {"down_proj": width}, hidden, mlp),
@@ -29,8 +30,14 @@ def layout(config: DecoderConfig, *, fused: bool) -> dict[str, Leaf]:
             "model.embed_tokens.weight", (config.vocabulary, width)
         )
     }
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        leaves[f"model/layers/{norm}/scale"] = _stacked(config, norm, "weight", {"": (width,)})
+    norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), width)
+    if config.post_norms:
+        norms |= dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), width)
+    if config.head_norms:
+        norms |= dict.fromkeys(("self_attn/q_norm", "self_attn/k_norm"), config.head_size)
+    for norm, size in norms.items():
+        room = norm.replace("/", ".")
+        leaves[f"model/layers/{norm}/scale"] = _stacked(config, room, "weight", {"": (size,)})
     for path, outputs, inputs, bias in linear:
         module = path.partition("/")[0]
         weights = {part: (out, inputs) for part, out in outputs.items()}

@@ -33,7 +33,7 @@ def load_decoder(
     sharding: LeafSharding | None = None,
     attention: AttentionBy = "xla",
 ) -> Pretrained:
-    """Load a decoder of type phi3, llama or mistral.
+    """Load a decoder of the types phi3, llama, mistral, qwen2, qwen3, gemma2 or gemma3_text.
 
     Nothing is initialised first: shapes come from the config, every name and shape of the
     checkpoint is compared with them before a tensor is read, and stacked parameters are filled

@@ -194,6 +194,25 @@ def test_kernels_are_quantised_while_they_are_read(tmp_path):
         load_decoder(tmp_path, quantize=pattern)
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma2", "gemma3_text"])
+def test_every_family_takes_adapters_and_nf4(tmp_path, kind):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "sliding_window": 3}
+    write(tmp_path, CONFIG | sizes | {"model_type": kind}, fused=False)
+    pattern = r"model/layers/.*/kernel"
+    decoder = load_decoder(tmp_path, dtype=jnp.float32, quantize=pattern, remat=False)
+    config = jk.lslora.Config(rank=2, target=pattern)
+    adapted = jk.lslora.attach(decoder.apply_fn, config)
+    ids = jnp.arange(8).reshape(2, 4)
+    adapters = jk.lslora.init(config, decoder.apply_fn, decoder.params, ids, key=jax.random.key(0))
+    assert len(adapters) == 4
+    fresh = jax.jit(adapted)(decoder.params, adapters, ids)
+    base = jax.jit(decoder.apply_fn)(nf4.dequantize(decoder.params), ids)
+    np.testing.assert_allclose(fresh, base, atol=1e-4 * float(jnp.abs(base).max()), rtol=0)
+    grads = jax.jit(jax.grad(lambda x: jnp.square(adapted(decoder.params, x, ids)).mean()))
+    for name, gradient in grads(adapters).items():
+        assert float(jnp.abs(gradient.b).min(-1).max()) > 0, name
+
+
 @pytest.mark.parametrize("quantize", [None, ".*/(o_proj|down_proj)/kernel"])
 def test_shapes_are_those_of_what_would_be_loaded(tmp_path, quantize):
     write(tmp_path, CONFIG | {"hidden_size": 64, "intermediate_size": 128})

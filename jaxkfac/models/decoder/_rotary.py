@@ -157,14 +157,15 @@ class Rotary:
 
 
 def rotate(
-    x_BxTxHxK: Float[Array, "B T H K"], angles_BxTxR: Float[Array, "B T R"], scale: float | int
+    x_BxTxHxK: Float[Array, "B T H K"], angles_BxTxR: Float[Array, "B T R"], scale: Float[Array, ""]
 ) -> Float[Array, "B T H K"]:
     """Turn element i of a head's first ``2 R`` with element ``i + R``; keep the rest."""
     half = angles_BxTxR.shape[-1]
     # At least float32: cosine and sine of bfloat16 are off in the third digit.
     wide = statistics_dtype(x_BxTxHxK.dtype)
     turned, kept = x_BxTxHxK[..., : 2 * half].astype(wide), x_BxTxHxK[..., 2 * half :]
-    cos, sin = (scale * f(angles_BxTxR.astype(wide))[:, :, None] for f in (jnp.cos, jnp.sin))
+    scale, angles = scale.astype(wide), angles_BxTxR.astype(wide)
+    cos, sin = (scale * f(angles)[:, :, None] for f in (jnp.cos, jnp.sin))
     left, right = turned[..., :half], turned[..., half:]
     turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
     return jnp.concatenate([turned.astype(x_BxTxHxK.dtype), kept], -1)
