@@ -23,7 +23,7 @@ PRESET ?= digits
 # A finished run is never written over by itself: RUN_ARGS=--overwrite or RUN_ARGS=--resume
 RUN_ARGS ?=
 
-.PHONY: help run test test-slow test-exhaustive test-oldest test-newest lint format docs-check bench mutants parity accelerators plan-record gpu-check clean
+.PHONY: help run test test-slow test-exhaustive test-oldest test-newest lint format docs-check site bench mutants parity accelerators plan-record gpu-check clean
 
 help:
 	@echo "make run          train --preset $(PRESET): K-FAC beside AdamW, checkpoint and report"
@@ -35,6 +35,7 @@ help:
 	@echo "make lint         ruff, pyright, import-linter"
 	@echo "make format       ruff format and the fixes that are safe"
 	@echo "make docs-check   README blocks, docstring examples, notebooks"
+	@echo "make site         the site into build/site, from docs and docstrings; its links and spelling are checked"
 	@echo "make bench        time and bytes of (gradient + factors) / gradient"
 	@echo "make mutants      200 one-line mutants of the core against its tests: hours, goes on where it stopped"
 	@echo "make parity       jaxkfac against torch_ref, number by number: parity_report.md, .html"
@@ -61,6 +62,12 @@ $(VENV)/.stamp-test: pyproject.toml constraints.txt
 	$(call venv,$(VENV))
 	@echo "installing jaxkfac and its tests into $(VENV); the first time takes a few minutes"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[all,test,lint]"
+	@touch $@
+
+$(VENV)/.stamp-docs: pyproject.toml constraints.txt
+	$(call venv,$(VENV))
+	@echo "installing what builds the site into $(VENV)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	@touch $@
 
 $(OLDEST)/.stamp: pyproject.toml constraints-oldest.txt constraints.txt
@@ -129,6 +136,13 @@ format: $(VENV)/.stamp-test
 
 docs-check: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m "not exhaustive" tests/readme_test.py tests/docstrings_test.py tests/notebooks_test.py $(PYTEST_ARGS)
+
+# Read it from the folder: build/site/index.html needs no server and no network.
+site: $(VENV)/.stamp-docs
+	$(BIN)/codespell README.md CHANGELOG.md docs jaxkfac examples notebooks
+	rm -rf build/site
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees -b html docs build/site
+	$(BIN)/python docs/_extensions/check_site.py build/site
 
 bench: $(VENV)/.stamp-run
 	$(BIN)/python -m benchmarks.factors

@@ -12,7 +12,14 @@ author = "The jaxkfac developers"
 copyright = "The jaxkfac developers, Apache License 2.0"
 release = version = jaxkfac.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml", "docstrings"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "mathml",
+    "docstrings",
+    "records",
+]
 exclude_patterns = ["_*"]
 
 myst_enable_extensions = ["dollarmath", "amsmath"]

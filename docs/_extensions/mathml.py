@@ -1,5 +1,7 @@
 """Formulas as MathML, made when the site is built: no script and no font is fetched to read it."""
 
+import re
+
 from docutils import nodes
 from docutils.utils.math import MathError, latex2mathml
 from sphinx.application import Sphinx
@@ -7,11 +9,13 @@ from sphinx.util import logging
 from sphinx.writers.html5 import HTML5Translator
 
 logger = logging.getLogger(__name__)
+DIGITS = re.compile(r"(\\[dt]?frac)(\d)(\d)")
 
 
 def _mathml(node: nodes.Element, *, block: bool) -> str:
+    formula = DIGITS.sub(r"\1{\2}{\3}", node.astext())  # docutils reads 12 as one number
     try:
-        return latex2mathml.tex2mathml(node.astext(), as_block=block)
+        return latex2mathml.tex2mathml(formula, as_block=block)
     except MathError as error:
         logger.warning("formula %r: %s", node.astext(), error, location=node)
         return node.astext()
