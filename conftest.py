@@ -19,7 +19,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")  # sharding needs a second device
 # Most of the suite's time is XLA's CPU compiler. Unoptimised kernels, from its plain emitter while
 # there is one, take much less, and change nothing that XLA decides before (fusion, buffers, order
-# of operations). Slow tests run what users run: see the Makefile.
+# of operations). What a user starts runs as it does for users: see users_kernels.
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
     if importlib.metadata.version("jaxlib").startswith("0.10."):
@@ -97,8 +97,14 @@ def _bounded_memory():
 
 
 @pytest.fixture
+def users_kernels(monkeypatch):
+    """Processes that the test starts compile as those of users do."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=3")
+
+
+@pytest.fixture
 def few_objects():
-    """Spares what walks over every object alive those that earlier tests have left."""
+    """Spares what visits every object alive those that earlier tests have left."""
     gc.freeze()
     yield
     gc.unfreeze()

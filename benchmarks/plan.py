@@ -22,7 +22,8 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,24 +101,28 @@ def planned_bytes(training: Training, estimate: MemoryEstimate) -> int:
     return dataclasses.replace(estimate, device=rows).device_total - estimate.scratch
 
 
-def trainings(scale: int = 4) -> Iterator[tuple[str, Training]]:
-    """The configurations; ``scale`` multiplies widths."""
-    for remat, donate in ((False, True), (False, False), (True, True)):
-        name = "scanned" + ", rematted" * remat + ", undonated" * (not donate)
-        yield name, _stepped(_decoder(scale, remat=remat), donate=donate)
-    yield "dense", _stepped(_dense(scale))
-    yield "convolution", _stepped(_convolution(scale), tx=optax.sgd(1e-2, momentum=0.9))
-    yield "encoder-decoder", _stepped(_encoder_decoder(scale))
-    yield "adapters", _adapters(_decoder(scale), quantised=False)
-    yield "NF4", _adapters(_decoder(scale), quantised=True)
-    yield "K-FAC in graph", _in_graph(_dense(scale))
-    yield "host", _on_host(_decoder(scale, remat=True))
-    yield "budget", _budgeted(_decoder(scale, remat=True))
-    yield "accumulation", _accumulated(_decoder(scale))
-    # Nobody looked at the next three when the estimates were written.
-    yield "encoder-decoder, NF4", _adapters(_encoder_decoder(scale), quantised=True)
-    yield "batch statistics, K-FAC, accumulation", _in_graph(*_residual(scale), steps=4)
-    yield "scanned bfloat16, K-FAC staggered", _in_graph(_in_half(_decoder(scale)), stagger=True)
+def trainings(scale: int = 4) -> dict[str, Callable[[], Training]]:
+    """What builds each configuration, by name; ``scale`` multiplies widths."""
+    decoder, dense = partial(_decoder, scale), partial(_dense, scale)
+    rematted = partial(_decoder, scale, remat=True)
+    return {
+        "scanned": lambda: _stepped(decoder()),
+        "scanned, undonated": lambda: _stepped(decoder(), donate=False),
+        "scanned, rematted": lambda: _stepped(rematted()),
+        "dense": lambda: _stepped(dense()),
+        "convolution": lambda: _stepped(_convolution(scale), tx=optax.sgd(1e-2, momentum=0.9)),
+        "encoder-decoder": lambda: _stepped(_encoder_decoder(scale)),
+        "adapters": lambda: _adapters(decoder(), quantised=False),
+        "NF4": lambda: _adapters(decoder(), quantised=True),
+        "K-FAC in graph": lambda: _in_graph(dense()),
+        "host": lambda: _on_host(rematted()),
+        "budget": lambda: _budgeted(rematted()),
+        "accumulation": lambda: _accumulated(decoder()),
+        # Nobody looked at the next three when the estimates were written.
+        "encoder-decoder, NF4": lambda: _adapters(_encoder_decoder(scale), quantised=True),
+        "batch statistics, K-FAC, accumulation": lambda: _in_graph(*_residual(scale), steps=4),
+        "scanned bfloat16, K-FAC staggered": lambda: _in_graph(_in_half(decoder()), stagger=True),
+    }
 
 
 def _decoder(scale: int, *, remat: bool = False) -> tuple[Any, Any, Any]:
@@ -398,9 +403,9 @@ def main() -> None:
     record: dict[str, Any] = {**known, **stamp(scale=args.scale, only=args.only)}
     for target in args.targets:
         record.setdefault(target, {})
-        for name, training in trainings(args.scale):
+        for name, build in trainings(args.scale).items():
             if args.only is None or name in args.only:
-                record[target][name] = compare(training, target, python=args.python)
+                record[target][name] = compare(build(), target, python=args.python)
                 shown(f"{target} {name}", record[target][name])
                 write(record, args.json)
     if args.markdown is not None:

@@ -10,7 +10,7 @@ ours answers. JAX's own caches stay warm, as they are for everyone's second trac
 
 The floor of statistics: the program is traced once more than for the gradient, because the
 gradient is of a program that has been analysed first; so 1 (differentiation of the emitted
-program) + the forward trace + the walk (``find_layers``).
+program) + the forward trace + the analysis (``find_layers``).
 """
 
 import argparse

@@ -117,7 +117,7 @@ NAMES = {
     "order_problem": _CHECK,
     "register_kind": _PART,
     "reversal": _PART,
-    "walked_by": _PART,
+    "scanned_by": _PART,
     "whole": _PART,
     "with_leaves": _PART,
     "DeferredParameter": _PART,

@@ -29,6 +29,8 @@ def docstrings(source: str) -> list[tuple[str, str, int]]:
         if documented and (text := ast.get_docstring(node, clean=True)):
             found.append((name, text, node.body[0].lineno))
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):  # no definition is in one
+                continue
             visit(child, f"{name}.{child.name}".strip(".") if hasattr(child, "name") else name)
 
     visit(ast.parse(source), "")

@@ -18,6 +18,7 @@ SHORT = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("users_kernels")
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_example_runs_and_learns(path: Path, tmp_path: Path):
     command = [sys.executable, path, *SHORT.get(path.stem, [])]

@@ -16,6 +16,7 @@ def _cells(notebook: nbformat.NotebookNode) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("users_kernels")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)  # a reader has one device

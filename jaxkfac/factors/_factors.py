@@ -127,7 +127,7 @@ class Factors(_Named):
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
 
-    # Kept for the life of one instance: walking over the layers stays linear in their number.
+    # Kept for the life of one instance: looking the layers up stays linear in their number.
     @functools.cached_property
     def _by_name(self) -> dict[str, Layer]:
         return {layer.name: layer for layer in self.layers}

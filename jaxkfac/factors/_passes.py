@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxkfac.factors._statistics import PassPart, Statistics
-from jaxkfac.interception import Layer, walked_by
+from jaxkfac.interception import Layer, scanned_by
 from jaxkfac.linalg import panel_shapes
 from jaxkfac.memory import MemoryBudgetError, bytes_text
 
@@ -65,7 +65,7 @@ class _Side:
         slot: Bytes of what the backward pass emits.
         extra: Of which so many live beside the factor that is made of it.
         output: Bytes of the factor.
-        walker: The scan along its rows, if there is one.
+        scan: The scan over its rows, if there is one.
     """
 
     layer: Layer
@@ -73,16 +73,16 @@ class _Side:
     slot: int
     extra: int
     output: int
-    walker: Any = None
+    scan: Any = None
 
     def nbytes(self, rows: int = 1) -> int:
         """Slots and factors; in a scan, also the row being written and the one it replaces."""
-        written = 2 * self.slot if self.walker else 0
+        written = 2 * self.slot if self.scan else 0
         return rows * (self.extra + self.output) + written
 
     def part(self, rows: int) -> PassPart:
         return PassPart(
-            inputs=self.inputs, outputs=not self.inputs, rows=rows if self.walker else None
+            inputs=self.inputs, outputs=not self.inputs, rows=rows if self.scan else None
         )
 
 
@@ -104,17 +104,17 @@ def plan_passes(statistics: Statistics, max_factor_bytes: int, *, vjps: int = 0)
     sides = list(_sides(statistics, vjps))
     for side in sides:
         if side.nbytes() > max_factor_bytes:
-            where = " at one iteration" if side.walker else ""
+            where = " at one iteration" if side.scan else ""
             raise MemoryBudgetError(
                 f"max_factor_bytes={max_factor_bytes}: the {'input' if side.inputs else 'output'} "
                 f"side of {side.layer.name!r}{where} needs {side.nbytes()} bytes "
                 f"({bytes_text(side.nbytes())}); allow that much, or lower max_dense to keep it "
                 "as a diagonal"
             )
-    whole = _bins([s for s in sides if not s.walker], max_factor_bytes)
+    whole = _bins([s for s in sides if not s.scan], max_factor_bytes)
     passes = [_pass(group, 0, 0) for group in whole]
-    for walker in dict.fromkeys(s.walker for s in sides if s.walker):
-        for group in _bins([s for s in sides if s.walker == walker], max_factor_bytes):
+    for scan in dict.fromkeys(s.scan for s in sides if s.scan):
+        for group in _bins([s for s in sides if s.scan == scan], max_factor_bytes):
             length, done = group[0].layer.stack[0], 0
             free = passes and passes[0].parts.keys().isdisjoint(s.layer.name for s in group)
             room = max_factor_bytes - passes[0].nbytes if free else 0
@@ -131,7 +131,7 @@ def plan_passes(statistics: Statistics, max_factor_bytes: int, *, vjps: int = 0)
                 most = _rows(group, max_factor_bytes)
                 rows = -(-left // -(-left // most))  # as even as the number of passes allows
                 passes += [_pass(group, rows, start) for start in range(done, length, rows)]
-    total = sum(s.output * (s.layer.stack[0] if s.walker else 1) for s in sides)
+    total = sum(s.output * (s.layer.stack[0] if s.scan else 1) for s in sides)
     return PassPlan(tuple(passes or [Pass({}, 0, 0)]), total, max_factor_bytes)
 
 
@@ -143,35 +143,35 @@ def smallest_budget(statistics: Statistics, *, vjps: int = 0) -> int:
 def largest_budget(statistics: Statistics, *, vjps: int = 0) -> int:
     """The least ``max_factor_bytes`` under which one pass gathers everything."""
     sides = _sides(statistics, vjps)
-    return sum(side.nbytes(side.layer.stack[0] if side.walker else 1) for side in sides)
+    return sum(side.nbytes(side.layer.stack[0] if side.scan else 1) for side in sides)
 
 
 def _sides(statistics: Statistics, vjps: int) -> Iterator[_Side]:
     traced = statistics.traced
-    walkers = {
-        x.name: None if x.is_elementwise else walked_by(traced.uses_of(x))
+    scans = {
+        x.name: None if x.is_elementwise else scanned_by(traced.uses_of(x))
         for x in traced.table.tapped
     }
     one = dataclasses.replace(
-        statistics, parts={name: PassPart(rows=1 if w else None) for name, w in walkers.items()}
+        statistics, parts={name: PassPart(rows=1 if scan else None) for name, scan in scans.items()}
     )
     slots, number = jax.eval_shape(one.slots), jnp.ones((), jnp.float32)
     made = jax.eval_shape(
         lambda slots: one.factors(slots, one.outputs(slots), number, number), slots
     )
     for layer in traced.table.tapped:
-        walker, slot = walkers[layer.name], slots[layer.name]
+        scan, slot = scans[layer.name], slots[layer.name]
         a = {key: leaf for key, leaf in slot.items() if key.startswith("a")}
         g = {key: leaf for key, leaf in slot.items() if key not in a}
         if a:
             sums = made.a_sums[layer.name]
-            yield _Side(layer, True, _bytes(a), _extra(a, sums), _bytes(sums), walker)
+            yield _Side(layer, True, _bytes(a), _extra(a, sums), _bytes(sums), scan)
         sums = (made.diagonals | made.g_sums)[layer.name]
         extra = _extra(g, sums) + vjps * _bytes(g)
         if statistics.unpacks(layer) and "g" in g:
             panels = panel_shapes(layer.out_features)
             extra += sum(rows * columns for rows, columns in panels) * g["g"].dtype.itemsize
-        yield _Side(layer, False, _bytes(g), extra, _bytes(sums), walker)
+        yield _Side(layer, False, _bytes(g), extra, _bytes(sums), scan)
 
 
 def _extra(slot: PyTree, sums: jax.ShapeDtypeStruct) -> int:

@@ -1,6 +1,6 @@
 """Find the layers of any JAX function; re-emit it with handlers in their place.
 
-A function is traced to a jaxpr once (``trace``), and one walk over it (``_analysis``) says of
+A function is traced to a jaxpr once (``trace``), and one analysis of it (``_analysis``) says of
 every value what it can be:
 
 - a **constant** depends on neither parameters nor data;
@@ -25,8 +25,8 @@ unknown primitive makes fresh ones. So a mask of the outputs finds the rows of a
 identity, never by equal sizes. Only axes of data propagate: a constant of shape ``(S, S)`` would
 make queries and keys the same axis.
 
-**Plan and emission.** The walk leaves a plan: for each jaxpr, which equations are uses, views or
-calls. ``Traced.emit`` runs it, the equations between them as they were, through jit, checkpoint
+**Plan and emission.** The analysis leaves a plan: for each jaxpr, which equations are uses, views
+or calls. ``Traced.emit`` runs it, the equations between them as they were, through jit, checkpoint
 (policy kept), scan, cond and shard_map. Each layer has a **slot**, a dictionary of extra inputs,
 which goes where its parameter goes: a scanned parameter has a stacked slot, and one multiplied by
 a constant has its slot multiplied by the power of it that each entry declares (``SlotEntry``). A
@@ -35,8 +35,9 @@ the handler gets the site and the operands, and returns the result. A handler wh
 returns statistics as the slot's cotangent has them summed over uses and stacked over
 iterations by differentiation itself.
 
-**Marks.** A scalar loss can name its outputs (``mark_outputs``). The walk says which layers lead to
-which mark (``leading_to``), and ``lifted`` runs the program so that it returns what they mark.
+**Marks.** A scalar loss can name its outputs (``mark_outputs``). The analysis says which layers
+lead to which mark (``leading_to``), and ``lifted`` runs the program so that it returns what they
+mark.
 
 Example:
     >>> import jax, jax.numpy as jnp, jaxkfac.interception as interception
@@ -106,7 +107,7 @@ from jaxkfac.interception._trace_cache import Staged, TraceCache
 from jaxkfac.interception._uses import matrix_problem, order_problem
 from jaxkfac.interception._values import Data, Use, View
 from jaxkfac.interception._views import broadcast_axes, reversal
-from jaxkfac.interception._windows import Window, walked_by
+from jaxkfac.interception._windows import Window, scanned_by
 
 __all__ = [
     "MARK_OUTPUTS",
@@ -182,12 +183,12 @@ __all__ = [
     "reversal",
     "scan_counts",
     "scan_like",
+    "scanned_by",
     "selector",
     "slices",
     "trace",
     "trace_marked",
     "varying_axes",
-    "walked_by",
     "whole",
     "with_leaves",
 ]

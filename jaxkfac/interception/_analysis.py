@@ -1,6 +1,6 @@
 """Abstract interpretation of a traced function: where parameters meet data.
 
-One walk over the jaxpr, down through jit, checkpoint, scan, cond and shard_map, follows three
+An interpreter of the jaxpr, down through jit, checkpoint, scan, cond and shard_map, follows three
 things at once: parameters through views (``_views``), axes through data (``_propagate``),
 and value numbers, by which uses that read the same input are recognised. Whatever reads a
 parameter ends up as a use, a view or a finding: that is the completeness argument.
@@ -34,10 +34,10 @@ from jaxkfac.interception._constant_rows import Meeting
 from jaxkfac.interception._coupling import mixed_atoms
 from jaxkfac.interception._custom import (
     APART,
+    interpret_primal,
+    interpret_rule,
     is_rule,
     step_without_derivative,
-    walk_primal,
-    walk_rule,
 )
 from jaxkfac.interception._facts import Facts, reasons_of
 from jaxkfac.interception._functions import is_function, seen_in
@@ -47,7 +47,13 @@ from jaxkfac.interception._masks import holds_mask, is_mask
 from jaxkfac.interception._plan import MARK_ROWS, Mark, Plan
 from jaxkfac.interception._products import follow_product
 from jaxkfac.interception._propagate import Axes, fresh, propagate
-from jaxkfac.interception._structured import Scope, Walked, walk_cond, walk_scan, walk_shard_map
+from jaxkfac.interception._structured import (
+    Interpreted,
+    Scope,
+    interpret_cond,
+    interpret_scan,
+    interpret_shard_map,
+)
 from jaxkfac.interception._uses import uses_of
 from jaxkfac.interception._values import (
     Combined,
@@ -59,8 +65,8 @@ from jaxkfac.interception._values import (
     Use,
     Value,
     View,
+    traced_indices_in,
     views_in,
-    walkers_in,
 )
 from jaxkfac.interception._views import broadcast_axes, view_of
 
@@ -74,7 +80,7 @@ _UNKNOWN_ROWS = (
     "is chosen by data in `select_n`, element by element: a `cond` under `vmap`, which chooses it "
     "for whole rows, can be followed"
 )
-_WALKERS = {"scan": walk_scan, "cond": walk_cond, "shard_map": walk_shard_map}
+_STRUCTURED = {"scan": interpret_scan, "cond": interpret_cond, "shard_map": interpret_shard_map}
 _COMPLEX = (
     "is complex ({}): factors are of real parameters; hold its real and imaginary parts as two, "
     "or leave it out with uncovered='ignore'"
@@ -82,7 +88,7 @@ _COMPLEX = (
 
 
 class Analysis(Facts):
-    """The walk and its results.
+    """The interpreter and its results.
 
     Args:
         closed: The traced function.
@@ -118,7 +124,7 @@ class Analysis(Facts):
             Constant(self.unique()) if k in held else self._input(v, path, k)
             for k, (v, path) in enumerate(zip(closed.jaxpr.invars, paths, strict=True))
         ]
-        self.outputs, self.plan = self._walk(closed.jaxpr, closed.consts, ins, ())
+        self.outputs, self.plan = self._interpret(closed.jaxpr, closed.consts, ins, ())
         self.closed_in.update(_products_in(self.outputs))
         self.tables |= lookups_in(self.outputs)
         for out in self.outputs:
@@ -145,15 +151,15 @@ class Analysis(Facts):
         self.parameters[path] = view
         return view
 
-    # -- the walk ---------------------------------------------------------------------
+    # -- the interpreter --------------------------------------------------------------
 
-    def _walk(
+    def _interpret(
         self,
         jaxpr: Jaxpr,
         consts: Sequence[ArrayLike],
         ins: Sequence[Value],
         scope: Scope,
-    ) -> Walked:
+    ) -> Interpreted:
         plan = Plan(jaxpr, list(consts))
         readers = collections.Counter(
             v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v)
@@ -198,16 +204,16 @@ class Analysis(Facts):
             return [Data(self.unique(), own) for own in axes]
         if kind in ("jit", "checkpoint") or (kind == "custom" and not has_parameters):
             with self._inside(position):
-                outs, inner = self._walk(*body_of(eqn), ins, scope)
+                outs, inner = self._interpret(*body_of(eqn), ins, scope)
             if kind != "custom":
                 plan.calls[position] = inner
             if kind == "jit":
                 inner.exports_views = any(map(views_in, outs))
             return outs if kind == "jit" else [self.outside(v, eqn) for v in outs]
-        if kind in _WALKERS:
-            into = _WALKERS[kind]
+        if kind in _STRUCTURED:
+            into = _STRUCTURED[kind]
             with self._inside(position):
-                outs, plan.calls[position] = into(self, self._walk, eqn, ins, scope)
+                outs, plan.calls[position] = into(self, self._interpret, eqn, ins, scope)
             return outs
         alone = not any(isinstance(v, Data) for v in ins)
         function = kind == "custom" and alone and is_function(eqn)
@@ -265,8 +271,8 @@ class Analysis(Facts):
                 eqn, ins, f"is read inside `{name}`, where `{step}` has no derivative"
             )
         with self._inside(position):
-            walk = walk_rule if is_rule(eqn) else walk_primal
-            outs, plan.calls[position] = walk(self, self._walk, eqn, ins, scope)
+            interpret = interpret_rule if is_rule(eqn) else interpret_primal
+            outs, plan.calls[position] = interpret(self, self._interpret, eqn, ins, scope)
         return outs
 
     def _mark(self, eqn: Eqn, position: int, ins: list[Value], plan: Plan) -> list[Value]:
@@ -289,14 +295,14 @@ class Analysis(Facts):
             into = " to complex numbers" if is_complex(eqn.outvars[0]) else ""
             reasons = reasons_of(parameters, f"`{name}`{into}")
             return [
-                Derived(n, reasons, walkers_in(ins)) if _differentiable(v) else Constant(n)
+                Derived(n, reasons, traced_indices_in(ins)) if _differentiable(v) else Constant(n)
                 for n, v in zip(out, eqn.outvars, strict=True)
             ]
         for v in parameters:
             self.report(v, reason or f"is read inside `{name}`")
         axes = [v.axes if isinstance(v, Data) else None for v in ins]
         if call_kind(eqn) is not None or not any(axes_ is not None for axes_ in axes):
-            # Inside a loop or branch that is not walked, any axis may have become any other.
+            # Inside a loop or branch that is not looked into, any axis may have become any other.
             shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars]
             results = [fresh(self.table, s) for s in shapes]
         else:
@@ -348,7 +354,7 @@ class Analysis(Facts):
             seen = seen_in(self, eqn, [_as_constant(v) for v in ins])
             seen = seen and [_rowless(v, name) for v in seen]
         if seen is not None:
-            plan.views[position] = _walker(ins, seen)
+            plan.views[position] = _traced_index(ins, seen)
             return seen
         if not any(isinstance(v, Data) for v in ins):
             return self._product_of_constant(eqn, position, ins, plan, scope)
@@ -423,7 +429,7 @@ class Analysis(Facts):
         if self._where(eqn) in self._refused:
             reasons = reasons_of(ins, f"`{eqn.primitive.name}` {_NOT_EXAMPLES}")
             self.of_constants.update(reasons)
-            return [Derived(number, reasons, walkers_in(ins))]
+            return [Derived(number, reasons, traced_indices_in(ins))]
         rows: list[Value] = [
             Data(v.number, fresh(self.table, a.aval.shape, "feature"))
             if isinstance(v, Constant)
@@ -477,8 +483,8 @@ def _differentiable(var: Var) -> bool:
     return jnp.issubdtype(getattr(var.aval, "dtype", np.dtype(bool)), jnp.inexact)
 
 
-def _walker(ins: Sequence[Value], outs: Sequence[Value]) -> tuple[str, int] | None:
-    """The index that walks along a stack in a view, if one does."""
+def _traced_index(ins: Sequence[Value], outs: Sequence[Value]) -> tuple[str, int] | None:
+    """The traced index that takes an entry of a stack in a view, if one does."""
     before = next((len(v.consumed) for value in ins for v in views_in(value)), 0)
     new = next((v.consumed[before:] for value in outs for v in views_in(value)), ())
-    return new[0].walker if new else None
+    return new[0].traced_index if new else None

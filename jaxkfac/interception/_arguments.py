@@ -1,4 +1,4 @@
-"""Arguments that every room takes, refused in words: apply functions and trees of arrays."""
+"""Arguments that every package takes, refused in words: apply functions and trees of arrays."""
 
 from collections.abc import Iterable
 from typing import Any

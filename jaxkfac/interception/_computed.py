@@ -23,8 +23,8 @@ from jaxkfac.interception._values import (
     Use,
     Value,
     View,
+    traced_indices_in,
     views_in,
-    walkers_in,
 )
 
 BEHIND = "reparameterised"  # the kind of a parameter behind such a weight
@@ -85,12 +85,12 @@ def _weight(
 ) -> list[Use]:
     """The uses of a weight as a layer of its own; none where it cannot be one."""
     value, kind = ins[position], kind_reading(eqn.primitive.name)
-    walkers = walkers_in([value])
-    if kind is None or any(name != "scan" for name, _ in walkers):
+    traced_indices = traced_indices_in([value])
+    if kind is None or any(name != "scan" for name, _ in traced_indices):
         return []  # which of a stack it is depends on an index
     table, paths = facts.table, _paths(value)
     own = fresh(table, eqn.invars[position].aval.shape, "parameter")
-    scans = [scan for scan in scope if ("scan", scan) in walkers]
+    scans = [scan for scan in scope if ("scan", scan) in traced_indices]
     stack = [fresh(table, (facts.lengths[scan],), "parameter")[0] for scan in scans]
     steps = tuple(
         Consumed(facts.lengths[scan], atoms, ("scan", scan))

@@ -1,6 +1,6 @@
 """Where examples meet: batch statistics, contrastive losses, products along the batch.
 
-An output that reads several examples has no gradient of one example alone. The walk notes over
+An output that reads several examples has no gradient of one example alone. The analysis notes over
 which atoms each equation sums, sorts or picks (``mixed_atoms``); whether those are the examples,
 and whether the first output depends on such an equation, is asked only by whoever needs it.
 """

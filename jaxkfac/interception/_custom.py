@@ -18,7 +18,7 @@ from jaxkfac.interception._compat import ClosedJaxpr, Eqn, Var, body_of, evaluat
 from jaxkfac.interception._coupling import visit_live
 from jaxkfac.interception._facts import Facts
 from jaxkfac.interception._propagate import fresh
-from jaxkfac.interception._structured import Scope, Walk, Walked
+from jaxkfac.interception._structured import Interpret, Interpreted, Scope
 from jaxkfac.interception._values import Constant, Data, Parameter, Value
 
 APART = "jaxkfac_apart"  # what a call is named in which no layer is looked for
@@ -57,29 +57,33 @@ def _is_coarse(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.integer) or dtype.itemsize < 2
 
 
-def walk_primal(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: Scope) -> Walked:
+def interpret_primal(
+    facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scope: Scope
+) -> Interpreted:
     """The results of a ``custom_vjp``, and the plan of its primal."""
-    outs, plan = walk(*body_of(eqn), ins, scope)
+    outs, plan = interpret(*body_of(eqn), ins, scope)
     results = [
         Data(facts.unique(), v.axes) if isinstance(v, Data) else facts.outside(v, eqn) for v in outs
     ]
     return results, plan
 
 
-def walk_rule(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: Scope) -> Walked:
+def interpret_rule(
+    facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scope: Scope
+) -> Interpreted:
     """The results of a ``custom_jvp``, and the plan of its rule.
 
     The results are those of the primal with its parameters held; the rule gets them held too, and
     as the parameters the tangents.
     """
     held = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
-    outs, _ = walk(*body_of(eqn), held, scope)
+    outs, _ = interpret(*body_of(eqn), held, scope)
     primals, tangents = operands_of(eqn)
     closed = rule_of(eqn)
     own = dict(zip(eqn.invars, ins, strict=True))
     inside = [dict(zip(eqn.invars, held, strict=True))[v] for v in primals]
     inside += [_tangent(facts, own[v]) for v in tangents]
-    _, plan = walk(closed.jaxpr, closed.consts, inside, scope)
+    _, plan = interpret(closed.jaxpr, closed.consts, inside, scope)
     results: list[Value] = [
         Data(facts.unique(), v.axes if isinstance(v, Data) else fresh(facts.table, w.aval.shape))
         for v, w in zip(outs, eqn.outvars, strict=True)

@@ -30,7 +30,7 @@ def analyse(
     (the direction of a derivative), the program is changed to make it for each
     (``_constant_rows``). Anywhere else (a penalty, a weight in a fixed basis) its cotangent
     is a sum over examples, and what it gives is a value of the parameter alone. Which it is shows
-    only at the end: each is taken for a use first, and the walk repeated without those that are
+    only at the end: each is taken for a use first, and the analysis repeated without those that are
     none.
 
     So it is with a scale or bias that meets data without the example axis (a batch statistic, in
@@ -153,8 +153,8 @@ def _lost_uses(analysis: Analysis, *, num_outputs: int) -> list[Use]:
         return []
     lost = []
     for use in analysis.plan.all_uses():
-        walked = {a for scan in use.scope for a in table.atoms(analysis.walked[scan])}
-        if not (use.data is None or walked & examples or _runs_along(table, use, examples)):
+        scanned = {a for scan in use.scope for a in table.atoms(analysis.scanned[scan])}
+        if not (use.data is None or scanned & examples or _runs_along(table, use, examples)):
             lost.append(use)
     return lost
 

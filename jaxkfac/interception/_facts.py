@@ -1,4 +1,4 @@
-"""What a walk over a program has found so far."""
+"""What the analysis of a program has found so far."""
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
@@ -14,8 +14,8 @@ from jaxkfac.interception._values import (
     Parameter,
     Value,
     View,
+    traced_indices_in,
     views_in,
-    walkers_in,
 )
 
 
@@ -27,7 +27,7 @@ class Facts:
         findings: What the coverage report says beside the uses.
         reads: Paths of the parameters that some equation reads.
         data_axes: Axes of the data arguments.
-        walked: For each scan, the axes of data that it walks along (``lax.map``); for each branch,
+        scanned: For each scan, the axes of data that it runs over (``lax.map``); for each branch,
             none.
         lengths: For each scan, its number of iterations.
         parameters: The parameters as they are given, by path.
@@ -44,7 +44,7 @@ class Facts:
         self.findings: dict[CoverageNote, None] = {}
         self.reads: set[str] = set()
         self.data_axes: list[Axes] = []
-        self.walked: dict[int, Atoms] = {}
+        self.scanned: dict[int, Atoms] = {}
         self.lengths: dict[int, int] = {}
         self.parameters: dict[str, View] = {}
         self.computed: dict[Hashable, View] = {}
@@ -98,7 +98,7 @@ class Facts:
         """A value that leaves a structured equation: there it is no longer followed as a view."""
         if views_in(value):
             reasons = reasons_of([value], f"`{eqn.primitive.name}`")
-            return Derived(self.unique(), reasons, walkers_in([value]))
+            return Derived(self.unique(), reasons, traced_indices_in([value]))
         return value
 
     def arrangement(self, eqn: Eqn, view: View, ins: Sequence[Value], result: int = 0) -> int:

@@ -23,8 +23,8 @@ from jaxkfac.interception._values import (
     Parameter,
     Value,
     View,
+    traced_indices_in,
     views_in,
-    walkers_in,
 )
 from jaxkfac.interception._views import ELEMENT_BY_ELEMENT, SAME_ELEMENTS, is_negated, view_of
 
@@ -169,14 +169,14 @@ def _value(
 
     ``hidden`` says of further parameters why they are not seen any more.
     """
-    reasons, walkers = (hidden or {}) | _reasons_in(ins), walkers_in(ins)
+    reasons, traced_indices = (hidden or {}) | _reasons_in(ins), traced_indices_in(ins)
     views = [v for v in views if v.path not in reasons and all(j.size for j in v.joins)]
     lost = tuple(sorted(reasons.items()))
     if len(views) == 1 and not reasons:
         return views[0]
     if views:
-        return Combined(number, tuple(views), lost, walkers)
-    return Derived(number, lost, walkers) if reasons else Constant(number)
+        return Combined(number, tuple(views), lost, traced_indices)
+    return Derived(number, lost, traced_indices) if reasons else Constant(number)
 
 
 def _function(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value]:

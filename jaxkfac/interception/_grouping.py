@@ -466,7 +466,7 @@ def _input_key(table: AxisTable, block: _UseGroup) -> Any:
 
 def _use_key(table: AxisTable, use: Use) -> tuple[Any, ...]:
     assert use.data is not None
-    return (use.data.number, use.scope, use.view.walkers, _reading(table, use))
+    return (use.data.number, use.scope, use.view.traced_indices, _reading(table, use))
 
 
 def _reading(table: AxisTable, use: Use) -> str:

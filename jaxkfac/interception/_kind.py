@@ -1,6 +1,6 @@
 """What a kind of layer says of itself, and the kinds that are known.
 
-The walk over a program asks the kind that reads a primitive whether an equation is a use of it.
+The analysis of a program asks the kind that reads a primitive whether an equation is a use of it.
 Whoever gathers statistics asks the kind of a use for its rows. So a kind is one class, and this
 is all that the rest of the library knows of it. The kinds themselves are in ``jaxkfac.kinds``.
 """

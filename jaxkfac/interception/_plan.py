@@ -1,4 +1,4 @@
-"""The plan that the walk leaves: what is special about the equations of a program."""
+"""The plan that the analysis leaves: what is special about the equations of a program."""
 
 import dataclasses
 from typing import Any
@@ -27,7 +27,7 @@ class Plan:
         jaxpr: The jaxpr.
         consts: Its constants.
         uses: Position of an equation -> the layer uses in it.
-        views: Position of a view -> the index that walks along a stack in it, if any.
+        views: Position of a view -> the traced index that it takes along a stack, if any.
         choices: Position of a view for some rows -> its axes along which the rows run.
         lookups: Positions of the views of which each row picks its own entry of a stack.
         marks: Position of a ``mark_rows`` -> what it marks.

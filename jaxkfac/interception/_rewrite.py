@@ -95,7 +95,7 @@ class Rewriter:
         handler: Called for every equation with a tapped use; returns its result.
         entries: How the entries of slots follow their parameter.
         marks: The axes of every mark of the program.
-        walkers: For each layer with a slot, the indices that walk along its stack.
+        traced_indices: For each layer with a slot, the traced indices into its stack.
         windows: For some layers, the iterations that their slot has rows for.
         encoded: Paths of the parameters that the program sees as ``DeferredParameter``.
     """
@@ -104,7 +104,7 @@ class Rewriter:
     handler: Handler
     entries: Entries
     marks: tuple[Axes, ...]
-    walkers: Mapping[str, set[tuple[str, int]]]
+    traced_indices: Mapping[str, set[tuple[str, int]]]
     windows: Mapping[str, Window]
     encoded: frozenset[str] = frozenset()
 
@@ -144,9 +144,8 @@ class Rewriter:
                 run = _compat.of_operands(eqn, plan.jaxpr)
                 out = bind_view(eqn, values, run)
                 rows, picks = plan.choices.get(step), step in plan.lookups
-                rule = SlotRule(
-                    eqn, run, values, plan.views[step], self.walkers, self.entries, rows, picks
-                )
+                index, into = plan.views[step], self.traced_indices
+                rule = SlotRule(eqn, run, values, index, into, self.entries, rows, picks)
                 out_slots = rule.propagate(in_slots)
                 slot_env.update((v, s) for v, s in zip(eqn.outvars, out_slots, strict=True) if s)
             elif plan.calls[step].exports_views:  # a jitted indexing helper: run it in place
@@ -173,7 +172,7 @@ class Rewriter:
     ) -> Any:
         others = [(u, values[u.operand]) for u in uses if not u.kind.reads_encoded]
         refuse_deferred(others, lambda use: f"`{eqn.primitive.name}` ({use.kind.name})")
-        uses = [u for u in uses if u.layer in self.walkers]
+        uses = [u for u in uses if u.layer in self.traced_indices]
         if not uses:
             return bind(eqn)(*values)
         beside = [around.computed if u.view.computed_from else in_slots[u.operand] for u in uses]
@@ -264,15 +263,15 @@ class Rewriter:
             for u in inner.all_uses()
             if u.layer is not None and u.view.members and u.view.stacked_for == inner.scan
         }
-        walked = {
+        scanned = {
             u.layer
             for u in inner.all_uses()
-            if u.view.computed_from and ("scan", inner.scan) in u.view.walkers
+            if u.view.computed_from and ("scan", inner.scan) in u.view.traced_indices
         }
         in_slots = [
             *in_slots[: nc + nk],
             *(stacked_slots(d, stacks) for d in in_slots[nc + nk :]),
-            {name: s for name, s in around.computed.items() if name in walked},
+            {name: s for name, s in around.computed.items() if name in scanned},
         ]
         opening = self.windows.keys() - around.active.keys()  # an inner scan is inside the window
         rows = [

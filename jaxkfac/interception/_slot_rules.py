@@ -31,8 +31,8 @@ class SlotRule:
         eqn: The equation.
         run: What it computes, of all operands.
         values: The operands.
-        walker: The index that walks along a stack in it, if any.
-        walkers: For each layer with a slot, the indices that walk along its stack.
+        traced_index: The scan or dynamic index that takes an entry of a stack in it, if any.
+        traced_indices: For each layer with a slot, the traced indices into its stack.
         entries: How the entries of slots follow their parameter.
         rows: Of a choice of rows, the axes along which they run.
         picks: Whether each row picks its own entry of a stack.
@@ -41,8 +41,8 @@ class SlotRule:
     eqn: Eqn
     run: Callable[..., Any]
     values: Sequence[Any]
-    walker: tuple[str, int] | None
-    walkers: Mapping[str, set[tuple[str, int]]]
+    traced_index: tuple[str, int] | None
+    traced_indices: Mapping[str, set[tuple[str, int]]]
     entries: Entries
     rows: tuple[int, ...] | None = None
     picks: bool = False
@@ -71,9 +71,9 @@ class SlotRule:
             return {**slot, CHOSEN: (*slot.get(CHOSEN, ()), self.values[0].any(over))}
         if self.picks:
             return {**slot, PICKED: entries_picked(self.eqn, self.values)}
-        if self.walker is None:
+        if self.traced_index is None:
             return scale_slot(self.eqn, slot, position, self.values, self.entries)
-        if self.walker not in self.walkers[name]:
+        if self.traced_index not in self.traced_indices[name]:
             return None
         index = self.values[1 - position]
         beside = {key: slot[key] for key in (CHOSEN, PICKED) if key in slot}

@@ -22,26 +22,28 @@ from jaxkfac.interception._values import (
     Use,
     Value,
     View,
+    traced_indices_in,
     views_in,
-    walkers_in,
 )
 from jaxkfac.interception._views import reversal
 
 MODIFIED = "is carried through `scan` and modified"
 Scope = tuple[int, ...]  # identities of the scans and branches around an equation
-Walked = tuple[list[Value], Plan]
-Walk = Callable[[Jaxpr, Sequence[ArrayLike], Sequence[Value], Scope], Walked]
+Interpreted = tuple[list[Value], Plan]
+Interpret = Callable[[Jaxpr, Sequence[ArrayLike], Sequence[Value], Scope], Interpreted]
 
 
-def walk_scan(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: Scope) -> Walked:
+def interpret_scan(
+    facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scope: Scope
+) -> Interpreted:
     """The results of a scan, and the plan of its body."""
     body, consts = body_of(eqn)
     (nc, nk), length = scan_counts(eqn), eqn.params["length"]
-    scan = len(facts.walked) + 1
-    facts.walked[scan] = tuple(a for v in ins[nc + nk :] if isinstance(v, Data) for a in v.axes[0])
+    scan = len(facts.scanned) + 1
+    facts.scanned[scan] = tuple(a for v in ins[nc + nk :] if isinstance(v, Data) for a in v.axes[0])
     facts.lengths[scan] = length
     if any(body.outvars[k] is not body.invars[nc + k] for k in range(nk)):
-        facts.mixes(eqn, facts.walked[scan])
+        facts.mixes(eqn, facts.scanned[scan])
     xs = [_slice_of(facts, v, scan, length) for v in ins[nc + nk :]]
     # A carry is another value in each iteration, so it does not keep the number of its first;
     # only a parameter that is carried unchanged does.
@@ -52,7 +54,7 @@ def walk_scan(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: S
     while True:  # a carry that becomes data may make another one data in the next iteration
         findings = dict(facts.findings)
         inside = [*map(without_product, ins[:nc]), *carry, *xs]
-        outs, plan = walk(body, consts, inside, (*scope, scan))
+        outs, plan = interpret(body, consts, inside, (*scope, scan))
         unchanged = [body.outvars[k] is body.invars[nc + k] for k in range(nk)]
         grown = [
             _join(facts, before, after, unchanged=same)
@@ -101,8 +103,8 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
     if isinstance(value, Combined):
         each = (_slice_of(facts, view, scan, length) for view in value.views)
         views = tuple(v for value in each for v in views_in(value))
-        walkers = value.walkers | {("scan", scan)}
-        return dataclasses.replace(value, number=number, views=views, walkers=walkers)
+        traced_indices = value.traced_indices | {("scan", scan)}
+        return dataclasses.replace(value, number=number, views=views, traced_indices=traced_indices)
     if isinstance(value, View):
         elements = facts.number((scan, "xs", value.elements))
         value = dataclasses.replace(value, elements=elements)
@@ -119,8 +121,8 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
         axes, consumed = value.axes[1:], (*value.consumed, step)
         return dataclasses.replace(value, number=number, axes=axes, consumed=consumed)
     if isinstance(value, Derived):
-        walkers = value.walkers | {("scan", scan)}
-        return dataclasses.replace(value, number=number, walkers=walkers)
+        traced_indices = value.traced_indices | {("scan", scan)}
+        return dataclasses.replace(value, number=number, traced_indices=traced_indices)
     return dataclasses.replace(value, number=number)
 
 
@@ -171,7 +173,7 @@ def _join(facts: Facts, before: Value, after: Value, *, unchanged: bool) -> Valu
     reasons = reasons_of((before, after), "`scan`")
     if not reasons or (isinstance(before, Derived) and dict(reasons) == dict(before.reasons)):
         return before
-    return Derived(facts.unique(), reasons, walkers_in((before, after)))
+    return Derived(facts.unique(), reasons, traced_indices_in((before, after)))
 
 
 def _stacked(facts: Facts, value: Value, length: int) -> Value:
@@ -180,19 +182,21 @@ def _stacked(facts: Facts, value: Value, length: int) -> Value:
     if isinstance(value, Data):
         return Data(number, (facts.table.new(length, "derived"), *value.axes))
     if views_in(value):
-        return Derived(number, reasons_of([value], "`scan`"), walkers_in([value]))
+        return Derived(number, reasons_of([value], "`scan`"), traced_indices_in([value]))
     return dataclasses.replace(value, number=number)
 
 
-def walk_cond(facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: Scope) -> Walked:
+def interpret_cond(
+    facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scope: Scope
+) -> Interpreted:
     """The results of a cond, and a plan whose calls are the plans of its branches."""
     index, *operands = map(without_product, ins)
     branches = []
     for body, consts in branches_of(eqn):
         # A scope of its own: what one branch reads of an input is not counted in another.
-        branch = len(facts.walked) + 1
-        facts.walked[branch] = ()
-        branches.append(walk(body, consts, operands, (*scope, branch)))
+        branch = len(facts.scanned) + 1
+        facts.scanned[branch] = ()
+        branches.append(interpret(body, consts, operands, (*scope, branch)))
     plan = Plan(branches_of(eqn)[0][0], [], calls={k: p for k, (_, p) in enumerate(branches)})
     results = zip(*[outs for outs, _ in branches], strict=True)
     return [
@@ -216,12 +220,12 @@ def _any_of(facts: Facts, eqn: Eqn, values: Sequence[Value], shape: tuple[int, .
     reasons = reasons_of(results, "`cond`")
     if not reasons:
         return Constant(facts.unique())
-    return Derived(facts.unique(), reasons, walkers_in(results))
+    return Derived(facts.unique(), reasons, traced_indices_in(results))
 
 
-def walk_shard_map(
-    facts: Facts, walk: Walk, eqn: Eqn, ins: Sequence[Value], scope: Scope
-) -> Walked:
+def interpret_shard_map(
+    facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scope: Scope
+) -> Interpreted:
     """The results of a shard_map, and the plan of its body."""
     body, consts = body_of(eqn)
     inside: list[Value] = []
@@ -237,7 +241,7 @@ def walk_shard_map(
             )
             value = Data(facts.unique(), axes)
         inside.append(value)
-    outs, plan = walk(body, consts, inside, scope)
+    outs, plan = interpret(body, consts, inside, scope)
     results = [  # axes that are shards inside are whole outside, whichever they are
         Data(facts.unique(), fresh(facts.table, v.aval.shape))
         if isinstance(o, Data)

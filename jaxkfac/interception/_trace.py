@@ -207,7 +207,7 @@ class Traced:
         check_entries(slots, entries)
         by_path = collections.defaultdict(dict)
         computed = {name: slot for name, slot in slots.items() if self.table[name].computed_from}
-        walkers = collections.defaultdict(set)
+        traced_indices = collections.defaultdict(set)
         for use in self.analysis.plan.all_uses():
             for name in slots.keys() & use.layers:
                 slot, weight = slots[name], self.table[name].weight
@@ -215,13 +215,13 @@ class Traced:
                     slot = Elements.of(slot, weight.index, self.shapes[weight.path])
                 by_path[weight.path][name] = slot
                 for layer in (name, use.layer or name):
-                    walkers[layer].update(c.walker for c in use.view.consumed)
+                    traced_indices[layer].update(c.traced_index for c in use.view.consumed)
         rewriter = Rewriter(
             table=self.analysis.table,
             handler=handler,
             entries=entries,
             marks=tuple(m.axes for m in self.analysis.plan.all_marks()),
-            walkers=walkers,
+            traced_indices=traced_indices,
             windows=windows or {},
             encoded=self.encoded,
         )

@@ -26,11 +26,11 @@ class Constant:
 
 
 class Consumed(NamedTuple):
-    """A stacked axis: its size, its atoms, and the scan or index that walks along it."""
+    """A stacked axis: its size, its atoms, and the scan or dynamic index that takes its entries."""
 
     size: int
     atoms: Atoms
-    walker: tuple[str, int]
+    traced_index: tuple[str, int]
 
 
 class Picked(NamedTuple):
@@ -75,7 +75,7 @@ class View:
         joins: The axes along which it is a part of the value only.
         members: Where it is one iteration's of a stack of parameters: each of them, in the order
             of the iterations. The view itself is the first one's.
-        stacked_for: The scan that walks along that stack.
+        stacked_for: The scan over that stack.
         elements: Two views of a parameter with one number hold its elements in one arrangement.
         chosen: Of each choice of some rows (a cond under ``vmap``): for each axis that was
             broadcast to those rows, its atoms, and those of the choice.
@@ -106,10 +106,10 @@ class View:
     computed_from: tuple[str, ...] = ()
 
     @property
-    def walkers(self) -> tuple[tuple[str, int], ...]:
-        """What walks along stacks of it, outermost first: scans and dynamic indices."""
+    def traced_indices(self) -> tuple[tuple[str, int], ...]:
+        """What takes an entry of each stack, outermost first: scans and dynamic indices."""
         stacked = (("scan", self.stacked_for),) if self.members else ()
-        return (*stacked, *(c.walker for c in self.consumed))
+        return (*stacked, *(c.traced_index for c in self.consumed))
 
     @property
     def own(self) -> Axes:
@@ -126,13 +126,13 @@ class Combined:
         number: Value number.
         views: Each of them, as a view of the shape of this value.
         reasons: As in ``Derived``, of the parameters that are in it but are not seen in it.
-        walkers: As in ``Derived``, of these.
+        traced_indices: As in ``Derived``, of these.
     """
 
     number: int
     views: tuple[View, ...]
     reasons: tuple[tuple[str, str], ...] = ()
-    walkers: frozenset[tuple[str, int]] = frozenset()
+    traced_indices: frozenset[tuple[str, int]] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,12 +142,13 @@ class Derived:
     Attributes:
         number: Value number.
         reasons: ``(parameter path, what it went through first)``, in words.
-        walkers: The scans and indices that walk along stacks of these parameters, or of itself.
+        traced_indices: The scans over, and the dynamic indices into, stacks of these
+            parameters, or of itself.
     """
 
     number: int
     reasons: tuple[tuple[str, str], ...]
-    walkers: frozenset[tuple[str, int]] = frozenset()
+    traced_indices: frozenset[tuple[str, int]] = frozenset()
 
     @property
     def paths(self) -> frozenset[str]:
@@ -179,12 +180,13 @@ Parameter = View | Combined | Derived
 Value = Constant | Parameter | Data
 
 
-def walkers_in(values: Sequence[Value]) -> frozenset[tuple[str, int]]:
-    """What walks along stacks of the parameters in some values: these differ as it goes on."""
+def traced_indices_in(values: Sequence[Value]) -> frozenset[tuple[str, int]]:
+    """The scans over, and dynamic indices into, stacks of the parameters in some values."""
     found: set[tuple[str, int]] = set()
     for value in values:
-        found.update(w for view in views_in(value) for w in view.walkers)
-        found |= getattr(value, "walkers", frozenset()) if not isinstance(value, View) else set()
+        found.update(i for view in views_in(value) for i in view.traced_indices)
+        if isinstance(value, Combined | Derived):
+            found |= value.traced_indices
     return frozenset(found)
 
 
@@ -227,7 +229,7 @@ class Use:
         groups: Of a convolution: the sizes of ``batch_axes``.
         reversed: Of a convolution: for each of its spatial axes, whether the kernel is seen
             back to front along it.
-        where: The equation and the calls around it; the same in every walk of one program.
+        where: The equation and the calls around it; the same in every analysis of one program.
     """
 
     kind: Kind

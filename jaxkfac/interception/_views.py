@@ -194,7 +194,7 @@ def _slice(table: AxisTable, eqn: Eqn, view: View, ins: Sequence[Value], number:
     straight = axes and all(reversal(table, view, axes[d]) == "none" for d in cut)
     if not axes or not straight or any(strides[d] > 1 and after[d] > 1 for d in cut):
         return dataclasses.replace(new, axes=None)
-    if starts is None:  # a traced index walks along a stack, as a scan does
+    if starts is None:  # a traced index takes one entry of a stack, as a scan does
         if cut != [0] or after[0] != 1 or view.joins:
             return dataclasses.replace(new, axes=None)
         step = Consumed(before[0], axes[0], ("index", ins[1].number))

@@ -36,13 +36,13 @@ class Window:
         return (iteration >= self.start) & (iteration < self.start + self.size)
 
 
-def walked_by(uses: list[Use]) -> tuple[str, int] | None:
-    """The one scan that walks along the leading stacked axis of a layer, if there is one."""
+def scanned_by(uses: list[Use]) -> tuple[str, int] | None:
+    """The one scan over the leading stacked axis of a layer, if there is one."""
     if any(u.view.members for u in uses):  # an iteration is another layer's
         return None
-    walkers = {u.view.consumed[0].walker if u.view.consumed else ("none", 0) for u in uses}
-    (walker, *others) = walkers
-    return walker if not others and walker[0] == "scan" else None
+    found = {u.view.consumed[0].traced_index if u.view.consumed else ("none", 0) for u in uses}
+    (scan, *others) = found
+    return scan if not others and scan[0] == "scan" else None
 
 
 def row_of(buffer: Slot, window: Window, iteration: Int[Array, ""]) -> tuple[Slot, Slot]:

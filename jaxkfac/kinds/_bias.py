@@ -65,7 +65,7 @@ def _is_its_bias(
     """Whether the view's own axes lie exactly on the free axes of the product's parameter."""
     if view.axes is None or view.reversed or view.scaled or view.function or view.masked:
         return False
-    if view.walkers != product.view.walkers:
+    if view.traced_indices != product.view.traced_indices:
         return False
     if len(view.axes) != len(product_axes):
         return False

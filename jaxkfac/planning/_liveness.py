@@ -196,12 +196,12 @@ class _Lives:
     def _before_results(self, inside: set[Value], places: Sequence[Value]) -> set[Value]:
         """The largest first, each in the first place with room: XLA's buffer assignment."""
         end = len(self._equations)
-        rooms = {v: [(v.maker, end)] for v in places if v.maker >= 0}
+        lives = {v: [(v.maker, end)] for v in places if v.maker >= 0}
         found: set[Value] = set()
         rest = [v for e in self._equations for v in e.makes if v in self._held and v not in inside]
         for v in sorted(rest, key=lambda v: -v.nbytes):
             start, stop = v.maker, self._last.get(v, v.maker)
-            for place, taken in rooms.items():
+            for place, taken in lives.items():
                 if v.nbytes <= place.nbytes and all(stop < a or b < start for a, b in taken):
                     taken.append((start, stop))
                     found.add(v)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxkfac._text import WIDTH, aligned
@@ -145,11 +145,27 @@ def _text(plan: MemoryPlan) -> str:
     }
     if plan.smallest is not None and plan.smallest.options not in ((), *((x,) for x in plan.alone)):
         estimates["chosen"] = plan.smallest
+    table, remarks = _table(plan, estimates, bytes_text), _remarks(plan)
+    if max(map(len, table)) > WIDTH:
+        table = _table(plan, estimates, _short)
+        remarks += _wrapped("K, M and G are KiB, MiB and GiB")
+    return "\n".join([*table, "", *remarks, *_verdict(plan)])
+
+
+def _short(nbytes: int) -> str:
+    """As ``ls -h`` has it: 4.48M."""
+    return bytes_text(nbytes).replace(" ", "").removesuffix("iB")
+
+
+def _table(
+    plan: MemoryPlan, estimates: Mapping[str, MemoryEstimate], text: Callable[[int], str]
+) -> list[str]:
+    """Its lines, with bytes written as ``text`` has them."""
     columns = list(estimates.values())
     lines = [
         ["on the device", *estimates],
-        *_rows([estimate.device for estimate in columns], mark=ESTIMATED),
-        ["total", *(bytes_text(estimate.device_total) for estimate in columns)],
+        *_rows([estimate.device for estimate in columns], text, mark=ESTIMATED),
+        ["total", *(text(estimate.device_total) for estimate in columns)],
         [
             f"fits {bytes_text(plan.usable_bytes)}",
             *("yes" if plan.fits(estimate) else "no" for estimate in columns),
@@ -160,28 +176,30 @@ def _text(plan: MemoryPlan) -> str:
     if any(estimate.host for estimate in columns):
         lines += [
             ["on the host"],
-            *_rows([estimate.host for estimate in columns], mark=("workspace",)),
-            ["total", *(bytes_text(estimate.host_total) for estimate in columns)],
+            *_rows([estimate.host for estimate in columns], text, mark=("workspace",)),
+            ["total", *(text(estimate.host_total) for estimate in columns)],
         ]
     if plan.devices > 1:
         lines += [
             [f"between {plan.devices} devices"],
-            *_rows([estimate.exchanged for estimate in columns], mark=()),
-            ["total", *(bytes_text(estimate.exchanged_total) for estimate in columns)],
+            *_rows([estimate.exchanged for estimate in columns], text, mark=()),
+            ["total", *(text(estimate.exchanged_total) for estimate in columns)],
         ]
-    return "\n".join([*aligned(lines, width=WIDTH), "", *_remarks(plan), *_verdict(plan)])
+    return aligned(lines, width=WIDTH)
 
 
 def _source(plan: MemoryPlan, estimate: MemoryEstimate) -> str:
     return "yes" if estimate.compiled else f"±{plan.within:.0%}"
 
 
-def _rows(tables: Sequence[Mapping[str, int]], mark: Sequence[str]) -> list[list[str]]:
+def _rows(
+    tables: Sequence[Mapping[str, int]], text: Callable[[int], str], mark: Sequence[str]
+) -> list[list[str]]:
     names = dict.fromkeys(name for table in tables for name in table if table[name])
     return [
         [
             f"  {name}" + " ~" * (name in mark),
-            *(bytes_text(table[name]) if table.get(name) else "–" for table in tables),
+            *(text(table[name]) if table.get(name) else "–" for table in tables),
         ]
         for name in names
     ]

@@ -8,11 +8,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac.cli.finetune._decoder_exam import DecoderExaminer
-from jaxkfac.cli.finetune._family import EncodedText, Family, Text, check_ids, dtype_of
+from jaxkfac.cli.finetune._family import (
+    EncodedText,
+    Family,
+    Text,
+    check_ids,
+    dtype_of,
+    held_rows,
+)
 from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.data.choices import read_questions
 from jaxkfac.data.elements import element_questions, element_records
-from jaxkfac.data.readers import Bad, FileRows
+from jaxkfac.data.readers import FileRows
 from jaxkfac.data.text import (
     Encoded,
     TokenBatch,
@@ -33,6 +40,7 @@ class DecoderFamily(Family):
 
     target = kernels = r".*_proj/kernel"
     task_type = "CAUSAL_LM"
+    num_lengths = 8
 
     def load(self, experiment: Finetuning) -> Any:
         options = self._options(experiment)
@@ -66,17 +74,12 @@ class DecoderFamily(Family):
         system = experiment.system
         if system is None:
             system = _SYSTEM if embedded else ""
-        validation: list[Any] = []
-        bad: list[Bad] = []
         if embedded:
-            train = element_records(system=system)
+            train, validation = element_records(system=system), None
         else:
-            train, held = record_files(experiment.data, strict=strict)
+            train, validation = record_files(experiment.data, strict=strict)
             train.peek()
-            if held is not None:
-                held.peek()
-                for _, row in held.read():
-                    (bad if isinstance(row, Bad) else validation).append(row)
+        held = held_rows(validation)
         chosen = experiment.questions
         if chosen is None:
             chosen = str(_EMBEDDED_QUESTIONS) if embedded else "0"
@@ -85,7 +88,7 @@ class DecoderFamily(Family):
             questions = element_questions(count, seed=experiment.seed) if count else []
         else:
             questions = read_questions(Path(chosen))
-        return Text(train, validation, questions, system, bad)
+        return Text(train, held.good, questions, system, held.bad)
 
     def tokens(self, experiment: Finetuning, pretrained: Any, text: Text) -> EncodedText:
         context, tokenizer = pretrained.config.longest, pretrained.tokenizer
@@ -114,7 +117,7 @@ class DecoderFamily(Family):
                 tokenizer,
                 batch_size=experiment.batch_size,
                 batching=experiment.batching,
-                num_lengths=experiment.num_lengths or 8,
+                num_lengths=experiment.num_lengths or self.num_lengths,
                 window=experiment.shuffle_window,
                 seed=experiment.seed,
                 **options,

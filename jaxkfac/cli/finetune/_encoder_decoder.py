@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxkfac.cli.finetune._family import EncodedText, Family, Text, check_ids, dtype_of
+from jaxkfac.cli.finetune._family import (
+    EncodedText,
+    Family,
+    Text,
+    check_ids,
+    dtype_of,
+    held_rows,
+)
 from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.cli.finetune._pair_exam import PairExaminer
 from jaxkfac.data.pairs import (
@@ -18,8 +25,10 @@ from jaxkfac.data.pairs import (
     PairBatches,
     bigram_loss,
     encode_pairs,
-    read_pairs,
+    pair_files,
+    pair_stream,
 )
+from jaxkfac.data.readers import FileRows
 from jaxkfac.data.wordnet import wordnet_pairs
 from jaxkfac.interception import from_nnx
 from jaxkfac.models import (
@@ -53,6 +62,7 @@ class EncoderDecoderFamily(Family):
     target = r".*Attention/[qv]/kernel"
     kernels = r"(encoder|decoder)/block/.*/kernel"
     task_type = "SEQ_2_SEQ_LM"
+    num_lengths = 4
 
     def load(self, experiment: Finetuning) -> Any:
         if experiment.model == "flan-t5-xl":
@@ -82,17 +92,18 @@ class EncoderDecoderFamily(Family):
                 f"--data elements are conversations, and {experiment.model} is an encoder-decoder: "
                 "give --data wordnet, or a file or folder of pairs"
             )
+        prefix = experiment.prefix
         if experiment.data == "wordnet":
-            train, validation = wordnet_pairs()
-        else:
-            keys = {"source": experiment.source_key, "target": experiment.target_key}
-            train, validation = read_pairs(Path(experiment.data), **keys)
-        if experiment.prefix:
-            train, validation = (
-                [Pair(experiment.prefix + pair.source, pair.target) for pair in pairs]
-                for pairs in (train, validation)
+            learnt, held_out = (
+                [Pair(prefix + pair.source, pair.target) for pair in pairs]
+                for pairs in wordnet_pairs()
             )
-        return Text(train, validation)
+            return Text(learnt, held_out)
+        keys = {"source": experiment.source_key, "target": experiment.target_key}
+        train, validation = pair_files(experiment.data, prefix=prefix, strict=strict, **keys)
+        train.peek()
+        held = held_rows(validation)
+        return Text(train, held.good, bad=held.bad)
 
     def tokens(self, experiment: Finetuning, pretrained: Any, text: Text) -> EncodedText:
         tokenizer, config = pretrained.tokenizer, pretrained.config
@@ -104,19 +115,34 @@ class EncoderDecoderFamily(Family):
             check_ids(max(int(ids.max()) for ids in sides), config.vocabulary)
             return encoded
 
-        encoded, validation, reference = encoded_of(text.train), None, {}
-        train = PairBatches.padded(
-            encoded.examples,
-            batch_size=experiment.batch_size,
-            num_lengths=experiment.num_lengths or 1,
-            seed=experiment.seed,
-            **ends,
-        )
+        chosen = {"batch_size": experiment.batch_size, "seed": experiment.seed, **ends}
+        validation, reference = None, {}
+        if isinstance(text.train, FileRows):
+            encoded = None
+            train = pair_stream(
+                text.train,
+                tokenizer,
+                max_source_length=experiment.max_length,
+                max_target_length=experiment.max_target_length,
+                num_lengths=experiment.num_lengths or self.num_lengths,
+                window=experiment.shuffle_window,
+                **chosen,
+            )
+            train.first()  # what is wrong with it shows at once
+        else:
+            encoded = encoded_of(text.train)
+            train = PairBatches.padded(
+                encoded.examples, num_lengths=experiment.num_lengths or 1, **chosen
+            )
         if text.validation:
             held = encoded_of(text.validation).examples
             size = min(experiment.batch_size, len(held))
             validation = PairBatches.padded(held, batch_size=size, **ends)
-            targets = ([e.target for e in examples] for examples in (encoded.examples, held))
+            known = text.train  # of files, the pairs of the first window
+            if isinstance(known, FileRows):
+                known = known.peek(experiment.shuffle_window)
+            examples = (encoded or encoded_of(known)).examples
+            targets = ([e.target for e in side] for side in (examples, held))
             reference["bigram"] = bigram_loss(*targets, vocabulary=config.vocabulary)
         return EncodedText(encoded, train, validation, reference)
 

@@ -36,6 +36,32 @@ class Text(NamedTuple):
         return [*self.validation[:count], *train[:count]][:count]
 
 
+class Held(NamedTuple):
+    """Records or pairs that are held in memory.
+
+    Attributes:
+        good: Those.
+        bad: Rows that were left out.
+    """
+
+    good: list[Any]
+    bad: list[Bad]
+
+
+def held_rows(rows: FileRows | None) -> Held:
+    """What is measured with, all of it.
+
+    Raises:
+        ValueError: no row can be used.
+    """
+    found = Held([], [])
+    if rows is not None:
+        rows.peek()
+        for _, row in rows.read():
+            (found.bad if isinstance(row, Bad) else found.good).append(row)
+    return found
+
+
 class EncodedText(NamedTuple):
     """The same in tokens.
 
@@ -60,11 +86,13 @@ class Family(abc.ABC):
         target: Full-match pattern of the layers that are adapted by default.
         kernels: Of those that are quantised with ``"all"``.
         task_type: PEFT's word for what the model does.
+        num_lengths: Row lengths of files that are read as they are needed, unless chosen.
     """
 
     target: ClassVar[str]
     kernels: ClassVar[str]
     task_type: ClassVar[str]
+    num_lengths: ClassVar[int]
 
     @abc.abstractmethod
     def load(self, experiment: Finetuning) -> Any:

@@ -119,7 +119,8 @@ class Finetuning:
     """A record in each row, padded to the longest; or rows of max_length with many."""
     num_lengths: int | None = None
     """With pad: row lengths that a program is compiled for; more waste less on padding. A batch
-    takes the least that fits its longest row; by default 8 for a decoder's files, else 1."""
+    takes the least that fits its longest row; by default 8 for records of files, 4 for each side
+    of pairs of files, else 1."""
     shuffle_window: int = 8192
     """Records of files among which the order is random; that many are held. 1 keeps their order."""
     max_length: int = 512

@@ -268,7 +268,8 @@ def options_of(experiment: Finetuning, problem: FinetuneProblem) -> dict[str, An
     """Everything that decides the result, as plain values, with the layers that are adapted."""
     options = as_config(experiment)
     streamed = isinstance(problem.train, BatchStream)
-    options["num_lengths"] = experiment.num_lengths or (8 if streamed else 1)
+    default = problem.family.num_lengths if streamed else 1
+    options["num_lengths"] = experiment.num_lengths or default
     if problem.config is not None:
         options["adapter"]["target"] = problem.config.target
     return options

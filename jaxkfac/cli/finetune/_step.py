@@ -53,7 +53,7 @@ def prepare(
     """
     batch, position = next(batches)
     if isinstance(problem.train, BatchStream):  # others are checked when they are made
-        check_ids(int(max(batch.ids.max(), batch.targets.max())), problem.vocabulary)
+        check_ids(batch.largest_id, problem.vocabulary)
     counts = batch.num_tokens, batch.num_terms, batch.num_examples
     arrays = problem.family.batch(batch, np.asarray)
     return Prepared(number, position, problem.devices.put_batch(arrays), *counts)

@@ -92,7 +92,7 @@ def shared(p, x):
     return x
 
 
-def walked(p, x):
+def indexed(p, x):
     """Slices of a stack picked by a loop's index; the middle one twice."""
     return lax.fori_loop(0, 4, lambda i, x: jnp.tanh(x @ p["w"][jnp.abs(i - 1)]), x)
 
@@ -153,7 +153,7 @@ PROGRAMS = {
     "scanned": (scanned, dict(k=(3, 4, 4), b=(3, 4), w=(4, 2)), (N, 6, 4), {}),
     "recurrent": (recurrent, dict(w=(4, 3), u=(3, 3), b=(3,), v=(3, 2)), (N, 6, 4), {}),
     "shared": (shared, dict(w=(3, 3), b=(3,)), (N, 2, 3), {}),
-    "walked": (walked, dict(w=(3, 3, 3)), (N, 3), {}),
+    "indexed": (indexed, dict(w=(3, 3, 3)), (N, 3), {}),
     "shared_experts": (shared_experts, dict(w=(2, 3, 4)), (N, 6, 3), dict(experts="w")),
     "batched_experts": (batched_experts, dict(w=(2, 3, 4), b=(2, 4)), (N, 6, 3), {}),
     "constant": (constant, dict(u=(3, 4), b=(4,), w=(4, 2)), (N, 6, 3), {}),
@@ -730,7 +730,7 @@ def test_identity_bases_are_measured_along_the_parameters():
 # ------------------------------------------------------------------- bad input
 
 
-def test_examples_that_a_loop_walks_over_are_lost_by_example_only():
+def test_examples_that_a_loop_runs_over_are_lost_by_example_only():
     def fn(p, x):
         return lax.map(lambda row: jnp.tanh(row @ p["w"]), x)
 

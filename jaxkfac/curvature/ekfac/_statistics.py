@@ -117,10 +117,10 @@ class SquaredGradients:
             return False
         if any(layer.name in (owner, *others) for owner, others in self._parts.items()):
             return True
-        walked = {("scan", scan) for scan in uses[0].scope}
+        scans = {("scan", scan) for scan in uses[0].scope}
         if uses[0].layers.count(layer.name) > 1:  # it is there twice in a stack of parameters
             return True
-        return len(uses) > 1 or not walked <= set(uses[0].view.walkers)
+        return len(uses) > 1 or not scans <= set(uses[0].view.traced_indices)
 
     def _has_ones(self, layer: Layer) -> bool:
         return layer.bias is not None and self._bias == "joint"

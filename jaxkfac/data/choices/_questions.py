@@ -109,6 +109,10 @@ def _parts(plain: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], Any]:
     if isinstance(choices, dict):
         return stem, tuple(choices["text"]), tuple(choices["label"]), plain["answerKey"]
     if choices and all(isinstance(choice, str) for choice in choices):
+        if len(choices) > len(string.ascii_uppercase):
+            raise ValueError(
+                f"question {stem!r}: {len(choices)} choices without labels; at most 26 get letters"
+            )
         labels = tuple(string.ascii_uppercase[: len(choices)])
         known = dict(enumerate(labels))  # datasets without answers have -1
         return stem, tuple(choices), labels, known.get(plain["answer"], plain["answer"])

@@ -3,9 +3,10 @@
 from jaxkfac.data.pairs._batches import PairBatches
 from jaxkfac.data.pairs._bigram import bigram_loss
 from jaxkfac.data.pairs._encode import EncodedPairs, PairExample, encode_pair, encode_pairs
-from jaxkfac.data.pairs._pairs import PAIR_KEYS, Pair, parse_pair, read_pairs
+from jaxkfac.data.pairs._pairs import PAIR_KEYS, Pair, pair_files, parse_pair, read_pairs
 from jaxkfac.data.pairs._rows import PairBatch, pair_batch
 from jaxkfac.data.pairs._scores import exact_match, rouge_l, rouge_package
+from jaxkfac.data.pairs._stream import PairStream, pair_stream
 
 __all__ = [
     "PAIR_KEYS",
@@ -14,11 +15,14 @@ __all__ = [
     "PairBatch",
     "PairBatches",
     "PairExample",
+    "PairStream",
     "bigram_loss",
     "encode_pair",
     "encode_pairs",
     "exact_match",
     "pair_batch",
+    "pair_files",
+    "pair_stream",
     "parse_pair",
     "read_pairs",
     "rouge_l",

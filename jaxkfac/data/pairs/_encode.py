@@ -66,6 +66,13 @@ def encode_pair(
     return example, *long
 
 
+def check_lengths(max_source_length: int, max_target_length: int) -> None:
+    """Refuse lengths in which nothing fits."""
+    for name, length in (("source", max_source_length), ("target", max_target_length)):
+        if length < 2:
+            raise ValueError(f"max_{name}_length={length}: expected at least 2 tokens")
+
+
 def encode_pairs(
     pairs: Sequence[Pair],
     tokenizer: TokenizerLike,
@@ -101,9 +108,7 @@ def encode_pairs(
         >>> found.examples[0].source, found.examples[0].target, found.cut_sources
         (array([105, 114,   1]...), array([ 70, 101,   1]...), 1)
     """
-    for name, length in (("source", max_source_length), ("target", max_target_length)):
-        if length < 2:
-            raise ValueError(f"max_{name}_length={length}: expected at least 2 tokens")
+    check_lengths(max_source_length, max_target_length)
     lengths = {"max_source_length": max_source_length, "max_target_length": max_target_length}
     examples, cuts = [], np.zeros(2, int)
     for number, pair in enumerate(pairs, start=1):

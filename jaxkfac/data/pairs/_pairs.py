@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxkfac.data.readers import read_splits
+from jaxkfac.data.readers import FileRows, find_files, read_splits
 
 PAIR_KEYS = (
     ("source", "target"),
@@ -77,6 +77,40 @@ def read_pairs(
     """
     parse = functools.partial(parse_pair, source=source, target=target)
     return read_splits(path, parse)
+
+
+def pair_files(
+    path: Path | str,
+    *,
+    source: str | None = None,
+    target: str | None = None,
+    prefix: str = "",
+    strict: bool = False,
+) -> tuple[FileRows[Pair], FileRows[Pair] | None]:
+    """Pairs to train on and to validate with, to be read as they are needed.
+
+    Args:
+        path: As in :func:`read_pairs`.
+        source: Key of the sources; see :func:`parse_pair`.
+        target: Key of the targets.
+        prefix: What stands before each source, such as ``"summarize: "``.
+        strict: Whether a bad row is an error.
+
+    Returns:
+        ``(train, validation)``; the second may be ``None``.
+
+    Raises:
+        FileNotFoundError: there is no such path, or nothing to train on in it.
+        ValueError: a file of an unknown format.
+    """
+
+    def parse(plain: Any) -> Pair:
+        pair = parse_pair(plain, source=source, target=target)
+        return pair._replace(source=prefix + pair.source)
+
+    train, validation = find_files(path)
+    held = FileRows(validation, parse, strict) if validation else None
+    return FileRows(train, parse, strict), held
 
 
 def _with_task(plain: dict[str, Any]) -> dict[str, Any]:

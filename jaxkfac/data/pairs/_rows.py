@@ -37,6 +37,11 @@ class PairBatch(NamedTuple):
         return int(self.mask.any(1).sum())
 
     @property
+    def largest_id(self) -> int:
+        """Of all tokens, padding with them."""
+        return int(max(self.source.max(), self.decoder_inputs.max(), self.targets.max()))
+
+    @property
     def num_terms(self) -> int:
         """Targets that are learnt."""
         return int(self.mask.sum())

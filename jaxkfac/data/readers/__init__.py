@@ -1,6 +1,7 @@
 """Rows of files of several formats, from any place in them; a new format is one file here."""
 
 from jaxkfac.data.readers._arrow import Arrow
+from jaxkfac.data.readers._json_array import JsonArray
 from jaxkfac.data.readers._json_lines import JsonLines
 from jaxkfac.data.readers._packages import data_package
 from jaxkfac.data.readers._parquet import Parquet
@@ -21,6 +22,7 @@ __all__ = [
     "FilePlace",
     "FileRows",
     "FileSplits",
+    "JsonArray",
     "JsonLines",
     "Parquet",
     "Reader",

@@ -36,7 +36,13 @@ def _batches(path: Path) -> Iterator[Any]:
     package, ipc, read = pyarrow(""), pyarrow("ipc"), 0
     try:
         with package.memory_map(str(path)) as mapped:
-            if mapped.read(6) == b"ARROW1":
+            begin = mapped.read(6)
+            if begin.startswith(b"FEA1"):
+                raise ValueError(
+                    f"{path} is of the first version of Feather, which has no record batches: "
+                    "write it again with pyarrow.feather.write_feather(table, path)"
+                )
+            if begin == b"ARROW1":
                 with ipc.open_file(mapped) as file:
                     for number in range(file.num_record_batches):
                         batch = file.get_batch(number)

@@ -29,7 +29,7 @@ class JsonLines(Reader):
         """Rows from ``place`` on; see :class:`Reader`."""
         offset, number = place
         try:
-            with _open(path) as file:
+            with opened(path) as file:
                 _skip(file, offset)
                 # Lines end with a line feed: a string may hold others that Python splits at.
                 for line in file:
@@ -39,18 +39,19 @@ class JsonLines(Reader):
                     if line.strip():
                         yield RowPlace(offset, number), _row(line)
         except (EOFError, OSError, zlib.error) as error:
-            raise _explained(path, f" behind line {number}", error) from error
+            raise explained(path, f" behind line {number}", error) from error
 
     def count(self, path: Path) -> int:
         """Lines that are not empty, unparsed."""
         try:
-            with _open(path) as file:
+            with opened(path) as file:
                 return sum(1 for line in file if not line.isspace())
         except (EOFError, OSError, zlib.error) as error:
-            raise _explained(path, "", error) from error
+            raise explained(path, "", error) from error
 
 
-def _open(path: Path) -> io.BufferedIOBase:
+def opened(path: Path) -> io.BufferedReader:
+    """The bytes of a text, unpacked as its name says."""
     name = path.name.lower()
     if name.endswith(".gz"):
         return io.BufferedReader(gzip.open(path), _CHUNK)
@@ -87,7 +88,9 @@ def _row(line: bytes) -> Any:
         return BadRow("JSON that is nested too deeply")
 
 
-def _explained(path: Path, where: str, error: Exception) -> Exception:
+def explained(path: Path, where: str, error: Exception) -> Exception:
+    """What to raise where a file cannot be read on."""
     if isinstance(error, OSError) and error.errno is not None:  # not of what unpacks
         return error
-    return ValueError(f"{path} is damaged or cut short{where} ({error}): get it again")
+    (what, *_) = str(error).splitlines() or [type(error).__name__]
+    return ValueError(f"{path} is damaged or cut short{where} ({what}): get it again")

@@ -21,6 +21,8 @@ def write(path, rows=ROWS):
             path.write_bytes(gzip.compress(text[:40]) + gzip.compress(text[40:]))
         case ".zst":
             path.write_bytes(pyarrow.compress(text, codec="zstd", asbytes=True))
+        case ".json":
+            path.write_text(json.dumps(rows, indent=1))
         case ".parquet":
             pyarrow.parquet.write_table(table, path, row_group_size=5)
         case ".arrow" | ".feather":
@@ -103,12 +105,30 @@ def test_a_file_that_was_cut_short_is_named(suffix, tmp_path):
         list(rows_of(path).read())
 
 
+def test_an_array_is_read_as_lines_are(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text("\ufeff \n" + json.dumps([{"a": 1.5, "b": 2}, {"c": "é"}]))
+    assert read_rows(path, as_it_is) == [{"a": 1.5, "b": 2}, {"c": "é"}]
+    (tmp_path / "x.json.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert read_rows(tmp_path / "x.json.gz", as_it_is) == read_rows(path, as_it_is)
+    for broken in ('[{"a": 1}, {"a": ', '[{"a": 1}, nothing]', '[{"a": 1}'):
+        path.write_text(broken)
+        with pytest.raises(ValueError, match=r"x.json is damaged .* behind element [01] .*again"):
+            list(rows_of(path).read())
+
+
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow"])
 def test_a_file_of_another_format_is_named(suffix, tmp_path):
     path = tmp_path / f"x{suffix}"
     path.write_bytes(b"neither one nor the other" * 9)
     with pytest.raises(ValueError, match=rf"x{suffix} is .*: get it again"):
         list(rows_of(path).read())
+
+
+def test_the_first_feather_is_named(tmp_path):
+    (tmp_path / "x.feather").write_bytes(b"FEA1" + bytes(60) + b"FEA1")
+    with pytest.raises(ValueError, match=r"x.feather is of the first version .*write_feather"):
+        list(rows_of(tmp_path / "x.feather").read())
 
 
 def test_what_cannot_be_read_is_named(tmp_path):
@@ -140,6 +160,7 @@ def _folder(folder, *names):
         (["train/data-0.arrow", "validation/data-0.arrow", "train/state.json"], [0], [1]),
         (["b.jsonl", "a.jsonl", "dev.jsonl", "test.jsonl", ".hidden.jsonl"], [1, 0], [2]),
         (["training_set.jsonl", "valid.jsonl.gz"], [0], [1]),
+        (["alpaca_data.json", "dataset_info.json"], [0], []),
     ],
 )
 def test_splits_are_told_by_names(names, train, validation, tmp_path):

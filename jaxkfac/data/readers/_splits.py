@@ -9,6 +9,8 @@ from jaxkfac.data.readers._reader import known_suffixes, reader_of
 _TRAIN = ("train",)
 _VALIDATION = ("validation", "valid", "val", "dev", "eval")
 _OTHER = ("test",)
+# What the datasets library says of its own files, beside them.
+_ABOUT = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 
 
 class FileSplits(NamedTuple):
@@ -76,17 +78,17 @@ def check_file(path: Path) -> Path:
         what = "is a folder" if path.is_dir() else "does not exist"
         raise FileNotFoundError(f"expected a file of records at {path}, which {what}")
     if reader_of(path) is None:
-        array = "; of a JSON array make lines with jq -c '.[]'" if path.suffix == ".json" else ""
         raise ValueError(
             f"{path}: the suffix {path.suffix!r} belongs to no format; expected one of "
-            f"{', '.join(known_suffixes())}{array}"
+            f"{', '.join(known_suffixes())}"
         )
     return path
 
 
 def _is_data(file: Path, folder: Path) -> bool:
     hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return not hidden and file.is_file() and reader_of(file) is not None
+    about = file.name in _ABOUT
+    return not (hidden or about) and file.is_file() and reader_of(file) is not None
 
 
 def _of(files: Iterable[Path], folder: Path, names: tuple[str, ...]) -> list[Path]:

@@ -1,6 +1,6 @@
 """Records to tokens, and which of them are learnt."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -66,9 +66,9 @@ def encode_records(
     and its markers) is given at generation, and not learnt.
 
     A chat template that marks answers itself (``{% generation %}``) decides which tokens are
-    learnt. Of others the turns are told apart by writing the conversation up to each of them;
-    where a template writes a turn differently once others follow, the conversation becomes one
-    example for each turn of the assistant.
+    learnt. Of others, and where a turn is not to be learnt, the turns are told apart by writing
+    the conversation up to each of them; where a template writes a turn differently once others
+    follow, the conversation becomes one example for each turn of the assistant.
 
     Args:
         records: What to learn.
@@ -163,34 +163,33 @@ def _chat(record: Chat, tokenizer: TokenizerLike, *, whole: bool) -> list[_Marke
     if whole:
         ids = list(tokenizer.chat(turns, add_generation_prompt=False, **tools))
         return [(ids, [])]
-    if isinstance(tokenizer, MarksAnswers):
+    every = all(turn.learnt for turn in record.messages if turn.role == "assistant")
+    if every and isinstance(tokenizer, MarksAnswers):
         marked = tokenizer.marked_chat(turns, **tools)
         if marked is not None:
             return [marked]
-    answers = list(_answers(turns, tokenizer, tools))
+    learnt = [n for n, t in enumerate(record.messages) if t.role == "assistant" and t.learnt]
+    answers = [_answer(turns, number, tokenizer, tools) for number in learnt]
     ids, _ = answers[-1]
     if any(ids[: len(before)] != before for before, _ in answers):
         return [(one, _between(one, [start])) for one, start in answers]
     return [(ids, _between(ids, [(start, stop) for _, (start, stop) in answers]))]
 
 
-def _answers(
-    turns: list[dict[str, Any]], tokenizer: TokenizerLike, tools: dict[str, Any]
-) -> Iterator[tuple[list[int], tuple[int, int]]]:
-    """For each turn of the assistant the conversation up to it, and where in it the turn is."""
+def _answer(
+    turns: list[dict[str, Any]], number: int, tokenizer: TokenizerLike, tools: dict[str, Any]
+) -> tuple[list[int], tuple[int, int]]:
+    """The conversation up to a turn of the assistant, and where in it the turn is."""
     ends = set(tokenizer.eos_ids)
-    for number, turn in enumerate(turns):
-        if turn["role"] != "assistant":
-            continue
-        before = tokenizer.chat(turns[:number], add_generation_prompt=True, **tools)
-        ids = list(tokenizer.chat(turns[: number + 1], add_generation_prompt=False, **tools))
-        start, stop = len(before), len(ids)
-        if ids[:start] != list(before):
-            start = _start(turns, number, before, ids, tokenizer, tools)
-        # What follows the marker that ends a turn (a line break) is never generated.
-        while stop > start and ids[stop - 1] not in ends and ends & set(ids[start:]):
-            stop -= 1
-        yield ids, (start, stop)
+    before = tokenizer.chat(turns[:number], add_generation_prompt=True, **tools)
+    ids = list(tokenizer.chat(turns[: number + 1], add_generation_prompt=False, **tools))
+    start, stop = len(before), len(ids)
+    if ids[:start] != list(before):
+        start = _start(turns, number, before, ids, tokenizer, tools)
+    # What follows the marker that ends a turn (a line break) is never generated.
+    while stop > start and ids[stop - 1] not in ends and ends & set(ids[start:]):
+        stop -= 1
+    return ids, (start, stop)
 
 
 def _start(

@@ -148,6 +148,16 @@ def test_a_template_that_marks_answers_decides_and_reads_tools():
     assert learnt(example) == "auoaoo" and "abc" in Letters().decode(example.ids)
 
 
+@pytest.mark.parametrize("tokenizer", [Letters(), Marks(), Thinks()])
+def test_an_answer_of_weight_zero_is_read_and_not_learnt(tokenizer):
+    wrong = Message("assistant", "lead", learnt=False)
+    right = Message("assistant", "iron")
+    record = Chat((Message("user", "Fe?"), wrong, Message("user", "no"), right))
+    (example,) = encode_records([record], tokenizer, max_length=100).examples
+    assert learnt(example).strip() == "iron"
+    assert "lead" in Letters().decode(example.ids)
+
+
 class Begins(Letters):
     """Puts a marker before every text, as Llama's tokenizer does."""
 

@@ -12,11 +12,13 @@ class Message(NamedTuple):
         content: What was said.
         more: What else a chat template may read of the turn, such as ``tool_calls`` or the
             ``name`` of a tool; empty for most.
+        learnt: Whether a turn of the assistant is learnt; it is read all the same.
     """
 
     role: str
     content: str
     more: Mapping[str, Any] = {}
+    learnt: bool = True
 
     def to_plain(self) -> dict[str, Any]:
         """The dictionary that chat templates read."""
@@ -24,7 +26,7 @@ class Message(NamedTuple):
 
 
 class Chat(NamedTuple):
-    """A conversation, written with the model's chat template; the assistant's turns are learnt.
+    """A conversation, written with the model's chat template; its ``learnt`` answers are learnt.
 
     Attributes:
         messages: Its turns.

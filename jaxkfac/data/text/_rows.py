@@ -37,6 +37,11 @@ class TokenBatch(NamedTuple):
         return int(self.segments.max(1).sum())
 
     @property
+    def largest_id(self) -> int:
+        """Of all tokens, padding with them."""
+        return int(max(self.ids.max(), self.targets.max()))
+
+    @property
     def num_terms(self) -> int:
         """Targets that are learnt."""
         return int(self.mask.sum())

@@ -1,7 +1,6 @@
 """Tokens of records that are read as they are needed."""
 
 import functools
-import zlib
 from collections.abc import Sequence
 from typing import Literal
 
@@ -9,7 +8,13 @@ import numpy as np
 
 from jaxkfac._checks import one_of
 from jaxkfac.data.readers import FileRows
-from jaxkfac.data.stream import BatchStream, Tally
+from jaxkfac.data.stream import (
+    BatchStream,
+    Tally,
+    group_generator,
+    length_multiples,
+    order_by_length,
+)
 from jaxkfac.data.text._encode import Example, LossOn, check_encoding, cut, encode_record
 from jaxkfac.data.text._records import Record
 from jaxkfac.data.text._rows import TokenBatch, pack, token_batch
@@ -58,7 +63,7 @@ def token_stream(
     if num_lengths < 1:
         raise ValueError(f"num_lengths must be at least 1, not {num_lengths}")
     packed = batching == "pack"
-    lengths = (max_length,) if packed else _multiples(max_length, num_lengths)
+    lengths = (max_length,) if packed else length_multiples(max_length, num_lengths)
 
     def encode(record: Record, tally: Tally) -> list[Example]:
         found = encode_record(record, tokenizer, loss_on=loss_on)
@@ -84,13 +89,6 @@ def token_stream(
     )
 
 
-def _multiples(longest: int, count: int) -> tuple[int, ...]:
-    """At most ``count`` lengths, multiples of one that is a multiple of 8 where it can be."""
-    unit = -(-longest // count)
-    unit = -(-unit // 8) * 8
-    return tuple(range(unit, longest + unit, unit))
-
-
 def _counted(example: Example, max_length: int, tally: Tally) -> Example | None:
     """The example, cut; ``None`` if nothing to learn is left of it."""
     tally.longest = max(tally.longest, len(example.ids))
@@ -109,11 +107,8 @@ def _by_length(
     examples: list[Example], seed: tuple[int, int], *, batch_size: int
 ) -> list[tuple[Example, ...]]:
     """Batches of examples of about one length, in a random order; those that fill none last."""
-    whole = len(examples) // batch_size * batch_size
-    lengths = _lengths(examples)
-    batches = np.argsort(lengths[:whole], kind="stable").reshape(-1, batch_size)
-    order = _generator(lengths, seed).permutation(batches).ravel()
-    return [(examples[i],) for i in (*order, *range(whole, len(examples)))]
+    order = order_by_length(_lengths(examples), seed, batch_size=batch_size)
+    return [(examples[i],) for i in order]
 
 
 def _packed(
@@ -123,14 +118,9 @@ def _packed(
     del batch_size
     lengths = _lengths(examples)
     rows = pack((lengths - 1).tolist(), length)
-    order = _generator(lengths, seed).permutation(len(rows))
+    order = group_generator(lengths, seed).permutation(len(rows))
     return [tuple(examples[i] for i in rows[row]) for row in order]
 
 
 def _lengths(examples: Sequence[Example]) -> np.ndarray:
     return np.array([len(example.ids) for example in examples])
-
-
-def _generator(lengths: np.ndarray, seed: tuple[int, int]) -> np.random.Generator:
-    """Another one for each group, although a group does not know its number."""
-    return np.random.default_rng([*seed, zlib.crc32(lengths.tobytes())])

@@ -78,8 +78,8 @@ def fill_shapes(
 
 def _put(tree: dict[str, Any], path: str, value: Any) -> None:
     """Set the leaf at a path of a nested dictionary."""
-    *rooms, name = path.split("/")
-    for key in rooms:
+    *parents, name = path.split("/")
+    for key in parents:
         tree = tree.setdefault(key, {})
     tree[name] = value
 

@@ -32,12 +32,12 @@ def layout(config: DecoderConfig, *, fused: bool) -> dict[str, Leaf]:
     for norm in ("input_layernorm", "post_attention_layernorm"):
         leaves[f"model/layers/{norm}/scale"] = _stacked(config, norm, "weight", {"": (width,)})
     for path, outputs, inputs, bias in linear:
-        room = path.partition("/")[0]
+        module = path.partition("/")[0]
         weights = {part: (out, inputs) for part, out in outputs.items()}
-        leaves[f"model/layers/{path}/kernel"] = _stacked(config, room, "weight", weights)
+        leaves[f"model/layers/{path}/kernel"] = _stacked(config, module, "weight", weights)
         if bias:
             biases = {part: (out,) for part, out in outputs.items()}
-            leaves[f"model/layers/{path}/bias"] = _stacked(config, room, "bias", biases)
+            leaves[f"model/layers/{path}/bias"] = _stacked(config, module, "bias", biases)
     leaves["model/norm/scale"] = alone("model.norm.weight", (width,))
     if not config.tied_head:
         shape = (config.vocabulary, width)
@@ -51,10 +51,10 @@ def repeats(name: str, leaves: Mapping[str, Leaf]) -> bool:
     return tied or name.endswith("rotary_emb.inv_freq")
 
 
-def _stacked(config: DecoderConfig, room: str, kind: str, parts: Mapping[str, Shape]) -> Leaf:
+def _stacked(config: DecoderConfig, module: str, kind: str, parts: Mapping[str, Shape]) -> Leaf:
     slices = tuple(
         tuple(
-            TensorSpec(".".join(filter(None, ("model.layers", str(i), room, name, kind))), shape)
+            TensorSpec(".".join(filter(None, ("model.layers", str(i), module, name, kind))), shape)
             for name, shape in parts.items()
         )
         for i in range(config.depth)

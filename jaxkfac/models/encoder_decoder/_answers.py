@@ -192,7 +192,7 @@ def _program(
         own = jax.tree.map(lambda x: x[:, beams], cache.own)  # the source is that of all beams
         return cache._replace(own=own)
 
-    found = beam_search(
+    return beam_search(
         logits,
         cache,
         step,
@@ -203,7 +203,6 @@ def _program(
         length_penalty=static.length_penalty,
         early_stopping=static.early_stopping,
     )
-    return found, jnp.isfinite(logits.max(-1))
 
 
 def _side_by_side(rows: Sequence[Sequence[int]], pad: int) -> tuple[Array, Array]:

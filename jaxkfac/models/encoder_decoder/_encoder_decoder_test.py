@@ -93,7 +93,9 @@ def test_paths_give_the_modules_of_hugging_face():
     leaves = jax.tree_util.tree_leaves_with_path(params["decoder"]["block"])
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     found = {module_name(f"decoder/block/{p}", (2,)) for p in paths}
-    attention = {f"{room}.{x}" for room in ("0.SelfAttention", "1.EncDecAttention") for x in "qkvo"}
+    attention = {
+        f"{module}.{x}" for module in ("0.SelfAttention", "1.EncDecAttention") for x in "qkvo"
+    }
     norms = {f"{i}.layer_norm" for i in range(3)}
     forward = {f"2.DenseReluDense.{x}" for x in ("wi_0", "wi_1", "wo")}
     assert found == {f"decoder.block.2.layer.{x}" for x in attention | norms | forward}

@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from jaxkfac.models.generation._loop import Step, is_in
+from jaxkfac.models.generation._loop import Step, is_finite, is_in
 
 EarlyStopping = Literal["never"] | bool
 
@@ -28,6 +28,7 @@ class _Beams(NamedTuple):
     exhausted: Array
     logits: Array
     state: Any
+    finite_N: Array
 
 
 def beam_search(
@@ -41,8 +42,8 @@ def beam_search(
     ends: Int[Array, " E"],
     length_penalty: float,
     early_stopping: EarlyStopping,
-) -> Int[Array, "N steps"]:
-    """The best sequence of each example, -1 behind its end.
+) -> tuple[Int[Array, "N steps"], Bool[Array, " N"]]:
+    """The best sequence of each example, -1 behind its end; whether all its logits were finite.
 
     Args:
         logits: Of the first new token, ``(N K, V)``: each example ``num_beams`` times.
@@ -60,6 +61,10 @@ def beam_search(
     """
     rows, vocabulary = logits.shape
     examples = rows // num_beams
+
+    def of_examples(logits: Array) -> Bool[Array, " N"]:
+        return is_finite(logits).reshape(examples, num_beams).all(1)
+
     kept = max(2, 1 + ends.shape[0]) * num_beams  # enough that num_beams of them have no end
 
     def one_more(b: _Beams) -> _Beams:
@@ -101,6 +106,7 @@ def beam_search(
         return _Beams(
             b.number + 1, running_NxKxL, scores_NxK, ended_NxKxL, ended_scores_NxK, has_ended_NxK,
             may_improve, stops_NxC.all(), logits, state,
+            b.finite_N & (of_examples(logits) | ~may_improve[:, 0]),
         )  # fmt: skip
 
     def goes_on(b: _Beams) -> Array:
@@ -120,5 +126,7 @@ def beam_search(
         exhausted=jnp.zeros((), bool),
         logits=logits,
         state=state,
+        finite_N=of_examples(logits),
     )
-    return jax.lax.while_loop(goes_on, one_more, start).ended_NxKxL[:, 0]
+    found = jax.lax.while_loop(goes_on, one_more, start)
+    return found.ended_NxKxL[:, 0], found.finite_N

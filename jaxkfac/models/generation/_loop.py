@@ -50,14 +50,14 @@ def continued(
     def one_more(carry: Any) -> Any:
         number, done, ids, state, new, finite = carry
         logits, state = step(jnp.maximum(ids, 0), number, state)
-        finite &= done | _is_finite(logits)
+        finite &= done | is_finite(logits)
         ids = jnp.where(done, -1, take(logits, number))
         new = jax.lax.dynamic_update_slice(new, ids[:, None], (0, number))
         return number + 1, done | is_in(ids, ends), ids, state, new, finite
 
     ids = take(logits, jnp.zeros((), jnp.int32))
     new = jnp.full((logits.shape[0], steps), -1, jnp.int32).at[:, 0].set(ids)
-    start = (jnp.ones((), jnp.int32), is_in(ids, ends), ids, state, new, _is_finite(logits))
+    start = (jnp.ones((), jnp.int32), is_in(ids, ends), ids, state, new, is_finite(logits))
     return Continued(*jax.lax.while_loop(goes_on, one_more, start)[-2:])
 
 
@@ -66,6 +66,6 @@ def is_in(ids: Int[Array, "..."], ends: Int[Array, " E"]) -> Bool[Array, "..."]:
     return (ids[..., None] == ends).any(-1)
 
 
-def _is_finite(logits_BxV: Array) -> Array:
+def is_finite(logits_BxV: Array) -> Array:
     """By the largest, which is NaN where any is; -infinity may forbid a token."""
     return jnp.isfinite(logits_BxV.max(-1))

@@ -67,7 +67,7 @@ def end_ids(pretrained: Pretrained) -> tuple[int, ...]:
 
 def generated_ids(
     ids: Int[Array, "requests steps"],
-    finite: Bool[Array, " rows"],
+    finite: Bool[Array, " requests"],
     *,
     name: str,
     adapted: bool,
@@ -76,17 +76,17 @@ def generated_ids(
 
     Args:
         ids: What the program returned.
-        finite: Whether the logits of each row were; a request may have several rows, its beams.
+        finite: Whether the logits of each request were.
         name: Of the requests, for errors.
         adapted: Whether there are adapters.
 
     Raises:
         ValueError: logits that are not finite.
     """
-    of_request = np.asarray(finite).reshape(len(ids), -1).all(1)
-    if not of_request.all():
+    bad = np.flatnonzero(~np.asarray(finite))
+    if len(bad):
         raise ValueError(
-            f"the logits of {name} {np.flatnonzero(~of_request).tolist()} are not finite (NaN or "
+            f"the logits of {name} {bad.tolist()} are not finite (NaN or "
             "infinite), so no token is the likeliest: look for NaN in the parameters"
             + " and the adapters"
             * adapted

@@ -50,8 +50,18 @@ USER, ANSWER = Message("user", "Fe?"), Message("assistant", "iron")
             },
             Chat((Message("system", "Be brief"), USER, ANSWER)),
         ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "Fe?"},
+                    {"role": "assistant", "content": "lead", "weight": 0},
+                    {"role": "assistant", "content": "iron", "weight": 1},
+                ]
+            },
+            Chat((USER, Message("assistant", "lead", learnt=False), ANSWER)),
+        ),
     ],
-    ids="completion text turns alpaca alpaca-text alpaca-input sharegpt messages".split(),
+    ids="completion text turns alpaca alpaca-text alpaca-input sharegpt messages weights".split(),
 )
 def test_rows_of_each_format_are_records(row, record):
     assert parse_record(row) == record
@@ -101,6 +111,16 @@ def test_calls_of_tools_are_kept_in_either_form(tools):
         ({"messages": [{"role": "assistant", "content": "a"}], "tools": 3}, "list, got int"),
         ({"messages": [{"role": "assistant", "content": None}]}, "turn 0: expected"),
         ({"messages": ["words"]}, "turn 0: expected"),
+        ({"messages": [{"role": "assistant", "content": " "}]}, "turn 0: .* answer is empty"),
+        ({"conversations": [{"from": "gpt", "value": ""}]}, "turn 0: .* answer is empty"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "weight": 0}]},
+            "no turn is the assistant's and learnt",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]},
+            "turn 0: weight 0.5, expected 0",
+        ),
     ],
 )
 def test_a_row_of_none_says_what_is_wrong(row, message):

@@ -8,6 +8,7 @@ from jaxkfac.data.text.formats._format import Row, record_format
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
           "tool": "tool"}  # fmt: skip
+_OWN_KEYS = ("role", "content", "weight")
 
 
 @record_format("messages")
@@ -20,10 +21,15 @@ def chat_of(messages: list[Message], row: Row) -> Chat:
     """A conversation with the tools of its row.
 
     Raises:
-        ValueError: no turn is the assistant's, or the tools are no list.
+        ValueError: no turn that is learnt is the assistant's, one of them is empty, or the tools
+            are no list.
     """
-    if not any(turn.role == "assistant" for turn in messages):
-        raise ValueError("no turn is the assistant's: there is nothing to learn")
+    learnt = [(n, t) for n, t in enumerate(messages) if t.role == "assistant" and t.learnt]
+    if not learnt:
+        raise ValueError("no turn is the assistant's and learnt: there is nothing to learn")
+    for number, turn in learnt:
+        if not (turn.content.strip() or turn.more):
+            raise ValueError(f"turn {number}: the assistant's answer is empty")
     tools = row.get("tools") or ()
     if isinstance(tools, str):  # columns of tables hold them as text
         try:
@@ -53,7 +59,10 @@ def _turn(turn: Any, number: int) -> Message:
     if not isinstance(role, str) or role not in _ROLES:
         raise ValueError(f"turn {number}: role {role!r}, expected one of {tuple(_ROLES)}")
     # A table gives every turn the keys that one of them has.
-    more = {k: v for k, v in turn.items() if v is not None and k not in ("role", "content")}
+    more = {k: v for k, v in turn.items() if v is not None and k not in _OWN_KEYS}
+    weight = 1 if turn.get("weight") is None else turn["weight"]
+    if weight not in (0, 1):
+        raise ValueError(f"turn {number}: weight {weight!r}, expected 0 (not learnt) or 1")
     content = turn.get("content")
     if content is None and more.get("tool_calls"):
         content = ""
@@ -61,7 +70,7 @@ def _turn(turn: Any, number: int) -> Message:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise ValueError(f'turn {number}: expected {{"role": ..., "content": "..."}}')
-    return Message(_ROLES[role], content, more)
+    return Message(_ROLES[role], content, more, learnt=weight == 1)
 
 
 def _is_text(part: Any) -> bool:
