@@ -67,7 +67,8 @@ def test_examples_of_the_extensions(name):
 
 def test_the_check_finds_dead_links_and_what_a_network_would_bring(tmp_path):
     (tmp_path / "a.html").write_text(
-        '<p id="here"><a href="b.html#there">1</a> <a href="b.html#gone">2</a> <a href="c.html">3</a>'
+        '<p id="here"><a href="b.html#there">1</a> <a href="b.html#gone">2</a>'
+        '<a href="c.html">3</a>'
         '<a href="#here">4</a> <a href="https://example.org/">5</a>'
         '<script src="https://example.org/x.js"></script><link rel="stylesheet" href="x.css">'
     )
