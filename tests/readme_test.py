@@ -15,6 +15,8 @@ READMES = sorted(
     for path in ROOT.glob(pattern)
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
+# What they run is run by other pages and tests, too.
+SLOW = {"getting_started.md", "migrating.md"}
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -48,7 +50,17 @@ def run_by_a_user(program: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "readme",
+    [
+        pytest.param(
+            page,
+            id=str(page.relative_to(ROOT)),
+            marks=[pytest.mark.slow] if page.name in SLOW else [],
+        )
+        for page in READMES
+    ],
+)
 def test_python_blocks_run_in_order(readme: Path, tmp_path: Path):
     text = readme.read_text()
     if not blocks(text):
