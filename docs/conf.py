@@ -35,6 +35,7 @@ python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False  # they stand in the signature
 napoleon_custom_sections = ["Memory"]
 add_module_names = False
 

@@ -1,4 +1,4 @@
-"""Docstrings as they are written here, for autodoc: formulas in dollars, shapes with a star."""
+"""Docstrings write formulas as Markdown does, between dollars: autodoc reads them as roles."""
 
 import re
 from typing import Any
@@ -6,22 +6,19 @@ from typing import Any
 from sphinx.application import Sphinx
 
 BLOCK = re.compile(r"^( *)\$\$\s*(.+?)\s*\$\$([.,;]?)$", re.MULTILINE | re.DOTALL)
-STAR = re.compile(r"(?<=[(\s])\*(?=\w[\w.]*[,)])")
 INLINE = re.compile(r"(?<![\\\w$])\$(?=\S)([^$`]+?)(?<=\S)\$(?![\w$])")
 
 
 def formulas(text: str) -> str:
-    r"""``$$...$$`` as a directive, ``$...$`` as a role, a lone star as a star; literals stay.
+    """``$$...$$`` as a directive, ``$...$`` as a role; literals between backquotes stay.
 
     >>> formulas("the sum $a + b$ of ``$HOME``")
     'the sum :math:`a + b` of ``$HOME``'
-    >>> formulas("shape (*stack, n)")
-    'shape (\\*stack, n)'
     """
     text = BLOCK.sub(_directive, text)
     literal = re.compile(r"(``.+?``)", re.DOTALL)
     parts = literal.split(text)
-    parts[::2] = [STAR.sub(r"\\*", INLINE.sub(_role, part)) for part in parts[::2]]
+    parts[::2] = [INLINE.sub(_role, part) for part in parts[::2]]
     return "".join(parts)
 
 
