@@ -35,7 +35,15 @@ def _process(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: l
     lines[:] = formulas("\n".join(lines)).split("\n")
 
 
+def _short(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: Any
+) -> tuple[str | None, Any]:
+    short = lambda text: text and text.replace("jaxlib._jax.Array", "Array")
+    return short(signature), short(returns)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Read every docstring so, before napoleon reads its sections."""
     app.connect("autodoc-process-docstring", _process, priority=100)
+    app.connect("autodoc-process-signature", _short)  # jaxtyping names the class behind jax.Array
     return {"parallel_read_safe": True, "parallel_write_safe": True}
