@@ -50,7 +50,7 @@ def test_every_page_is_in_a_table_of_contents():
     for index in docs.rglob("index.md"):
         trees = re.findall(r"^```\{toctree\}\n(.*?)^```$", index.read_text(), re.M | re.S)
         for line in "\n".join(trees).splitlines():
-            if not line.startswith(":"):
+            if line and not line.startswith(":"):
                 listed.add((index.parent / f"{line}.md").resolve())
     assert listed == {page for page in docs.rglob("*.md") if page != docs / "index.md"}
 
