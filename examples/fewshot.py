@@ -24,16 +24,10 @@ import optax
 from flax import nnx
 
 import jaxkfac as jk
+from jaxkfac import models
 from jaxkfac.data.few_shot import Episodes, Splits, load_glyphs, read_splits
 from jaxkfac.files import Archive, write_archive, write_text
 from jaxkfac.interception import leaves_by_path, with_leaves
-from jaxkfac.models import (
-    Conv4,
-    CosineTransformer,
-    CosineTransformerConfig,
-    PrototypicalNetwork,
-    ResNet,
-)
 
 FORM = "jaxkfac.example.fewshot"
 AT_ONCE = 10  # episodes of an evaluation in one program
@@ -80,17 +74,15 @@ def build(options: argparse.Namespace) -> nnx.Module:
     size, channels = (options.image_size, 3) if options.data else (28, 1)
     rngs = nnx.Rngs(options.seed)
     if options.backbone == "conv4":
-        backbone = Conv4(size, channels, width=options.width, rngs=rngs)
+        backbone = models.Conv4(size, channels, width=options.width, rngs=rngs)
     else:
-        depth, stem = (
-            int(options.backbone.removeprefix("resnet")),
-            "large" if size > 64 else "small",
-        )
-        backbone = ResNet(depth, channels, width=options.width, stem=stem, rngs=rngs)
+        depth = int(options.backbone.removeprefix("resnet"))
+        stem = "large" if size > 64 else "small"
+        backbone = models.ResNet(depth, channels, width=options.width, stem=stem, rngs=rngs)
     if options.method == "prototypes":
-        return PrototypicalNetwork(backbone)
-    config = CosineTransformerConfig(options.n_way, options.k_shot)
-    return CosineTransformer(backbone, config, rngs=rngs)
+        return models.PrototypicalNetwork(backbone)
+    config = models.CosineTransformerConfig(options.n_way, options.k_shot)
+    return models.CosineTransformer(backbone, config, rngs=rngs)
 
 
 def batch_shapes(options: argparse.Namespace, n_query: int, episodes: int = 1) -> Any:
@@ -114,10 +106,8 @@ class Training:
             self.collect = jk.value_grad_and_factors(self.objective, fisher="mc")
             batch = batch_shapes(options, options.n_query)
             like = self.collect.factor_shapes(self.shapes, batch, state=self.apply.state)
-            self.tx = jk.kfac(
-                options.rate, like=like, damping=1e-2, refresh_every=20,
-                norm_constraint=1e-2,
-            )  # fmt: skip
+            self.tx = jk.kfac(options.rate, like=like, damping=1e-2, refresh_every=20,
+                              norm_constraint=1e-2)  # fmt: skip
         else:
             self.tx = optax.adam(options.rate)
         self.seed = jax.random.key(options.seed)
@@ -155,11 +145,8 @@ def show_bytes(options: argparse.Namespace, training: Training) -> None:
         tx = jk.multi_steps(training.tx, steps)
         program = jax.jit(lambda *a: training.step(tx, *a), donate_argnums=0)
         carry = training.shapes, training.apply.state, jax.eval_shape(tx.init, training.shapes)
-        found = (
-            program.lower(carry, batch_shapes(options, n_query, episodes), 0)
-            .compile()
-            .memory_analysis()
-        )
+        batch = batch_shapes(options, n_query, episodes)
+        found = program.lower(carry, batch, 0).compile().memory_analysis()
         return (found.argument_size_in_bytes + found.temp_size_in_bytes) / 2**20
 
     print("queries  accumulation  MiB  as documented, of no accumulation  of one batch  documented")

@@ -119,6 +119,7 @@ def test_every_entry_point_is_a_module_of_its_own_without_callbacks(name):
     assert {p for asked in found.values() for p in asked} <= {"HIGHEST"}
 
 
+@pytest.mark.sampled(10)  # each of both
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("name", [name for name, entry in ENTRY_POINTS.items() if entry.eigh])
 def test_sides_of_one_size_are_decomposed_by_one_call(name, platform):

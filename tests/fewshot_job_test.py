@@ -41,7 +41,7 @@ def stored(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adam", "kfac"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adam", marks=pytest.mark.exhaustive), "kfac"])
 def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path, optimizer):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     done = run("--optimizer", optimizer, "--output", whole)

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="the resident peak is read from /proc"
 )

@@ -29,10 +29,13 @@ TRAININGS = {name: functools.cache(build) for name, build in trainings(scale=2).
 # Planned in float16 there, since XLA's CPU compiler keeps bfloat16 in float32 besides: 0.87 of it.
 TRAININGS.pop("scanned bfloat16, K-FAC staggered")
 QUICK = ("scanned, rematted", "dense", "K-FAC in graph")
+BOTH = "encoder-decoder, NF4"  # each of which is a training of its own; half a minute
 
 
 def names(quick):
-    return [pytest.param(x, marks=[] if x in quick else [pytest.mark.slow]) for x in TRAININGS]
+    slow, last = pytest.mark.slow, pytest.mark.exhaustive
+    marks = {x: [] if x in quick else [last if x == BOTH else slow] for x in TRAININGS}
+    return [pytest.param(x, marks=found) for x, found in marks.items()]
 
 
 @pytest.mark.parametrize("name", names(QUICK))

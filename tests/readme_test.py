@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 READMES = sorted(
     path
     for pattern in ("README.md", "*/README.md", "docs/**/*.md")
     for path in ROOT.glob(pattern)
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+    and BLOCK.search(path.read_text())
 )
-# What they run is run by other pages and tests, too.
-SLOW = {"getting_started.md", "migrating.md"}
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CASES = [pytest.param(p, marks=[] if p.parent == ROOT else pytest.mark.slow) for p in READMES]
 
 
 def blocks(text: str) -> list[str]:
@@ -50,23 +50,10 @@ def run_by_a_user(program: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "readme",
-    [
-        pytest.param(
-            page,
-            id=str(page.relative_to(ROOT)),
-            marks=[pytest.mark.slow] if page.name in SLOW else [],
-        )
-        for page in READMES
-    ],
-)
+@pytest.mark.parametrize("readme", CASES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_python_blocks_run_in_order(readme: Path, tmp_path: Path):
-    text = readme.read_text()
-    if not blocks(text):
-        pytest.skip("no Python block")
     program = tmp_path / f"{readme.parent.name}_README.py"
-    program.write_text(script(text))
+    program.write_text(script(readme.read_text()))
     run = run_by_a_user(program)
     assert run.returncode == 0, f"{readme.name}, at its own line numbers:\n{run.stderr}"
 

@@ -1,4 +1,4 @@
-"""What the suite finds with plain kernels holds of those that users have."""
+"""Numbers of the suite, whose kernels are plain ones, with the kernels that users have."""
 
 import subprocess
 import sys
@@ -6,11 +6,18 @@ from pathlib import Path
 
 import pytest
 
+TESTS = [
+    "tests/invariants_test.py",
+    "tests/factors_oracle_test.py",
+    "jaxkfac/interception/_rewrite_test.py",
+    "jaxkfac/lslora/nf4/_quantize_test.py",
+]
+
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("users_kernels")
-def test_a_program_of_each_family_of_the_zoo():
-    words = ["tests/zoo/zoo_test.py", "-k", "value_gradient", "-q", "-p", "no:cacheprovider"]
+def test_invariants_factors_programs_and_four_bits():
+    words = ["-q", "-m", "slow and not exhaustive", "-p", "no:cacheprovider", *TESTS]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words],
         cwd=Path(__file__).parents[1],

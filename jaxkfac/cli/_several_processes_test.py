@@ -202,7 +202,7 @@ def test_a_checkpoint_that_one_process_cannot_write_stops_both(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["seed", "command"])
+@pytest.mark.parametrize("what", [pytest.param("seed", marks=pytest.mark.exhaustive), "command"])
 def test_processes_with_other_options_or_programs_end_at_once(tmp_path, what):
     words = [*TRAIN, "--devices", "all", "--output", str(tmp_path / "run")]
     other = {

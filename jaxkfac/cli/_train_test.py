@@ -315,7 +315,7 @@ def test_a_full_disk_is_one_line_and_the_checkpoint_before_counts(
     assert_same_end(finished, tmp_path, "kfac")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # _killed_test.py kills one, and a test above damages one
 def test_a_run_that_is_killed_and_then_damaged_comes_to_its_end(tmp_path):
     """As a user sees it: processes, a signal that nothing can catch, and what is printed."""
     words = [sys.executable, "-m", "jaxkfac", "train", *TINY, "--optimizer", "kfac"]

@@ -24,14 +24,10 @@ from jaxkfac.interception._compat import (
     body_of,
     call_kind,
     is_complex,
-    is_mutable,
-    is_stateful,
     is_var,
     scan_counts,
 )
-from jaxkfac.interception._computed import uses_in
 from jaxkfac.interception._constant_rows import Meeting
-from jaxkfac.interception._coupling import mixed_atoms
 from jaxkfac.interception._custom import (
     APART,
     interpret_primal,
@@ -39,14 +35,12 @@ from jaxkfac.interception._custom import (
     is_rule,
     step_without_derivative,
 )
-from jaxkfac.interception._facts import Facts, reasons_of
-from jaxkfac.interception._functions import is_function, seen_in
-from jaxkfac.interception._kind import kind_reading
-from jaxkfac.interception._lookups import is_followed, lookups_in, stack_looked_up
-from jaxkfac.interception._masks import holds_mask, is_mask
+from jaxkfac.interception._equation_rules import EquationRules
+from jaxkfac.interception._functions import is_function
+from jaxkfac.interception._lookups import is_followed, lookups_in
+from jaxkfac.interception._masks import holds_mask
 from jaxkfac.interception._plan import MARK_ROWS, Mark, Plan
-from jaxkfac.interception._products import follow_product
-from jaxkfac.interception._propagate import Axes, fresh, propagate
+from jaxkfac.interception._propagate import Axes, fresh
 from jaxkfac.interception._structured import (
     Interpreted,
     Scope,
@@ -54,32 +48,16 @@ from jaxkfac.interception._structured import (
     interpret_scan,
     interpret_shard_map,
 )
-from jaxkfac.interception._uses import uses_of
 from jaxkfac.interception._values import (
-    Combined,
     Constant,
     CoverageNote,
     Data,
-    Derived,
     Parameter,
-    Use,
     Value,
     View,
-    traced_indices_in,
     views_in,
 )
-from jaxkfac.interception._views import broadcast_axes, view_of
 
-_NOT_EXAMPLES = (
-    "with a constant (whose rows are not seen to be the examples, the leading axis of an output or "
-    "of a mark; give it a row for each, as in `h + 0 * x[:, :1]`)"
-)
-
-_FROZEN = "is frozen by `stop_gradient`"
-_UNKNOWN_ROWS = (
-    "is chosen by data in `select_n`, element by element: a `cond` under `vmap`, which chooses it "
-    "for whole rows, can be followed"
-)
 _STRUCTURED = {"scan": interpret_scan, "cond": interpret_cond, "shard_map": interpret_shard_map}
 _COMPLEX = (
     "is complex ({}): factors are of real parameters; hold its real and imaginary parts as two, "
@@ -87,8 +65,8 @@ _COMPLEX = (
 )
 
 
-class Analysis(Facts):
-    """The interpreter and its results.
+class Analysis(EquationRules):
+    """The interpreter of a program, and its results.
 
     Args:
         closed: The traced function.
@@ -115,11 +93,8 @@ class Analysis(Facts):
         held: Set[int] = frozenset(),
         tables: Set[Hashable] = frozenset(),
     ) -> None:
-        super().__init__()
+        super().__init__(refused, constants, tables)
         self.axes_of_input: dict[int, Axes] = {}
-        self.tables = set(tables)
-        self._refused, self._constants = refused, constants
-        self._around: tuple[int, ...] = ()  # positions of the calls around an equation
         ins = [
             Constant(self.unique()) if k in held else self._input(v, path, k)
             for k, (v, path) in enumerate(zip(closed.jaxpr.invars, paths, strict=True))
@@ -220,10 +195,10 @@ class Analysis(Facts):
         if kind == "custom" and not alone:
             return self._custom(eqn, position, ins, plan, scope)
         if not has_parameters or (kind is not None and not function):
-            outs = self._opaque(eqn, ins)
-            self._follow_stopped(eqn, ins, outs)
+            outs = self.opaque(eqn, ins)
+            self.follow_stopped(eqn, ins, outs)
             return outs
-        return self._parameter_equation(eqn, position, ins, plan, scope)
+        return self.of_parameters(eqn, position, ins, plan, scope)
 
     def _from_products(
         self, eqn: Eqn, ins: list[Value], outs: list[Value], products: frozenset[Hashable]
@@ -237,14 +212,14 @@ class Analysis(Facts):
                 if isinstance(v, Data) and v.products and k >= constants + carries:
                     self.closed_in.update(v.products)
                 elif isinstance(v, Data) and v.products and k >= constants:
-                    place = (self._where(eqn), k)
+                    place = (self.where(eqn), k)
                     self.meetings[place] = Meeting(eqn, (v.axes,), v.products, carry=True)
             return outs
         rows = tuple(v.axes for v in ins if isinstance(v, Data) and not v.products)
         if call_kind(eqn) is not None:
             self.closed_in.update(products)
         elif rows:
-            self.meetings[self._where(eqn)] = Meeting(eqn, rows, products)
+            self.meetings[self.where(eqn)] = Meeting(eqn, rows, products)
         else:
             return [
                 dataclasses.replace(v, products=products) if isinstance(v, Data) else v
@@ -254,12 +229,9 @@ class Analysis(Facts):
 
     @contextlib.contextmanager
     def _inside(self, position: int) -> Iterator[None]:
-        self._around, around = (*self._around, position), self._around
+        self.around, around = (*self.around, position), self.around
         yield
-        self._around = around
-
-    def _where(self, eqn: Eqn) -> Hashable:
-        return (*self._around, id(eqn))
+        self.around = around
 
     def _custom(
         self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
@@ -267,7 +239,7 @@ class Analysis(Facts):
         step = "" if is_rule(eqn) else step_without_derivative(eqn)
         if step:
             name = eqn.primitive.name
-            return self._opaque(
+            return self.opaque(
                 eqn, ins, f"is read inside `{name}`, where `{step}` has no derivative"
             )
         with self._inside(position):
@@ -281,210 +253,7 @@ class Analysis(Facts):
             plan.marks[position] = Mark(x.axes[: len(eqn.invars[1].aval.shape)])
         return [x]
 
-    def _opaque(self, eqn: Eqn, ins: Sequence[Value], reason: str = "") -> list[Value]:
-        """An equation that no rule looks into: results are data if any operand is."""
-        name = eqn.primitive.name
-        out = [self.equation_number(eqn, ins, k) for k in range(len(eqn.outvars))]
-        # What a mutable array holds, or the host returns, may be data whatever the operands are.
-        data = is_stateful(eqn) or any(isinstance(v, Data) or _is_rowless(v) for v in ins)
-        parameters = [v for v in ins if isinstance(v, Parameter)]
-        if not data and not parameters:
-            mask = is_mask(eqn, ins)
-            return [Constant(n, mask) for n in out]
-        if not data:
-            into = " to complex numbers" if is_complex(eqn.outvars[0]) else ""
-            reasons = reasons_of(parameters, f"`{name}`{into}")
-            return [
-                Derived(n, reasons, traced_indices_in(ins)) if _differentiable(v) else Constant(n)
-                for n, v in zip(out, eqn.outvars, strict=True)
-            ]
-        for v in parameters:
-            self.report(v, reason or f"is read inside `{name}`")
-        axes = [v.axes if isinstance(v, Data) else None for v in ins]
-        if call_kind(eqn) is not None or not any(axes_ is not None for axes_ in axes):
-            # Inside a loop or branch that is not looked into, any axis may have become any other.
-            shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars]
-            results = [fresh(self.table, s) for s in shapes]
-        else:
-            results = propagate(self.table, eqn, axes)
-            self.mixes(eqn, mixed_atoms(eqn, axes))
-        datas = [Data(n, a) for n, a in zip(out, results, strict=True)]
-        first_data = ins[0] if ins else None
-        if isinstance(first_data, Data) and first_data.product is not None:
-            kept = follow_product(eqn, first_data)
-            if kept is not None:
-                datas[0] = dataclasses.replace(
-                    datas[0], product=first_data.product, product_axes=kept
-                )
-        return list(datas)
-
-    def _parameter_equation(
-        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
-    ) -> list[Value]:
-        name = eqn.primitive.name
-        number = self.equation_number(eqn, ins)
-        if name == "stop_gradient":
-            for v in ins:
-                self.report(v, _FROZEN, fatal=False)
-                if isinstance(v, View):
-                    self.stopped[number] = v
-            return [Constant(number)]
-        if any(map(is_mutable, eqn.invars)):  # what is written into it is not followed
-            return self._opaque(eqn, ins)
-        if not any(_differentiable(v) for v in eqn.outvars):
-            for v in ins:
-                self.report(v, f"is read without gradient by `{name}`", fatal=False)
-            quiet = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
-            return self._opaque(eqn, quiet)
-        if name == "optimization_barrier":
-            plan.views[position] = None
-            return list(ins)
-        seen: list[Value] | None = seen_in(self, eqn, ins)
-        if seen is None and name == "select_n":
-            chosen = self._chosen(ins, position, plan, number)
-            if isinstance(chosen, str):
-                return self._opaque(eqn, ins, chosen)
-            seen = chosen
-        if seen is None and name == "gather" and self._where(eqn) not in self.tables:
-            stack = stack_looked_up(self, eqn, ins, self._where(eqn))
-            if stack is not None:
-                plan.lookups.add(position)
-                seen = [stack]
-        if seen is None and self._where(eqn) in self._constants:
-            seen = seen_in(self, eqn, [_as_constant(v) for v in ins])
-            seen = seen and [_rowless(v, name) for v in seen]
-        if seen is not None:
-            plan.views[position] = _traced_index(ins, seen)
-            return seen
-        if not any(isinstance(v, Data) for v in ins):
-            return self._product_of_constant(eqn, position, ins, plan, scope)
-        kind = kind_reading(name)
-        if kind is not None and kind.inserts and eqn.outvars[0].aval.shape == ():
-            for v in ins:
-                self.report(v, "is also in a parameter-only term", fatal=False)
-            quiet = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
-            return self._opaque(eqn, quiet)
-        uses = uses_in(self, eqn, ins, scope)
-        if not uses or isinstance(uses, str):
-            for v in ins:
-                if reasons := getattr(v, "reasons", ()):
-                    self.report(Derived(0, reasons), f"meets data in `{name}`")
-            if isinstance(uses, str):
-                return self._opaque(eqn, ins, uses)
-            return self._opaque(
-                eqn, [v if isinstance(v, Data) else Constant(v.number) for v in ins]
-            )
-        for use in uses:
-            use.where = self._where(eqn)
-        plan.uses[position] = uses
-        return [self._result(eqn, ins, uses, number)]
-
-    def _follow_stopped(self, eqn: Eqn, ins: Sequence[Value], outs: Sequence[Value]) -> None:
-        """Views of what ``stop_gradient`` made of a parameter; a second ``vmap`` broadcasts it."""
-        stopped = [self.stopped.get(v.number, v) for v in ins]
-        if sum(isinstance(v, View) for v in stopped) == 1:
-            views = view_of(self, eqn, stopped) or []
-            self.stopped.update((o.number, v) for o, v in zip(outs, views, strict=False))
-
-    def _chosen(
-        self, ins: list[Value], position: int, plan: Plan, number: int
-    ) -> list[Value] | str | None:
-        """The view that ``select_n(which, stop_gradient(w), w)`` is: ``w``, for some rows.
-
-        ``vmap`` makes it of a cond whose predicate differs from row to row: all branches run on
-        all rows, each on parameters that have a gradient only in the rows that take it. Where
-        those are not known, the reason.
-        """
-        which, other, view = ins[0], ins[1], ins[-1]
-        if not (isinstance(which, Data) and isinstance(view, View)):
-            return None
-        stopped = self.stopped.get(other.number)
-        if stopped is None or stopped.number != view.number:
-            return None
-        self.findings.pop(CoverageNote(view.path, _FROZEN, False), None)
-        if view.axes is None:
-            return _UNKNOWN_ROWS
-        rows = broadcast_axes(self.table, view.axes)
-        own = [a for d, axis in enumerate(which.axes) if d not in rows for a in axis]
-        if any(self.table.kinds(a) - {"feature"} for a in self.table.atoms(tuple(own))):
-            return _UNKNOWN_ROWS
-        plan.choices[position] = rows
-        choice = tuple((view.axes[d], which.axes[d]) for d in rows)
-        return [dataclasses.replace(view, number=number, chosen=(*view.chosen, choice))]
-
-    def _product_of_constant(
-        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
-    ) -> list[Value]:
-        """A constant times a parameter: rows of input like any other, if rows of examples.
-
-        Whether they are, the rest of the program says (``_examples``): ``x @ w + zeros @ u``
-        makes the rows of its operands the same.
-        """
-        number = self.equation_number(eqn, ins)
-        kind = kind_reading(eqn.primitive.name)
-        seen = sum(bool(views_in(v)) for v in ins) == 1
-        seen &= not any(isinstance(v, Derived) for v in ins)
-        if kind is None or not kind.product or not seen:
-            return self._opaque(eqn, ins)
-        if self._where(eqn) in self._refused:
-            reasons = reasons_of(ins, f"`{eqn.primitive.name}` {_NOT_EXAMPLES}")
-            self.of_constants.update(reasons)
-            return [Derived(number, reasons, traced_indices_in(ins))]
-        rows: list[Value] = [
-            Data(v.number, fresh(self.table, a.aval.shape, "feature"))
-            if isinstance(v, Constant)
-            else v
-            for v, a in zip(ins, eqn.invars, strict=True)
-        ]
-        uses = uses_of(self.table, eqn, rows, scope)
-        if isinstance(uses, str):
-            return self._opaque(eqn, ins)
-        uses[0].from_constant, uses[0].where = True, self._where(eqn)
-        plan.uses[position] = uses
-        product = self._result(eqn, rows, uses, number)
-        return [dataclasses.replace(product, products=frozenset([uses[0].where]))]
-
-    def _result(self, eqn: Eqn, ins: list[Value], uses: list[Use], number: int) -> Data:
-        axes_in = [v.axes if isinstance(v, Data) else None for v in ins]
-        axes = uses[0].kind.result_axes(self.table, uses[0])
-        axes = propagate(self.table, eqn, axes_in)[0] if axes is None else axes
-        self.mixes(eqn, mixed_atoms(eqn, axes_in))
-        for use in uses:
-            use.kind.place(use, axes)
-            use.parts = [u for u in uses if u.kind.covered and not u.view.computed_from]
-        product = uses[0].kind.product_axes(uses[0], len(axes))
-        if product is None or uses[0].view.computed_from:
-            return Data(number, axes)
-        return Data(number, axes, uses[0], product)
-
 
 def _products_in(values: Sequence[Value]) -> frozenset[Hashable]:
     """The products of constants from which alone some of these values come."""
     return frozenset().union(*(v.products for v in values if isinstance(v, Data)))
-
-
-def _is_rowless(value: Value) -> bool:
-    return any(v.rowless for v in views_in(value))
-
-
-def _rowless(value: Value, primitive: str) -> Value:
-    """The value as one that met data without the example axis."""
-    if isinstance(value, Combined):
-        views = tuple(dataclasses.replace(v, rowless=primitive) for v in value.views)
-        return dataclasses.replace(value, views=views)
-    return dataclasses.replace(value, rowless=primitive) if isinstance(value, View) else value
-
-
-def _as_constant(value: Value) -> Value:
-    return Constant(value.number) if isinstance(value, Data) else value
-
-
-def _differentiable(var: Var) -> bool:
-    return jnp.issubdtype(getattr(var.aval, "dtype", np.dtype(bool)), jnp.inexact)
-
-
-def _traced_index(ins: Sequence[Value], outs: Sequence[Value]) -> tuple[str, int] | None:
-    """The traced index that takes an entry of a stack in a view, if one does."""
-    before = next((len(v.consumed) for value in ins for v in views_in(value)), 0)
-    new = next((v.consumed[before:] for value in outs for v in views_in(value)), ())
-    return new[0].traced_index if new else None

@@ -98,14 +98,16 @@ def test_an_adapter_of_a_folder_is_trained_and_saved_for_its_kind(run, folder, t
     assert "1 cut" in shown.out.replace("\n", " ")
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "words",
     [
         ("--optimizer", "adafactor", "--label-smoothing", "0.1"),
-        pytest.param(("--optimizer", "kfac", "--label-smoothing", "0.1"), marks=pytest.mark.slow),
-        pytest.param(("--num-lengths", "2", "--num-beams", "2"), marks=pytest.mark.slow),
-        pytest.param(("--gradient-accumulation-steps", "2"), marks=pytest.mark.slow),
-        pytest.param(("--dtype", "bfloat16"), marks=pytest.mark.exhaustive),
+        ("--optimizer", "kfac", "--label-smoothing", "0.1"),
+        ("--gradient-accumulation-steps", "2"),
+        ("--dtype", "bfloat16"),
+        ("--num-lengths", "2", "--num-beams", "2"),
     ],
     ids=lambda words: words[1],
 )
@@ -121,7 +123,14 @@ def test_all_parameters_are_trained_and_the_model_is_read_again(words, run, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [(), ("--train", "all", "--optimizer", "kfac")], ids=len)
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param((), marks=pytest.mark.exhaustive),
+        ("--train", "all", "--optimizer", "kfac"),
+    ],
+    ids=len,
+)
 def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
     words, run, tmp_path, monkeypatch
 ):
@@ -146,7 +155,7 @@ def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train", ["adapter", "all"])
+@pytest.mark.parametrize("train", [pytest.param("adapter", marks=pytest.mark.exhaustive), "all"])
 def test_the_report_has_curvature_scores_and_wanted_targets(train, run, tmp_path, monkeypatch):
     monkeypatch.undo()
     assert run("--train", train, "--steps", "2") == 0

@@ -97,6 +97,7 @@ def records(folder):
     return metrics(folder)["records"]
 
 
+@pytest.mark.slow
 def test_a_run_writes_report_metrics_adapter_events_and_checkpoints(run, tmp_path, capsys):
     assert run() == 0
     found = metrics(tmp_path)
@@ -240,6 +241,7 @@ def test_the_state_is_donated_to_the_step(run, plain, monkeypatch):
     assert len(found) == 2 and all(aliased >= state for aliased, state in found)
 
 
+@pytest.mark.slow
 def test_a_second_copy_of_the_model_is_an_error(run, plain, monkeypatch, capsys):
     few = functools.partial(duplicate_report, min_bytes=4096)
     monkeypatch.setattr(_held_once, "duplicate_report", few)
@@ -362,6 +364,7 @@ def folder(tmp_path):
     return data
 
 
+@pytest.mark.slow
 def test_a_local_folder_is_trained_on_and_what_does_not_fit_is_said(
     run, plain, folder, tmp_path, capsys
 ):
@@ -377,6 +380,7 @@ def test_a_local_folder_is_trained_on_and_what_does_not_fit_is_said(
     assert found["comparison"] == {} and found["data"]["rows"] == 13
 
 
+@pytest.mark.slow
 def test_epochs_end_with_an_update_of_what_is_left(run, plain, folder, tmp_path):
     """Three micro-batches of four records: an update of two, and one of the third."""
     words = ("--data", str(folder), "--questions", "0", "--samples", "0", "--max-length", "60")
@@ -472,6 +476,7 @@ def test_a_malformed_line_stops_a_strict_run(line, message, run, folder, capsys)
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_malformed_lines_are_counted_with_their_numbers(run, plain, folder, tmp_path, capsys):
     for name in ("train", "validation"):
         with (folder / f"{name}.jsonl").open("a") as file:
@@ -490,15 +495,13 @@ def test_malformed_lines_are_counted_with_their_numbers(run, plain, folder, tmp_
 FILES = ("--questions", "0", "--samples", "0", "--max-length", "60", "--shuffle-window", "5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
-        ("--steps", "6"),
-        pytest.param(
-            ("--epochs", "2", "--batching", "pack", "--gradient-accumulation-steps", "2",
-             "--batch-size", "2"),
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(("--steps", "6"), marks=pytest.mark.exhaustive),
+        ("--epochs", "2", "--batching", "pack", "--gradient-accumulation-steps", "2",
+         "--batch-size", "2"),
     ],
     ids=["padded", "packed"],
 )  # fmt: skip
@@ -534,6 +537,7 @@ def test_a_question_beyond_the_context_is_named(run, plain, folder, capsys):
     assert "question 'q' takes" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_names_its_step_when_its_interval_ends(
     run, plain, tmp_path, capsys
 ):
@@ -563,6 +567,7 @@ def test_an_existing_run_is_kept_unless_overwriting_is_asked_for(
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("words", [("--devices", "2"), ("--mesh", "model=2")])
 @pytest.mark.parametrize("base", ["whole", "nf4"])
 def test_two_devices_give_the_run_of_one(run, plain, decoder, tmp_path, monkeypatch, words, base):

@@ -109,7 +109,7 @@ def test_zero_blocks_and_equal_scales_decode_to_themselves():
         )
 
 
-@pytest.mark.slow  # only optimised kernels fuse a product into a sum
+@pytest.mark.slow  # only optimised kernels fuse a product into a sum: users_kernels_test
 def test_a_jitted_decoding_is_the_decoding_to_the_last_bit():
     kernel = nf4.quantize({"kernel": weights(2, 256, 96)}, stack=1)["kernel"]
     np.testing.assert_array_equal(jax.jit(nf4.dequantize)(kernel), kernel.decode())
