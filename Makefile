@@ -23,7 +23,7 @@ PRESET ?= digits
 # A finished run is never written over by itself: RUN_ARGS=--overwrite or RUN_ARGS=--resume
 RUN_ARGS ?=
 
-.PHONY: help run test test-slow test-exhaustive test-oldest test-newest lint format wheels docs-check bench bench-quick mutants parity accelerators plan-record gpu-check clean
+.PHONY: help run test test-slow test-exhaustive test-oldest test-newest lint format wheels docs-check site bench bench-quick mutants parity accelerators plan-record gpu-check clean
 
 help:
 	@echo "make run          train --preset $(PRESET): K-FAC beside AdamW, checkpoint and report"
@@ -36,6 +36,7 @@ help:
 	@echo "make format       ruff format and the fixes that are safe"
 	@echo "make wheels       sdist and wheel in clean environments: Python 3.11 to 3.13, oldest and newest jax"
 	@echo "make docs-check   README blocks, docstring examples, notebooks"
+	@echo "make site         the site into build/site, from docs and docstrings; its links and spelling are checked"
 	@echo "make bench        time and bytes of (gradient + factors) / gradient"
 	@echo "make bench-quick  cost of factors, steps, decomposition and adapters against the record, two minutes"
 	@echo "make mutants      200 one-line mutants of the core against its tests: hours, goes on where it stopped"
@@ -63,6 +64,12 @@ $(VENV)/.stamp-test: pyproject.toml constraints.txt
 	$(call venv,$(VENV))
 	@echo "installing jaxkfac and its tests into $(VENV); the first time takes a few minutes"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[all,test,lint]"
+	@touch $@
+
+$(VENV)/.stamp-docs: pyproject.toml constraints.txt
+	$(call venv,$(VENV))
+	@echo "installing what builds the site into $(VENV)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	@touch $@
 
 $(OLDEST)/.stamp: pyproject.toml constraints-oldest.txt constraints.txt
@@ -136,6 +143,13 @@ format: $(VENV)/.stamp-test
 
 docs-check: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m "not exhaustive" tests/readme_test.py tests/docstrings_test.py tests/notebooks_test.py $(PYTEST_ARGS)
+
+# Read it from the folder: build/site/index.html needs no server and no network.
+site: $(VENV)/.stamp-docs
+	$(BIN)/codespell README.md CHANGELOG.md docs jaxkfac examples notebooks
+	rm -rf build/site
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees -b html docs build/site
+	$(BIN)/python docs/_extensions/check_site.py build/site
 
 bench: $(VENV)/.stamp-run
 	$(BIN)/python -m benchmarks.factors

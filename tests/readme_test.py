@@ -35,28 +35,52 @@ def script(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("readme", CASES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_python_blocks_run_in_order(readme: Path, tmp_path: Path):
-    program = tmp_path / f"{readme.parent.name}_README.py"
-    program.write_text(script(readme.read_text()))
-    # A user's process: no runtime types, no strict promotion, no second device.
+def run_by_a_user(program: Path) -> subprocess.CompletedProcess[str]:
+    """A user's process: no runtime types, no strict promotion, no second device."""
     environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     environment["PYTHONPATH"] = str(ROOT)
-    run = subprocess.run(
+    return subprocess.run(
         [sys.executable, program.name],
-        cwd=tmp_path,
+        cwd=program.parent,
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=600,
     )
+
+
+@pytest.mark.parametrize("readme", CASES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_python_blocks_run_in_order(readme: Path, tmp_path: Path):
+    program = tmp_path / f"{readme.parent.name}_README.py"
+    program.write_text(script(readme.read_text()))
+    run = run_by_a_user(program)
     assert run.returncode == 0, f"{readme.name}, at its own line numbers:\n{run.stderr}"
 
 
-def test_quick_start_is_at_most_fifteen_lines():
-    quick = next(b for b in blocks((ROOT / "README.md").read_text()) if "jk.kfac(" in b)
-    assert len([line for line in quick.splitlines() if line.strip()]) <= 15
+def sides(difference: str) -> tuple[list[str], list[str]]:
+    """The lines of a difference before and after it."""
+    lines = [(line[:1], line[1:]) for line in difference.splitlines()]
+    return [x for sign, x in lines if sign != "+"], [x for sign, x in lines if sign != "-"]
+
+
+def test_both_sides_of_the_difference_to_optax_train(tmp_path: Path):
+    text = (ROOT / "README.md").read_text()
+    (difference,) = re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert sum(line[:1] in ("+", "-") for line in difference.splitlines()) <= 12
+    before, after = sides(difference)
+    assert "optax.adam" in "\n".join(before)
+    assert "jk.kfac(" in "\n".join(after)
+    program = tmp_path / "loops.py"
+    loops = ("params_at_first = params", *before, "params = params_at_first", *after)
+    program.write_text("\n".join([script(text), *loops, "assert loss < 0.01"]))
+    run = run_by_a_user(program)
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_readme_is_short():
+    prose = re.sub(r"^```.*?^```$", "", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    assert len(prose.split()) <= 700
 
 
 def test_every_make_target_of_the_readme_exists():

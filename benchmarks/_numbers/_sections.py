@@ -1,0 +1,331 @@
+"""What the page takes from each record: a function for each, and its line in ``SECTIONS``."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks._numbers._row import Goal, Row, Section
+from benchmarks.mutants import killed_by
+
+PROGRAMS = {
+    "dense": "8 dense layers of 512, 4096 rows",
+    "scanned": "4 scanned, rematted blocks, d 256, hidden 512, 4 × 256 tokens",
+    "scanned_long": "the same, 1 × 1024 tokens",
+    "scanned_short": "the same, 8 × 128 tokens",
+    "scanned_wide": "4 × 256 tokens, hidden 1024",
+}
+
+
+def _times(value: float) -> str:
+    return f"{value:.2f} ×"
+
+
+def _factors(record: Any) -> Iterator[Row]:
+    bounds = {"dense": 1.45, "scanned": 1.20, "scanned_wide": 1.40}
+    for key, program in PROGRAMS.items():
+        here = record[key]
+        ratio, bound = here["time_ratio"], bounds.get(key)
+        yield Row(f"time, {program}", _times(ratio), "1", bound and Goal(ratio, bound))
+    for key, program in PROGRAMS.items():
+        here, gradient = record[key]["temp_mib"], record[key]["gradient_temp_mib"]
+        yield Row(f"temporaries, {program}", f"{here:.0f} MiB", f"{gradient:.0f} MiB")
+    for key in ("dense", "scanned_wide"):
+        here, goal = record[key], key == "scanned_wide"
+        rows, mean, between = here["subsample_0.25"], here["every_4"], here["between"]
+        of = PROGRAMS[key]
+        yield Row(f"time, `subsample=0.25`, {of}", _times(rows), "1", goal and Goal(rows, 1.17))
+        yield Row(f"time, `every=4`, mean, {of}", _times(mean), "1", goal and Goal(mean, 1.15))
+        yield Row(f"time of a step that skips, {of}", _times(between), "1", Goal(between, 1.03))
+    ratio = record["dense"]["compile_ratio"]
+    yield Row("compiling for the CPU, dense", _times(ratio), "1", Goal(ratio, 2))
+
+
+def _tracing(record: Any) -> Iterator[Row]:
+    here = record["decoder"]
+    ratio, shapes = here["statistics_ratio"], here["factor_shapes_s"]
+    gradient = f"{here['gradient_s']:.2f} s"
+    yield Row("statistics", f"{here['statistics_s']:.2f} s", gradient, Goal(ratio, 1.8, unit=" ×"))
+    yield Row("statistics, sampled labels", f"{here['sampled_s']:.2f} s", gradient)
+    yield Row("`factor_shapes`", f"{shapes:.3f} s", "", Goal(shapes, 0.5, unit=" s"))
+
+
+def _ekfac(record: Any) -> Iterator[Row]:
+    for key in ("dense", "scanned", "scanned_short", "scanned_wide"):
+        here = record[key]
+        yield Row(f"time, {PROGRAMS[key]}", _times(here["time_ratio"]), "1")
+    for key in ("dense", "scanned"):
+        here = record[key]
+        gradient = f"{here['gradient_temp_mib']:.0f} MiB"
+        yield Row(f"temporaries, {PROGRAMS[key]}", f"{here['temp_mib']:.0f} MiB", gradient)
+
+
+def _decomposition(record: Any) -> Iterator[Row]:
+    for key, here in record.items():
+        if isinstance(here, dict):
+            what = f"{here['matrices']} matrices, {key.replace('_', ' ')}"
+            lapack = f"{here['lapack_s']:.2f} s"
+            yield Row(what, f"{here['eigendecompose_s']:.2f} s", lapack)
+
+
+def _host(record: Any) -> Iterator[Row]:
+    here = record["time"]
+    push = here["push_and_average_over_gradient"]
+    share = Goal(100 * push, 5, unit=" %")
+    yield Row("push and average, of a gradient's time", f"{100 * push:.1f} %", "", share)
+    waiting, noise = here["waiting_step_ratio"], here["waiting_noise"]
+    yield Row(
+        "a step beside a decomposition that has been slowed down",
+        f"{waiting:.2f} ± {noise:.2f} ×",
+        "1, a step without one",
+    )
+    busy = _times(here["busy_step_ratio"])
+    yield Row("a step that shares the CPU with one", busy, "1, a step without one")
+    peak, bound = record["memory"]["peak_mib"], record["memory"]["bound_mib"]
+    yield Row("peak of main memory", f"{peak:.0f} MiB", f"{bound:.0f} MiB, the stated bound")
+
+
+def _bases(record: Any) -> Iterator[Row]:
+    for name, here in record["rows"].items():
+        kept = f"{here['bases_on_device_mib']:.2f} MiB on the device"
+        yield Row(name, f"{kept}, {here['cpu_seconds']:.3f} CPU s, off by {here['off_by']:.1e}")
+
+
+def _steps(record: Any) -> Iterator[Row]:
+    fixed, beside = record["fixed, fixed"], record["fixed, adaptive"]
+    adaptive = record["adaptive, adaptive"]
+    for what, here, bound in (
+        ("a step, both with fixed settings", fixed, 1.0),
+        ("a step, ours fixed, theirs adaptive", beside, 0.85),
+        ("a step, both adaptive", adaptive, None),
+    ):
+        ours, theirs = f"{here['ours_step_ms']:.0f} ms", f"{here['peer_step_ms']:.0f} ms"
+        yield Row(what, ours, theirs, bound and Goal(here["step_ratio"], bound, unit=" ×"))
+    for what, here in (("fixed", fixed), ("adaptive", adaptive)):
+        ours, theirs = f"{here['first_step_s']:.1f} s", f"{here['peer_first_step_s']:.1f} s"
+        goal = Goal(here["first_step_ratio"], 0.8, unit=" ×")
+        yield Row(f"the first step, compiled, both {what}", ours, theirs, goal)
+    for what, here in (("fixed", fixed), ("adaptive", adaptive)):
+        ours, theirs = here["losses"][-1], here["peer_losses"][-1]
+        yield Row(f"loss after 50 steps, both {what}", f"{ours:g}", f"{theirs:g}")
+    ratio = record["preconditioning"]["preconditioning_ratio"]
+    two = f"{record['preconditioning']['two_products_ms']:.0f} ms"
+    four = f"{record['preconditioning']['four_products_ms']:.0f} ms with four products"
+    yield Row("preconditioning with two products", two, four, Goal(ratio, 0.65, unit=" ×"))
+    cpu = record["update of 48 layers, exact"]["compile_cpu_s"]
+    yield Row("compiling an update of 48 layers", f"{cpu:.1f} CPU s", "", Goal(cpu, 6, unit=" s"))
+
+
+def _adapters(record: Any) -> Iterator[Row]:
+    for size in ("576", "1024", "3072"):
+        here = record[size]
+        peft = here["torch peft"]["over_base"]
+        qwix = here["jax qwix"]["over_base"]
+        beside = f"PEFT {peft:.2f} ×, qwix {qwix:.2f} ×"
+        yield Row(f"plain LoRA, d {size}", _times(here["jax linear"]["over_base"]), beside)
+        for kind, name in (("bottleneck", "the bottleneck"), ("output", "the outputs")):
+            ratio = _times(here[f"jax {kind}"]["over_base"])
+            yield Row(f"LS-LoRA in {name}, d {size}", ratio)
+    for goal in record["goals"]:
+        at = f", d {goal['d']}" if goal["d"] else ""
+        kept = Goal(goal["measured"], goal["at_most"])
+        yield Row(f"{goal['goal']}{at}", f"{goal['measured']:.2f}", "", kept)
+
+
+def _memory(record: Any) -> Iterator[Row]:
+    for name, here in record.items():
+        if isinstance(here, dict):
+            measured = f"{here['measured_mib']:.0f} MiB measured"
+            yield Row(name, f"{here['planned_mib']:.0f} MiB planned", measured)
+
+
+def _plan(record: Any) -> Iterator[Row]:
+    for target, name in (("cpu", "a CPU"), ("h100", "an H100")):
+        totals = record[target].values()
+        for column, what, bound in (
+            ("plan", "with its own compiled programs", 5.0),
+            ("counted", "counted from equations alone", None),
+        ):
+            ratios = [100 * (row[column] - 1) for row in totals if row.get(column)]
+            low, high = min(ratios), max(ratios)
+            furthest = max(abs(low), abs(high))
+            yield Row(
+                f"{len(ratios)} trainings for {name}, {what}",
+                f"{low:+.1f} % to {high:+.1f} %",
+                "",
+                bound and Goal(furthest, bound, unit=" %"),
+            )
+
+
+def _accelerators(record: Any) -> Iterator[Row]:
+    rows = record["rows"]
+    for dtype in ("float32", "bfloat16"):
+        at = f"h100/one device/real/{dtype}"
+        gradient = rows[f"{at}/gradient"]["temporaries"] / 2**20
+        for name in ("factors, empirical", "factors, mc", "EKFAC pass", "K-FAC step"):
+            here = rows[f"{at}/{name}"]["temporaries"] / 2**20
+            goal = name.startswith("factors") and Goal(here / gradient, 1.05, unit=" ×")
+            what = f"temporaries, {name}, {dtype}"
+            yield Row(what, f"{here:.0f} MiB", f"{gradient:.0f} MiB", goal)
+    for dtype in ("float32", "bfloat16"):
+        at = f"h100/one device/others/{dtype}/dense 8 x 512"
+        here, gradient = (rows[f"{at}, {x}"]["compile_cpu_s"] for x in ("factors", "gradient"))
+        goal = Goal(here / gradient, 2, unit=" ×")
+        yield Row(f"compiling, dense, {dtype}", f"{here:.2f} CPU s", f"{gradient:.2f} CPU s", goal)
+
+
+def _data(record: Any) -> Iterator[Row]:
+    speed, first = record["stream"]["samples_per_second"], record["first_step"]["wall_s"]
+    yield Row(
+        "samples a second, without training",
+        f"{speed:,.0f}",
+        "",
+        Goal(speed, 2000, at_least=True),
+    )
+    yield Row("from the command to its end, one step", f"{first:.0f} s", "", Goal(first, 60))
+    early, late = record["stream"]["resident_early_mib"], record["stream"]["resident_late_mib"]
+    yield Row("main memory after a twentieth, and after all", f"{early:.0f} MiB, {late:.0f} MiB")
+    longest, fixed = (record["padding"][x] for x in ("longest_of_batch", "fixed"))
+    yield Row(
+        "bytes of batches padded to their longest row",
+        f"{longest['batch_bytes'] / 1024:.0f} KiB",
+        f"{fixed['batch_bytes'] / 1024:.0f} KiB at a fixed length",
+    )
+
+
+def _documents(record: Any) -> Iterator[Row]:
+    verdicts = [claim["verdict"] for claim in record["claims"]]
+    for verdict in ("true", "partly", "false", "needs a GPU"):
+        yield Row(verdict, f"{verdicts.count(verdict)} of {len(verdicts)}")
+
+
+def _mutants(record: Any) -> Iterator[Row]:
+    killed = sum(bool(killed_by(mutant)) for mutant in record["mutants"])
+    of = len(record["mutants"])
+    goal = Goal(100 * killed / of, 90, at_least=True, unit=" %")
+    yield Row("faults of one line that a test catches", f"{killed} of {of}", "", goal)
+
+
+def _threads(module: str) -> str:
+    return f"OPENBLAS_NUM_THREADS=1 python -m benchmarks.{module}"
+
+
+SECTIONS = (
+    Section(
+        "Gradient and all factors",
+        "factors-cpu",
+        "python -m benchmarks.factors --pairs 21 --json benchmarks/results/factors-cpu.json",
+        "Value, gradient and the factors of every layer in one program, beside value and gradient. "
+        "Medians of interleaved pairs; temporaries are the compiler's.",
+        "the gradient alone",
+        _factors,
+    ),
+    Section(
+        "On an H100, by its compiler",
+        "accelerators",
+        "make accelerators",
+        "Compiled for the device, never run on one: bytes are the compiler's, and there are no "
+        "times. 12 blocks of width 768, 8 × 512 tokens.",
+        "the gradient alone",
+        _accelerators,
+    ),
+    Section(
+        "A step of K-FAC, beside kfac-jax",
+        "optimizer_steps-cpu",
+        "python -m benchmarks.optimizer_steps --peer ENV/bin/python --json "
+        "benchmarks/results/optimizer_steps-cpu.json",
+        "The autoencoder of the K-FAC papers on the embedded digits. kfac-jax 0.0.8 runs in an "
+        "environment of its own with jax 0.8.1, the newest that it works with. Steps are medians; "
+        "a goal is judged by the median of the ratios of neighbouring blocks of steps.",
+        "kfac-jax",
+        _steps,
+    ),
+    Section(
+        "Adapters, beside PEFT and qwix",
+        "adapters-cpu",
+        "",
+        "A training step with adapters over one without, each in its own framework.",
+        "peers",
+        _adapters,
+    ),
+    Section(
+        "Measured eigenvalues (EKFAC)",
+        "ekfac-cpu",
+        "python -m benchmarks.ekfac --pairs 21 --json benchmarks/results/ekfac-cpu.json",
+        "The pass that measures every eigenvalue, by itself.",
+        "the gradient alone",
+        _ekfac,
+    ),
+    Section(
+        "Decomposition, beside LAPACK",
+        "decomposition-cpu",
+        _threads("decomposition --blocks 12 --pairs 1 --json decomposition.json"),
+        "The 120 distinct factors of a 12-block transformer of width 768, and two of each size. "
+        "From before the host decomposed in float64, which takes longer.",
+        "`ssyevd` alone",
+        _decomposition,
+    ),
+    Section(
+        "Decomposition on the host while training goes on",
+        "host-cpu",
+        _threads("host --json benchmarks/results/host-cpu.json"),
+        "What `HostCurvature` adds to a step of the scanned transformer, and what it holds.",
+        "beside",
+        _host,
+    ),
+    Section(
+        "Bases elsewhere, in half, of low rank",
+        "bases-cpu",
+        "python -m benchmarks.bases --width 512 --depth 4 --json benchmarks/results/bases-cpu.json",
+        "One preconditioning. The last number is how far the natural gradient is from that of "
+        "whole float32 bases; flat spectra, the worst case of a low rank.",
+        "",
+        _bases,
+    ),
+    Section(
+        "Tracing",
+        "tracing-cpu",
+        "python -m benchmarks.tracing --json benchmarks/results/tracing-cpu.json",
+        "A decoder of 32 unrolled blocks, 291 layers, without compilation.",
+        "the gradient alone",
+        _tracing,
+    ),
+    Section(
+        "Planned bytes, beside compiled ones",
+        "plan",
+        "make plan-record",
+        "How far the total of a plan is from that of the compiled training.",
+        "",
+        _plan,
+    ),
+    Section(
+        "Planned bytes, beside measured ones",
+        "memory-cpu",
+        "python -m benchmarks.memory --json benchmarks/results/memory-cpu.json",
+        "A scanned transformer with Adam and K-FAC; each row in a fresh process.",
+        "measured",
+        _memory,
+    ),
+    Section(
+        "Records from a file of any size",
+        "data-cpu",
+        "python -m benchmarks.data --json benchmarks/results/data-cpu.json",
+        "Six million chats, 1.8 GB.",
+        "beside",
+        _data,
+    ),
+    Section(
+        "The five documents",
+        "documents",
+        "python -m benchmarks.documents --write",
+        "Claims about memory and time, [judged by stated rules](documents.md).",
+        "",
+        _documents,
+    ),
+    Section(
+        "Tests",
+        "mutants",
+        "make mutants",
+        "Each fault is put in by itself; the tests of its room run.",
+        "",
+        _mutants,
+    ),
+)

@@ -1,0 +1,68 @@
+"""What the page says by itself."""
+
+HEAD = """# Numbers
+
+This page is made from the records by `python -m benchmarks.numbers --write docs/numbers.md`, and a
+test holds it to them. Each section says what made its record, when, and where. Nothing here has run
+on a GPU: there are times of two CPU cores, shared with other work, and bytes from the compilers of
+[devices that were not there](accelerators.md). Times vary from run to run. Measure them again on
+your own machine before you rely on one.
+"""
+MISSED = """## What was not reached
+
+Goals were set before the measurements. These were missed:
+"""
+UNMEASURED = """Not measured at all: any time on a GPU or TPU; a run of a 7B model; speed and memory
+beside curvlinops and laplace-torch, and beside kronfluence at real size.
+"""
+OTHERS = """## Other records
+
+| record | command | date |
+|---|---|---|"""
+
+_HELD_BY_TESTS = (
+    (
+        "factors A and G, every Fisher type, both sharings",
+        "curvlinops",
+        "1e-10, float64",
+        "pytest tests/curvlinops_test.py",
+    ),
+    (
+        "EKFAC's matrix",
+        "curvlinops",
+        "1e-8, float64",
+        "pytest tests/curvlinops_test.py -k ekfac",
+    ),
+    (
+        "factors, bases, powers, averages, accumulation, adapters",
+        "`torch_ref`",
+        "1e-10, float64; 1e-5, float32, where nothing is divided by eigenvalues",
+        "make parity",
+    ),
+    ("codes and scales of NF4", "bitsandbytes", "every bit", "pytest tests/nf4_test.py"),
+    (
+        "logits of an adapted Llama, files both ways",
+        "PEFT",
+        "2e-5, float32",
+        "pytest tests/peft_decoder_test.py",
+    ),
+    ("logits of decoders", "transformers", "1e-4, float32", "pytest tests/decoder_test.py"),
+    (
+        "logits of encoder-decoders",
+        "transformers",
+        "1e-4, float32",
+        "pytest tests/encoder_decoder_test.py",
+    ),
+)
+ACCURACY = (
+    "## Accuracy, beside peers",
+    "",
+    "Held by tests, so at every commit: the command fails if it is not so.",
+    "",
+    "| what | beside | how far | command |",
+    "|---|---|---|---|",
+    *(f"| {what} | {peer} | {far} | `{test}` |" for what, peer, far, test in _HELD_BY_TESTS),
+    "",
+    "What lower precision saves, and what it costs in accuracy, is in",
+    "[a record of its own](../benchmarks/results/precision.md).",
+)

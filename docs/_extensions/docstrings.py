@@ -1,0 +1,49 @@
+"""Docstrings write formulas as Markdown does, between dollars: autodoc reads them as roles."""
+
+import re
+from typing import Any
+
+from sphinx.application import Sphinx
+
+BLOCK = re.compile(r"^( *)\$\$\s*(.+?)\s*\$\$([.,;]?)$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"(?<![\\\w$])\$(?=\S)([^$`]+?)(?<=\S)\$(?![\w$])")
+
+
+def formulas(text: str) -> str:
+    """``$$...$$`` as a directive, ``$...$`` as a role; literals between backquotes stay.
+
+    >>> formulas("the sum $a + b$ of ``$HOME``")
+    'the sum :math:`a + b` of ``$HOME``'
+    """
+    text = BLOCK.sub(_directive, text)
+    literal = re.compile(r"(``.+?``)", re.DOTALL)
+    parts = literal.split(text)
+    parts[::2] = [INLINE.sub(_role, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _directive(found: re.Match[str]) -> str:
+    indent, formula, end = found.groups()
+    return f"\n{indent}.. math:: {' '.join(formula.split())}{end}\n"
+
+
+def _role(found: re.Match[str]) -> str:
+    return f":math:`{' '.join(found[1].split())}`"
+
+
+def _process(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = formulas("\n".join(lines)).split("\n")
+
+
+def _short(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: Any
+) -> tuple[str | None, Any]:
+    short = lambda text: text and text.replace("jaxlib._jax.Array", "Array")
+    return short(signature), short(returns)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Read every docstring so, before napoleon reads its sections."""
+    app.connect("autodoc-process-docstring", _process, priority=100)
+    app.connect("autodoc-process-signature", _short)  # jaxtyping names the class behind jax.Array
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

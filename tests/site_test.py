@@ -1,0 +1,79 @@
+"""The site says everything, leads nowhere wrong, and what checks it finds what is wrong.
+
+``make site`` builds it; here is what needs no build.
+"""
+
+import doctest
+import importlib.util
+import pydoc
+import re
+from pathlib import Path
+
+import pytest
+
+import jaxkfac as jk
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"(?<!`)\]\(([^)\s]+)\)")
+
+
+def extension(name):
+    path = ROOT / "docs" / "_extensions" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"site_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_between_files_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    for address in LINK.findall(text):
+        path = address.partition("#")[0]
+        if path and "://" not in path:
+            assert (page.parent / path).exists(), f"{page.name}: {address}"
+
+
+def test_every_public_name_is_documented():
+    text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    documented = set(re.findall(r"^\.\. auto(?:function|class):: (\w+)$", text, re.M))
+    for room in re.findall(r"^\.\. automodule:: jaxkfac\.([\w.]+)$", text, re.M):
+        module = pydoc.locate(f"jaxkfac.{room}")
+        documented |= {room.split(".")[-1], *getattr(module, "__all__", vars(module))}
+    assert set(jk.__all__) <= documented
+
+
+def test_every_page_is_in_a_table_of_contents():
+    docs = ROOT / "docs"
+    listed = set()
+    for index in docs.rglob("index.md"):
+        trees = re.findall(r"^```\{toctree\}\n(.*?)^```$", index.read_text(), re.M | re.S)
+        for line in "\n".join(trees).splitlines():
+            if line and not line.startswith(":"):
+                listed.add((index.parent / f"{line}.md").resolve())
+    assert listed == {page for page in docs.rglob("*.md") if page != docs / "index.md"}
+
+
+@pytest.mark.parametrize("name", ["docstrings", "records"])
+def test_examples_of_the_extensions(name):
+    pytest.importorskip("sphinx", reason="the site's packages are not installed")
+    result = doctest.testmod(extension(name))
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_the_check_finds_dead_links_and_what_a_network_would_bring(tmp_path):
+    (tmp_path / "a.html").write_text(
+        '<p id="here"><a href="b.html#there">1</a> <a href="b.html#gone">2</a>'
+        '<a href="c.html">3</a>'
+        '<a href="#here">4</a> <a href="https://example.org/">5</a>'
+        '<script src="https://example.org/x.js"></script><link rel="stylesheet" href="x.css">'
+    )
+    (tmp_path / "b.html").write_text('<p id="there">')
+    assert list(extension("check_site").faults(tmp_path)) == [
+        "a.html: loads https://example.org/x.js from a network",
+        "a.html: b.html#gone: no such place on that page",
+        "a.html: c.html is not there",
+        "a.html: x.css is not there",
+    ]
