@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from jaxkfac.factors import Batch
-from jaxkfac.interception import partition, with_leaves
+from jaxkfac.interception import cast_varying, partition, with_leaves
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import MemoryBudgetError, bytes_text
 from jaxkfac.uses._examples import Examples
@@ -146,7 +146,8 @@ def _cotangents(outputs: Array, term: Array, columns: Array) -> Array:
     number, terms, every = split_terms(outputs.shape)
     here = (jnp.arange(terms) == term)[:, None] & (columns[:, None, None] == jnp.arange(every))
     one = jnp.broadcast_to(here[:, None], (len(columns), number, terms, every))
-    return one.astype(outputs.dtype).reshape(-1, *outputs.shape)
+    one = one.astype(outputs.dtype).reshape(-1, *outputs.shape)
+    return cast_varying(one, outputs)  # inside shard_map the outputs differ by device
 
 
 def _products(whitened: Float[Array, "C N n"], dtype: Any) -> Float[Array, "N C C"]:
