@@ -91,3 +91,23 @@ def test_beside_marks_the_second_pass_is_refused_inside():
     x, y = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4
     with pytest.raises(jk.UncoveredParameterError, match="which inside jax.shard_map are sums"):
         _on_two_devices(jk.value_grad_and_factors(loss), x, y)
+
+
+def test_uses_of_curvature_see_each_devices_examples_alone():
+    """Their gradients are of one example: no sum over devices is theirs."""
+    data = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4
+    objective, params = jk.Objective(model, jk.Categorical()), jax.tree.map(jnp.asarray, PARAMS)
+    factors = jk.value_grad_and_factors(objective, fisher="exact")(params, data).factors
+    bases = jk.eigendecompose(factors)
+    posterior = jk.laplace(objective, params, bases, num_examples=8)
+    queries = data[0][:2], data[1][:2]
+
+    def of(x, y):
+        scores = jk.influence(objective, params, bases, queries, (x, y), damping=0.1)
+        own = jk.self_influence(objective, params, bases, (x, y), damping=0.1)
+        return scores.T, own, posterior.variance(x), posterior.predict(x)
+
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.shard_map(of, mesh=mesh, in_specs=P("rows"), out_specs=P("rows"))
+    for value, whole in zip(jax.jit(split)(*data), of(*data), strict=True):
+        np.testing.assert_allclose(value, whole, rtol=1e-10, atol=1e-13)

@@ -4,12 +4,13 @@ Both are linear in the gradient. So what a parameter's uses, a loop's iterations
 tied parameter emit adds up, and no gradient has to be whole before it is multiplied.
 """
 
+import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jaxkfac._errors import LostRowsError
 from jaxkfac.curvature import Eigenbases, read_many, write_many
@@ -23,6 +24,7 @@ from jaxkfac.interception import (
     SlotEntry,
     Traced,
     Use,
+    cast_varying,
     kind_named,
 )
 from jaxkfac.kinds import LowRankMatrices
@@ -73,6 +75,17 @@ class ExampleGradients:
         self._traced, self._dtype, self._queries = traced, dtype, queries
         self._rows, self._number = rows, number
         self._layers = {layer.name: layer for layer in layers}
+        self._data: PyTree = ()
+
+    def of(self, data: PyTree) -> Self:
+        """The same inside ``shard_map``, where each device has examples of its own.
+
+        Args:
+            data: Of the model; what is gathered varies over the axes over which any of it does.
+        """
+        other = copy.copy(self)
+        other._data = data
+        return other
 
     @property
     def entries(self) -> Entries:
@@ -83,7 +96,14 @@ class ExampleGradients:
 
     def slots(self) -> dict[str, Slot]:
         """Zeros, whose cotangents are what is gathered, and the queries for the taps."""
-        return {name: self._slot(layer) for name, layer in self._layers.items()}
+        return {name: self._varying(self._slot(layer)) for name, layer in self._layers.items()}
+
+    def _varying(self, slot: Slot) -> Slot:
+        """Cotangents of what does not vary would be summed over devices."""
+        gathered = {key: x for key, x in slot.items() if key != "constants"}
+        for leaf in jax.tree.leaves(self._data):
+            gathered = {key: cast_varying(x, leaf) for key, x in gathered.items()}
+        return slot | gathered
 
     def _slot(self, layer: Layer) -> Slot:
         dtype, stack = self._dtype(layer), layer.stack

@@ -141,6 +141,7 @@ class Examples:
     def _emitted(
         self, traced: Traced, taps: ExampleGradients, params: PyTree, batch: Batch, state: PyTree
     ) -> tuple[Linearised, Mapping[str, Any]]:
+        taps = taps.of((params, batch))
         at = self._program.linearise(traced, taps, params, batch, None, state, differentiate=False)
         if self.objective.num_outputs == 1:
             return at, at.emitted
@@ -174,6 +175,7 @@ class Examples:
         state: PyTree,
     ) -> tuple[PyTree, Callable[[PyTree], Mapping[str, Any]]]:
         """The outputs, and from cotangents of these to what the taps emit."""
+        taps = taps.of((params, batch))
         at = self._program.linearise(traced, taps, params, batch, None, state, differentiate=False)
         return at.outputs, at.vjp
 
