@@ -6,7 +6,7 @@ tied parameter emit adds up, and no gradient has to be whole before it is multip
 
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ class ExampleGradients:
         self._layers = {layer.name: layer for layer in layers}
         self._data: PyTree = ()
 
-    def of(self, data: PyTree) -> Self:
+    def of(self, data: PyTree) -> "ExampleGradients":
         """The same inside ``shard_map``, where each device has examples of its own.
 
         Args:
