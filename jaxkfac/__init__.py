@@ -14,16 +14,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    # A private module is imported by its own name: none of them waits for all the others.
-    if name == "__all__" or not name.startswith("_"):
-        index = importlib.import_module("jaxkfac._index")
-        if name == "__all__" or name in index.__all__:
-            globals()[name] = value = getattr(index, name)
-            return value
-        if name in globals():  # a room, now that it has been imported
-            return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker knows the names, and a misspelt one by its absence
+
+    def __getattr__(name: str) -> Any:
+        # A private module is imported by its own name: none of them waits for all the others.
+        if name == "__all__" or not name.startswith("_"):
+            index = importlib.import_module("jaxkfac._index")
+            if name == "__all__" or name in index.__all__:
+                globals()[name] = value = getattr(index, name)
+                return value
+            if name in globals():  # a room, now that it has been imported
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

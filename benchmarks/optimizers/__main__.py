@@ -19,6 +19,7 @@ the page and the figures from what there is.
 
 import argparse
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def main() -> None:
         return
     if args.peer is not None:
         os.environ[VARIABLE] = str(args.peer.absolute())
+        subprocess.run([os.environ[VARIABLE], "-c", "import kfac_jax"], check=True)
     methods = [METHODS[name] for name in args.method or METHODS]
     if VARIABLE not in os.environ:
         methods = [method for method in methods if not method.name.startswith("kfac_jax")]

@@ -40,6 +40,7 @@ def registered(kind: str, outputs: Any, targets: Any, weight: float = 1.0) -> An
 
 def main() -> None:
     name, file, setting, seed, budget = sys.argv[1:]
+    key = jax.random.key(int(seed))
     problem, data, begun = PROBLEMS[name], dict(np.load(file)), time.process_time()
     numbers = json.loads(setting)
     period = numbers["period"]
@@ -67,7 +68,7 @@ def main() -> None:
             given = {name: jnp.float32(x) for name, x in given.items()}
         batch = jax.tree.map(jnp.asarray, batch)
         params, state, stats = optimizer.step(
-            *carry, jax.random.key(number), batch=batch, global_step_int=number, **given
+            *carry, jax.random.fold_in(key, number), batch=batch, global_step_int=number, **given
         )
         return (params, state), stats["loss"]
 

@@ -38,6 +38,8 @@ def run_of(problem: Problem, method: Method, data: Arrays, key: Key) -> dict[str
     setting, error, curve = json.loads(key.setting), None, {}
     try:
         curve = method.run(problem, data, setting, seed=key.seed, budget=key.budget)
+    except (ImportError, OSError):  # of the environment, not of the method
+        raise
     except Exception as failed:  # a row of the table
         words = str(failed).strip().splitlines() or [""]
         error = f"{type(failed).__name__}: {words[0]}"[:400]

@@ -28,7 +28,7 @@ class Row(NamedTuple):
         step_ms: CPU milliseconds of a step.
         step_wall_ms: Wall milliseconds of a step.
         compile_s: CPU seconds of the first step.
-        seeds: That have come to their end.
+        seeds: That have come to their end, with a finite validation.
         grid: What each setting led to at the grid's end.
         remark: Errors, and what has not run.
     """
@@ -54,12 +54,16 @@ def middle(numbers: Sequence[float]) -> tuple[float, float, float]:
 
 def at(line: Mapping[str, Any], axis: str, place: float) -> float:
     """Validation there, linearly between evaluations; infinite behind the run's end."""
+    if line["error"]:
+        return float("inf")
     x, y = numbers(line, axis)
     return float(np.interp(place, x, y, right=np.inf))
 
 
 def time_to(line: Mapping[str, Any], goal: float) -> float:
     """CPU seconds until the validation is first at the goal; infinite where it never is."""
+    if line["error"]:
+        return float("inf")
     x, y = numbers(line, "cpu_s")
     below = np.flatnonzero(y <= goal)
     if not len(below):
@@ -78,13 +82,10 @@ def numbers(line: Mapping[str, Any], axis: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def fewest_steps(lines: Runs, methods: Sequence[Method], problem: Problem) -> float | None:
-    """Steps that every K-FAC takes within the budget, by their medians."""
-    taken = [
-        statistics.median(line["steps"][-1] for line in whole)
-        for method in methods
-        if method.name.startswith("kfac") and (whole := _whole(seed_runs(lines, method, problem)))
-    ]
-    return min(taken, default=None)
+    """Steps that every run of every K-FAC takes within the budget."""
+    kfacs = [method for method in methods if method.name.startswith("kfac")]
+    runs = [line for method in kfacs for line in _whole(seed_runs(lines, method, problem))]
+    return min((line["steps"][-1] for line in runs), default=None)
 
 
 def rows_of(
@@ -108,8 +109,8 @@ def _row(
         return row
     return row._replace(
         final=middle([final(line) for line in runs]),
-        at_steps=None if equal is None else middle([at(x, "steps", equal) for x in whole]),
-        to_target=None if goal is None else middle([time_to(x, goal) for x in whole]),
+        at_steps=None if equal is None else middle([at(x, "steps", equal) for x in runs]),
+        to_target=None if goal is None else middle([time_to(x, goal) for x in runs]),
         steps=statistics.median(x["steps"][-1] for x in whole),
         step_ms=statistics.median(1e3 * x["cpu_s"][-1] / x["steps"][-1] for x in whole),
         step_wall_ms=statistics.median(1e3 * x["wall_s"][-1] / x["steps"][-1] for x in whole),
@@ -119,7 +120,7 @@ def _row(
 
 
 def _whole(runs: Runs) -> list[Mapping[str, Any]]:
-    return [line for line in runs if not line["error"]]
+    return [line for line in runs if np.isfinite(final(line))]
 
 
 def _remark(grid: Sequence[Any], runs: Runs) -> str:

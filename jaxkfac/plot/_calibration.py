@@ -29,8 +29,8 @@ def calibration(
 
     Raises:
         TypeError: ``targets`` are no integers.
-        ValueError: shapes that do not go together, nothing to draw, values that are no
-            probabilities, or ``num_bins < 1``.
+        ValueError: shapes that do not go together, nothing to draw, rows that are no
+            probabilities, targets that are no classes, or ``num_bins < 1``.
         ImportError: matplotlib is not installed.
 
     References:
@@ -46,6 +46,10 @@ def calibration(
         )
     if not (np.isfinite(p).all() and p.min() >= -1e-6 and p.max() <= 1 + 1e-6):
         raise ValueError("probabilities: expected values in [0, 1]; of logits take jax.nn.softmax")
+    if y.min() < 0 or y.max() >= p.shape[1]:
+        raise ValueError(f"targets: expected 0 to {p.shape[1] - 1}, got {y.min()} to {y.max()}")
+    if np.abs(p.sum(1) - 1).max() > 1e-3:
+        raise ValueError("probabilities: expected rows that sum to one")
     confidence, right = p.max(1), p.argmax(1) == y
     bins = np.minimum((confidence * num_bins).astype(int), num_bins - 1)
     used = np.unique(bins)

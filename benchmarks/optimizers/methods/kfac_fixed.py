@@ -7,9 +7,11 @@ from benchmarks.optimizers._method import Method, Setting, Steps, here
 from benchmarks.optimizers._problem import Arrays, Problem
 
 SETTINGS = tuple(
-    {"learning_rate": rate, "damping": damping, "norm_constraint": 0.1, "period": 20}
-    for rate, damping in ((0.03, 1e-3), (0.03, 1e-1), (0.1, 1e-1), (0.1, 1.0))
-)
+    {"learning_rate": rate, "damping": damping, "norm_constraint": constraint, "period": 20}
+    for rate, damping, constraint in (
+        (0.03, 1e-2, 1e-3), (0.03, 1e-1, 1e-2), (0.1, 1e-1, 1e-2), (0.1, 1.0, 1e-1),
+    )
+)  # fmt: skip
 
 
 def _build(problem: Problem, data: Arrays, setting: Setting) -> Steps:

@@ -91,6 +91,11 @@ class Tokenizer:
         return [*_ids(self._tokenizer, _text(self._special.get("bos_token"))), None][0]
 
     @property
+    def eos_id(self) -> int | None:
+        """The token that ends a text, if the tokenizer's own files name one."""
+        return [*_ids(self._tokenizer, _text(self._special.get("eos_token"))), None][0]
+
+    @property
     def size(self) -> int:
         """One more than the largest id."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1

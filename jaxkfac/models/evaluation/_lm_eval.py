@@ -49,12 +49,19 @@ class Requests:
         self._called = {} if adapted is None else {"adapted": adapted, "adapters": adapters}
         self._operands = (pretrained.params, *(() if adapted is None else (adapters,)))
         self._read = jax.jit(functools.partial(_scores, adapted or pretrained.apply_fn))
-        ends = (*pretrained.config.eos_ids, *self.tokenizer.eos_ids)
-        self.prefix_id = next((i for i in (self.tokenizer.bos_id, *ends) if i is not None), 0)
+        own = (self.tokenizer.bos_id, self.tokenizer.eos_id, *pretrained.config.eos_ids)
+        self.prefix_id = next((i for i in own if i is not None), 0)
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         """Of each ``(context, continuation)``: nats, and whether it is the greedy answer."""
-        return self._scored([self._pair(*request.args) for request in requests])
+        rows = [self._pair(*request.args) for request in requests]
+        for request, row in zip(requests, rows, strict=True):
+            if not 0 < (length := len(row[1])) <= self.max_length:
+                raise ValueError(
+                    f"the continuation {request.args[1][:40]!r} has {length} tokens: expected 1 to "
+                    f"{self.max_length}"
+                )
+        return self._scored(rows)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
         """Nats of each text, every token given those before it, in windows of the context."""
@@ -72,7 +79,8 @@ class Requests:
             options = requests[numbers[0]].args[1]
             ends, steps = options.get("until") or [], options.get("max_gen_toks", 256)
             room = self.max_length - steps
-            if options.get("do_sample") or room < 1:
+            plain = options.get("num_beams", 1) == 1 and not options.get("temperature")
+            if options.get("do_sample") or not plain or room < 1:
                 raise ValueError(f"{options}: expected greedy answers within {self.max_length}")
             texts = {n: requests[n].args[0] for n in numbers}
             prompts = {n: (self._encode(x) or [self.prefix_id])[-room:] for n, x in texts.items()}
@@ -117,7 +125,7 @@ class Requests:
             return (ids[:1], ids[1:]) if own else ([self.prefix_id], ids)
         bare = context.rstrip()  # spaces belong to the word behind them
         given, whole = self._encode(bare), self._encode(context + continuation)
-        return given, whole[len(given) :]
+        return given or [self.prefix_id], whole[len(given) :]
 
     def _windows(self, ids: list[int]) -> list[Row]:
         most, rows = self.max_length, list[Row]()
