@@ -287,11 +287,16 @@ def test_a_stream_in_two_parts_goes_on_where_the_first_ended():
     held = jk.prepare_queries(OBJECTIVE, PARAMS, bases, QUERIES)
     parts = [(BATCH[0][:2], BATCH[1][:2]), (BATCH[0][2:], BATCH[1][2:])]
     args = OBJECTIVE, PARAMS, None, held
-    best = jk.influence(*args, parts[0], top_k=3)
-    best = jk.influence(*args, parts[1], top_k=best, start=2)
+    first = jk.influence(*args, parts[0], top_k=3)
+    best = jk.influence(*args, parts[1], top_k=first, start=2)
     expected = jk.influence(OBJECTIVE, PARAMS, bases, QUERIES, BATCH, top_k=3)
     np.testing.assert_array_equal(best.indices, expected.indices)
     assert_close(best.scores, expected.scores)
+    with pytest.raises(ValueError, match="of an earlier part of the stream: pass start="):
+        jk.influence(*args, parts[1], top_k=first)
+    for other, per in ((best, "layer"), (jax.tree.map(lambda x: x[:1], best), "sum")):
+        with pytest.raises(ValueError, match=r"top_k: expected a TopK of scores \(2, .*'k'\)"):
+            jk.influence(*args, parts[1], top_k=other, start=2, per=per)
 
 
 # ------------------------------------------------------------ ridge regression
@@ -363,6 +368,71 @@ def test_examples_that_pad_the_last_batch_score_zero_and_are_not_among_the_best(
     best = jk.influence(*args, [(*BATCH, mask)], top_k=5)
     assert (np.sort(best.indices) == [-1, 0, 1, 2, 3]).all()
     assert (np.asarray(best.scores[:, -1]) == -np.inf).all()
+
+
+@pytest.mark.parametrize("per", ["sum", "layer"])
+def test_a_batch_without_a_loss_takes_no_place_among_the_best_and_it_is_said(per):
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH)
+    args = OBJECTIVE, PARAMS, bases, QUERIES
+    parts = [(BATCH[0][i : i + 2], BATCH[1][i : i + 2]) for i in (0, 2, 4)]
+    broken = [parts[0], (parts[1][0].at[1].set(jnp.nan), parts[1][1]), parts[2]]
+    scores = np.delete(jk.influence(*args, BATCH, per=per), [2, 3], -1)
+    order = np.argsort(-scores, -1)
+    with pytest.warns(UserWarning, match="2 examples have a score that is NaN"):
+        best = jk.influence(*args, iter(broken), top_k=5, per=per)
+    np.testing.assert_array_equal(best.indices[..., :4], np.asarray([0, 1, 4, 5])[order])
+    assert_close(best.scores[..., :4], np.take_along_axis(scores, order, -1))
+    assert (best.indices[..., 4] == -1).all()
+
+
+def test_scores_by_token_of_shorter_batches_end_in_zeros():
+    def model(p, x):
+        return jnp.tanh(x @ p["w"] + p["b"]) @ p["u"]
+
+    train = normal(3, 4, 3), jnp.asarray(RNG.integers(0, 2, (3, 4)))
+    objective = jk.Objective(model, jk.Categorical())
+    args = objective, PARAMS, bases_of(objective, PARAMS, train), train
+    short = tuple(x[:, :2] for x in train)
+    found = jk.influence(*args, [short, train], per="token")
+    assert found.shape == (3, 6, 4)
+    assert_close(found[:, :3, :2], jk.influence(*args, short, per="token"))
+    assert_close(found[:, 3:], jk.influence(*args, train, per="token"))
+    np.testing.assert_array_equal(found[:, :3, 2:], 0)
+
+
+@pytest.mark.parametrize("pattern", ["table@embedding", "table@embedding|w"])
+def test_one_reading_of_a_tied_table_is_no_gradient_of_it_and_is_refused(pattern):
+    model, params, batch = PROGRAMS["tied, some targets left out"]
+    objective = jk.Objective(model, jk.Categorical(ignore_index=-100))
+    bases = bases_of(objective, params, batch)
+    for given, options in (
+        (bases, {"layers": pattern}),
+        (bases_of(objective, params, batch, layers=pattern, uncovered="ignore"), {}),
+    ):
+        with pytest.raises(ValueError, match="'table' reads the same elements.*layers='table'"):
+            jk.influence(objective, params, given, batch, batch, **options)
+        with pytest.raises(ValueError, match="'table' reads the same elements"):
+            jk.self_influence(objective, params, given, batch, **options)
+    whole = dataclasses.replace(
+        bases, layers=tuple(x for x in bases.layers if x.weight.path == "table")
+    )
+    found = jk.influence(objective, params, bases, batch, batch, layers="table", damping=0.1)
+    each = gradients(objective, params, batch)
+    solve = jax.vmap(lambda g: jk.natural_gradient(g, whole, damping=0.1, missing="zero"))
+    assert_close(found, flat(jax.jit(solve)(each)) @ flat(each).T)
+
+
+def test_one_slice_of_a_stack_is_read_by_no_other():
+    def model(p, x):
+        return jnp.tanh(x @ p["w"][0]) @ p["w"][1]
+
+    params, batch = {"w": normal(2, 3, 3)}, (normal(4, 3), jnp.asarray([0, 2, 1, 0]))
+    objective = jk.Objective(model, jk.Categorical())
+    bases = bases_of(objective, params, batch)
+    args = objective, params, bases, batch, batch
+    found = jk.influence(*args, layers=r"w\[1\]")
+    place = list(bases).index("w[1]")
+    assert_close(found, jk.influence(*args, per="layer")[:, place])
 
 
 def test_self_influence_is_the_same_whatever_fits_at_once():
@@ -438,6 +508,7 @@ def test_bad_input_is_refused_by_name():
     refused("top_k ranks examples", per="token", top_k=1)
     refused("top_k=0: expected at least 1", top_k=0)
     refused("targets", queries=(QUERIES[0], normal(2, 2)))
+    refused("queries: expected one batch, .* got list", TypeError, queries=[QUERIES, QUERIES])
     refused("'u' that the program lacks", jk.UnknownLayerError, model=one_layer)
     refused("'w': the bases have bias", model=lambda p, x: jnp.tanh(x @ p["w"]) @ p["u"])
 
@@ -454,3 +525,26 @@ def test_factors_without_gradients_are_no_curvature_and_it_is_said():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH, fisher="forward")
     with pytest.warns(UserWarning, match="hold no curvature of the loss"):
         jk.influence(OBJECTIVE, PARAMS, bases, QUERIES, BATCH)
+
+
+def test_of_a_gaussian_only_the_last_layers_gradients_are_the_identity(recwarn):
+    batch = BATCH[0], normal(6, 2)
+    objective = jk.Objective(perceptron, jk.Gaussian())
+    exact = bases_of(objective, PARAMS, batch, fisher="exact")
+    jk.influence(objective, PARAMS, exact, batch, batch)
+    jk.influence(objective, PARAMS, exact, batch, batch, layers="u")
+    assert not recwarn
+    forward = bases_of(objective, PARAMS, batch, fisher="forward")
+    with pytest.warns(UserWarning, match="hold no curvature of the loss"):
+        jk.influence(objective, PARAMS, forward, batch, batch)
+
+
+def test_zero_damping_says_which_bound_of_the_condition_number_is_enough():
+    small = jax.tree.map(lambda x: x.astype(jnp.float32), PARAMS)
+    batch = BATCH[0].astype(jnp.float32).at[:, 0].set(0), BATCH[1]
+    stats = jk.value_grad_and_factors(OBJECTIVE)(small, batch)
+    args = OBJECTIVE, small
+    bases = jk.eigendecompose(stats[2], max_condition=1e8)
+    with pytest.raises(ValueError, match=r"max_condition below 1 / \(n eps\) = 2.1e\+06"):
+        jk.influence(*args, bases, batch, batch, damping=0.0)
+    jk.influence(*args, jk.eigendecompose(stats[2], max_condition=2e6), batch, batch, damping=0.0)

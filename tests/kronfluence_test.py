@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -66,6 +67,19 @@ def test_terms_of_an_example_divide_the_measured_values():
     one, four = (loaded(objective, params, train, terms_per_example=n) for n in (1, 4))
     for name in NAMES:
         np.testing.assert_allclose(one[name].raw_values, 4 * four[name].raw_values)
+
+
+def test_convolutions_whose_inputs_lie_in_another_order_are_refused():
+    def windows(p, x):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            x, p["k"], (1, 1), "SAME", dimension_numbers=numbers
+        ).mean((1, 2))
+
+    params = {"k": jnp.ones((2, 2, 1, 2))}
+    batch = jnp.ones((3, 4, 4, 1)), jnp.asarray([0, 1, 1])
+    with pytest.raises(ValueError, match=r"'k' is a convolution, .*\(C_in, kh, kw\)"):
+        loaded(jk.Objective(windows, jk.Categorical()), params, batch, names={"k": "layers.0"})
 
 
 def test_what_does_not_fit_is_named(tmp_path):

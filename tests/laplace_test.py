@@ -10,6 +10,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import jaxkfac as jk
+from jaxkfac.uses._predictive import OutputDistribution, bridge
 from tests._cases import CASES, case
 from tests._checks import objective_of
 
@@ -228,6 +229,16 @@ def test_variance_of_programs_that_are_no_matrix_product_of_rows(name):
     check_variance(jk.Objective(model, jk.Categorical()), params, batch)
 
 
+def test_the_variance_of_one_reading_of_a_tied_table_is_refused():
+    model, params, batch = PROGRAMS["tied"]
+    objective = jk.Objective(model, jk.Categorical())
+    bases = bases_of(objective, params, batch, fisher="empirical")
+    options = {"num_examples": 3, "terms_per_example": 4}
+    posterior = jk.laplace(objective, params, bases, layers="table@embedding", **options)
+    with pytest.raises(ValueError, match="'table' reads the same elements.*layers='table'"):
+        posterior.variance(batch[0])
+
+
 def test_samples_have_the_covariance_of_the_dense_posterior():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     posterior = jk.laplace(OBJECTIVE, PARAMS, bases, num_examples=6, prior_precision=0.7)
@@ -355,6 +366,15 @@ def test_tuning_on_validation_takes_the_best_of_the_grid():
     assert loss(own.prior_precision) == pytest.approx(min(map(loss, pairs)))
 
 
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_validation_without_a_loss_tunes_nothing(by_layer):
+    bases = bases_of(OBJECTIVE, PARAMS, BATCH)
+    posterior = jk.laplace(OBJECTIVE, PARAMS, bases, num_examples=6)
+    broken = BATCH[0].at[2].set(jnp.nan), BATCH[1]
+    with pytest.raises(ValueError, match="validation: .* is NaN"):
+        posterior.tune_prior(validation=broken, grid=[0.1, 1.0], by_layer=by_layer)
+
+
 # ------------------------------------------------------------ predictives
 
 
@@ -381,6 +401,23 @@ def test_class_probabilities_are_those_of_the_formulas():
     noise = jnp.asarray(RNG.normal(size=(4000, 6, 3)))
     expected = jax.nn.softmax(mean + jnp.einsum("nij,knj->kni", root, noise)).mean(0)
     np.testing.assert_allclose(drawn, expected, atol=0.05)
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_the_bridge_of_confident_logits_is_what_it_is_of_many_bits(classes):
+    mean = normal(4, classes) + 90 * jnp.eye(4, classes)
+    root = normal(4, classes, classes)
+    outputs = OutputDistribution(mean, root @ jnp.swapaxes(root, 1, 2))
+    few = OutputDistribution(*(x.astype(jnp.float32) for x in outputs))
+    assert_close(bridge(few), bridge(outputs), 1e-3)
+    ones, alpha = np.ones(classes), []
+    for mu, covariance in zip(*map(np.asarray, outputs), strict=True):
+        rows, total = covariance @ ones, ones @ covariance @ ones
+        mu = mu - rows * mu.sum() / total
+        v = np.diag(covariance - np.outer(rows, rows) / total)
+        alpha.append((1 - 2 / classes + np.exp(mu) * np.exp(-mu).sum() / classes**2) / v)
+    expected = np.stack(alpha) / np.sum(alpha, -1, keepdims=True)
+    assert_close(bridge(outputs), expected)
 
 
 def test_one_logit_for_each_example_and_several():

@@ -6,7 +6,7 @@ from jaxkfac.curvature._apply import (
     fisher_vector_product,
     natural_gradient,
 )
-from jaxkfac.curvature._coverage import covered_indices
+from jaxkfac.curvature._coverage import covered_indices, uncovered_mask
 from jaxkfac.curvature._damped_gradients import (
     BlockDamping,
     check_block_damping,
@@ -100,5 +100,6 @@ __all__ = [
     "read_many",
     "reconstruct",
     "solver_scratch",
+    "uncovered_mask",
     "write_many",
 ]

@@ -195,12 +195,13 @@ def _check_regular(layer: Layer, side: str, values: Any) -> None:
     if isinstance(values, Tracer):
         return
     found = np.asarray(values, np.float64)
-    least = found.shape[-1] * float(jnp.finfo(values.dtype).eps) * found.max(-1)
-    number = int((found <= least[..., None]).sum())
+    rounding = found.shape[-1] * float(jnp.finfo(values.dtype).eps)
+    number = int((found <= rounding * found.max(-1, keepdims=True)).sum())
     if number:
         raise ValueError(
             f"damping=0, and {number} eigenvalues of layer {layer.name!r} ({side}) are zero to "
-            'rounding: add a damping, "heuristic" say, or decompose with a finite max_condition'
+            'rounding: add a damping, "heuristic" say, or decompose with a max_condition below '
+            f"1 / (n eps) = {1 / rounding:.3g}"
         )
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,7 +16,13 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxkfac._checks import instance_of
 from jaxkfac._errors import CoupledExamplesError, UnknownLayerError, nearest
-from jaxkfac.curvature import Eigenbases, check_bases, check_program_layers
+from jaxkfac.curvature import (
+    Eigenbases,
+    check_bases,
+    check_program_layers,
+    covered_indices,
+    uncovered_mask,
+)
 from jaxkfac.factors import Batch, Gaussian, Linearised, Objective, Program
 from jaxkfac.interception import Atoms, Layer, Traced
 from jaxkfac.uses._example_gradients import ExampleGradients, block_dtype
@@ -63,11 +70,13 @@ class Examples:
         if isinstance(self._source, Eigenbases):
             _check_blocks(self._source)
             likelihoods = jax.tree.leaves(objective.likelihood)
-            if not all(isinstance(x, Gaussian) for x in likelihoods):  # G may be the identity
-                _warn_of_identities(self._source)
+            # A Gaussian's last layer has G = 1 under every Fisher type.
+            last = len(likelihoods) if all(isinstance(x, Gaussian) for x in likelihoods) else 0
+            _warn_of_identities(self._source, last)
         names = "|".join(re.escape(layer.name) for layer in self.layers)
         finding = {"layers": names, "experts": experts}
         self._program = Program(objective, finding, cover=False)
+        self._whole_program = Program(objective, {"experts": experts}, cover=False)
 
     @property
     def bases(self) -> Eigenbases:
@@ -92,11 +101,15 @@ class Examples:
         Raises:
             CoupledExamplesError: an example's output depends on other examples.
             UnknownLayerError: the program lacks a layer of the bases.
-            ValueError: a layer is not the one of the bases, or the batch does not fit.
+            ValueError: a layer is not the one of the bases, a parameter of it is also read in a
+                layer that is left out, or the batch does not fit.
         """
         batch = self.objective.batch(batch)
         traced = self._program.traced(params, batch, None, state)
         check_program_layers(traced.table, list(self.layers))
+        if _leaves_out_readings(traced, self.layers):
+            whole = self._whole_program.traced(params, batch, None, state)
+            _check_readings(self.layers, whole)
         self.objective.check(self._program.output_shapes(traced), batch.targets, batch.mask)
         for layer in self.layers:
             if masked := [u.view.masked for u in traced.uses_of(layer) if u.view.masked]:
@@ -225,10 +238,41 @@ def _check_blocks(bases: Eigenbases) -> None:
             )
 
 
-def _warn_of_identities(bases: Eigenbases) -> None:
-    """Say where the curvature holds no gradients: a Fisher type that does not fit."""
+def _leaves_out_readings(traced: Traced, layers: tuple[Layer, ...]) -> bool:
+    """Whether a parameter of the layers is also read where none of them is."""
+    paths = covered_indices(layers).keys()
+    return any(
+        name is None and view.path in paths
+        for use in traced.analysis.plan.all_uses()
+        if use.join is None  # a bias that is joint has the layer of its product
+        for view, name in itertools.zip_longest(use.view.members or (use.view,), use.layers)
+    )
+
+
+def _check_readings(layers: tuple[Layer, ...], whole: Traced) -> None:
+    """Refuse layers that leave out another reading of the same elements."""
+    mine = covered_indices(layers)
+    names = {layer.name for layer in layers}
+    for layer in whole.table.layers:
+        if layer.name in names:
+            continue
+        for path, indices in covered_indices([layer]).items():
+            if path in mine and _overlap(whole.shapes[path], mine[path], indices):
+                raise ValueError(
+                    f"layer {layer.name!r} reads the same elements of {path!r}, and is not among "
+                    f"the layers, so that the gradient would lack its part: take layers={path!r}, "
+                    "which matches all that read it, here and for the factors, or leave it out"
+                )
+
+
+def _overlap(shape: tuple[int, ...], some: set[Any], others: set[Any]) -> bool:
+    return bool((~uncovered_mask(shape, some) & ~uncovered_mask(shape, others)).any())
+
+
+def _warn_of_identities(bases: Eigenbases, last: int) -> None:
+    """Say where the curvature holds no gradients: more layers than ``last`` have G = 1."""
     values = [bases.g[x.name].values for x in bases.layers if not x.is_diagonal]
-    known = values and not any(isinstance(x, Tracer) for x in values)
+    known = len(values) > last and not any(isinstance(x, Tracer) for x in values)
     if bases.corrections is None and known and all((np.asarray(x) == 1).all() for x in values):
         warnings.warn(
             "every G of the bases is the identity (fisher='forward'): they hold no curvature of "

@@ -1,21 +1,23 @@
 """Influence functions: what training on an example does to the loss of another."""
 
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxkfac._checks import at_least_one, one_of
 from jaxkfac.curvature import BlockDamping, Eigenbases
 from jaxkfac.factors import Objective
 from jaxkfac.uses._batches import batches_of
-from jaxkfac.uses._examples import Examples, Per
+from jaxkfac.uses._examples import Examples, Per, chosen
 from jaxkfac.uses._held import Queries
 from jaxkfac.uses._queries import prepare_queries
-from jaxkfac.uses._top_k import TopK, joined, none_yet
+from jaxkfac.uses._top_k import TopK, check_top_k, joined, none_yet, without_number
 
 
 class TruncatedScores(NamedTuple):
@@ -42,7 +44,7 @@ def influence(
     layers: str | None = None,
     per: Per = "sum",
     top_k: int | TopK | None = None,
-    start: int = 0,
+    start: int | None = None,
     query_rank: int | None = None,
     max_bytes: int | None = None,
     state: PyTree | None = None,
@@ -82,9 +84,10 @@ def influence(
             those that ``layers`` matches), a stack as one; ``"token"``: of each position of the
             training examples, for outputs ``(N, S, ...)``.
         top_k: Keep only so many of the largest scores of each query (and layer) while streaming.
-            Examples whose terms are all masked are left out. A ``TopK`` of an earlier part of the
-            stream is gone on with.
-        start: Place in the stream of its first example here.
+            Examples whose terms are all masked are left out, and scores that are NaN. A ``TopK``
+            of an earlier part of the stream is gone on with, from ``start``.
+        start: Place in the stream of its first example here; by default 0, and needed where
+            ``top_k`` is a ``TopK``.
         query_rank: Hold each layer's part of a query, a matrix, as the nearest one of this rank,
             where that is smaller. Examples are scored the faster for it.
         max_bytes: What queries may take, those that are held and those in work; by default there
@@ -93,8 +96,9 @@ def influence(
         experts: As it was given for the factors.
 
     Returns:
-        ``(Q, N)``, with ``per="layer"`` ``(Q, layers, N)``, with ``"token"`` ``(Q, N, S)``; with
-        ``top_k`` a ``TopK(scores, indices)``. With ``query_rank`` ``TruncatedScores(scores,
+        ``(Q, N)``, with ``per="layer"`` ``(Q, layers, N)``, with ``"token"`` ``(Q, N, S)`` (where
+        batches differ in S the longest, shorter ones ending in zeros); with ``top_k`` a
+        ``TopK(scores, indices)``. With ``query_rank`` ``TruncatedScores(scores,
         errors)`` of it.
 
     Raises:
@@ -104,11 +108,14 @@ def influence(
         UnknownLayerError: ``layers`` matches nothing, or the program lacks a layer of the bases.
         LostRowsError: the rows of a layer cannot be told apart by example, or by position.
         ValueError: bases of another model or without vectors, a batch that does not fit, an
-            iterable that is empty, or zero damping of a block that is singular.
-        TypeError: a scalar loss in place of an ``Objective``.
+            iterable that is empty, zero damping of a block that is singular, ``layers`` that
+            leave out another reading of the same elements of a parameter, or a ``TopK`` of other
+            queries or without ``start``.
+        TypeError: a scalar loss in place of an ``Objective``, or queries that are no tuple.
 
     Warns:
-        UserWarning: every G is the identity, so that the bases hold no curvature of the loss.
+        UserWarning: every G is the identity, so that the bases hold no curvature of the loss; or
+            ``top_k`` leaves out examples whose scores are NaN (not under ``jit``).
 
     Memory:
         One gradient of each query (with ``query_rank`` less), three more of those in work, one
@@ -134,6 +141,11 @@ def influence(
             at_least_one(top_k=top_k)
         if per == "token":
             raise ValueError("top_k ranks examples, and per='token' scores their positions")
+        if isinstance(top_k, TopK) and start is None:
+            raise ValueError(
+                "top_k is a TopK, of an earlier part of the stream: pass start=, the number of "
+                "examples in it, or indices would begin again at 0"
+            )
     held, prepared = queries, isinstance(queries, Queries)
     if not prepared:
         if bases is None:
@@ -150,7 +162,11 @@ def influence(
             state=state,
             experts=experts,
         )
-    found, best = [], top_k if isinstance(top_k, TopK) else None
+    found, best, start, bad = [], None, start or 0, []
+    if isinstance(top_k, TopK):
+        number = len(chosen(held, layers).layers)
+        check_top_k(top_k, (held.number, number) if per == "layer" else (held.number,))
+        best = top_k
     options = {"per": per, "layers": layers, "state": state, "experts": experts}
     for scores, exist in scores_of_batches(objective, params, held, train, **options):
         if top_k is None:
@@ -161,8 +177,24 @@ def influence(
             best = none_yet(scores.shape[:-1], top_k, scores.dtype)
         best = joined(best, scores, exist, start)
         start += len(exist)
+        bad.append(without_number(scores, exist))
+    _warn_of_nan(bad)
+    if per == "token":
+        longest = max(x.shape[-1] for x in found)
+        found = [jnp.pad(x, ((0, 0), (0, 0), (0, longest - x.shape[-1]))) for x in found]
     whole = jnp.concatenate(found, 1 + (per == "layer")) if best is None else best
     return whole if prepared or query_rank is None else TruncatedScores(whole, held.errors)
+
+
+def _warn_of_nan(numbers: list[Int[Array, ""]]) -> None:
+    if any(isinstance(x, Tracer) for x in numbers):
+        return
+    if number := sum(int(x) for x in numbers):
+        warnings.warn(
+            f"{number} examples have a score that is NaN, and are not among the best there: the "
+            "query's loss is NaN, or that of an example, which makes its whole batch NaN",
+            stacklevel=3,
+        )
 
 
 def scores_of_batches(

@@ -35,6 +35,9 @@ def load_kronfluence(
     them are ``terms_per_example`` times its own: it has the Fisher of a sum over an example's
     terms, and here it is of their mean.
 
+    Convolutions are refused: PyTorch lays a window out as ``(C_in, kh, kw)``, and a kernel here has
+    rows ``(kh, kw, C_in)``, so that the eigenvectors would stand for other inputs.
+
     Args:
         folder: ``factors_NAME``, where its ``.safetensors`` are. Files of partitions are
             aggregated there first.
@@ -51,7 +54,8 @@ def load_kronfluence(
         FileNotFoundError: a file is not there.
         UnknownLayerError: a layer here that is not asked for rightly, or a module that the files
             do not have; the nearest names are given.
-        ValueError: a matrix of another shape than the layer's, or a layer of several slices.
+        ValueError: a matrix of another shape than the layer's, a layer of several slices, or a
+            convolution.
         ModuleNotFoundError: the extra ``pretrained`` is not installed.
 
     Example:
@@ -61,6 +65,12 @@ def load_kronfluence(
     if names is None:
         dense = [layer for layer in like.layers if not layer.is_diagonal]
         names = {x.name: x.weight.path.removesuffix("/kernel").replace("/", ".") for x in dense}
+    for layer in map(like.layer, names):
+        if layer.kind == "conv":
+            raise ValueError(
+                f"layer {layer.name!r} is a convolution, whose inputs kronfluence has in another "
+                "order, (C_in, kh, kw) in place of (kh, kw, C_in): leave it out of names="
+            )
     # Each module there has eigenvectors of its own, whatever it shares here.
     layers = tuple(dataclasses.replace(like.layer(name), input=name) for name in names)
     dtype = next(iter(like.g_sums.values())).dtype

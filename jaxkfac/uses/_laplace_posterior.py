@@ -166,8 +166,8 @@ class LaplacePosterior:
             max_bytes: For ``validation``, as in ``variance``.
 
         Raises:
-            ValueError: both train and validation, or there is no maximum: no curvature, or
-                parameters that are all zero.
+            ValueError: both train and validation; there is no maximum: no curvature, or
+                parameters that are all zero; or the loss on validation data is NaN.
 
         Warns:
             UserWarning: by layer, some have no maximum, and keep their prior precision.

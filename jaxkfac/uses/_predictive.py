@@ -63,11 +63,14 @@ def bridge(outputs: OutputDistribution) -> Float[Array, "*terms C"]:
     rows, total = covariance.sum(-1), covariance.sum((-2, -1))[..., None]
     there = jnp.where(total > 0, total, jnp.ones_like(total))  # zero where all is certain
     mean = mean - rows * mean.sum(-1, keepdims=True) / there
-    variances = outputs.variances - rows * rows / there
+    number = jnp.finfo(mean.dtype)
+    least = number.eps * outputs.variances + number.tiny  # what rounding leaves of a difference
+    variances = jnp.maximum(outputs.variances - rows * rows / there, least)
     classes = mean.shape[-1]
-    inverse = jnp.exp(jax.nn.logsumexp(-mean, axis=-1, keepdims=True) + mean) / classes**2
-    concentration = (1 - 2 / classes + inverse) / variances
-    return concentration / concentration.sum(-1, keepdims=True)
+    # In logs, because confident logits overflow: alpha_c v_c = 1 - 2/C + e^f_c sum_d e^-f_d / C^2.
+    inverse = jax.nn.logsumexp(-mean, axis=-1, keepdims=True) + mean - 2 * math.log(classes)
+    constant = math.log(1 - 2 / classes) if classes > 2 else -math.inf
+    return jax.nn.softmax(jnp.logaddexp(constant, inverse) - jnp.log(variances))
 
 
 Rule = Callable[[OutputDistribution, Any, int], Float[Array, "*terms C"]]

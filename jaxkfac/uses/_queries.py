@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from jaxkfac._checks import at_least_one
+from jaxkfac._checks import at_least_one, named
 from jaxkfac.curvature import (
     BlockDamping,
     Eigenbases,
@@ -67,6 +67,7 @@ def prepare_queries(
         MemoryBudgetError: they do not fit into ``max_bytes``.
         ValueError: as for :func:`influence`; or the queries have to be taken a few at a time, and
             one of their arrays does not have the examples first.
+        TypeError: queries that are no tuple.
 
     Memory:
         The result, and three gradients of each query that is in work.
@@ -80,6 +81,11 @@ def prepare_queries(
     for name, value in (("query_rank", query_rank), ("max_bytes", max_bytes)):
         if value is not None:
             at_least_one(**{name: value})
+    if not isinstance(queries, tuple):
+        raise TypeError(
+            "queries: expected one batch, (inputs, targets) or (inputs, targets, mask), got "
+            f"{named(queries)}"
+        )
     examples = Examples(objective, bases, layers, experts)
     check_block_damping(damping, examples.bases)
     batch = examples.checked(params, queries, state)

@@ -18,7 +18,7 @@ class TopK(NamedTuple):
 
     Attributes:
         scores: ``(Q, k)``, with ``per="layer"`` ``(Q, layers, k)``; ``-inf`` where there are fewer
-            than ``k`` examples.
+            than ``k`` examples whose score is a number.
         indices: The same of the examples' places in the stream, from 0; ``-1`` where there is none.
     """
 
@@ -48,13 +48,35 @@ def none_yet(shape: tuple[int, ...], k: int, dtype: jnp.dtype) -> TopK:
     return TopK(jnp.full((*shape, k), -jnp.inf, dtype), jnp.full((*shape, k), -1, jnp.int32))
 
 
+def check_top_k(best: TopK, shape: tuple[int, ...]) -> None:
+    """Refuse one of other queries, or of scores that were kept apart in another way.
+
+    Raises:
+        ValueError: naming both shapes.
+    """
+    if best.scores.shape[:-1] != shape:
+        raise ValueError(
+            f"top_k: expected a TopK of scores {(*shape, 'k')}, got {best.scores.shape}: go on "
+            "with the queries, layers= and per= of the first part"
+        )
+
+
+def without_number(scores: Float[Array, "*queries n"], exists: Bool[Array, " n"]) -> Int[Array, ""]:
+    """How many examples have a score that is NaN."""
+    bad = jnp.isnan(scores).reshape(-1, len(exists)).any(0)
+    return (bad & exists).sum()
+
+
 def joined(
     best: TopK, scores: Float[Array, "*queries n"], exists: Bool[Array, " n"], start: int
 ) -> TopK:
-    """The best of those so far and of one batch, whose first example is number ``start``."""
-    places = jnp.where(exists, start + jnp.arange(len(exists), dtype=jnp.int32), -1)
-    there = jnp.where(exists, scores, -jnp.inf)
-    every = jnp.concatenate([best.scores, there], -1)
-    indices = jnp.concatenate([best.indices, jnp.broadcast_to(places, there.shape)], -1)
+    """The best of those so far and of one batch, whose first example is number ``start``.
+
+    A score that is NaN counts as none: ``top_k`` would rank it above all numbers.
+    """
+    counts = exists & ~jnp.isnan(scores)
+    places = jnp.where(counts, start + jnp.arange(len(exists), dtype=jnp.int32), -1)
+    every = jnp.concatenate([best.scores, jnp.where(counts, scores, -jnp.inf)], -1)
+    indices = jnp.concatenate([best.indices, places], -1)
     values, at = jax.lax.top_k(every, best.scores.shape[-1])
     return TopK(values, jnp.take_along_axis(indices, at, -1))

@@ -49,8 +49,8 @@ def _one(posterior: Any, batches: Any, grid: np.ndarray, max_bytes: int) -> np.f
         for k, number in enumerate(grid):
             changed = posterior.replace(number, posterior.noise)
             outputs = output_distribution(changed, batch, max_bytes=max_bytes)
-            losses[k] += float(_loss(posterior, batch, outputs))
-    return grid[int(np.nanargmin(losses))]
+            losses[k] += _number(_loss(posterior, batch, outputs))
+    return grid[int(losses.argmin())]
 
 
 def _by_layer(posterior: Any, batches: Any, grid: np.ndarray, max_bytes: int) -> np.ndarray:
@@ -74,7 +74,7 @@ def _by_layer(posterior: Any, batches: Any, grid: np.ndarray, max_bytes: int) ->
         for batch, mean, parts in found:
             of_layers = jnp.stack([parts[k][:, layer] for layer, k in enumerate(chosen)])
             covariance = of_layers.sum(0)
-            total += float(_loss(posterior, batch, OutputDistribution(mean, covariance)))
+            total += _number(_loss(posterior, batch, OutputDistribution(mean, covariance)))
         return total
 
     best, changed = loss(chosen), True
@@ -87,6 +87,16 @@ def _by_layer(posterior: Any, batches: Any, grid: np.ndarray, max_bytes: int) ->
                 if (value := loss(other)) < best:
                     chosen, best, changed = other, value, True
     return grid[chosen]
+
+
+def _number(loss: Float[Array, ""]) -> float:
+    """A loss that can be compared: NaN is neither more nor less than any."""
+    if np.isnan(loss):
+        raise ValueError(
+            "validation: the negative log predictive probability of a batch is NaN: look for NaN "
+            "in its inputs and targets, and for targets that are out of range"
+        )
+    return float(loss)
 
 
 @jax.jit
