@@ -260,8 +260,8 @@ def _check_readings(layers: tuple[Layer, ...], whole: Traced) -> None:
             if path in mine and _overlap(whole.shapes[path], mine[path], indices):
                 raise ValueError(
                     f"layer {layer.name!r} reads the same elements of {path!r}, and is not among "
-                    f"the layers, so that the gradient would lack its part: take layers={path!r}, "
-                    "which matches all that read it, here and for the factors, or leave it out"
+                    f"the layers, so that the gradient would lack its part: choose it too, here and "
+                    f"for the factors (layers={path!r} matches all that read a weight), or neither"
                 )
 
 

@@ -17,7 +17,7 @@ from jaxkfac.uses._batches import batches_of
 from jaxkfac.uses._examples import Examples, Per, chosen
 from jaxkfac.uses._held import Queries
 from jaxkfac.uses._queries import prepare_queries
-from jaxkfac.uses._top_k import TopK, check_top_k, joined, none_yet, without_number
+from jaxkfac.uses._top_k import TopK, check_top_k, count_nan, joined, none_yet
 
 
 class TruncatedScores(NamedTuple):
@@ -177,7 +177,7 @@ def influence(
             best = none_yet(scores.shape[:-1], top_k, scores.dtype)
         best = joined(best, scores, exist, start)
         start += len(exist)
-        bad.append(without_number(scores, exist))
+        bad.append(count_nan(scores, exist))
     _warn_of_nan(bad)
     if per == "token":
         longest = max(x.shape[-1] for x in found)

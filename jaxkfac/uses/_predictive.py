@@ -63,8 +63,8 @@ def bridge(outputs: OutputDistribution) -> Float[Array, "*terms C"]:
     rows, total = covariance.sum(-1), covariance.sum((-2, -1))[..., None]
     there = jnp.where(total > 0, total, jnp.ones_like(total))  # zero where all is certain
     mean = mean - rows * mean.sum(-1, keepdims=True) / there
-    number = jnp.finfo(mean.dtype)
-    least = number.eps * outputs.variances + number.tiny  # what rounding leaves of a difference
+    finfo = jnp.finfo(mean.dtype)
+    least = finfo.eps * outputs.variances + finfo.tiny  # what rounding leaves of a difference
     variances = jnp.maximum(outputs.variances - rows * rows / there, least)
     classes = mean.shape[-1]
     # In logs, because confident logits overflow: alpha_c v_c = 1 - 2/C + e^f_c sum_d e^-f_d / C^2.

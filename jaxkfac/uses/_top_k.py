@@ -61,7 +61,7 @@ def check_top_k(best: TopK, shape: tuple[int, ...]) -> None:
         )
 
 
-def without_number(scores: Float[Array, "*queries n"], exists: Bool[Array, " n"]) -> Int[Array, ""]:
+def count_nan(scores: Float[Array, "*queries n"], exists: Bool[Array, " n"]) -> Int[Array, ""]:
     """How many examples have a score that is NaN."""
     bad = jnp.isnan(scores).reshape(-1, len(exists)).any(0)
     return (bad & exists).sum()
