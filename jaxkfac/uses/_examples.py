@@ -260,8 +260,8 @@ def _check_readings(layers: tuple[Layer, ...], whole: Traced) -> None:
             if path in mine and _overlap(whole.shapes[path], mine[path], indices):
                 raise ValueError(
                     f"layer {layer.name!r} reads the same elements of {path!r}, and is not among "
-                    f"the layers, so that the gradient would lack its part: choose it too, here and "
-                    f"for the factors (layers={path!r} matches all that read a weight), or neither"
+                    "the layers, so that the gradient would lack its part: choose it too, here "
+                    f"and for the factors (layers={path!r} matches both of a weight), or neither"
                 )
 
 
