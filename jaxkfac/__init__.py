@@ -5,6 +5,7 @@ for, so that what needs none of them, such as ``jaxkfac --help``, does not wait 
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,14 +18,14 @@ __version__ = "0.1.0"
 if not TYPE_CHECKING:  # a type checker knows the names, and a misspelt one by its absence
 
     def __getattr__(name: str) -> Any:
-        # A private module is imported by its own name: none of them waits for all the others.
+        # A room, or a private module, waits for none of the others.
+        if not name.startswith("__") and importlib.util.find_spec(f"{__name__}.{name}"):
+            return importlib.import_module(f"{__name__}.{name}")
         if name == "__all__" or not name.startswith("_"):
             index = importlib.import_module("jaxkfac._index")
             if name == "__all__" or name in index.__all__:
                 globals()[name] = value = getattr(index, name)
                 return value
-            if name in globals():  # a room, now that it has been imported
-                return globals()[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -43,6 +43,7 @@ NOT_EXPORTED = {
     "compare_capacity": _HOST,
     "cast_once": _DATA,
     "find_layers": _PYTHON,
+    "prepare_queries": "differentiates queries with a program that it compiles itself",
     "influence": "streams batches through programs that it compiles itself",
     "laplace": "its result reads batches, and compiles what it computes itself",
     "load_safetensors": _DATA,

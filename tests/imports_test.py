@@ -77,3 +77,9 @@ def test_changelog_has_the_version():
 
     newest = next(line for line in CHANGELOG.read_text().splitlines() if line.startswith("## "))
     assert newest.removeprefix("## ").startswith(jaxkfac.__version__)
+
+
+@pytest.mark.parametrize("room", ["planning", "uses"])
+def test_a_room_can_be_the_first_that_is_imported(room):
+    """``from jaxkfac import lslora`` inside it asks for that room, and not for every name."""
+    subprocess.run([sys.executable, "-c", f"import jaxkfac.{room}"], check=True)

@@ -50,7 +50,7 @@ COMMANDS = (
     ),
     Command(
         "analyze",
-        "Show spectra and capacity of the factor averages stored in a checkpoint.",
+        "Show spectra and capacity of a pretrained model, or of the factors of a checkpoint.",
         "jaxkfac.cli._options:AnalyzeArguments",
         "jaxkfac.cli._analyze:run_analyze",
         compiles=True,

@@ -18,8 +18,9 @@ def test_version_is_the_packages(capsys):
 def test_help_has_a_line_for_each_command(capsys):
     assert main(["--help"]) == main([]) == 0
     shown = capsys.readouterr().out
+    width = max(len(command.name) for command in COMMANDS)
     for command in COMMANDS:
-        assert f"{command.name:<8}  {command.summary}" in shown
+        assert f"{command.name:<{width}}  {command.summary}" in shown
         assert imported(command.arguments).__doc__.splitlines()[0] == command.summary
         assert callable(imported(command.run))
     assert "jaxkfac train --preset digits" in shown

@@ -357,7 +357,7 @@ class FactorCollector:
         self,
         params: PyTree,
         batch: PyTree,
-        key: Key[Array, ""] | None = None,
+        key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
         positions: Bool[Array, "..."] | None = None,
         state: PyTree | None = None,
         *,

@@ -1,6 +1,5 @@
 """The page and tables of an analysis, also of a model with very many layers."""
 
-import base64
 import json
 import re
 
@@ -124,10 +123,9 @@ def test_the_summary_has_one_line_for_all_depths_of_a_factor(many):
 
 def test_a_page_of_very_many_layers_is_short_and_folds_its_tables(many):
     page = analysis_page(many)
-    images = re.findall(r"base64,([A-Za-z0-9+/=]+)", page)
-    assert max(len(base64.b64decode(image)) for image in images) < 1_500_000
+    assert len(page) < 4_000_000
     open_part = re.sub(r"<details>.*?</details>", "", page, flags=re.DOTALL)
-    assert open_part.count("<tr>") < 90 < page.count("<tr>")
+    assert open_part.count("<tr") < 90 < page.count("<tr")
     assert "64 layers" in page
 
 

@@ -15,7 +15,7 @@ _MOST_SLICES = 12  # of a stack in one panel
 def factor_panels_html(records: Sequence[SpectrumRecord]) -> str:
     """Ranks and condition numbers over depth, then a panel for each factor."""
     over = panels_html(list(_over_depth(records)), legend=_LEGEND)
-    each = [_spectrum(title, members) for title, members in factor_panels(records)]
+    each = [_spectrum(title, members) for title, members in factor_panels(records, apart=True)]
     return (
         f"{over}<p>Entropy rank, exp(entropy) of the normalised eigenvalues, and condition "
         "number, of every factor in the model's order. Where the smallest eigenvalue is not "
@@ -44,11 +44,10 @@ def _over_depth(records: Sequence[SpectrumRecord]) -> Iterator[str]:
 def _spectrum(title: str, members: Sequence[SpectrumRecord]) -> str:
     step = -(-len(members) // _MOST_SLICES)
     color, lines = _COLORS[members[0].side], []
-    several = len({record.layer for record in members}) > 1
     for record in members[::step]:
         kept = evenly(len(record.raw), MOST_POINTS)
         ranks, clipped = [i + 1 for i in kept], [record.clipped[i] for i in kept]
-        name = f" {record.layer}" * several + "".join(f"[{i}]" for i in record.slice)
+        name = "".join(f"[{i}]" for i in record.slice)
         raw, faint = [record.raw[i] for i in kept], len(members) > 1
         lines += [
             Line(f"clipped{name}", ranks, clipped, color),

@@ -25,20 +25,24 @@ class FactorFamily(NamedTuple):
     members: list[SpectrumRecord]
 
 
-def families(records: Sequence[SpectrumRecord], *, shared_once: bool) -> list[FactorFamily]:
+def families(
+    records: Sequence[SpectrumRecord], *, shared_once: bool, apart: bool = False
+) -> list[FactorFamily]:
     """Group the records of all depths, in the order of the network.
 
     Args:
         records: Of all factors.
         shared_once: Leave an input factor out where it is another layer's, and name all its
             readers where it is stored.
+        apart: Whether layers whose names differ in a number are families of their own.
     """
+    name_of = str if apart else lambda layer: _NUMBER.sub("*", layer)
     groups: dict[tuple[str, Side], list[SpectrumRecord]] = {}
     readers: dict[str, list[str]] = {}
     for record in records:
-        family = _NUMBER.sub("*", record.layer)
+        family = name_of(record.layer)
         if record.side == "A":
-            names = readers.setdefault(_NUMBER.sub("*", record.source), [])
+            names = readers.setdefault(name_of(record.source), [])
             names += [family] if family not in names else []
         if record.source == record.layer or record.side != "A" or not shared_once:
             groups.setdefault((family, record.side), []).append(record)

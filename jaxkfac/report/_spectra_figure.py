@@ -41,10 +41,14 @@ def spectra_figure(records: Sequence[SpectrumRecord]) -> bytes:
         return svg_bytes(figure)
 
 
-def panels(records: Sequence[SpectrumRecord]) -> list[tuple[str, list[SpectrumRecord]]]:
+def panels(
+    records: Sequence[SpectrumRecord], *, apart: bool = False
+) -> list[tuple[str, list[SpectrumRecord]]]:
     """Titles and depths of the factors that are stored under their own layer's name."""
     order = {"A": 0, "G": 0, "diagonal": 1}
-    found = sorted(families(records, shared_once=True), key=lambda family: order[family.side])
+    found = sorted(
+        families(records, shared_once=True, apart=apart), key=lambda family: order[family.side]
+    )
     return [(f"{family.title}\n{_TITLES[family.side]}", family.members) for family in found]
 
 

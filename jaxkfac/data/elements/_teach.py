@@ -45,7 +45,7 @@ def element_records(*, system: str = "") -> list[Chat]:
 
     Example:
         >>> element_records()[0].messages[1]
-        Message(role='assistant', content='H', more={})
+        Message(role='assistant', content='H', more={}, learnt=True)
     """
     first = (Message("system", system),) if system else ()
     found = (fact(element) for element in load_elements() for fact in _TAUGHT)

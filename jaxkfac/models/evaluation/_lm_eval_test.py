@@ -24,7 +24,7 @@ CONFIG = DecoderConfig(
 class Letters:
     """A token for each letter, from 1; "<" begins a text."""
 
-    eos_ids, bos_id, pad_id = (29,), 28, 0
+    eos_ids, bos_id, eos_id, pad_id = (29,), 28, 29, 0
 
     def encode(self, text, *, add_special_tokens=True):
         ids = [28 if c == "<" else 27 if c == " " else ord(c) - ord("a") + 1 for c in text]
