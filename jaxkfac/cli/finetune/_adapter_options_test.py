@@ -17,6 +17,7 @@ from jaxkfac.data.text._encode_test import Letters
 from jaxkfac.models import Decoder, Pretrained
 
 QKV, HEAD = "model/layers/self_attn/qkv_proj/kernel", "model/norm/scale"
+CURVE = "jaxkfac.cli.finetune._problem_test:QUADRATIC"
 pytestmark = pytest.mark.standard_promotion  # optax.adamw needs it
 
 
@@ -97,7 +98,7 @@ def test_a_start_of_another_placement_is_refused(tmp_path):
     ("options", "said"),
     [
         ({"sigma_from_data": 1.0}, "--adapter.sigma-from-data is for a new adapter"),
-        ({"nonlinearity": "sine"}, "has the nonlinearity 'fourier', and .* is 'sine'"),
+        ({"nonlinearity": CURVE}, "has the nonlinearity 'fourier', and .* is 'cli_quadratic'"),
     ],
 )
 def test_what_a_start_cannot_follow_is_refused_and_its_sizes_are_recorded(tmp_path, options, said):
