@@ -50,8 +50,9 @@ def compilation_cache(kept: Path) -> Iterator[None]:
         print(f"compiled programs are not kept ({reason})", file=sys.stderr, flush=True)
         yield
         return
-    for entry in kept.glob(_ENTRY):
-        _link(entry, own / entry.name)
+    with contextlib.suppress(OSError):
+        for entry in kept.glob(_ENTRY):
+            _link(entry, own / entry.name)
     config.update("jax_compilation_cache_dir", str(own))
     # Its folder would be a part of every key.
     config.update("jax_persistent_cache_enable_xla_caches", "none")
@@ -60,13 +61,15 @@ def compilation_cache(kept: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:  # which may have come while an entry was written
-        newest = max(own.glob(_ENTRY), key=lambda entry: entry.stat().st_mtime_ns, default=None)
-        if newest is not None:
-            newest.unlink()
+        with contextlib.suppress(OSError):
+            newest = max(own.glob(_ENTRY), key=lambda x: x.stat().st_mtime_ns, default=None)
+            if newest is not None:
+                newest.unlink()
         raise
     finally:
-        for entry in own.glob(_ENTRY):
-            _link(entry, kept / entry.name)
+        with contextlib.suppress(OSError):
+            for entry in own.glob(_ENTRY):
+                _link(entry, kept / entry.name)
         shutil.rmtree(own, ignore_errors=True)
 
 
@@ -80,14 +83,25 @@ def programs_folder(cache: Path) -> Path:
 
 
 def _link(entry: Path, target: Path) -> None:
-    """Another name of a file; another process may have removed the one or made the other."""
-    with contextlib.suppress(FileExistsError, FileNotFoundError):
-        try:
-            os.link(entry, target)
-        except PermissionError:  # a file system without links
-            partial = target.with_name(f".{os.getpid()}-{target.name}")
-            shutil.copyfile(entry, partial)
-            partial.replace(target)
+    """Another name of a file; a program that cannot be kept is compiled again."""
+    try:
+        os.link(entry, target)
+    except (FileExistsError, FileNotFoundError):  # another process has made it, or removed it
+        return
+    except OSError:  # a file system without links
+        if not target.exists():
+            _copy(entry, target)
+
+
+def _copy(entry: Path, target: Path) -> None:
+    """The same of a file system without links: at once and whole, or not at all."""
+    partial = target.with_name(f".{os.getpid()}-{target.name}")
+    try:
+        shutil.copyfile(entry, partial)
+        partial.replace(target)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def _clear(kept: Path) -> None:

@@ -1,5 +1,6 @@
 """Programs that are kept are whole, whoever is killed, and nobody's settings are changed."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -82,14 +83,27 @@ def test_the_longest_unread_go_where_there_are_too_many_bytes(unset, tmp_path, m
     assert {path.name for path in tmp_path.iterdir()} == {"newer-cache", "newest-cache"}
 
 
-def test_a_file_system_without_links_has_copies(unset, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK])
+def test_a_file_system_without_links_has_copies(unset, tmp_path, monkeypatch, number):
     def link(*_):
-        raise PermissionError
+        raise OSError(number, "no links")
 
     monkeypatch.setattr(os, "link", link)
     with compilation_cache(tmp_path):
         (_own() / "a-cache").write_bytes(b"a")
     assert [path.name for path in tmp_path.iterdir()] == ["a-cache"]
+
+
+def test_a_command_ends_well_where_nothing_can_be_kept(unset, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no room")
+
+    (tmp_path / "b-cache").write_bytes(b"b")
+    monkeypatch.setattr(os, "link", full)
+    monkeypatch.setattr(module.shutil, "copyfile", full)
+    with compilation_cache(tmp_path):
+        (_own() / "a-cache").write_bytes(b"a")
+    assert [path.name for path in tmp_path.iterdir()] == ["b-cache"]
 
 
 def test_a_folder_that_cannot_be_is_said_and_nothing_is_kept(unset, tmp_path, capsys):

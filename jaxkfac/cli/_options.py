@@ -193,14 +193,14 @@ class ModelAnalysis:
     """Largest eigenvalues of the exact Fisher, by Lanczos; 0 leaves them out."""
     lanczos_steps: int = 8
     """Products with the exact Fisher, and vectors as large as the model that are kept on disk."""
-    lanczos_texts: int = 4
-    """Texts of the exact Fisher: the first."""
+    lanczos_texts: int | None = None
+    """Texts of the exact Fisher: the first, of one batch; by default 4, or a smaller batch."""
     seed: int = 0
     """Of sampled labels, and of the first vector of Lanczos."""
 
     def __post_init__(self) -> None:
         for name in ("texts", "batch_size", "max_dense", "lanczos_steps", "lanczos_texts"):
-            if (value := getattr(self, name)) < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         for name in ("seed", "lanczos"):
             if (value := getattr(self, name)) < 0:
@@ -208,11 +208,21 @@ class ModelAnalysis:
         for name in ("max_length", "max_target_length"):
             if (value := getattr(self, name)) < 2:
                 raise ValueError(f"{name} must be at least 2, not {value}")
+        if self.lanczos and (self.lanczos_texts or 1) > self.batch_size:
+            raise ValueError(
+                f"--lanczos-texts {self.lanczos_texts} are more than a batch, {self.batch_size}: "
+                "raise --batch-size, or lower --lanczos-texts"
+            )
         if self.lanczos > self.lanczos_steps:
             raise ValueError(
                 f"lanczos_steps={self.lanczos_steps} give as many eigenvalues, and lanczos asks "
                 f"for {self.lanczos}"
             )
+
+    @property
+    def exact_texts(self) -> int:
+        """Texts of the exact Fisher, if there are as many."""
+        return min(self.batch_size, 4) if self.lanczos_texts is None else self.lanczos_texts
 
 
 @dataclasses.dataclass(frozen=True)

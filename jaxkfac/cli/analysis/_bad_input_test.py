@@ -113,6 +113,10 @@ def test_weights_that_are_not_finite_are_named(analyze, tmp_path, capsys):
         (("--decompose", "nothing"), "matches no layer; the nearest names are"),
         (("--texts", "0"), "texts must be at least 1"),
         (("--lanczos", "9"), "lanczos_steps=8 give as many eigenvalues"),
+        (
+            ("--lanczos-texts", "5"),
+            "--lanczos-texts 5 are more than a batch, 4",
+        ),
     ],
 )
 def test_options_that_do_not_go_together(analyze, capsys, words, said):

@@ -16,6 +16,7 @@ from jaxkfac.files import PARTIAL, Archive, write_archive, write_text
 from jaxkfac.linalg import packed_shape, unpack
 
 _FORM = "jaxkfac-analysis"
+_FOLDERS = ("factors", "spectra", "lanczos")
 
 
 class Sums:
@@ -82,7 +83,7 @@ class Folder:
                         f"is {value}: give the same options, or --overwrite"
                     )
             return known
-        for name in ("factors", "spectra", "lanczos"):
+        for name in _FOLDERS:
             (self.path / name).mkdir(exist_ok=True)
         return asked
 
@@ -169,6 +170,12 @@ class Folder:
 
     def drop_sums(self, name: str) -> None:
         (self.path / "factors" / name).unlink(missing_ok=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the factors, eigenvalues and vectors in it."""
+        files = [x for name in _FOLDERS for x in (self.path / name).glob("*")]
+        return sum(file.stat().st_size for file in files)
 
     def drop_factors(self) -> None:
         """Delete the factors."""

@@ -9,6 +9,7 @@ from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.cli.analysis._files import Folder
 
 _CHUNK = 1 << 16
+_EPS = float(np.finfo(np.float32).eps)  # of the vectors
 _STATE = "lanczos/state.json"
 
 
@@ -34,6 +35,7 @@ def lanczos(
     count: int,
     steps: int,
     seed: int,
+    eps: float,
     advance: Callable[[int, str], None],
 ) -> ExactSpectrum:
     r"""Lanczos with full reorthogonalisation; a run that goes on makes the products that it lacks.
@@ -49,6 +51,7 @@ def lanczos(
         count: How many eigenvalues are returned, at most.
         steps: Products, at most.
         seed: Of the first vector.
+        eps: Of the type in which products are made, relative.
         advance: Told how many products are made.
 
     Raises:
@@ -67,7 +70,7 @@ def lanczos(
         folder.write(_STATE, state)
         del first
     alphas, betas = state["alphas"], state["betas"]
-    while len(alphas) < min(steps, size) and not _is_exhausted(alphas, betas):
+    while len(alphas) < min(steps, size) and not _is_exhausted(alphas, betas, eps):
         done = len(alphas)
         rest = product(folder.load_vector(done))
         if not np.isfinite(_dot(rest, rest)):
@@ -91,24 +94,25 @@ def lanczos(
         alphas, betas = [*alphas, alpha], [*betas, beta]
         folder.write(_STATE, {"alphas": alphas, "betas": betas})
         del rest
-        advance(len(alphas), f"largest {_ritz(alphas, betas)[0][0]:.4g}")
-    values, bounds = _ritz(alphas, betas)
+        advance(len(alphas), f"largest {_ritz(alphas, betas, eps)[0][0]:.4g}")
+    values, bounds = _ritz(alphas, betas, eps)
     return ExactSpectrum(values[:count], bounds[:count], len(alphas))
 
 
-def _ritz(alphas: list[float], betas: list[float]) -> tuple[list[float], list[float]]:
+def _ritz(alphas: list[float], betas: list[float], eps: float) -> tuple[list[float], list[float]]:
     matrix = np.diag(alphas) + np.diag(betas[:-1], 1) + np.diag(betas[:-1], -1)
     values, vectors = np.linalg.eigh(matrix)
-    rounding = 10 * len(alphas) * np.finfo(np.float32).eps * float(np.abs(values).max())
+    rounding = 10 * len(alphas) * max(eps, _EPS) * float(np.abs(values).max())
     bounds = betas[-1] * np.abs(vectors[-1]) + rounding
     return values[::-1].tolist(), bounds[::-1].tolist()
 
 
-def _is_exhausted(alphas: list[float], betas: list[float]) -> bool:
+def _is_exhausted(alphas: list[float], betas: list[float], eps: float) -> bool:
     """Whether nothing but rounding is left of the Krylov space."""
     if not betas:
         return False
-    return betas[-1] <= 16 * float(np.finfo(np.float32).eps) * max(map(abs, alphas))
+    # The sums of float32 lose more than a step of it, a product's rounding at most about one.
+    return betas[-1] <= max(16 * _EPS, eps) * max(map(abs, alphas))
 
 
 def _dot(one: np.ndarray, other: np.ndarray) -> float:

@@ -1,5 +1,6 @@
 """Lanczos with vectors on disk finds the eigenvalues, and goes on where it was."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,10 +17,17 @@ def matrix(size, rank=None):
     return ((q * values) @ q.T).astype(np.float32), np.sort(values)[::-1]
 
 
-def run(path, product, size, *, steps=12, count=3):
+def run(path, product, size, *, steps=12, count=3, eps=0.0):
     path.mkdir(exist_ok=True)
     return lanczos(
-        product, size, Folder(path), count=count, steps=steps, seed=0, advance=lambda *_: None
+        product,
+        size,
+        Folder(path),
+        count=count,
+        steps=steps,
+        seed=0,
+        eps=eps,
+        advance=lambda *_: None,
     )
 
 
@@ -29,6 +37,25 @@ def test_the_largest_eigenvalues_lie_within_their_bounds(tmp_path):
     for value, bound, expected in zip(found.eigenvalues, found.error_bounds, values, strict=False):
         assert abs(value - expected) <= bound + 1e-5 * values[0]
     assert found.error_bounds[0] < 1e-2
+
+
+def test_the_bounds_hold_where_products_are_rounded_to_bfloat16(tmp_path):
+    """Also where nothing is left of the Krylov space but their rounding."""
+    dense, values = matrix(20, rank=3)
+
+    def product(vector):
+        rounded = jnp.asarray(vector).astype(jnp.bfloat16)
+        return np.array((jnp.asarray(dense) @ rounded.astype(jnp.float32)).astype(jnp.bfloat16))
+
+    def both(vector):
+        return product(vector).astype(np.float32)
+
+    eps = float(jnp.finfo(jnp.bfloat16).eps)
+    found = run(tmp_path / "rounded", both, 20, steps=19, eps=eps)
+    for value, bound in zip(found.eigenvalues, found.error_bounds, strict=True):
+        assert np.abs(values - value).min() <= bound
+    assert found.steps <= 6
+    assert found.error_bounds[0] < values[0]
 
 
 def test_as_many_steps_as_dimensions_find_all_and_a_low_rank_ends_early(tmp_path):

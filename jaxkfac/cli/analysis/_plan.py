@@ -29,7 +29,24 @@ def fit(analysis: Analysis, chosen: Chosen, room: int) -> list[MemoryRow]:
     held = sum(row.nbytes for row in held_rows(analysis) if row.on_device)
     found = analysis.fit(room - held, held=held)
     rows = plan_rows(analysis, chosen, found)
+    check_stages(rows, room)
+    return rows
+
+
+def check_stages(rows: Sequence[MemoryRow], room: int, *, gathers: bool = False) -> None:
+    """Refuse stages that do not fit into ``room`` bytes.
+
+    Args:
+        rows: Of every stage.
+        room: Of the device.
+        gathers: Whether the passes are given too, as those of an analysis that goes on are.
+
+    Raises:
+        ValueError: one does not, with the smallest room that would do.
+    """
+    passes = "the passes of an analysis cannot change: give it as much, or begin with --overwrite"
     for stage, remedy in (
+        *([("gather", passes)] if gathers else []),
         ("Lanczos", "lower --lanczos-texts, or leave it out with --lanczos 0"),
         ("decompose", "take --decompose-dtype float32, or a lower --max-dense"),
     ):
@@ -39,7 +56,6 @@ def fit(analysis: Analysis, chosen: Chosen, room: int) -> list[MemoryRow]:
                 f"--device-bytes {bytes_text(room)}: the smallest with which the stage "
                 f"{stage!r} of this analysis can do is {bytes_text(needed)}; {remedy}"
             )
-    return rows
 
 
 def plan_rows(analysis: Analysis, chosen: Chosen, found: PassBytes) -> list[MemoryRow]:

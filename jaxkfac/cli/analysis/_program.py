@@ -175,7 +175,7 @@ class Analysis:
             return ravel_pytree(out)[0]
 
         params, batch, _ = self._shapes
-        texts = min(self.options.lanczos_texts, jax.tree.leaves(batch)[0].shape[0])
+        texts = min(self.options.exact_texts, jax.tree.leaves(batch)[0].shape[0])
         few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((texts, *x.shape[1:]), x.dtype), batch)
         vector = jax.ShapeDtypeStruct((self.num_parameters,), jnp.float32)
         return jax.jit(product).lower(params, few, vector).compile()
@@ -190,8 +190,18 @@ class Analysis:
         return sum(x.size for x in jax.tree.leaves(self._shapes[0]))
 
     @property
+    def eps(self) -> float:
+        """Of the coarsest type among the parameters, in which products are made."""
+        leaves = jax.tree.leaves(self._shapes[0])
+        return max(float(jnp.finfo(x.dtype).eps) for x in leaves if _is_float(x))
+
+    @property
     def param_bytes(self) -> int:
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self._shapes[0]))
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _form(one: Pass) -> Any:

@@ -53,6 +53,8 @@ def run_analysis(arguments: AnalyzeArguments) -> None:
             console.print(memory_plan_table(model, ready.rows, disk=ready.disk))
             if arguments.plan:
                 continue
+            if arguments.overwrite and not found:  # texts, model and options have been checked
+                _remove(arguments.output)
             found.append(run_stages(ready, arguments, exact=number == 0))
             first = first or ready
             del ready
@@ -89,9 +91,7 @@ def _check(arguments: AnalyzeArguments) -> None:
         raise NotADirectoryError(f"--output {output}: {held} is a file, and no folder can be there")
     if arguments.plan or not (output / "analysis.json").exists():
         return
-    if arguments.overwrite:
-        _remove(output)
-    elif not arguments.resume:
+    if not (arguments.overwrite or arguments.resume):
         raise ValueError(
             f"{output} already holds an analysis: continue it with --resume, replace it with "
             "--overwrite, or choose another --output"
@@ -100,6 +100,8 @@ def _check(arguments: AnalyzeArguments) -> None:
 
 def _remove(output: Path) -> None:
     """Delete what an analysis has written, and nothing else."""
+    if not (output / "analysis.json").exists():
+        return
     for path in (output, output / _OTHER):
         for name in ("factors", "spectra", "lanczos"):
             shutil.rmtree(path / name, ignore_errors=True)

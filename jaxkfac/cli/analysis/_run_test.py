@@ -1,6 +1,7 @@
 """Whole analyses of a tiny decoder: what they find, how they stop and go on."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,10 @@ class Killed(BaseException):
     """In place of SIGKILL: nothing of this library handles it."""
 
 
+def killed(*_, **__):
+    raise Killed
+
+
 @pytest.mark.parametrize(
     "number", [45, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 4, 9, 17, 30))]
 )
@@ -131,6 +136,62 @@ def test_a_resumed_analysis_is_the_one_that_was_begun(analyze, tmp_path, capsys)
     assert "already holds an analysis: continue it with --resume" in capsys.readouterr().err
     assert analyze(*words, "--resume", "--fisher", "mc") == 2
     assert "give the same options, or --overwrite" in capsys.readouterr().err
+
+
+def test_an_analysis_does_not_go_on_with_other_weights_of_the_same_sizes(
+    analyze, model, tmp_path, capsys
+):
+    folder = shutil.copytree(model, tmp_path / "model")
+    words = ("--lanczos", "0", "--decompose", f"{DOWN}.*")
+    assert analyze(*words, folder=folder) == 0
+    write_model(folder, scale=2.0)
+    assert analyze(*words, "--resume", folder=folder) == 2
+    assert "holds an analysis with weights=" in capsys.readouterr().err
+
+
+def test_overwrite_deletes_nothing_before_all_is_checked(analyze, tmp_path):
+    output = tmp_path / "out"
+
+    def held():
+        return {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+
+    words = ("--lanczos", "0", "--decompose", f"{DOWN}.*")
+    assert analyze(*words) == 0
+    before = held()
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    for wrong in (
+        ("--data", str(empty)),
+        ("--decompose", "nothing"),
+        ("--device-bytes", "10MB"),
+    ):
+        assert analyze(*words, "--overwrite", *wrong) == 2
+        assert held() == before
+    assert analyze(*words, "--overwrite", "--texts", "3") == 0
+    assert found(output)["texts"]["texts"] == 3
+
+
+def test_an_analysis_does_not_go_on_with_less_than_its_passes_need(
+    analyze, monkeypatch, tmp_path, capsys
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(_stages, "gather", killed)
+        with pytest.raises(Killed):
+            analyze("--lanczos", "0")
+    assert analyze("--lanczos", "0", "--resume", "--device-bytes", "10MB") == 2
+    said = capsys.readouterr().err
+    assert "--device-bytes 9.54 MiB: the smallest with which the stage 'gather'" in said
+    assert "begin with --overwrite" in said
+
+
+def test_bad_rows_before_the_last_text_are_counted(analyze, texts, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    lines = texts.read_text().splitlines()
+    bad.write_text("\n".join([lines[0], "no JSON", lines[1], '{"words": 1}', *lines[2:], "end"]))
+    words = ("--data", str(bad), "--texts", "3", "--lanczos", "0", "--decompose", f"{DOWN}.*")
+    assert analyze(*words) == 0
+    counts = found(tmp_path / "out")["texts"]
+    assert (counts["texts"], counts["left out"]) == (3, 2)
 
 
 def test_two_models_are_compared_and_one_block_is_a_layer_of_its_own(analyze, tmp_path):

@@ -2,7 +2,8 @@
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +22,15 @@ from jaxkfac.cli.analysis._files import Folder
 from jaxkfac.cli.analysis._gather import gather
 from jaxkfac.cli.analysis._lanczos import ExactSpectrum, lanczos
 from jaxkfac.cli.analysis._parts import groups_of
-from jaxkfac.cli.analysis._plan import disk_bytes, fit, plan_rows, room_of
+from jaxkfac.cli.analysis._plan import check_stages, disk_bytes, fit, plan_rows, room_of
 from jaxkfac.cli.analysis._program import Analysis
 from jaxkfac.cli.analysis._texts import Analyzed, Texts, analyzed, batches_of, on_device, read_texts
 from jaxkfac.memory import bytes_text, parse_bytes
+from jaxkfac.models.pretrained import KNOWN, cached_file
 from jaxkfac.report import CoverageRow, MemoryRow, coverage_rows
 
 _MAX_CONDITION = 1e6
+_BLOCK = 1 << 20  # bytes of a file that are read at once
 # Of a run that goes on: what is there already is right for these too.
 _MAY_CHANGE = ("decompose", "lanczos", "lanczos_steps")
 
@@ -41,6 +44,7 @@ class Prepared(NamedTuple):
         analysis: Its programs and passes.
         chosen: What is decomposed.
         folder: Where everything is kept.
+        known: What it says of the analysis.
         rows: The plan of its memory.
         disk: Bytes of the disk.
         coverage: Which parameters factors cover.
@@ -51,6 +55,7 @@ class Prepared(NamedTuple):
     analysis: Analysis
     chosen: Chosen
     folder: Folder
+    known: Mapping[str, Any]
     rows: list[MemoryRow]
     disk: int
     coverage: list[CoverageRow]
@@ -94,33 +99,35 @@ def prepare(arguments: AnalyzeArguments, model: str, path: Path) -> Prepared:
         folder = Folder(path)
         asked = {
             "model": model,
-            "weights": _weights(model),
+            "weights": [] if arguments.plan else _weights(model),
             "options": {k: v for k, v in as_config(options).items() if k not in _MAY_CHANGE},
             "texts": texts.crc,
         }
         known = asked
         if not arguments.plan:
             known = folder.begin(asked, resume=arguments.resume)
+        given = arguments.device_bytes
+        room = room_of(None if given is None else int(parse_bytes(given, name="--device-bytes")))
         if "max_factor_bytes" in known:
             largest = analysis.use(known["max_factor_bytes"])
             rows = plan_rows(analysis, chosen, largest)
+            if given is not None and room < known["room"]:
+                check_stages(rows, room, gathers=not folder.has("gathered.json"))
         else:
-            given = arguments.device_bytes
-            room = None if given is None else int(parse_bytes(given, name="--device-bytes"))
-            rows = fit(analysis, chosen, room_of(room))
+            rows = fit(analysis, chosen, room)
         needed = disk_bytes(analysis, analysis.shapes)
-        if not arguments.plan:
-            if "max_factor_bytes" not in known:
-                _check_disk(path, needed)
-            folder.note(known | {"max_factor_bytes": analysis.max_factor_bytes})
+        if not arguments.plan and "max_factor_bytes" not in known:
+            _check_disk(path, needed - (folder.nbytes if arguments.overwrite else 0))
+            known = known | {"max_factor_bytes": analysis.max_factor_bytes, "room": room}
     sizes = analysis.sizes
     coverage = coverage_rows(analysis.table, sizes)
-    return Prepared(what, texts, analysis, chosen, folder, rows, needed, coverage)
+    return Prepared(what, texts, analysis, chosen, folder, known, rows, needed, coverage)
 
 
 def run_stages(ready: Prepared, arguments: AnalyzeArguments, *, exact: bool) -> Found:
-    """Load, gather, Lanczos, decompose; what is done already is read."""
+    """Note what is asked for, load, gather, Lanczos, decompose; what is done already is read."""
     folder, analysis, options = ready.folder, ready.analysis, arguments.model
+    folder.note(ready.known)
     params: Any = None
     spectrum = _known_spectrum(folder, options) if exact else None
     exact = exact and options.lanczos > 0 and spectrum is None
@@ -173,7 +180,7 @@ def _known_spectrum(folder: Folder, options: ModelAnalysis) -> ExactSpectrum | N
 def _exact(ready: Prepared, params: Any) -> ExactSpectrum:
     analysis, options = ready.analysis, ready.analysis.options
     batch = ready.texts.batches[0]
-    texts = min(options.lanczos_texts, len(ready.texts.exist[0]))
+    texts = min(options.exact_texts, len(ready.texts.exist[0]))
     few = on_device(jax.tree.map(lambda x: x[:texts], batch))
     program = analysis.product
 
@@ -188,6 +195,7 @@ def _exact(ready: Prepared, params: Any) -> ExactSpectrum:
             count=options.lanczos,
             steps=options.lanczos_steps,
             seed=options.seed,
+            eps=analysis.eps,
             advance=shown.advance,
         )
     return found
@@ -201,10 +209,20 @@ def _shown(name: str, total: int) -> Iterator[tuple[Callable[[int, str], None], 
 
 
 def _weights(model: str) -> list[list[Any]]:
-    """Names and sizes of the files, by which another checkpoint in the same place is noticed."""
-    path = Path(model)
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] * path.is_file()
-    return [[file.name, file.stat().st_size] for file in files]
+    """Names and CRC-32 of the files, by which other weights in the same place are noticed."""
+    path = cached_file(KNOWN[0]) if model == "smollm2" else Path(model)
+    files = [path] * path.is_file()
+    if path.is_dir():
+        files = sorted([*path.glob("*.safetensors"), *path.glob("config.json")])
+    return [[file.name, _crc(file)] for file in files]
+
+
+def _crc(path: Path) -> str:
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            found = zlib.crc32(block, found)
+    return f"{found:08x}"
 
 
 def _check_disk(path: Path, needed: int) -> None:

@@ -14,7 +14,7 @@ from jaxkfac.cli.finetune._encoder_decoder import EncoderDecoderFamily
 from jaxkfac.cli.finetune._family import Family, Text
 from jaxkfac.cli.finetune._load import family_of
 from jaxkfac.cli.finetune._options import Finetuning
-from jaxkfac.data.readers import FileRows
+from jaxkfac.data.readers import Bad, FileRows
 from jaxkfac.data.text import Completion
 from jaxkfac.data.wordnet import wordnet_pairs
 
@@ -82,14 +82,28 @@ def read_texts(what: Analyzed, arguments: AnalyzeArguments) -> Text:
     if embedded:
         chosen: Sequence[Any] = _glosses(count)
         return Text(chosen, chosen)
-    text = family.text(experiment, strict=arguments.strict)
-    if isinstance(text.train, FileRows):
-        chosen = text.train.peek(count)
-    else:
-        chosen = text.train[:count]
+    train = family.text(experiment, strict=arguments.strict).train
+    if isinstance(train, FileRows):
+        return _first(train, count)
+    chosen = train[:count]
     if not chosen:
         raise ValueError(f"--data {experiment.data}: there is no text in it")
-    return Text(chosen, chosen, bad=text.bad)
+    return Text(chosen, chosen)
+
+
+def _first(rows: FileRows, count: int) -> Text:
+    """The first ``count`` good rows, and the bad ones before and among them."""
+    rows.peek()  # says what is wrong where none is good
+    good: list[Any] = []
+    bad: list[Bad] = []
+    for _, row in rows.read():
+        if isinstance(row, Bad):
+            bad.append(row)
+        else:
+            good.append(row)
+            if len(good) == count:
+                break
+    return Text(good, good, bad=bad)
 
 
 def batches_of(what: Analyzed, pretrained: Any, text: Text, batch_size: int) -> Texts:

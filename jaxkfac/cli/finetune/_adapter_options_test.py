@@ -9,7 +9,7 @@ from flax import nnx
 import jaxkfac as jk
 from jaxkfac.cli.finetune._load import load_text
 from jaxkfac.cli.finetune._options import AdapterOptions, Finetuning
-from jaxkfac.cli.finetune._problem import build_problem, shaped_problem
+from jaxkfac.cli.finetune._problem import build_problem, options_of, shaped_problem
 from jaxkfac.cli.finetune._run_test import CONFIG
 from jaxkfac.cli.finetune._step import MicroStep, prepare
 from jaxkfac.cli.finetune._train import _start, build_optimizer
@@ -17,6 +17,7 @@ from jaxkfac.data.text._encode_test import Letters
 from jaxkfac.models import Decoder, Pretrained
 
 QKV, HEAD = "model/layers/self_attn/qkv_proj/kernel", "model/norm/scale"
+CURVE = "jaxkfac.cli.finetune._problem_test:QUADRATIC"
 pytestmark = pytest.mark.standard_promotion  # optax.adamw needs it
 
 
@@ -91,6 +92,23 @@ def test_a_start_of_another_placement_is_refused(tmp_path):
     jk.lslora.save(tmp_path, first.initial(), first.config)
     with pytest.raises(ValueError, match="has fourier_placement 'bottleneck'.*different models"):
         problem_of(start=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sigma_from_data": 1.0}, "--adapter.sigma-from-data is for a new adapter"),
+        ({"nonlinearity": CURVE}, "has the nonlinearity 'fourier', and .* is 'cli_quadratic'"),
+    ],
+)
+def test_what_a_start_cannot_follow_is_refused_and_its_sizes_are_recorded(tmp_path, options, said):
+    _, first = problem_of(rank=3, alpha=6.0, rslora=True)
+    jk.lslora.save(tmp_path, first.initial(), first.config)
+    with pytest.raises(ValueError, match=said):
+        problem_of(start=str(tmp_path), **options)
+    experiment, problem = problem_of(start=str(tmp_path))
+    recorded = options_of(experiment, problem)["adapter"]
+    assert (recorded["rank"], recorded["alpha"], recorded["rslora"]) == (3, 6.0, True)
 
 
 def test_shapes_alone_make_a_plan():

@@ -88,6 +88,8 @@ class BestKept:
     def restored(self, state: TuneState) -> TuneState:
         """The state with what was trained as it was at the best evaluation.
 
+        The arrays that are replaced are deleted, before others take memory.
+
         Raises:
             FileNotFoundError: the file is gone.
             DamagedFileError: it is not what was written.
@@ -97,6 +99,8 @@ class BestKept:
             return state
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.adapters)
         with Archive(self._file(best.step), _FORM, "best state") as stored:
+            for array in jax.tree.leaves(state.adapters):
+                array.delete()
             leaves = {name: jnp.asarray(stored.read(name)) for name in stored.names}
         adapters: Any = with_leaves({"params": shapes}, leaves)["params"]
         return state._replace(adapters=self._problem.devices.whole(adapters))

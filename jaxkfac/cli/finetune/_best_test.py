@@ -12,8 +12,10 @@ import jaxkfac as jk
 from jaxkfac.cli import main
 from jaxkfac.cli._checkpoint import find_checkpoint, load_checkpoint
 from jaxkfac.cli.finetune import _run as run_module
+from jaxkfac.cli.finetune._best import BestKept
 from jaxkfac.cli.finetune._decoder_exam import DecoderExaminer
 from jaxkfac.data.text._encode_test import Letters
+from jaxkfac.files import Archive
 from jaxkfac.models import Decoder, DecoderConfig, Pretrained
 from jaxkfac.report import ExamRecord, FinetuneRecords
 
@@ -99,6 +101,26 @@ def test_the_best_of_the_evaluations_is_saved_and_named(run, monkeypatch, tmp_pa
     short = ("--steps", "6", "--schedule", "constant")
     assert run(*EVERY, *short, output=tmp_path / "y") == 0
     assert_of_update(tmp_path / "y", 2, tmp_path / "x")
+
+
+def test_what_the_best_state_replaces_is_deleted_before_it_is_read(run, monkeypatch):
+    """Else all parameters would be in memory twice."""
+    held, alive = [], []
+    restored, read = BestKept.restored, Archive.read
+
+    def noted(self, state):
+        held.extend(jax.tree.leaves(state.adapters))
+        return restored(self, state)
+
+    def reading(self, name):
+        alive.extend(x for x in held if not x.is_deleted())
+        return read(self, name)
+
+    pretend(monkeypatch, [0.5, 3.0, 2.0, 2.5, 2.0, 2.2, 2.6])
+    monkeypatch.setattr(BestKept, "restored", noted)
+    monkeypatch.setattr(Archive, "read", reading)
+    assert run(*EVERY) == 0
+    assert held and not alive
 
 
 def test_without_evaluate_every_the_last_update_is_saved(run, monkeypatch, tmp_path):

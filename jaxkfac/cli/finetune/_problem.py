@@ -19,7 +19,7 @@ from jaxkfac.cli._schedules import warmup_schedule
 from jaxkfac.cli.finetune._family import Family, Text
 from jaxkfac.cli.finetune._label_smoothing import SmoothedCategorical
 from jaxkfac.cli.finetune._load import family_of
-from jaxkfac.cli.finetune._options import Finetuning
+from jaxkfac.cli.finetune._options import AdapterOptions, Finetuning
 from jaxkfac.data.stream import BatchStream, Position, Tally
 from jaxkfac.lslora import Adapters, Config, RmsSigma
 from jaxkfac.memory import bytes_text
@@ -259,9 +259,15 @@ def started(experiment: Finetuning, pretrained: Any) -> tuple[Adapters, Config]:
 
     Raises:
         CheckpointMismatchError: it is of another model.
-        ValueError: its nonlinearity is elsewhere than was asked for, or none was.
+        ValueError: its nonlinearity is another or elsewhere than was asked for, or none was; or
+            its width was to be measured.
     """
     chosen = experiment.adapter
+    if chosen.sigma_from_data is not None:
+        raise ValueError(
+            f"--adapter.sigma-from-data is for a new adapter, and {chosen.start} is a saved one: "
+            "give --adapter.init-sigma"
+        )
     adapters, config = jk.lslora.load(str(chosen.start), model=pretrained)
     wanted, had = chosen.fourier_placement, config.fourier_placement
     if had == "none" and wanted != "none":
@@ -272,6 +278,12 @@ def started(experiment: Finetuning, pretrained: Any) -> tuple[Adapters, Config]:
         raise ValueError(
             f"--adapter.start {chosen.start} has fourier_placement {had!r}, and "
             f"--adapter.fourier-placement is {wanted!r}: they are different models"
+        )
+    asked = _registered(chosen.nonlinearity)
+    if asked not in (AdapterOptions.nonlinearity, config.nonlinearity):
+        raise ValueError(
+            f"--adapter.start {chosen.start} has the nonlinearity {config.nonlinearity!r}, and "
+            f"--adapter.nonlinearity is {asked!r}: leave it out, or begin anew"
         )
     options = {"reg_weight": chosen.reg_weight, "dropout": chosen.dropout}
     wide = {
@@ -335,7 +347,8 @@ def options_of(experiment: Finetuning, problem: FinetuneProblem) -> dict[str, An
     default = problem.family.num_lengths if streamed else 1
     options["num_lengths"] = experiment.num_lengths or default
     if problem.config is not None:
-        options["adapter"]["target"] = problem.config.target
+        for name in ("target", "rank", "alpha", "rslora"):  # a saved adapter has its own
+            options["adapter"][name] = getattr(problem.config, name)
     return options
 
 

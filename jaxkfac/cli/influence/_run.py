@@ -3,6 +3,7 @@
 import io
 import json
 import zlib
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,8 +18,15 @@ from jaxkfac.cli.finetune._encoder_decoder import EncoderDecoderFamily
 from jaxkfac.cli.finetune._load import family_of, load_model
 from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.cli.influence._options import InfluenceArguments
-from jaxkfac.cli.influence._score import Scoring, by_token, decomposed, prepared, scored
-from jaxkfac.cli.influence._stages import Stages
+from jaxkfac.cli.influence._score import (
+    Scoring,
+    by_token,
+    decomposed,
+    factor_shapes,
+    prepared,
+    scored,
+)
+from jaxkfac.cli.influence._stages import STAGES, Stages
 from jaxkfac.cli.influence._texts import PairReader, RecordReader, Texts
 from jaxkfac.files import whole_file, write_text
 from jaxkfac.interception import leaves_by_path
@@ -34,34 +42,54 @@ def run_influence(arguments: InfluenceArguments) -> None:
             scoring = _scoring(arguments)
         _say(scoring.train, scoring.queries)
         with jk.memory.track("factors and bases"):
-            given = Stages(arguments.bases / "stages") if arguments.bases else stages
-            if arguments.bases and not given.holds("bases"):
-                raise FileNotFoundError(f"--bases {arguments.bases} holds no run with bases")
-            bases = decomposed(scoring, given)
+            bases = _bases(scoring, stages)
         with jk.memory.track("queries"):
             held = prepared(scoring, bases)
             del bases  # as large as the factors
         with jk.memory.track("scores"):
             scores = scored(scoring, held, stages)
+            _save(arguments.output / "scores.npy", scores)
         with jk.memory.track("tokens of the texts that are shown"), phase("scoring tokens"):
             queries = _records(scoring, held, scores)
     with phase("writing the report"):
-        _write(arguments, scoring, scores, queries, measured)
+        _write(arguments, scoring, queries, measured)
 
 
 def _stages(arguments: InfluenceArguments) -> Stages:
     folder = arguments.output / "stages"
     check_output(arguments.output, [], resume=arguments.resume, overwrite=arguments.overwrite)
     stages = Stages(folder)
-    if arguments.overwrite:
-        stages.remove()
     held = [stage for stage in ("factors", "bases", "scores") if stages.holds(stage)]
-    if held and not arguments.resume:
+    if held and not (arguments.resume or arguments.overwrite):
         raise ValueError(
             f"{arguments.output} already holds a run (its {', '.join(held)}): continue it with "
             "--resume, replace it with --overwrite, or choose another --output"
         )
     return stages
+
+
+def _bases(scoring: Scoring, stages: Stages) -> jk.Eigenbases:
+    """The bases, of this run or of another; with ``--overwrite`` what is replaced goes.
+
+    That is not before all has been checked: the layers for new bases, or the bases that are given.
+
+    Raises:
+        FileNotFoundError: ``--bases`` holds none.
+    """
+    arguments = scoring.arguments
+    shapes = factor_shapes(scoring)
+    if arguments.bases is None:
+        if arguments.overwrite:
+            stages.remove()
+        return decomposed(scoring, stages, shapes)
+    given = Stages(arguments.bases / "stages")
+    if not given.holds("bases"):
+        raise FileNotFoundError(f"--bases {arguments.bases} holds no run with bases")
+    bases = decomposed(scoring, given, shapes)
+    if arguments.overwrite:
+        same = arguments.bases.resolve() == arguments.output.resolve()
+        stages.remove(("scores",) if same else STAGES)
+    return bases
 
 
 def _scoring(arguments: InfluenceArguments) -> Scoring:
@@ -104,6 +132,14 @@ def _say(train: Texts, queries: Texts) -> None:
         console.print(f"{name}: {texts}", highlight=False, soft_wrap=True)
 
 
+def _save(path: Path, scores: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    np.save(buffer, scores)
+    with whole_file(path, "the scores", nbytes=buffer.tell()) as file:
+        file.write(buffer.getvalue())
+
+
 def _records(scoring: Scoring, held: jk.Queries, scores: np.ndarray) -> list[QueryRecord]:
     """For each query the texts that say most, with their tokens."""
     texts, number = scoring.train.texts, min(scoring.arguments.top, len(scoring.train.texts))
@@ -137,12 +173,10 @@ def _records(scoring: Scoring, held: jk.Queries, scores: np.ndarray) -> list[Que
 def _write(
     arguments: InfluenceArguments,
     scoring: Scoring,
-    scores: np.ndarray,
     queries: list[QueryRecord],
     measured: jk.memory.Stage,
 ) -> None:
     output, config, software = arguments.output, scoring.config(), versions()
-    output.mkdir(parents=True, exist_ok=True)
     memory, train = host_memory(measured), scoring.train
     found = {
         "config": config,
@@ -154,10 +188,6 @@ def _write(
         "host_memory": memory,
         "memory": measured.to_dict(),
     }  # fmt: skip
-    buffer = io.BytesIO()
-    np.save(buffer, scores)
-    with whole_file(output / "scores.npy", "the scores", nbytes=buffer.tell()) as file:
-        file.write(buffer.getvalue())
     text = json.dumps(found, indent=1, allow_nan=False)
     write_text(output / "influence.json", text, "the records of the run")
     sizes = [int(x.size) for x in jax.tree.leaves(scoring.pretrained.params)]

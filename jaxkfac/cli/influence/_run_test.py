@@ -1,5 +1,6 @@
 """Whole runs of a tiny random decoder and encoder-decoder: what they write, how they go on."""
 
+import itertools
 import json
 import shutil
 import signal
@@ -106,17 +107,24 @@ def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
     run, tmp_path, monkeypatch
 ):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run("--ekfac", output=whole) == 0
-    write_stage, count = _score.Stages.write, iter(range(9))
+    with monkeypatch.context() as patch:
+        patch.setattr(_score, "_SECONDS", 0.0)  # stored after every batch
+        assert run("--ekfac", output=whole) == 0
+    write_stage, score, writes = _score.Stages.write, _score.scores_of_batches, []
 
-    def stopped(self, stage, *args):
-        write_stage(self, stage, *args)
-        if next(count) == 3:  # factors, bases, and two batches of scores
-            raise KeyboardInterrupt
+    def noted(self, stage, config, arrays):
+        writes.append((stage, arrays["scores"].shape if stage == "scores" else None))
+        write_stage(self, stage, config, arrays)
+
+    def stopped(*args, **options):
+        yield from itertools.islice(score(*args, **options), 2)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(_score.Stages, "write", stopped)
+        patch.setattr(_score.Stages, "write", noted)
+        patch.setattr(_score, "scores_of_batches", stopped)
         assert run("--ekfac", output=parts) == 130
+    assert writes == [("factors", None), ("bases", None), ("scores", (2, 8))]
     assert not (parts / "scores.npy").exists()
     monkeypatch.setattr(_score, "_collected", None)  # nothing is made anew
     assert run("--ekfac", "--resume", output=parts) == 0
@@ -135,6 +143,25 @@ def test_another_run_takes_the_bases_for_other_queries(run, tmp_path, monkeypatc
     np.testing.assert_allclose(found(tmp_path / "other")[1], scores[::-1], rtol=1e-4, atol=1e-4)
     assert run(*words, "--seed", "1", output=tmp_path / "third", queries=other) == 2
     assert "option seed: 0 in the checkpoint, 1 requested" in capsys.readouterr().err
+
+
+def test_overwrite_deletes_nothing_that_is_needed_or_before_all_is_checked(run, tmp_path):
+    stages = tmp_path / "run" / "stages"
+
+    def held():
+        return {path.name: path.read_bytes() for path in stages.iterdir()}
+
+    assert run() == 0
+    before = held()
+    empty = write(tmp_path / "empty.jsonl", [])
+    assert run("--overwrite", train=empty) == 2
+    assert run("--overwrite", "--layers", "nothing") == 2
+    assert run("--overwrite", "--bases", str(tmp_path / "run"), "--seed", "1") == 2
+    assert held() == before
+    assert run("--overwrite", "--bases", str(tmp_path / "run"), "--damping", "0.5") == 0
+    after = held()
+    assert (after["factors"], after["bases"]) == (before["factors"], before["bases"])
+    assert after["scores"] != before["scores"]
 
 
 def test_factors_and_queries_within_a_budget_give_the_same_scores(run, tmp_path, capsys):
@@ -166,6 +193,17 @@ def test_an_encoder_decoder_is_scored_on_pairs(folder, tmp_path):
     assert scores.shape == (1, 6) and scores.argmax() == 2
     text = record["queries"][0]["helpful"][0]
     assert len(text["tokens"]) == 7 and any(part for _, part in text["tokens"])
+
+
+def test_tokens_are_not_shaded_where_the_layers_are_of_an_encoder(folder, tmp_path):
+    rows = [{"source": f"number {i}", "target": f"Zahl {i}"} for i in range(4)]
+    train, output = write(tmp_path / "train.jsonl", rows), tmp_path / "run"
+    files = ["--train", train, "--queries", train, "--output", str(output)]
+    words = ["--layers", r"encoder/.*SelfAttention/q/.*"]
+    assert main(["influence", str(folder), *files, *TINY, *words]) == 0
+    record, scores = found(output)
+    text = record["queries"][0]["helpful"][0]
+    assert np.abs(scores).max() > 0 and [part for _, part in text["tokens"]] == [0.0] * 7
 
 
 @pytest.mark.parametrize(

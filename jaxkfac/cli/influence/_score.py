@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import operator
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 
 import jaxkfac as jk
+from jaxkfac._errors import UnknownLayerError
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._progress import progress
 from jaxkfac.cli.influence._options import InfluenceArguments
@@ -19,6 +21,7 @@ from jaxkfac.memory import MemoryBudgetError, parse_bytes
 from jaxkfac.uses import Queries, scores_of_batches
 
 PyTree = Any
+_SECONDS = 30.0  # between two writings of the scores
 
 
 class Scoring(NamedTuple):
@@ -90,11 +93,20 @@ class Scoring(NamedTuple):
         return [texts[i] for i in sorted(order[:number])]
 
 
-def decomposed(scoring: Scoring, stages: Stages) -> jk.Eigenbases:
-    """The bases: of their file, or from factors."""
+def factor_shapes(scoring: Scoring) -> jk.Factors:
+    """Shapes of the factors.
+
+    Raises:
+        UnknownLayerError: ``--layers`` matches none.
+    """
+    first = next(scoring.batches(scoring.chosen(), fill=False))
+    return scoring.statistics().factor_shapes(scoring.pretrained.params, first)
+
+
+def decomposed(scoring: Scoring, stages: Stages, like: jk.Factors) -> jk.Eigenbases:
+    """The bases: of their file, or from factors, whose shapes are ``like``."""
     config, params = scoring.config_of_bases(), scoring.pretrained.params
     first = next(scoring.batches(scoring.chosen(), fill=False))
-    like = scoring.statistics().factor_shapes(params, first)
 
     def make() -> jk.Eigenbases:
         factors = stages.tree("factors", config, like, lambda: _collected(scoring))
@@ -212,35 +224,54 @@ def prepared(scoring: Scoring, bases: jk.Eigenbases) -> Queries:
 
 
 def scored(scoring: Scoring, held: Queries, stages: Stages) -> np.ndarray:
-    """``(queries, texts)``; what has been scored is stored after every batch."""
+    """``(queries, texts)``; what has been scored is stored every now and then, and at the end.
+
+    The file holds all scores: written after every batch, a run would be quadratic in its texts.
+    """
     config, texts = scoring.config(), scoring.train.texts
     found = np.zeros((held.number, 0), np.float32)
     if stages.holds("scores"):
         found = stages.read("scores", config)["scores"]
-    batches = scoring.batches(texts, start=found.shape[1])
+    done = stored = found.shape[1]
+    batches = scoring.batches(texts, start=done)
     args = scoring.objective, scoring.pretrained.params, held
-    if found.shape[1] == len(texts):
+    if done == len(texts):
         return found
-    with phase("scoring"), progress("scores", len(texts), start=found.shape[1]) as shown:
-        for scores, exist in scores_of_batches(*args, batches):
-            new = np.asarray(scores, np.float32)[:, np.asarray(exist)]
-            found = np.concatenate([found, new], 1)
-            stages.write("scores", config, {"scores": found})
-            shown.advance(found.shape[1], "texts")
+    parts, since = [found], time.monotonic()
+    with phase("scoring"), progress("scores", len(texts), start=done) as shown:
+        try:
+            for scores, exist in scores_of_batches(*args, batches):
+                parts.append(np.asarray(scores, np.float32)[:, np.asarray(exist)])
+                done += parts[-1].shape[1]
+                if time.monotonic() - since >= _SECONDS:
+                    stages.write("scores", config, {"scores": np.concatenate(parts, 1)})
+                    stored, since = done, time.monotonic()
+                shown.advance(done, "texts")
+        finally:  # after Ctrl-C too
+            found = np.concatenate(parts, 1)
+            if found.shape[1] > stored:
+                stages.write("scores", config, {"scores": found})
     return found
 
 
 def by_token(scoring: Scoring, held: Queries, texts: Sequence[NumberedText]) -> np.ndarray:
-    """``(queries, texts, positions)``: the parts of the layers whose rows are such positions."""
-    found = [
-        np.asarray(scores)
-        for scores, _ in scores_of_batches(
-            scoring.objective,
-            scoring.pretrained.params,
-            held,
-            scoring.batches(texts),
-            per="token",
-            layers=scoring.reader.tokens_of,
-        )
-    ]
+    """``(queries, texts, positions)``: the parts of the layers whose rows are such positions.
+
+    Zeros where ``--layers`` has left none of them, as of an encoder alone.
+    """
+    try:
+        found = [
+            np.asarray(scores)
+            for scores, _ in scores_of_batches(
+                scoring.objective,
+                scoring.pretrained.params,
+                held,
+                scoring.batches(texts),
+                per="token",
+                layers=scoring.reader.tokens_of,
+            )
+        ]
+    except UnknownLayerError:
+        longest = max(len(scoring.reader.pieces(text)) for text in texts)
+        return np.zeros((held.number, len(texts), longest), np.float32)
     return np.concatenate(found, 1)[:, : len(texts)]

@@ -1,6 +1,6 @@
 """What a run has come to: one file for each stage, for no other run than that it belongs to."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +83,10 @@ class Stages:
             path, what = self._folder / stage, f"the {stage}"
             write_archive(path, _FORM, about, arrays.items(), what=what, nbytes=nbytes)
 
-    def remove(self) -> None:
-        """Delete the files of all stages, and what a killed run has left of them."""
+    def remove(self, stages: Sequence[str] = STAGES) -> None:
+        """Delete the files of stages, and what a killed run has left of any."""
         for path in (
-            *(self._folder / stage for stage in STAGES),
+            *(self._folder / stage for stage in stages),
             *self._folder.glob(f".*{PARTIAL}"),
         ):
             path.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """One JSON array of objects, as many data sets are handed on."""
 
 import codecs
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class JsonArray(Reader):
                 for number, row in enumerate(ijson.items(file, "item", use_float=True), start=1):
                     if number > place.offset:
                         yield RowPlace(number, number), row
-        except (ijson.JSONError, EOFError, OSError, UnicodeError) as error:
+        except (ijson.JSONError, EOFError, OSError, UnicodeError, zlib.error) as error:
             raise explained(path, f" behind element {number}", error) from error
 
 
@@ -46,5 +47,5 @@ def _is_array(path: Path) -> bool:
     try:
         with opened(path) as file:
             return file.read(_BEGIN).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-    except (EOFError, OSError) as error:
+    except (EOFError, OSError, zlib.error) as error:
         raise explained(path, "", error) from error

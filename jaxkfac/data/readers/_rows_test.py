@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -115,6 +116,19 @@ def test_an_array_is_read_as_lines_are(tmp_path):
         path.write_text(broken)
         with pytest.raises(ValueError, match=r"x.json is damaged .* behind element [01] .*again"):
             list(rows_of(path).read())
+
+
+@pytest.mark.parametrize("at", [20, 30_000])
+def test_a_compressed_array_whose_bytes_have_changed_is_named(tmp_path, at):
+    """In the beginning, by which it is known as an array, or behind it."""
+    rng = np.random.default_rng(0)
+    array = json.dumps([{"a": x} for x in rng.standard_normal(9000).tolist()])
+    packed = bytearray(gzip.compress(array.encode()))
+    packed[at : at + 99] = bytes(range(99))
+    path = tmp_path / "x.json.gz"
+    path.write_bytes(packed)
+    with pytest.raises(ValueError, match=r"x.json.gz is damaged or cut short.*get it again"):
+        list(rows_of(path).read())
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow"])
