@@ -88,6 +88,7 @@ NAMES = {
     "check_disjoint": _CHECK,
     "block_eigenvalues": "eigenvalues of eigendecompose, block by block",
     "owned_blocks": "names, of which there is no number",
+    "uncovered_mask": "says what is read, and computes no number",
     "parameters_outside": "names, of which there is no number",
     "precondition_blocks": "precondition_many, layer by layer",
     "Linearised": _PART,
