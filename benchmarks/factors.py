@@ -1,6 +1,6 @@
 """Cost of factors: (gradient + all factors) / gradient, in time, compile time and bytes.
 
-Run: python -m benchmarks.factors [--pairs 21] [--fisher mc] [--json FILE]
+Run: python -m benchmarks.factors [--pairs 21] [--fisher mc] [--curvlinops] [--json FILE]
 
 Two programs: a dense net (8 layers of 512, 4096 rows) and a scanned, rematted transformer
 (4 blocks, d 256, hidden 512, 4 heads, 1024 tokens as 4 sequences of 256). Beside it the same
@@ -17,10 +17,16 @@ compiled program.
 The floor, dense: a gradient is 6 n d^2 operations a layer (forward 2, backward 4); A and G
 are 2 n d^2 each, or half of that where only one triangle is computed. So full products cost
 1.67 x the gradient and triangles 1.33 x, before anything else.
+
+With --curvlinops the dense net is taken there, too: PyTorch's gradient, and their pass for all
+factors, whose ratio to it is taken in the same way.
 """
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -179,10 +185,17 @@ def measure(objective: Any, params: Any, batch: Any, pairs: int, fisher: str) ->
     }
 
 
+def beside_curvlinops(pairs: int, fisher: str) -> dict[str, Any]:
+    """Their figures, of a process of its own."""
+    command = [sys.executable, "-m", "benchmarks._curvlinops_factors", str(pairs), fisher]
+    return json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=21, help="interleaved pairs (default 21)")
     parser.add_argument("--fisher", default="empirical", choices=("empirical", "mc"))
+    parser.add_argument("--curvlinops", action="store_true", help="the dense net there, too")
     parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args()
     record = stamp(fisher=args.fisher, pairs=args.pairs)
@@ -191,6 +204,9 @@ def main() -> None:
         if name in ("dense", "scanned_wide"):
             record[name] |= cheaper(*case, args.pairs, args.fisher)
         shown(name, record[name])
+    if args.curvlinops:
+        record["curvlinops"] = beside_curvlinops(args.pairs, args.fisher)
+        shown("curvlinops", record["curvlinops"])
     write(record, args.json)
 
 

@@ -25,6 +25,10 @@ def _factors(record: Any) -> Iterator[Row]:
         here = record[key]
         ratio, bound = here["time_ratio"], bounds.get(key)
         yield Row(f"time, {program}", _times(ratio), "1", bound and Goal(ratio, bound))
+    if peer := record.get("curvlinops"):
+        beside = f"curvlinops {_times(peer['gradient_and_factors_ratio'])}, of PyTorch's gradient"
+        what = "time, 8 dense layers of 512, gradient and factors"
+        yield Row(what, _times(record["dense"]["time_ratio"]), beside)
     for key, program in PROGRAMS.items():
         here, gradient = record[key]["temp_mib"], record[key]["gradient_temp_mib"]
         yield Row(f"temporaries, {program}", f"{here:.0f} MiB", f"{gradient:.0f} MiB")
@@ -212,7 +216,8 @@ SECTIONS = (
     Section(
         "Gradient and all factors",
         "factors-cpu",
-        "python -m benchmarks.factors --pairs 21 --json benchmarks/results/factors-cpu.json",
+        "python -m benchmarks.factors --pairs 21 --curvlinops --json "
+        "benchmarks/results/factors-cpu.json",
         "Value, gradient and the factors of every layer in one program, beside value and gradient. "
         "Medians of interleaved pairs; temporaries are the compiler's.",
         "the gradient alone",
