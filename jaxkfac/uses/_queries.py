@@ -1,12 +1,10 @@
 """Gradients of queries, preconditioned once for all examples."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from jaxkfac._checks import at_least_one, named
 from jaxkfac.curvature import (
@@ -19,6 +17,7 @@ from jaxkfac.curvature import (
 from jaxkfac.factors import Batch, Objective
 from jaxkfac.interception import Layer
 from jaxkfac.kinds import LowRankMatrices
+from jaxkfac.linalg import map_over_chunks
 from jaxkfac.uses._examples import Examples
 from jaxkfac.uses._fitting import fitting, in_examples
 from jaxkfac.uses._held import Queries
@@ -91,56 +90,29 @@ def prepare_queries(
     check_block_damping(damping, examples.bases)
     batch = examples.checked(params, queries, state)
 
-    @jax.jit
-    def run(params: PyTree, bases: Eigenbases, batch: Batch, state: PyTree) -> Any:
-        gradients = examples.gradients(params, batch, state)
-        return _held(precondition_many(gradients, bases, damping), bases.layers, query_rank)
+    def run(params: PyTree, bases: Eigenbases, batch: Batch, state: PyTree, at_once: Any) -> Any:
+        def of_some(some: Batch, _: Any) -> Any:
+            gradients = examples.gradients(params, some, state)
+            return _held(precondition_many(gradients, bases, damping), bases.layers, query_rank)
+
+        return map_over_chunks(of_some, batch, at_once)
 
     given = params, examples.bases, batch, state
     gradients = jax.eval_shape(lambda: examples.gradients(params, batch, state))
     each = _GRADIENTS * _nbytes(gradients) // batch.num_examples
     if max_bytes is None:
-        at_once = max(1, _AT_ONCE // each) if in_examples(batch) else batch.num_examples
+        at_once = max(1, _AT_ONCE // each) if in_examples(batch) else None
     else:
         at_once = fitting(
             batch,
             each=each,
-            kept=_nbytes(jax.eval_shape(run, *given)[:2]),
+            kept=_nbytes(jax.eval_shape(lambda: run(*given, None)[:2])),
             max_bytes=max_bytes,
             name="queries",
             remedy="choose fewer layers=" + ("" if query_rank else ", or give a query_rank="),
         )
-    whole, low_rank, errors = _in_turn(run, given, at_once)
+    whole, low_rank, errors = jax.jit(run, static_argnums=4)(*given, at_once)
     return Queries(whole, low_rank, errors, examples.bases.layers)
-
-
-def _in_turn(
-    run: Callable[..., Any], given: tuple[PyTree, Eigenbases, Batch, PyTree], at_once: int
-) -> Any:
-    """What ``run`` gives for all queries, so many at once.
-
-    A loop of the host: XLA's CPU runtime (jaxlib 0.10.2) has never come to the end of a loop of
-    its own around the decompositions of ``query_rank``, for a model with some tens of layers.
-    """
-    params, bases, batch, state = given
-    number = batch.num_examples
-    if at_once >= number:
-        return run(*given)
-    held = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, *given))
-    for start in range(0, number, at_once):
-        start = min(start, number - at_once)  # the last ones again, rather than another program
-        some = jax.tree.map(lambda x, at=start: x[at : at + at_once], batch)
-        held = _placed(held, run(params, bases, some, state), start)
-        jax.block_until_ready(held)  # else gradients of all are there together
-    return held
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _placed(held: PyTree, some: PyTree, start: Int[Array, ""] | int) -> PyTree:
-    def place(whole: Array, part: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(whole, part, start, 0)
-
-    return jax.tree.map(place, held, some)
 
 
 def _held(
@@ -148,6 +120,7 @@ def _held(
 ) -> tuple[dict[str, Array], dict[str, LowRankMatrices], Float[Array, "Q layers"]]:
     """What is held of some queries, which lie first in every array."""
     low_rank: dict[str, LowRankMatrices] = {}
+    last: Array | None = None  # of the decompositions
     whole, errors = set[str](), []
     number = len(next(iter(solved.values())))
     for layer in layers:
@@ -159,7 +132,8 @@ def _held(
         else:
             matrices = read_many(solved[layer.weight.path], layer.weight, layer)
             matrices = jnp.moveaxis(matrices, len(layer.stack), 0)
-            low_rank[layer.name], error = truncated(matrices, rank)
+            low_rank[layer.name], error = truncated(matrices, rank, after=last)
+            last = error
         errors.append(error.astype(jnp.float32))
     return {path: solved[path] for path in whole}, low_rank, jnp.stack(errors, 1)
 

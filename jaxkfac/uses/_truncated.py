@@ -5,12 +5,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkfac.kinds import LowRankMatrices
+from jaxkfac.linalg import in_sequence
 
 _EXACT = jax.lax.Precision.HIGHEST
 
 
 def truncated(
-    matrices: Float[Array, "Q ..."], rank: int
+    matrices: Float[Array, "Q ..."], rank: int, *, after: Array | None = None
 ) -> tuple[LowRankMatrices, Float[Array, " Q"]]:
     """The nearest matrices of ``rank``, and how far they are, as ratios of Frobenius norms.
 
@@ -20,17 +21,18 @@ def truncated(
     Args:
         matrices: ``(Q, stack..., in, out)``; one ratio for all of a stack.
         rank: At least 1.
+        after: A result that goes before, see :func:`jaxkfac.linalg.in_sequence`.
     """
     n_in, n_out = matrices.shape[-2:]
     if n_in > n_out:
-        other, errors = truncated(jnp.swapaxes(matrices, -1, -2), rank)
+        other, errors = truncated(jnp.swapaxes(matrices, -1, -2), rank, after=after)
         return LowRankMatrices(
             *(jnp.swapaxes(x, -1, -2) for x in (other.right, other.left))
         ), errors
     norms = jnp.abs(matrices).max((-2, -1), keepdims=True)
     unit = matrices / jnp.where(norms > 0, norms, 1)  # squares of small gradients are 0
     gram = jnp.einsum("...io,...jo->...ij", unit, unit, precision=_EXACT)
-    left = jnp.linalg.eigh(gram)[1][..., -rank:]
+    left = jnp.linalg.eigh(in_sequence(gram, after))[1][..., -rank:]
     right = jnp.einsum("...ir,...io->...ro", left, matrices, precision=_EXACT)
     rest = matrices - jnp.einsum("...ir,...ro->...io", left, right, precision=_EXACT)
     lost, whole = (_norms(x) for x in (rest, matrices))
