@@ -46,6 +46,6 @@ def result_sharding(factor: Any) -> ResultSharding:
     return ResultSharding(factor.sharding, factor.committed)
 
 
-def put_result(result: np.ndarray, like: ResultSharding) -> Array:
-    """Put a host result where its factor lives, in memory of its own."""
-    return put_leaf(result, like.sharding)
+def put_result(result: np.ndarray, like: ResultSharding, *, gives_up: bool = False) -> Array:
+    """Put a host result where its factor lives, in memory of its own or, given up, in its."""
+    return put_leaf(result, like.sharding, gives_up=gives_up)

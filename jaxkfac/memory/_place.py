@@ -91,8 +91,10 @@ def lies_at(array: jax.Array, sharding: Sharding) -> bool:
     )
 
 
-def put_leaf(leaf: Any, sharding: Sharding | None) -> jax.Array:
+def put_leaf(leaf: Any, sharding: Sharding | None, *, gives_up: bool = False) -> jax.Array:
     """``device_put``, whose result shares no memory with a NumPy source.
+
+    With ``gives_up`` it may: the caller has no more use for the source, which is the only one.
 
     From a process to the devices of several each puts its own part: nothing is exchanged, so that
     what the processes hold must be the same.
@@ -102,7 +104,7 @@ def put_leaf(leaf: Any, sharding: Sharding | None) -> jax.Array:
         copied = lambda index: np.array(whole[index])
         return jax.make_array_from_callback(whole.shape, sharding, copied)
     placed = jax.device_put(leaf, sharding)
-    if isinstance(leaf, np.ndarray) and _shares_memory(placed, leaf):
+    if isinstance(leaf, np.ndarray) and not gives_up and _shares_memory(placed, leaf):
         # An aligned source is taken as it is on the CPU, may_alias=False or not.
         placed = jax.device_put(leaf.copy(), sharding)
     return placed
