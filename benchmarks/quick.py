@@ -12,8 +12,8 @@ Run: python -m benchmarks.quick [--rounds 9] [--write]
 
 The contestants take turns, and a ratio is the median over the rounds of the ratio of their CPU
 times (all threads, which other work on the machine blurs less than wall time). A ratio above 1.5
-times that in ``benchmarks/results/quick-cpu.json`` is named, and the command fails; ``--write``
-makes the record anew.
+times that in ``benchmarks/results/quick-cpu.json`` is measured once more; where it is above again,
+it is named, and the command fails. ``--write`` makes the record anew.
 """
 
 import argparse
@@ -166,11 +166,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="of each contestant (default 9)")
     parser.add_argument("--write", action="store_true", help="make the record anew")
     args = parser.parse_args()
-    found = measure(contestants(), args.rounds)
+    runs = contestants()
+    found = measure(runs, args.rounds)
     shown("CPU time, ratios:", found)
     if args.write:
         write(stamp(rounds=args.rounds) | {"ratios": found}, RECORD)
-    elif lines := exceeded(found, json.loads(RECORD.read_text())["ratios"]):
+        return
+    recorded = json.loads(RECORD.read_text())["ratios"]
+    if exceeded(found, recorded):
+        again = measure(runs, args.rounds)
+        shown("again:", again)
+        found = {name: min(ratio, again[name]) for name, ratio in found.items()}
+    if lines := exceeded(found, recorded):
         sys.exit("\n".join(lines))
 
 
