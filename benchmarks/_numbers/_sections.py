@@ -195,6 +195,18 @@ def _data(record: Any) -> Iterator[Row]:
     )
 
 
+def _influence(record: Any) -> Iterator[Row]:
+    minutes, peak = record["wall_seconds"] / 60, record["peak_bytes"] / 1e9
+    of = f"{record['texts']} texts for {len(record['queries'])} queries"
+    yield Row(f"{of}, from nothing", f"{minutes:.1f} minutes", "", Goal(minutes, 40))
+    until, before = record["wall_seconds_until"], 0.0
+    for stage in ("factors", "bases", "scores"):
+        yield Row(f"of these, {stage}", f"{(until[stage] - before) / 60:.1f} minutes")
+        before = until[stage]
+    yield Row("processor time", f"{record['cpu_seconds']:.0f} s")
+    yield Row("peak of main memory", f"{peak:.2f} GB", "", Goal(peak, 6, unit=" GB"))
+
+
 def _documents(record: Any) -> Iterator[Row]:
     verdicts = [claim["verdict"] for claim in record["claims"]]
     for verdict in ("true", "partly", "false", "needs a GPU"):
@@ -316,6 +328,15 @@ SECTIONS = (
         "Six million chats, 1.8 GB.",
         "beside",
         _data,
+    ),
+    Section(
+        "Influence in a language model",
+        "influence-cpu",
+        "python -m benchmarks.influence --output benchmarks/results/influence-cpu.json",
+        "SmolLM2-135M in float32, K-FAC from 100 texts of 64 tokens; the machine did other work "
+        "beside it.",
+        "",
+        _influence,
     ),
     Section(
         "The five documents",
