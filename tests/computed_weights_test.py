@@ -57,6 +57,7 @@ def test_inside_walls(wall):
     assert_tree_close(found.factors, expected.factors, 1e-12)
 
 
+@pytest.mark.exhaustive
 def test_sampled_and_exact_labels():
     drawn = labels(5, 2, 3, 2)
     stats = jk.value_grad_and_factors(objective_of(model), fisher="mc")
@@ -98,6 +99,7 @@ def test_one_weight_read_twice_is_one_layer():
     assert_factors_close(factors, expected | oracle(twice, one, tokens()), 1e-10)
 
 
+@pytest.mark.exhaustive
 def test_a_stack_computed_before_the_scan_has_factors_by_iteration():
     def apply_fn(p, x):
         kernels = p["v"] / jnp.linalg.norm(p["v"], axis=1, keepdims=True)

@@ -81,6 +81,7 @@ def assert_close(found, expected):
     )
 
 
+@pytest.mark.sampled(1)
 @MODELS
 def test_running_statistics_of_twenty_steps_are_those_of_plain_training(make):
     apply_fn, params, state = make()

@@ -149,6 +149,7 @@ def test_an_analysis_does_not_go_on_with_other_weights_of_the_same_sizes(
     assert "holds an analysis with weights=" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_overwrite_deletes_nothing_before_all_is_checked(analyze, tmp_path):
     output = tmp_path / "out"
 
@@ -171,6 +172,7 @@ def test_overwrite_deletes_nothing_before_all_is_checked(analyze, tmp_path):
     assert found(output)["texts"]["texts"] == 3
 
 
+@pytest.mark.exhaustive
 def test_an_analysis_does_not_go_on_with_less_than_its_passes_need(
     analyze, monkeypatch, tmp_path, capsys
 ):

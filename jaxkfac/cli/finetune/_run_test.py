@@ -396,6 +396,7 @@ def test_epochs_end_with_an_update_of_what_is_left(run, plain, folder, tmp_path)
     assert steps == [2]
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_without_later_options_is_resumed_as_it_was_made(
     run, plain, finished, tmp_path, capsys
 ):
