@@ -66,7 +66,7 @@ def assert_unbiased(objective, params, batch, positions=None, fraction=0.3, **op
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_factors_of_a_part_are_unbiased(sharing, masked):
@@ -75,6 +75,7 @@ def test_factors_of_a_part_are_unbiased(sharing, masked):
     assert_unbiased(objective, params, batch, THERE if masked else None, sharing=sharing)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"fisher": "exact"}, {"scales": "full_block"}])
 def test_so_are_those_of_other_fisher_types_and_whole_blocks(options):
