@@ -87,6 +87,7 @@ def test_masked_terms_have_no_gradient():
     np.testing.assert_allclose(factors["v"].diagonal, (each["v"] ** 2).sum(0) / 4, rtol=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_one_weight_read_twice_is_one_layer():
     def twice(p, x, tap):
         w = p["v"] / jnp.linalg.norm(p["v"], axis=0)
@@ -179,6 +180,7 @@ def test_measured_eigenvalues():
     np.testing.assert_allclose(found["v"].raw_diagonal, factors["v"].diagonal, rtol=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_the_host_service_and_the_planner_take_it():
     _, _, factors = collected()
     with jk.HostCurvature(lag=0) as service:

@@ -173,6 +173,7 @@ def test_what_cannot_be_measured_is_refused(params, batches):
         staggered.update(grads, staggered.init(params), params, factors=factors)
 
 
+@pytest.mark.exhaustive
 def test_parameters_behind_a_computed_weight_keep_their_diagonal():
     """They are squared in the second pass already; the other layers are measured."""
     keys = jax.random.split(jax.random.key(0), 3)

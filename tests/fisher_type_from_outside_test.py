@@ -113,6 +113,7 @@ def test_factors_host_eigenvalues_optimizer_and_plan_take_it(x64):
     assert_close(updates[1], updates[0])
 
 
+@pytest.mark.exhaustive
 def test_a_plan_counts_its_backward_pass():
     objective, params, batch = problem()
     plans = [

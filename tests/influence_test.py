@@ -389,6 +389,7 @@ def test_a_batch_without_a_loss_takes_no_place_among_the_best_and_it_is_said(per
     assert (best.indices[..., 4] == -1).all()
 
 
+@pytest.mark.exhaustive
 def test_scores_by_token_of_shorter_batches_end_in_zeros():
     def model(p, x):
         return jnp.tanh(x @ p["w"] + p["b"]) @ p["u"]

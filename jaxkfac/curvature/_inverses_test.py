@@ -43,6 +43,7 @@ def assert_close(a, b, tol=1e-10):
         assert np.allclose(a[path], b[path], rtol=tol, atol=tol), path
 
 
+@pytest.mark.exhaustive
 def test_only_the_reading_that_answers_for_a_parameter_has_inverses():
     """A tied table and head, and one kernel in both orientations."""
     head = layer("tied", (4, 6))

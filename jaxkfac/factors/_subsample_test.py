@@ -130,6 +130,7 @@ def test_the_block_of_a_joint_bias_stays_positive_under_a_mask():
             assert jnp.allclose(sums[..., -1, -1], 23.0)
 
 
+@pytest.mark.exhaustive
 def test_passes_under_a_budget_draw_the_rows_of_one_pass(capsys):
     objective, params = scanned()
     one = value_grad_and_factors(objective, subsample=0.3)

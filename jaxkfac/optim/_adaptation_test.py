@@ -262,6 +262,7 @@ def test_scan_equals_a_loop():
     )
 
 
+@pytest.mark.exhaustive
 def test_accumulated_steps_are_those_of_the_whole_batch():
     _, _, _, params, batch = problem()
     rule = LevenbergMarquardt(initial=0.3, every=1)
@@ -391,6 +392,7 @@ def test_bfloat16_parameters_are_not_displaced_by_their_rounding():
     assert state.adaptation.damping.dtype == jnp.float32
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -152,6 +152,7 @@ def test_a_state_saved_between_two_refreshes_goes_on_bit_for_bit(params, batches
     assert_close(state, whole[-1], 0.0)
 
 
+@pytest.mark.exhaustive
 def test_a_refresh_has_derivatives_in_both_modes(params, batches):
     tx = kfac(0.1, like=batches[0], damping=0.1, damping_mode="pi")
 

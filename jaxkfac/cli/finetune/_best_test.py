@@ -123,6 +123,7 @@ def test_what_the_best_state_replaces_is_deleted_before_it_is_read(run, monkeypa
     assert held and not alive
 
 
+@pytest.mark.exhaustive
 def test_without_evaluate_every_the_last_update_is_saved(run, monkeypatch, tmp_path):
     pretend(monkeypatch, [0.5] + [9.0] * 6)
     assert run() == 0

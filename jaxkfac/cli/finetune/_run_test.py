@@ -531,6 +531,7 @@ def test_an_unknown_answer_key_is_named(run, folder, capsys):
     assert "test.jsonl:1: question 'q': the answer key 'Z'" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_question_beyond_the_context_is_named(run, plain, folder, capsys):
     question = {"id": "q", "question": {"stem": "s" * 200, "choices": [
         {"text": "a", "label": "A"}, {"text": "b", "label": "B"}]}, "answerKey": "A"}  # fmt: skip

@@ -129,6 +129,7 @@ def test_the_log_determinant_of_a_network_matches_the_dense_one(x64):
     assert_estimates(found, true)
 
 
+@pytest.mark.exhaustive
 def test_the_log_determinant_of_scalar_and_zero_operators_is_exact():
     for matrix in (jnp.zeros((9, 9)), 2 * jnp.eye(9), jnp.zeros((1, 1))):
         found = log_determinant(matrix_operator(matrix), damping=0.5, key=KEY)
