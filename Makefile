@@ -111,8 +111,10 @@ test: $(VENV)/.stamp-test
 # ---------------------------------------------------------------- the rest
 
 # pytest's exit status 5 says that no test is selected: nothing is marked so yet.
-# Only files that have some are imported: the others take half a minute.
-SLOW = $$(grep -rlwE 'slow' --include='*_test.py' jaxkfac torch_ref parity_tests tests)
+# Only files that have some are imported, as the others take half a minute; where PYTEST_ARGS has
+# a path, that alone.
+PATHS = $(wildcard $(foreach word,$(PYTEST_ARGS),$(firstword $(subst ::, ,$(word)))))
+SLOW = $(if $(PATHS),,$$(grep -rlw 'slow' --include='*_test.py' jaxkfac torch_ref parity_tests tests))
 
 test-slow: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest $(SLOW) -m "slow and not exhaustive" -n $(WORKERS) -p parity_tests.schedule $(PYTEST_ARGS) || test $$? -eq 5
@@ -157,10 +159,13 @@ bench: $(VENV)/.stamp-run
 bench-quick: $(VENV)/.stamp-run
 	$(BIN)/python -m benchmarks.quick
 
-# Delete benchmarks/results/mutants.json to draw from the last commit; what survives meets the tests
-# of every later commit in which this runs. MUTANTS_ARGS=FILE takes another record.
+# In a copy of the last commit. Delete the record to draw new ones from it; what survives meets the
+# tests of every later commit in which this runs. MUTANTS=FILE takes another record.
+MUTANTS ?= benchmarks/results/mutants.json
+
 mutants: $(VENV)/.stamp-test
-	$(BIN)/python -m benchmarks.mutants $(MUTANTS_ARGS)
+	rm -rf build/mutants && mkdir -p build/mutants && git archive HEAD | tar -x -C build/mutants
+	cd build/mutants && CI=true "$(CURDIR)/$(BIN)/python" -m benchmarks.mutants "$(abspath $(MUTANTS))" $$(git rev-parse HEAD)
 
 NO_TORCH = parity compares jaxkfac with torch_ref, which needs PyTorch: pip install -c constraints.txt -e .[test]
 

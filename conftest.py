@@ -76,6 +76,17 @@ def pytest_configure(config: pytest.Config) -> None:
         shutil.rmtree(kept, ignore_errors=True)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and tests live as long as the process: no garbage collection looks through them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.fixture
 def x64():
     """Float64 for the length of one test; create every array inside it."""
@@ -85,11 +96,16 @@ def x64():
 
 @pytest.fixture(scope="module", autouse=True)
 def _bounded_memory():
-    """Compiled programs are forgotten after a file that leaves the process with 3 GiB."""
+    """Compiled programs are forgotten after a file that leaves the process with much memory.
+
+    That is 3 GiB, or a fifth of the machine's where this is more: there may be two workers, and
+    what is forgotten is compiled again.
+    """
     from jaxkfac.memory._resident import resident_bytes
 
     yield
-    if (resident_bytes() or 0) > 3 << 30:
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (resident_bytes() or 0) > max(3 << 30, physical // 5):
         jax.clear_caches()
         gc.collect()
         with contextlib.suppress(AttributeError, OSError):  # only glibc keeps what is freed
@@ -104,10 +120,8 @@ def users_kernels(monkeypatch):
 
 @pytest.fixture
 def few_objects():
-    """Spares what visits every object alive those that earlier tests have left."""
+    """Spares what visits every object alive those that earlier tests have left, for good."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,60 +1,154 @@
 """200 one-line mutants of the core, drawn with seed 0, each run against the tests of its room.
 
-Run: python -m benchmarks.mutants [RECORD]
+Run: make mutants, which calls python -m benchmarks.mutants RECORD COMMIT in a copy of the commit.
 
-In a copy of the last commit, until a test fails, those named after the mutant's file first. The
-record is written after each mutant, so that a run goes on where it was stopped; it may go on in a
-later commit, with the lines that this still has. ``why`` in it is written by hand and kept.
-
-Neither mutmut (no seed, no sample; its trampolines meet the runtime type hook) nor cosmic-ray (one
-command for all mutants) draws and runs so.
+What no test has killed and no ``why``, written by hand into the record, explains runs again each
+time, where its line still is. Neither mutmut (no seed, no sample) nor cosmic-ray (one command for
+all mutants) draws and runs so. Left alone are docstrings, annotations, decorators, imports,
+assertions (``strict=True`` is one), what is raised, warned or printed, and the text of ``repr``.
 """
 
+import ast
 import itertools
 import json
-import os
 import random
 import re
 import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks._mutations import mutants
-
-ROOT = Path(__file__).parent.parent
-RECORD = ROOT / "benchmarks" / "results" / "mutants.json"
-LIMIT = 1800.0  # seconds for the tests of a room, which take up to 300
-STAGES = ("beside", "above", "since")  # tests of the room at the mutants' commit; later ones
-MASKS = [f"interception/_{x}" for x in ("row_masks", "propagate", "axes", "examples")]
-ACCUMULATION = [f"optim/_{x}" for x in ("multi_steps", "accumulators", "trees")]
-ORACLE = "../tests/factors_oracle"
-# Room: its sources and its tests, in the order in which they run.
-ROOMS = {
-    "linalg": (["linalg/*"], "linalg/* curvature/*"),
-    "kinds": (["kinds/*"], f"kinds/* factors/* curvature/ekfac/* {ORACLE} interception/*"),
-    "masks": (MASKS, f"interception/* factors/* ../tests/constant_rows {ORACLE}"),
-    "factors": (["factors/*"], f"factors/* {ORACLE} ../tests/invariants"),
-    "curvature": (["curvature/*"], "curvature/* curvature/ekfac/* optim/* ../tests/invariants"),
-    "EKFAC": (["curvature/ekfac/*"], "curvature/ekfac/*"),
-    "host": (["curvature/host/*"], "curvature/host/*"),
-    "accumulation": (ACCUMULATION, "optim/*"),
-    "adapters": (["lslora/*"], "lslora/* lslora/nf4/*"),
-    "NF4": (["lslora/nf4/*"], "lslora/nf4/* ../tests/nf4"),
-    "planning": (["planning/*"], "planning/*"),
+RECORD = Path(__file__).parent / "results" / "mutants.json"
+ORACLES = [f"tests/{x}_test.py" for x in ("factors_oracle", "constant_rows", "invariants", "nf4")]
+ROOMS = {  # sources; folders whose tests run before the oracles
+    "linalg": ("linalg/*", "linalg curvature"),
+    "kinds": ("kinds/*", "kinds factors curvature/ekfac interception"),
+    "masks": ("*/_row_masks */_propagate */_axes */_examples", "interception factors"),
+    "factors": ("factors/*", "factors"),
+    "curvature": ("curvature/*", "curvature optim"),
+    "EKFAC": ("curvature/ekfac/*", "curvature/ekfac"),
+    "host": ("curvature/host/*", "curvature/host"),
+    "accumulation": ("optim/_multi_steps optim/_accumulators optim/_trees", "optim"),
+    "adapters": ("lslora/*", "lslora"),
+    "NF4": ("lslora/nf4/*", "lslora/nf4"),
+    "planning": ("planning/*", "planning"),
 }
+PAIRS = (
+    "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, And Or, Add Sub, Mult Div, BitAnd BitOr, "
+    "LShift RShift, Continue Break, sum mean, max min, maximum minimum, any all, zeros ones, "
+    "zeros_like ones_like, sqrt square, floor ceil, sin cos, log exp"
+)
+OTHER = dict(pair.split() for pair in PAIRS.split(", "))
+OTHER |= {b: a for a, b in OTHER.items()} | {"FloorDiv": "Mult", "Mod": "FloorDiv", "Pow": "Mult"}
+SYMMETRIC = ("isinstance", "issubclass", "max", "min", "maximum", "minimum")
+TOLD = ("warn", "print", "debug", "info", "warning", "cast", "isinstance", "TypeVar")
+
+
+class Mutant(NamedTuple):
+    line: int
+    what: str
+    before: str
+    after: str
+
+
+def mutants(source: str) -> list[Mutant]:
+    """Every mutant of one line, by line."""
+    rows, found = source.splitlines(), set()
+    for node, new, what in _changes(ast.parse(source)):
+        new = new if isinstance(new, str) else f"({ast.unparse(new)})"
+        if new != f"({ast.unparse(node)})":
+            row = rows[node.lineno - 1].encode()  # columns of ast are bytes
+            after = row[: node.col_offset] + new.encode() + row[node.end_col_offset :]
+            found.add(Mutant(node.lineno, what, row.decode(), after.decode()))
+    return sorted(found)
+
+
+def _changes(node: Any, returns: Any = ()) -> Iterator[tuple[Any, Any, str]]:
+    """Each node of one line with a replacement, and what was done."""
+    if isinstance(node, ast.FunctionDef):
+        returns = [x.value for x in ast.walk(node) if isinstance(x, ast.Return) and x.value]
+    if getattr(node, "lineno", 0) == getattr(node, "end_lineno", 1):
+        yield from ((node, new, what) for new, what in _replacements(node))
+    if isinstance(node, ast.Return) and node.value and node.value.lineno == node.value.end_lineno:
+        yield from ((node.value, x, "another return") for x in returns if x != node.value)
+    for name, value in ast.iter_fields(node):
+        if name not in ("annotation", "returns", "decorator_list"):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST) and not _left_alone(child):
+                    yield from _changes(child, returns)
+
+
+def _left_alone(node: Any) -> bool:
+    match node.value if isinstance(node, ast.Expr) else node:
+        case ast.Raise() | ast.Assert() | ast.Import() | ast.ImportFrom() | ast.JoinedStr():
+            return True
+        case ast.Call(ast.Name(name) | ast.Attribute(attr=name)):
+            return name in TOLD
+        case ast.FunctionDef(name) | ast.keyword(name):
+            return name in ("__repr__", "__str__", "__format__", "strict")
+        case ast.Assign([ast.Name(name)], ast.BinOp(op=ast.BitOr())):  # an alias of types
+            return name[0].isupper()
+    return False
+
+
+def _other(op: ast.AST) -> Any:
+    return getattr(ast, OTHER[type(op).__name__])()
+
+
+def _replacements(node: Any) -> Iterator[tuple[Any, str]]:
+    match node:
+        case ast.Compare(left, ops, right):
+            for i, op in enumerate(ops):
+                changed = [*ops[:i], _other(op), *ops[i + 1 :]]
+                yield ast.Compare(left, changed, right), "comparison"
+        case ast.BinOp(left, op, right):
+            if type(op).__name__ in OTHER:
+                yield ast.BinOp(left, _other(op), right), "arithmetic"
+            if isinstance(op, ast.MatMult | ast.Sub | ast.Div | ast.BitOr):
+                yield ast.BinOp(right, op, left), "swapped operands"
+        case ast.Constant(bool(value)):
+            yield repr(not value), "boolean"
+        case ast.Constant(int(value)):
+            yield from ((repr(other), "number") for other in (value + 1, value - 1))
+        case ast.Constant(float(value)):
+            yield repr(2 * value or 1.0), "number"
+        case ast.UnaryOp(ast.Not() | ast.USub() | ast.Invert(), operand):
+            yield operand, "dropped sign or not"
+        case ast.BoolOp(op, values):
+            yield ast.BoolOp(_other(op), values), "and, or"
+            for rest in itertools.combinations(values, len(values) - 1):
+                yield ast.BoolOp(op, list(rest)) if rest[1:] else rest[0], "dropped operand"
+        case ast.IfExp(test, body, orelse):
+            yield ast.IfExp(test, orelse, body), "swapped branches"
+        case ast.Call(func, args, keywords):
+            for dropped in (x for x in keywords if x.arg not in ("strict", None)):
+                rest = [x for x in keywords if x != dropped]
+                yield ast.Call(func, args, rest), "dropped keyword"
+            key = "attr" if isinstance(func, ast.Attribute) else "id"
+            name = getattr(func, key, "")
+            alike = all(isinstance(x, ast.Name | ast.Attribute) for x in args[:2])
+            if len(args) > 1 and alike and name not in SYMMETRIC:
+                yield ast.Call(func, [args[1], args[0], *args[2:]], keywords), "swapped arguments"
+            if name in OTHER:
+                other = type(func)(**vars(func) | {key: OTHER[name]})
+                yield ast.Call(other, args, keywords), "another function"
+        case ast.Expr(ast.Call()) | ast.AugAssign():
+            yield "pass", "removed statement"
+        case ast.Assign([ast.Attribute() | ast.Subscript()]):
+            yield "pass", "removed statement"
+        case ast.Continue() | ast.Break():
+            yield OTHER[type(node).__name__].lower(), "break, continue"
 
 
 def drawn(tree: Path, count: int, seed: int) -> list[dict[str, Any]]:
     """``count`` lines without replacement, one mutant of each: first what is changed, then how."""
-    lines = []
+    lines, generator, record = [], random.Random(seed), []
     for room, (sources, _) in ROOMS.items():
-        for path in (p for x in sources for p in sorted((tree / "jaxkfac").glob(f"{x}.py"))):
+        for path in (p for x in sources.split() for p in sorted(tree.glob(f"jaxkfac/{x}.py"))):
             if not path.name.endswith(("_test.py", "__init__.py")):
                 by_line = itertools.groupby(mutants(path.read_text()), lambda x: x.line)
                 lines += [(room, str(path.relative_to(tree)), list(found)) for _, found in by_line]
-    generator, record = random.Random(seed), []
     for room, file, found in generator.sample(lines, count):
         what = generator.choice(sorted({mutant.what for mutant in found}))
         mutant = generator.choice([mutant for mutant in found if mutant.what == what])
@@ -62,74 +156,43 @@ def drawn(tree: Path, count: int, seed: int) -> list[dict[str, Any]]:
     return record
 
 
-def copied(commit: str, folder: str) -> Path:
-    """The commit's tree."""
-    archive = subprocess.check_output(["git", "archive", commit], cwd=ROOT)
-    subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
-    return Path(folder)
-
-
-def failing(tree: Path, room: str, first: str = "/") -> str | None:
-    """What fails in the tests of a room, if anything does."""
-    patterns = [f"{x}_test.py" for x in ROOMS[room][1].split()]
-    files = [str(p) for x in patterns for p in sorted((tree / "jaxkfac").glob(x))]
-    files.sort(key=lambda file: not Path(file).name.startswith(first))
-    command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", *files]
-    options: Any = {"cwd": tree, "env": {**os.environ, "CI": "true"}, "timeout": LIMIT}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, **options)
-    except subprocess.TimeoutExpired:
-        return f"nothing within {LIMIT:g} s"
+def failing(*tests: str) -> str | None:
+    """The first test that fails, if one does; they have an hour."""
+    command = ["timeout", "1h", sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *tests, *ORACLES], capture_output=True, text=True)
     found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.M)
     return found[1] if found else f"pytest ends with {done.returncode}" if done.returncode else None
 
 
 def killed_by(mutant: dict[str, Any]) -> str | None:
-    """The test that killed it, if one did."""
-    return next((k for stage in STAGES if (k := mutant.get(stage, {}).get("killed_by"))), None)
+    """The test that killed it, if one did: beside it, in a room above, or one written since."""
+    verdicts = [mutant.get(stage, {}) for stage in ("beside", "above", "since")]
+    return next((x["killed_by"] for x in verdicts if x.get("killed_by")), None)
 
 
-def run(file: Path, tree: Path, head: str) -> None:
-    """Every mutant of a record that no test has met yet, in a copy of a commit."""
-    if not file.exists():
-        file.write_text(json.dumps({"commit": head, "seed": 0, "mutants": drawn(tree, 200, 0)}))
-    record = json.loads(file.read_text())
-    stage, passing = "beside" if head == record["commit"] else "since", set()
-    for number, mutant in enumerate(record["mutants"], 1):
-        if stage in mutant or "why" in mutant or killed_by(mutant):
-            continue
-        path, room = tree / mutant["file"], mutant["room"]
+def run(file: Path, commit: str) -> None:
+    """Every mutant that is neither killed nor explained, in the current folder."""
+    record, passing = {"commit": commit, "seed": 0}, set()
+    record |= json.loads(file.read_text()) if file.exists() else {"mutants": drawn(Path(), 200, 0)}
+    for mutant in record["mutants"]:
+        path, room = Path(mutant["file"]), mutant["room"]
+        tests = [f"jaxkfac/{folder}" for folder in ROOMS[room][1].split()]
         rows = path.read_text().split("\n") if path.exists() else []
-        if not (at := [i for i, row in enumerate(rows) if row == mutant["before"]]):
-            print(f"{number}: {mutant['file']} no longer has {mutant['before'].strip()}")
+        at = [i for i, row in enumerate(rows) if row == mutant["before"]]
+        if killed_by(mutant) or "why" in mutant or not at:
             continue
-        if room not in passing and (failed := failing(tree, room)):
+        if room not in passing and (failed := failing(*tests)):
             sys.exit(f"without a mutant: {failed}")
         passing.add(room)
+        beside = [str(x) for x in path.parent.glob(f"{path.stem}_test.py")]
         line = min(at, key=lambda i: abs(i + 1 - mutant["line"]))
         path.write_text("\n".join([*rows[:line], mutant["after"], *rows[line + 1 :]]))
-        mutant[stage] = {"killed_by": failing(tree, room, path.stem)}
+        stage = "since" if "beside" in mutant else "beside"
+        mutant[stage] = {"killed_by": failing(*beside, *tests)}
         path.write_text("\n".join(rows))
-        print(f"{number}: {killed_by(mutant) or 'SURVIVED'}", flush=True)
+        print(f"{path}:{line + 1}: {killed_by(mutant) or 'SURVIVED'}", flush=True)
         file.write_text(json.dumps(record, indent=1) + "\n")
-    file.with_suffix(".md").write_text(table(record))
-
-
-def table(record: dict[str, Any]) -> str:
-    """The record for a reader: counts by room, what survives, what was killed."""
-    run = [x for x in record["mutants"] if any(stage in x for stage in STAGES)]
-    alive = [x for x in run if not killed_by(x)]
-    text = f"# One-line mutants of {record['commit'][:12]}, seed {record['seed']}\n\n"
-    text += f"{len(run) - len(alive)} of {len(run)} killed. Those that survive, by room: "
-    text += ", ".join(f"{r} {sum(x['room'] == r for x in alive)}" for r in ROOMS) + ".\n\n"
-    for mutant in [*alive, *(x for x in run if x not in alive)]:
-        what = f"`{mutant['before'].strip()}` → `{mutant['after'].strip()}`"
-        end = f"killed by `{killed_by(mutant)}`" if killed_by(mutant) else mutant.get("why")
-        text += f"- `{mutant['file']}:{mutant['line']}` {mutant['what']}: {what}: {end}\n"
-    return text
 
 
 if __name__ == "__main__":
-    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
-    with tempfile.TemporaryDirectory() as folder:
-        run(Path(sys.argv[1]) if sys.argv[1:] else RECORD, copied(head, folder), head)
+    run(Path(sys.argv[1]), sys.argv[2])

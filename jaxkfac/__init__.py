@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 if not TYPE_CHECKING:  # a type checker knows the names, and a misspelt one by its absence
 
     def __getattr__(name: str) -> Any:
-        # A room, or a private module, waits for none of the others.
+        # A package, or a private module, waits for none of the others.
         if not name.startswith("__") and importlib.util.find_spec(f"{__name__}.{name}"):
             return importlib.import_module(f"{__name__}.{name}")
         if name == "__all__" or not name.startswith("_"):

@@ -1,4 +1,4 @@
-"""The names of ``import jaxkfac as jk``: what each room gives to users."""
+"""The names of ``import jaxkfac as jk``: what each package gives to users."""
 
 from jaxkfac import lslora, memory, plot
 from jaxkfac._errors import (

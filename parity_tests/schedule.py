@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+# Few tests that take long, so that no worker is left with them at the end.
+WHOLE_RUNS = ("/cli/", "users_kernels", "several_processes", "notebooks", "host_memory")
+
 
 def group_of(nodeid: str) -> str:
     """What runs on one worker, from the name of a test.
@@ -26,11 +29,17 @@ def group_of(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Distribute by :func:`group_of`, the largest groups first."""
+    """Distribute by :func:`group_of`: whole runs, then the largest groups first."""
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class ByProblem(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            is_run = (x for x in self.workqueue if any(part in x for part in WHOLE_RUNS))
+            if scope := next(is_run, None):
+                self.workqueue.move_to_end(scope, last=False)
+            super()._assign_work_unit(node)
 
     return ByProblem(config, log)

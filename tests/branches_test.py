@@ -64,6 +64,7 @@ def batch(*k):
     return {"x": normal(1, n, 4), "k": ks}, labels(2, n)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", [with_cond, with_switch])
 @pytest.mark.parametrize("k", [0, 1])
 @pytest.mark.parametrize("bias", ["joint", pytest.param("separate", marks=pytest.mark.exhaustive)])

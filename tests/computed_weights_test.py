@@ -57,6 +57,7 @@ def test_inside_walls(wall):
     assert_tree_close(found.factors, expected.factors, 1e-12)
 
 
+@pytest.mark.exhaustive
 def test_sampled_and_exact_labels():
     drawn = labels(5, 2, 3, 2)
     stats = jk.value_grad_and_factors(objective_of(model), fisher="mc")
@@ -86,6 +87,7 @@ def test_masked_terms_have_no_gradient():
     np.testing.assert_allclose(factors["v"].diagonal, (each["v"] ** 2).sum(0) / 4, rtol=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_one_weight_read_twice_is_one_layer():
     def twice(p, x, tap):
         w = p["v"] / jnp.linalg.norm(p["v"], axis=0)
@@ -98,6 +100,7 @@ def test_one_weight_read_twice_is_one_layer():
     assert_factors_close(factors, expected | oracle(twice, one, tokens()), 1e-10)
 
 
+@pytest.mark.exhaustive
 def test_a_stack_computed_before_the_scan_has_factors_by_iteration():
     def apply_fn(p, x):
         kernels = p["v"] / jnp.linalg.norm(p["v"], axis=1, keepdims=True)
@@ -177,6 +180,7 @@ def test_measured_eigenvalues():
     np.testing.assert_allclose(found["v"].raw_diagonal, factors["v"].diagonal, rtol=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_the_host_service_and_the_planner_take_it():
     _, _, factors = collected()
     with jk.HostCurvature(lag=0) as service:

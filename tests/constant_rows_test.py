@@ -69,6 +69,7 @@ def test_any_constant_is_a_row_beside_the_ones_of_a_bias(x64, state, sharing, bi
     assert factors.layer("u").bias.path == "b"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["mc", "exact"])
 def test_every_step_has_a_term(x64, fisher):
     def model(p, x, tap):

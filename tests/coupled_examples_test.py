@@ -267,6 +267,7 @@ def test_a_parameter_whose_rows_are_nowhere_is_reported(x64):
     assert (path, reason) == ("scale", "has the example axis lost at `mul`")
 
 
+@pytest.mark.exhaustive
 def test_kfac_trains_a_residual_net_of_nnx(x64):
     class Block(nnx.Module):
         def __init__(self, i, o, rngs):

@@ -90,6 +90,7 @@ WALLS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wall", WALLS.values(), ids=WALLS.keys())
 def test_the_rules_give_the_gradient_and_the_statistics(x64, wall):
     params, batch = problem()

@@ -79,12 +79,13 @@ def check(inside, fisher="exact", wall=lambda f: f, loss=None):
     return factors
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_factors_of_a_derivative_are_those_of_brute_force(form):
     check(residual(form))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "forward"])
 def test_every_fisher_type_of_a_second_derivative(fisher):
     check(residual("forward over reverse"), fisher)
@@ -138,7 +139,7 @@ def scanned_params():
     return tree(3, **sizes, m=(LENGTH, HIDDEN, HIDDEN), c=(LENGTH, HIDDEN))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_network_that_scans_over_its_layers(form):
     """In reverse the last kernel times the cotangent 1 is the carry with which the scan begins."""
@@ -171,9 +172,8 @@ def test_layers_that_a_derivative_recomputes_are_refused(form, network):
         jk.value_grad_and_factors(loss)(params, points())
 
 
-@pytest.mark.parametrize(
-    "form", ["reverse over reverse", pytest.param("hessian", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ["reverse over reverse", "hessian"])
 def test_a_checkpoint_around_the_derivative_changes_nothing(form):
     params, batch = scanned_params(), points()
 
@@ -267,7 +267,9 @@ def test_measured_eigenvalues_are_of_the_sum_of_both_orientations():
     np.testing.assert_allclose(values.sum(), np.trace(fisher[np.ix_(own, own)]), rtol=1e-10)
 
 
-@pytest.mark.parametrize("damping_mode", ["exact", "pi"])
+@pytest.mark.parametrize(
+    "damping_mode", [pytest.param("exact", marks=pytest.mark.exhaustive), "pi"]
+)
 def test_both_readings_of_a_kernel_are_refreshed_together(x64, damping_mode):
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = {"w1": (3, 8), "w2": (8, 6), "w3": (6, 1)}

@@ -113,6 +113,7 @@ COUNTED = [claim for claim in CLAIMS if not claim.alone and not isinstance(claim
 PLANNED = {"flan-t5-xl/activations-8gb", "flan-t5-xl/total-28gb", "flan-t5-xl/margin-4gb"}
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("claim", COUNTED, ids=lambda claim: claim.name)
 def test_what_is_counted_is_what_was_recorded(claim):

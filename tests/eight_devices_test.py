@@ -61,6 +61,7 @@ def test_a_separable_damping_is_divided_too(layouts):
     assert_close(found["params"], one["params"], 1e-12)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_in_single_precision_eight_devices_differ_by_rounding():
     found = run("single")

@@ -56,6 +56,7 @@ def assert_close(a, b, tol=1e-12):
         assert jnp.allclose(x, y, rtol=tol, atol=tol)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fisher", ["empirical", "mc"])
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 def test_what_stats_measures_is_what_correct_eigenvalues_measures(params, batches, fisher, bias):
@@ -78,11 +79,10 @@ def test_steps_use_measured_eigenvalues_begun_anew_at_a_refresh(params, batches)
     tx = jk.kfac(0.1, like=like_for(params, batches[0]), damping=0.1, **options)
     state = tx.init(params)
     average = bases = measured = None
+    update = jax.jit(lambda *a: tx.update(*a[:3], factors=a[3]))
     for t, batch in enumerate(batches):
         _, grads, factors = STATS(params, batch, bases=state.bases)
-        updates, state = jax.jit(lambda *a: tx.update(*a[:3], factors=a[3]))(
-            grads, state, params, factors
-        )
+        updates, state = update(grads, state, params, factors)
         bare = dataclasses.replace(factors, corrections=None)
         average = bare if average is None else jk.update_average(average, bare, decay)
         if t % every == 0:
@@ -96,6 +96,7 @@ def test_steps_use_measured_eigenvalues_begun_anew_at_a_refresh(params, batches)
     assert float(state.bases.corrections.terms) == len(batches[4][0])
 
 
+@pytest.mark.exhaustive
 def test_a_scan_needs_measured_eigenvalues_in_like(params, batches):
     like = measuring_like(params, batches[0])
     tx = jk.kfac(0.1, like=like, damping=0.1, damping_mode="pi", refresh_every=2)
@@ -172,6 +173,7 @@ def test_what_cannot_be_measured_is_refused(params, batches):
         staggered.update(grads, staggered.init(params), params, factors=factors)
 
 
+@pytest.mark.exhaustive
 def test_parameters_behind_a_computed_weight_keep_their_diagonal():
     """They are squared in the second pass already; the other layers are measured."""
     keys = jax.random.split(jax.random.key(0), 3)

@@ -192,6 +192,7 @@ BEAMS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", BEAMS)
 def test_answers_equal_those_of_transformers(how, tmp_path):
     model = oracle("version 1.1")

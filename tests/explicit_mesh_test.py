@@ -155,7 +155,7 @@ def test_the_second_pass_takes_examples_of_a_split_batch(x64, mesh):
     _assert_same(found, expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [(name, {}) for name in NAMES]
@@ -225,6 +225,7 @@ def test_a_step_is_compiled_once(x64, mesh):
     assert step._cache_size() == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:kfac. the factors hold eigenvalues measured")
 def test_measured_eigenvalues_that_like_knows_nothing_of(x64, mesh):
     p, batch = tree(4, w=(4, 6), v=(6, 3)), _case("mlp")[2]

@@ -1023,6 +1023,7 @@ def test_unrolled_slices_of_a_stacked_parameter_are_named_by_index(x64):
         )
 
 
+@pytest.mark.exhaustive
 def test_batch_size_may_change_between_calls(x64):
     stats = jk.value_grad_and_factors(objective_of(mlp))
     for n in (2, 5):

@@ -59,6 +59,7 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path, optimizer):
     assert one == other and 0 <= one["novel"] <= 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_what_cannot_be_gone_on_with_is_said(tmp_path):
     assert run("--output", tmp_path, "--epochs", "1").returncode == 0

@@ -63,6 +63,7 @@ def assert_close(found, expected):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("build", [problem, two_outputs])
 @pytest.mark.parametrize("of", ["empirical", "exact", "mc"])
 def test_an_operator_is_that_of_the_type_it_restates(x64, of, build):
@@ -112,6 +113,7 @@ def test_factors_host_eigenvalues_optimizer_and_plan_take_it(x64):
     assert_close(updates[1], updates[0])
 
 
+@pytest.mark.exhaustive
 def test_a_plan_counts_its_backward_pass():
     objective, params, batch = problem()
     plans = [

@@ -198,6 +198,7 @@ def test_matrices_that_no_row_is_multiplied_by_are_rows_of_a_table(name):
     assert_tree_close((value, grads), jax.value_and_grad(objective)(p, data), 1e-10)
 
 
+@pytest.mark.exhaustive
 def test_kfac_steps_through_the_kernels_that_are_picked():
     p, data = params(), batch()
     stats = jk.value_grad_and_factors(objective_of(gathered))

@@ -65,7 +65,7 @@ def check(objective, params, batch, bases, damping=0.1):
 # ------------------------------------------------------------ whole gradients
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("corrected", [False, True], ids=["factors", "measured"])
 @pytest.mark.parametrize("name", CASES)
 def test_scores_are_products_of_whole_gradients(name, corrected):
@@ -107,6 +107,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_scores_of_programs_that_are_no_matrix_product_of_rows(name):
     model, params, batch = PROGRAMS[name]
@@ -148,6 +149,7 @@ def rows(gradient, name):
     return np.concatenate(parts, 1).reshape(len(parts[0]), -1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("damping", ["heuristic", 0.3])
 @pytest.mark.parametrize("corrected", [False, True], ids=["factors", "measured"])
 def test_each_layer_is_solved_with_the_inverse_of_its_dense_block(corrected, damping):
@@ -236,6 +238,7 @@ def nearest_of_rank(matrices, rank):
     return (u[..., :rank] * s[..., None, :rank]) @ v[..., :rank, :], s[..., rank:]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [*PROGRAMS, "scanned"])
 def test_queries_of_low_rank_score_as_the_nearest_matrices(name):
     model, params, batch = SCANNED if name == "scanned" else PROGRAMS[name]
@@ -282,6 +285,7 @@ def test_queries_within_a_budget_are_those_without_one():
         jk.influence(*args, BATCH, max_bytes=(2 + 3) * each - 1)
 
 
+@pytest.mark.exhaustive
 def test_a_stream_in_two_parts_goes_on_where_the_first_ended():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     held = jk.prepare_queries(OBJECTIVE, PARAMS, bases, QUERIES)
@@ -385,6 +389,7 @@ def test_a_batch_without_a_loss_takes_no_place_among_the_best_and_it_is_said(per
     assert (best.indices[..., 4] == -1).all()
 
 
+@pytest.mark.exhaustive
 def test_scores_by_token_of_shorter_batches_end_in_zeros():
     def model(p, x):
         return jnp.tanh(x @ p["w"] + p["b"]) @ p["u"]

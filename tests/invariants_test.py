@@ -20,7 +20,7 @@ from tests._likelihoods import mean_loss
 from tests._programs import attention, attention_params, labels, mlp, mlp_params, normal, tree
 
 # Minutes for the file; make test-slow.
-pytestmark = [pytest.mark.slow, pytest.mark.sampled(2)]
+pytestmark = [pytest.mark.slow, pytest.mark.sampled(1)]
 
 SHARINGS = ("expand", "reduce")
 BIASES = ("joint", "separate")

@@ -44,6 +44,7 @@ def test_bases_that_were_read_give_the_scores_that_kronfluence_gave():
     np.testing.assert_allclose(own, found["own"], rtol=1e-9)
 
 
+@pytest.mark.exhaustive
 def test_bases_of_covariances_alone_are_those_of_the_same_factors(tmp_path):
     for file in FILES.glob("*covariance*"):
         shutil.copy(file, tmp_path)

@@ -139,7 +139,7 @@ def log_likelihood(objective, params, batch, noise=1.0):
 @pytest.mark.parametrize("corrected", [False, True], ids=["factors", "measured"])
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("net", NETS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_evidence_and_variance_are_those_of_the_dense_posterior(net, bias, corrected):
     model, params = NETS[net]
     objective = jk.Objective(model, jk.Categorical())
@@ -187,7 +187,7 @@ def check_variance(objective, params, batch):
     assert_close(posterior.variance(batch[0]), expected, 1e-9)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_variance_of_each_kind_of_layer_is_that_of_whole_jacobians(name):
     model, _, params, batch = case(name)
@@ -223,6 +223,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_variance_of_programs_that_are_no_matrix_product_of_rows(name):
     model, params, batch = PROGRAMS[name]
@@ -403,6 +404,7 @@ def test_class_probabilities_are_those_of_the_formulas():
     np.testing.assert_allclose(drawn, expected, atol=0.05)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("classes", [2, 3])
 def test_the_bridge_of_confident_logits_is_what_it_is_of_many_bits(classes):
     mean = normal(4, classes) + 90 * jnp.eye(4, classes)
@@ -465,6 +467,7 @@ def test_bayes_over_adapters_leaves_the_model_as_it_is():
     assert variance.shape == (6, 3, 3) and (jnp.linalg.eigvalsh(variance) > 0).all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_few_bits_are_near_many(dtype):
     def cast(tree):

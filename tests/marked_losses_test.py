@@ -41,6 +41,7 @@ def assert_equal(x, y, rtol=1e-12):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-14), x, y)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact", "forward"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_one_mark_of_weight_one_is_an_objective(fisher, sharing):
@@ -367,6 +368,7 @@ def test_labels_of_marks_are_checked():
     stats(params, batch, labels=[jnp.stack([y, y])])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
 def test_a_mark_of_weight_zero_has_no_part(fisher):
     """As at the start of a schedule: the weight is an array, and the layer leads to both marks."""

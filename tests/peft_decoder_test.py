@@ -102,6 +102,7 @@ def moved(decoder, config):
     return adapters, adapted(decoder.params, adapters, jnp.asarray(IDS))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 def test_a_folder_written_here_opens_by_itself_in_stock_peft(kind, tmp_path):
     saved_model(kind, tmp_path / "base")

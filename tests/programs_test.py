@@ -62,7 +62,7 @@ def classifier(apply_fn):
 # ------------------------------------------------------------------ bit for bit
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "model, params, batch",
     [

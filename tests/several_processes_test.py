@@ -121,12 +121,14 @@ def test_a_matrix_that_fails_in_one_process_is_named_in_all(tmp_path):
     assert "factor A of layer 'wide' holds 49 NaN" in first["error"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_processes_with_other_options_are_told_so(tmp_path):
     for found in run("disagree", 2, tmp_path):
         assert "refresh at step 0: processes [0] and [1] do not have the same" in found["error"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_process_without_data_is_not_waited_for_for_ever(tmp_path):
     code, _, error = ended("silent", 2, tmp_path)[0]

@@ -81,6 +81,7 @@ def assert_close(found, expected):
     )
 
 
+@pytest.mark.sampled(1)
 @MODELS
 def test_running_statistics_of_twenty_steps_are_those_of_plain_training(make):
     apply_fn, params, state = make()
@@ -100,6 +101,7 @@ def test_running_statistics_of_twenty_steps_are_those_of_plain_training(make):
     assert all(x > 1e-3 for x in jax.tree.leaves(moved))
 
 
+@pytest.mark.exhaustive
 @MOSTLY_NNX
 def test_state_is_carried_by_a_scan_over_steps(make):
     apply_fn, params, state = make()

@@ -338,6 +338,7 @@ def test_vision_transformer_of_the_equimo_zoo(x64):
     np.testing.assert_allclose(factors["cls_token"].diagonal, token, atol=1e-10)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_convnext_of_the_equimo_zoo_is_covered_or_reported_by_name(x64):
     """Depthwise convolutions and layer scales: each parameter has a layer or a row."""

@@ -26,6 +26,7 @@ def problem(name):
     return objective, params, batch, each
 
 
+@pytest.mark.sampled(1)
 @models
 def test_operators_are_those_of_the_whole_parameter(name):
     objective, params, batch, each = problem(name)

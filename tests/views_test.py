@@ -44,6 +44,7 @@ def transformed_params():
     return tree(0, w=(4, 5), gain=(5,), v=(5, 5), d=(5,), t=(5,), head=(5, 3), scale=())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wall", [lambda f: f, jax.checkpoint, jax.jit], ids=["", "remat", "jit"])
 def test_diagonals_are_squares_of_each_examples_gradient(wall):
     params, batch, objective = transformed_params(), tokens(), classifier(wall(transformed))

@@ -127,10 +127,10 @@ def assert_same_end(one, other, *, tolerance):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)  # four processes of train, two of finetune
+@pytest.mark.sampled(2)  # eight devices of train, two processes of finetune
 @pytest.mark.parametrize(
     ("count", "devices", "mesh"),
-    [(4, 1, "data=4"), (1, 8, "data=4,model=2"), (2, 2, "data=2,model=2")],
+    [(1, 8, "data=4,model=2"), (4, 1, "data=4"), (2, 2, "data=2,model=2")],
 )
 @pytest.mark.parametrize(("command", "below"), [(TRAIN, "kfac"), (FINETUNE, "checkpoints")])
 def test_twenty_steps_of_several_processes_or_devices_are_those_of_one(
@@ -229,6 +229,7 @@ def test_a_process_without_data_ends_all(tmp_path):
     assert "records.jsonl" in run.said(1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_process_must_have_work(tmp_path):
     words = [*TRAIN, "--devices", "2", "--output", str(tmp_path / "run")]

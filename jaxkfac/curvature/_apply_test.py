@@ -70,7 +70,7 @@ def dense_block(a, g, damping, mode):
 MODES = [("exact", 0.3), ("factored", 0.3), ("pi", 0.3), ("pi", (0.2, 0.7))]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("power", [-1.0, -0.5, 1.0])
 @pytest.mark.parametrize(("mode", "damping"), MODES)
 def test_joint_bias_is_the_last_row_of_the_dense_block(mode, damping, power):
@@ -348,7 +348,7 @@ def test_jit_with_traced_damping_agrees_with_eager():
     assert_trees_close(jitted(tree, bases, 0.3), natural_gradient(tree, bases, damping=(0.3, 0.3)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("power", [-2.0, -1.0, -0.5, 0.5, 1.0])
 @pytest.mark.parametrize("cut", [0.0, 1e-3])
 def test_eigenvalues_of_zero_give_zero_and_finite_gradients_at_every_power(power, cut):
@@ -427,7 +427,7 @@ def small_factors(bias="joint"):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("power", [-1.0, -0.5])
 @pytest.mark.parametrize(

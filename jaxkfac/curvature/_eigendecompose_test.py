@@ -118,6 +118,7 @@ def test_diagonals_are_clipped_per_stacked_slice(factors):
     assert jnp.array_equal(basis.diagonal, expected) and jnp.array_equal(basis.raw_diagonal, raw)
 
 
+@pytest.mark.exhaustive
 def test_jit_scan_and_cond_agree_with_eager(factors):
     eager = eigendecompose(factors)
     decompose = lambda f: reconstruct(eigendecompose(f))

@@ -43,6 +43,7 @@ def assert_close(a, b, tol=1e-10):
         assert np.allclose(a[path], b[path], rtol=tol, atol=tol), path
 
 
+@pytest.mark.exhaustive
 def test_only_the_reading_that_answers_for_a_parameter_has_inverses():
     """A tied table and head, and one kernel in both orientations."""
     head = layer("tied", (4, 6))
@@ -63,7 +64,7 @@ def test_only_the_reading_that_answers_for_a_parameter_has_inverses():
     assert_close(precondition(grads, held), natural_gradient(grads, bases, **options))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @damped
 @sharing
 def test_two_products_equal_the_eigenvectors(damping, mode, bias):

@@ -106,7 +106,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())) or "-")
 def test_passes_gather_what_one_pass_gathers(x64, options):
     objective, params, batch = nested()

@@ -48,6 +48,7 @@ def test_equal_layers_are_traced_once_and_give_the_same_numbers(sharing, emitted
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [{}, {"sharing": "reduce"}, {"scales": "full_block"}, {"fisher": "forward"}, {"max_dense": 5}],

@@ -40,7 +40,7 @@ def problem():
     return Objective(model, Categorical()), params, (x, y)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("budget", [None, 1000])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_a_type_from_outside_gives_the_empirical_factors_of_its_labels(sharing, budget):

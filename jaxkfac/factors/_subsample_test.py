@@ -66,7 +66,7 @@ def assert_unbiased(objective, params, batch, positions=None, fraction=0.3, **op
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_factors_of_a_part_are_unbiased(sharing, masked):
@@ -75,6 +75,7 @@ def test_factors_of_a_part_are_unbiased(sharing, masked):
     assert_unbiased(objective, params, batch, THERE if masked else None, sharing=sharing)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"fisher": "exact"}, {"scales": "full_block"}])
 def test_so_are_those_of_other_fisher_types_and_whole_blocks(options):
@@ -100,6 +101,7 @@ def test_so_are_those_of_patches():
     assert_unbiased(Objective(model, Categorical()), params, (x, jnp.arange(3)), fraction=0.5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_every_row_is_the_full_factors(sharing):
     objective, params = scanned()
@@ -128,6 +130,7 @@ def test_the_block_of_a_joint_bias_stays_positive_under_a_mask():
             assert jnp.allclose(sums[..., -1, -1], 23.0)
 
 
+@pytest.mark.exhaustive
 def test_passes_under_a_budget_draw_the_rows_of_one_pass(capsys):
     objective, params = scanned()
     one = value_grad_and_factors(objective, subsample=0.3)

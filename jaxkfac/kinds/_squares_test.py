@@ -53,7 +53,7 @@ def assert_close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("stack", [(), (2,), (2, 3)])
 @pytest.mark.parametrize("ones", [False, True])
 @pytest.mark.parametrize("dense", [(True, True), (False, True), (True, False), (False, False)])

@@ -72,6 +72,7 @@ def pooled_gradients(number, spread, **options):
     return float(np.linalg.norm(updates[-1] - exact) / np.linalg.norm(exact))
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_over_sixteen_micro_batches_is_four_tenths_of_a_per_cent_off():
     for spread in (0.0, 1.0, 4.0):  # gradients that agree, and that almost cancel
         assert pooled_gradients(16, spread) < 1e-6
@@ -84,6 +85,7 @@ def test_a_mean_that_is_kept_in_bfloat16_does_not_stop_growing():
     assert pooled_gradients(1024, 1.0, **HALF) < 0.05  # and 24 %
 
 
+@pytest.mark.exhaustive
 def test_one_micro_batch_a_group_loses_nothing_in_bfloat16():
     params, batches = net_params(jax.random.key(0)), group(0, (2,))
     assert_equal(pooled(params, batches, **HALF)[0], pooled(params, batches)[0])
@@ -106,6 +108,7 @@ def test_factors_keep_every_digit_in_bfloat16_and_gradients_eight_bits():
     assert jnp.allclose(*scale, rtol=0.01) and not jnp.allclose(*scale, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("x64")
 def test_float32_under_x64_keeps_factors_in_double_and_halves_the_bytes():
     params, batches = net_params(jax.random.key(0)), group(0)
@@ -184,6 +187,7 @@ def spaces(tree):
     return {jax.typeof(x).memory_space for x in jax.tree.leaves(tree)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [HALF, HOST, {**HALF, **HOST}], ids=["bf16", "host", "both"])
 def test_a_donated_state_is_consumed_and_keeps_its_types(options):
     params, batches = net_params(jax.random.key(0)), group(0)
@@ -199,6 +203,7 @@ def test_a_donated_state_is_consumed_and_keeps_its_types(options):
     assert types(after) == types(tx.init(params))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [HALF, HOST, {**HALF, **HOST}], ids=["bf16", "host", "both"])
 def test_a_non_finite_micro_batch_leaves_the_accumulators_as_they_were(options):
     params, batches = net_params(jax.random.key(0)), group(0, (3, 2))
@@ -222,6 +227,7 @@ def test_rows_before_the_first_loss_term_are_kept_in_bfloat16():
     assert jnp.allclose(kept.a_sums[name], wide.a_sums[name], rtol=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [HALF, HOST], ids=["bf16", "host"])
 def test_a_state_goes_through_plain_arrays_and_back(options):
     params, batches = net_params(jax.random.key(0)), group(0, (3, 2))

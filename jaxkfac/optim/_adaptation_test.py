@@ -139,6 +139,7 @@ class Paper:
         self.w = moved
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("initial", "weight_decay", "scale", "rises"),
     [
@@ -200,6 +201,7 @@ def test_one_step_reaches_the_minimum_of_a_quadratic(weight_decay):
     np.testing.assert_allclose(state.adaptation.learning_rate, 1, atol=1e-9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "given", [{}, {"learning_rate": 0.3}, {"momentum": 0.4}, {"momentum": 0.0}], ids=str
 )
@@ -246,6 +248,7 @@ def test_damping_alone_is_adapted_to_the_steps_that_are_made():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10), update, expected)
 
 
+@pytest.mark.exhaustive
 def test_scan_equals_a_loop():
     _, _, _, params, batch = problem()
     rule = LevenbergMarquardt(initial=0.3, every=2)
@@ -259,6 +262,7 @@ def test_scan_equals_a_loop():
     )
 
 
+@pytest.mark.exhaustive
 def test_accumulated_steps_are_those_of_the_whole_batch():
     _, _, _, params, batch = problem()
     rule = LevenbergMarquardt(initial=0.3, every=1)
@@ -374,6 +378,7 @@ def test_parameters_of_others_are_left_to_them():
     np.testing.assert_allclose(found[1]["kernel"], found[0]["kernel"], rtol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_parameters_are_not_displaced_by_their_rounding():
     _, _, _, params, batch = problem()
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
@@ -387,6 +392,7 @@ def test_bfloat16_parameters_are_not_displaced_by_their_rounding():
     assert state.adaptation.damping.dtype == jnp.float32
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -604,6 +610,7 @@ def test_a_subclass_with_columns_of_its_own_has_their_product():
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("likelihood", [Gaussian(), Bernoulli(), Categorical()])
 def test_inner_products_of_a_marked_loss_are_those_of_products(likelihood):
     _, _, _, params, (x, _) = problem()

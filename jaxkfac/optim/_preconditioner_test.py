@@ -53,6 +53,7 @@ def test_stored_inverses_step_like_eigenvectors_with_the_damping_of_the_refresh(
     assert_close(found, written_out(params, damping, mode, batches))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("inverse", "mode", "damping"),
     [

@@ -58,6 +58,7 @@ def test_layers_are_stacked_that_differ_in_names_alone(factors):
     assert groups == blocks | {(x.name,) for x in LONE}
 
 
+@pytest.mark.exhaustive
 def test_what_is_stacked_reads_as_it_was(factors):
     stacks = Stacks.of(factors)
     stacked = stacks.factors(factors)

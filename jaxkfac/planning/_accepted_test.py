@@ -95,7 +95,7 @@ CASES = {
     "a wide side": (of(model), BATCH, {"max_dense": 12}),
     "own precision": (of(model), BATCH, {"precision": "auto"}),
 }
-QUICK = ("subsample", "every", "marks", "state")
+QUICK = ("every", "marks")
 
 
 def parameters(names):

@@ -199,8 +199,8 @@ class CurvatureBytes:
     def statistics(self) -> Any:
         """What is gathered of each layer."""
         program, collector = self._program, self._program.collector
-        given = program.given  # the key is that of the labels, and of the model's draws if any
-        call = collector.checked(program.batch, given.key, state=given.state)
+        extra = program.extra  # the key is that of the labels, and of the model's draws if any
+        call = collector.checked(program.batch, extra.key, state=extra.state)
         return collector.statistics(collector.traced(program.trained, call))
 
     @functools.cached_property

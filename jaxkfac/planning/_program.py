@@ -27,7 +27,7 @@ from jaxkfac.planning._shapes import UnavailableError
 from jaxkfac.planning._temporaries import Temporaries
 
 
-class Given(NamedTuple):
+class ExtraInputs(NamedTuple):
     """What a call takes beside parameters and batch.
 
     Attributes:
@@ -80,7 +80,7 @@ class TrainingProgram:
     @functools.cached_property
     def gradient_temporaries(self) -> int:
         """Bytes beside arguments and results of value and gradient."""
-        args = (self.trained, self.batch, self.given)
+        args = (self.trained, self.batch, self.extra)
         if self.temporaries.compiled or "_collected" not in vars(self):
             return self.temporaries(self.gradient, *args)
         jaxpr, out = self._collected
@@ -102,7 +102,7 @@ class TrainingProgram:
     @functools.cached_property
     def factor_temporaries(self) -> int:
         """Bytes beside arguments and results of value, gradient and all factors."""
-        args = (self.trained, self.batch, self.given)
+        args = (self.trained, self.batch, self.extra)
         traced = None if self.temporaries.compiled else self._collected[0]
         return self.temporaries(self.collect, *args, traced=traced)
 
@@ -110,13 +110,13 @@ class TrainingProgram:
         """Bytes beside arguments and results of the gradient and one pass's factors."""
         rows = {name: part.rows for name, part in one.parts.items() if part.rows is not None}
 
-        def run(trained: PyTree, batch: Any, given: Given, at: Any) -> Any:
+        def run(trained: PyTree, batch: Any, extra: ExtraInputs, at: Any) -> Any:
             windows = {name: Window(at, count) for name, count in rows.items()}
-            call = self.collector.checked(batch, given.key, state=given.state)
+            call = self.collector.checked(batch, extra.key, state=extra.state)
             return self.collector.gather(trained, call, parts=dict(one.parts), windows=windows)
 
         at = jax.ShapeDtypeStruct((), np.int32)
-        return self.temporaries(run, self.trained, self.batch, self.given, at)
+        return self.temporaries(run, self.trained, self.batch, self.extra, at)
 
     @functools.cached_property
     def convolution_scratch(self) -> int:
@@ -126,34 +126,34 @@ class TrainingProgram:
     @functools.cached_property
     def value_jaxpr(self) -> jex.ClosedJaxpr:
         """The trace of the objective."""
-        return jax.make_jaxpr(self.value)(self.trained, self.batch, self.given)
+        return jax.make_jaxpr(self.value)(self.trained, self.batch, self.extra)
 
-    def value(self, trained: PyTree, batch: Any, given: "Given") -> Any:
+    def value(self, trained: PyTree, batch: Any, extra: "ExtraInputs") -> Any:
         """What the objective returns."""
-        kwargs = {"key": given.key} if self._takes_key else {}
-        if given.state is not None:
-            kwargs["state"] = given.state
+        kwargs = {"key": extra.key} if self._takes_key else {}
+        if extra.state is not None:
+            kwargs["state"] = extra.state
         return self.objective(trained, batch, **kwargs)
 
-    def gradient(self, trained: PyTree, batch: Any, given: "Given") -> Any:
+    def gradient(self, trained: PyTree, batch: Any, extra: "ExtraInputs") -> Any:
         """The value and the gradient."""
-        beside = self.has_aux or given.state is not None
+        beside = self.has_aux or extra.state is not None
         run = jax.value_and_grad(self.value, has_aux=beside, allow_int=True)
-        return run(trained, batch, given)
+        return run(trained, batch, extra)
 
-    def collect(self, trained: PyTree, batch: Any, given: "Given") -> Any:
+    def collect(self, trained: PyTree, batch: Any, extra: "ExtraInputs") -> Any:
         """Value, gradient and factors."""
-        return self.collector(trained, batch, given.key, state=given.state, step=given.step)
+        return self.collector(trained, batch, extra.key, state=extra.state, step=extra.step)
 
     @property
-    def given(self) -> "Given":
+    def extra(self) -> "ExtraInputs":
         """Shapes of what every call takes beside parameters and batch."""
         fisher = self.collection.get("fisher", "empirical")
         kind = fisher if isinstance(fisher, Estimator) else FISHER_TYPES.get(fisher)
         draws = kind is None or kind.samples_labels or self._takes_key
         draws = draws or self.collection.get("subsample") is not None
         sometimes = self.collection.get("every", 1) != 1
-        return Given(
+        return ExtraInputs(
             shape_of_key() if draws else None,
             self.state,
             jax.ShapeDtypeStruct((), np.int32) if sometimes else None,
@@ -181,7 +181,7 @@ class TrainingProgram:
     def _collected(self) -> tuple[jex.ClosedJaxpr, Any]:
         """The trace of value, gradient and factors, and the shapes of what it returns."""
         trace = jax.make_jaxpr(self.collect, return_shape=True)
-        return trace(self.trained, self.batch, self.given)
+        return trace(self.trained, self.batch, self.extra)
 
 
 def check_traces(program: TrainingProgram) -> None:

@@ -9,7 +9,7 @@ import optax
 from jaxkfac._errors import CompilerError, JaxkfacError
 from jaxkfac.curvature import Eigenbases, natural_gradient
 from jaxkfac.optim import ScaleByBasesState
-from jaxkfac.planning._program import Given, TrainingProgram
+from jaxkfac.planning._program import ExtraInputs, TrainingProgram
 from jaxkfac.planning._shapes import nodes_of
 
 Found = TypeVar("Found")
@@ -22,7 +22,7 @@ class Step(NamedTuple):
     """Gradient and update in one program.
 
     Attributes:
-        fn: ``fn(trained, state, batch, given)``.
+        fn: ``fn(trained, state, batch, inputs)``.
         args: Shapes.
     """
 
@@ -49,17 +49,17 @@ def step_of(
     """
     update = optax.with_extra_args_support(tx).update
 
-    def step(trained: Any, state: Any, batch: Any, given: Given) -> Any:
+    def step(trained: Any, state: Any, batch: Any, inputs: ExtraInputs) -> Any:
         extra: dict[str, Any] = {"terms": jnp.float32(1)} if accumulates else {}
         if factors:
-            value, grads, found = program.collect(trained, batch, given)
+            value, grads, found = program.collect(trained, batch, inputs)
             extra["factors"] = found
         else:
-            value, grads = program.gradient(trained, batch, given)
+            value, grads = program.gradient(trained, batch, inputs)
         updates, state = update(grads, state, trained, **extra)
         return optax.apply_updates(trained, updates), state, value
 
-    return Step(step, (program.trained, state, program.batch, program.given))
+    return Step(step, (program.trained, state, program.batch, program.extra))
 
 
 def step_temporaries(program: TrainingProgram, step: Step, *, donate: bool) -> int | str:

@@ -17,7 +17,7 @@ NUMBERS = [
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("row", HERE)
 def test_coverage_is_what_the_row_says(row: Program, x64):
     check_coverage(row, row.build())

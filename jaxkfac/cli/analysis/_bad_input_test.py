@@ -24,6 +24,7 @@ def test_a_folder_without_weights(analyze, model, tmp_path, capsys):
     refused(capsys, analyze(folder=folder), "bare", "safetensors")
 
 
+@pytest.mark.exhaustive
 def test_weights_of_another_architecture_are_named(analyze, tmp_path, capsys):
     def change(tensors):
         tensors["transformer.h.0.attn.c_attn.weight"] = tensors.pop("model.norm.weight")
@@ -67,6 +68,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_loaded(analyze, monke
     refused(capsys, analyze(), "on the disk", "0 B free", "--output")
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_fills_up_says_how_to_go_on(analyze, monkeypatch, capsys):
     def full(file):
         raise OSError(28, "No space left on device")

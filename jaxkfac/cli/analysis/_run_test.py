@@ -138,6 +138,7 @@ def test_a_resumed_analysis_is_the_one_that_was_begun(analyze, tmp_path, capsys)
     assert "give the same options, or --overwrite" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_an_analysis_does_not_go_on_with_other_weights_of_the_same_sizes(
     analyze, model, tmp_path, capsys
 ):
@@ -149,6 +150,7 @@ def test_an_analysis_does_not_go_on_with_other_weights_of_the_same_sizes(
     assert "holds an analysis with weights=" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_overwrite_deletes_nothing_before_all_is_checked(analyze, tmp_path):
     output = tmp_path / "out"
 
@@ -171,6 +173,7 @@ def test_overwrite_deletes_nothing_before_all_is_checked(analyze, tmp_path):
     assert found(output)["texts"]["texts"] == 3
 
 
+@pytest.mark.exhaustive
 def test_an_analysis_does_not_go_on_with_less_than_its_passes_need(
     analyze, monkeypatch, tmp_path, capsys
 ):
@@ -184,6 +187,7 @@ def test_an_analysis_does_not_go_on_with_less_than_its_passes_need(
     assert "begin with --overwrite" in said
 
 
+@pytest.mark.exhaustive
 def test_bad_rows_before_the_last_text_are_counted(analyze, texts, tmp_path):
     bad = tmp_path / "bad.jsonl"
     lines = texts.read_text().splitlines()

@@ -55,6 +55,7 @@ def test_modules_to_save_are_trained_and_the_base_keeps_its_own():
     np.testing.assert_array_equal(problem.params["model"]["norm"]["scale"], before)
 
 
+@pytest.mark.exhaustive
 def test_sigma_from_data_is_that_many_times_the_root_mean_square():
     _, one = problem_of(sigma_from_data=1.0)
     _, three = problem_of(sigma_from_data=3.0)
@@ -66,6 +67,7 @@ def test_sigma_from_data_is_that_many_times_the_root_mean_square():
         assert float(first[name].sigma.min()) > 0 and float(first[name].sigma.max()) != 1.0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("placement", ["none", "output"])
 def test_a_run_goes_on_from_a_saved_adapter(tmp_path, placement):
     """Plain LoRA goes on as it is, or with a nonlinearity that is next to linear."""

@@ -123,6 +123,7 @@ def test_what_the_best_state_replaces_is_deleted_before_it_is_read(run, monkeypa
     assert held and not alive
 
 
+@pytest.mark.exhaustive
 def test_without_evaluate_every_the_last_update_is_saved(run, monkeypatch, tmp_path):
     pretend(monkeypatch, [0.5] + [9.0] * 6)
     assert run() == 0
@@ -144,7 +145,8 @@ def test_a_run_stops_after_as_many_evaluations_as_patience_says(run, monkeypatch
     assert metrics(output)["best"]["step"] == 5
 
 
-@pytest.mark.parametrize("killed", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
+@pytest.mark.exhaustive  # _killed_test.py kills a run, and tests beside this one keep the best
+@pytest.mark.parametrize("killed", [2, 4])
 def test_a_run_resumed_saves_the_best_of_an_uninterrupted_one(run, killed, monkeypatch, tmp_path):
     """Killed behind the best evaluation, whose file is there, and before it."""
     losses = [9.0, 3.0, 2.5, 2.0, 2.2, 2.2, 2.6]

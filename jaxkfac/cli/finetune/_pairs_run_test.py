@@ -99,7 +99,7 @@ def test_an_adapter_of_a_folder_is_trained_and_saved_for_its_kind(run, folder, t
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "words",
     [
@@ -166,6 +166,7 @@ def test_the_report_has_curvature_scores_and_wanted_targets(train, run, tmp_path
     assert metrics(tmp_path)["spectra"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_base_in_four_bits_is_trained_on(run, tmp_path):
     assert run("--quantize", ".*/wo/kernel") == 0
@@ -173,6 +174,7 @@ def test_a_base_in_four_bits_is_trained_on(run, tmp_path):
     assert np.mean(losses[-2:]) < np.mean(losses[:2])
 
 
+@pytest.mark.exhaustive  # _encoder_decoder_test.py has the loss of padded pairs
 def test_the_first_loss_is_that_of_the_model_on_the_first_batch(run, folder, tmp_path):
     assert run("--steps", "1", "--samples", "0", "--generate", "0") == 0
     model = load_encoder_decoder(folder, dtype=jnp.float32)

@@ -275,6 +275,7 @@ def press_in(monkeypatch, *, update, times=1):
     monkeypatch.setattr(Watch, "look", look)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_update_that_a_second_ctrl_c_breaks_off_leaves_the_checkpoint_before(
     run, plain, tmp_path, monkeypatch, capsys
@@ -340,6 +341,7 @@ def test_a_base_in_four_bits_is_trained_on(run, plain, decoder, tmp_path, monkey
     assert np.mean(losses[-2:]) < np.mean(losses[:2])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_micro_batches_are_one_update_of_both(run, plain, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
@@ -396,6 +398,7 @@ def test_epochs_end_with_an_update_of_what_is_left(run, plain, folder, tmp_path)
     assert steps == [2]
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_without_later_options_is_resumed_as_it_was_made(
     run, plain, finished, tmp_path, capsys
 ):
@@ -528,6 +531,7 @@ def test_an_unknown_answer_key_is_named(run, folder, capsys):
     assert "test.jsonl:1: question 'q': the answer key 'Z'" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_question_beyond_the_context_is_named(run, plain, folder, capsys):
     question = {"id": "q", "question": {"stem": "s" * 200, "choices": [
         {"text": "a", "label": "A"}, {"text": "b", "label": "B"}]}, "answerKey": "A"}  # fmt: skip
@@ -537,6 +541,7 @@ def test_a_question_beyond_the_context_is_named(run, plain, folder, capsys):
     assert "question 'q' takes" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_names_its_step_when_its_interval_ends(
     run, plain, tmp_path, capsys
@@ -567,7 +572,7 @@ def test_an_existing_run_is_kept_unless_overwriting_is_asked_for(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("words", [("--devices", "2"), ("--mesh", "model=2")])
 @pytest.mark.parametrize("base", ["whole", "nf4"])
 def test_two_devices_give_the_run_of_one(run, plain, decoder, tmp_path, monkeypatch, words, base):

@@ -7,6 +7,7 @@ import pytest
 from jaxkfac.cli import main
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_smollm2_learns_from_few_updates(tmp_path, smollm2_file):

@@ -164,6 +164,7 @@ def test_overwrite_deletes_nothing_that_is_needed_or_before_all_is_checked(run, 
     assert after["scores"] != before["scores"]
 
 
+@pytest.mark.exhaustive
 def test_factors_and_queries_within_a_budget_give_the_same_scores(run, tmp_path, capsys):
     assert run("--query-rank", "4") == 0
     assert run("--query-rank", "4", "--memory", "1MB", output=tmp_path / "less") == 0
@@ -182,6 +183,7 @@ def folder(tmp_path):
     return folder
 
 
+@pytest.mark.exhaustive
 def test_an_encoder_decoder_is_scored_on_pairs(folder, tmp_path):
     rows = [{"source": f"number {i}", "target": f"Zahl {i}"} for i in range(6)]
     train = write(tmp_path / "train.jsonl", rows)

@@ -89,6 +89,7 @@ def test_memory_is_that_of_the_factors_not_of_their_product():
     assert peak < 8e6
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow  # 1.6e9 logarithms, three times
 def test_products_of_13_gigabytes_are_never_formed():
     peak = peak_of_everything(40_000)

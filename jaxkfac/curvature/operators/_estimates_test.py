@@ -129,6 +129,7 @@ def test_the_log_determinant_of_a_network_matches_the_dense_one(x64):
     assert_estimates(found, true)
 
 
+@pytest.mark.exhaustive
 def test_the_log_determinant_of_scalar_and_zero_operators_is_exact():
     for matrix in (jnp.zeros((9, 9)), 2 * jnp.eye(9), jnp.zeros((1, 1))):
         found = log_determinant(matrix_operator(matrix), damping=0.5, key=KEY)
@@ -144,6 +145,7 @@ def test_the_log_determinant_of_a_singular_operator_is_minus_infinity(x64):
     assert found.value == -jnp.inf
 
 
+@pytest.mark.exhaustive
 def test_the_density_integrates_to_one_and_counts_eigenvalues(x64):
     true = jnp.concatenate([jnp.full(30, 1.0), jnp.full(10, 5.0)])
     operator = matrix_operator(with_eigenvalues(true))
@@ -172,6 +174,7 @@ def test_the_density_of_scalar_operators_is_finite(factor):
     np.testing.assert_allclose(jnp.trapezoid(found.density, found.grid), 1, rtol=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_estimates_run_inside_jit():
     operator = ggn(*mlp_problem(), chunk=2)
     run = jax.jit(

@@ -94,7 +94,7 @@ def test_repeated_eigenvalues_come_with_their_multiplicity(x64):
     np.testing.assert_allclose(found.eigenvalues, true, atol=1e-12)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("n", [1, 2, 7])
 @pytest.mark.parametrize("factor", [0.0, 1.0, 1e-30])
 def test_zero_tiny_and_scalar_operators_are_exact(n, factor):

@@ -99,7 +99,7 @@ def encode_records(
         for example in encode_record(record, tokenizer, loss_on=loss_on):
             longest = max(longest, len(example.ids))
             truncated += len(example.ids) > max_length
-            example = cut(example, max_length)
+            example = truncate(example, max_length)
             if example.learnt.any():
                 examples.append(example)
             else:
@@ -132,7 +132,7 @@ def encode_record(
     return [_example(ids, learnt) for ids, learnt in found]
 
 
-def cut(example: Example, max_length: int) -> Example:
+def truncate(example: Example, max_length: int) -> Example:
     """The first tokens of an example."""
     return Example(example.ids[:max_length], example.learnt[:max_length])
 

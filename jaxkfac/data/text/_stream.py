@@ -15,7 +15,7 @@ from jaxkfac.data.stream import (
     length_multiples,
     order_by_length,
 )
-from jaxkfac.data.text._encode import Example, LossOn, check_encoding, cut, encode_record
+from jaxkfac.data.text._encode import Example, LossOn, check_encoding, encode_record, truncate
 from jaxkfac.data.text._records import Record
 from jaxkfac.data.text._rows import TokenBatch, pack, token_batch
 from jaxkfac.data.text._tokenizer import TokenizerLike
@@ -93,7 +93,7 @@ def _counted(example: Example, max_length: int, tally: Tally) -> Example | None:
     """The example, cut; ``None`` if nothing to learn is left of it."""
     tally.longest = max(tally.longest, len(example.ids))
     tally.truncated += len(example.ids) > max_length
-    example = cut(example, max_length)
+    example = truncate(example, max_length)
     if not example.learnt.any():
         tally.dropped += 1
         return None

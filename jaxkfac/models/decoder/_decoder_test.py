@@ -73,6 +73,7 @@ def close(a, b, tolerance=1e-5):
     np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["all", "longrope", "dynamic", "mixed"])
 def test_two_texts_in_one_row_equal_two_rows(name):
     apply_fn, params = built(CONFIGS[name])
@@ -88,6 +89,7 @@ def test_two_texts_in_one_row_equal_two_rows(name):
     assert bool(jnp.isfinite(logits).all())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["all", "window", "longrope", "mixed"])
 def test_padding_on_either_side_changes_nothing(name):
     apply_fn, params = built(CONFIGS[name])

@@ -36,8 +36,8 @@ def layout(config: DecoderConfig, *, fused: bool) -> dict[str, Leaf]:
     if config.head_norms:
         norms |= dict.fromkeys(("self_attn/q_norm", "self_attn/k_norm"), config.head_size)
     for norm, size in norms.items():
-        room = norm.replace("/", ".")
-        leaves[f"model/layers/{norm}/scale"] = _stacked(config, room, "weight", {"": (size,)})
+        module = norm.replace("/", ".")
+        leaves[f"model/layers/{norm}/scale"] = _stacked(config, module, "weight", {"": (size,)})
     for path, outputs, inputs, bias in linear:
         module = path.partition("/")[0]
         weights = {part: (out, inputs) for part, out in outputs.items()}

@@ -49,6 +49,7 @@ def test_targets_are_the_argmax_of_the_full_forward():
     assert answers[0] != answers[1] and len(set(answers[1])) > 1
 
 
+@pytest.mark.exhaustive
 def test_adapted_targets_are_those_of_the_adapted_forward():
     apply_fn, params = model()[1:3]
     pairs = Pairs(jnp.zeros((1, 3), int), None, jnp.zeros((1, 2), int))

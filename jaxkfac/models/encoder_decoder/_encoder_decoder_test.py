@@ -126,6 +126,7 @@ def test_factors_leave_padding_of_the_source_out():
     assert float(counts["decoder/block/layer/2/DenseReluDense/wo/kernel"][0]) == 7
 
 
+@pytest.mark.exhaustive
 def test_adapters_leave_padding_of_the_source_out_of_their_factors_too():
     apply_fn, params = built()
     config = jk.lslora.Config(rank=2, target=r".*Attention/[qv]/kernel")
