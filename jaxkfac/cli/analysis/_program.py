@@ -139,22 +139,19 @@ class Analysis:
         params, batch, _ = self._shapes
         least, whole = self.collector.budgets(params, batch, self._key_shape)
         found = self.use(least, every=False)
-        if found.total > room:
-            raise ValueError(
-                f"--device-bytes {bytes_text(room + held)}: the smallest with which this analysis "
-                f"can do is {bytes_text(found.total + held)}: {bytes_text(held)} for the model "
-                f"and this process, {bytes_text(found.temporaries)} for activations and "
-                f"temporaries, {bytes_text(found.factors + found.sums)} for factors; a "
-                "smaller --batch-size, --max-length or --max-dense needs less"
-            )
+        _check_room(found, room, held)
         left = room - (found.total - self._most(least))
         for _ in range(_TRIES):
             budget = self._largest(least, whole, left)
             found = self.use(budget, every=every)
-            if found.total <= room or budget == least:
+            if found.total <= room:
                 return found
+            if budget == least:
+                break
             left -= found.total - room + budget // 64
-        return self.use(least, every=every)
+        found = self.use(least, every=every)
+        _check_room(found, room, held)
+        return found
 
     def _largest(self, least: int, whole: int, room: int) -> int:
         """A budget whose passes have factors of ``room`` bytes at most, or the least."""
@@ -235,6 +232,18 @@ def _is_float(x: Any) -> bool:
 
 def _form(one: Pass) -> Any:
     return tuple(one.parts.items())
+
+
+def _check_room(found: PassBytes, room: int, held: int) -> None:
+    """Refuse a room that the least budget does not fit into."""
+    if found.total > room:
+        raise ValueError(
+            f"--device-bytes {bytes_text(room + held)}: the smallest with which this analysis "
+            f"can do is {bytes_text(found.total + held)}: {bytes_text(held)} for the model "
+            f"and this process, {bytes_text(found.temporaries)} for activations and "
+            f"temporaries, {bytes_text(found.factors + found.sums)} for factors; a "
+            "smaller --batch-size, --max-length or --max-dense needs less"
+        )
 
 
 def _sums(factors: int) -> int:

@@ -120,7 +120,7 @@ class EncoderDecoder(nnx.Module):
             )
 
     def __call__(
-        self, pairs: Pairs | CachedPairs, key: Key[Array, ""] | None = None
+        self, pairs: Pairs | CachedPairs, *, key: Key[Array, ""] | None = None
     ) -> Float[Array, "B T V"] | tuple[Float[Array, "B V"], PairsCache]:
         if isinstance(pairs, CachedPairs):
             return self._next(*pairs)
