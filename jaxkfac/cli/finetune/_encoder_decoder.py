@@ -197,12 +197,9 @@ def _encoded(experiment: Finetuning, tokenizer: Any, pairs: Sequence[Pair]) -> E
 
 def _untrained(experiment: Finetuning) -> Pretrained:
     """A small encoder-decoder that reads bytes, with random parameters by the run's seed."""
-    model = EncoderDecoder(
-        _BYTES,
-        dropout=experiment.dropout or _BYTES.dropout,
-        remat=experiment.remat,
-        rngs=nnx.Rngs(experiment.seed),
-    )
+    rate = _BYTES.dropout if experiment.dropout is None else experiment.dropout
+    rngs = nnx.Rngs(experiment.seed)
+    model = EncoderDecoder(_BYTES, dropout=rate, remat=experiment.remat, rngs=rngs)
     apply_fn, params = from_nnx(model)
     params = jax.tree.map(lambda x: x.astype(dtype_of(experiment)), params)
     return Pretrained(_BYTES, apply_fn, params, byte_tokenizer())
