@@ -1,9 +1,12 @@
 """The few-shot job as a user starts it: accuracy, time, memory, and what accumulation saves.
 
 Run: python -m benchmarks.few_shot [--write] [-- options of examples/fewshot.py]
+     python -m benchmarks.few_shot --page
 
 The job and its table of bytes run in processes of their own. CPU time is that of all cores
-together; where other programs run beside it, it says more than the time on the wall.
+together; where other programs run beside it, it says more than the time on the wall. --write keeps
+the record, results/few_shot.json, and makes results/few_shot.md of it; --page makes the page again
+of the record that is there, and measures nothing.
 """
 
 import argparse
@@ -45,13 +48,13 @@ def job(*words: str) -> dict[str, Any]:
 def page(record: dict[str, Any]) -> str:
     """The record as a page."""
     found = record["job"]
+    command = " ".join(["python examples/fewshot.py", *record["options"]])
     lines = [
-        "Made by `python -m benchmarks.few_shot --write`: `python examples/fewshot.py "
-        f"{' '.join(record['options'])}`".rstrip("` ")
-        + "` on "
-        f"{record['cores']} cores, load {record['load_before']} before.",
+        f"Made by `python -m benchmarks.few_shot --write` of `{command}`, {record['date']}, JAX "
+        f"{record['jax']}, {record['cores']} cores, load {record['load_before']} before.",
         "",
-        f"- accuracy over novel episodes {found['novel']:.2%} ± {found['interval']:.2%}",
+        f"- accuracy over {found['episodes']} novel episodes {found['novel']:.2%} "
+        f"± {found['interval']:.2%}",
         f"- validation by epoch {', '.join(f'{x:.1%}' for x in found['validation'])}",
         f"- {found['seconds']:.0f} s on the wall, {found['cpu_seconds']:.0f} s of CPU time",
         f"- at most {found['peak_MiB']:.0f} MiB resident",
@@ -70,8 +73,13 @@ def page(record: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write results/few_shot.json and .md")
+    parser.add_argument("--page", action="store_true", help="write results/few_shot.md again")
     parser.add_argument("options", nargs="*", help="of the example, behind --")
     arguments = parser.parse_args()
+    if arguments.page:
+        record = json.loads((RESULTS / "few_shot.json").read_text())
+        (RESULTS / "few_shot.md").write_text(page(record))
+        return
     record = stamp(options=arguments.options)
     record["job"] = job(*arguments.options)
     record["bytes"] = run("--bytes", *arguments.options)

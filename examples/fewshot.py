@@ -236,7 +236,7 @@ def main() -> None:
               f"{spent:.0f} s", flush=True)  # fmt: skip
     found = accuracies(evaluate, carry, novel, options.n_test)
     interval = 1.96 * found.std(ddof=1) / np.sqrt(len(found)) if len(found) > 1 else float("nan")
-    records |= {"novel": float(found.mean()), "interval": float(interval)}
+    records |= {"novel": float(found.mean()), "interval": float(interval), "episodes": len(found)}
     write_text(options.output / "records.json", json.dumps(records), "the records")
     print(f"loss {records['losses'][0]:.4f} -> {records['losses'][-1]:.4f}")
     print(f"{options.n_way}-way {options.k_shot}-shot accuracy over {len(found)} novel episodes: "

@@ -72,6 +72,26 @@ def test_what_cannot_be_gone_on_with_is_said(tmp_path):
 
 
 @pytest.mark.slow
+def test_images_that_cannot_be_used_are_named(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for split in ("train", "validation", "novel"):
+        for name in "abc":
+            folder = tmp_path / "data" / split / name
+            folder.mkdir(parents=True)
+            for number in range(3):
+                image.new("RGB", (8, 8)).save(folder / f"{number}.png")
+    words = ("--data", tmp_path / "data", "--image-size", "16", "--output", tmp_path / "out")
+    few = tmp_path / "data" / "train" / "b" / "2.png"
+    kept = few.read_bytes()
+    few.unlink()
+    done = run(*words)
+    assert done.returncode == 1 and "class 'b' has 2, but" in done.stderr
+    few.write_bytes(kept[:20])
+    done = run(*words)
+    assert done.returncode == 1 and "b/2.png does not decode" in done.stderr
+
+
+@pytest.mark.slow
 def test_the_plan_is_printed_before_anything_is_loaded(tmp_path):
     done = run("--plan", "--data", tmp_path / "nowhere", "--backbone", "resnet10")
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
 """Factors under a budget of bytes: several passes, each of which leaves before the next."""
 
+import copy
 import dataclasses
 import functools
 import sys
@@ -133,6 +134,12 @@ class BudgetedCollector:
                 service, at = self._sink
                 service.push(part, at if step is None else step, first_iteration=one.start)
         return ValueGradAndFactors(value, grads, whole.factors())
+
+    def under(self, max_factor_bytes: int) -> "BudgetedCollector":
+        """The same under another budget; what is traced already is not traced again."""
+        other = copy.copy(self)
+        other._budget = max_factor_bytes
+        return other
 
     def plan(
         self,

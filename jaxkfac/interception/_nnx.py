@@ -1,5 +1,6 @@
 """Flax NNX models as a pure function of their parameters and of the state that a call changes."""
 
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,8 @@ class NnxApply:
 
     Returns the model's outputs, and with a state the pair ``(outputs, changed)``. What else the
     model holds is kept as it was when the model was taken apart, and the model is rebuilt
-    inside the trace, so that calls have no side effect. A ``key`` seeds every random stream anew.
+    inside the trace, so that calls have no side effect. A ``key`` seeds every random stream anew,
+    and is handed to a model whose own ``__call__`` has a keyword-only argument ``key``.
     What a model sows (``nnx.Intermediate``) is left out. What it writes into parameters (the kernel
     that ``nnx.SpectralNorm`` has normalised) is dropped where ``mutable=`` names ``nnx.Param``, for
     these change by their gradient, and raises elsewhere.
@@ -43,6 +45,7 @@ class NnxApply:
         self._mutable = list(mutable) if isinstance(mutable, tuple | list) else [mutable]
         named = nnx.filterlib.to_predicate(() if mutable is None else mutable)
         self._written = {path for path, v in nnx.to_flat_state(params) if named(path, v)}
+        self._hands_key = _takes_key(model)
         held = [v for part in (state, self._rest) for _, v in nnx.to_flat_state(part)]
         self._streams = sorted({v.tag for v in held if isinstance(v, nnx.RngKey) and v.tag})
         unknown = self.state is None and not self._written
@@ -82,7 +85,8 @@ class NnxApply:
         if key is not None and self._streams:
             keys = jax.random.split(key, len(self._streams))
             nnx.reseed(model, policy="match_shape", **dict(zip(self._streams, keys, strict=True)))
-        out = model(*inputs)
+        given = {} if key is None or not self._hands_key else {"key": key}
+        out = model(*inputs, **given)  # pyright: ignore[reportCallIssue]
         return _Call(out, before, *_values(model))
 
     def _check(self, call: "_Call", held: tuple[nnx.State, ...], inputs: Any, key: Any) -> None:
@@ -269,6 +273,15 @@ def as_state(grads: PyTree, model: nnx.Module) -> nnx.State:
     if not isinstance(model, nnx.Module):
         raise TypeError(f"as_state: expected the nnx.Module, got {named(model)}")
     return _Form.of("grads", nnx.state(model, nnx.Param)).filled(grads)
+
+
+def _takes_key(model: nnx.Module) -> bool:
+    """Whether a model takes a key by name; elsewhere ``key`` may be what an attention asks."""
+    try:
+        known = inspect.signature(type(model).__call__).parameters.get("key")
+    except (TypeError, ValueError):  # of a callable that is no function of Python
+        return False
+    return known is not None and known.kind is inspect.Parameter.KEYWORD_ONLY
 
 
 def _values(model: nnx.Module) -> tuple[dict[Path, Any], dict[Path, type]]:

@@ -94,6 +94,28 @@ def test_dropout_without_a_key_raises(make, mutable):
     assert (masks[0] != masks[1]).any()
 
 
+def test_a_model_that_takes_a_key_receives_it():
+    class Noisy(nnx.Module):
+        def __init__(self):
+            self.scale = nnx.Param(jnp.ones(3))
+
+        def __call__(self, x, *, key=None):
+            noise = 0.0 if key is None else jax.random.normal(key, x.shape)
+            return x * self.scale[...] + noise
+
+    class Asked(Noisy):
+        def __call__(self, query, key=None):
+            return super().__call__(query if key is None else key)
+
+    apply_fn, params = from_nnx(Noisy())
+    np.testing.assert_array_equal(apply_fn(params, X), X)
+    expected = X + jax.random.normal(KEY, X.shape)
+    np.testing.assert_array_equal(apply_fn(params, X, key=KEY), expected)
+    asked, params = from_nnx(Asked())  # its key is no random one
+    np.testing.assert_array_equal(asked(params, X, key=KEY), X)
+    np.testing.assert_array_equal(asked(params, X, 2 * X, key=KEY), 2 * X)
+
+
 def test_keys_that_are_drawn_for_nothing_need_no_key():
     """A recurrent cell draws one for its zeros."""
     rnn = nnx.RNN(nnx.LSTMCell(3, 4, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))

@@ -1,6 +1,6 @@
 """Tables, plots and a self-contained HTML page from plain records."""
 
-from jaxkfac.report._analysis import AnalysisRecord, MemoryRow, exact_lines
+from jaxkfac.report._analysis import AnalysisRecord, MemoryRow, ModelMemory, exact_lines
 from jaxkfac.report._analysis_html import analysis_page
 from jaxkfac.report._analysis_tables import (
     depth_table,
@@ -46,6 +46,7 @@ __all__ = [
     "FinetuneRecords",
     "FourierRecord",
     "MemoryRow",
+    "ModelMemory",
     "QueryRecord",
     "RunRecords",
     "SampleRecord",

@@ -26,6 +26,29 @@ class MemoryRow(NamedTuple):
     on_device: bool = True
 
 
+class ModelMemory(NamedTuple):
+    """Plan and peaks of one model's analysis.
+
+    Attributes:
+        model: What it is called.
+        plan: Of the memory, as it was printed beforehand.
+        peaks: ``{stage: most bytes of main memory}``, measured.
+        passes: Backward passes over each batch.
+        disk: Planned bytes of the disk.
+    """
+
+    model: str
+    plan: Sequence[MemoryRow]
+    peaks: Mapping[str, int]
+    passes: int
+    disk: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        rows = [row._asdict() for row in self.plan]
+        return self._asdict() | {"plan": rows, "peaks": dict(self.peaks)}
+
+
 class AnalysisRecord(NamedTuple):
     """An analysis of a pretrained model.
 
@@ -35,10 +58,7 @@ class AnalysisRecord(NamedTuple):
         spectra: Of every factor that was decomposed.
         capacity: Metrics, perhaps beside those of another model.
         exact: ``{"eigenvalues", "error_bounds", "steps"}`` of the exact Fisher, or ``None``.
-        plan: Of the memory, as it was printed beforehand.
-        peaks: ``{stage: most bytes of main memory}``, measured.
-        passes: Backward passes over each batch.
-        disk: Planned bytes of the disk.
+        plans: Of its memory, with peaks; behind it those of the model it is compared with.
         coverage: Which parameters factors cover.
         config: Everything that decided the result.
         versions: Of the software.
@@ -51,10 +71,7 @@ class AnalysisRecord(NamedTuple):
     spectra: Sequence[SpectrumRecord]
     capacity: CapacityReport
     exact: Mapping[str, Any] | None
-    plan: Sequence[MemoryRow]
-    peaks: Mapping[str, int]
-    passes: int
-    disk: int
+    plans: Sequence[ModelMemory]
     coverage: Sequence[CoverageRow]
     config: Mapping[str, Any]
     versions: Mapping[str, str]
@@ -63,16 +80,16 @@ class AnalysisRecord(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
+        first, *compared = self.plans
+        own = {name: x for name, x in first.to_dict().items() if name != "model"}
         return {
             "model": self.model,
             "texts": dict(self.texts),
             "spectra": [record._asdict() for record in self.spectra],
             **self.capacity.to_dict(),
             "exact": self.exact,
-            "plan": [row._asdict() for row in self.plan],
-            "peaks": dict(self.peaks),
-            "passes": self.passes,
-            "disk": self.disk,
+            **own,
+            "compared": compared[0].to_dict() if compared else None,
             "coverage": [row._asdict() for row in self.coverage],
             "config": dict(self.config),
             "versions": dict(self.versions),

@@ -3,7 +3,7 @@
 from html import escape
 
 from jaxkfac.memory import bytes_text
-from jaxkfac.report._analysis import AnalysisRecord, exact_lines
+from jaxkfac.report._analysis import AnalysisRecord, ModelMemory, exact_lines
 from jaxkfac.report._analysis_tables import SUMMARY_HEAD, memory_plan_rows, spectra_summary_rows
 from jaxkfac.report._depth import stacks_of
 from jaxkfac.report._depth_figure import depth_figure
@@ -43,14 +43,24 @@ def analysis_page(record: AnalysisRecord) -> str:
 
 
 def _memory(record: AnalysisRecord) -> str:
-    rows = memory_plan_rows(record.plan, disk=record.disk, peaks=record.peaks)
     peak = record.host_memory.get("peak")
     known = "" if peak is None else f" The process held at most {bytes_text(peak)}."
-    words = "a backward pass" if record.passes == 1 else f"{record.passes} backward passes"
-    return (
-        f"<h2>Plan and peaks</h2><p>Gathered in {words} over each batch; the plan was made before "
-        f"anything was loaded.{known}</p>{table_html(['stage', '', 'plan', 'peak'], rows, text=2)}"
+    first, *compared = (_of_model(x) for x in record.plans)
+    others = "".join(
+        f"<p>Of {escape(x.model)}, with which it is compared:</p>{text}"
+        for x, text in zip(record.plans[1:], compared, strict=True)
     )
+    return (
+        "<h2>Plan and peaks</h2><p>The plan was made before anything was loaded."
+        f"{known}</p>{first}{others}"
+    )
+
+
+def _of_model(memory: ModelMemory) -> str:
+    rows = memory_plan_rows(memory.plan, disk=memory.disk, peaks=memory.peaks)
+    words = "a backward pass" if memory.passes == 1 else f"{memory.passes} backward passes"
+    table = table_html(["stage", "", "plan", "peak"], rows, text=2)
+    return f"<p>Gathered in {words} over each batch.</p>{table}"
 
 
 def _summary(record: AnalysisRecord) -> str:

@@ -15,6 +15,7 @@ from jaxkfac.report import (
     AnalysisRecord,
     CapacityReport,
     MemoryRow,
+    ModelMemory,
     analysis_page,
     coverage_rows,
     depth_table,
@@ -51,10 +52,7 @@ def record_of(fn, params):
         spectra=spectrum_records(bases),
         capacity=CapacityReport(capacity_metrics(bases, num_examples=8)),
         exact={"eigenvalues": [2.0, 1.0], "error_bounds": [0.1, 0.2], "steps": 4},
-        plan=PLAN,
-        peaks={"gather": 6 << 20},
-        passes=2,
-        disk=1 << 20,
+        plans=[ModelMemory("models/made up", PLAN, {"gather": 6 << 20}, passes=2, disk=1 << 20)],
         coverage=coverage_rows(table, sizes),
         config={"seed": 0},
         versions={"jaxkfac": "1"},
@@ -102,7 +100,8 @@ def printed(*tables):
 
 
 def test_the_plan_stands_beside_what_was_measured(stacked):
-    text = printed(memory_plan_table("m", PLAN, disk=1 << 20, peaks=stacked.peaks))
+    peaks = stacked.plans[0].peaks
+    text = printed(memory_plan_table("m", PLAN, disk=1 << 20, peaks=peaks))
     line = next(line for line in text.splitlines() if line.startswith("gather, sum"))
     assert line.split()[-4:] == ["7", "MiB", "6", "MiB"]
 
@@ -137,3 +136,16 @@ def test_the_exact_eigenvalues_and_the_plan_are_on_the_page_and_in_json(stacked)
     assert exact_lines(stacked._replace(exact=None)) == []
     plain = json.loads(json.dumps(stacked.to_dict(), allow_nan=False))
     assert plain["peaks"] == {"gather": 6 << 20} and len(plain["plan"]) == 4
+    assert plain["model"] == "models/made up" and plain["compared"] is None
+
+
+def test_plan_and_peaks_of_both_models_are_kept(stacked):
+    other = ModelMemory("models/<other>", PLAN[:3], {"gather": 5 << 20}, passes=1, disk=1 << 20)
+    both = stacked._replace(plans=[*stacked.plans, other])
+    page = analysis_page(both)
+    for word in ("Of models/&lt;other&gt;, with", "2 backward passes", "a backward pass", "5 MiB"):
+        assert word in page
+    plain = json.loads(json.dumps(both.to_dict(), allow_nan=False))
+    assert plain["peaks"] == {"gather": 6 << 20}
+    assert plain["compared"]["peaks"] == {"gather": 5 << 20}
+    assert plain["compared"]["model"] == "models/<other>" and len(plain["compared"]["plan"]) == 3

@@ -50,7 +50,13 @@ def test_a_model_without_a_tokenizer(analyze, model, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"), [("", "no"), ('{"text": ""}', "empty"), ('{"words": 1}', "words")]
+    ("line", "said"),
+    [
+        ("", "no"),
+        ('{"text": ""}', "empty"),
+        ('{"words": 1}', "words"),
+        ("{", "empty.jsonl:1: not JSON"),
+    ],
 )
 def test_texts_that_are_empty_or_no_texts(analyze, tmp_path, capsys, line, said):
     (tmp_path / "empty.jsonl").write_text(line + "\n")

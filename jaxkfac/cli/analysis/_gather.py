@@ -52,6 +52,8 @@ def gather(
             found = _one_pass(analysis, params, texts, folder, number, every, advance, stopped)
             folder.drop_sums(f"pass-{number}")
             folder.write(f"factors/{done}", found)
+            if stopped():
+                raise KeyboardInterrupt
         found = folder.read(f"factors/{done}")
         advance((number + 1) * total, f"pass {number + 1}, loss {found['loss']:.3f}")
     return found
@@ -82,9 +84,11 @@ def _one_pass(
         del factors
         sums.batches += 1
         advance(number * total + sums.batches, f"pass {number + 1}, loss {float(value):.3f}")
-        if sums.batches < total and (stopped() or sums.batches % every == 0):
+        if sums.batches == total:
+            break  # the pass itself is written, also where it was stopped
+        if (stop := stopped()) or sums.batches % every == 0:
             folder.save_sums(f"pass-{number}", sums)
-        if stopped():
+        if stop:
             raise KeyboardInterrupt
     for part in sums.arrays:
         folder.save_part(part, sums)

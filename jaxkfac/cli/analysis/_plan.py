@@ -15,19 +15,20 @@ _OF_MATRIX = {"float64": 36, "float32": 16}  # bytes times n² of a decompositio
 _MEAN = 8  # bytes times n²: the sum that was read, and its mean
 
 
-def fit(analysis: Analysis, chosen: Chosen, room: int) -> list[MemoryRow]:
+def fit(analysis: Analysis, chosen: Chosen, room: int, *, every: bool = True) -> list[MemoryRow]:
     """Find passes that fit into ``room`` bytes; what every stage then needs.
 
     Args:
         analysis: Takes the budget that is found.
         chosen: What is decomposed.
         room: Of the device; on a CPU of the whole process.
+        every: Whether every pass is compiled, or to plan the largest alone.
 
     Raises:
         ValueError: a stage does not fit, with the smallest room that would do.
     """
     held = sum(row.nbytes for row in held_rows(analysis) if row.on_device)
-    found = analysis.fit(room - held, held=held)
+    found = analysis.fit(room - held, held=held, every=every)
     rows = plan_rows(analysis, chosen, found)
     check_stages(rows, room)
     return rows

@@ -16,7 +16,8 @@ from jaxkfac.interception import LayerTable, leaves_by_path
 from jaxkfac.memory import bytes_text
 
 PyTree = Any
-_TRIES = 6
+_TRIES = 6  # of budgets that are compiled
+_HALVINGS = 12
 
 
 class PassBytes(NamedTuple):
@@ -52,7 +53,8 @@ class Analysis:
         shapes: Of all factors.
         layers: Theirs.
         stacks: ``{layer: blocks}`` of stacked layers with two factors, and of their inputs.
-        max_factor_bytes: Budget of a pass's factors, once :meth:`fit` has found it.
+        collector: Under the budget of a pass's factors, once :meth:`fit` has found it.
+        max_factor_bytes: That budget.
         passes: Under it.
     """
 
@@ -65,7 +67,7 @@ class Analysis:
         self._key = jax.random.key(options.seed) if options.fisher == "mc" else None
         self.max_factor_bytes = 0
         self.passes: tuple[Pass, ...] = ()
-        self._collector: BudgetedCollector | None = None
+        self.collector = self._collector()
         self._compiled: dict[Any, Any] = {}
         self.shapes = self.collector.factor_shapes(params, batch, self._key_shape)
         self.layers = layers = self.shapes.layers
@@ -76,73 +78,97 @@ class Analysis:
     def _key_shape(self) -> Any:
         return None if self._key is None else jax.eval_shape(lambda: jax.random.key(0))
 
-    @property
-    def collector(self) -> BudgetedCollector:
-        """Under the budget that has been found."""
-        if self._collector is None:
-            self._collector = self._under(max(self.max_factor_bytes, 1))
-        return self._collector
-
-    def _under(self, max_factor_bytes: int) -> BudgetedCollector:
+    def _collector(self) -> BudgetedCollector:
         collector = jk.value_grad_and_factors(
             self.objective,
             fisher=self.options.fisher,
             max_dense=self.options.max_dense,
-            max_factor_bytes=max_factor_bytes,
+            max_factor_bytes=1,  # until one has been found
             uncovered="ignore",
         )
         assert isinstance(collector, BudgetedCollector)
         return collector
 
-    def use(self, max_factor_bytes: int) -> PassBytes:
-        """Take this budget, and compile its passes; the bytes of the largest."""
-        params, batch, exist = self._shapes
-        self.max_factor_bytes, self._collector = max_factor_bytes, None
-        self.passes = self.collector.plan(params, batch, self._key_shape).passes
-        self._compiled = {}
-        call = jax.eval_shape(self.collector.call, batch, self._key_shape, exist)
-        start, found = jax.ShapeDtypeStruct((), np.int32), []
-        for one in self.passes:
-            known = _form(one)
-            if known not in self._compiled:
-                lowered = self.collector.pass_program(one).lower(params, call, start)
-                self._compiled[known] = lowered.compile()
-            memory = self._compiled[known].memory_analysis()
-            inputs = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((batch, exist)))
-            out = memory.output_size_in_bytes
-            # A block's folded triangle is made before the array that it is of is let go.
-            found.append(PassBytes(memory.temp_size_in_bytes + inputs, out, out // 2 + out // 16))
-        return max(found, key=lambda x: x.total)
+    def use(self, max_factor_bytes: int, *, every: bool = True) -> PassBytes:
+        """Take this budget, and compile its passes; the bytes of the largest.
 
-    def fit(self, room: int, *, held: int) -> PassBytes:
+        Args:
+            max_factor_bytes: The budget.
+            every: Whether each is compiled, or that alone whose factors take most.
+        """
+        self.max_factor_bytes = max_factor_bytes
+        self.collector = self.collector.under(max_factor_bytes)
+        self.passes = self._planned(max_factor_bytes)
+        chosen = self.passes if every else [max(self.passes, key=_with_sums)]
+        forms = {_form(one): one for one in chosen}
+        self._compiled = {
+            form: self._compiled.get(form) or self._compile(one) for form, one in forms.items()
+        }
+        return max((self._bytes_of(x) for x in self._compiled.values()), key=lambda x: x.total)
+
+    def _planned(self, max_factor_bytes: int) -> tuple[Pass, ...]:
+        params, batch, _ = self._shapes
+        return self.collector.under(max_factor_bytes).plan(params, batch, self._key_shape).passes
+
+    def _compile(self, one: Pass) -> Any:
+        params, batch, exist = self._shapes
+        call = jax.eval_shape(self.collector.call, batch, self._key_shape, exist)
+        start = jax.ShapeDtypeStruct((), np.int32)
+        return self.collector.pass_program(one).lower(params, call, start).compile()
+
+    def _bytes_of(self, compiled: Any) -> PassBytes:
+        memory = compiled.memory_analysis()
+        inputs = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self._shapes[1:]))
+        out = memory.output_size_in_bytes
+        return PassBytes(memory.temp_size_in_bytes + inputs, out, _sums(out))
+
+    def fit(self, room: int, *, held: int, every: bool = True) -> PassBytes:
         """The largest budget of factors with which a pass takes at most ``room`` bytes.
+
+        Compiling is most of the time. What a pass takes beside its factors hardly depends on
+        which they are, so the programs of one budget tell what others need.
 
         Args:
             room: For a pass.
             held: What is there beside it, for the error.
+            every: Whether every pass is compiled, to be run; or, to plan, the largest alone.
 
         Raises:
             ValueError: the smallest does not fit, with what would.
         """
         params, batch, _ = self._shapes
         least, whole = self.collector.budgets(params, batch, self._key_shape)
-        smallest = self.use(least)
-        if smallest.total > room:
-            raise ValueError(
-                f"--device-bytes {bytes_text(room + held)}: the smallest with which this analysis "
-                f"can do is {bytes_text(smallest.total + held)}: {bytes_text(held)} for the model "
-                f"and this process, {bytes_text(smallest.temporaries)} for activations and "
-                f"temporaries, {bytes_text(smallest.factors + smallest.sums)} for factors; a "
-                "smaller --batch-size, --max-length or --max-dense needs less"
-            )
-        fixed = smallest.total - _share(least)
-        budget = max(least, min(whole, int((room - fixed) / _share(1))))
+        found = self.use(least, every=False)
+        _check_room(found, room, held)
+        left = room - (found.total - self._most(least))
         for _ in range(_TRIES):
-            found = self.use(budget)
-            if found.total <= room or budget == least:
+            budget = self._largest(least, whole, left)
+            found = self.use(budget, every=every)
+            if found.total <= room:
                 return found
-            budget = max(least, int(budget - (found.total - room) / _share(1) - budget / 64))
-        return self.use(least)
+            if budget == least:
+                break
+            left -= found.total - room + budget // 64
+        found = self.use(least, every=every)
+        _check_room(found, room, held)
+        return found
+
+    def _largest(self, least: int, whole: int, room: int) -> int:
+        """A budget whose passes have factors of ``room`` bytes at most, or the least."""
+        if self._most(whole) <= room:
+            return whole
+        low, high = least, whole
+        for _ in range(_HALVINGS):
+            middle = (low + high) // 2
+            if self._most(middle) <= room:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _most(self, max_factor_bytes: int) -> int:
+        """Bytes of the factors of the largest pass under a budget, with their sums."""
+        return max(_with_sums(one) for one in self._planned(max_factor_bytes))
 
     def call(self, batch: Any, exist: Any, key: Any) -> Any:
         """The arguments of a program."""
@@ -208,6 +234,22 @@ def _form(one: Pass) -> Any:
     return tuple(one.parts.items())
 
 
-def _share(budget: int) -> float:
-    """Bytes that so many of factors take, with what is kept beside them."""
-    return budget * 1.6
+def _check_room(found: PassBytes, room: int, held: int) -> None:
+    """Refuse a room that the least budget does not fit into."""
+    if found.total > room:
+        raise ValueError(
+            f"--device-bytes {bytes_text(room + held)}: the smallest with which this analysis "
+            f"can do is {bytes_text(found.total + held)}: {bytes_text(held)} for the model "
+            f"and this process, {bytes_text(found.temporaries)} for activations and "
+            f"temporaries, {bytes_text(found.factors + found.sums)} for factors; a "
+            "smaller --batch-size, --max-length or --max-dense needs less"
+        )
+
+
+def _sums(factors: int) -> int:
+    """Of what a pass returns, triangles folded; one block is folded before its array is let go."""
+    return factors // 2 + factors // 16
+
+
+def _with_sums(one: Pass) -> int:
+    return one.nbytes + _sums(one.results)

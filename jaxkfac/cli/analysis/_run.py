@@ -1,5 +1,6 @@
 """`jaxkfac analyze` of a pretrained model: plan, run the stages, and write what was found."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ from jaxkfac.files import whole_file, write_text
 from jaxkfac.report import (
     AnalysisRecord,
     CapacityReport,
+    ModelMemory,
     analysis_page,
     capacity_table,
     comparison_table,
@@ -46,22 +48,29 @@ def run_analysis(arguments: AnalyzeArguments) -> None:
         models[str(arguments.compare)] = arguments.output / _OTHER
     with jk.memory.track("analysis") as stages:
         found: list[Found] = []
+        plans: list[ModelMemory] = []
         first: Prepared | None = None
         for number, (model, path) in enumerate(models.items()):
-            with jk.memory.track("plan"):
-                ready = prepare(arguments, model, path)
-            console.print(memory_plan_table(model, ready.rows, disk=ready.disk))
-            if arguments.plan:
-                continue
-            if arguments.overwrite and not found:  # texts, model and options have been checked
-                _remove(arguments.output)
-            found.append(run_stages(ready, arguments, exact=number == 0))
+            # of its own: stages of the same names would be taken for those of the first
+            own = contextlib.nullcontext(stages) if number == 0 else jk.memory.track("compared")
+            with own as own_stages:
+                with jk.memory.track("plan"):
+                    ready = prepare(arguments, model, path)
+                console.print(memory_plan_table(model, ready.rows, disk=ready.disk))
+                if arguments.plan:
+                    continue
+                if arguments.overwrite and not found:  # texts, model and options were checked
+                    _remove(arguments.output)
+                found.append(run_stages(ready, arguments, exact=number == 0))
+            peaks = _peaks(own_stages)
+            passes = len(ready.analysis.passes)
+            plans.append(ModelMemory(model, ready.rows, peaks, passes, ready.disk))
             first = first or ready
             del ready
     if first is None:
         return
     with phase("measuring capacity"):
-        record = _record(arguments, first, found, stages)
+        record = _record(arguments, first, found, plans, stages)
     with phase("writing the report"):
         _write(arguments, record)
     for path in models.values():
@@ -117,8 +126,18 @@ def _clean(arguments: AnalyzeArguments, path: Path, *, whole: bool) -> None:
         shutil.rmtree(path / "factors", ignore_errors=True)
 
 
+def _peaks(stages: jk.memory.Stage) -> dict[str, int]:
+    """Most bytes of main memory of each stage of one model."""
+    known = ((stage.name, stage.resident_peak) for stage in stages.stages)
+    return {name: peak.nbytes for name, peak in known if peak is not None}
+
+
 def _record(
-    arguments: AnalyzeArguments, ready: Prepared, found: list[Found], stages: jk.memory.Stage
+    arguments: AnalyzeArguments,
+    ready: Prepared,
+    found: list[Found],
+    plans: list[ModelMemory],
+    stages: jk.memory.Stage,
 ) -> AnalysisRecord:
     examples = arguments.num_examples or ready.texts.num_terms
     measured = [
@@ -129,11 +148,6 @@ def _record(
     if arguments.compare is not None:
         comparison = jk.compare_capacity(measured[1], measured[0])
         capacity = capacity._replace(comparison=comparison, before=str(arguments.compare))
-    peaks = {
-        stage.name: stage.resident_peak.nbytes
-        for _, stage in stages.walk()
-        if stage.resident_peak is not None
-    }
     exact = found[0].exact
     return AnalysisRecord(
         model=str(arguments.checkpoint),
@@ -146,10 +160,7 @@ def _record(
         spectra=spectrum_records(found[0].bases),
         capacity=capacity,
         exact=None if exact is None else exact._asdict(),
-        plan=ready.rows,
-        peaks=peaks,
-        passes=len(ready.analysis.passes),
-        disk=ready.disk,
+        plans=plans,
         coverage=ready.coverage,
         config=as_config(arguments.model) | {"damping": arguments.damping},
         versions=versions(),
@@ -189,5 +200,6 @@ def _print(console: Any, record: AnalysisRecord) -> None:
     console.print(legend(), style="dim")
     for line in exact_lines(record):
         console.print(line, soft_wrap=True, highlight=False)
-    rows = list(record.plan)
-    console.print(memory_plan_table(record.model, rows, disk=record.disk, peaks=record.peaks))
+    for own in record.plans:
+        table = memory_plan_table(own.model, own.plan, disk=own.disk, peaks=own.peaks)
+        console.print(table)

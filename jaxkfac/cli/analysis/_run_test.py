@@ -24,7 +24,7 @@ DOWN = "model/layers/mlp/down_proj/kernel"
 def small_passes(monkeypatch):
     """As many passes as there can be, with the sums of each saved after every batch."""
 
-    def fit(self, room, *, held):
+    def fit(self, room, *, held, every=True):
         params, batch, _ = self._shapes
         return self.use(self.collector.budgets(params, batch).least)
 
@@ -119,7 +119,7 @@ def whole(model, texts, tmp_path_factory):
     words = ("--lanczos", "1", "--lanczos-steps", "3", "--output", str(output))
     with pytest.MonkeyPatch.context() as patch:
 
-        def fit(self, room, *, held):
+        def fit(self, room, *, held, every=True):
             params, batch, _ = self._shapes
             return self.use(self.collector.budgets(params, batch).least)
 
@@ -209,6 +209,14 @@ def test_two_models_are_compared_and_one_block_is_a_layer_of_its_own(analyze, tm
     trace = layers[f"{DOWN}[1]"]["trace"]
     assert trace["before"] != trace["after"] > 0
     assert {x["layer"] for x in record["spectra"]} == {f"{DOWN}[1]"}
+    whole = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    other = whole["compared"]
+    assert other["model"] == str(louder)
+    outer = {stage["name"]: stage for stage in whole["memory"]["stages"]}
+    inner = {stage["name"]: stage for stage in outer["compared"]["stages"]}
+    for stage in ("gather", "decompose"):  # each the peak of its own model's stage
+        assert whole["peaks"][stage] == outer[stage]["resident_peak"]["nbytes"]
+        assert other["peaks"][stage] == inner[stage]["resident_peak"]["nbytes"]
 
 
 def test_a_plan_loads_nothing(analyze, monkeypatch, tmp_path, capsys):

@@ -109,12 +109,13 @@ def prepare(arguments: AnalyzeArguments, model: str, path: Path) -> Prepared:
         given = arguments.device_bytes
         room = room_of(None if given is None else int(parse_bytes(given, name="--device-bytes")))
         if "max_factor_bytes" in known:
-            largest = analysis.use(known["max_factor_bytes"])
+            gathers = not folder.has("gathered.json")
+            largest = analysis.use(known["max_factor_bytes"], every=gathers)
             rows = plan_rows(analysis, chosen, largest)
             if given is not None and room < known["room"]:
-                check_stages(rows, room, gathers=not folder.has("gathered.json"))
+                check_stages(rows, room, gathers=gathers)
         else:
-            rows = fit(analysis, chosen, room)
+            rows = fit(analysis, chosen, room, every=not arguments.plan)
         needed = disk_bytes(analysis, analysis.shapes)
         if not arguments.plan and "max_factor_bytes" not in known:
             _check_disk(path, needed - (folder.nbytes if arguments.overwrite else 0))

@@ -65,6 +65,7 @@ def analyzed(name: str, options: ModelAnalysis) -> Analyzed:
         batch_size=1,
         questions="0",
         dtype=options.dtype,
+        dropout=0.0,  # the key of sampled labels drops nothing
         loss_on="assistant" if pairs else "all",
     )
     return Analyzed(family, experiment)

@@ -67,14 +67,15 @@ def adapter_curvature(
 ) -> AdapterCurvature:
     """Factors of the adapter's layers that ``pattern`` names, on the first training batch.
 
-    The Fisher is ``experiment.kfac.fisher``, and sides beyond ``max_dense`` are diagonals.
+    The Fisher is ``experiment.kfac.fisher``, and sides beyond ``max_dense`` are diagonals. Nothing
+    is dropped.
     """
     devices = problem.devices
 
     @functools.partial(jax.jit, **devices.of_program())
     def collect(params: PyTree, adapters: PyTree, batch: Any, key: jax.Array) -> Any:
         collected = jk.value_grad_and_factors(
-            objective_of(experiment, problem, params),
+            objective_of(experiment, problem, params, drops=False),
             fisher=experiment.kfac.fisher,
             layers=pattern,
             uncovered="ignore",

@@ -70,6 +70,11 @@ class DecoderFamily(Family):
             if getattr(experiment, name):
                 words = name.replace("_", "-")
                 raise ValueError(f"--{words} is for pairs, and {experiment.model} is a decoder")
+        if experiment.dropout:
+            raise ValueError(
+                f"--dropout is of encoder-decoders, and {experiment.model} is a decoder, which was "
+                "trained without; --adapter.dropout is of the adapter's inputs"
+            )
         embedded = experiment.data == "elements"
         system = experiment.system
         if system is None:

@@ -50,7 +50,7 @@ _BYTES = EncoderDecoderConfig(
 )  # fmt: skip
 _FLAN_T5_XL = EncoderDecoderConfig(
     vocabulary=32128, width=2048, hidden=5120, encoder_depth=24, decoder_depth=24, num_heads=32,
-    head_size=64, eos_ids=(1,), **_SHAPES,
+    head_size=64, eos_ids=(1,), dropout=0.1, **_SHAPES,
 )  # fmt: skip
 ENCODER_DECODERS = {"t5-bytes": _BYTES, "flan-t5-xl": _FLAN_T5_XL}
 """Models of this kind that have a name here."""
@@ -170,6 +170,9 @@ class EncoderDecoderFamily(Family):
     def exist(self, batch: Any) -> jax.Array:
         return batch[2]  # of the target; of the source the model says it itself
 
+    def dropout(self, experiment: Finetuning, config: EncoderDecoderConfig) -> float | int:
+        return config.dropout if experiment.dropout is None else experiment.dropout
+
     def examiner(self, problem: Any, arguments: Any) -> PairExaminer:
         return PairExaminer(problem, arguments)
 
@@ -177,6 +180,7 @@ class EncoderDecoderFamily(Family):
         _check(experiment)
         return {
             "dtype": dtype_of(experiment),
+            "dropout": experiment.dropout,
             "remat": experiment.remat,
             "quantize": self.quantized(experiment),
         }
@@ -193,7 +197,9 @@ def _encoded(experiment: Finetuning, tokenizer: Any, pairs: Sequence[Pair]) -> E
 
 def _untrained(experiment: Finetuning) -> Pretrained:
     """A small encoder-decoder that reads bytes, with random parameters by the run's seed."""
-    model = EncoderDecoder(_BYTES, remat=experiment.remat, rngs=nnx.Rngs(experiment.seed))
+    rate = _BYTES.dropout if experiment.dropout is None else experiment.dropout
+    rngs = nnx.Rngs(experiment.seed)
+    model = EncoderDecoder(_BYTES, dropout=rate, remat=experiment.remat, rngs=rngs)
     apply_fn, params = from_nnx(model)
     params = jax.tree.map(lambda x: x.astype(dtype_of(experiment)), params)
     return Pretrained(_BYTES, apply_fn, params, byte_tokenizer())

@@ -135,6 +135,10 @@ class Family(abc.ABC):
     def examiner(self, problem: Any, arguments: Any) -> Any:
         """An ``Examiner``, which asks the model the same things at several updates."""
 
+    def dropout(self, experiment: Finetuning, config: Any) -> float | int:
+        """Rate of the model's own dropout in training, whose config is given."""
+        return 0.0
+
     def quantized(self, experiment: Finetuning) -> str | None:
         """Full-match pattern of the kernels in NF4."""
         return self.kernels if experiment.quantize == "all" else experiment.quantize

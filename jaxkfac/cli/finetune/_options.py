@@ -148,6 +148,8 @@ class Finetuning:
     """Which tokens are learnt; of pairs the targets are."""
     label_smoothing: float = 0.0
     """Part of each learnt token's probability that is spread over all tokens."""
+    dropout: float | None = None
+    """Of an encoder-decoder in training; by default what its config.json says, 0.1 if nothing."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the base model: bfloat16 on accelerators, float32 on a CPU, which emulates the other."""
     quantize: str | None = None
@@ -182,6 +184,8 @@ class Finetuning:
                 raise ValueError(f"{name} must be at least 2, not {value}")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must lie in [0, 1), not {self.label_smoothing}")
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), not {self.dropout}")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, not {self.seed}")
         if not 0 <= self.warmup < 1:
@@ -210,6 +214,7 @@ OLDER = {
     "train": "adapter",
     "max_target_length": 128,
     "label_smoothing": 0.0,
+    "dropout": 0.0,
     "adafactor": dataclasses.asdict(AdafactorOptions()),
 }
 

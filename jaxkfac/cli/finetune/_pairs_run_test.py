@@ -1,5 +1,6 @@
 """Whole runs of a tiny random encoder-decoder: adapters and all parameters, killed and resumed."""
 
+import errno
 import json
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxkfac as jk
-from jaxkfac.cli import main
+from jaxkfac.cli import _writer, main
 from jaxkfac.cli._checkpoint import load_checkpoint
 from jaxkfac.cli.finetune import _encoder_decoder
 from jaxkfac.cli.finetune import _run as run_module
@@ -128,8 +129,9 @@ def test_all_parameters_are_trained_and_the_model_is_read_again(words, run, tmp_
     [
         pytest.param((), marks=pytest.mark.exhaustive),
         ("--train", "all", "--optimizer", "kfac"),
+        pytest.param(("--train", "all", "--dropout", "0.2"), marks=pytest.mark.exhaustive),
     ],
-    ids=len,
+    ids=["adapter", "kfac", "dropout"],
 )
 def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
     words, run, tmp_path, monkeypatch
@@ -242,6 +244,41 @@ def test_a_folder_that_is_no_whole_model_is_refused_with_its_keys(run, folder, t
     (bad / "model.safetensors").unlink()
     assert run(model=bad) == 2
     assert "no *.safetensors in" in capsys.readouterr().err
+
+
+def test_pairs_with_an_empty_side_are_left_out_and_counted(run, data, tmp_path):
+    train = data / "train.jsonl"
+    train.write_text(train.read_text() + '\n{"en": "one", "de": ""}\n{"en": "", "de": "eins"}')
+    assert run("--steps", "1", "--samples", "0", "--generate", "0", "--epochs", "1") == 0
+    found = json.dumps(metrics(tmp_path))
+    for number, side in ((22, "target ('de')"), (23, "source ('en')")):
+        assert f"train.jsonl:{number}: the {side} is empty" in found
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_keeps_the_last_checkpoint_to_go_on_from(
+    run, tmp_path, monkeypatch, capsys
+):
+    words = ("--samples", "0", "--generate", "0")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(*words, output=whole) == 0
+    real = _writer.save_checkpoint
+
+    def full(folder, stored):
+        if stored.step == 4:
+            raise OSError(errno.ENOSPC, f"the checkpoint could not be saved to {folder}")
+        return real(folder, stored)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_writer, "save_checkpoint", full)
+        assert run(*words, output=parts) == 2
+    said = capsys.readouterr().err
+    assert "the checkpoint could not be saved to" in said and "Traceback" not in said
+    assert load_checkpoint(parts / "checkpoints").step == 2
+    assert run(*words, "--resume", output=parts) == 0
+    a, b = (load_checkpoint(path / "checkpoints") for path in (whole, parts))
+    for path in a.leaves:
+        np.testing.assert_array_equal(a.leaves[path], b.leaves[path], err_msg=path)
 
 
 def test_rouge_is_refused_at_once_where_its_package_is_missing(run, monkeypatch, capsys):

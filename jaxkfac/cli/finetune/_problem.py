@@ -119,6 +119,11 @@ class FinetuneProblem(NamedTuple):
             return self.pretrained._replace(params=adapters), {}
         return self.pretrained, {"adapted": self.adapted, "adapters": adapters}
 
+    def drops(self, experiment: Finetuning) -> bool:
+        """Whether training drops anything: of the adapters' inputs, or in the model."""
+        own = 0.0 if self.config is None else self.config.dropout
+        return own > 0 or self.family.dropout(experiment, self.pretrained.config) > 0
+
 
 def build_problem(
     experiment: Finetuning,
@@ -159,7 +164,7 @@ def _all_parameters(
     apply_fn, held = pretrained.apply_fn, [pretrained.params]
 
     def adapted(params: PyTree, adapters: PyTree, inputs: Any, key: Any = None) -> Any:
-        return apply_fn(adapters, inputs)
+        return apply_fn(adapters, inputs, key=key)
 
     return FinetuneProblem(
         family=family_of(experiment),
@@ -313,15 +318,17 @@ def _registered(nonlinearity: str) -> str:
     return found.name
 
 
-def objective_of(experiment: Finetuning, problem: FinetuneProblem, params: PyTree) -> jk.Objective:
+def objective_of(
+    experiment: Finetuning, problem: FinetuneProblem, params: PyTree, *, drops: bool = True
+) -> jk.Objective:
     """Mean negative log-likelihood as a function of the adapters.
 
-    Inside a compiled function ``params`` must be its argument: what it closes over is copied
-    into the program.
+    With a key it is that of training, with dropout, unless ``drops=False``. Inside a compiled
+    function ``params`` must be its argument: what it closes over is copied into the program.
     """
 
     def apply(adapters: Adapters, inputs: Any, key: Any = None) -> jax.Array:
-        return problem.adapted(params, adapters, inputs, key=key)
+        return problem.adapted(params, adapters, inputs, key=key if drops else None)
 
     smoothing = experiment.label_smoothing
     likelihood = SmoothedCategorical(smoothing=smoothing) if smoothing else jk.Categorical()
@@ -346,6 +353,7 @@ def options_of(experiment: Finetuning, problem: FinetuneProblem) -> dict[str, An
     streamed = isinstance(problem.train, BatchStream)
     default = problem.family.num_lengths if streamed else 1
     options["num_lengths"] = experiment.num_lengths or default
+    options["dropout"] = problem.family.dropout(experiment, problem.pretrained.config)
     if problem.config is not None:
         for name in ("target", "rank", "alpha", "rslora"):  # a saved adapter has its own
             options["adapter"][name] = getattr(problem.config, name)

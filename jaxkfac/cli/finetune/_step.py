@@ -132,9 +132,8 @@ class MicroStep:
 def _micro_step(
     problem: FinetuneProblem, experiment: Finetuning, tx: optax.GradientTransformationExtraArgs
 ) -> Any:
-    config, weight, dropout = problem.config, 0.0, 0.0
+    config, weight, drops = problem.config, 0.0, problem.drops(experiment)
     if config is not None:
-        dropout = config.dropout
         weight = 0.0 if config.fourier_placement == "none" else config.reg_weight
 
     def penalty_of(adapters: PyTree) -> jax.Array:
@@ -151,7 +150,7 @@ def _micro_step(
         objective = objective_of(experiment, problem, params)
         _, _, mask = batch
         key = jax.random.fold_in(jax.random.key(experiment.seed), number)
-        drop = jax.random.fold_in(key, _DROPOUT) if dropout else None
+        drop = jax.random.fold_in(key, _DROPOUT) if drops else None
         extra: dict[str, Any]
         if experiment.optimizer == "kfac":
             collect = collector(experiment, objective)

@@ -103,6 +103,7 @@ def _scoring(arguments: InfluenceArguments) -> Scoring:
         max_length=arguments.max_length,
         max_target_length=arguments.max_target_length,
         dtype=arguments.dtype,
+        dropout=0.0,  # the key of sampled labels drops nothing
     )
     if arguments.model in ("t5-bytes", "flan-t5-xl"):
         raise ValueError(

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxkfac.linalg import statistics_dtype
 from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
+from jaxkfac.models.encoder_decoder._dropout import NO_DROPOUT, Dropout
 
 
 class KeysValues(NamedTuple):
@@ -56,7 +57,9 @@ class PlainAttention(nnx.Module):
         """Keys and values of a stream."""
         return KeysValues(*(self._by_head(kernel(x_BxSxD)) for kernel in (self.k, self.v)))
 
-    def __call__(self, x_BxTxD: Array, asked: KeysValues, seen: Seen) -> Array:
+    def __call__(
+        self, x_BxTxD: Array, asked: KeysValues, seen: Seen, dropout: Dropout = NO_DROPOUT
+    ) -> Array:
         q_BxTxHxK = self._by_head(self.q(x_BxTxD))
         # Written out: jax.nn.dot_product_attention has its scores in float32 under x64 too.
         wide = statistics_dtype(x_BxTxD.dtype)
@@ -68,6 +71,7 @@ class PlainAttention(nnx.Module):
         if seen.mask is not None:
             scores_BxHxTxS = jnp.where(seen.mask, scores_BxHxTxS, jnp.finfo(wide).min)
         weights_BxHxTxS = jax.nn.softmax(scores_BxHxTxS, axis=-1).astype(x_BxTxD.dtype)
+        weights_BxHxTxS = dropout(weights_BxHxTxS)
         mixed_BxTxHxK = jnp.einsum("bhts,bshk->bthk", weights_BxHxTxS, asked.values)
         return self.o(mixed_BxTxHxK.reshape(*x_BxTxD.shape[:2], -1))
 

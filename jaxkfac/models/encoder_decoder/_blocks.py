@@ -9,6 +9,7 @@ from jaxtyping import Array
 from jaxkfac.models._rms_norm import RMSNorm
 from jaxkfac.models.encoder_decoder._attention import KeysValues, PlainAttention, Seen
 from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
+from jaxkfac.models.encoder_decoder._dropout import NO_DROPOUT, Dropout
 
 _ACTIVATIONS = {"relu": jax.nn.relu, "gelu_new": jax.nn.gelu, "silu": jax.nn.silu}
 
@@ -31,10 +32,10 @@ class FeedForward(nnx.Module):
             self.wi = kernel(config.width, config.hidden)
         self.wo = kernel(config.hidden, config.width)
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, dropout: Dropout = NO_DROPOUT) -> Array:
         act = _ACTIVATIONS[self.activation]
         hidden = act(self.wi_0(x)) * self.wi_1(x) if self.gated else act(self.wi(x))
-        return self.wo(hidden)
+        return self.wo(dropout(hidden))
 
 
 class Sublayer(nnx.Module):
@@ -78,12 +79,14 @@ class SourceBlock(nnx.Module):
             Sublayer(config, DenseReluDense=FeedForward(config, rngs=rngs)),
         )
 
-    def __call__(self, x_BxSxD: Array, seen: Seen) -> Array:
+    def __call__(self, x_BxSxD: Array, seen: Seen, dropout: Dropout = NO_DROPOUT) -> Array:
         first, last = self.layer[0], self.layer[1]
         normed = first.layer_norm(x_BxSxD)
         attend = first.SelfAttention
-        x_BxSxD = x_BxSxD + attend(normed, attend.asked(normed), seen)
-        return x_BxSxD + last.DenseReluDense(last.layer_norm(x_BxSxD))
+        found = attend(normed, attend.asked(normed), seen, dropout.at(0))
+        x_BxSxD = x_BxSxD + dropout.at(1)(found)
+        found = last.DenseReluDense(last.layer_norm(x_BxSxD), dropout.at(2))
+        return x_BxSxD + dropout.at(3)(found)
 
 
 class TargetBlock(nnx.Module):
@@ -101,7 +104,13 @@ class TargetBlock(nnx.Module):
         return self.layer[1].EncDecAttention.asked(memory_BxSxD)
 
     def __call__(
-        self, x_BxTxD: Array, seen: Seen, across: KeysValues, seen_across: Seen, past: Past | None
+        self,
+        x_BxTxD: Array,
+        seen: Seen,
+        across: KeysValues,
+        seen_across: Seen,
+        past: Past | None,
+        dropout: Dropout = NO_DROPOUT,
     ) -> tuple[Array, KeysValues | None]:
         first, middle, last = self.layer[0], self.layer[1], self.layer[2]
         normed = first.layer_norm(x_BxTxD)
@@ -113,8 +122,10 @@ class TargetBlock(nnx.Module):
                     for places, new in zip(past.places, asked, strict=True)
                 )
             )
-        x_BxTxD = x_BxTxD + first.SelfAttention(normed, asked, seen)
+        found = first.SelfAttention(normed, asked, seen, dropout.at(0))
+        x_BxTxD = x_BxTxD + dropout.at(1)(found)
         normed = middle.layer_norm(x_BxTxD)
-        x_BxTxD = x_BxTxD + middle.EncDecAttention(normed, across, seen_across)
-        x_BxTxD = x_BxTxD + last.DenseReluDense(last.layer_norm(x_BxTxD))
-        return x_BxTxD, None if past is None else asked
+        found = middle.EncDecAttention(normed, across, seen_across, dropout.at(2))
+        x_BxTxD = x_BxTxD + dropout.at(3)(found)
+        found = last.DenseReluDense(last.layer_norm(x_BxTxD), dropout.at(4))
+        return x_BxTxD + dropout.at(5)(found), None if past is None else asked

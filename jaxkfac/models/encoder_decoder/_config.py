@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from jaxkfac.models.checkpoint import token_ids
+from jaxkfac.models.encoder_decoder._dropout import check_rate
 
+_DROPOUT = 0.1  # what a file means that does not say it
 Activation = Literal["relu", "gelu_new", "silu"]
 
 # What a file calls gelu is the tanh form of it.
@@ -39,6 +41,7 @@ class EncoderDecoderConfig:
         start_id: What the decoder's inputs begin with.
         pad_id: Token of padding.
         eos_ids: Tokens that end an answer.
+        dropout: Rate with which it was trained; that of a model is chosen when it is made.
 
     Example:
         >>> config = EncoderDecoderConfig.from_hugging_face({
@@ -66,6 +69,7 @@ class EncoderDecoderConfig:
     start_id: int = 0
     pad_id: int = 0
     eos_ids: tuple[int, ...] = ()
+    dropout: float | int = 0.0
 
     def __post_init__(self) -> None:
         sizes = ("vocabulary", "width", "hidden", "encoder_depth", "decoder_depth", "num_heads")
@@ -81,6 +85,7 @@ class EncoderDecoderConfig:
             )
         if self.activation not in get_args(Activation):
             raise ValueError(f"activation must be one of {get_args(Activation)}")
+        check_rate(self.dropout)
 
     @property
     def parts(self) -> dict[str, dict[str, int]]:
@@ -111,6 +116,7 @@ class EncoderDecoderConfig:
             "relative_attention_max_distance": self.max_distance,
             "feed_forward_proj": feed_forward[self.activation, self.gated],
             "layer_norm_epsilon": self.norm_epsilon,
+            "dropout_rate": self.dropout,
             "tie_word_embeddings": self.tied_head,
             "scale_decoder_outputs": self.scaled_head,
             "decoder_start_token_id": self.start_id,
@@ -164,4 +170,5 @@ class EncoderDecoderConfig:
             start_id=pad if start is None else start,
             pad_id=pad,
             eos_ids=token_ids(config.get("eos_token_id")),
+            dropout=config.get("dropout_rate", _DROPOUT),
         )

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from jaxkfac.interception import mark_rows
 from jaxkfac.models._rms_norm import RMSNorm
@@ -18,6 +18,7 @@ from jaxkfac.models.encoder_decoder._attention import KeysValues, Seen
 from jaxkfac.models.encoder_decoder._blocks import Past, SourceBlock, TargetBlock
 from jaxkfac.models.encoder_decoder._cache import CachedPairs, PairsCache
 from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
+from jaxkfac.models.encoder_decoder._dropout import NO_DROPOUT, Dropout, check_rate
 from jaxkfac.models.encoder_decoder._pairs import Pairs, check_pairs
 from jaxkfac.models.encoder_decoder._positions import RelativePositions
 
@@ -47,6 +48,19 @@ class BlockStack(nnx.Module):
         )
         self.final_layer_norm = RMSNorm(config.width, config.norm_epsilon)
 
+    def dropped(self, step: Any, x: Array, dropout: Dropout) -> Array:
+        """``x = step(x, block, dropout)`` through all blocks, then the norm; dropout around them.
+
+        Each block draws numbers of its own.
+        """
+
+        def with_key(x: Array, block: Any, *key: Array) -> tuple[Array, None]:
+            return step(x, block, Dropout(dropout.rate, *key)), None
+
+        keys = dropout.at(1).split(self.depth)
+        x, _ = self.scanned(with_key, dropout.at(0)(x), *keys)
+        return dropout.at(2)(x)
+
     def scanned(self, step: Any, x: Array, *stacked: Any) -> Any:
         """``x, out = step(x, block, slices of stacked)`` through all blocks, then the norm."""
         step = nnx.remat(step) if self.remat else step
@@ -62,11 +76,16 @@ class EncoderDecoder(nnx.Module):
 
     Logits are ``(B, T, V)`` in the dtype of the parameters. For generation inputs are
     :class:`CachedPairs`. Softmax and norms are computed in
-    float32. There is no dropout. Rows of the source that its mask leaves out are in no factor;
+    float32. Rows of the source that its mask leaves out are in no factor;
     the model marks them itself (:func:`jaxkfac.mark_rows`).
+
+    With a ``key`` it drops numbers as T5 does in training: of the embedded tokens, the attention
+    weights, what every attention and feed-forward layer adds to the stream, the inputs of ``wo``,
+    and the outputs of each stack. Without one it drops nothing, whatever the rate.
 
     Args:
         config: Sizes.
+        dropout: Probability in [0, 1) with which a number is dropped, where a call has a key.
         remat: Recompute each block's activations in the backward pass.
         rngs: For the initial values.
 
@@ -79,8 +98,15 @@ class EncoderDecoder(nnx.Module):
         (5, 3, 97)
     """
 
-    def __init__(self, config: EncoderDecoderConfig, *, remat: bool = True, rngs: nnx.Rngs) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: EncoderDecoderConfig,
+        *,
+        dropout: float | int = 0.0,
+        remat: bool = True,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.config, self.dropout = config, check_rate(dropout)
         self.shared = TokenEmbedding(config.vocabulary, config.width, rngs=rngs)
         depths = (config.encoder_depth, config.decoder_depth)
         self.encoder, self.decoder = (
@@ -94,22 +120,22 @@ class EncoderDecoder(nnx.Module):
             )
 
     def __call__(
-        self, pairs: Pairs | CachedPairs
+        self, pairs: Pairs | CachedPairs, *, key: Key[Array, ""] | None = None
     ) -> Float[Array, "B T V"] | tuple[Float[Array, "B V"], PairsCache]:
         if isinstance(pairs, CachedPairs):
             return self._next(*pairs)
         source, mask, target = _marked(pairs)
-        memory_BxSxD = self._encoded(source, mask)
+        dropout = Dropout(self.dropout, key)
+        memory_BxSxD = self._encoded(source, mask, dropout.at(0))
         places = jnp.arange(target.shape[1])
         causal = (places[None, :] <= places[:, None])[None, None]
         seen = Seen(causal, self.decoder.relative_attention_bias(places, places))
         across = Seen(_keys(mask), None)
 
-        def step(x: Array, block: TargetBlock) -> Any:
-            return block(x, seen, block.across(memory_BxSxD), across, None)
+        def step(x: Array, block: TargetBlock, dropout: Dropout) -> Array:
+            return block(x, seen, block.across(memory_BxSxD), across, None, dropout)[0]
 
-        x_BxTxD, _ = self.decoder.scanned(step, self.shared(target))
-        return self._head(x_BxTxD)
+        return self._head(self.decoder.dropped(step, self.shared(target), dropout.at(1)))
 
     def _next(self, pairs: Pairs, cache: PairsCache) -> tuple[Array, PairsCache]:
         """Logits of the last token of each row."""
@@ -148,14 +174,14 @@ class EncoderDecoder(nnx.Module):
         scan = nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
         return scan(memory_BxSxD, self.decoder.block)[1]  # pyright: ignore[reportArgumentType]
 
-    def _encoded(self, source: Array, mask: Array | None) -> Array:
+    def _encoded(self, source: Array, mask: Array | None, dropout: Dropout = NO_DROPOUT) -> Array:
         places = jnp.arange(source.shape[1])
         seen = Seen(_keys(mask), self.encoder.relative_attention_bias(places, places))
 
-        def step(x: Array, block: SourceBlock) -> tuple[Array, None]:
-            return block(x, seen), None
+        def step(x: Array, block: SourceBlock, dropout: Dropout) -> Array:
+            return block(x, seen, dropout)
 
-        return self.encoder.scanned(step, self.shared(source))[0]
+        return self.encoder.dropped(step, self.shared(source), dropout)
 
     def _head(self, x: Array) -> Array:
         if self.config.scaled_head:

@@ -31,6 +31,7 @@ def load_encoder_decoder(
     path: str | Path,
     *,
     dtype: DTypeLike = jnp.bfloat16,
+    dropout: float | int | None = 0.0,
     remat: bool = True,
     quantize: str | None = None,
     sharding: LeafSharding | None = None,
@@ -46,6 +47,8 @@ def load_encoder_decoder(
         path: A folder with ``config.json``, ``model.safetensors`` (or an index and shards) and,
             if there is a tokenizer, ``tokenizer.json`` and ``tokenizer_config.json``.
         dtype: Of the parameters, and so of the computation.
+        dropout: Rate where a call has a ``key``; ``None`` takes that of the file. Of training
+            alone: a key for sampled labels drops numbers too.
         remat: Recompute each block's activations in the backward pass.
         quantize: Full-match pattern over paths of stacked kernels
             (``r"(encoder|decoder)/block/.*/kernel"``): these are quantised to NF4 as they are
@@ -94,13 +97,15 @@ def load_encoder_decoder(
         quantize=quantize,
         what=f"loading {path}",
     )
-    return Pretrained(config, encoder_decoder_function(config, remat), params, tokenizer, str(path))
+    apply_fn = encoder_decoder_function(config, remat, dropout)
+    return Pretrained(config, apply_fn, params, tokenizer, str(path))
 
 
 def encoder_decoder_shapes(
     path: str | Path,
     *,
     dtype: DTypeLike = jnp.bfloat16,
+    dropout: float | int | None = 0.0,
     remat: bool = True,
     quantize: str | None = None,
 ) -> Pretrained:
@@ -119,17 +124,21 @@ def encoder_decoder_shapes(
         sizes = {"vocabulary": config.vocabulary, "eos_ids": config.eos_ids}
         source, tokenizer = open_weights(path, **sizes)
         config = dataclasses.replace(config, tied_head=_is_tied(config, source))
-    return shaped_encoder_decoder(config, dtype, remat, quantize)._replace(
+    return shaped_encoder_decoder(config, dtype, dropout, remat, quantize)._replace(
         tokenizer=tokenizer, path=str(path)
     )
 
 
 def shaped_encoder_decoder(
-    config: EncoderDecoderConfig, dtype: DTypeLike, remat: bool, quantize: str | None
+    config: EncoderDecoderConfig,
+    dtype: DTypeLike,
+    dropout: float | int | None,
+    remat: bool,
+    quantize: str | None,
 ) -> Pretrained:
     """An encoder-decoder of these sizes with shapes for parameters, and no tokenizer."""
     shapes = fill_shapes(layout(config), dtype=checked_dtype(dtype), quantize=quantize)
-    return Pretrained(config, encoder_decoder_function(config, remat), shapes, None)
+    return Pretrained(config, encoder_decoder_function(config, remat, dropout), shapes, None)
 
 
 def save_encoder_decoder(folder: str | Path, pretrained: Pretrained) -> None:
@@ -152,9 +161,16 @@ def save_encoder_decoder(folder: str | Path, pretrained: Pretrained) -> None:
     save_folder(folder, pretrained.params, layout(config), plain, pretrained.tokenizer)
 
 
-def encoder_decoder_function(config: EncoderDecoderConfig, remat: bool) -> NnxApply:
+def encoder_decoder_function(
+    config: EncoderDecoderConfig, remat: bool, dropout: float | int | None = 0.0
+) -> NnxApply:
     """``apply_fn`` of an encoder-decoder whose parameters are given with each call."""
-    shapes = nnx.eval_shape(lambda: EncoderDecoder(config, remat=remat, rngs=nnx.Rngs(0)))
+    rate = config.dropout if dropout is None else dropout
+
+    def model() -> EncoderDecoder:
+        return EncoderDecoder(config, dropout=rate, remat=remat, rngs=nnx.Rngs(0))
+
+    shapes = nnx.eval_shape(model)
     return from_nnx(shapes)[0]
 
 

@@ -1,0 +1,96 @@
+"""Analyses that Ctrl-C or SIGKILL stops go on to the bits of one that nobody stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxkfac.cli.analysis import _decompose, _gather, _lanczos
+from jaxkfac.cli.analysis._run_test import found
+
+WORDS = ("--checkpoint-every", "9", "--lanczos", "1", "--lanczos-steps", "3")
+# Where Ctrl-C comes: what is called, for which time, and what is there then.
+MOMENTS = {
+    "a batch": (_gather, "_add", 1, "factors/pass-0"),
+    "the last batch": (_gather, "_add", 2, "factors/pass-0.json"),
+    "Lanczos": (_lanczos, "_dot", 5, "lanczos/state.json"),
+    "decompose": (_decompose, "_values", 2, "spectra"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(model, texts, tmp_path_factory):
+    """What an analysis finds that nobody stops."""
+    from jaxkfac.cli import main
+
+    output = tmp_path_factory.mktemp("whole")
+    fixed = ("--data", str(texts), "--max-length", "16", "--batch-size", "4")
+    assert main(["analyze", str(model), *fixed, "--output", str(output), *WORDS]) == 0
+    return found(output)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "the last batch",
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in MOMENTS if x != "the last batch"),
+    ],
+)
+def test_ctrl_c_is_answered_with_the_command_that_goes_on(
+    analyze, whole, monkeypatch, tmp_path, capsys, moment
+):
+    module, name, number, kept = MOMENTS[moment]
+    original, calls = getattr(module, name), []
+
+    def pressed(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, pressed)
+        assert analyze(*WORDS) == 130
+    said = capsys.readouterr().err
+    assert "interrupted; continue with: jaxkfac analyze" in said and "--resume" in said
+    assert "Traceback" not in said
+    if module is _gather:
+        assert "the batch under way is ended and kept, then stopping" in said
+    assert (tmp_path / "out" / kept).exists()
+    assert not (tmp_path / "out" / "metrics.json").exists()
+    assert analyze(*WORDS, "--resume") == 0
+    assert found(tmp_path / "out") == whole
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    "file", ["lanczos/state.json", "factors/pass-0", "factors/pass-0.json", "spectra/*"]
+)
+def test_a_killed_process_is_gone_on_with_to_the_same_bits(
+    model, texts, whole, analyze, tmp_path, file
+):
+    """Killed as soon as it has written a file."""
+    output = tmp_path / "out"
+    fixed = ("--data", str(texts), "--max-length", "16", "--batch-size", "4")
+    words = (*WORDS, "--checkpoint-every", "1", "--output", str(output))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxkfac", "analyze", str(model), *fixed, *words],
+        env=os.environ | {"JAXKFAC_CACHE": str(tmp_path / "cache")},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    while process.poll() is None and not list(output.glob(file)):
+        time.sleep(0.001)
+    process.kill()
+    _, error = process.communicate()
+    assert list(output.glob("*")), error.decode()
+    assert process.returncode == -signal.SIGKILL, error.decode()
+    assert not (output / "metrics.json").exists()
+    assert json.loads((output / "analysis.json").read_text())["texts"]
+    assert analyze(*WORDS, "--checkpoint-every", "1", "--resume") == 0
+    assert found(output) == whole
