@@ -93,6 +93,8 @@ def normal(*shape):
 
 
 IDS = jnp.asarray(RNG.integers(0, 5, (3, 4)))
+
+
 PROGRAMS = {
     "convolution": (
         convolution,
@@ -113,6 +115,17 @@ def test_scores_of_programs_that_are_no_matrix_product_of_rows(name):
     objective = jk.Objective(model, jk.Categorical(ignore_index=-100))
     for corrected in (False, True):
         check(objective, params, batch, bases_of(objective, params, batch, corrected=corrected))
+
+
+def test_a_weight_that_one_layer_answers_for_with_biases_of_two():
+    def model(p, x):
+        h = jnp.tanh(x @ p["w"] + p["b"])
+        return jnp.tanh(h @ p["w"] + p["c"]) @ p["head"]
+
+    params = {"w": normal(3, 3), "b": normal(3), "c": normal(3), "head": normal(3, 4)}
+    batch = (normal(3, 3), jnp.asarray([0, 3, 1]))
+    objective = jk.Objective(model, jk.Categorical())
+    check(objective, params, batch, bases_of(objective, params, batch))
 
 
 def test_each_output_of_several_counts_with_the_sum_of_its_terms():

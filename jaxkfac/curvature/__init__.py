@@ -39,6 +39,7 @@ from jaxkfac.curvature._owned_blocks import (
     parameters_outside,
 )
 from jaxkfac.curvature._placement import Placement, solver_scratch
+from jaxkfac.curvature._quadratic_forms import quadratic_forms
 from jaxkfac.curvature._reconstruct import reconstruct
 from jaxkfac.curvature.capacity import (
     CapacityComparison,
@@ -97,6 +98,7 @@ __all__ = [
     "precondition",
     "precondition_blocks",
     "precondition_many",
+    "quadratic_forms",
     "read_many",
     "reconstruct",
     "solver_scratch",

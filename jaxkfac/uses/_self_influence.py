@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from jaxkfac._checks import at_least_one
-from jaxkfac.curvature import BlockDamping, Eigenbases, check_block_damping, precondition_many
+from jaxkfac.curvature import BlockDamping, Eigenbases, check_block_damping, quadratic_forms
 from jaxkfac.factors import Batch, Objective
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.uses._batches import batches_of
 from jaxkfac.uses._examples import Examples
 from jaxkfac.uses._fitting import fitting
 
-GRADIENTS = 3  # of each example alive at once: its own, the same by layer, the preconditioned
+GRADIENTS = 3  # of each example alive at once: its own, the same by layer, the rotated
 
 
 def self_influence(
@@ -70,9 +70,7 @@ def self_influence(
     def scores(params: PyTree, bases: Eigenbases, batch: Batch, state: PyTree) -> Array:
         def of_some(some: Batch, _: Any) -> Array:
             gradients = examples.gradients(params, some, state)
-            solved = precondition_many(gradients, bases, damping)
-            each = [(gradients[path] * x).reshape(len(x), -1).sum(-1) for path, x in solved.items()]
-            return sum(each[1:], each[0])
+            return quadratic_forms(gradients, bases, damping)
 
         return map_over_chunks(of_some, batch, at_once(params, batch, state))
 
