@@ -449,15 +449,35 @@ def test_one_slice_of_a_stack_is_read_by_no_other():
 
 
 def test_self_influence_is_the_same_whatever_fits_at_once():
-    bases = bases_of(OBJECTIVE, PARAMS, BATCH)
-    one = 3 * 8 * sum(x.size for x in PARAMS.values())
-    args = OBJECTIVE, PARAMS, bases
+    def model(p, x):  # a weight that is read twice, so that its gradients are held
+        return jnp.tanh(jnp.tanh(x @ p["w"]) @ p["w"]) @ p["u"]
+
+    objective, params = (
+        jk.Objective(model, jk.Categorical()),
+        {"w": normal(3, 3), "u": normal(3, 2)},
+    )
+    bases = bases_of(objective, params, BATCH)
+    args, one = (objective, params, bases), 3 * 8 * params["w"].size
     whole = jk.self_influence(*args, BATCH)
     assert whole.shape == (6,)
     for budget in (one, 4 * one):
         assert_close(jk.self_influence(*args, BATCH, max_bytes=budget), whole)
     with pytest.raises(jk.MemoryBudgetError, match="gradients of one example take"):
         jk.self_influence(*args, BATCH, max_bytes=one - 1)
+
+
+def test_self_influence_holds_no_gradient_of_a_layer_that_is_passed_once():
+    """Of 128 examples these would be more than all that the program takes."""
+    params = {"w": normal(48, 48), "u": normal(48, 48)}
+    batch = normal(128, 2, 48), jnp.zeros((128, 2), int)
+    objective = jk.Objective(lambda p, x: jnp.tanh(x @ p["w"]) @ p["u"], jk.Categorical())
+    bases = bases_of(objective, params, batch)
+
+    def own(params, batch):
+        return jk.self_influence(objective, params, bases, batch, max_bytes=1)
+
+    taken = jax.jit(own).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
+    assert taken < 128 * 8 * 48 * 48
 
 
 @pytest.mark.parametrize("pattern", ["u", "w"])

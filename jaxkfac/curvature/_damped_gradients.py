@@ -21,7 +21,7 @@ from jaxkfac.linalg import check_damping, diagonal_power
 BlockDamping = ArrayLike | Literal["heuristic"]
 DampingByLayer = BlockDamping | Mapping[str, Float[Array, ""]]
 Solved = tuple[Array | None, Array | None]
-OfBlock = Callable[[Form, Operands, Power], Solved]  # solve, or quadratic
+Apply = Callable[[Form, Operands, Power], Solved]  # solve, or quadratic
 
 HEURISTIC = 0.1  # of the mean eigenvalue of a block
 
@@ -76,7 +76,7 @@ def by_block(
     bases: Eigenbases,
     damping: DampingByLayer,
     power: float,
-    of_block: OfBlock,
+    apply: Apply,
 ) -> Iterator[tuple[Layer, Solved]]:
     """Of each layer's block what ``solve`` or ``quadratic`` gives for each gradient."""
     for owner in owners(bases.layers):
@@ -88,13 +88,13 @@ def by_block(
             row = read_many(gradients[layer.bias.path], layer.bias, layer)
         if isinstance(basis, DiagonalEigenbasis):
             scaled = kernel * _diagonal_power(layer, basis, delta, power)
-            yield layer, (scaled if of_block is solve else (kernel * scaled).sum((-2, -1)), None)
+            yield layer, (scaled if apply is solve else (kernel * scaled).sum((-2, -1)), None)
             continue
         form = Form(bases.wants_ones(layer), owner.writes_weight, owner.writes_bias)
         dtype = basis.a_values.dtype
         row = None if row is None else row.astype(dtype)
         block = Operands(kernel.astype(dtype), row, basis)
-        yield layer, _solved(form, block, delta, power, of_block)
+        yield layer, _solved(form, block, delta, power, apply)
 
 
 def read_many(
@@ -120,25 +120,22 @@ def write_many(
 
 
 def _solved(
-    form: Form, block: Operands, damping: BlockDamping, exponent: float, of_block: OfBlock
+    form: Form, block: Operands, damping: BlockDamping, exponent: float, apply: Apply
 ) -> Solved:
-    """``of_block`` of ``(stack..., many, in, out)``, one entry of the stack at a time."""
+    """``apply`` of ``(stack..., many, in, out)``, one entry of the stack at a time."""
 
     def each(form: Form, kernel: Any, row: Any, basis: Any, damping: Any) -> Any:
         power = Power(exponent, damping, "exact", 0.0)
-        return jax.vmap(lambda w, b: of_block(form, Operands(w, b, basis), power))(kernel, row)
+        return jax.vmap(lambda w, b: apply(form, Operands(w, b, basis), power))(kernel, row)
 
     def one(block: Operands) -> tuple[Array | None, Array | None]:
         kernel, row, basis = block
         weight, bias = None, None
         if kernel is not None:
             beside = row if form.joint else None
-            weight, bias = each(form, kernel, beside, basis, _of_block(basis, damping))
+            weight, bias = each(form, kernel, beside, basis, of_block(basis, damping))
         if row is not None and not form.joint:  # a block of its own, with a damping of its own
-            values = basis.g_values if basis.bias_values is None else basis.bias_values
-            bias = each(form, None, row, basis, _share_of(jnp.maximum(values, 0).mean(), damping))[
-                1
-            ]
+            bias = each(form, None, row, basis, of_bias(basis, damping))[1]
         return weight, bias
 
     block = block._replace(kernel=block.kernel if form.joint or form.writes_weight else None)
@@ -153,12 +150,19 @@ def _solved(
     return weight, bias
 
 
-def _of_block(basis: KroneckerEigenbasis, damping: BlockDamping) -> Any:
+def of_block(basis: KroneckerEigenbasis, damping: BlockDamping) -> Any:
+    """The damping of a block of two factors."""
     if basis.measured is not None:
         mean = jnp.maximum(basis.measured.values, 0).mean() * jnp.square(basis.measured.root[0, 0])
     else:
         mean = jnp.maximum(basis.a_values, 0).mean() * jnp.maximum(basis.g_values, 0).mean()
     return _share_of(mean, damping)
+
+
+def of_bias(basis: KroneckerEigenbasis, damping: BlockDamping) -> Any:
+    """The damping of a bias with a block of its own."""
+    values = basis.g_values if basis.bias_values is None else basis.bias_values
+    return _share_of(jnp.maximum(values, 0).mean(), damping)
 
 
 def _share_of(mean: Array, damping: BlockDamping) -> Any:

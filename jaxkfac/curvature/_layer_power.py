@@ -128,7 +128,7 @@ def solve(form: Form, operands: Operands, power: Power) -> tuple[Array | None, A
         if kernel is not None:
             kernel = _apply(powered_eigenvalues(basis, power), kernel, basis)
         if row is not None:  # the bias's block is G
-            scale = _powered_output_eigenvalues(basis, power)[..., None, :]
+            scale = powered_output_eigenvalues(basis, power)[..., None, :]
             row = scale_in_eigenbasis(row, scale, None, basis.g_vectors)
     return kernel if form.writes_weight else None, row if form.writes_bias else None
 
@@ -154,7 +154,7 @@ def quadratic(form: Form, operands: Operands, power: Power) -> tuple[Array | Non
         vectors = basis.a_vectors, basis.g_vectors
         weight = quadratic_form(kernel * scale.root, scale.values, *vectors)
     if row is not None:
-        scale = _powered_output_eigenvalues(basis, power)[..., None, :]
+        scale = powered_output_eigenvalues(basis, power)[..., None, :]
         bias = quadratic_form(row, scale, None, basis.g_vectors)
     return weight, bias
 
@@ -181,7 +181,8 @@ def powered_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> ScaledPower
     return kronecker_power(a, g, kept=kept, **how)
 
 
-def _powered_output_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> Array:
+def powered_output_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> Array:
+    """The same of a bias with a block of its own, ``(stack..., out)``."""
     raw, clipped = basis.g_raw_values, basis.g_values
     if basis.bias_raw_values is not None and basis.bias_values is not None:
         raw, clipped = basis.bias_raw_values, basis.bias_values

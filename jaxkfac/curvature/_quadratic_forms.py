@@ -3,12 +3,27 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float
 
-from jaxkfac.curvature._damped_gradients import DampingByLayer, by_block, precondition_many
-from jaxkfac.curvature._eigenbases import Eigenbases
-from jaxkfac.curvature._layer_power import quadratic
+from jaxkfac.curvature._damped_gradients import (
+    BlockDamping,
+    DampingByLayer,
+    by_block,
+    of_bias,
+    of_block,
+    precondition_many,
+)
+from jaxkfac.curvature._eigenbases import Eigenbases, KroneckerEigenbasis
+from jaxkfac.curvature._layer_power import (
+    Power,
+    powered_eigenvalues,
+    powered_output_eigenvalues,
+    quadratic,
+)
 from jaxkfac.curvature._owned_blocks import check_disjoint, owned_blocks
+from jaxkfac.interception import Layer
+from jaxkfac.linalg import ScaledPower
 
 
 def quadratic_forms(
@@ -43,6 +58,36 @@ def quadratic_forms(
             if part is not None
         ]
     return sum(parts[1:], parts[0])
+
+
+def block_powers(
+    bases: Eigenbases, layer: Layer, damping: BlockDamping, power: float = -1.0
+) -> tuple[ScaledPower, Array | None]:
+    r"""$(\lambda + \delta)^p$ of a layer's block, and of a bias that has one of its own.
+
+    Args:
+        bases: The eigenbases.
+        layer: One with two factors.
+        damping: $\delta$, as for :func:`precondition_many`.
+        power: $p$.
+
+    Returns:
+        ``(stack..., in[+1], out)``, by a root that gradients are multiplied by, and
+        ``(stack..., out)`` or ``None``.
+    """
+    basis = bases.basis(layer)
+    assert isinstance(basis, KroneckerEigenbasis)
+    own_bias = layer.bias is not None and not bases.wants_ones(layer)
+
+    def one(basis: KroneckerEigenbasis) -> tuple[ScaledPower, Array | None]:
+        both = Power(power, of_block(basis, damping), "exact", 0.0)
+        own = Power(power, of_bias(basis, damping), "exact", 0.0)
+        bias = powered_output_eigenvalues(basis, own) if own_bias else None
+        return powered_eigenvalues(basis, both), bias
+
+    for _ in layer.stack:
+        one = jax.vmap(one)
+    return one(basis)
 
 
 def _answered_once(bases: Eigenbases, leaves: Mapping[str, Any]) -> bool:
