@@ -36,7 +36,8 @@ class OwnProducts(ExampleGradients):
             return block_dtype(bases, layer)
 
         super().__init__(traced, bases.layers, dtype, traced.examples, traced.num_examples)
-        self._bases, self._damping = bases, damping
+        self._bases = bases
+        self._damping: Any = damping
         self._alone = whole_gradients(traced, bases)
 
     @property
