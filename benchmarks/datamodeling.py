@@ -82,7 +82,7 @@ def measure(subsets: int, queries: int, kronfluence: Path | None) -> dict[str, A
     """The score of each method, and ours less kronfluence's for the same Fisher."""
     data = [load_digits(split, seed=0) for split in ("train", "test")]
     (x, y), (q_x, q_y) = (
-        (one.images.reshape(-1, 64).astype(np.float32), np.asarray(one.labels, np.int32))
+        (one.images.reshape(-1, 64).astype(np.float32), np.asarray(one.labels, np.int64))
         for one in data
     )
     x, y = x[: len(x) // 2 * 2], y[: len(x) // 2 * 2]
