@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks._numbers._row import Goal, Row, Section
-from benchmarks._numbers._uses import USES
 from benchmarks.mutants import killed_by
 
 PROGRAMS = {
@@ -281,7 +280,6 @@ SECTIONS = (
         "",
         _bases,
     ),
-    USES,
     Section(
         "Tracing",
         "tracing-cpu",
