@@ -91,6 +91,8 @@ NAMES = {
     "uncovered_mask": "says what is read, and computes no number",
     "parameters_outside": "names, of which there is no number",
     "precondition_blocks": "precondition_many, layer by layer",
+    "quadratic_forms": "precondition_many, multiplied with what it was given",
+    "block_powers": "the eigenvalues of apply_power, held to it by tests of influence",
     "Linearised": _PART,
     # interception
     "Index": _TYPE,
@@ -289,5 +291,6 @@ NAMES = {
     "host_dtype": _CHECK,
     "HostDType": _TYPE,
     "ScaledPower": _PIECE,
+    "quadratic_form": _PIECE,
     "scale_in_eigenbasis": _PIECE,
 }

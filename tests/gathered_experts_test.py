@@ -8,6 +8,7 @@ from jax import lax
 
 import jaxkfac as jk
 from tests._checks import assert_factors_close, assert_tree_close, objective_of
+from tests._example_gradients import check_scores
 from tests._likelihoods import mean_loss
 from tests._oracle import oracle
 from tests._programs import labels, normal, tree
@@ -158,6 +159,14 @@ def test_measured_eigenvalues_are_of_each_example_s_gradient():
         # The trace of an expert's block: an example's gradient is 3 terms times that of its mean.
         trace = sum(np.square(3 * g[name]).sum((1, 2)) for g in each) / 6
         np.testing.assert_allclose(found[name].raw_values.sum((1, 2)), trace, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_scores_are_of_each_example_s_gradient(name):
+    p, data = params(), batch()
+    objective = objective_of(WAYS[name])
+    bases = jk.eigendecompose(jax.jit(jk.value_grad_and_factors(objective))(p, data).factors)
+    check_scores(objective, p, data, bases, 1e-10)
 
 
 def test_kernels_that_read_one_input_share_its_factor_if_they_are_picked_alike():

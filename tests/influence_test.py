@@ -93,6 +93,8 @@ def normal(*shape):
 
 
 IDS = jnp.asarray(RNG.integers(0, 5, (3, 4)))
+
+
 PROGRAMS = {
     "convolution": (
         convolution,
@@ -114,6 +116,17 @@ def test_scores_of_programs_that_are_no_matrix_product_of_rows(name):
     objective = jk.Objective(model, jk.Categorical(ignore_index=-100))
     for corrected in (False, True):
         check(objective, params, batch, bases_of(objective, params, batch, corrected=corrected))
+
+
+def test_a_weight_that_one_layer_answers_for_with_biases_of_two():
+    def model(p, x):
+        h = jnp.tanh(x @ p["w"] + p["b"])
+        return jnp.tanh(h @ p["w"] + p["c"]) @ p["head"]
+
+    params = {"w": normal(3, 3), "b": normal(3), "c": normal(3), "head": normal(3, 4)}
+    batch = (normal(3, 3), jnp.asarray([0, 3, 1]))
+    objective = jk.Objective(model, jk.Categorical())
+    check(objective, params, batch, bases_of(objective, params, batch))
 
 
 def test_each_output_of_several_counts_with_the_sum_of_its_terms():
@@ -441,15 +454,35 @@ def test_one_slice_of_a_stack_is_read_by_no_other():
 
 
 def test_self_influence_is_the_same_whatever_fits_at_once():
-    bases = bases_of(OBJECTIVE, PARAMS, BATCH)
-    one = 3 * 8 * sum(x.size for x in PARAMS.values())
-    args = OBJECTIVE, PARAMS, bases
+    def model(p, x):  # a weight that is read twice, so that its gradients are held
+        return jnp.tanh(jnp.tanh(x @ p["w"]) @ p["w"]) @ p["u"]
+
+    objective, params = (
+        jk.Objective(model, jk.Categorical()),
+        {"w": normal(3, 3), "u": normal(3, 2)},
+    )
+    bases = bases_of(objective, params, BATCH)
+    args, one = (objective, params, bases), 3 * 8 * params["w"].size
     whole = jk.self_influence(*args, BATCH)
     assert whole.shape == (6,)
     for budget in (one, 4 * one):
         assert_close(jk.self_influence(*args, BATCH, max_bytes=budget), whole)
     with pytest.raises(jk.MemoryBudgetError, match="gradients of one example take"):
         jk.self_influence(*args, BATCH, max_bytes=one - 1)
+
+
+def test_self_influence_holds_no_gradient_of_a_layer_that_is_passed_once():
+    """Of 128 examples these would be more than all that the program takes."""
+    params = {"w": normal(48, 48), "u": normal(48, 48)}
+    batch = normal(128, 2, 48), jnp.zeros((128, 2), int)
+    objective = jk.Objective(lambda p, x: jnp.tanh(x @ p["w"]) @ p["u"], jk.Categorical())
+    bases = bases_of(objective, params, batch)
+
+    def own(params, batch):
+        return jk.self_influence(objective, params, bases, batch, max_bytes=1)
+
+    taken = jax.jit(own).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
+    assert taken < 128 * 8 * 48 * 48
 
 
 @pytest.mark.parametrize("pattern", ["u", "w"])

@@ -108,3 +108,16 @@ def test_single_rows_are_measured_in_the_eigenbases():
     expected = [norms[np.asarray(CHOICES) == e].sum() for e in range(EXPERTS)]
     np.testing.assert_allclose(found.sum((1, 2)), expected, rtol=1e-10, atol=1e-14)
     assert a.shape == (EXPERTS, HIDDEN, HIDDEN) and g.shape == (EXPERTS, 3, 3)
+
+
+def test_scores_of_layers_whose_rows_are_sorted_by_expert_are_refused_by_name():
+    """Behind the sort no row is known to be of an example, and before it none of an output."""
+    p, data = params(), batch()
+    objective = jk.Objective(routed, jk.Categorical())
+    bases = jk.eigendecompose(jk.value_grad_and_factors(objective)(p, data).factors)
+    for name in p:
+        match = f"'{name}' cannot be told apart by example.*leave it out with layers="
+        with pytest.raises(jk.LostRowsError, match=match):
+            jk.influence(objective, p, bases, data, data, layers=name)
+        with pytest.raises(jk.LostRowsError, match=match):
+            jk.self_influence(objective, p, bases, data, layers=name)

@@ -39,6 +39,18 @@ _HELD_BY_TESTS = (
         "1e-10, float64; 1e-5, float32, where nothing is divided by eigenvalues",
         "make parity",
     ),
+    (
+        "evidence, covariances of outputs, probit and bridge of a Laplace posterior",
+        "laplace-torch",
+        "1e-9, float64",
+        "pytest tests/laplace_torch_test.py",
+    ),
+    (
+        "scores by bases that kronfluence has saved",
+        "kronfluence",
+        "1e-9, float64",
+        "pytest tests/kronfluence_test.py",
+    ),
     ("codes and scales of NF4", "bitsandbytes", "every bit", "pytest tests/nf4_test.py"),
     (
         "logits of an adapted Llama, files both ways",

@@ -39,6 +39,7 @@ from jaxkfac.curvature._owned_blocks import (
     parameters_outside,
 )
 from jaxkfac.curvature._placement import Placement, solver_scratch
+from jaxkfac.curvature._quadratic_forms import block_powers, quadratic_forms
 from jaxkfac.curvature._reconstruct import reconstruct
 from jaxkfac.curvature.capacity import (
     CapacityComparison,
@@ -76,6 +77,7 @@ __all__ = [
     "Placement",
     "apply_power",
     "block_eigenvalues",
+    "block_powers",
     "capacity_interval",
     "capacity_metrics",
     "check_bases",
@@ -97,6 +99,7 @@ __all__ = [
     "precondition",
     "precondition_blocks",
     "precondition_many",
+    "quadratic_forms",
     "read_many",
     "reconstruct",
     "solver_scratch",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -21,6 +21,7 @@ from jaxkfac.linalg import check_damping, diagonal_power
 BlockDamping = ArrayLike | Literal["heuristic"]
 DampingByLayer = BlockDamping | Mapping[str, Float[Array, ""]]
 Solved = tuple[Array | None, Array | None]
+Apply = Callable[[Form, Operands, Power], Solved]  # solve, or quadratic
 
 HEURISTIC = 0.1  # of the mean eigenvalue of a block
 
@@ -67,6 +68,17 @@ def precondition_blocks(
         The layer, and its weight and bias as :func:`read_many` gives them; ``None`` for one that
         another layer answers for.
     """
+    yield from by_block(gradients, bases, damping, power, solve)
+
+
+def by_block(
+    gradients: Mapping[str, Any],
+    bases: Eigenbases,
+    damping: DampingByLayer,
+    power: float,
+    apply: Apply,
+) -> Iterator[tuple[Layer, Solved]]:
+    """Of each layer's block what ``solve`` or ``quadratic`` gives for each gradient."""
     for owner in owners(bases.layers):
         layer, basis = owner.layer, bases.basis(owner.layer)
         delta: Any = damping[layer.name] if isinstance(damping, Mapping) else damping
@@ -75,12 +87,14 @@ def precondition_blocks(
         if layer.bias is not None:
             row = read_many(gradients[layer.bias.path], layer.bias, layer)
         if isinstance(basis, DiagonalEigenbasis):
-            yield layer, (kernel * _diagonal_power(layer, basis, delta, power), None)
+            scaled = kernel * _diagonal_power(layer, basis, delta, power)
+            yield layer, (scaled if apply is solve else (kernel * scaled).sum((-2, -1)), None)
             continue
         form = Form(bases.wants_ones(layer), owner.writes_weight, owner.writes_bias)
         dtype = basis.a_values.dtype
         row = None if row is None else row.astype(dtype)
-        yield layer, _solved(form, Operands(kernel.astype(dtype), row, basis), delta, power)
+        block = Operands(kernel.astype(dtype), row, basis)
+        yield layer, _solved(form, block, delta, power, apply)
 
 
 def read_many(
@@ -105,24 +119,23 @@ def write_many(
     return jax.vmap(matrix.write)(leaf, jnp.moveaxis(part, len(layer.stack), 0))
 
 
-def _solved(form: Form, block: Operands, damping: BlockDamping, exponent: float) -> Solved:
-    """``(stack..., many, in, out)`` solved, one entry of the stack at a time."""
+def _solved(
+    form: Form, block: Operands, damping: BlockDamping, exponent: float, apply: Apply
+) -> Solved:
+    """``apply`` of ``(stack..., many, in, out)``, one entry of the stack at a time."""
 
     def each(form: Form, kernel: Any, row: Any, basis: Any, damping: Any) -> Any:
         power = Power(exponent, damping, "exact", 0.0)
-        return jax.vmap(lambda w, b: solve(form, Operands(w, b, basis), power))(kernel, row)
+        return jax.vmap(lambda w, b: apply(form, Operands(w, b, basis), power))(kernel, row)
 
     def one(block: Operands) -> tuple[Array | None, Array | None]:
         kernel, row, basis = block
         weight, bias = None, None
         if kernel is not None:
             beside = row if form.joint else None
-            weight, bias = each(form, kernel, beside, basis, _of_block(basis, damping))
+            weight, bias = each(form, kernel, beside, basis, of_block(basis, damping))
         if row is not None and not form.joint:  # a block of its own, with a damping of its own
-            values = basis.g_values if basis.bias_values is None else basis.bias_values
-            bias = each(form, None, row, basis, _share_of(jnp.maximum(values, 0).mean(), damping))[
-                1
-            ]
+            bias = each(form, None, row, basis, of_bias(basis, damping))[1]
         return weight, bias
 
     block = block._replace(kernel=block.kernel if form.joint or form.writes_weight else None)
@@ -137,12 +150,19 @@ def _solved(form: Form, block: Operands, damping: BlockDamping, exponent: float)
     return weight, bias
 
 
-def _of_block(basis: KroneckerEigenbasis, damping: BlockDamping) -> Any:
+def of_block(basis: KroneckerEigenbasis, damping: BlockDamping) -> Any:
+    """The damping of a block of two factors."""
     if basis.measured is not None:
         mean = jnp.maximum(basis.measured.values, 0).mean() * jnp.square(basis.measured.root[0, 0])
     else:
         mean = jnp.maximum(basis.a_values, 0).mean() * jnp.maximum(basis.g_values, 0).mean()
     return _share_of(mean, damping)
+
+
+def of_bias(basis: KroneckerEigenbasis, damping: BlockDamping) -> Any:
+    """The damping of a bias with a block of its own."""
+    values = basis.g_values if basis.bias_values is None else basis.bias_values
+    return _share_of(jnp.maximum(values, 0).mean(), damping)
 
 
 def _share_of(mean: Array, damping: BlockDamping) -> Any:

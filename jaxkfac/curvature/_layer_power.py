@@ -22,6 +22,7 @@ from jaxkfac.linalg import (
     kronecker_above_rcond,
     kronecker_power,
     measured_power,
+    quadratic_form,
     scale_in_eigenbasis,
 )
 
@@ -127,7 +128,7 @@ def solve(form: Form, operands: Operands, power: Power) -> tuple[Array | None, A
         if kernel is not None:
             kernel = _apply(powered_eigenvalues(basis, power), kernel, basis)
         if row is not None:  # the bias's block is G
-            scale = _powered_output_eigenvalues(basis, power)[..., None, :]
+            scale = powered_output_eigenvalues(basis, power)[..., None, :]
             row = scale_in_eigenbasis(row, scale, None, basis.g_vectors)
     return kernel if form.writes_weight else None, row if form.writes_bias else None
 
@@ -136,6 +137,26 @@ def _apply(power: ScaledPower, matrix: Array, basis: KroneckerEigenbasis) -> Arr
     # The root before and after: one square of it may be out of range where the result is not.
     vectors = basis.a_vectors, basis.g_vectors
     return scale_in_eigenbasis(matrix * power.root, power.values, *vectors) * power.root
+
+
+def quadratic(form: Form, operands: Operands, power: Power) -> tuple[Array | None, Array | None]:
+    """What :func:`solve` returns, multiplied with the weight and bias: sums over their elements.
+
+    A joint bias is in the weight's. Of a joint block the layer has to write both.
+    """
+    kernel, row, basis = operands
+    weight, bias = None, None
+    if form.joint:
+        assert kernel is not None and row is not None and form.writes_weight and form.writes_bias
+        kernel, row = jnp.concatenate([kernel, row], axis=-2), None
+    if kernel is not None:
+        scale = powered_eigenvalues(basis, power)
+        vectors = basis.a_vectors, basis.g_vectors
+        weight = quadratic_form(kernel * scale.root, scale.values, *vectors)
+    if row is not None:
+        scale = powered_output_eigenvalues(basis, power)[..., None, :]
+        bias = quadratic_form(row, scale, None, basis.g_vectors)
+    return weight, bias
 
 
 def powered_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> ScaledPower:
@@ -160,7 +181,8 @@ def powered_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> ScaledPower
     return kronecker_power(a, g, kept=kept, **how)
 
 
-def _powered_output_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> Array:
+def powered_output_eigenvalues(basis: KroneckerEigenbasis, power: Power) -> Array:
+    """The same of a bias with a block of its own, ``(stack..., out)``."""
     raw, clipped = basis.g_raw_values, basis.g_values
     if basis.bias_raw_values is not None and basis.bias_values is not None:
         raw, clipped = basis.bias_raw_values, basis.bias_values

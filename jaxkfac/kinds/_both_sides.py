@@ -29,6 +29,7 @@ from jaxkfac.kinds._squares import (
     squares_by_row,
     squares_by_token,
     sum_over_strided_chunks,
+    weighed_squares,
 )
 from jaxkfac.linalg import map_over_chunks
 
@@ -182,6 +183,45 @@ class BothSides:
         found = map_over_chunks(part, self.arrays, at_once)
         return {key: jnp.moveaxis(found[key], 0, -1) for key in like}
 
+    def own_products(
+        self, like: dict[str, Any], basis: Basis, scale: Array, bias_scale: Array | None
+    ) -> dict[str, Any]:
+        r"""$\sum_{ij} s_{ij} \Gamma_{n,ij}^2$: each example's gradient multiplied with itself.
+
+        Args:
+            like: The slot: ``products``, ``(stack..., examples, 1)``.
+            basis: The eigenbasis.
+            scale: $s$, ``(stack..., in[+1], out)``.
+            bias_scale: Of a bias with a block of its own, ``(stack..., out)``.
+
+        Memory:
+            ``CHUNK_BYTES``, or the gradient of one example.
+        """
+
+        def part(arrays: Any) -> Array:
+            x, g = self._rows(arrays)
+            found = weighed_squares(x, g, basis, scale)
+            if bias_scale is None:
+                return found
+            g = rotate(g.sum(1, keepdims=True), basis.g, 2)[..., 0, :]
+            own = jnp.square(g) * bias_scale[..., None, :].astype(g.dtype)
+            return found + own.sum(-1).astype(found.dtype)
+
+        def one(example: Any) -> Array:
+            return part(jax.tree.map(lambda y: y[None], example))[..., 0]
+
+        x, g = jax.eval_shape(self._rows, self.arrays)
+        if x.shape[1] == 1:
+            found = part(self.arrays)
+        else:
+            mapped = one_by_one_on_cpu(
+                lambda arrays, at_once: jax.lax.map(one, arrays, batch_size=at_once),
+                self.arrays,
+                self._at_once(x, g, gradients=True),
+            )
+            found = jnp.moveaxis(mapped, 0, -1)
+        return {"products": found[..., None].astype(like["products"].dtype)}
+
     def scaled_outputs(
         self, like: dict[str, Any], basis: Basis, scale: Array, bias_scale: Array | None
     ) -> dict[str, Any]:
@@ -269,7 +309,9 @@ def stack_of_slot(like: Mapping[str, Any]) -> tuple[int, ...]:
     """Shape of the stacked axes of a layer, from its slot."""
     if "gradients" in like:
         return like["gradients"].shape[:-3]
-    return next(like[key] for key in ("squares", "scores", "outputs") if key in like).shape[:-2]
+    return next(
+        like[key] for key in ("squares", "scores", "outputs", "products") if key in like
+    ).shape[:-2]
 
 
 def one_by_one_on_cpu(fn: Callable[[Any, int], Any], arrays: Any, at_once: int) -> Any:

@@ -134,6 +134,25 @@ def squares_by_example(x: Array, g: Array, basis: Basis) -> Array:
     return total
 
 
+def weighed_squares(x: Array, g: Array, basis: Basis, scale: Array) -> Array:
+    r"""$\sum_{ij} s_{ij} \Gamma_{n,ij}^2$ of each example, ``(stack..., examples)``.
+
+    With one position it is $\sum_j (\sum_i s_{ij} \tilde a_i^2) \tilde g_j^2$.
+
+    Args:
+        x: Input rows, ``(examples, positions, stack..., in)``.
+        g: Output rows.
+        basis: The eigenbasis.
+        scale: $s$, ``(stack..., in[+1], out)``.
+    """
+    if x.shape[1] > 1:
+        squares = jnp.square(in_unit(gradients(x, g, basis), basis.unit))
+        return (squares * scale[..., None, :, :].astype(squares.dtype)).sum((-2, -1))
+    x, g = rotate_inputs(x, basis, 2)[..., 0, :], rotate_outputs(g, basis, 2)[..., 0, :]
+    weights = jnp.matmul(jnp.square(x), scale.astype(x.dtype), precision=_EXACT)
+    return (weights * jnp.square(g)).sum(-1)
+
+
 def over_pairs(positions: int) -> bool:
     """Whether squares are summed over pairs of positions, without a gradient per example."""
     return positions <= PAIRS_UP_TO

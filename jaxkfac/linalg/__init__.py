@@ -39,6 +39,7 @@ from jaxkfac.linalg._kronecker import (
     from_spectrum,
     into_eigenbasis,
     out_of_eigenbasis,
+    quadratic_form,
     scale_in_eigenbasis,
 )
 from jaxkfac.linalg._packed import pack, packed_shape, unpack
@@ -85,6 +86,7 @@ __all__ = [
     "packed_shape",
     "panel_shapes",
     "power_or_zero",
+    "quadratic_form",
     "scale_in_eigenbasis",
     "statistics_dtype",
     "sum_over_chunks",

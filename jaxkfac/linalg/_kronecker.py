@@ -71,6 +71,30 @@ def scale_in_eigenbasis(
     return _scale_outputs(matrix, rest, g_vectors) + out_of_eigenbasis(inside, a_vectors, None)
 
 
+def quadratic_form(
+    matrix: Float[Array, "*stack n_in n_out"],
+    scale: Float[Array, "*stack n_in n_out"],
+    a_vectors: Float[Array, "*stack n_in r_in"] | None,
+    g_vectors: Float[Array, "*stack n_out r_out"] | None,
+) -> Float[Array, "*stack"]:
+    r"""$\langle W, Q_A (S \odot Q_A^\top W Q_G) Q_G^\top \rangle$: what
+    :func:`scale_in_eigenbasis` gives, multiplied with the matrix itself.
+
+    In the eigenbasis it is a weighed sum of squares, so that nothing is rotated back.
+
+    Args:
+        matrix: $W$.
+        scale: $S$, as for :func:`scale_in_eigenbasis`.
+        a_vectors: $Q_A$, likewise.
+        g_vectors: $Q_G$, likewise.
+    """
+    if _is_truncated(a_vectors) or _is_truncated(g_vectors):
+        found = matrix * scale_in_eigenbasis(matrix, scale, a_vectors, g_vectors)
+    else:
+        found = jnp.square(into_eigenbasis(matrix, a_vectors, g_vectors)) * scale
+    return found.sum((-2, -1))
+
+
 def _scale_outputs(matrix: Array, scale: Array, vectors: Array | None) -> Array:
     """The same on the right alone: rows are in their eigenbasis already."""
     rotated = into_eigenbasis(matrix, None, vectors)

@@ -8,6 +8,7 @@ from jaxkfac.linalg import (
     eigh_checked,
     kronecker_power,
     power_or_zero,
+    quadratic_form,
     scale_in_eigenbasis,
 )
 
@@ -76,6 +77,18 @@ def test_no_vectors_is_the_identity_basis():
     g_values, g_vectors = eigh_checked(g)
     scale = kronecker_power(values, g_values, power=-1.0, damping=TAU).product
     assert jnp.allclose(scale_in_eigenbasis(w, scale, None, g_vectors), dense, rtol=1e-10)
+
+
+@pytest.mark.parametrize("kept", [(3, 4), (2, 4), (3, 2), (1, 3)])
+def test_a_quadratic_form_is_the_matrix_times_what_scaling_makes_of_it(kept):
+    a, g, w = pair(stack=(2,))
+    vectors = [eigh_checked(x)[1][..., -n:] for x, n in zip((a, g), kept, strict=True)]
+    scale = jax.random.uniform(jax.random.key(1), (2, 3, 4))
+    for a_vectors, g_vectors in (vectors, (None, vectors[1]), (vectors[0], None)):
+        scaled = scale_in_eigenbasis(w, scale, a_vectors, g_vectors)
+        found = quadratic_form(w, scale, a_vectors, g_vectors)
+        assert found.shape == (2,)
+        assert jnp.allclose(found, (w * scaled).sum((1, 2)), rtol=1e-12)
 
 
 @pytest.mark.parametrize("power", [-1.0, -0.5, 0.0, 1.0])

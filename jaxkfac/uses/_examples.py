@@ -17,16 +17,19 @@ from jaxtyping import Array, Bool, Float, PyTree
 from jaxkfac._checks import instance_of
 from jaxkfac._errors import CoupledExamplesError, UnknownLayerError, nearest
 from jaxkfac.curvature import (
+    BlockDamping,
     Eigenbases,
     check_bases,
     check_program_layers,
     covered_indices,
+    quadratic_forms,
     uncovered_mask,
 )
 from jaxkfac.factors import Batch, Gaussian, Linearised, Objective, Program
 from jaxkfac.interception import Atoms, Layer, Traced
 from jaxkfac.uses._example_gradients import ExampleGradients, block_dtype
 from jaxkfac.uses._held import Queries
+from jaxkfac.uses._own_products import OwnProducts, whole_gradients
 
 Per = Literal["sum", "layer", "token"]
 Source = TypeVar("Source", Eigenbases, Queries)
@@ -133,6 +136,26 @@ class Examples:
         taps = ExampleGradients(traced, self.layers, self._dtype, *rows)
         at, emitted = self._emitted(traced, taps, params, batch, state)
         return {path: x * _scale(at, x) for path, x in taps.gradients(emitted).items()}
+
+    def own_products(
+        self, params: PyTree, bases: Eigenbases, batch: Batch, state: PyTree, damping: BlockDamping
+    ) -> Float[Array, " N"]:
+        """Gradients of the sum over each example's terms, multiplied with themselves."""
+        traced = self._program.traced(params, batch, None, state)
+        taps = OwnProducts(traced, bases, damping)
+        at, emitted = self._emitted(traced, taps, params, batch, state)
+        parts = taps.summed(emitted)
+        if taps.others:
+            rest = dataclasses.replace(bases, layers=taps.others)
+            parts.append(quadratic_forms(taps.rest(emitted), rest, damping))
+        dtype = jnp.result_type(*[x.dtype for x in parts])
+        total = jnp.stack([x.astype(dtype) for x in parts]).sum(0)
+        return total * jnp.square(_scale(at, total))
+
+    def own_gradients(self, params: PyTree, batch: Batch, state: PyTree) -> list[Layer]:
+        """The layers of which :meth:`own_products` holds gradients."""
+        traced = self._program.traced(params, batch, None, state)
+        return [x for x in self.layers if x.name not in whole_gradients(traced, self.bases)]
 
     def scores(
         self, params: PyTree, queries: Queries, batch: Batch, state: PyTree, *, per: Per

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from jaxkfac.interception import Layer, Slot, SlotEntry, Traced, Use
 from jaxkfac.kinds import Basis
 from jaxkfac.uses._example_gradients import ExampleGradients, block_dtype
+from jaxkfac.uses._own_products import whole_gradients
 from jaxkfac.uses._posterior_precision import PosteriorPrecision
 
 _ENTRIES = {
@@ -50,31 +51,15 @@ class OutputGradients(ExampleGradients):
         dtype = functools.partial(block_dtype, bases)
         super().__init__(traced, bases.layers, dtype, traced.examples, traced.num_examples)
         self._precision = precision
-        matrices = {name: (x.weight, x.bias) for name, x in self._layers.items()}
-        paths = [x.path for both in matrices.values() for x in both if x is not None]
-        self._by_rows = {
-            name
-            for name, layer in self._layers.items()
-            if not whole
-            and all(x is None or paths.count(x.path) == 1 for x in matrices[name])
-            and self._has_one_row(layer)
-        }
+        alone = set() if whole else whole_gradients(traced, bases)
+        self._by_rows = {name for name in alone if self._has_one_row(self._layers[name])}
 
     def _has_one_row(self, layer: Layer) -> bool:
-        uses = self._traced.uses_of(layer)
-        if layer.is_elementwise or not layer.a_dense or len(uses) > 1:
-            return False
-        (use,), table = uses, self._traced.analysis.table
-        scans = {("scan", scan) for scan in use.scope}
-        again = use.layers.count(layer.name) > 1 or not scans <= set(use.view.traced_indices)
+        (use,), table = self._traced.uses_of(layer), self._traced.analysis.table
         atoms = [a for axis in use.rows for a in table.atoms(axis)]
         apart = set(table.atoms(self._rows)) <= set(atoms)
         rows = math.prod(table.size(a) for a in atoms)
-        spectra = self._bases.spectra(layer)
-        whole = all(
-            x.vectors is None or x.vectors.shape[-1] == x.vectors.shape[-2] for x in spectra
-        )
-        return not again and not use.view.scaled and apart and rows == self._number and whole
+        return apart and rows == self._number
 
     @property
     def entries(self) -> Any:

@@ -7,14 +7,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from jaxkfac._checks import at_least_one
-from jaxkfac.curvature import BlockDamping, Eigenbases, check_block_damping, precondition_many
+from jaxkfac.curvature import BlockDamping, Eigenbases, check_block_damping
 from jaxkfac.factors import Batch, Objective
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.uses._batches import batches_of
+from jaxkfac.uses._example_gradients import block_dtype
 from jaxkfac.uses._examples import Examples
 from jaxkfac.uses._fitting import fitting
 
-GRADIENTS = 3  # of each example alive at once: its own, the same by layer, the preconditioned
+GRADIENTS = 3  # of each example alive at once: its own, the same by layer, the rotated
 
 
 def self_influence(
@@ -43,7 +44,7 @@ def self_influence(
         layers: Likewise.
         state: Likewise.
         experts: Likewise.
-        max_bytes: What gradients of examples may take at once.
+        max_bytes: What gradients of examples may take at once, where they are held.
 
     Returns:
         ``(N,)``, all batches one after the other.
@@ -54,7 +55,9 @@ def self_influence(
             arrays does not have the examples first.
 
     Memory:
-        Three gradients of as many examples as fit into ``max_bytes``.
+        A layer that an example passes once, and whose parameters no other layer reads, takes
+        32 MiB, or the gradient of one example. Of the others three gradients of as many examples
+        as fit into ``max_bytes``.
 
     Example:
         >>> own = jk.self_influence(objective, params, bases, batch)
@@ -69,17 +72,16 @@ def self_influence(
     @jax.jit
     def scores(params: PyTree, bases: Eigenbases, batch: Batch, state: PyTree) -> Array:
         def of_some(some: Batch, _: Any) -> Array:
-            gradients = examples.gradients(params, some, state)
-            solved = precondition_many(gradients, bases, damping)
-            each = [(gradients[path] * x).reshape(len(x), -1).sum(-1) for path, x in solved.items()]
-            return sum(each[1:], each[0])
+            return examples.own_products(params, bases, some, state, damping)
 
         return map_over_chunks(of_some, batch, at_once(params, batch, state))
 
     def at_once(params: PyTree, batch: Batch, state: PyTree) -> int:
-        every = jax.eval_shape(lambda: examples.gradients(params, batch, state))
-        total = GRADIENTS * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(every))
-        each = total // batch.num_examples
+        held = examples.own_gradients(params, batch, state)
+        dtypes = [block_dtype(examples.bases, layer) for layer in held]
+        each = GRADIENTS * sum(
+            layer.num_parameters * dtype.itemsize for layer, dtype in zip(held, dtypes, strict=True)
+        )
         return fitting(
             batch, each=each, max_bytes=max_bytes, name="train", remedy="choose fewer layers="
         )
