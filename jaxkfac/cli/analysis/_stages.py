@@ -17,6 +17,7 @@ from jaxkfac.cli._options import AnalyzeArguments, ModelAnalysis
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._progress import progress
 from jaxkfac.cli._run_state import as_config
+from jaxkfac.cli.analysis._allocator import give_heap_back
 from jaxkfac.cli.analysis._decompose import Chosen, decompose, eigenbases
 from jaxkfac.cli.analysis._files import Folder
 from jaxkfac.cli.analysis._gather import gather
@@ -158,6 +159,7 @@ def run_stages(ready: Prepared, arguments: AnalyzeArguments, *, exact: bool) -> 
         asked = [options.lanczos, options.lanczos_steps]
         folder.write("exact.json", {"asked": asked, "found": spectrum._asdict()})
     del params
+    give_heap_back()
     with (
         jk.memory.track("decompose"),
         phase("decomposing the factors"),
