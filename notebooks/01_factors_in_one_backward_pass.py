@@ -101,7 +101,7 @@ assert np.allclose(factors["a"], a.T @ a, atol=1e-4)
 
 # %%
 images, labels = load_digits("train", seed=0)
-images, labels = jnp.asarray(images[:512]), jnp.asarray(labels[:512])
+images, labels = jnp.asarray(images[:256]), jnp.asarray(labels[:256])
 apply_fn, params = jk.from_nnx(VisionTransformer(VisionTransformerConfig(), rngs=nnx.Rngs(0)))
 jk.find_layers(apply_fn, params, images)
 
@@ -210,7 +210,7 @@ assert temporaries[1] < 1.2 * temporaries[0]
 # ## The answer
 #
 # Yes. On the left the two factors of one kernel of the first block, as they came out of one
-# compiled call with the gradient; they are centred on zero, and the last row and column of $A$
+# compiled call with the gradient; white is zero, and the last row and column of $A$
 # belong to the bias. On the right what that call took, against the gradient alone.
 
 # %%

@@ -84,7 +84,7 @@ def configs(**settings):
 #
 # The base is one matrix. What is missing from it is a function of two hidden directions that no
 # linear map can be: $\sin 2z$. Plain LoRA can reach the linear part of it and no more. For normal
-# $z$ the best line explains $4 e^{-4} \cdot 2 / (1 - e^{-8}) = 15\%$ of its variance.
+# $z$ the best line explains $8 e^{-4} / (1 - e^{-8}) = 15\%$ of its variance.
 
 # %%
 wide = jax.random.split(jax.random.key(0), 4)
