@@ -196,11 +196,13 @@ with jk.HostCurvature(decay=0.9, refresh_every=4, lag=2) as service:
 #
 # ## The answer
 #
-# Yes, and it does not wait: after the first refresh, for which there is nothing to do but wait,
+# Yes, and it hardly waits: after the first refresh, for which there is nothing to do but wait,
 # steps go on while matrices are decomposed. Each bar of the first line is a step, each bar of the
 # last line one matrix. Dashed lines are refreshes, full lines the steps that got their bases. A
-# thin bar in the middle line is the hand-over itself; a wide one would be a step that waited,
-# because `lag` is too small for this machine.
+# thin bar in the middle line is the hand-over itself. A wide one is a step that waited, because
+# the bases were not ready after `lag` steps: the two cores of this recording had other work
+# besides. A larger `lag` makes room for that, and the result is then that of the larger lag, on
+# every machine.
 
 # %%
 zero = steps[0, 0]
