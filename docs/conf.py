@@ -19,6 +19,7 @@ extensions = [
     "mathml",
     "docstrings",
     "records",
+    "notebooks",
 ]
 exclude_patterns = ["_*"]
 

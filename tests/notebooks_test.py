@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom and says the same as its paired script."""
+"""Every notebook asks, runs from top to bottom, draws its answer, and is what its script says."""
 
 from pathlib import Path
 
@@ -15,6 +15,11 @@ def _cells(notebook: nbformat.NotebookNode) -> list[tuple[str, str]]:
     return [(c.cell_type, c.source.strip()) for c in notebook.cells if c.source.strip()]
 
 
+def _ends_with_a_figure(notebook: nbformat.NotebookNode) -> bool:
+    last = [cell for cell in notebook.cells if cell.cell_type == "code"][-1]
+    return any("image/svg+xml" in output.get("data", {}) for output in last.outputs)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("users_kernels")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
@@ -28,6 +33,19 @@ def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         kernel_name="python3",
         resources={"metadata": {"path": str(tmp_path)}},
     ).execute()
+    assert _ends_with_a_figure(notebook)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_it_begins_with_a_question_and_the_stored_figure_answers(path: Path):
+    notebook = nbformat.read(path, as_version=4)
+    question = notebook.cells[0]
+    assert question.cell_type == "markdown" and question.source.startswith("# ")
+    assert "?" in question.source
+    assert _ends_with_a_figure(notebook), f"{path.name}: the last cell draws nothing"
+    assert path.stat().st_size < 400_000
+    style = "plt.rcParams.update(jk.plot.FIGURE_STYLE)"
+    assert any(style in cell.source for cell in notebook.cells), f"{path.name} lacks {style}"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)

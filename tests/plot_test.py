@@ -1,13 +1,15 @@
 """``jk.plot``: takes the object, returns the axes, says what it takes."""
 
+import io
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
+import matplotlib as mpl
 import numpy as np
 import pytest
-from matplotlib import pyplot
+from matplotlib import colors, pyplot
 
 import jaxkfac as jk
 
@@ -104,6 +106,51 @@ def test_what_cannot_be_drawn_is_said(things):
         jk.plot.calibration(np.array([[3.0, -1.0]]), np.array([0]))
     with pytest.raises(TypeError, match="got none"):
         jk.plot.nonlinearities({})
+
+
+def contrast(one, other):
+    """Of two colours, 1 to 21: Web Content Accessibility Guidelines 2.2, "contrast ratio"."""
+
+    def luminance(color):
+        channels = np.array(colors.to_rgb(color))
+        linear = np.where(
+            channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4
+        )
+        return linear @ [0.2126, 0.7152, 0.0722]
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_words_and_lines_read_on_the_face_and_no_ink_would_do_without_one():
+    assert contrast("white", "black") == pytest.approx(21)
+    with mpl.rc_context():
+        mpl.rcParams.update(jk.plot.FIGURE_STYLE)
+        words = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
+        for color in (*(mpl.rcParams[key] for key in words), *jk.plot.SIDES.values()):
+            assert contrast(color, jk.plot.FACE) >= 4.5, color
+        cycle = mpl.rcParams["axes.prop_cycle"].by_key()["color"]
+    assert tuple(cycle) == jk.plot.COLORS
+    for color in cycle:
+        assert contrast(color, jk.plot.FACE) >= 3, color
+    greys = np.linspace(0, 1, 1001)
+    assert (
+        max(min(contrast((g,) * 3, "#ffffff"), contrast((g,) * 3, "#131416")) for g in greys) < 4.5
+    )
+
+
+@pytest.mark.parametrize("around", ["default", "dark_background"])
+def test_a_saved_figure_has_a_face_whatever_is_set_around_it(around):
+    with pyplot.style.context(around):
+        mpl.rcParams.update(jk.plot.FIGURE_STYLE)
+        figure, axes = pyplot.subplots()
+        axes.set_title("words")
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png")
+    drawn.seek(0)
+    pixels = pyplot.imread(drawn)  # red, green, blue, alpha
+    assert (pixels[..., 3] == 1).all() and (pixels[[0, -1], :, :3] == 1).all()
+    assert (pixels[..., :3] == 1).all(-1).mean() > 0.8
 
 
 _WRONG = """

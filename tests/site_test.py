@@ -5,6 +5,7 @@
 
 import doctest
 import importlib.util
+import json
 import pydoc
 import re
 from pathlib import Path
@@ -35,6 +36,22 @@ def test_links_between_files_lead_somewhere(page):
             assert (page.parent / path).exists(), f"{page.name}: {address}"
 
 
+def test_every_notebook_has_its_page():
+    pages = {page.stem: page.read_text() for page in (ROOT / "docs" / "notebooks").glob("*.md")}
+    names = {notebook.stem for notebook in (ROOT / "notebooks").glob("*.ipynb")}
+    assert pages == {name: f"```{{notebook}} ../../notebooks/{name}.ipynb\n```\n" for name in names}
+
+
+def test_links_of_notebooks_lead_somewhere():
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        cells = json.loads(notebook.read_text())["cells"]
+        text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+        for address in LINK.findall(text):
+            path = address.partition("#")[0]
+            if path and "://" not in path:
+                assert (notebook.parent / path).exists(), f"{notebook.name}: {address}"
+
+
 def test_every_public_name_is_documented():
     text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     documented = set(re.findall(r"^\.\. auto(?:function|class):: (\w+)$", text, re.M))
@@ -51,11 +68,11 @@ def test_every_page_is_in_a_table_of_contents():
         trees = re.findall(r"^```\{toctree\}\n(.*?)^```$", index.read_text(), re.M | re.S)
         for line in "\n".join(trees).splitlines():
             if line and not line.startswith(":"):
-                listed.add((index.parent / f"{line}.md").resolve())
+                listed |= {page.resolve() for page in index.parent.glob(f"{line}.md")}
     assert listed == {page for page in docs.rglob("*.md") if page != docs / "index.md"}
 
 
-@pytest.mark.parametrize("name", ["docstrings", "records"])
+@pytest.mark.parametrize("name", ["docstrings", "notebooks", "records"])
 def test_examples_of_the_extensions(name):
     pytest.importorskip("sphinx", reason="the site's packages are not installed")
     result = doctest.testmod(extension(name))

@@ -1,19 +1,22 @@
-"""Pages link to records where they lie in the repository; on the site a record is a page, too."""
+"""Pages link to records and notebooks where they lie; on the site each of them is a page, too."""
+
+import re
 
 from sphinx.application import Sphinx
 
-SOURCE, PAGES = "](../benchmarks/results/", "](records/"
+RECORD = re.compile(r"\]\(\.\./benchmarks/results/(\w+\.md)")
+NOTEBOOK = re.compile(r"\]\(\.\./(notebooks/\w+)\.ipynb")
 
 
 def on_site(text: str) -> str:
-    """The links of a page of ``docs`` to Markdown records as links to their pages.
+    """The links of a page of ``docs`` to Markdown records and notebooks as links to their pages.
 
     >>> on_site("[a](../benchmarks/results/plan.md), [b](../benchmarks/results/plan.json)")
     '[a](records/plan.md), [b](../benchmarks/results/plan.json)'
+    >>> on_site("[a](../notebooks/04_accumulation.ipynb)")
+    '[a](notebooks/04_accumulation.md)'
     """
-    first, *rest = text.split(SOURCE)
-    ends = (PAGES if end.partition(")")[0].endswith(".md") else SOURCE for end in rest)
-    return first + "".join(start + end for start, end in zip(ends, rest))
+    return NOTEBOOK.sub(r"](\1.md", RECORD.sub(r"](records/\1", text))
 
 
 def _read(app: Sphinx, page: str, source: list[str]) -> None:

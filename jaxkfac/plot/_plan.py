@@ -4,9 +4,7 @@ from typing import Any
 
 from jaxkfac._checks import instance_of
 from jaxkfac.planning import MemoryPlan
-from jaxkfac.plot._style import INK, drawing
-
-_COLORS = ("#1f5a92", "#c8752d", "#4d7358", "#8a3b52", "#7a6aa0", "#b59a3c", "#5f8fa8", "#98684f")
+from jaxkfac.plot._style import COLORS, INK, drawing
 
 
 def plan(plan: MemoryPlan, *, ax: Any = None) -> Any:
@@ -34,7 +32,7 @@ def plan(plan: MemoryPlan, *, ax: Any = None) -> Any:
         left = [0.0] * len(estimates)
         for i, row in enumerate(rows):
             sizes = [x.at_once.get(row, 0) / 2**30 for x in estimates.values()]
-            color = _COLORS[i % len(_COLORS)]
+            color = COLORS[i % len(COLORS)]
             axes.barh(range(len(sizes)), sizes, left=left, color=color, label=row, height=0.7)
             left = [a + b for a, b in zip(left, sizes, strict=True)]
         if plan.usable_bytes < 4 * 2**30 * max(left):  # else the bars would be too small to see
