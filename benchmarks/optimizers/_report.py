@@ -23,8 +23,13 @@ INTRODUCTION = """\
 Made by `python -m benchmarks.optimizers --report` from the runs in this folder, which
 `python -m benchmarks.optimizers --peer ENV/bin/python` makes. It says there how settings are
 chosen and what is timed. Numbers are medians over five seeds; behind them is the seeds' range,
-which holds the true median with 94 %. The machine had other work: CPU time is the measure, and
-wall time says how much of it there was.
+which holds the true median with 94 %.
+
+The machine has two cores, and they had other work: the measure of time is the process's CPU time
+(`time.process_time`, all its threads), and wall time says how long it had to wait. Budgets are
+short, so that a problem costs a quarter of an hour of CPU time and not two: what is compared is
+the beginning of a training. A grid of four settings is coarse; where the best lies at its edge, a
+remark says so, and a better one may lie beyond.
 """
 
 
@@ -62,8 +67,27 @@ def section(lines: Sequence[Any], problem: Problem) -> str:
     remarks = [f"- {row.method}: {row.remark}" for row in rows.values() if row.remark]
     tried = [f"- {row.method}: {_grid(row)}" for row in rows.values() if row.grid]
     goals = [goal.said(rows) for goal in GOALS[problem.name]]
-    parts = [[" ".join(said)], table, remarks, ["Goals:"], goals, ["Grids, at their end:"], tried]
+    parts = [
+        [" ".join(said)],
+        [_made(lines)],
+        table,
+        remarks,
+        ["Goals:"],
+        goals,
+        ["Grids, at their end:"],
+        tried,
+    ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def _made(lines: Sequence[Any]) -> str:
+    """When, with what, and at which cost."""
+    dates = sorted({line["date"] for line in lines})
+    versions = {f"{name} {x}" for line in lines for name, x in line["versions"].items()}
+    minutes = sum(line["run_cpu_s"] for line in lines) / 60
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    cost = f"{len(lines)} runs, {minutes:.3g} CPU minutes with compilation"
+    return f"Made {when} with {', '.join(sorted(versions))}: {cost}."
 
 
 def _grid(row: Row) -> str:

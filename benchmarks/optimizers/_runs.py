@@ -1,6 +1,7 @@
 """Which run comes next, and making it."""
 
 import datetime
+import importlib.metadata
 import json
 import os
 import resource
@@ -8,11 +9,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from benchmarks.optimizers._method import Method
 from benchmarks.optimizers._problem import Arrays, Problem
 from benchmarks.optimizers._record import SEEDS, Key, Record, chosen, grid_keys
+
+VERSIONS = ("jax", "optax", "numpy")
 
 
 def missing(record: Record, methods: Sequence[Method], problem: Problem) -> Key | None:
@@ -51,14 +52,15 @@ def run_of(problem: Problem, method: Method, data: Arrays, key: Key) -> dict[str
         "budget": key.budget,
         "error": error,
         "load_before": round(load, 2),
-        "run_cpu_s": round(_cpu() - cpu, 3),
+        "run_cpu_s": round(_cpu() - cpu, 3),  # of a peer's run the peer tells, behind
         "run_wall_s": round(time.perf_counter() - begun, 3),
-        "versions": {"jax": jax.__version__},
+        "command": f"python -m benchmarks.optimizers --problem {problem.name}",
+        "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
         **curve,
     }
 
 
 def _cpu() -> float:
-    """CPU seconds of this process and its children that have ended."""
-    used = [resource.getrusage(x) for x in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(x.ru_utime + x.ru_stime for x in used)
+    """CPU seconds of this process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
