@@ -133,6 +133,20 @@ def test_the_grid_comes_first_and_then_the_seeds_of_what_it_has_chosen(tmp_path)
     assert "2 of 2 runs failed: ValueError: no" in rows["never"].remark
 
 
+def test_what_fails_twice_in_one_way_is_not_tried_again(tmp_path):
+    problem, method = PROBLEMS["poisson"], METHODS["kfac_jax_fixed"]
+    record, errors = Record(tmp_path / "poisson.jsonl"), ["E: x", "E: x"]
+    for setting, error in zip(method.settings, errors, strict=False):
+        assert missing(record, [method], problem) is not None
+        record.add(line(method.name, dict(setting), 0, GRID * problem.budget, [], error))
+    assert missing(record, [method], problem) is None
+    assert "- kfac-jax, fixed: 2 of 2 runs failed: E: x; 3 of 5 runs of the grid are left out" in (
+        section(record.lines, problem)
+    )
+    record.lines[1]["error"] = "E: y"
+    assert missing(record, [method], problem) is not None
+
+
 def test_the_error_of_a_peer_is_the_line_that_names_it():
     text = "Traceback:\n  File x\njax.errors.OneError: bad shape\n----\nFor simplicity, JAX\n"
     assert error_of(text) == "jax.errors.OneError: bad shape"
@@ -183,7 +197,7 @@ def test_the_seeds_of_a_setting_share_its_program():
     assert ends[0] == ends[2] == ends[4]
     key = jax.random.fold_in(jax.random.key(2), 0)
     params = {"w": jax.random.normal(key, (3, 2))}
-    assert ends[1] == pytest.approx(float(problem.validate(params, {})), rel=1e-5)
+    assert ends[1] == pytest.approx(float(problem.validate(params, problem.data())), rel=1e-5)
 
 
 PEER = """
@@ -224,7 +238,7 @@ def test_the_page_names_what_is_missing_and_what_failed():
     ended = line("adamw", setting, 0, GRID * problem.budget, [2.0, 1.0])
     failed = line("muon", dict(METHODS["muon"].settings[0]), 0, GRID * problem.budget, [], "E: x")
     page = section([ended, failed], problem)
-    assert "- AdamW: 3 of 4 runs of the grid are to be made" in page
+    assert "- AdamW: 4 of 5 runs of the grid are to be made" in page
     assert "- Muon: 1 of 1 runs failed: E: x" in page and "L-BFGS" not in page
 
 
@@ -240,7 +254,7 @@ def test_a_report_has_a_table_and_a_figure(tmp_path):
     page = (tmp_path / "README.md").read_text()
     assert (
         "Target, AdamW's median at the end: 20.3." in page
-        and "27 runs, 2.7 CPU minutes" in page
+        and "29 runs, 2.9 CPU minutes" in page
         and "(poisson.svg)" in page
     )
     # L-BFGS's third seed falls from 50 to 1.3 in its second step: 29.7 / 48.7 of it is 0.61.

@@ -11,7 +11,15 @@ from typing import Any
 
 from benchmarks.optimizers._method import Method
 from benchmarks.optimizers._problem import Arrays, Problem
-from benchmarks.optimizers._record import SEEDS, Key, Record, chosen, grid_keys
+from benchmarks.optimizers._record import (
+    SEEDS,
+    Key,
+    Record,
+    chosen,
+    fails_alike,
+    grid_keys,
+    of_grid,
+)
 
 VERSIONS = ("jax", "optax", "numpy")
 
@@ -19,9 +27,11 @@ VERSIONS = ("jax", "optax", "numpy")
 def missing(record: Record, methods: Sequence[Method], problem: Problem) -> Key | None:
     """The next run that is not there: grids first, then each seed of every method.
 
-    A method of whose grid nothing came to its end has no seeds.
+    A method of whose grid nothing came to its end has no seeds; one that fails twice in the same
+    way is not tried again.
     """
     ours = [m for m in methods if m.only is None or problem.name in m.only]
+    ours = [m for m in ours if not fails_alike(of_grid(record.lines, m, problem))]
     keys = [key for method in ours for key in grid_keys(method, problem)]
     settings = {method.name: chosen(record.lines, method, problem) for method in ours}
     keys += [

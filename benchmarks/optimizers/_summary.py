@@ -8,7 +8,15 @@ import numpy as np
 
 from benchmarks.optimizers._method import Method
 from benchmarks.optimizers._problem import Problem
-from benchmarks.optimizers._record import SEEDS, chosen, final, of_grid, seed_runs, target
+from benchmarks.optimizers._record import (
+    SEEDS,
+    chosen,
+    fails_alike,
+    final,
+    of_grid,
+    seed_runs,
+    target,
+)
 
 Runs = Sequence[Mapping[str, Any]]
 
@@ -142,7 +150,8 @@ def _remarks(grid: Sequence[Any], runs: Runs) -> list[str]:
     if failed:
         words.append(f"{len(failed)} of {len(ended) + len(runs)} runs failed: {failed[0]}")
     if missing := len(grid) - len(ended):
-        words.append(f"{missing} of {len(grid)} runs of the grid are to be made")
+        which = "left out" if fails_alike(grid) else "to be made"
+        words.append(f"{missing} of {len(grid)} runs of the grid are {which}")
     elif len(failed) < len(ended) and (missing := len(SEEDS) - len(runs)):
         words.append(f"{missing} of {len(SEEDS)} seeds are to be run")
     return words
