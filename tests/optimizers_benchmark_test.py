@@ -254,7 +254,7 @@ def test_a_report_has_a_table_and_a_figure(tmp_path):
     page = (tmp_path / "README.md").read_text()
     assert (
         "Target, AdamW's median at the end: 20.3." in page
-        and "29 runs, 2.9 CPU minutes" in page
+        and "with jax 1, no XLA flags: 29 runs, 2.9 CPU minutes" in page
         and "(poisson.svg)" in page
     )
     # L-BFGS's third seed falls from 50 to 1.3 in its second step: 29.7 / 48.7 of it is 0.61.

@@ -93,7 +93,8 @@ def main() -> None:
 
         curve = train(timed, start(seed), problem, data, seed=seed, budget=budget)
         used = {"compile_cpu_s": spent, "run_cpu_s": time.process_time() - before}
-        print(json.dumps({"versions": versions, **used, **curve}), flush=True)
+        about = {"versions": versions, "xla_flags": os.environ["XLA_FLAGS"].strip()}
+        print(json.dumps({**about, **used, **curve}), flush=True)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ class _Process:
                 stderr=errors,
                 text=True,
                 cwd=Path(__file__).parents[2],
+                env={**os.environ, "XLA_FLAGS": ""},  # ours may not be known to its XLA
             )
 
     def run(self, seed: int, budget: float) -> dict[str, Any]:

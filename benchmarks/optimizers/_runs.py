@@ -65,6 +65,7 @@ def run_of(problem: Problem, method: Method, data: Arrays, key: Key) -> dict[str
         "run_cpu_s": round(_cpu() - cpu, 3),  # of a peer's run the peer tells, behind
         "run_wall_s": round(time.perf_counter() - begun, 3),
         "command": f"python -m benchmarks.optimizers --problem {problem.name}",
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
         **curve,
     }
