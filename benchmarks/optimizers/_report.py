@@ -28,8 +28,8 @@ which holds the true median with 94 %.
 The machine has two cores, and they had other work: the measure of time is the process's CPU time
 (`time.process_time`, all its threads), and wall time says how long it had to wait. Budgets are
 short, so that a problem costs a quarter of an hour of CPU time and not two: what is compared is
-the beginning of a training. A grid of four or five settings is coarse; where the best lies at its edge, a
-remark says so, and a better one may lie beyond.
+the beginning of a training. A grid of four or five settings is coarse; where the best lies at its
+edge, a remark says so, and a better one may lie beyond.
 """
 
 NOTES = {
