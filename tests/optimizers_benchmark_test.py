@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from benchmarks.optimizers import _loop
-from benchmarks.optimizers._method import Method
-from benchmarks.optimizers._peer import error_of
+from benchmarks.optimizers._method import Method, Steps, here
+from benchmarks.optimizers._peer import error_of, in_peer
 from benchmarks.optimizers._problem import Problem, unmarked
 from benchmarks.optimizers._record import GRID, SEEDS, Key, Record, chosen, target
 from benchmarks.optimizers._report import section, write_report
 from benchmarks.optimizers._runs import missing, run_of
-from benchmarks.optimizers._summary import at, middle, rows_of, time_to
+from benchmarks.optimizers._summary import at, at_edge, middle, rows_of, time_to
 from benchmarks.optimizers.methods import METHODS
 from benchmarks.optimizers.problems import PROBLEMS
 
@@ -27,7 +27,8 @@ def line(method, setting, seed, budget, validation, error=None):
     steps = list(range(len(validation)))
     curve = dict.fromkeys(("steps", "cpu_s", "wall_s"), steps) | {"validation": validation}
     about = {"method": method, "setting": setting, "seed": seed, "budget": budget}
-    return about | curve | {"error": error, "compile_cpu_s": 1.0}
+    made = {"date": "2026-01-02", "versions": {"jax": "1"}, "run_cpu_s": 6.0}
+    return about | curve | made | {"error": error, "compile_cpu_s": 1.0}
 
 
 def regression(name="regression"):
@@ -132,9 +133,27 @@ def test_the_grid_comes_first_and_then_the_seeds_of_what_it_has_chosen(tmp_path)
     assert "2 of 2 runs failed: ValueError: no" in rows["never"].remark
 
 
+def test_what_fails_twice_in_one_way_is_not_tried_again(tmp_path):
+    problem, method = PROBLEMS["poisson"], METHODS["kfac_jax_fixed"]
+    record, errors = Record(tmp_path / "poisson.jsonl"), ["E: x", "E: x"]
+    for setting, error in zip(method.settings, errors, strict=False):
+        assert missing(record, [method], problem) is not None
+        record.add(line(method.name, dict(setting), 0, GRID * problem.budget, [], error))
+    assert missing(record, [method], problem) is None
+    assert "- kfac-jax, fixed: 2 of 2 runs failed: E: x; 3 of 5 runs of the grid are left out" in (
+        section(record.lines, problem)
+    )
+    record.lines[1]["error"] = "E: y"
+    assert missing(record, [method], problem) is not None
+
+
 def test_the_error_of_a_peer_is_the_line_that_names_it():
     text = "Traceback:\n  File x\njax.errors.OneError: bad shape\n----\nFor simplicity, JAX\n"
     assert error_of(text) == "jax.errors.OneError: bad shape"
+    bare = (
+        "Traceback:\n  File x, line 3\n    assert same(x)\nAssertionError\n----\nFor simplicity\n"
+    )
+    assert error_of(bare) == "AssertionError: assert same(x)"
     assert error_of("Killed\n\n") == "Killed" and error_of("") == ""
 
 
@@ -147,6 +166,62 @@ def test_a_record_goes_on_behind_its_last_whole_line(tmp_path):
     assert record.lines == [whole] and Key("adamw", '{"a": 1.0}', 0, 1.0) in record
     record.add(whole | {"seed": 1})
     assert [x["seed"] for x in Record(path).lines] == [0, 1]
+
+
+def test_a_setting_at_the_edge_of_its_grid_is_told():
+    settings = [{"rate": rate, "period": 20} for rate in (0.1, 0.2, 0.4)]
+    assert at_edge(settings[1], settings) == [] == at_edge({}, settings)
+    assert at_edge(settings[0], settings) == ["rate 0.1 is the least that was tried"]
+    assert at_edge(settings[2], settings) == ["rate 0.4 is the greatest that was tried"]
+
+
+def test_the_seeds_of_a_setting_share_its_program():
+    """And are the runs that they are without it: the seed is an argument of the program."""
+    problem, built = regression(), []
+
+    def build(problem, data, setting):
+        built.append(setting["learning_rate"])
+
+        def step(carry, batch, key, progress):
+            noise = setting["learning_rate"] * jax.random.normal(key, (3, 2))
+            return ({"w": carry[0]["w"] + noise},), 0.0
+
+        return Steps(lambda params: (params,), step)
+
+    run = here(build)
+    call = lambda rate, seed: run(
+        problem, problem.data(), {"learning_rate": rate}, seed=seed, budget=1e-9
+    )
+    ends = [call(*x)["validation"][1] for x in ((1.0, 1), (1.0, 2), (1.0, 1), (2.0, 1), (1.0, 1))]
+    assert built == [1.0, 2.0, 1.0] and len({ends[0], ends[1], ends[3]}) == 3
+    assert ends[0] == ends[2] == ends[4]
+    key = jax.random.fold_in(jax.random.key(2), 0)
+    params = {"w": jax.random.normal(key, (3, 2))}
+    assert ends[1] == pytest.approx(float(problem.validate(params, problem.data())), rel=1e-5)
+
+
+PEER = """
+import sys
+for line in sys.stdin:
+    seed, budget = line.split()
+    if seed == "3":
+        assert False
+    print('{"validation": [%s, %s]}' % (seed, budget), flush=True)
+"""
+
+
+def test_the_process_of_a_peer_is_kept_and_its_failure_named(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}\n{PEER}")
+    script.chmod(0o755)
+    monkeypatch.setenv("KFAC_JAX_PYTHON", str(script))
+    problem, run = regression(), in_peer("_kfac_jax")
+    call = lambda seed: run(problem, problem.data(), {"a": 1.0}, seed=seed, budget=0.5)
+    assert [call(1), call(2)] == [{"validation": [seed, 0.5]} for seed in (1, 2)]
+    for _ in range(2):  # the second time in a process of its own
+        with pytest.raises(RuntimeError, match="status 1: AssertionError: assert False"):
+            call(3)
+    assert call(4) == {"validation": [4, 0.5]}
 
 
 def test_time_to_a_target_lies_between_evaluations():
@@ -163,7 +238,7 @@ def test_the_page_names_what_is_missing_and_what_failed():
     ended = line("adamw", setting, 0, GRID * problem.budget, [2.0, 1.0])
     failed = line("muon", dict(METHODS["muon"].settings[0]), 0, GRID * problem.budget, [], "E: x")
     page = section([ended, failed], problem)
-    assert "- AdamW: 3 of 4 runs of the grid are to be made" in page
+    assert "- AdamW: 4 of 5 runs of the grid are to be made" in page
     assert "- Muon: 1 of 1 runs failed: E: x" in page and "L-BFGS" not in page
 
 
@@ -177,7 +252,11 @@ def test_a_report_has_a_table_and_a_figure(tmp_path):
             record.add(line(name, best, seed, problem.budget, [90.0, 50.0, end + seed / 10]))
     write_report(tmp_path)
     page = (tmp_path / "README.md").read_text()
-    assert "Target, AdamW's median at the end: 20.3." in page and "(poisson.svg)" in page
+    assert (
+        "Target, AdamW's median at the end: 20.3." in page
+        and "with jax 1, no XLA flags: 29 runs, 2.9 CPU minutes" in page
+        and "(poisson.svg)" in page
+    )
     # L-BFGS's third seed falls from 50 to 1.3 in its second step: 29.7 / 48.7 of it is 0.61.
     row = "| L-BFGS | memory_size 10 | 1.3 (1.1 to 1.5) | 1.3 (1.1 to 1.5) | 1.61 (1.607 to 1.612)"
     assert row in page and "- L-BFGS: memory_size 10: 1; memory_size 30: 2;" in page

@@ -17,6 +17,9 @@ beside curvlinops and laplace-torch, and beside kronfluence at real size.
 """
 OTHERS = """## Other records
 
+Optimizers are compared on [a page of their own](../benchmarks/results/optimizers/README.md), with
+goals that were reached and goals that were not.
+
 | record | command | date |
 |---|---|---|"""
 

@@ -1,6 +1,8 @@
-"""A run of kfac-jax, in an environment with it: no import of ours.
+"""Runs of kfac-jax, in an environment with it: no import of ours.
 
-Run: python -m benchmarks.optimizers._kfac_jax PROBLEM DATA.npz SETTING SEED BUDGET
+Run: python -m benchmarks.optimizers._kfac_jax PROBLEM DATA.npz SETTING
+
+It reads a seed and a budget a line, and answers with a run.
 """
 
 import json
@@ -39,8 +41,7 @@ def registered(kind: str, outputs: Any, targets: Any, weight: float = 1.0) -> An
 
 
 def main() -> None:
-    name, file, setting, seed, budget = sys.argv[1:]
-    key = jax.random.key(int(seed))
+    name, file, setting = sys.argv[1:]
     problem, data, begun = PROBLEMS[name], dict(np.load(file)), time.process_time()
     numbers = json.loads(setting)
     period = numbers["period"]
@@ -60,7 +61,7 @@ def main() -> None:
         multi_device=False,
     )
 
-    def step(carry: Any, batch: Any, number: int, progress: float) -> Any:
+    def step(carry: Any, batch: Any, key: Any, number: int, progress: float) -> Any:
         given: dict[str, Any] = {}
         if not adaptive:
             rate = numbers["learning_rate"] * float(anneal(progress))
@@ -72,19 +73,28 @@ def main() -> None:
         )
         return (params, state), stats["loss"]
 
-    def start() -> Any:
-        params = jax.tree.map(jnp.asarray, problem.initial(int(seed)))
-        batch = jax.tree.map(jnp.asarray, problem.batch(data, int(seed), 0))
+    def start(seed: int) -> Any:
+        params = jax.tree.map(jnp.asarray, problem.initial(seed))
+        batch = jax.tree.map(jnp.asarray, problem.batch(data, seed, 0))
         return params, optimizer.init(params, jax.random.key(0), batch)
 
-    carry = start()
+    carry, key = start(0), jax.random.key(0)
     for number in range(period + 2):  # every program of a run, on steps that are thrown away
-        carry, _ = step(carry, problem.batch(data, int(seed), number), number, 0.0)
+        carry, _ = step(carry, problem.batch(data, 0, number), key, number, 0.0)
     jax.block_until_ready(carry)
-    spent, carry = time.process_time() - begun, start()
-    curve = train(step, carry, problem, data, seed=int(seed), budget=float(budget))
+    spent = time.process_time() - begun
     versions = {"jax": jax.__version__, "kfac_jax": kfac_jax.__version__}
-    print(json.dumps({"compile_cpu_s": spent, "versions": versions, **curve}))
+    for line in sys.stdin:
+        seed, budget, before = int(line.split()[0]), float(line.split()[1]), time.process_time()
+        key = jax.random.key(seed)
+
+        def timed(carry: Any, batch: Any, number: int, progress: float, key: Any = key) -> Any:
+            return step(carry, batch, key, number, progress)
+
+        curve = train(timed, start(seed), problem, data, seed=seed, budget=budget)
+        used = {"compile_cpu_s": spent, "run_cpu_s": time.process_time() - before}
+        about = {"versions": versions, "xla_flags": os.environ["XLA_FLAGS"].strip()}
+        print(json.dumps({**about, **used, **curve}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,12 @@
-"""A small tanh network of the coordinates, for losses of its derivatives."""
+"""A small tanh network of the coordinates, trained by losses of its derivatives."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks.optimizers._problem import glorot
-
-
-def network(seed: int, sizes: tuple[int, ...]) -> list[dict[str, np.ndarray]]:
-    """Glorot's parameters."""
-    rng = np.random.default_rng(seed)
-    shapes = zip(sizes, sizes[1:], strict=False)
-    return [{"w": glorot(rng, n, m), "b": np.zeros(m, np.float32)} for n, m in shapes]
+from benchmarks.optimizers._problem import Arrays, Problem, dense_layers
 
 
 def value(params: Any, x: jax.Array) -> jax.Array:
@@ -23,6 +16,31 @@ def value(params: Any, x: jax.Array) -> jax.Array:
     return (x @ params[-1]["w"] + params[-1]["b"])[..., 0]
 
 
-def relative_error(found: jax.Array, true: jax.Array) -> jax.Array:
-    """In the L2 norm."""
-    return jnp.linalg.norm(found - true) / jnp.linalg.norm(true)
+def pinn(
+    *,
+    name: str,
+    title: str,
+    sizes: tuple[int, ...],
+    budget: float,
+    data: Callable[[], Arrays],
+    batch: Callable[[Arrays, int, int], Any],
+    loss: Callable[..., Any],
+) -> Problem:
+    """The problem of such a network; ``data`` hold points and values for validation."""
+
+    def validate(params: Any, data: Any) -> jax.Array:
+        true = data["validation_values"]
+        return jnp.linalg.norm(value(params, data["validation"]) - true) / jnp.linalg.norm(true)
+
+    return Problem(
+        name=name,
+        title=title,
+        measure="relative L2 error at other points",
+        fisher="exact",
+        budget=budget,
+        data=data,
+        initial=lambda seed: dense_layers(seed, sizes),
+        batch=batch,
+        loss=loss,
+        validate=validate,
+    )

@@ -61,3 +61,10 @@ def glorot(rng: np.random.Generator, *shape: int) -> np.ndarray:
     receptive = int(np.prod(shape[:-2]))
     limit = np.sqrt(6 / (receptive * (shape[-2] + shape[-1])))
     return rng.uniform(-limit, limit, shape).astype(np.float32)
+
+
+def dense_layers(seed: int, sizes: tuple[int, ...]) -> list[dict[str, np.ndarray]]:
+    """Glorot's kernels, and biases of zero."""
+    rng = np.random.default_rng(seed)
+    shapes = zip(sizes, sizes[1:], strict=False)
+    return [{"w": glorot(rng, n, m), "b": np.zeros(m, np.float32)} for n, m in shapes]

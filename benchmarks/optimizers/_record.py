@@ -73,6 +73,12 @@ def grid_keys(method: Method, problem: Problem) -> list[Key]:
     return [Key(method.name, json.dumps(dict(s)), 0, budget) for s in method.settings]
 
 
+def fails_alike(grid: Iterable[Any]) -> bool:
+    """Whether two settings or more have run, and all of them failed with one error."""
+    errors = [line["error"] for line in grid if line is not None]
+    return len(errors) > 1 and bool(errors[0]) and len(set(errors)) == 1
+
+
 def chosen(lines: Sequence[Mapping[str, Any]], method: Method, problem: Problem) -> Any:
     """The setting with the least validation at the grid's end; ``None`` before all have run, or
     where none has come to its end.

@@ -1,6 +1,7 @@
 """Which run comes next, and making it."""
 
 import datetime
+import importlib.metadata
 import json
 import os
 import resource
@@ -8,19 +9,29 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from benchmarks.optimizers._method import Method
 from benchmarks.optimizers._problem import Arrays, Problem
-from benchmarks.optimizers._record import SEEDS, Key, Record, chosen, grid_keys
+from benchmarks.optimizers._record import (
+    SEEDS,
+    Key,
+    Record,
+    chosen,
+    fails_alike,
+    grid_keys,
+    of_grid,
+)
+
+VERSIONS = ("jax", "optax", "numpy")
 
 
 def missing(record: Record, methods: Sequence[Method], problem: Problem) -> Key | None:
     """The next run that is not there: grids first, then each seed of every method.
 
-    A method of whose grid nothing came to its end has no seeds.
+    A method of whose grid nothing came to its end has no seeds; one that fails twice in the same
+    way is not tried again.
     """
     ours = [m for m in methods if m.only is None or problem.name in m.only]
+    ours = [m for m in ours if not fails_alike(of_grid(record.lines, m, problem))]
     keys = [key for method in ours for key in grid_keys(method, problem)]
     settings = {method.name: chosen(record.lines, method, problem) for method in ours}
     keys += [
@@ -51,14 +62,16 @@ def run_of(problem: Problem, method: Method, data: Arrays, key: Key) -> dict[str
         "budget": key.budget,
         "error": error,
         "load_before": round(load, 2),
-        "run_cpu_s": round(_cpu() - cpu, 3),
+        "run_cpu_s": round(_cpu() - cpu, 3),  # of a peer's run the peer tells, behind
         "run_wall_s": round(time.perf_counter() - begun, 3),
-        "versions": {"jax": jax.__version__},
+        "command": f"python -m benchmarks.optimizers --problem {problem.name}",
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
         **curve,
     }
 
 
 def _cpu() -> float:
-    """CPU seconds of this process and its children that have ended."""
-    used = [resource.getrusage(x) for x in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(x.ru_utime + x.ru_stime for x in used)
+    """CPU seconds of this process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime

@@ -8,7 +8,15 @@ import numpy as np
 
 from benchmarks.optimizers._method import Method
 from benchmarks.optimizers._problem import Problem
-from benchmarks.optimizers._record import SEEDS, chosen, final, of_grid, seed_runs, target
+from benchmarks.optimizers._record import (
+    SEEDS,
+    chosen,
+    fails_alike,
+    final,
+    of_grid,
+    seed_runs,
+    target,
+)
 
 Runs = Sequence[Mapping[str, Any]]
 
@@ -30,7 +38,7 @@ class Row(NamedTuple):
         compile_s: CPU seconds of the first step.
         seeds: That have come to their end, with a finite validation.
         grid: What each setting led to at the grid's end.
-        remark: Errors, and what has not run.
+        remark: Errors, what has not run, and where the setting lies at the edge of its grid.
     """
 
     method: str
@@ -103,8 +111,9 @@ def _row(
     runs = seed_runs(lines, method, problem)
     whole, grid = _whole(runs), of_grid(lines, method, problem)
     tried = [(line["setting"], final(line)) for line in grid if line is not None]
-    remark = _remark(grid, runs)
-    row = Row(method.title, chosen(lines, method, problem), grid=tried, remark=remark)
+    setting = chosen(lines, method, problem)
+    remark = "; ".join([*_remarks(grid, runs), *at_edge(setting or {}, method.settings)])
+    row = Row(method.title, setting, grid=tried, remark=remark)
     if not whole:
         return row
     return row._replace(
@@ -123,14 +132,26 @@ def _whole(runs: Runs) -> list[Mapping[str, Any]]:
     return [line for line in runs if np.isfinite(final(line))]
 
 
-def _remark(grid: Sequence[Any], runs: Runs) -> str:
+def at_edge(setting: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which numbers of a setting are the least or the greatest of several that were tried."""
+    words = []
+    for name, value in setting.items():
+        tried = {other[name] for other in settings}
+        if len(tried) > 1 and value in (min(tried), max(tried)):
+            which = "least" if value == min(tried) else "greatest"
+            words.append(f"{name} {value:g} is the {which} that was tried")
+    return words
+
+
+def _remarks(grid: Sequence[Any], runs: Runs) -> list[str]:
     ended = [line for line in grid if line is not None]
     failed = [line["error"] for line in [*ended, *runs] if line["error"]]
     words = []
     if failed:
         words.append(f"{len(failed)} of {len(ended) + len(runs)} runs failed: {failed[0]}")
     if missing := len(grid) - len(ended):
-        words.append(f"{missing} of {len(grid)} runs of the grid are to be made")
+        which = "left out" if fails_alike(grid) else "to be made"
+        words.append(f"{missing} of {len(grid)} runs of the grid are {which}")
     elif len(failed) < len(ended) and (missing := len(SEEDS) - len(runs)):
         words.append(f"{missing} of {len(SEEDS)} seeds are to be run")
-    return "; ".join(words)
+    return words

@@ -10,6 +10,7 @@ SETTINGS = tuple(
     {"learning_rate": rate, "damping": damping, "norm_constraint": constraint, "period": 20}
     for rate, damping, constraint in (
         (0.03, 1e-2, 1e-3), (0.03, 1e-1, 1e-2), (0.1, 1e-1, 1e-2), (0.1, 1.0, 1e-1),
+        (0.3, 1e-2, 1e-1),
     )
 )  # fmt: skip
 

@@ -10,6 +10,8 @@ from benchmarks.optimizers._soap import soap
 SOAP = Method(
     name="soap",
     title="SOAP",
-    settings=tuple({"learning_rate": rate, "largest": 512} for rate in (3e-4, 1e-3, 3e-3, 1e-2)),
+    settings=tuple(
+        {"learning_rate": rate, "largest": 512} for rate in (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+    ),
     run=first_order(lambda setting: soap(**setting)),
 )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.optimizers._problem import Arrays, Mark, Problem, glorot, rows
+from benchmarks.optimizers._problem import Arrays, Mark, Problem, dense_layers, rows
 
 SIZES = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
 BATCH, HELD_OUT = 256, 288
@@ -24,9 +24,7 @@ def data() -> Arrays:
 
 def initial(seed: int) -> list[dict[str, np.ndarray]]:
     """Glorot's."""
-    rng = np.random.default_rng(seed)
-    shapes = zip(SIZES, SIZES[1:], strict=False)
-    return [{"w": glorot(rng, n, m), "b": np.zeros(m, np.float32)} for n, m in shapes]
+    return dense_layers(seed, SIZES)
 
 
 def batch(data: Arrays, seed: int, step: int) -> np.ndarray:
@@ -62,7 +60,7 @@ AUTOENCODER = Problem(
     title="Autoencoder, 8 layers, digits",
     measure="cross entropy of held-out images, nats",
     fisher="mc",
-    budget=60.0,
+    budget=20.0,
     data=data,
     initial=initial,
     batch=batch,

@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.optimizers._pinn import network, relative_error, value
-from benchmarks.optimizers._problem import Arrays, Mark, Problem
+from benchmarks.optimizers._pinn import pinn, value
+from benchmarks.optimizers._problem import Arrays, Mark
 
 INSIDE, EDGE = 900, 120
-SIZES = (2, 64, 64, 1)
 
 
 def data() -> Arrays:
@@ -18,17 +17,14 @@ def data() -> Arrays:
     rng = np.random.default_rng(0)
     edge = rng.uniform(size=(EDGE, 2))
     edge[np.arange(EDGE), np.arange(EDGE) % 2] = np.arange(EDGE) // 2 % 2
+    inside, other = rng.uniform(size=(INSIDE, 2)), rng.uniform(size=(2500, 2))
     parts = {
-        "inside": rng.uniform(size=(INSIDE, 2)),
+        "inside": inside,
         "edge": edge,
-        "validation": rng.uniform(size=(2500, 2)),
+        "validation": other,
+        "validation_values": np.asarray(solution(jnp.asarray(other))),
     }
     return {name: part.astype(np.float32) for name, part in parts.items()}
-
-
-def initial(seed: int) -> Any:
-    """Glorot's."""
-    return network(seed, SIZES)
 
 
 def batch(data: Arrays, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -52,20 +48,12 @@ def loss(params: Any, batch: Any, mark: Mark) -> jax.Array:
     return 0.5 * jnp.square(residual).mean() + 5.0 * jnp.square(border).mean()
 
 
-def validate(params: Any, data: Any) -> jax.Array:
-    """Relative L2 error of the solution at the other points."""
-    return relative_error(value(params, data["validation"]), solution(data["validation"]))
-
-
-POISSON = Problem(
+POISSON = pinn(
     name="poisson",
     title="Poisson's equation in a square, 2-64-64-1",
-    measure="relative L2 error at other points",
-    fisher="exact",
-    budget=60.0,
+    sizes=(2, 64, 64, 1),
+    budget=12.0,
     data=data,
-    initial=initial,
     batch=batch,
     loss=loss,
-    validate=validate,
 )

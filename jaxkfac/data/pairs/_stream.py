@@ -1,7 +1,6 @@
 """Pairs that are read as they are needed."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,10 +9,8 @@ from jaxkfac.data.pairs._encode import PairExample, check_lengths, encode_pair
 from jaxkfac.data.pairs._pairs import Pair
 from jaxkfac.data.pairs._rows import PairBatch, pair_batch
 from jaxkfac.data.readers import FileRows
-from jaxkfac.data.stream import BatchStream, Tally, length_multiples, order_by_length
+from jaxkfac.data.stream import BatchStream, Tally, arrange_by_length, length_multiples
 from jaxkfac.data.text import TokenizerLike
-
-_GROUP = 16  # batches whose examples are sorted together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +59,6 @@ def pair_stream(
         ValueError: an option out of range.
     """
     check_lengths(max_source_length, max_target_length)
-    if num_lengths < 1:
-        raise ValueError(f"num_lengths must be at least 1, not {num_lengths}")
     longest = {"max_source_length": max_source_length, "max_target_length": max_target_length}
     source_lengths = length_multiples(max_source_length, num_lengths)
     target_lengths = length_multiples(max_target_length, num_lengths)
@@ -92,10 +87,9 @@ def pair_stream(
     return PairStream(
         rows,
         encode,
-        functools.partial(_by_length, batch_size=batch_size),
+        arrange_by_length(_length, batch_size=batch_size),
         collate,
         batch_size=batch_size,
-        group=_GROUP * batch_size,
         lengths=target_lengths,
         window=window,
         seed=seed,
@@ -108,10 +102,5 @@ def _shortest(lengths: Sequence[int], sides: Sequence[np.ndarray]) -> int:
     return next(length for length in lengths if length >= longest)
 
 
-def _by_length(
-    examples: list[PairExample], seed: tuple[int, int], *, batch_size: int
-) -> list[tuple[PairExample, ...]]:
-    """Batches of pairs of about one length, in a random order; those that fill none last."""
-    lengths = np.array([len(example.source) + len(example.target) for example in examples])
-    order = order_by_length(lengths, seed, batch_size=batch_size)
-    return [(examples[i],) for i in order]
+def _length(pair: PairExample) -> int:
+    return len(pair.source) + len(pair.target)

@@ -12,6 +12,7 @@ from jaxkfac.data.stream._tally import Tally
 _Example = TypeVar("_Example")
 _Batch = TypeVar("_Batch")
 Position = dict[str, Any]
+_GROUP = 16  # batches whose examples are sorted, or packed, together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,6 @@ class BatchStream(Generic[_Example, _Batch]):
             seed; of ``batch_size`` rows at a time, as far as they go.
         collate: ``collate(rows)``: a batch.
         batch_size: Rows of a batch.
-        group: Examples that are arranged at one time.
         lengths: Row lengths that occur, ascending.
         window: Rows of files among which the order is random; 1 keeps theirs.
         seed: Of the order.
@@ -40,15 +40,19 @@ class BatchStream(Generic[_Example, _Batch]):
     arrange: Callable[[list[_Example], tuple[int, int]], list[tuple[_Example, ...]]]
     collate: Callable[[Sequence[tuple[_Example, ...]]], _Batch]
     batch_size: int
-    group: int
     lengths: tuple[int, ...]
     window: int = 8192
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "group", "window"):
+        for name in ("batch_size", "window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def group(self) -> int:
+        """Examples that are arranged at one time."""
+        return _GROUP * self.batch_size
 
     def iterate(self, position: Position | None = None) -> Iterator[tuple[_Batch, Position]]:
         """Batches without end, each with the position behind it.

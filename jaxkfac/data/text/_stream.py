@@ -11,9 +11,9 @@ from jaxkfac.data.readers import FileRows
 from jaxkfac.data.stream import (
     BatchStream,
     Tally,
+    arrange_by_length,
     group_generator,
     length_multiples,
-    order_by_length,
 )
 from jaxkfac.data.text._encode import Example, LossOn, check_encoding, encode_record, truncate
 from jaxkfac.data.text._records import Record
@@ -21,7 +21,6 @@ from jaxkfac.data.text._rows import TokenBatch, pack, token_batch
 from jaxkfac.data.text._tokenizer import TokenizerLike
 
 Batching = Literal["pad", "pack"]
-_GROUP = 16  # batches whose examples are sorted, or packed, together
 
 
 def token_stream(
@@ -60,16 +59,15 @@ def token_stream(
     """
     check_encoding(max_length, loss_on)
     one_of("batching", batching, ("pad", "pack"))
-    if num_lengths < 1:
-        raise ValueError(f"num_lengths must be at least 1, not {num_lengths}")
-    packed = batching == "pack"
-    lengths = (max_length,) if packed else length_multiples(max_length, num_lengths)
+    lengths = length_multiples(max_length, num_lengths)
+    arrange = arrange_by_length(_length, batch_size=batch_size)
+    if batching == "pack":
+        lengths = (max_length,)
+        arrange = functools.partial(_packed, length=max_length)
 
     def encode(record: Record, tally: Tally) -> list[Example]:
         found = encode_record(record, tokenizer, loss_on=loss_on)
         return [x for example in found if (x := _counted(example, max_length, tally))]
-
-    arrange = functools.partial(_packed, length=max_length) if packed else _by_length
 
     def collate(held: Sequence[tuple[Example, ...]]) -> TokenBatch:
         longest = max(sum(len(example.ids) - 1 for example in row) for row in held)
@@ -79,10 +77,9 @@ def token_stream(
     return BatchStream(
         rows,
         encode,
-        functools.partial(arrange, batch_size=batch_size),
+        arrange,
         collate,
         batch_size=batch_size,
-        group=_GROUP * batch_size,
         lengths=lengths,
         window=window,
         seed=seed,
@@ -103,24 +100,15 @@ def _counted(example: Example, max_length: int, tally: Tally) -> Example | None:
     return example
 
 
-def _by_length(
-    examples: list[Example], seed: tuple[int, int], *, batch_size: int
-) -> list[tuple[Example, ...]]:
-    """Batches of examples of about one length, in a random order; those that fill none last."""
-    order = order_by_length(_lengths(examples), seed, batch_size=batch_size)
-    return [(examples[i],) for i in order]
-
-
 def _packed(
-    examples: list[Example], seed: tuple[int, int], *, batch_size: int, length: int
+    examples: list[Example], seed: tuple[int, int], *, length: int
 ) -> list[tuple[Example, ...]]:
     """Rows with as many examples as fit, in a random order."""
-    del batch_size
-    lengths = _lengths(examples)
+    lengths = np.array([_length(example) for example in examples])
     rows = pack((lengths - 1).tolist(), length)
     order = group_generator(lengths, seed).permutation(len(rows))
     return [tuple(examples[i] for i in rows[row]) for row in order]
 
 
-def _lengths(examples: Sequence[Example]) -> np.ndarray:
-    return np.array([len(example.ids) for example in examples])
+def _length(example: Example) -> int:
+    return len(example.ids)
