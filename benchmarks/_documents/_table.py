@@ -110,6 +110,8 @@ def page_text(record: Mapping[str, Any]) -> str:
         "## Where to go on",
         "",
         "- The whole record, with JAX's numbers: `benchmarks/results/documents.md`.",
+        "- Eight of them measured as it runs: "
+        "[notebook](../notebooks/07_the_documents_measured.ipynb).",
         "- What to do when memory runs out: [troubleshooting](troubleshooting.md).",
         "",
     ]

@@ -287,7 +287,8 @@ def lifted(
         consts: Its constants.
         args: Its arguments.
         shifts: For each mark zeros of its shape. Their cotangents are those that the loss sends
-            to the marked outputs.
+            to the marked outputs. ``None`` where these are not asked for: a shift has a rule for
+            reverse mode alone, which a solver that keeps the whole program would not run forward.
     """
     out = _run(jaxpr, consts, args, list(shifts), rules=True)
     weights = {k: w for k, (_, w, _) in enumerate(out.marks) if w is not None}
@@ -315,7 +316,8 @@ def _run(
             rest = values[1:]
             mask = rest.pop() if eqn.params["masked"] else None
             marks.append((values[0], rest[0] if rest else None, mask))
-            out = [_shifted(values[0], shifts[len(marks) - 1])]
+            shift = shifts[len(marks) - 1]
+            out = [values[0] if shift is None else _shifted(values[0], shift)]
         elif number := _number_of_marks(eqn, rules=rules):
             here = shifts[len(marks) : len(marks) + number]
             if is_rule(eqn):

@@ -22,7 +22,7 @@ def curve_panels_html(runs: Mapping[str, RunRecords]) -> str:
             panels.append(
                 panel_html(f"{title}, by {what}", lines, Axis(what), Axis(unit, log=True))
             )
-    panels += [_driven(runs, *each) for each in _DRIVEN if _has(runs, each[1])]
+    panels += driven_panels(runs)
     legend = [(name, OPTIMIZERS[name][0]) for name in runs]
     return panels_html(panels, legend=legend)
 
@@ -59,7 +59,6 @@ def _driven(runs: Mapping[str, Any], title: str, field: str, log: bool) -> str:
     return panel_html(f"{title}, by updates", lines, Axis("updates"), Axis("", log=log))
 
 
-def driven_panels_html(runs: Mapping[str, Any]) -> str:
-    """Learning rate and gradient norm alone; empty for runs that did not record them."""
-    panels = [_driven(runs, *each) for each in _DRIVEN if _has(runs, each[1])]
-    return panels_html(panels) if panels else ""
+def driven_panels(runs: Mapping[str, Any]) -> list[str]:
+    """Learning rate and gradient norm alone; none for runs that did not record them."""
+    return [_driven(runs, *each) for each in _DRIVEN if _has(runs, each[1])]

@@ -1,6 +1,7 @@
 """The page of a fine-tuning run."""
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from types import MappingProxyType
 from typing import Any
 
@@ -12,19 +13,14 @@ from jaxkfac.memory import Stage
 from jaxkfac.report._capacity import CapacityReport
 from jaxkfac.report._capacity_html import capacity_html
 from jaxkfac.report._coverage import CoverageRow
-from jaxkfac.report._curve_panels import driven_panels_html
-from jaxkfac.report._finetune_figures import (
-    coefficients_figure,
-    finetune_loss_figure,
-    fourier_figure,
-)
+from jaxkfac.report._finetune_panels import loss_panels_html, nonlinearity_panels_html
 from jaxkfac.report._finetune_records import FinetuneRecords, SampleRecord, mean_loss
 from jaxkfac.report._finetune_tables import exam_rows, held_out_rows
 from jaxkfac.report._html import report_page
-from jaxkfac.report._html_parts import figure_html, table_html
+from jaxkfac.report._html_parts import table_html
 from jaxkfac.report._spectra import SpectrumRecord
 
-_BANDS = "Lines are means over a layer's blocks, bands run from the least to the largest."
+_ENDS = "Lines are means over a layer's blocks, faint ones the least and the largest of them."
 
 
 def finetune_page(
@@ -133,14 +129,11 @@ def _training(records: FinetuneRecords) -> str:
     ]
     head = ["updates", "tokens", "learnt", "first loss", "last loss", "samples/s",
             "tokens/s", "training", "compiling, programs", "skipped"]  # fmt: skip
-    figure = figure_html(
-        finetune_loss_figure(records),
-        "Loss of every update",
-        "Faint: each update's own tokens, before it; the line is their running mean. First and "
-        "last loss are means over a tenth of the updates.",
+    note = (
+        "<p>Faint: each update's own tokens, before it; the line is their running mean. First and "
+        "last loss are means over a tenth of the updates.</p>"
     )
-    driven = driven_panels_html({"finetune": records})
-    return f"<h2>Training</h2>{figure}{driven}{table_html(head, rows, text=0)}"
+    return f"<h2>Training</h2>{loss_panels_html(records)}{note}{table_html(head, rows, text=0)}"
 
 
 def _questions(records: FinetuneRecords, comparison: Mapping[str, Any]) -> str:
@@ -169,14 +162,10 @@ def _samples(samples: Sequence[SampleRecord]) -> str:
 
 def _fourier(records: FinetuneRecords, nonlinearity: str) -> str:
     phi = find_nonlinearity(nonlinearity)
-    caption = (
-        f"{_BANDS} {phi.formula}. Nonlinearity: {phi.strength_formula}. Saturated: "
+    note = escape(
+        f"{_ENDS} {phi.formula}. Nonlinearity: {phi.strength_formula}. Saturated: "
         f"{phi.saturated_formula}."
     )
-    drawn = [
-        (fourier_figure(records.fourier, phi), "Nonlinearity over the updates", caption),
-        (coefficients_figure(records.fourier, phi), "Coefficients over the updates", _BANDS),
-    ]
     rows = []
     for layer, values in records.fourier[-1].layers.items():
         means = [*np.asarray(values["coefficients"]).mean(0)]
@@ -188,4 +177,5 @@ def _fourier(records: FinetuneRecords, nonlinearity: str) -> str:
     coefficients = [f"c{number}" for number in range(len(phi.initial))]
     head = ["layer, mean over blocks", *coefficients, "σ", "deviation", "nonlinearity",
             "saturated"]  # fmt: skip
-    return "".join(figure_html(*each) for each in drawn) + table_html(head, rows, text=1)
+    panels = nonlinearity_panels_html(records.fourier, phi)
+    return f"{panels}<p>{note}</p>{table_html(head, rows, text=1)}"

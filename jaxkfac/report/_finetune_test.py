@@ -1,13 +1,13 @@
 import json
+import re
 
 import pytest
 from rich.console import Console
 
 from jaxkfac.lslora import Nonlinearity, register
 from jaxkfac.memory import Stage
-from jaxkfac.report import _finetune_html
-from jaxkfac.report._finetune_figures import _running_mean
 from jaxkfac.report._finetune_html import finetune_page
+from jaxkfac.report._finetune_panels import running_mean
 from jaxkfac.report._finetune_records import (
     ExamRecord,
     FinetuneRecords,
@@ -63,8 +63,22 @@ def test_the_page_shows_what_was_measured_and_escapes_it():
     for words in ("50.0% [30%, 70%]", "after 3 updates", "iron", "Fe &lt;is&gt;", ">0.6</td>",
                   ">2.5</td>", "Main memory: resident 3 MiB.</p>"):  # fmt: skip
         assert words in text, words
-    assert text.count("data:image/svg+xml") == 3 and "Loss on held-out text" in text
+    assert "Loss on held-out text" in text
     assert "<is>" not in text and text.count("<script") == 1
+
+
+def test_every_drawing_takes_the_colours_of_the_page_and_says_its_values():
+    text = page(RECORDS)
+    assert "<img" not in text and "data:image" not in text  # whose colours no night would change
+    titles = re.findall(r'<figure class="panel"><figcaption>(.*?)</figcaption>', text)
+    assert titles[0] == "Loss, by updates" and len(titles) == 3 + 4 + 4
+    labels = re.findall(r'data-label="(.*?)"', text)
+    for words in ("one update", "training", "validation", "layers/q_proj",
+                  "layers/q_proj, least", "layers/q_proj, largest"):  # fmt: skip
+        assert words in labels, words
+    look = text[text.index("<style>") : text.index("</style>")]
+    drawn = set(re.findall(r'<path class="line (\w+)', text))
+    assert drawn and all(look.count(f"--{name}:") == 3 for name in drawn)  # day, night, paper
 
 
 class Cubic(Nonlinearity):
@@ -73,8 +87,7 @@ class Cubic(Nonlinearity):
     apply = derivative = strength = None  # nothing is computed here
 
 
-def test_the_page_speaks_of_the_nonlinearity_that_the_adapter_has(monkeypatch):
-    monkeypatch.setattr(_finetune_html, "finetune_loss_figure", lambda _: b"<svg/>")
+def test_the_page_speaks_of_the_nonlinearity_that_the_adapter_has():
     register(Cubic())
     values = {"coefficients": [[1.0, 0.0]] * 2}
     values |= {name: [0.5, 1.0] for name in ("sigma", "deviation", "nonlinearity", "saturated")}
@@ -85,8 +98,7 @@ def test_the_page_speaks_of_the_nonlinearity_that_the_adapter_has(monkeypatch):
     assert "tanh" not in text and "tanh" in page(RECORDS)
 
 
-def test_what_was_not_measured_is_left_out(monkeypatch):
-    monkeypatch.setattr(_finetune_html, "finetune_loss_figure", lambda _: b"<svg/>")
+def test_what_was_not_measured_is_left_out():
     text = page(RECORDS._replace(exams=(), fourier=(), samples=()), {})
     for words in ("Questions", "Nonlinearity", "Samples", "Capacity"):
         assert f"<h2>{words}" not in text
@@ -119,5 +131,5 @@ def test_speed_is_of_all_updates():
 
 
 def test_the_running_mean_begins_at_the_first_loss_and_keeps_a_constant():
-    assert _running_mean([2.0, 2.0, 2.0]) == pytest.approx([2.0] * 3)
-    assert _running_mean([4.0, 0.0])[0] == pytest.approx(4.0)
+    assert running_mean([2.0, 2.0, 2.0]) == pytest.approx([2.0] * 3)
+    assert running_mean([4.0, 0.0])[0] == pytest.approx(4.0)

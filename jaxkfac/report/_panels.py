@@ -27,7 +27,7 @@ class Line(NamedTuple):
         x: Positions.
         y: Values; a gap where one is ``None``, not finite, or not positive on a logarithmic axis.
         color: Name of one of the page's colours: ``a``, ``g``, ``diagonal``, ``kfac``, ``adamw``,
-            ``muted``.
+            ``violet``, ``olive``, ``muted``.
         dots: Whether the values are not joined.
         faint: Whether it stands behind others.
         names: Of the values, for the pointer.

@@ -99,7 +99,6 @@ def _forms(operator: MarkedGaussNewton, vectors: list[Leaves]) -> Float[Array, "
     """By forward passes, whose part without tangents the compiler merges."""
     marks, outputs, chosen = _outputs(operator)
     at, out = outputs(chosen)
-    # Not by vmap: it refuses the custom rules of the marks, which no output here depends on.
     pushed = [_pushed(outputs, chosen, vector) for vector in _cast(vectors, chosen)]
     curved = [_curved(marks, out, at, y) for y in pushed]
     stacked = [jax.tree.map(lambda *x: jnp.stack(x), *trees) for trees in (pushed, curved)]
@@ -115,11 +114,10 @@ def _outputs(operator: MarkedGaussNewton) -> tuple[Any, Callable[[Leaves], Any],
     given = operator.params, operator.batch, operator.key
     closed = jax.make_jaxpr(lambda *args: _call(operator.function, *args))(*given)
     marks = marks_of(closed.jaxpr)
-    shifts = [mark.zeros() for mark in marks]
 
     def outputs(chosen: Leaves) -> tuple[list[Array], Marked]:
         args = jax.tree.leaves((with_leaves(operator.params, chosen), *given[1:]))
-        out = lifted(closed.jaxpr, closed.consts, args, shifts)
+        out = lifted(closed.jaxpr, closed.consts, args, [None] * len(marks))
         return out.outputs, out
 
     found = leaves_by_path(operator.params)

@@ -8,6 +8,7 @@ from jaxkfac.curvature import eigendecompose
 from jaxkfac.curvature.operators import from_function, ggn, kronecker, solve
 from jaxkfac.curvature.operators._small_nets_test import mlp_problem
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
+from jaxkfac.interception import mark_outputs
 
 
 def matrix_operator(matrix):
@@ -38,6 +39,21 @@ def test_the_solution_is_that_of_the_dense_system(x64):
     rough = solve(operator, rhs, damping=0.01, rtol=1e-4)  # above rounding
     residual = ravel_pytree(rhs)[0] - matrix @ ravel_pytree(rough.solution)[0]
     np.testing.assert_allclose(rough.residual_norm, jnp.linalg.norm(residual), rtol=1e-5)
+
+
+def test_a_marked_loss_is_solved_as_its_objective_is(x64):
+    objective, params, batch = ill_conditioned()
+
+    def loss(params, batch):
+        logits = mark_outputs(objective.apply_fn(params, batch[0]), Categorical())
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch[1][:, None], 1).mean()
+
+    rhs, options = jax.grad(loss)(params, batch), {"damping": 0.01, "rtol": 1e-12}
+    found = solve(ggn(loss, params, batch), rhs, **options)
+    expected = solve(ggn(objective, params, batch), rhs, **options)
+    assert found.converged and int(found.num_steps) > 10
+    for path, one in found.solution.items():
+        np.testing.assert_allclose(one, expected.solution[path], rtol=1e-8, atol=1e-10)
 
 
 def test_the_kronecker_inverse_takes_fewer_steps(x64):
