@@ -101,7 +101,7 @@ assert np.allclose(factors["a"], a.T @ a, atol=1e-4)
 
 # %%
 images, labels = load_digits("train", seed=0)
-images, labels = jnp.asarray(images[:512]), jnp.asarray(labels[:512])
+images, labels = jnp.asarray(images[:256]), jnp.asarray(labels[:256])
 apply_fn, params = jk.from_nnx(VisionTransformer(VisionTransformerConfig(), rngs=nnx.Rngs(0)))
 jk.find_layers(apply_fn, params, images)
 

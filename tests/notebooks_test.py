@@ -23,10 +23,14 @@ def _ends_with_a_figure(notebook: nbformat.NotebookNode) -> bool:
 @pytest.mark.slow
 @pytest.mark.usefixtures("users_kernels")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_notebook_runs(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)  # a reader has one device
     monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel chooses its own
     notebook = nbformat.read(path, as_version=4)
+    if any("smollm2()" in cell.source for cell in notebook.cells):
+        request.getfixturevalue("smollm2_file")  # downloaded; skipped where there is no network
     NotebookClient(
         notebook,
         timeout=600,

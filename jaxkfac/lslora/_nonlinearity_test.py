@@ -225,7 +225,8 @@ def test_files_carry_its_name_and_come_back(dialect, tmp_path):
 
 def test_a_name_that_nobody_registered_is_refused_with_the_known_ones(tmp_path, monkeypatch):
     save_adapters(tmp_path, made()[1], CONFIG)
-    monkeypatch.delitem(_registry._KNOWN, "cubic")
+    for name in _registry._KNOWN.keys() - {"fourier"}:  # other tests register some, too
+        monkeypatch.delitem(_registry._KNOWN, name)
     for read in (load, read_modules):
         with pytest.raises(ValueError, match="adapter_config.*'cubic': expected one of 'fourier'"):
             read(tmp_path)
