@@ -4,7 +4,7 @@ import re
 
 from sphinx.application import Sphinx
 
-RECORD = re.compile(r"\]\(\.\./benchmarks/results/(\w+\.md)")
+RECORD = re.compile(r"\]\(\.\./benchmarks/results/(?:(\w+)\.md|(\w+)/README\.md)")
 NOTEBOOK = re.compile(r"\]\(\.\./(notebooks/\w+)\.ipynb")
 
 
@@ -15,8 +15,10 @@ def on_site(text: str) -> str:
     '[a](records/plan.md), [b](../benchmarks/results/plan.json)'
     >>> on_site("[a](../notebooks/04_accumulation.ipynb)")
     '[a](notebooks/04_accumulation.md)'
+    >>> on_site("[a](../benchmarks/results/optimizers/README.md)")
+    '[a](records/optimizers.md)'
     """
-    return NOTEBOOK.sub(r"](\1.md", RECORD.sub(r"](records/\1", text))
+    return NOTEBOOK.sub(r"](\1.md", RECORD.sub(r"](records/\1\2.md", text))
 
 
 def _read(app: Sphinx, page: str, source: list[str]) -> None:

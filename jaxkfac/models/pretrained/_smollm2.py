@@ -32,7 +32,7 @@ def smollm2(
 
     Args:
         dtype: Of the parameters.
-        cache_dir: LeafSharding the file is kept; by default ``$JAXKFAC_CACHE`` or
+        cache_dir: Where the file is kept; by default ``$JAXKFAC_CACHE`` or
             ``~/.cache/jaxkfac``.
         remat: As for :func:`load_decoder`.
         quantize: As for :func:`load_decoder`.
