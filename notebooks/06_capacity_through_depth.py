@@ -135,12 +135,12 @@ assert traces[output][:3].sum() > 0.5 * traces[output].sum()
 # %% [markdown]
 # ## The answer
 #
-# With random weights every kernel has about ten to several hundred times as many directions: training
-# has put the curvature into few. Of `o_proj` the first block has the fewest, and 70 % of its trace is in
-# the first three blocks: a change of the weights there moves the outputs most, and in few ways. Of
-# `qkv_proj` the fewest are in the middle, in blocks 12 to 19, and its trace falls only at the end. A
-# factor of 504 tokens has a rank of at most 504, so the ranks are those of this text; more would raise
-# them.
+# With random weights every kernel has about ten to several hundred times as many directions:
+# training has put the curvature into few. Of `o_proj` the first block has the fewest, and 70 % of
+# its trace is in the first three blocks: a change of the weights there moves the outputs most,
+# and in few ways. Of `qkv_proj` the fewest are in the middle, in blocks 12 to 19, and its trace
+# falls only at the end. A factor of 504 tokens has a rank of at most 504, so the ranks are those
+# of this text; more would raise them.
 
 # %%
 fig, axes = plt.subplots(1, 3, figsize=(9.2, 3.2), layout="constrained")
