@@ -82,10 +82,13 @@ class NnxApply:
     def _run(self, held: tuple[nnx.State, ...], inputs: Any, key: Any) -> "_Call":
         model = nnx.merge(self._graph, *held, copy=True)
         before, _ = _values(model)
+        given = {}
+        if key is not None and self._hands_key:
+            key, own = jax.random.split(key)  # of the streams, and of the model
+            given = {"key": own}
         if key is not None and self._streams:
             keys = jax.random.split(key, len(self._streams))
             nnx.reseed(model, policy="match_shape", **dict(zip(self._streams, keys, strict=True)))
-        given = {} if key is None or not self._hands_key else {"key": key}
         out = model(*inputs, **given)  # pyright: ignore[reportCallIssue]
         return _Call(out, before, *_values(model))
 
@@ -276,12 +279,13 @@ def as_state(grads: PyTree, model: nnx.Module) -> nnx.State:
 
 
 def _takes_key(model: nnx.Module) -> bool:
-    """Whether a model takes a key by name; elsewhere ``key`` may be what an attention asks."""
+    """Whether a model takes a random key by name; an attention's ``key`` is what it asks."""
     try:
-        known = inspect.signature(type(model).__call__).parameters.get("key")
+        known = inspect.signature(type(model).__call__).parameters
     except (TypeError, ValueError):  # of a callable that is no function of Python
         return False
-    return known is not None and known.kind is inspect.Parameter.KEYWORD_ONLY
+    named = "key" in known and known["key"].kind is inspect.Parameter.KEYWORD_ONLY
+    return named and not {"query", "value"} & known.keys()
 
 
 def _values(model: nnx.Module) -> tuple[dict[Path, Any], dict[Path, type]]:

@@ -109,8 +109,16 @@ def test_a_model_that_takes_a_key_receives_it():
 
     apply_fn, params = from_nnx(Noisy())
     np.testing.assert_array_equal(apply_fn(params, X), X)
-    expected = X + jax.random.normal(KEY, X.shape)
+    own = jax.random.split(KEY)[1]  # the other is for random streams
+    expected = X + jax.random.normal(own, X.shape)
     np.testing.assert_array_equal(apply_fn(params, X, key=KEY), expected)
+
+    class Attends(Noisy):
+        def __call__(self, x, *, key=None, value=None):
+            return super().__call__(x if key is None else key)
+
+    attends, params = from_nnx(Attends())
+    np.testing.assert_array_equal(attends(params, X, key=KEY), X)
     asked, params = from_nnx(Asked())  # its key is no random one
     np.testing.assert_array_equal(asked(params, X, key=KEY), X)
     np.testing.assert_array_equal(asked(params, X, 2 * X, key=KEY), 2 * X)

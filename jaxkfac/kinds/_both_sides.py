@@ -195,7 +195,7 @@ class BothSides:
             bias_scale: Of a bias with a block of its own, ``(stack..., out)``.
 
         Memory:
-            ``CHUNK_BYTES``, or the gradient of one example.
+            ``CHUNK_BYTES``, or the gradient of one example; of one position some copies of rows.
         """
 
         def part(arrays: Any) -> Array:
@@ -203,7 +203,8 @@ class BothSides:
             found = weighed_squares(x, g, basis, scale)
             if bias_scale is None:
                 return found
-            g = rotate(g.sum(1, keepdims=True), basis.g, 2)[..., 0, :]
+            whole = g.sum(1, keepdims=True, dtype=like["products"].dtype)
+            g = rotate(whole, basis.g, 2)[..., 0, :]
             own = jnp.square(g) * bias_scale[..., None, :].astype(g.dtype)
             return found + own.sum(-1).astype(found.dtype)
 

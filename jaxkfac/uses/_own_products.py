@@ -57,11 +57,12 @@ class OwnProducts(ExampleGradients):
         dtype = self._dtype(layer)
         a, g = (x.vectors for x in self._bases.spectra(layer))
         scale, bias_scale = block_powers(self._bases, layer, self._damping)
-        constants = {"a_vectors": a, "g_vectors": g, "bias_scale": bias_scale}
-        constants |= {"scale": scale.values, "unit": 1 / scale.root}
+        scales = {"bias_scale": bias_scale, "scale": scale.values, "unit": 1 / scale.root}
+        vectors = {"a_vectors": a, "g_vectors": g}  # as they are held: products widen them
+        constants = {k: x.astype(dtype) for k, x in scales.items() if x is not None}
         return {
             "products": jnp.zeros((*layer.stack, self._number, 1), dtype),
-            "constants": {k: x.astype(dtype) for k, x in constants.items() if x is not None},
+            "constants": constants | {k: x for k, x in vectors.items() if x is not None},
         }
 
     def products(self, use: Use, like: Slot, sides: Any, constants: Slot) -> Slot:

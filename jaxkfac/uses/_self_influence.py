@@ -1,5 +1,6 @@
 """Self-influence: what training on an example does to its own loss."""
 
+import math
 from typing import Any
 
 import jax
@@ -9,11 +10,12 @@ from jaxtyping import Array, Float, PyTree
 from jaxkfac._checks import at_least_one
 from jaxkfac.curvature import BlockDamping, Eigenbases, check_block_damping
 from jaxkfac.factors import Batch, Objective
+from jaxkfac.interception import Layer
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.uses._batches import batches_of
 from jaxkfac.uses._example_gradients import block_dtype
 from jaxkfac.uses._examples import Examples
-from jaxkfac.uses._fitting import fitting
+from jaxkfac.uses._fitting import fitting, in_examples
 
 GRADIENTS = 3  # of each example alive at once: its own, the same by layer, the rotated
 
@@ -44,7 +46,8 @@ def self_influence(
         layers: Likewise.
         state: Likewise.
         experts: Likewise.
-        max_bytes: What gradients of examples may take at once, where they are held.
+        max_bytes: What gradients of examples may take at once where they are held, and elsewhere
+            the rows of layers: a batch is cut into as many examples as fit, at least one.
 
     Returns:
         ``(N,)``, all batches one after the other.
@@ -55,9 +58,9 @@ def self_influence(
             arrays does not have the examples first.
 
     Memory:
-        A layer that an example passes once, and whose parameters no other layer reads, takes
-        32 MiB, or the gradient of one example. Of the others three gradients of as many examples
-        as fit into ``max_bytes``.
+        A layer that an example passes once, and whose parameters no other layer reads, takes its
+        damped inverse eigenvalues, as large as its weight, and 32 MiB or the gradient of one
+        example. Of the others three gradients of as many examples as fit into ``max_bytes``.
 
     Example:
         >>> own = jk.self_influence(objective, params, bases, batch)
@@ -82,12 +85,29 @@ def self_influence(
         each = GRADIENTS * sum(
             layer.num_parameters * dtype.itemsize for layer, dtype in zip(held, dtypes, strict=True)
         )
-        return fitting(
+        some = fitting(
             batch, each=each, max_bytes=max_bytes, name="train", remedy="choose fewer layers="
         )
+        if not in_examples(batch):
+            return some
+        beside = sum(
+            min(GRADIENTS * layer.num_parameters, _rows_up_to(layer, batch))
+            * block_dtype(examples.bases, layer).itemsize
+            for layer in examples.layers
+            if layer not in held
+        )
+        return max(1, min(some, max_bytes // max(each + beside, 1)))
 
     found = [
         scores(params, examples.bases, examples.checked(params, some, state), state)
         for some in batches_of(train)
     ]
     return jnp.concatenate(found)
+
+
+def _rows_up_to(layer: Layer, batch: Batch) -> int:
+    """Elements of an example's rows in a layer; positions are at most its numbers, in or out."""
+    leaves = jax.tree.leaves((batch.inputs, batch.targets))
+    positions = max(leaf.size // batch.num_examples for leaf in leaves)
+    sides = layer.in_features + layer.out_features
+    return math.prod(layer.stack) * positions * sides

@@ -170,5 +170,5 @@ class EncoderDecoderConfig:
             start_id=pad if start is None else start,
             pad_id=pad,
             eos_ids=token_ids(config.get("eos_token_id")),
-            dropout=config.get("dropout_rate", _DROPOUT),
+            dropout=_DROPOUT if config.get("dropout_rate") is None else config["dropout_rate"],
         )

@@ -53,7 +53,9 @@ class Dropout(NamedTuple):
         assert self.key is not None
         keep = 1 - self.rate
         kept = jax.random.bernoulli(self.key, keep, x.shape)
-        return jnp.where(kept, x / jnp.asarray(keep, x.dtype), jnp.zeros((), x.dtype))
+        wide = x.dtype if x.dtype.itemsize >= 4 else jnp.float32  # 0.9 is 0.898 in bfloat16
+        scaled = (x.astype(wide) / jnp.asarray(keep, wide)).astype(x.dtype)
+        return jnp.where(kept, scaled, jnp.zeros((), x.dtype))
 
 
 NO_DROPOUT = Dropout()
@@ -65,6 +67,6 @@ def check_rate(rate: float | int) -> float | int:
     Raises:
         ValueError: it is no probability in [0, 1).
     """
-    if not 0 <= rate < 1:
-        raise ValueError(f"dropout={rate}: expected a probability in [0, 1)")
+    if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 <= rate < 1:
+        raise ValueError(f"dropout={rate!r}: expected a probability in [0, 1)")
     return rate
