@@ -32,20 +32,6 @@ the beginning of a training. A grid of four or five settings is coarse; where th
 edge, a remark says so, and a better one may lie beyond.
 """
 
-NOTES = {
-    "poisson": """\
-These runs were made with what is jaxlib 0.10.2's default, by which YNNPACK has the small products.
-A gradient takes 12.1 CPU ms so, 2.78 with `XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=`, and
-2.63 in kfac-jax's environment (`python -m benchmarks.optimizers._gradient_time poisson`). The
-optimizers of the table share it; later runs of other problems leave YNNPACK out, and so would runs
-of this one. Without it K-FAC's factors and model weigh more beside a gradient: the ratios of times
-are likely to be worse for it than they are here.
-
-kfac-jax stops because it expects each layer to see as many rows as the batch has: 900 points are
-inside and 120 on the edge. It ran in a trial with 900 of both; here it is not compared.
-""",
-}
-
 
 def write_report(folder: Path) -> None:
     """``README.md`` and a figure for each problem, in ``folder``."""
@@ -54,8 +40,6 @@ def write_report(folder: Path) -> None:
         path = folder / f"{problem.name}.jsonl"
         lines = Record(path).lines if path.exists() else []
         parts.append(f"## {problem.title}\n\n" + section(lines, problem))
-        if problem.name in NOTES and lines:
-            parts.append(NOTES[problem.name])
         if any(line["seed"] and not line["error"] for line in lines):
             (folder / f"{problem.name}.svg").write_bytes(curves(lines, METHODS, problem))
             parts.append(f"![{problem.title}: by steps and by time]({problem.name}.svg)\n")
