@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks._numbers._row import Goal, Row, Section
+from benchmarks._numbers._uses import USES
 from benchmarks.mutants import killed_by
 
 PROGRAMS = {
@@ -329,6 +330,7 @@ SECTIONS = (
         "beside",
         _data,
     ),
+    USES,
     Section(
         "Influence in a language model",
         "influence-cpu",
