@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from benchmarks.few_shot import RESULTS, page
 
 RECORD = RESULTS / "few_shot.json"
