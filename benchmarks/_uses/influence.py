@@ -9,8 +9,6 @@ import numpy as np
 import jaxkfac as jk
 from benchmarks._uses.models import Given
 
-AT_ONCE = 2**27  # bytes of gradients, of queries in work and of examples
-
 
 def main() -> None:
     given = Given()
