@@ -8,9 +8,10 @@ layer is traced. It holds 6.7 billion parameters at 32 layers, and shapes suffic
 ``time.process_time`` of the best of several runs, each with new functions, so that no cache of
 ours answers. JAX's own caches stay warm, as they are for everyone's second trace.
 
-The floor of statistics: the program is traced once more than for the gradient, because the
-gradient is of a program that has been analysed first; so 1 (differentiation of the emitted
-program) + the forward trace + the analysis (``find_layers``).
+Floors, none of which runs any emission of ours: the gradient is of a program that has been traced
+and analysed first, so JAX differentiates equations (``replayed_s``) in place of functions, whose
+derivatives it keeps; ``floor_ratio`` is ``find_layers_s`` and ``replayed_s`` over ``gradient_s``.
+Sampled statistics pull a second cotangent back, which ``second_pullback_s`` is added for.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 
 import jaxkfac as jk
@@ -120,6 +122,22 @@ def measure(layers: int, repeats: int) -> dict[str, float]:
         fn = jax.value_and_grad(objective())
         return lambda: jax.make_jaxpr(lambda p, b: fn(p, b))(params, batch)
 
+    def replayed() -> Callable[[], Any]:
+        loss = jax.make_jaxpr(objective())(params, batch)
+        leaves, rest = jax.tree.leaves(params), jax.tree.leaves(batch)
+        equations = jax.extend.core.jaxpr_as_fun(loss)
+        fn = jax.value_and_grad(lambda leaves, rest: equations(*leaves, *rest)[0])
+        return lambda: jax.make_jaxpr(fn)(leaves, rest)
+
+    def pulled_back_twice() -> Callable[[], Any]:
+        fn = objective()
+
+        def both(params: Any, batch: Any) -> Any:
+            value, pull = jax.vjp(lambda p: fn(p, batch), params)
+            return pull(value), pull(2 * value)
+
+        return lambda: jax.make_jaxpr(both)(params, batch)
+
     def table() -> Callable[[], Any]:
         apply_fn = objective().apply_fn
         return lambda: jk.find_layers(apply_fn, params, batch[0])
@@ -137,6 +155,8 @@ def measure(layers: int, repeats: int) -> dict[str, float]:
         return lambda: fn.factor_shapes(params, batch)
 
     plain, plain_jaxpr = best(gradient, repeats)
+    again, _ = best(replayed, repeats)
+    twice, _ = best(pulled_back_twice, repeats)
     found, layer_table = best(table, repeats)
     full, full_jaxpr = best(statistics("empirical"), repeats)
     sampled, _ = best(statistics("mc"), repeats)
@@ -148,8 +168,12 @@ def measure(layers: int, repeats: int) -> dict[str, float]:
         "statistics_s": full,
         "sampled_s": sampled,
         "factor_shapes_s": shapes_alone,
+        "replayed_s": again,
+        "second_pullback_s": twice - plain,
         "statistics_ratio": full / plain,
         "sampled_ratio": sampled / plain,
+        "floor_ratio": (found + again) / plain,
+        "sampled_floor_ratio": (found + again + twice - plain) / plain,
         "gradient_equations": equations(plain_jaxpr.jaxpr, set()),
         "statistics_equations": equations(full_jaxpr.jaxpr, set()),
     }

@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac.linalg._gram import gram, gram_panels, panel_shapes, statistics_dtype, unpack_panels
+from jaxkfac.linalg._gram import (
+    _gathered,
+    _written,
+    gram,
+    gram_panels,
+    panel_shapes,
+    statistics_dtype,
+    unpack_panels,
+)
 
 
 def rows(*shape, dtype=jnp.float64):
@@ -43,6 +51,14 @@ def test_a_border_is_one_more_row_and_column(x64):
     np.testing.assert_allclose(
         found, jnp.einsum("kni,knj->kij", with_ones, with_ones), rtol=1e-12, atol=1e-12
     )
+
+
+@pytest.mark.parametrize("size", [1, 33, 50])
+def test_panels_are_written_as_they_are_gathered(size):
+    """What other devices do, bit for bit."""
+    panels = jax.vmap(lambda x: gram_panels(x, 1))(rows(2, 6, size, dtype=jnp.float32))
+    for border in (None, (rows(2, size, dtype=jnp.float32), jnp.ones(2))):
+        np.testing.assert_array_equal(_written(panels, border), _gathered(panels, border))
 
 
 def test_a_stack_is_kept_apart(x64):
