@@ -7,13 +7,16 @@ that the caller has set is left alone; the platform is never forced.
 import contextlib
 import ctypes
 import gc
+import importlib
 import importlib.metadata
 import os
 import platform
 import re
 import shutil
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")  # sharding needs a second device
@@ -91,6 +94,26 @@ def pytest_collection():
 def x64():
     """Float64 for the length of one test; create every array inside it."""
     with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_mlir_context():
+    """Programs of one file and thread are lowered in one MLIR context.
+
+    JAX makes one for each program, of which tests have tens of thousands: several milliseconds,
+    which is most of lowering a small one. Nothing of a program is kept in it but what is interned.
+    """
+    module = importlib.import_module("jax._src.interpreters.mlir")  # there is no public hook
+    make, kept = module.make_ir_context, threading.local()
+
+    def context() -> Any:
+        if not hasattr(kept, "context"):
+            kept.context = make()
+        return kept.context
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "make_ir_context", context)
         yield
 
 
