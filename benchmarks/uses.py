@@ -72,7 +72,27 @@ def beside_kronfluence(python: Path, arguments: argparse.Namespace) -> dict[str,
     for kind in [] if arguments.equal else kinds:
         problem = sized(problems.INFLUENCE_TIMED[kind], arguments.examples)
         record["timed"][kind] = timed(commands, problem, "kronfluence", keep=False)
+        if kind == "transformer":
+            record["floor"] = floor(problem, record["timed"][kind])
     return record
+
+
+def floor(problem: Problem, found: dict[str, Any]) -> dict[str, Any]:
+    """What four backward passes and their products take in plain JAX, and the gradient's memory."""
+    whole, alone = (job(ours("floor"), problem, "float32", alone=x)[0] for x in (False, True))
+    cpu = {stage: seconds for stage, (_, seconds) in whole["seconds"].items()}
+    passes = 4 * (cpu["compile"] + cpu["backward"])
+    products = cpu["covariances"] + 2 * cpu["rotated"] + cpu["scored"]
+    theirs = found["kronfluence"]
+    total = sum(seconds for _, seconds in theirs["seconds"].values())
+    said = {
+        "cpu_seconds": passes + products,
+        "peak_bytes": alone["peak_bytes"],
+        "cpu": (passes + products) / total,
+        "peak": alone["peak_bytes"] / theirs["peak_bytes"],
+    }
+    shown("floor over kronfluence", {key: said[key] for key in ("cpu", "peak")})
+    return {"stages": whole["seconds"], **said}
 
 
 def beside_laplace_torch(python: Path, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -31,6 +31,12 @@ def _uses(record: Any) -> Iterator[Row]:
             sizes = [f"{said['peak_bytes'] / 2**20:.0f} MiB" for said in (ours, theirs)]
             goal = peak and Goal(here["ratios"]["peak"], peak, unit=" ×")
             yield Row(f"peak of the process, {kind}", sizes[0], f"{sizes[1]}, {name}", goal)
+    if floor := record.get("kronfluence", {}).get("floor"):
+        what = "transformer: the same backward passes and products in plain JAX"
+        beside = f"{floor['cpu']:.2f} of kronfluence's"
+        yield Row(what, f"{floor['cpu_seconds']:.1f} CPU s", beside)
+        what, beside = "transformer: the gradient alone", f"{floor['peak']:.2f} of kronfluence's"
+        yield Row(what, f"peak {floor['peak_bytes'] / 2**20:.0f} MiB", beside)
 
 
 def _by_kind(peer: str, record: Any, part: str) -> Iterator[tuple[str, Any]]:
