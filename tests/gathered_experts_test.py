@@ -161,6 +161,7 @@ def test_measured_eigenvalues_are_of_each_example_s_gradient():
         np.testing.assert_allclose(found[name].raw_values.sum((1, 2)), trace, rtol=1e-9, atol=1e-15)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WAYS)
 def test_scores_are_of_each_example_s_gradient(name):
     p, data = params(), batch()

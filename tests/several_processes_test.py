@@ -92,6 +92,7 @@ def saved_arrays(path):
 COUNTS = [2, pytest.param(4, marks=pytest.mark.exhaustive)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 def test_each_process_decomposes_its_share_and_has_all_bases(tmp_path, one_process, count):
     """Of factors that are whole in each process, sharded over them, or under a byte budget."""

@@ -8,8 +8,9 @@ equation lay at their edge; each is run once for a third of the budget (seed 0).
 least validation measure is run on five other seeds for the whole budget, in rounds: seed 1 of
 all optimizers, then seed 2. A learning rate that is given falls to zero over the second half of
 the budget. Time is CPU time of all threads in training steps, data included, without compilation
-and evaluation; wall time is beside it. The target that times are told for is fixed by AdamW: its
-median at the end of the budget.
+and evaluation; wall time is beside it. The process has one core (``--core``): where something else
+runs, threads that wait for each other in a loop would be counted too. The target that times are
+told for is fixed by AdamW: its median at the end of the budget.
 
 A run is a line of ``benchmarks/results/optimizers/<problem>.jsonl``, written when it is finished;
 runs that are there are not made again, so a comparison can be made in parts. A run that fails is a
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--method", choices=METHODS, action="append", help="default: all")
     parser.add_argument("--minutes", type=float, default=30, help="begin no run after them")
     parser.add_argument("--peer", type=Path, help="the Python of an environment with kfac-jax")
+    parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="to run on")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of the record")
     parser.add_argument("--report", action="store_true", help="write page and figures; no runs")
     args = parser.parse_args()
@@ -53,6 +55,7 @@ def main() -> None:
 
         write_report(args.folder)
         return
+    os.sched_setaffinity(0, {args.core})  # before JAX counts cores
     if args.peer is not None:
         os.environ[VARIABLE] = str(args.peer.absolute())
         subprocess.run([os.environ[VARIABLE], "-c", "import kfac_jax"], check=True)

@@ -44,6 +44,7 @@ def test_numpy_reads_it_and_its_own_checksums_hold(path):
         assert archive.testzip() is None
 
 
+@pytest.mark.exhaustive
 def test_every_byte_is_under_a_checksum(path):
     data = path.read_bytes()
     for position in range(len(data)):

@@ -84,6 +84,7 @@ def killed(*_, **__):
     raise Killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [45, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 4, 9, 17, 30))]
 )

@@ -131,6 +131,7 @@ def test_without_evaluate_every_the_last_update_is_saved(run, monkeypatch, tmp_p
     assert_of_update(tmp_path / "run", 6, tmp_path / "run")
 
 
+@pytest.mark.exhaustive
 def test_a_run_stops_after_as_many_evaluations_as_patience_says(run, monkeypatch, tmp_path):
     pretend(monkeypatch, [9.0, 3.0, 2.0, 2.5, 2.0, 1.0, 1.0])
     output = tmp_path / "run"

@@ -21,6 +21,7 @@ CONFIG = EncoderDecoderConfig(
 FAMILY = EncoderDecoderFamily()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [pytest.param("all", marks=pytest.mark.exhaustive), "adapter"])
 def test_padding_of_either_side_is_in_no_loss_gradient_or_factor(train, x64):
     rng = np.random.default_rng(0)

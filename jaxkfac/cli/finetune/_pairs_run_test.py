@@ -246,6 +246,7 @@ def test_a_folder_that_is_no_whole_model_is_refused_with_its_keys(run, folder, t
     assert "no *.safetensors in" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_pairs_with_an_empty_side_are_left_out_and_counted(run, data, tmp_path):
     train = data / "train.jsonl"
     train.write_text(train.read_text() + '\n{"en": "one", "de": ""}\n{"en": "", "de": "eins"}')

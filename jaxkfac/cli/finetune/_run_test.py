@@ -426,6 +426,7 @@ def test_a_resumed_run_says_that_its_data_have_changed(run, plain, folder, capsy
     assert "the data have changed: CRC-32" in capsys.readouterr().err.replace("\n", " ")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["train", "validation"])
 def test_ids_beyond_the_vocabulary_are_named(name, run, folder, capsys):
     with (folder / f"{name}.jsonl").open("a") as file:

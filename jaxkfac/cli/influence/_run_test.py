@@ -103,6 +103,7 @@ def test_a_run_scores_as_the_library_does_and_shows_the_first_and_the_last(run, 
     assert "Query 2" in shown.out and "11 texts, 1 of them cut" in shown.err.replace("\n", "")
 
 
+@pytest.mark.slow
 def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
     run, tmp_path, monkeypatch
 ):
@@ -133,6 +134,7 @@ def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
     assert run("--resume", "--damping", "0.5", output=parts) == 2
 
 
+@pytest.mark.exhaustive
 def test_another_run_takes_the_bases_for_other_queries(run, tmp_path, monkeypatch, capsys):
     assert run() == 0
     scores = found(tmp_path / "run")[1]
@@ -145,6 +147,7 @@ def test_another_run_takes_the_bases_for_other_queries(run, tmp_path, monkeypatc
     assert "option seed: 0 in the checkpoint, 1 requested" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_overwrite_deletes_nothing_that_is_needed_or_before_all_is_checked(run, tmp_path):
     stages = tmp_path / "run" / "stages"
 
