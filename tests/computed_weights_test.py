@@ -285,3 +285,20 @@ def test_beside_a_mark_of_coupled_examples_the_parameters_are_not_covered():
     kept, x = tree(0, v=(4, 5), g=(5,)), (normal(6, 4, 4), normal(7, 4, 4))
     with pytest.raises(jk.UncoveredParameterError, match="examples meet on their way to a jk.mark"):
         jk.value_grad_and_factors(contrastive)(kept, x)
+
+
+def test_an_operation_without_batches_is_run_example_by_example():
+    """A grouped product, behind a weight whose diagonal takes each example by itself."""
+
+    def grouped(p, x, tap):
+        y = jnp.tanh(x @ weight_norm(p))
+        sizes = jnp.zeros(2, jnp.int32).at[1].set(len(x) * x.shape[1])
+        y = lax.ragged_dot(y.reshape(-1, 5), jnp.stack([p["head"], p["head"] * 2]), sizes)
+        return y.reshape(*x.shape[:2], 3)
+
+    def alone(p, x, tap):
+        return jnp.tanh(x @ weight_norm(p)) @ (p["head"] * 2)
+
+    found, expected = (collected(objective_of(model)).factors for model in (grouped, alone))
+    for name in ("v", "g"):
+        np.testing.assert_allclose(found[name].diagonal, expected[name].diagonal, rtol=1e-10)

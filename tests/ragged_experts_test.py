@@ -73,6 +73,29 @@ def test_an_expert_has_the_rows_that_reach_it():
     assert jax.tree.map(jnp.shape, steps) == jax.tree.map(jnp.shape, p)
 
 
+def test_experts_in_a_list_are_the_slices_of_a_stack():
+    def stacked(p):
+        each = {name: [p[f"{name}{e}"] for e in range(EXPERTS)] for name in ("up", "down")}
+        return {"router": p["router"]} | {name: jnp.stack(w) for name, w in each.items()}
+
+    def statistics(model, p):
+        objective = jk.Objective(model, jk.Categorical())
+        factors = jax.jit(jk.value_grad_and_factors(objective))(p, batch()).factors
+        bases = jk.eigendecompose(factors)
+        return factors, jax.jit(jk.correct_eigenvalues(objective, bases, per="token"))(p, batch())
+
+    whole = params()
+    apart = {f"{name}{e}": whole[name][e] for name in ("up", "down") for e in range(EXPERTS)}
+    expected, measured = statistics(routed, whole)
+    found, own = statistics(lambda p, x: routed(stacked(p), x), apart | {"router": whole["router"]})
+    for name, e in [(name, e) for name in ("up", "down") for e in range(EXPERTS)]:
+        one = f"{name}{e}"
+        np.testing.assert_allclose(found[one].a, expected[name].a[e], rtol=1e-10, atol=1e-14)
+        np.testing.assert_allclose(found[one].g, expected[name].g[e], rtol=1e-10, atol=1e-14)
+        traces = own[one].raw_values.sum(), measured[name].raw_values[e].sum()
+        np.testing.assert_allclose(*traces, rtol=1e-10, atol=1e-14)
+
+
 @pytest.mark.parametrize("wall", [jax.jit, jax.checkpoint])
 def test_rows_behind_the_last_run_reach_nobody(wall):
     """Padding: seven rows, of which the sizes name six; inside a scan of remat."""

@@ -79,7 +79,8 @@ def per_example_diagonals(
     model's own. Inside ``shard_map`` each device has examples of its own, and the sum is over all.
 
     Memory:
-        ``CHUNK`` gradients of the uncovered parameters and their activations.
+        ``CHUNK`` gradients of the uncovered parameters and their activations; one where the model
+        has an operation that JAX cannot batch.
     """
     leaves = leaves_by_path(params)
     axes = tuple(sorted(set().union(*map(varying_axes, jax.tree.leaves(batch)))))
@@ -111,6 +112,9 @@ def per_example_diagonals(
 
     # No loop runs along an axis that is split.
     examples = whole((batch, estimator.by_example(number)))
-    rows = jax.lax.map(squares, examples, batch_size=min(CHUNK, number))
+    try:
+        rows = jax.lax.map(squares, examples, batch_size=min(CHUNK, number))
+    except NotImplementedError:  # an operation that JAX has no batches of: a grouped product
+        rows = jax.lax.map(squares, examples)
     sums = {layer.name: rows[layer.weight.path].sum(0) for layer in layers}
     return jax.lax.psum(sums, axes) if axes else sums

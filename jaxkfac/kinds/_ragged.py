@@ -17,7 +17,7 @@ from jaxkfac.interception import (
     order_problem,
     register_kind,
 )
-from jaxkfac.kinds._rows import Array, Rows
+from jaxkfac.kinds._rows import Array, Rows, part_of_rows
 from jaxkfac.kinds._two_sided import TwoSided
 
 
@@ -85,10 +85,11 @@ class Ragged(TwoSided):
         cotangent: Array,
         weights: Array | None,
     ) -> Rows:
-        return _by_expert(cotangent, operands, use.out_axes[0]).masked(weights)
+        side = _by_expert(cotangent, operands, use.out_axes[0])
+        return part_of_rows(site, use, side.masked(weights))
 
     def reached(self, site: Site, use: Use, operands: Sequence[Any]) -> Array:
-        return _reached(operands)
+        return part_of_rows(site, use, Rows(_reached(operands), (1,), (0,), ())).x
 
 
 def _reached(operands: Sequence[Any]) -> Array:

@@ -85,9 +85,10 @@ class TwoSided(Kind):
         there = self.reached(site, use, operands)
         if there is not None:
             there = there if weights is None else there & weights
-            count = there.sum(range(1, there.ndim), dtype=like["a_count"].dtype)
-            rest = (1,) * (len(like["a_count"].shape) - 1)
-            out["a_count"] = jnp.broadcast_to(count.reshape(-1, *rest), like["a_count"].shape)
+            lead, stack = there.ndim - len(use.rows), like["a_count"].shape
+            count = there.sum(range(lead, there.ndim), dtype=like["a_count"].dtype)
+            rest = (1,) * (len(stack) - lead)
+            out["a_count"] = jnp.broadcast_to(count.reshape(*count.shape, *rest), stack)
         return out
 
     def second_moment(self, side: Rows, precision: Any) -> Array:
