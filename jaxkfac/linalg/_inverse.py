@@ -53,5 +53,5 @@ def _inverse(matrix: Array, shift: Array) -> Array:
     out = jax.lax.linalg.triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True)
     # A factorisation that fails gives NaN in a part of it on some platforms, and no error; and it
     # reads one triangle of the matrix.
-    ok = is_all_finite(jnp.maximum(jnp.abs(out), jnp.abs(matrix)))
+    ok = is_all_finite(out + matrix)
     return jnp.where(ok, out, jnp.nan)
