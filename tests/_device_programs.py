@@ -44,18 +44,12 @@ def batch_of(step: int) -> Any:
     return draw.normal(size=(16, 16)), draw.integers(0, 8, 16)
 
 
-def rows_split(x: Any) -> P:
-    """The last axis of a matrix that eight devices divide, as fully sharded training has it."""
-    axes = [axis for axis, n in enumerate(x.shape) if n % 8 == 0 and x.ndim > 1]
-    return P(*["data" if axes and axis == axes[-1] else None for axis in range(x.ndim)])
-
-
 def _text(x: Any) -> list[float]:
     return np.asarray(x).ravel().tolist()
 
 
 def training(layout: str, kind: str, **options: Any) -> dict[str, Any]:
-    """Four steps; parameters at the end, and what of the state is sharded.
+    """Four steps; parameters at the end, and the shapes of all arrays, whole and on a device.
 
     Args:
         layout: ``"one"`` device, ``"data"`` parallel or ``"full"``y sharded.
@@ -72,8 +66,9 @@ def training(layout: str, kind: str, **options: Any) -> dict[str, Any]:
     tx = jk.kfac(0.1, like=like, **options)
 
     def placed(tree: Any) -> Any:
-        spec = rows_split if full else lambda x: P()
-        return jax.tree.map(lambda x: NamedSharding(mesh, spec(x)), tree)
+        if full:
+            return jk.memory.divided_shardings(tree, mesh, "data")
+        return jax.tree.map(lambda x: NamedSharding(mesh, P()), tree)
 
     def step(params: Any, state: Any, batch: Any) -> Any:
         value, grads, factors = stats(params, batch)
@@ -89,9 +84,14 @@ def training(layout: str, kind: str, **options: Any) -> dict[str, Any]:
         for i in range(4):
             batch = jax.device_put(batch_of(i), NamedSharding(mesh, P("data")))
             params, state, value = step(params, state, batch)
-    sharded = sum(not x.is_fully_replicated for x in jax.tree.leaves(state))
     end = {name: _text(x) for name, x in params.items()}
-    return {"params": end, "loss": float(value), "sharded": sharded}
+    leaves, _ = jax.tree_util.tree_flatten_with_path((params, state))
+    names = [jax.tree_util.keystr(path) for path, _ in leaves]
+    held = {
+        name: [x.shape, x.sharding.shard_shape(x.shape)]
+        for name, (_, x) in zip(names, leaves, strict=True)
+    }
+    return {"params": end, "loss": float(value), "held": held}
 
 
 def layouts() -> dict[str, Any]:

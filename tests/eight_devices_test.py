@@ -42,7 +42,18 @@ def test_training_on_eight_devices_is_that_of_one(layouts, layout, kind):
     found, one = layouts[f"{layout}, {kind}"], layouts["one"]
     assert_close(found["params"], one["params"], 1e-12)
     assert abs(found["loss"] - one["loss"]) < 1e-12
-    assert (found["sharded"] > 10) == (layout == "full")  # averages, bases, momentum
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_of_each_array_that_eight_devices_divide_each_has_an_eighth(layouts, layout, kind):
+    """Parameters, averages, bases, momentum; a factor of 25 with its ones column they do not."""
+    for option in ("", ", divided"):
+        for name, (shape, here) in layouts[f"{layout}, {kind}{option}"]["held"].items():
+            divided = len(shape) > 1 and not all(n % 8 for n in shape) and layout == "full"
+            assert np.prod(here) == np.prod(shape) / (8 if divided else 1), name
+            assert divided or layout == "data" or len(shape) < 2 or 25 in shape or 3 in shape, name
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """A mesh with explicit axes: types carry shardings, and the statistics are those of one device."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -236,3 +238,67 @@ def test_measured_eigenvalues_that_like_knows_nothing_of(x64, mesh):
     with jax.set_mesh(mesh):
         found = _trained(step, tx, _split_by_features(p), jax.device_put(batch, P()))
     assert_tree_close(jax.device_get(found), jax.device_get(expected), 1e-9)
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "empirical"])
+def test_inner_products_of_a_split_batch_are_those_of_one_device(x64, mesh, curvature):
+    model, p, batch = _case("mlp")
+
+    @jax.jit
+    def form(p, batch):
+        objective, half = objective_of(model), jax.tree.map(lambda x: x / 2 + 1, p)
+        make = jk.operators.ggn
+        if curvature == "empirical":
+            make = functools.partial(jk.operators.fisher, fisher="empirical")
+        return make(objective, p, batch).inner_products([p, half])
+
+    expected = form(p, batch)
+    with jax.set_mesh(mesh):
+        found = form(jax.device_put(p, P()), jax.device_put(batch, P("x")))
+    _assert_same(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "split", [pytest.param("rows", marks=pytest.mark.exhaustive), "parameters"]
+)
+def test_adapted_steps_are_those_of_one_device(x64, mesh, split):
+    """Rates of the quadratic model, and a trial of the damping at every other step."""
+    model, p, batch = _case("mlp")
+    if split == "parameters":
+        model, p = _by_features, tree(4, w=(4, 6), v=(6, 3))
+    objective = objective_of(model)
+    stats = jk.value_grad_and_factors(objective)
+    damping = jk.LevenbergMarquardt(initial=0.1, every=2)
+    like = stats.factor_shapes(p, batch)
+    tx = jk.kfac("quadratic", momentum="quadratic", damping=damping, like=like, refresh_every=2)
+
+    def step(p, state, batch):
+        value, grads, factors = stats(p, batch)
+        loss = functools.partial(objective, batch=batch)
+        told = {
+            "value": value,
+            "value_fn": loss,
+            "curvature": jk.operators.ggn(objective, p, batch),
+        }
+        updates, state = tx.update(grads, state, p, factors=factors, **told)
+        return jax.tree.map(jnp.add, p, updates), state
+
+    def trained(step, p, batch):
+        state = tx.init(p)
+        for _ in range(4):
+            p, state = step(p, state, batch)
+        return p, state.adaptation
+
+    expected = trained(jax.jit(step), p, batch)
+    assert expected[1].damping < 0.1 and expected[1].displaced == 0  # it was adapted
+    with jax.set_mesh(mesh):
+        if split == "rows":
+            p, batch = jax.device_put(p, P()), jax.device_put(batch, P("x"))
+        else:
+            p, batch = _split_by_features(p), jax.device_put(batch, P())
+        for run in (jax.jit(step), step):  # outside of jit what can be seen to be wrong is refused
+            found = trained(run, p, batch)
+            assert_tree_close(jax.device_get(found), jax.device_get(expected), 1e-9)
+            kept = [jax.typeof(x).sharding.spec for x in jax.tree.leaves((p, found[0]))]
+            assert kept[: len(kept) // 2] == kept[len(kept) // 2 :]

@@ -10,7 +10,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxkfac.cli._processes import ALONE, RunProcesses
-from jaxkfac.memory import bytes_text, place_once, put_leaf
+from jaxkfac.factors import Factors
+from jaxkfac.memory import bytes_text, divided_shardings, place_once, put_leaf
 
 PyTree = Any
 _AXES = ("data", "model")
@@ -37,16 +38,17 @@ class RunDevices(NamedTuple):
         return "data" if self.mesh is not None and self.mesh.shape["data"] > 1 else None
 
     def shardings(self, tree: PyTree, axis: str = "model") -> PyTree:
-        """Of parameters or of an optimizer's state: the last axis of matrices over ``model``."""
+        """Of parameters or of an optimizer's state: matrices over one axis, factors over all.
+
+        Averages and sums of factors are read whole at a refresh alone.
+        """
         assert self.mesh is not None
-        mesh, count = self.mesh, self.mesh.shape[axis]
+        mesh: Mesh = self.mesh
 
-        def of(x: Any) -> NamedSharding:
-            split = count > 1 and len(x.shape) > 1 and x.shape[-1] % count == 0
-            axes = [*[None] * (len(x.shape) - 1), axis] if split else []
-            return NamedSharding(mesh, PartitionSpec(*axes))
+        def of(x: Any) -> Any:
+            return divided_shardings(x, mesh, _AXES if isinstance(x, Factors) else axis)
 
-        return jax.tree.map(of, tree)
+        return jax.tree.map(of, tree, is_leaf=lambda x: isinstance(x, Factors))
 
     def put_base(self, params: PyTree) -> PyTree:
         """A frozen model, whose memory is taken over: over ``model``, or ``data`` alone."""

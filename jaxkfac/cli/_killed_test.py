@@ -1,9 +1,11 @@
 """Runs that are killed at any moment and resumed end with the bits of one that was not."""
 
+import json
+import os
 import random
+import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -17,34 +19,67 @@ TRAIN = [
     *("--optimizer", "kfac"),
 ]
 FINETUNE = [
-    *(
-        "finetune",
-        "--adapter.rank",
-        "2",
-        "--batch-size",
-        "4",
-        "--steps",
-        "24",
-        "--curvature",
-        "None",
-    ),
-    *("--samples", "0", "--questions", "0", "--checkpoint-every", "2", "--optimizer", "kfac"),
+    *("finetune", "--adapter.rank", "2", "--batch-size", "4", "--steps", "24"),
+    *("--curvature", "None", "--samples", "0", "--questions", "0", "--checkpoint-every", "2"),
+    *("--optimizer", "kfac"),
 ]
 PAIRS = [
     *("finetune", "--preset", "wordnet-t5", "--batch-size", "16", "--steps", "24"),
     *("--samples", "0", "--generate", "0", "--checkpoint-every", "2", "--optimizer", "adafactor"),
 ]
-# The command line with a small decoder in place of a downloaded one.
+# The command line with a small decoder in place of a downloaded one. Blocks that a run enters are
+# written down with their seconds; one of them, where one is named, is never left.
 PROGRAM = """
+import contextlib
+import json
+import os
+import signal
 import sys
-import jax
+import threading
+import time
+from jaxkfac.cli import _interrupts, _phases
+
+written, fatal, *words = sys.argv[1:]
+fatal, seconds = json.loads(fatal), {}
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def watched(context, counts=lambda doing: True):
+    @contextlib.contextmanager
+    def entered(doing):
+        with context(doing) as found:
+            if not counts(doing):
+                yield found
+                return
+            entries, start = seconds.setdefault(doing, []), time.monotonic()
+            entries.append(None)
+            number = len(entries) - 1
+            if fatal and fatal[:2] == [doing, number]:
+                timer = threading.Timer(fatal[2], die)
+                timer.daemon = True
+                timer.start()
+            try:
+                yield found
+            finally:
+                if fatal and fatal[:2] == [doing, number]:
+                    die()
+            entries[number] = time.monotonic() - start
+    return entered
+
+_phases.phase = watched(_phases.phase)
+_interrupts.interrupts_deferred = watched(
+    _interrupts.interrupts_deferred, lambda doing: doing.startswith("finishing")
+)
+
 from flax import nnx
 import jaxkfac as jk
-from jaxkfac.cli import main
+from jaxkfac.cli import _train, main
 from jaxkfac.cli.finetune import _run
 from jaxkfac.cli.finetune._run_test import CONFIG, Letters
 from jaxkfac.models import Decoder, Pretrained
 
+_train.report_page = _run.finetune_page = lambda **_: ""  # drawing takes longer than such a run
 load = _run.load_model
 
 def load_model(experiment):
@@ -54,62 +89,73 @@ def load_model(experiment):
     return Pretrained(CONFIG, apply_fn, params, Letters(), "models/tiny")
 
 _run.load_model = load_model
-sys.exit(main(sys.argv[1:]))
+code = main(words)
+with open(written, "w") as file:
+    json.dump(seconds, file)
+sys.exit(code)
 """
-COMMANDS = {
-    "train": (TRAIN, "kfac"),
-    "pairs": (PAIRS, "checkpoints"),
-    "finetune": (FINETUNE, "checkpoints"),
+ENDS = "writing what was trained, and the report"
+COMMANDS = {  # words, the folder of checkpoints, an epoch or an update, the end
+    "train": (TRAIN, "kfac", "finishing the epoch", "writing the report"),
+    "pairs": (PAIRS, "checkpoints", "finishing the update", ENDS),
+    "finetune": (FINETUNE, "checkpoints", "finishing the update", ENDS),
 }
+# The first and the last are those of the slow suite.
+MOMENTS = "checkpoint compilation step end checkpoint compilation step end step checkpoint".split()
 
 
-def has_ended(words, *, after=None):
-    """Whether the run came to its end; killed where that takes longer than ``after`` seconds."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+def ended(words, folder, *, fatal=None, **variables):
+    """The exit code of a run, and the seconds of each of its blocks if it came to its end."""
+    times = folder.with_suffix(".json")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, times, json.dumps(fatal), *words, "--output", folder],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
     )
-    try:
-        _, error = process.communicate(timeout=after)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return False
-    assert process.returncode == 0, error.decode()
-    return True
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.returncode, None if done.returncode else json.loads(times.read_text())
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """``uninterrupted(command)``: the folder of a run, and how long it took."""
+    """``uninterrupted(command)``: the folder of a run, and the seconds of its blocks."""
     known = {}
 
     def run(command):
         if command not in known:
-            words, _ = COMMANDS[command]
-            output = tmp_path_factory.mktemp(command)
-            has_ended([*words, "--output", str(output / "warm")])  # fills the cache of programs
-            start = time.monotonic()
-            has_ended([*words, "--output", str(output / "run")])
-            known[command] = output / "run", time.monotonic() - start
+            folder = tmp_path_factory.mktemp(command) / "run"
+            code, seconds = ended(COMMANDS[command][0], folder)
+            assert code == 0
+            known[command] = folder, seconds
         return known[command]
 
     return run
 
 
-MOMENTS = [random.Random(i).random() for i in range(10)]  # shares of the time of a run
-
-
 @pytest.mark.slow
 @pytest.mark.sampled(2)  # one of train and one of finetune
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", range(len(MOMENTS)))
 @pytest.mark.parametrize("command", list(COMMANDS))
 def test_a_run_that_was_killed_ends_as_one_that_was_not(uninterrupted, tmp_path, command, moment):
-    words, below = COMMANDS[command]
+    """Within a random block of the moment's kind, after a random share of the block's time."""
+    words, below, step, end = COMMANDS[command]
     expected, seconds = uninterrupted(command)
-    words = [*words, "--output", str(tmp_path)]
-    if not has_ended(words, after=moment * seconds):
-        assert has_ended([*words, "--resume"])
-    one, other = load_checkpoint(expected / below), load_checkpoint(tmp_path / below)
+    draw, where = random.Random(moment), MOMENTS[moment]
+    doing = {
+        "checkpoint": "writing the checkpoint",  # in a thread of its own, beside the training
+        "compilation": "compiling",
+        "step": step,
+        "end": end,
+    }[where]
+    number = draw.randrange(len(seconds[doing]))
+    fatal = doing, number, draw.random() * seconds[doing][number]
+    # JAX writes what it has compiled in place: a kill would leave half of it to every later run.
+    anew = {"JAX_ENABLE_COMPILATION_CACHE": "false"} if where == "compilation" else {}
+    killed, _ = ended(words, tmp_path / "run", fatal=fatal, **anew)
+    assert killed == -signal.SIGKILL
+    assert ended([*words, "--resume"], tmp_path / "run")[0] == 0
+    one, other = load_checkpoint(expected / below), load_checkpoint(tmp_path / "run" / below)
     assert one.step == other.step and one.leaves.keys() == other.leaves.keys()
     for path, leaf in one.leaves.items():
         np.testing.assert_array_equal(other.leaves[path], leaf, err_msg=path)

@@ -142,7 +142,8 @@ def run_processes(arguments: Any) -> Iterator[RunProcesses]:
             process are ``process``, ``debug`` and ``json``.
 
     Raises:
-        ValueError: the options that say how many processes there are do not go together.
+        ValueError: the options that say how many processes there are do not go together, or
+            ``auto`` finds no cluster.
         ProcessesDisagreeError: another process has other options, or another version.
         LostProcessError: a program of XLA's failed while it exchanged something.
     """
@@ -151,19 +152,7 @@ def run_processes(arguments: Any) -> Iterator[RunProcesses]:
     if address is None:
         yield ALONE
         return
-    words: dict[str, Any] = {}
-    if address != "auto":
-        words = {
-            "coordinator_address": address,
-            "num_processes": arguments.processes,
-            "process_id": arguments.process,
-            "cluster_detection_method": "deactivate",
-        }
-    jax.distributed.initialize(
-        **words,
-        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-        heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
-    )
+    _join(address, arguments.processes, arguments.process)
     processes = RunProcesses(ProcessGroup.everywhere())
     try:
         with processes.together("comparing options") as same:
@@ -178,6 +167,31 @@ def run_processes(arguments: Any) -> Iterator[RunProcesses]:
         raise LostProcessError(
             f"process {jax.process_index()} could not exchange with the others ({reason}); if "
             "one of them has ended, it says why: start all of them again with --resume"
+        ) from error
+
+
+def _join(address: str, count: int | None, number: int | None) -> None:
+    words: dict[str, Any] = {}
+    if address != "auto":
+        words = {
+            "coordinator_address": address,
+            "num_processes": count,
+            "process_id": number,
+            "cluster_detection_method": "deactivate",
+        }
+    try:
+        jax.distributed.initialize(
+            **words,
+            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+        )
+    except ValueError as error:
+        if words:
+            raise
+        raise ValueError(
+            f"--coordinator auto: jax.distributed knows no cluster here ({error}): start the "
+            "command by srun, mpirun of Open MPI or on each host of a TPU pod, or give "
+            "--coordinator HOST:PORT, --processes and --process"
         ) from error
 
 

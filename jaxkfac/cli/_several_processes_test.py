@@ -51,6 +51,10 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+def by_address(port, count, rank):
+    return ["--coordinator", f"localhost:{port}", "--processes", count, "--process", rank], {}
+
+
 class Run:
     """A run of so many processes with so many devices each.
 
@@ -61,14 +65,17 @@ class Run:
         devices: Of each process.
         folders: In which each process runs.
         variables: Of the environment of process 0 alone.
+        join: ``join(port, count, rank)``: words and variables by which a process finds the others.
     """
 
-    def __init__(self, folder, words, *, count=2, devices=1, folders=None, variables=None):
+    def __init__(
+        self, folder, words, *, count=2, devices=1, folders=None, variables=None, join=by_address
+    ):
         folder.mkdir(exist_ok=True)
         self.folder, self.count = folder, count
         with socket.socket() as free:
             free.bind(("localhost", 0))
-            address = f"localhost:{free.getsockname()[1]}"
+            port = free.getsockname()[1]
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(devices),
@@ -77,12 +84,12 @@ class Run:
         self.processes = []
         for rank in range(count):
             own = words[rank] if isinstance(words[0], list) else words
-            joined = ["--coordinator", address, "--processes", str(count), "--process", str(rank)]
+            joined, told = join(str(port), str(count), str(rank)) if count > 1 else ([], {})
             with self._file("out", rank).open("w") as out, self._file("err", rank).open("w") as err:
                 process = subprocess.Popen(
-                    [sys.executable, "-c", PROGRAM, *own, *(joined if count > 1 else [])],
+                    [sys.executable, "-c", PROGRAM, *own, *joined],
                     cwd=folders and folders[rank],
-                    env=environment | ((not rank and variables) or {}),
+                    env=environment | told | ((not rank and variables) or {}),
                     stdout=out,
                     stderr=err,
                 )

@@ -26,6 +26,7 @@ from jaxkfac.linalg._eigh import (
     in_sequence,
 )
 from jaxkfac.linalg._eigh_host import HostDType, HostSpectrum, eigh_on_host, host_dtype
+from jaxkfac.linalg._finite import is_all_finite
 from jaxkfac.linalg._gram import (
     PANELS_FROM,
     gram,
@@ -76,6 +77,7 @@ __all__ = [
     "host_dtype",
     "in_sequence",
     "into_eigenbasis",
+    "is_all_finite",
     "is_separable",
     "kronecker_above_rcond",
     "kronecker_power",

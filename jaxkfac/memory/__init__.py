@@ -10,6 +10,7 @@ from jaxkfac.memory._budget import (
 )
 from jaxkfac.memory._cast import cast_once, checked_dtype
 from jaxkfac.memory._checkpoint_files import stored_tensors
+from jaxkfac.memory._divided import divided_shardings
 from jaxkfac.memory._duplicates import Duplicate, DuplicateReport, duplicate_report
 from jaxkfac.memory._environment import Finding, inspect_environment
 from jaxkfac.memory._exhausted import (
@@ -48,6 +49,7 @@ __all__ = [
     "cast_once",
     "check_targets",
     "checked_dtype",
+    "divided_shardings",
     "duplicate_report",
     "explain_out_of_memory",
     "free_bytes",

@@ -12,6 +12,7 @@ from jaxkfac._checks import instance_of, scalar
 from jaxkfac.curvature.operators import Operator
 from jaxkfac.interception import check_function, leaves_by_path, with_leaves
 from jaxkfac.optim._descent import advance_momentum, descend, where
+from jaxkfac.optim._explicit import GatheredOperator, sharded_like, whole
 from jaxkfac.optim._injected import may_be_positive
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt
 from jaxkfac.optim._quadratic_model import Leaves, Minimum, QuadraticModel, dot, minimum
@@ -59,6 +60,14 @@ class BatchLoss(NamedTuple):
     value: Any
     value_fn: Callable[[PyTree], Any]
     curvature: Operator
+
+    def of_whole(self, params: PyTree) -> "BatchLoss":
+        """The same of parameters that are whole on every device, where ``params`` are sharded."""
+        return BatchLoss(
+            whole(self.value),
+            lambda moved: whole(self.value_fn(sharded_like(moved, params))),
+            GatheredOperator(self.curvature, params),
+        )
 
 
 class Numbers(NamedTuple):

@@ -1,11 +1,16 @@
 """Arrays sharded over explicit mesh axes: gathered for the arithmetic, sharded again after."""
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Float
+
+from jaxkfac.curvature.operators import Operator
+from jaxkfac.interception import leaves_by_path
 
 PyTree = Any
 
@@ -34,6 +39,33 @@ def sharded_like(tree: PyTree, like: PyTree) -> PyTree:
         return x if not any(spec or ()) else jax.sharding.reshard(x, spec)
 
     return jax.tree.map(sharded, tree, like)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GatheredOperator(Operator):
+    """An operator whose vectors and products are whole on every device.
+
+    Attributes:
+        operator: Of sharded parameters.
+        params: These, whose shardings its vectors must have.
+    """
+
+    operator: Operator
+    params: PyTree
+
+    @property
+    def like(self) -> PyTree:
+        return self.operator.like
+
+    def product(self, leaves: dict[str, Array]) -> dict[str, Array]:
+        return whole(self.operator.product(self._sharded(leaves)))
+
+    def forms(self, vectors: Sequence[dict[str, Array]]) -> Float[Array, "k k"]:
+        return whole(self.operator.forms([self._sharded(vector) for vector in vectors]))
+
+    def _sharded(self, leaves: dict[str, Array]) -> dict[str, Array]:
+        known = leaves_by_path(self.params)
+        return {path: sharded_like(x, known.get(path)) for path, x in leaves.items()}
 
 
 def on_mesh_of(like: PyTree, tree: PyTree) -> PyTree:

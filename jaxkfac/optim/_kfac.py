@@ -405,18 +405,16 @@ def kfac(
     def whole_advance(
         grads: PyTree,
         state: KfacState,
+        params: PyTree | None,
         *rest: Any,
         axis: MeshAxis | None,
         loss: BatchLoss | None,
     ) -> Any:
-        if not is_sharded((grads, state, rest)):
-            return advance(grads, state, *rest, axis=axis, loss=loss)
-        if loss is not None:
-            raise ValueError(
-                "kfac adapts itself over automatic mesh axes, and these arrays are sharded over "
-                "explicit ones: make the mesh with axis_types=(jax.sharding.AxisType.Auto, ...)"
-            )
-        out, new = advance(*cast(Any, whole((grads, state, *rest))), axis=axis, loss=None)
+        given = (grads, state, params, *rest)
+        if not is_sharded(given):
+            return advance(*given, axis=axis, loss=loss)
+        loss = None if loss is None else loss.of_whole(params)
+        out, new = advance(*cast(Any, whole(given)), axis=axis, loss=loss)
         return sharded_like(out, grads), _sharded_state(new, state)
 
     def averaged(state: KfacState, factors: Factors | None) -> Factors:

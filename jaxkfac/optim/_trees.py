@@ -13,13 +13,14 @@ from jaxtyping import Array, Bool, Float
 from jaxkfac._checks import instance_of, named
 from jaxkfac._errors import nearest
 from jaxkfac.interception import check_arrays, is_differentiable, leaves_by_path, path_of
+from jaxkfac.linalg import is_all_finite
 
 PyTree = Any
 
 
 def all_finite(*trees: PyTree) -> Bool[Array, ""]:
     """Whether every inexact element of the trees is finite."""
-    flags = [jnp.isfinite(x).all() for x in jax.tree.leaves(trees) if is_differentiable(x)]
+    flags = [is_all_finite(x) for x in jax.tree.leaves(trees) if is_differentiable(x)]
     return jnp.stack(flags).all() if flags else jnp.asarray(True)
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from jaxkfac.factors import (
@@ -161,6 +162,13 @@ def _pushed(
     function: Callable[[Leaves], PyTree], chunk: Chunk, vectors: Leaves
 ) -> tuple[PyTree, PyTree]:
     """The function's value, once, and its derivatives along stacked vectors."""
+    if any(jax.typeof(x).sharding.mesh.explicit_axes for x in vectors.values()):
+        # Under vmap jax 0.10.2 takes no product of the model's with fewer entries in its
+        # out_sharding than axes, such as P().
+        value, push = jax.linearize(function, chunk.leaves)
+        count = len(next(iter(vectors.values())))
+        several = [push({path: x[i] for path, x in vectors.items()}) for i in range(count)]
+        return value, jax.tree.map(lambda *x: jnp.stack(x), *several)
     along = jax.vmap(lambda v: jax.jvp(function, (chunk.leaves,), (v,)), out_axes=(None, 0))
     return along(vectors)
 
@@ -169,9 +177,12 @@ def inner_products(left: PyTree, right: PyTree) -> Float[Array, "k k"]:
     """Inner products of stacked trees, in float32 at least."""
 
     def product(x: Array, y: Array) -> Array:
-        dtype = statistics_dtype(x.dtype)
-        flat = [z.astype(dtype).reshape(z.shape[0], -1) for z in (x, y)]
-        return jnp.matmul(flat[0], flat[1].T, precision="highest")
+        dtype, axes = statistics_dtype(x.dtype), tuple(range(1, x.ndim))
+        mesh = jax.typeof(x).sharding.mesh
+        # A sum over explicit mesh axes has to say how its result is: whole on every device.
+        out = NamedSharding(mesh, PartitionSpec(None, None)) if mesh.explicit_axes else None
+        x, y, contracted = x.astype(dtype), y.astype(dtype), ((axes, axes), ((), ()))
+        return jax.lax.dot_general(x, y, contracted, precision="highest", out_sharding=out)
 
     return functools.reduce(jnp.add, jax.tree.leaves(jax.tree.map(product, left, right)))
 
