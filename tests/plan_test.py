@@ -61,11 +61,16 @@ def placed(tree, mesh, *axes):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), tree)
 
 
-def test_devices_exchange_what_the_compiled_program_does():
-    """Gradients and statistics are summed over devices once."""
-    objective, params, batch = TRAININGS["dense"]().problem
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [("dense", None), pytest.param("convolution", "data", marks=pytest.mark.slow)],
+)
+def test_devices_exchange_what_the_compiled_program_does(name, axis):
+    """Gradients and statistics are summed over devices once, and so are decompositions."""
+    objective, params, batch = TRAININGS[name]().problem
     stats = jk.value_grad_and_factors(objective)
-    tx = jk.kfac(0.1, like=stats.factor_shapes(params, batch), damping=1e-3)
+    like = stats.factor_shapes(params, batch)
+    tx = jk.kfac(0.1, like=like, damping=1e-3, distribute=axis)
 
     def step(params, state, batch):
         value, grads, factors = stats(params, batch)
@@ -87,7 +92,8 @@ def test_devices_exchange_what_the_compiled_program_does():
     sent = sum(kind["bytes"] for kind in described(text)["collectives"].values())
     assert plan.devices == 2
     assert plan.now.exchanged_total == sent
-    assert plan.now.exchanged.keys() == {"gradients", "factors"}
+    rows = {"gradients", "factors"} | ({"in the step"} if axis else set())
+    assert plan.now.exchanged.keys() == rows
     assert "between 2 devices" in str(plan)
 
 

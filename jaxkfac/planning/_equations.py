@@ -24,7 +24,7 @@ _REDUCTIONS = frozenset(
 )
 # Written over an operand that nobody reads afterwards.
 _IN_PLACE = frozenset("dynamic_update_slice scatter scatter-add scatter-mul eigh cholesky".split())
-_VIEWS = frozenset("reshape squeeze stop_gradient".split())
+_VIEWS = frozenset("reshape squeeze stop_gradient sharding_constraint".split())
 
 
 @dataclasses.dataclass(eq=False)
