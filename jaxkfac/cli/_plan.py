@@ -66,6 +66,8 @@ class PlanArguments:
     """Eigenvectors of each factor with low_rank."""
     devices: int = 1
     """That train together, each on such a batch: what they exchange is counted."""
+    fully_sharded: bool = False
+    """Whether parameters, optimizer and factors are divided over them; needs a compiler."""
     options: tuple[OptionName, ...] = OPTION_NAMES
     """Which may be used."""
     compiler: Literal["cpu", "h100", "v5e"] | None = None
@@ -121,6 +123,7 @@ def run_plan(arguments: PlanArguments) -> None:
             accumulator_dtype=arguments.accumulator_dtype,
             accumulator_memory_kind=arguments.accumulator_memory_kind,
             devices=arguments.devices,
+            fully_sharded=arguments.fully_sharded,
             options=arguments.options,
             compiler=compiler,
             compiled=arguments.compiled if asked else "none",
