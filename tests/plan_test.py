@@ -25,8 +25,6 @@ from jaxkfac.planning._temporaries import within
 pytestmark = pytest.mark.standard_promotion
 
 TRAININGS = {name: functools.cache(build) for name, build in trainings(scale=2).items()}
-# Planned in float16 there, since XLA's CPU compiler keeps bfloat16 in float32 besides: 0.87 of it.
-TRAININGS.pop("scanned bfloat16, K-FAC staggered")
 QUICK = ("scanned, rematted", "dense", "K-FAC in graph")
 SHARDED = [name for name in TRAININGS if "sharded" in name]
 BOTH = "encoder-decoder, NF4"  # each of which is a training of its own; half a minute

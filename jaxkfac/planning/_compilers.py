@@ -192,7 +192,10 @@ def compiled_bytes(
     to = to if mesh is None else to.of(mesh.size)
     donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     shapes = jax.eval_shape(lambda *xs: xs, *args) if mesh is None else args
-    traced = jax.jit(fn, keep_unused=True, out_shardings=out_shardings)
+    places = None if out_shardings is None else jax.tree.leaves(out_shardings)
+    # As a list: JAX would fill classes of results with shardings, and with what stands for none.
+    flat = lambda *args: jax.tree.leaves(fn(*args))
+    traced = jax.jit(flat, keep_unused=True, out_shardings=places)
     with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
         lowered = export.export(traced, platforms=[to.platform])(*shapes)
     owners = [number for number, arg in enumerate(shapes) for _ in jax.tree.leaves(arg)]
@@ -207,17 +210,11 @@ def compiled_bytes(
         "mesh": None,
     }
     if mesh is not None:
-        given = out_shardings is not None
         request["mesh"] = [mesh.axis_names, mesh.axis_sizes]
-        request["input_specs"] = _specs(jax.tree.map(lambda x: x.sharding, args))
-        request["output_specs"] = _specs(out_shardings) if given else None
+        request["input_specs"] = [tuple(x.sharding.spec) for x in jax.tree.leaves(args)]
+        request["output_specs"] = places and [tuple(sharding.spec) for sharding in places]
     answer = _ask(request, to, python, timeout)
     return CompiledBytes(**answer | {"collectives": collective_bytes(answer["collectives"])})
-
-
-def _specs(shardings: Any) -> list[Sequence[Any]]:
-    """Of each leaf, the mesh axes of its axes."""
-    return [tuple(x.spec) for x in jax.tree.leaves(shardings)]
 
 
 def _described(aval: Any) -> tuple[tuple[int, ...], str]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,14 +9,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxkfac._errors import CompilerError
 from jaxkfac.planning._compilers import TargetName, compiled_bytes, target_of
 from jaxkfac.planning._liveness import live_bytes
 from jaxkfac.planning._placement import fully_sharded, mesh_here, mesh_of, on_devices
 from jaxkfac.planning._program_work import collective_bytes
-from jaxkfac.planning._shapes import as_float16
 
 _FAST: Any = {
     "xla_backend_optimization_level": 0
@@ -84,10 +81,6 @@ class Temporaries:
 
         The last three are those of ``live_bytes``; a compiler does not need them.
 
-        XLA computes bfloat16 on the CPU in float32, and keeps both: 158 GB for a program that
-        takes 130 in float32 and 87 in float16. So on the CPU the bytes are those of float16,
-        where the program takes that.
-
         Raises:
             CompilerNotFoundError: the target's compiler is not installed; what to install.
             CompilerError: the compiler fails, or runs out of time.
@@ -97,16 +90,10 @@ class Temporaries:
             how |= {"traced": traced, "only": only}
             counted = live_bytes(step, *args, platform=self.platform, **how)
             return Needs(round(self.factor * counted))
-        # Of leaves: factors are compared item by item, and those of shapes have none.
-        if self.platform == "cpu" and any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(args)):
-            with contextlib.suppress(TypeError, ValueError):
-                return self._ask(step, *as_float16(args), donate_argnums=donate_argnums)
         return self._ask(step, *args, donate_argnums=donate_argnums)
 
     def _ask(self, step: Callable[..., Any], *args: Any, donate_argnums: Sequence[int]) -> Needs:
         mesh = mesh_of(args)
-        if mesh is not None:
-            step = functools.partial(_leaves, step)
         if not self._is_here(1 if mesh is None else mesh.size):
             found = compiled_bytes(
                 *(step, *args),
@@ -119,8 +106,10 @@ class Temporaries:
             return Needs(found.temporaries, found.collectives)
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh_here(mesh)):
             args = args if mesh is None else on_devices(args, mesh_here(mesh))
-            places = _shardings_of_results(step, args)
-            run = jax.jit(step, donate_argnums=donate_argnums, out_shardings=places)
+            # As a list: JAX would fill classes of results with shardings.
+            places = jax.tree.leaves(_shardings_of_results(step, args)) or None
+            flat = lambda *args: jax.tree.leaves(step(*args))
+            run = jax.jit(flat, donate_argnums=donate_argnums, out_shardings=places)
             return self._compiled(run.lower(*args), several=mesh is not None)
 
     def _is_here(self, devices: int) -> bool:
@@ -147,11 +136,6 @@ class Temporaries:
         assert analysis is not None  # the compilers of CPUs, GPUs and TPUs have one
         sent = collective_bytes(compiled.as_text()) if several else {}
         return Needs(int(analysis.temp_size_in_bytes), sent)
-
-
-def _leaves(step: Callable[..., Any], *args: Any) -> list[Any]:
-    """What a step returns, without the classes that JAX would fill with shardings and more."""
-    return jax.tree.leaves(step(*args))
 
 
 def _shardings_of_results(step: Callable[..., Any], args: Any) -> Any:
