@@ -31,22 +31,17 @@ def test_with_compiled_none_the_compiler_that_is_named_is_not_asked(capsys, monk
         raise CompilerError("asked")
 
     monkeypatch.setattr(Temporaries, "_ask", fail)
-    plan = {"device_bytes": "1GB", "options": ("remat",), "json": True, "compiler": "cpu", **TINY}
-    records = {}
-    for compiled in ("none", "chosen"):
-        run_plan(PlanArguments(compiled=compiled, **plan))
-        records[compiled] = json.loads(capsys.readouterr().out)
-    none = records["none"]
+    plan = {"device_bytes": "1GB", "options": (), "compiler": "cpu", **TINY}
+    run_plan(PlanArguments(compiled="none", json=True, **plan))
+    none = json.loads(capsys.readouterr().out)
     assert not none["now"]["compiled"] and none["now"]["device"]["activations"] > 0
-    assert not none["alone"]["remat"]["compiled"] and none["within"] > 0
-    assert none["now"] == records["chosen"]["now"]  # of a compiler that fails, too
-    run_plan(PlanArguments(compiled="none", **plan | {"json": False}))
+    assert none["within"] > 0
+    run_plan(PlanArguments(**plan))
     shown = capsys.readouterr().out
-    assert "not compiled" not in shown and f"±{none['within']:.0%}" in shown
-    run_plan(PlanArguments(**plan | {"json": False}))
-    assert "not compiled: asked" in capsys.readouterr().out
+    assert "not compiled: asked" in shown and f"±{none['within']:.0%}" in shown
 
 
+@pytest.mark.slow
 def test_sharded_parameters_are_planned_on_their_devices(capsys):
     plan = {"device_bytes": "1GB", "options": (), "json": True, "curvature": "none", **TINY}
     run_plan(PlanArguments(compiler="cpu", devices=2, fully_sharded=True, **plan))

@@ -136,9 +136,9 @@ def on_devices(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 def mesh_of(tree: PyTree) -> AbstractMesh | None:
-    """The mesh that shapes lie on, ``None`` without one."""
-    found = (getattr(x, "sharding", None) for x in jax.tree.leaves(tree))
-    meshes = {s.mesh.abstract_mesh for s in found if isinstance(s, NamedSharding)}
+    """The mesh that all of some shapes lie on, ``None`` without one."""
+    found = [getattr(x, "sharding", None) for x in jax.tree.leaves(tree)]
+    meshes = {s.mesh.abstract_mesh if isinstance(s, NamedSharding) else None for s in found}
     return meshes.pop() if len(meshes) == 1 else None
 
 
