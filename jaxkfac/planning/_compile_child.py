@@ -70,7 +70,7 @@ def compile_bytes(request: dict[str, Any]) -> dict[str, Any]:
         "outputs": analysis.output_size_in_bytes,
         "donated": analysis.alias_size_in_bytes,
         "cpu_seconds": cpu_seconds,
-        "collectives": compiled.as_text() if request["mesh"] else "",
+        "text": compiled.as_text() if request["mesh"] else "",
     }
 
 

@@ -214,7 +214,8 @@ def compiled_bytes(
         request["input_specs"] = [tuple(x.sharding.spec) for x in jax.tree.leaves(args)]
         request["output_specs"] = places and [tuple(sharding.spec) for sharding in places]
     answer = _ask(request, to, python, timeout)
-    return CompiledBytes(**answer | {"collectives": collective_bytes(answer["collectives"])})
+    sent = collective_bytes(answer.pop("text"))
+    return CompiledBytes(**answer, collectives=sent)
 
 
 def _described(aval: Any) -> tuple[tuple[int, ...], str]:

@@ -58,7 +58,8 @@ class Work(NamedTuple):
             mine + Counter({key: times * count for key, count in theirs.items()})
             for mine, theirs in zip(self[:3], other[:3], strict=True)
         ]
-        return Work(*counters, self.libraries + times * other.libraries)
+        solves, calls, nbytes = counters
+        return Work(solves, calls, nbytes, self.libraries + times * other.libraries)
 
     @property
     def cubes(self) -> int:
