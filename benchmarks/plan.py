@@ -22,7 +22,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxkfac as jk
 from benchmarks._record import shown, stamp, write
 from jaxkfac.interception import Window
 from jaxkfac.planning import (
+    CompiledBytes,
     EncoderDecoderLayout,
     MemoryEstimate,
     compiled_bytes,
+    fully_sharded,
     plan_memory,
     shaped,
 )
@@ -58,12 +61,14 @@ class Part:
         args: Shapes.
         donated: Arguments that are written over.
         beside: Bytes of what is alive and is no argument.
+        out_shardings: Of its results, on a mesh.
     """
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     donated: tuple[int, ...] = ()
     beside: int = 0
+    out_shardings: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +99,11 @@ class Training:
         """What its programs allocate."""
         return max(_peak(part, target, **how) for part in self.parts)
 
+    def collectives(self, target: Any, **how: Any) -> Mapping[str, int]:
+        """What the one program of a step exchanges, by kind."""
+        (part,) = self.parts
+        return _compiled(part, target, **how).collectives
+
 
 def planned_bytes(training: Training, estimate: MemoryEstimate) -> int:
     """The total without scratch of libraries, nor what is not compiled."""
@@ -122,7 +132,35 @@ def trainings(scale: int = 4) -> dict[str, Callable[[], Training]]:
         "encoder-decoder, NF4": lambda: _adapters(_encoder_decoder(scale), quantised=True),
         "batch statistics, K-FAC, accumulation": lambda: _in_graph(*_residual(scale), steps=4),
         "scanned bfloat16, K-FAC staggered": lambda: _in_graph(_in_half(decoder()), stagger=True),
+        **{
+            f"{name}, fully sharded": lambda build=build: _sharded(build())
+            for name, build in {
+                "scanned": lambda: _stepped(decoder()),
+                "convolution": lambda: _stepped(_convolution(scale)),
+                "K-FAC in graph": lambda: _in_graph(dense()),
+            }.items()
+        },
     }
+
+
+def _sharded(training: Training, devices: int = 8) -> Training:
+    """On so many devices, each of which has such a batch and its part of all else."""
+    mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    (part,) = training.parts
+    params, state, batch, *rest = part.args
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+
+    def placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    held = jax.tree.map(placed, (params, state), fully_sharded((params, state), mesh))
+    wide = jax.tree.map(lambda x: _shape(devices * x.shape[0], *x.shape[1:], dtype=x.dtype), batch)
+    args = (*held, jax.tree.map(lambda x: placed(x, rows), wide), *rest)
+    with jax.sharding.use_abstract_mesh(mesh):
+        results = fully_sharded(jax.eval_shape(part.fn, *args), mesh)
+    part = dataclasses.replace(part, args=args, out_shardings=results)
+    plan = {**training.plan, "devices": devices, "fully_sharded": True}
+    return dataclasses.replace(training, parts=[part], plan=plan)
 
 
 def _decoder(scale: int, *, remat: bool = False) -> tuple[Any, Any, Any]:
@@ -333,8 +371,12 @@ def _accumulated(problem: Any) -> Training:
 
 
 def _peak(part: Part, target: Any, **how: Any) -> int:
-    found = compiled_bytes(part.fn, *part.args, target=target, donate_argnums=part.donated, **how)
-    return found.peak + part.beside
+    return _compiled(part, target, **how).peak + part.beside
+
+
+def _compiled(part: Part, target: Any, **how: Any) -> CompiledBytes:
+    how = {"donate_argnums": part.donated, "out_shardings": part.out_shardings, **how}
+    return compiled_bytes(part.fn, *part.args, target=target, **how)
 
 
 def _state(tx: Any, params: Any) -> Any:
@@ -355,6 +397,8 @@ def compare(training: Training, target: Any, python: str) -> dict[str, float]:
     compiled = training.compiled(target, python=python)
     found = {"compiled_mib": compiled / MIB}
     for name, sets in (("plan", "all"), ("calibrated", "chosen"), ("counted", "none")):
+        if sets == "none" and training.plan.get("fully_sharded"):
+            continue  # what is gathered is the compiler's choice
         if training.option is not None or name != "calibrated":
             estimate = training.estimate(compiled=sets, **how)
             found[name] = planned_bytes(training, estimate) / compiled

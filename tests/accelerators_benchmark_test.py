@@ -12,7 +12,7 @@ from benchmarks.accelerators import _record
 from benchmarks.accelerators._others import others
 from benchmarks.accelerators._steps import decoder_steps
 from benchmarks.accelerators._table import gradient_of, page
-from benchmarks.accelerators._text import described
+from jaxkfac.planning import program_work
 
 TEXT = """\
 HloModule jit_step, is_scheduled=true
@@ -47,7 +47,7 @@ backend_config={"known_trip_count":{"n":"5"}}
 
 
 def test_loops_count_as_they_turn_and_branches_as_the_one_that_solves_most():
-    found = described(TEXT)
+    found = program_work(TEXT)
     assert found["solves"] == ["1 x 16", "cholesky 5 x 16"]
     assert found["cubes"] == 6 * 16**3
     assert found["scratch"] == 8 * (1 + 6 * 16 + 2 * 16**2)  # of float64
@@ -63,7 +63,7 @@ def test_scratch_is_of_all_matrices_that_one_call_solves():
     shape = '  %b = (f32[{0},{1},{1}]) custom-call(%y), custom_call_target="cusolver_syevd_ffi"'
     for batch, n, together in ((3, 8, 3), (200, 4096, 31), (2, 30000, 1)):
         text = "ENTRY %main (p: f32[4]) -> f32[8] {\n" + shape.format(batch, n)
-        assert described(text)["scratch"] == together * 4 * (1 + 6 * n + 2 * n**2)
+        assert program_work(text)["scratch"] == together * 4 * (1 + 6 * n + 2 * n**2)
 
 
 def test_the_page_has_a_line_for_every_row_beside_its_gradient():
@@ -72,7 +72,7 @@ def test_the_page_has_a_line_for_every_row_beside_its_gradient():
         "arguments": 0,
         "outputs": 0,
         "compile_cpu_s": 4.0,
-        **described(TEXT),
+        **program_work(TEXT),
         "versions": {"jax": "1.2"},
         "date": "2026-01-02",
         "commit": "abc",

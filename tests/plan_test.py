@@ -12,23 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxkfac as jk
 from benchmarks.accelerators._programs import SIZES, Steps
 from benchmarks.accelerators._record import RECORD
-from benchmarks.accelerators._text import described
 from benchmarks.plan import planned_bytes, trainings
-from jaxkfac.planning import plan_memory
+from jaxkfac.planning import fully_sharded, plan_memory, program_work
 from jaxkfac.planning._temporaries import within
 
 # Adam adds a Python number to an integer.
 pytestmark = pytest.mark.standard_promotion
 
 TRAININGS = {name: functools.cache(build) for name, build in trainings(scale=2).items()}
-# Planned in float16 there, since XLA's CPU compiler keeps bfloat16 in float32 besides: 0.87 of it.
-TRAININGS.pop("scanned bfloat16, K-FAC staggered")
 QUICK = ("scanned, rematted", "dense", "K-FAC in graph")
+SHARDED = [name for name in TRAININGS if "sharded" in name]
 BOTH = "encoder-decoder, NF4"  # each of which is a training of its own; half a minute
 
 
@@ -42,8 +40,52 @@ def names(quick):
 @pytest.mark.parametrize("name", names(QUICK))
 def test_a_total_is_what_the_trainings_own_programs_allocate(name):
     training = TRAININGS[name]()
-    planned = planned_bytes(training, training.estimate(compiled="all"))
+    planned = planned_bytes(training, training.estimate(compiled="all", compiler="cpu"))
     assert planned == pytest.approx(training.compiled("cpu"), rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARDED)
+def test_eight_devices_with_a_part_of_the_parameters_exchange_what_is_planned(name):
+    """As compiled for them in a process of their own."""
+    training = TRAININGS[name]()
+    found = training.estimate(compiled="all", compiler="cpu").exchanged
+    assert found == training.collectives("cpu") and found["all-gather"] > 0
+
+
+def test_two_devices_with_a_part_of_the_parameters_hold_and_exchange_what_is_planned():
+    """Arrays that are there, and the program that takes them."""
+    objective, params, batch = TRAININGS["dense"]().problem
+    tx, mesh = optax.adam(1e-3), jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    state = jax.eval_shape(tx.init, params)
+
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(objective)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    def filled(tree, shardings):
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+        return jax.device_put(zeros, shardings)
+
+    held = filled((params, state), fully_sharded((params, state), mesh))
+    split = filled(batch, NamedSharding(mesh, PartitionSpec("data")))
+    half = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) // 2, *x.shape[1:]), x.dtype), split)
+    with jax.set_mesh(mesh):
+        how = {"fully_sharded": True, "curvature": False, "compiled": "all", "options": ()}
+        plan = plan_memory(objective, params, half, optimizer=tx, device_bytes="1TB", **how)
+        results = fully_sharded(jax.eval_shape(step, params, state, batch), mesh)
+        run = jax.jit(step, donate_argnums=(0, 1), out_shardings=results)
+        compiled = run.lower(*held, split).compile()
+    own = [s.data for x in jax.tree.leaves(held) for s in x.addressable_shards[:1]]
+    rows, memory = plan.now.device, compiled.memory_analysis()
+    assert rows["parameters"] + rows["optimizer"] == sum(x.nbytes for x in own)
+    allocated = memory.temp_size_in_bytes + memory.argument_size_in_bytes
+    allocated += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert planned_bytes(TRAININGS["dense"](), plan.now) == pytest.approx(allocated, rel=0.01)
+    sent = program_work(compiled.as_text())["collectives"]
+    assert plan.now.exchanged == {kind: found["bytes"] for kind, found in sent.items()}
+    assert "between 2 sharded devices" in str(plan)
 
 
 @pytest.mark.sampled(4)  # what each training allocates is compiled above
@@ -61,11 +103,16 @@ def placed(tree, mesh, *axes):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), tree)
 
 
-def test_devices_exchange_what_the_compiled_program_does():
-    """Gradients and statistics are summed over devices once."""
-    objective, params, batch = TRAININGS["dense"]().problem
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [("dense", None), pytest.param("convolution", "data", marks=pytest.mark.slow)],
+)
+def test_devices_exchange_what_the_compiled_program_does(name, axis):
+    """Gradients and statistics are summed over devices once, and so are decompositions."""
+    objective, params, batch = TRAININGS[name]().problem
     stats = jk.value_grad_and_factors(objective)
-    tx = jk.kfac(0.1, like=stats.factor_shapes(params, batch), damping=1e-3)
+    like = stats.factor_shapes(params, batch)
+    tx = jk.kfac(0.1, like=like, damping=1e-3, distribute=axis)
 
     def step(params, state, batch):
         value, grads, factors = stats(params, batch)
@@ -84,10 +131,11 @@ def test_devices_exchange_what_the_compiled_program_does():
         )
         shapes = placed((params, state), mesh), placed(batch, mesh, "data")
         text = jax.jit(step).lower(*shapes[0], shapes[1]).compile().as_text()
-    sent = sum(kind["bytes"] for kind in described(text)["collectives"].values())
+    sent = sum(kind["bytes"] for kind in program_work(text)["collectives"].values())
     assert plan.devices == 2
     assert plan.now.exchanged_total == sent
-    assert plan.now.exchanged.keys() == {"gradients", "factors"}
+    rows = {"gradients", "factors"} | ({"in the step"} if axis else set())
+    assert plan.now.exchanged.keys() == rows
     assert "between 2 devices" in str(plan)
 
 

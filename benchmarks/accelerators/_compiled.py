@@ -12,8 +12,7 @@ import numpy as np
 from jax.experimental import topologies  # noqa: TID251 (the only way to compile for no device)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from benchmarks.accelerators._text import described
-from jaxkfac.planning import TARGETS
+from jaxkfac.planning import TARGETS, program_work
 
 
 @functools.cache
@@ -49,7 +48,7 @@ def fingerprint(lowered: Any, target: str) -> str:
 
 
 def compiled_step(lowered: Any) -> dict[str, Any]:
-    """Compile a step and describe the result; see also ``described``."""
+    """Compile a step and describe the result; see also ``program_work``."""
     start = _cpu_seconds()
     compiled = lowered.compile()
     seconds = _cpu_seconds() - start
@@ -59,7 +58,7 @@ def compiled_step(lowered: Any) -> dict[str, Any]:
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
         "compile_cpu_s": round(seconds, 2),
-        **described(compiled.as_text()),
+        **program_work(compiled.as_text()),
     }
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import json
 import sys
 import threading
@@ -66,6 +67,8 @@ class PlanArguments:
     """Eigenvectors of each factor with low_rank."""
     devices: int = 1
     """That train together, each on such a batch: what they exchange is counted."""
+    fully_sharded: bool = False
+    """Whether parameters, optimizer and factors are divided over them; needs a compiler."""
     options: tuple[OptionName, ...] = OPTION_NAMES
     """Which may be used."""
     compiler: Literal["cpu", "h100", "v5e"] | None = None
@@ -102,7 +105,8 @@ def run_plan(arguments: PlanArguments) -> None:
     )
     compiler = arguments.compiler or "h100"
     asked = arguments.compiler or arguments.compiler_python or is_installed(compiler)
-    with _progress() as told:
+    asked = asked or arguments.fully_sharded  # which nothing but a compiler knows
+    with _progress() as told, _no_collection():
         plan = plan_memory(
             *training,
             optimizer=_optimizer(arguments, *training),
@@ -121,6 +125,7 @@ def run_plan(arguments: PlanArguments) -> None:
             accumulator_dtype=arguments.accumulator_dtype,
             accumulator_memory_kind=arguments.accumulator_memory_kind,
             devices=arguments.devices,
+            fully_sharded=arguments.fully_sharded,
             options=arguments.options,
             compiler=compiler,
             compiled=arguments.compiled if asked else "none",
@@ -130,6 +135,18 @@ def run_plan(arguments: PlanArguments) -> None:
         )
     print(json.dumps(plan.to_dict(), allow_nan=False) if arguments.json else plan)
     plan.chosen()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A plan keeps its traces: looking through them took a fifth of its time, and freed 4 MB."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -4,10 +4,12 @@ import json
 
 import pytest
 
+from jaxkfac._errors import CompilerError
 from jaxkfac.cli import _plan
 from jaxkfac.cli._plan import PlanArguments, run_plan
 from jaxkfac.memory import MemoryBudgetError
 from jaxkfac.planning import PRESETS, DecoderLayout
+from jaxkfac.planning._temporaries import Temporaries
 
 TINY = {"preset": "tiny", "tokens": 8, "batch": 2}
 
@@ -22,6 +24,33 @@ def test_the_table_is_printed_and_what_fits_is_said(capsys):
     shown = capsys.readouterr().out
     assert shown.split("\n")[0].split() == ["on", "the", "device", "now", "host", "remat"]
     assert "it fits as it is" in shown and "~: temporaries are for NVIDIA H100" in shown
+
+
+def test_with_compiled_none_the_compiler_that_is_named_is_not_asked(capsys, monkeypatch):
+    def fail(*_, **__):
+        raise CompilerError("asked")
+
+    monkeypatch.setattr(Temporaries, "_ask", fail)
+    plan = {"device_bytes": "1GB", "options": (), "compiler": "cpu", **TINY}
+    run_plan(PlanArguments(compiled="none", json=True, **plan))
+    none = json.loads(capsys.readouterr().out)
+    assert not none["now"]["compiled"] and none["now"]["device"]["activations"] > 0
+    assert none["within"] > 0
+    run_plan(PlanArguments(**plan))
+    shown = capsys.readouterr().out
+    assert "not compiled: asked" in shown and f"±{none['within']:.0%}" in shown
+
+
+@pytest.mark.slow
+def test_sharded_parameters_are_planned_on_their_devices(capsys):
+    plan = {"device_bytes": "1GB", "options": (), "json": True, "curvature": "none", **TINY}
+    run_plan(PlanArguments(compiler="cpu", devices=2, fully_sharded=True, **plan))
+    half = json.loads(capsys.readouterr().out)
+    run_plan(PlanArguments(compiler="cpu", compiled="none", **plan))
+    whole = json.loads(capsys.readouterr().out)
+    rows = half["now"]["device"], whole["now"]["device"]
+    assert rows[0]["parameters"] < 0.6 * rows[1]["parameters"]
+    assert half["fully_sharded"] and half["now"]["exchanged"]["all-gather"] > 0
 
 
 def test_json_holds_bytes_and_the_optimizers_share(capsys):

@@ -263,6 +263,31 @@ def test_runs_of_positions_add_up_to_all_of_them(x64, monkeypatch, case, masked)
     assert count == (positions if weights is None else weights.sum())
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("masked", [False, True])
+def test_runs_on_several_devices_are_summed_over_them_once(x64, monkeypatch, masked):
+    """After the loop, not in each of its iterations."""
+    monkeypatch.setattr(_patches, "AT_ONCE", 1)
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices")
+    case = Case((16,), (3,), examples=4, groups=2)
+    x, k, _ = case.arrays()
+    there = jnp.arange(14) < jnp.array([14, 5, 9, 7])[:, None]
+    batch, more = (x, case.convolve(x, k)), {"positions": there} if masked else {}
+    stats = value_grad_and_factors(Objective(lambda p, x: case.convolve(x, p), Gaussian()))
+    expected = jax.jit(stats)(k, batch, **more)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        split = jax.device_put((batch, more), jax.sharding.PartitionSpec("data"))
+        program = jax.jit(lambda k, batch, more: stats(k, batch, **more))
+        compiled = program.lower(k, *split).compile()
+        found = compiled(k, *split)
+    (_, entry) = (text := compiled.as_text()).rsplit("ENTRY", 1)
+    assert " while(" in text and text.count(" all-reduce(") == entry.count(" all-reduce(") > 0
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("masked", [False, True])
 @each_case

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac.interception import Eqn, Use
+from jaxkfac.kinds._by_device import axis_of_devices, by_device
 from jaxkfac.kinds._rows import Array, Rows
 from jaxkfac.linalg import statistics_dtype
 
@@ -76,9 +77,19 @@ def over_patches(
         one position of the longest axis.
     """
     signal = _signal(eqn, use, operands)
-    return _over_runs(
-        signal, use, weights, lambda side, there: statistic(side.masked(there), there)
-    )
+
+    def total(x: Array, there: Array | None) -> Any:
+        of_run = lambda side, there: statistic(side.masked(there), there)
+        return _over_runs(signal._replace(x=x), use, there, of_run)
+
+    lead = len(use.groups)
+    several = _run_length(signal, lead + 1) < _longest(signal.axes)[1]
+    axis = axis_of_devices(signal.x.shape[lead]) if several else None
+    if axis is None:
+        return total(signal.x, weights)
+    # In a loop each run would be summed over the devices: they are summed once, after it.
+    parts = by_device(signal.x, lead, axis), by_device(weights, 0, axis)
+    return jax.tree.map(lambda x: x.sum(0), jax.vmap(total)(*parts))
 
 
 class _Axis(NamedTuple):
@@ -162,8 +173,8 @@ def _over_runs(
     Examples stay whole, so that an axis sharded over devices is never cut.
     """
     lead, axes = len(use.groups) + 1, signal.axes
-    along = max(range(len(axes)), key=lambda d: axes[d].outputs, default=0)
-    length, outputs = _run_length(signal, along, lead), axes[along].outputs if axes else 1
+    along, outputs = _longest(axes)
+    length = _run_length(signal, lead)
 
     def part(start: Any, number: int) -> Any:
         axis = axes[along]._replace(outputs=number)
@@ -188,14 +199,20 @@ def _over_runs(
     return jax.tree.map(jnp.add, total, part(number * length, rest)) if rest else total
 
 
-def _run_length(signal: _Signal, along: int, lead: int) -> int:
-    """How many outputs along an axis make a run; see ``over_patches``."""
+def _longest(axes: Sequence[_Axis]) -> tuple[int, int]:
+    """Which axis has most outputs, and how many."""
+    along = max(range(len(axes)), key=lambda d: axes[d].outputs, default=0)
+    return along, axes[along].outputs if axes else 1
+
+
+def _run_length(signal: _Signal, lead: int) -> int:
+    """How many outputs along the longest axis make a run; see ``over_patches``."""
     shape, axes = signal.x.shape, signal.axes
     window = math.prod(a.size for a in axes) * shape[-1]
     rows = math.prod(shape[:lead]) * math.prod(a.outputs for a in axes)
     factor = math.prod(shape[: lead - 1]) * window**2
     runs = -(-rows * window // max(signal.x.size // 2, factor, AT_ONCE))
-    outputs = axes[along].outputs if axes else 1
+    _, outputs = _longest(axes)
     if runs <= 1 or runs >= outputs:
         return outputs if runs <= 1 else 1
     even = (n for n in range(runs, min(2 * runs, outputs)) if outputs % n == 0)

@@ -9,12 +9,14 @@ import base64
 import dataclasses
 import importlib.util
 import json
+import math
 import sys
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def main() -> None:
@@ -36,21 +38,25 @@ def installed(module: str) -> bool:
 
 def compile_bytes(request: dict[str, Any]) -> dict[str, Any]:
     """Compile the program and read XLA's own account of its memory."""
-    device = target_device(request["topology"])
-    there = jax.sharding.SingleDeviceSharding(device)
-    inputs = [jax.ShapeDtypeStruct(*_aval(a), sharding=there) for a in request["inputs"]]
+    places = shardings(request)
+    inputs = [
+        jax.ShapeDtypeStruct(*_aval(a), sharding=there)
+        for a, there in zip(request["inputs"], places["input_specs"], strict=True)
+    ]
     outputs = [jax.ShapeDtypeStruct(*_aval(a)) for a in request["outputs"]]
+    how = {"keep_unused": True, "out_shardings": places["output_specs"]}
 
     def like(*args: Any) -> list[Any]:
         return [jnp.zeros(o.shape, o.dtype) for o in outputs]
 
     # Exported.serialize needs flatbuffers. A program of these types whose module is replaced
     # needs nothing: the module itself is StableHLO's portable form.
-    template = jax.export.export(jax.jit(like, keep_unused=True), platforms=[request["platform"]])
+    template = jax.export.export(jax.jit(like, **how), platforms=[request["platform"]])
     exported = dataclasses.replace(
         template(*inputs), mlir_module_serialized=base64.b64decode(request["program"])
     )
-    step = jax.jit(lambda *args: exported.call(*args), donate_argnums=tuple(request["donated"]))
+    donated = tuple(request["donated"])
+    step = jax.jit(lambda *args: exported.call(*args), donate_argnums=donated, **how)
     lowered = step.lower(*inputs)
     start = time.process_time()
     compiled = lowered.compile()
@@ -64,16 +70,34 @@ def compile_bytes(request: dict[str, Any]) -> dict[str, Any]:
         "outputs": analysis.output_size_in_bytes,
         "donated": analysis.alias_size_in_bytes,
         "cpu_seconds": cpu_seconds,
+        "text": compiled.as_text() if request["mesh"] else "",
     }
 
 
-def target_device(topology: dict[str, Any] | None) -> Any:
-    """A device to compile for, described by a topology; without one, the CPU itself."""
+def shardings(request: dict[str, Any]) -> dict[str, Any]:
+    """Where arguments and results lie; ``None`` leaves all results to the compiler."""
+    devices = target_devices(request["topology"])
+    if request["mesh"] is None:
+        alone = jax.sharding.SingleDeviceSharding(devices[0])
+        return {"input_specs": [alone] * len(request["inputs"]), "output_specs": None}
+    names, sizes = request["mesh"]
+    found = np.asarray(devices[: math.prod(sizes)]).reshape(sizes)
+    mesh = jax.sharding.Mesh(found, tuple(names))
+
+    def places(specs: list[Any] | None) -> Any:
+        of = jax.sharding.PartitionSpec
+        return specs and [jax.sharding.NamedSharding(mesh, of(*spec)) for spec in specs]
+
+    return {key: places(request[key]) for key in ("input_specs", "output_specs")}
+
+
+def target_devices(topology: dict[str, Any] | None) -> Any:
+    """Devices to compile for, described by a topology; without one, those of the CPU itself."""
     if topology is None:
-        return jax.devices("cpu")[0]
+        return jax.devices("cpu")
     from jax.experimental import topologies  # noqa: TID251 (the only way to compile for no device)
 
-    return topologies.get_topology_desc(**topology).devices[0]
+    return topologies.get_topology_desc(**topology).devices
 
 
 def _aval(described: list[Any]) -> tuple[tuple[int, ...], Any]:

@@ -1,6 +1,7 @@
 """What another device's compiler allocates for a program, asked of it without the device."""
 
 import base64
+import contextlib
 import dataclasses
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -16,6 +18,8 @@ from jax import export
 from jaxkfac._checks import one_of
 from jaxkfac._errors import CompilerError, CompilerNotFoundError
 from jaxkfac.planning._compile_child import installed
+from jaxkfac.planning._placement import mesh_of
+from jaxkfac.planning._program_work import collective_bytes
 
 TargetName = Literal["cpu", "h100", "v5e"]
 
@@ -41,6 +45,25 @@ class CompilerTarget:
     environment: Mapping[str, str]
     topology: Mapping[str, str] | None
 
+    def of(self, count: int) -> "CompilerTarget":
+        """So many of the device, one process that has them all.
+
+        Raises:
+            CompilerError: a topology that is not of a GPU's form, which can be counted.
+        """
+        if count == 1:
+            return self
+        if self.topology is None:
+            return dataclasses.replace(
+                self, environment={**self.environment, "JAX_NUM_CPU_DEVICES": str(count)}
+            )
+        if "topology" not in self.topology:
+            raise CompilerError(
+                f"compiling for {count} devices of {self.title}: its topology describes no such "
+                'number; "h100" and "cpu" can be any'
+            )
+        return dataclasses.replace(self, topology={**self.topology, "topology": f"1x1x{count}"})
+
 
 class CompiledBytes(NamedTuple):
     """What a compiler says of one program, in bytes on one device.
@@ -52,6 +75,8 @@ class CompiledBytes(NamedTuple):
         outputs: All results; those that reuse a donated argument are counted in both.
         donated: Of the results, what reuses arguments.
         cpu_seconds: Processor time of the compilation.
+        collectives: Bytes of what collectives return, by kind (``"all-gather"``, ...), those in
+            a loop as often as it turns; empty for one device.
     """
 
     temporaries: int
@@ -59,6 +84,7 @@ class CompiledBytes(NamedTuple):
     outputs: int
     donated: int
     cpu_seconds: float
+    collectives: Mapping[str, int] = MappingProxyType({})
 
     @property
     def peak(self) -> int:
@@ -125,10 +151,11 @@ def compiled_bytes(
     *args: Any,
     target: str | CompilerTarget,
     donate_argnums: int | Sequence[int] = (),
+    out_shardings: Any = None,
     python: str | Path = sys.executable,
     timeout: float | None = None,
 ) -> CompiledBytes:
-    """Compile a function for a device that need not be there, and say what it allocates.
+    """Compile a function for devices that need not be there, and say what it allocates.
 
     The function is lowered here, for the target's platform, and its StableHLO is compiled in a
     child process. So this process may compute on whatever it likes, and only the child needs
@@ -136,9 +163,11 @@ def compiled_bytes(
 
     Args:
         fn: Any function that ``jax.jit`` takes, or what it returned.
-        args: Arrays, or shapes (``jax.ShapeDtypeStruct``), on one device.
+        args: Arrays, or shapes (``jax.ShapeDtypeStruct``), on one device; or all of them shapes
+            on one mesh, a ``jax.sharding.AbstractMesh`` will do: then for as many devices.
         target: The name of a target, ``"cpu"``, ``"h100"`` or ``"v5e"``, or one of your own.
         donate_argnums: Arguments that the results may reuse.
+        out_shardings: On a mesh, a sharding for each result; by default the compiler's choice.
         python: An interpreter with jax and the target's compiler; it needs not have jaxkfac.
         timeout: Most seconds for the child.
 
@@ -158,10 +187,17 @@ def compiled_bytes(
         >>> compiled_bytes(lambda x: x @ x, x, target="cpu").outputs
         262144
     """
+    mesh = mesh_of(args)
     to = target_of(target) if isinstance(target, str) else target
+    to = to if mesh is None else to.of(mesh.size)
     donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    shapes = jax.eval_shape(lambda *xs: xs, *args)
-    lowered = export.export(jax.jit(fn, keep_unused=True), platforms=[to.platform])(*shapes)
+    shapes = jax.eval_shape(lambda *xs: xs, *args) if mesh is None else args
+    places = None if out_shardings is None else jax.tree.leaves(out_shardings)
+    # As a list: JAX would fill classes of results with shardings, and with what stands for none.
+    flat = lambda *args: jax.tree.leaves(fn(*args))
+    traced = jax.jit(flat, keep_unused=True, out_shardings=places)
+    with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
+        lowered = export.export(traced, platforms=[to.platform])(*shapes)
     owners = [number for number, arg in enumerate(shapes) for _ in jax.tree.leaves(arg)]
     request = {
         "module": to.module,
@@ -171,8 +207,15 @@ def compiled_bytes(
         "outputs": list(map(_described, lowered.out_avals)),
         "donated": [leaf for leaf, number in enumerate(owners) if number in donated],
         "program": base64.b64encode(lowered.mlir_module_serialized).decode(),
+        "mesh": None,
     }
-    return CompiledBytes(**_ask(request, to, python, timeout))
+    if mesh is not None:
+        request["mesh"] = [mesh.axis_names, mesh.axis_sizes]
+        request["input_specs"] = [tuple(x.sharding.spec) for x in jax.tree.leaves(args)]
+        request["output_specs"] = places and [tuple(sharding.spec) for sharding in places]
+    answer = _ask(request, to, python, timeout)
+    sent = collective_bytes(answer.pop("text"))
+    return CompiledBytes(**answer, collectives=sent)
 
 
 def _described(aval: Any) -> tuple[tuple[int, ...], str]:

@@ -34,18 +34,18 @@ class CurvatureBytes:
     @functools.cached_property
     def factors(self) -> int:
         """All factors of one step, with their counts."""
-        return nbytes(self._program.factors)
+        return self._program.placement.nbytes(self._program.factors)
 
     @property
     def bases(self) -> int:
         """Eigenvalues and eigenvectors of all factors."""
-        return nbytes(self._bases)
+        return self._program.placement.nbytes(self._bases)
 
     @property
     def values(self) -> int:
         """Eigenvalues alone."""
         values = [spectrum.values for spectrum in self._spectra]
-        return nbytes([values, self._bases.diagonals])
+        return self._program.placement.nbytes([values, self._bases.diagonals])
 
     def workspace(self, *, together: bool = False, from_host: bool = False) -> int:
         """What a decomposition on the device has beside its scratch: the matrix it overwrites.

@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxkfac.interception import body_of, call_kind, is_var, open_jaxpr, scan_counts
 
 # Computed once although several equations read the result: a recomputation would cost time.
@@ -24,7 +26,7 @@ _REDUCTIONS = frozenset(
 )
 # Written over an operand that nobody reads afterwards.
 _IN_PLACE = frozenset("dynamic_update_slice scatter scatter-add scatter-mul eigh cholesky".split())
-_VIEWS = frozenset("reshape squeeze stop_gradient".split())
+_VIEWS = frozenset("reshape squeeze stop_gradient sharding_constraint".split())
 
 
 @dataclasses.dataclass(eq=False)
@@ -158,7 +160,7 @@ class EquationList:
                 bodies, reads = [self._iteration(eqn, read)], [reads[k] for k in read]
             else:
                 bodies = [self._body(x) for x in _inner(eqn)] if kind in ("while", "cond") else []
-            sizes = [_nbytes(v) for v in eqn.outvars]
+            sizes = [self._nbytes(v) for v in eqn.outvars]
             self._equal[equal] = self._append(name, reads, sizes, name in _FUSED, bodies)
             if name == "conv_general_dilated" and self._platform == "cpu":
                 self.equations[-1].copies = _transposed_bytes(eqn)
@@ -176,6 +178,17 @@ class EquationList:
         self.equations.append(Equation(name, reads, makes, bodies))
         return makes
 
+    def _nbytes(self, var: Any) -> int:
+        """A CPU computes bfloat16 in float32, and keeps both.
+
+        A gradient of 4 scanned blocks: 18.9 MB, where float32 takes 17.0 and float16 11.6.
+        """
+        shape, dtype = getattr(var.aval, "shape", None), getattr(var.aval, "dtype", None)
+        if shape is None or dtype is None:
+            return 0
+        widened = self._platform == "cpu" and dtype == jnp.bfloat16
+        return math.prod(shape) * (4 if widened else dtype.itemsize)
+
     def _body(self, jaxpr: Any) -> Body:
         inner, _ = open_jaxpr(jaxpr)
         program = EquationList(self._platform)
@@ -188,7 +201,7 @@ class EquationList:
         program = EquationList(self._platform)
         given = [Value() for _ in inner.invars[: num_consts + num_carry]]
         for var in inner.invars[num_consts + num_carry :]:
-            given += program._append("dynamic_slice", [], [_nbytes(var)], fused=True)
+            given += program._append("dynamic_slice", [], [self._nbytes(var)], fused=True)
         outs = program.expand(inner, given)
         inputs, carried = [given[k] for k in read], given[num_consts : num_consts + num_carry]
         return Body(program, outs[:num_carry], outs[num_carry:], inputs, carried)
@@ -283,8 +296,3 @@ def _transposed_bytes(eqn: Any) -> int:
 def _branch_of(platform: str, choices: Sequence[Sequence[str] | None]) -> int:
     """Which branch a platform takes; ``None`` stands for all others."""
     return next(i for i, names in enumerate(choices) if names is None or platform in names)
-
-
-def _nbytes(var: Any) -> int:
-    shape, dtype = getattr(var.aval, "shape", None), getattr(var.aval, "dtype", None)
-    return 0 if shape is None or dtype is None else math.prod(shape) * dtype.itemsize

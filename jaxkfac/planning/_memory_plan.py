@@ -33,6 +33,7 @@ class MemoryPlan:
         not_compiled: Why no compiler was asked that should have been; ``""`` otherwise.
         within: What share of a total its estimate may be off by.
         devices: How many train together.
+        fully_sharded: Whether parameters are divided over them.
     """
 
     now: MemoryEstimate
@@ -49,6 +50,7 @@ class MemoryPlan:
     not_compiled: str = ""
     within: float = 0.0
     devices: int = 1
+    fully_sharded: bool = False
 
     @property
     def accumulation_steps(self) -> int:
@@ -120,6 +122,7 @@ class MemoryPlan:
             "compiled_for": self.compiled_for,
             "within": self.within,
             "devices": self.devices,
+            "fully_sharded": self.fully_sharded,
         }
         return plain
 
@@ -198,9 +201,9 @@ def _table(
         ]
     if plan.devices > 1:
         lines += [
-            [f"between {plan.devices} devices"],
+            [f"between {plan.devices} {'sharded ' * plan.fully_sharded}devices"],
             *_rows([estimate.exchanged for estimate in columns], text, mark=()),
-            ["total", *(text(estimate.exchanged_total) for estimate in columns)],
+            ["total", *(text(x.exchanged_total) if x.exchanged else "–" for x in columns)],
         ]
     return lines
 

@@ -1,5 +1,6 @@
 """What an optimizer would hold, from the shapes of what it trains."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -30,8 +31,12 @@ class Optimizer(NamedTuple):
     accumulators: int
 
 
-def optimizer_state(tx: optax.GradientTransformation | None, params: PyTree) -> Optimizer:
-    """What ``tx.init`` would allocate."""
+def optimizer_state(
+    tx: optax.GradientTransformation | None,
+    params: PyTree,
+    nbytes: Callable[[PyTree], int] = nbytes,
+) -> Optimizer:
+    """What ``tx.init`` would allocate, in bytes as ``nbytes`` counts them."""
     if tx is None:
         return Optimizer((), 0, 0, 0, 0)
     whole = state = jax.eval_shape(tx.init, params)

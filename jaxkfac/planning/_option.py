@@ -38,12 +38,13 @@ class Option:
         takes_factors: Whether factors leave the device, and are added up on the host.
         takes_bases: Whether eigenvectors are on the host.
         accumulator_dtype: Of sums over micro-batches, if it changes that.
+        sharded: Whether it is planned where parameters are divided over devices, too.
     """
 
     name = title = needs = ""
     changes_program = changes_factors = only_compiled = shortens = False
     changes_shapes = True
-    takes_factors = takes_bases = False
+    takes_factors = takes_bases = sharded = False
     accumulator_dtype: Any = None
 
     def needed(self, micro_batches: MicroBatches) -> str:

@@ -38,7 +38,7 @@ NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 class Accumulation(Option):
     """Micro-batches, whose gradients and statistics are added up."""
 
-    name, title, changes_program = "accumulation", "accum.", True
+    name, title, changes_program, sharded = "accumulation", "accum.", True, True
 
     def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
         return dataclasses.replace(program, batch=micro_batch(program.batch, steps))
@@ -54,7 +54,7 @@ class Accumulation(Option):
 class HalfAccumulators(Option):
     """Sums over micro-batches in bfloat16."""
 
-    name, title, needs = "accumulator", "bf16-acc.", "accumulation"
+    name, title, needs, sharded = "accumulator", "bf16-acc.", "accumulation", True
     accumulator_dtype = jnp.dtype(jnp.bfloat16)
 
     def needed(self, micro_batches: MicroBatches) -> str:
@@ -112,7 +112,7 @@ def _of_one_tuple(apply_fn: Callable[..., Any]) -> Callable[..., Any]:
 class Remat(Option):
     """Activations of scanned blocks computed again."""
 
-    name, title, changes_program = "remat", "remat", True
+    name, title, changes_program, sharded = "remat", "remat", True, True
     changes_shapes = False
 
     def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
@@ -142,7 +142,7 @@ class Remat(Option):
 class HalfPrecision(Option):
     """Everything floating in bfloat16."""
 
-    name, title, changes_program, shortens = "bf16", "bf16", True, True
+    name, title, changes_program, shortens, sharded = "bf16", "bf16", True, True, True
 
     def program(self, program: TrainingProgram, steps: int) -> TrainingProgram:
         trained = in_half(program.trained)

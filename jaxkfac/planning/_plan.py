@@ -25,6 +25,7 @@ from jaxkfac.planning._compilers import TargetName
 from jaxkfac.planning._memory_plan import MemoryPlan
 from jaxkfac.planning._optimizer import optimizer_state
 from jaxkfac.planning._options import OPTION_NAMES, OPTIONS
+from jaxkfac.planning._placement import placement
 from jaxkfac.planning._program_bytes import Curvature, MicroBatches
 from jaxkfac.planning._search import MemoryEstimate, Search
 from jaxkfac.planning._setting import TrainingPrograms
@@ -57,6 +58,7 @@ def plan_memory(
     accumulator_dtype: DTypeLike | None = None,
     accumulator_memory_kind: MemoryKind = "device",
     devices: int | None = None,
+    fully_sharded: bool = False,
     options: Sequence[str] = OPTION_NAMES,
     compiler: TargetName | None = None,
     compiled: CompiledSets = "chosen",
@@ -136,6 +138,11 @@ def plan_memory(
         devices: How many train together, each on such a batch and with all of the parameters: then
             the bytes are counted that they exchange. ``None`` is the size of the mesh that
             ``jax.set_mesh`` has set, or 1.
+        fully_sharded: Whether parameters, optimizer state, factors and bases are divided over these
+            devices, as :func:`jaxkfac.planning.fully_sharded` does it; the rows are then of one
+            device. What is gathered and when is the compiler's choice: what it exchanges is
+            counted of compiled sets alone, and the options ``"host"``, ``"budget"`` and
+            ``"adapters"``, and those that need them, are not planned.
         options: Which may be used.
         compiler: ``"cpu"``, ``"h100"`` or ``"v5e"``: for which the programs are, and whose
             compiler is asked. The device need not be here: another platform's compiler runs in a
@@ -192,9 +199,22 @@ def plan_memory(
     )
     num_devices = _devices_of_mesh() if devices is None else devices
     at_least_one(devices=num_devices)
+    mesh = jax.sharding.get_abstract_mesh()
+    placed = placement(mesh, num_devices, sharded=fully_sharded)
     check_memory_kind(accumulator_memory_kind)
     dtype = checked_accumulator_dtype(accumulator_dtype)
     one_of("compiled", compiled, get_args(CompiledSets))
+    if fully_sharded and compiled == "none":
+        raise ValueError(
+            'fully_sharded=True with compiled="none": what is gathered is the compiler\'s choice; '
+            'take compiled="chosen"'
+        )
+    unavailable = {
+        name: "it is not planned for fully sharded training"
+        for name in asked
+        if fully_sharded and not OPTIONS[name].sharded
+    }
+    asked = [name for name in asked if name not in unavailable]
     check_function("objective", objective, "loss(params, batch), or a jk.Objective")
     check_arrays("params", params)
     check_arrays("batch", batch)
@@ -205,7 +225,9 @@ def plan_memory(
 
     def search_with(temporaries: Temporaries, **more: Any) -> Search:
         return Search(
-            TrainingPrograms(objective, params, batch, config, collection, temporaries, state),
+            TrainingPrograms(
+                *(objective, params, batch, config, collection, temporaries, state, placed)
+            ),
             batch,
             optimizer,
             Curvature(vectors, in_flight_bytes, basis_rank, decay) if curvature else None,
@@ -228,7 +250,6 @@ def plan_memory(
         )
     search, now, not_compiled = _searches(search_with, temporaries, compiled)
     alone: dict[str, MemoryEstimate] = {}
-    unavailable: dict[str, str] = {}
     for name in asked:
         try:
             alone[name] = search.estimate([x for x in (search.needed(name), name) if x])
@@ -252,6 +273,7 @@ def plan_memory(
         not_compiled=not_compiled or search.not_compiled,
         within=search.within,
         devices=num_devices,
+        fully_sharded=fully_sharded,
     )
 
 

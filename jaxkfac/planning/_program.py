@@ -22,9 +22,10 @@ from jaxkfac.factors import (
     value_grad_and_factors,
 )
 from jaxkfac.interception import Layer, LayerTable, Window
+from jaxkfac.planning._placement import WHOLE, Placement
 from jaxkfac.planning._scratch import convolution_scratch
 from jaxkfac.planning._shapes import UnavailableError
-from jaxkfac.planning._temporaries import Temporaries
+from jaxkfac.planning._temporaries import Needs, Temporaries
 
 
 class ExtraInputs(NamedTuple):
@@ -56,6 +57,7 @@ class TrainingProgram:
         has_aux: Whether the objective returns ``(value, aux)``.
         state: Shapes of what a call changes, ``None`` without.
         temporaries: Who says what a program needs beside its arguments and results.
+        placement: Where its arrays lie.
         base_table: Of the base beside adapters, ``None`` without.
         quantised: Whether the base is in 4 bits.
         same_factors: A program with factors of the same shapes, which are not traced again.
@@ -72,15 +74,33 @@ class TrainingProgram:
     has_aux: bool
     state: PyTree
     temporaries: Temporaries
+    placement: Placement = WHOLE
     base_table: LayerTable | None = None
     quantised: bool = False
     same_factors: "TrainingProgram | None" = None
     wider: "TrainingProgram | UnavailableError | None" = None
 
-    @functools.cached_property
+    def divided(self, tree: PyTree) -> PyTree:
+        """Shapes of parameters, or of what lies as they do, for whom a step is compiled."""
+        return self.placement.divided(tree) if self.temporaries.compiled else tree
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Shapes that the gradient is a function of, where it is compiled on all devices."""
+        if not self.temporaries.compiled:
+            return self.trained, self.batch, self.extra
+        batch, extra = self.placement.batch(self.batch), self.placement.everywhere(self.extra)
+        return self.placement.divided(self.trained), batch, extra
+
+    @property
     def gradient_temporaries(self) -> int:
         """Bytes beside arguments and results of value and gradient."""
-        args = (self.trained, self.batch, self.extra)
+        return self.gradient_needs.temporaries
+
+    @functools.cached_property
+    def gradient_needs(self) -> Needs:
+        """What value and gradient need."""
+        args = self.arguments
         if self.temporaries.compiled or "_collected" not in vars(self):
             return self.temporaries(self.gradient, *args)
         jaxpr, out = self._collected
@@ -94,17 +114,16 @@ class TrainingProgram:
         Of each value at least 16 bits are left.
         """
         wider = self.wider
-        if not isinstance(wider, TrainingProgram) or "gradient_temporaries" not in vars(wider):
+        if not isinstance(wider, TrainingProgram) or "gradient_needs" not in vars(wider):
             return 0
         leaves = jax.tree.leaves((wider.trained, wider.batch))
         return wider.gradient_temporaries * 2 // max(x.dtype.itemsize for x in leaves)
 
     @functools.cached_property
-    def factor_temporaries(self) -> int:
-        """Bytes beside arguments and results of value, gradient and all factors."""
-        args = (self.trained, self.batch, self.extra)
+    def factor_needs(self) -> Needs:
+        """What value, gradient and all factors need."""
         traced = None if self.temporaries.compiled else self._collected[0]
-        return self.temporaries(self.collect, *args, traced=traced)
+        return self.temporaries(self.collect, *self.arguments, traced=traced)
 
     def pass_temporaries(self, one: Pass) -> int:
         """Bytes beside arguments and results of the gradient and one pass's factors."""
@@ -116,7 +135,7 @@ class TrainingProgram:
             return self.collector.gather(trained, call, parts=dict(one.parts), windows=windows)
 
         at = jax.ShapeDtypeStruct((), np.int32)
-        return self.temporaries(run, self.trained, self.batch, self.extra, at)
+        return self.temporaries(run, self.trained, self.batch, self.extra, at).temporaries
 
     @functools.cached_property
     def convolution_scratch(self) -> int:

@@ -1,5 +1,6 @@
 """What one program holds on the device, row by row, before any option changes a row."""
 
+import collections
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -15,7 +16,8 @@ from jaxkfac.planning._curvature_bytes import CurvatureBytes
 from jaxkfac.planning._optimizer import optimizer_state
 from jaxkfac.planning._program import TrainingProgram, first_line
 from jaxkfac.planning._shapes import UnavailableError, nbytes
-from jaxkfac.planning._step import Step, step_of, step_temporaries, traced, update_alone
+from jaxkfac.planning._step import Step, step_needs, step_of, traced, update_alone
+from jaxkfac.planning._temporaries import Needs
 
 Compiled = Literal["all", "gradient", "known", "none"]
 
@@ -108,11 +110,11 @@ class ProgramBytes:
         micro_batches: MicroBatches,
         *,
         donate: bool,
-        updates: dict[Any, int | str],
+        updates: dict[Any, Needs | str],
     ) -> None:
         self.program = program
         try:
-            self.optimizer = optimizer_state(tx, program.trained)
+            self.optimizer = optimizer_state(tx, program.trained, program.placement.nbytes)
         except ValueError as error:
             if not program.adapted:
                 raise
@@ -122,7 +124,7 @@ class ProgramBytes:
         self._updates = updates
         self.not_traced = ""  # why the update's temporaries are not counted
         self.micro_batches = micro_batches
-        self._steps: dict[int, int | None] = {}
+        self._steps: dict[int, Needs | None] = {}
         self._accumulators: dict[tuple[bool, Any], int] = {}
         self.basis_rank = 0 if curvature is None else curvature.rank
         self.wants_vectors = curvature is not None and curvature.vectors
@@ -173,7 +175,7 @@ class ProgramBytes:
                 accumulator_memory_kind=self.micro_batches.memory_kind,
             )
             state = jax.eval_shape(tx.init, self.program.trained)
-            self._accumulators[known] = nbytes(state.accumulation.acc_grads)
+            self._accumulators[known] = self.program.placement.nbytes(state.accumulation.acc_grads)
         return self._accumulators[known]
 
     def rows(self, activations: int, accumulators: int, update: int) -> MemoryRows:
@@ -185,10 +187,11 @@ class ProgramBytes:
             update: Temporaries of the update's program.
         """
         program, optimizer, of = self.program, self.optimizer, self._of
+        trained = program.placement.nbytes
         on_host = accumulators if self.micro_batches.memory_kind == "pinned_host" else 0
         device = {
-            "parameters": nbytes(program.trained) + nbytes(program.frozen),
-            "gradients": nbytes(partition(program.trained)[0]),
+            "parameters": trained(program.trained) + nbytes(program.frozen),
+            "gradients": trained(partition(program.trained)[0]),
             "optimizer": optimizer.nbytes,
             "accumulation": optimizer.accumulators + accumulators - on_host,
             "batch": nbytes(program.batch) - nbytes(program.frozen),
@@ -212,15 +215,18 @@ class ProgramBytes:
     def undonated(self) -> int:
         """The new parameters and state, where they do not take the place of the old."""
         program = self.program
-        return 0 if self._donate else nbytes((program.trained, program.state, self.optimizer.state))
+        if self._donate:
+            return 0
+        state = program.placement.nbytes((program.trained, self.optimizer.state))
+        return state + nbytes(program.state)
 
     def is_one_program(self, steps: int) -> bool:
         """Whether gradient and update can be one program: nothing happens between them."""
         between = self._of is not None and not self.optimizer.bases
         return not between and (steps == 1 or self.micro_batches.memory_kind == "device")
 
-    def step_temporaries(self, steps: int) -> int | None:
-        """Temporaries of gradient and update in one program, ``None`` where they are not.
+    def step_needs(self, steps: int) -> Needs | None:
+        """What gradient and update need in one program, ``None`` where they are not one.
 
         Args:
             steps: Micro-batches a step: the update adds them up.
@@ -229,11 +235,11 @@ class ProgramBytes:
             self._steps[steps] = self._whole_step(steps) if self.is_one_program(steps) else None
         return self._steps[steps]
 
-    def _whole_step(self, steps: int) -> int | None:
+    def _whole_step(self, steps: int) -> Needs | None:
         step = self._step(steps)
         if step is None:
             return None
-        return self._counted(step_temporaries(self.program, step, donate=self._donate))
+        return self._counted(step_needs(self.program, step, donate=self._donate))
 
     def _step(self, steps: int) -> Step | None:
         """Gradient and update in one program, ``None`` without an optimizer."""
@@ -255,6 +261,8 @@ class ProgramBytes:
             steps: Micro-batches a step.
             in_one_program: Whether gradient and update can be one program.
         """
+        if self.program.placement.mesh is not None:
+            return self._compiled_exchange(steps, in_one_program=in_one_program)
         step = self._step(steps) if in_one_program and self.is_one_program(steps) else None
         found = None
         if step is not None:
@@ -263,7 +271,19 @@ class ProgramBytes:
         jaxpr = None if isinstance(found, str) else found
         return exchanged(self.program, statistics, jaxpr, micro_batches=steps)
 
-    def _counted(self, found: int | str) -> int | None:
+    def _compiled_exchange(self, steps: int, *, in_one_program: bool) -> Mapping[str, int]:
+        """The same of sharded parameters, by kind of collective; empty where none is compiled."""
+        if not self.program.temporaries.compiled:
+            return {}
+        step = self.step_needs(steps) if in_one_program else None
+        last = self._update_needs(bases=self.preconditions) if step is None else step
+        sent = collections.Counter(last.collectives if last else {})
+        times = steps - (step is not None)  # the last micro-batch and the update are one program
+        for kind, size in self._gradient_needs("all").collectives.items() if times else ():
+            sent[kind] += times * size
+        return dict(sent)
+
+    def _counted(self, found: Needs | str) -> Needs | None:
         if isinstance(found, str):
             self.not_traced = self.not_traced or found
             return None
@@ -276,9 +296,10 @@ class ProgramBytes:
         that has been written over. What the program has beyond its arguments and results is
         ascribed to gradients and factors first, the rest to activations.
         """
-        temporaries, device = self.step_temporaries(steps), rows.device
-        if temporaries is None:
+        needs, device = self.step_needs(steps), rows.device
+        if needs is None:
             return
+        temporaries = needs.temporaries
         device["gradients"] = min(device["gradients"], temporaries)
         temporaries -= device["gradients"]
         if self._of is not None:
@@ -302,13 +323,17 @@ class ProgramBytes:
         Args:
             bases: Whether it preconditions with bases on the device.
         """
+        needs = self._update_needs(bases=bases)
+        return 0 if needs is None else needs.temporaries
+
+    def _update_needs(self, *, bases: bool) -> Needs | None:
         known = (id(self.program.trained), bases)
         if known not in self._updates:
             held = self._of.shapes_of_bases if bases and self._of is not None else None
             self._updates[known] = update_alone(
                 self.program, self._tx, self.optimizer.state, bases=held, donate=self._donate
             )
-        return self._counted(self._updates[known]) or 0
+        return self._counted(self._updates[known])
 
     @property
     def preconditions(self) -> bool:
@@ -318,8 +343,8 @@ class ProgramBytes:
     @property
     def main_temporaries(self) -> int:
         """Of the program that has the gradient."""
-        whole = self.step_temporaries(self.micro_batches.steps)
-        return self.temporaries("all") if whole is None else whole
+        whole = self.step_needs(self.micro_batches.steps)
+        return self.temporaries("all") if whole is None else whole.temporaries
 
     def temporaries(self, compiled: Compiled) -> int:
         """Temporaries of the program that runs as it stands; see :meth:`Setting.rows`."""
@@ -327,6 +352,8 @@ class ProgramBytes:
             return 0
         if compiled == "known":
             return self.program.known_temporaries
-        if self._of is None or compiled == "gradient":
-            return self.program.gradient_temporaries
-        return self.program.factor_temporaries
+        return self._gradient_needs(compiled).temporaries
+
+    def _gradient_needs(self, compiled: Compiled) -> Needs:
+        gathers = self._of is not None and compiled == "all"
+        return self.program.factor_needs if gathers else self.program.gradient_needs

@@ -17,7 +17,7 @@ from jaxkfac.planning._program_bytes import Curvature, MicroBatches
 from jaxkfac.planning._search import Search
 from jaxkfac.planning._setting import Setting, TrainingPrograms
 from jaxkfac.planning._shapes import UnavailableError, nbytes
-from jaxkfac.planning._temporaries import Temporaries
+from jaxkfac.planning._temporaries import Needs, Temporaries
 
 PLENTY = 1e15
 plan_memory = functools.partial(plan_by_default, compiled="none")
@@ -49,7 +49,7 @@ def _activations_by_rule():
         whole = donate_argnums is not None and not in_turn  # gradients are among its temporaries
         batch = args[2] if whole else args[1]
         activations = 0 if in_turn else jax.tree.leaves(batch)[-1].shape[0] * 4000
-        return activations + whole * nbytes(args[0])
+        return Needs(activations + whole * nbytes(args[0]))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Temporaries, "__call__", allocated)
@@ -141,7 +141,7 @@ def test_the_set_that_is_found_is_that_of_a_search_that_compiles_everything(dear
 
     def asked(self, step, *args, **how):
         found = counted(self, step, *args, **how)
-        return round(dearer * found) if self.compiled else found
+        return Needs(round(dearer * found.temporaries)) if self.compiled else found
 
     monkeypatch.setattr(Temporaries, "__call__", asked)
     config = lslora.Config(rank=2)

@@ -13,6 +13,7 @@ from jaxkfac.factors import Objective, takes_key
 from jaxkfac.interception import marks_of, partition
 from jaxkfac.planning._option import Choice, Option
 from jaxkfac.planning._options import ordered
+from jaxkfac.planning._placement import WHOLE, Placement
 from jaxkfac.planning._program import TrainingProgram, check_traces, shape_of_key
 from jaxkfac.planning._program_bytes import Compiled, MemoryRows, ProgramBytes
 from jaxkfac.planning._shapes import UnavailableError
@@ -154,6 +155,7 @@ class TrainingPrograms:
         collection: For ``value_grad_and_factors``.
         temporaries: Who says what a program needs beside its arguments and results.
         state: Shapes of what a call changes, ``None`` without.
+        placement: Where arrays lie.
 
     Attributes:
         temporaries: As given.
@@ -168,6 +170,7 @@ class TrainingPrograms:
         collection: Mapping[str, Any],
         temporaries: Temporaries,
         state: PyTree = None,
+        placement: Placement = WHOLE,
     ) -> None:
         self.temporaries = temporaries
         collection = dict(collection)
@@ -176,7 +179,8 @@ class TrainingPrograms:
             collection.setdefault("loss_terms", 1)  # shapes do not depend on it
         aux = bool(getattr(objective, "has_aux", collection.get("has_aux", False)))
         self._plain = TrainingProgram(
-            objective, params, batch, None, (), collection, config, aux, state, temporaries
+            *(objective, params, batch, None, (), collection, config, aux, state, temporaries),
+            placement=placement,
         )
         # Of float64 parameters in bfloat16 the factors are float32, and so others.
         self._single = all(x.dtype.itemsize < 8 for x in partition(params)[0].values())

@@ -53,14 +53,6 @@ def in_half(tree: PyTree) -> PyTree:
     )
 
 
-def as_float16(tree: PyTree) -> PyTree:
-    """The other half precision, of the same bytes."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float16) if x.dtype == jnp.bfloat16 else x,
-        tree,
-    )
-
-
 def num_examples(batch: PyTree) -> int:
     """Length of the leading axis, which all arrays share.
 

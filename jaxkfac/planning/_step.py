@@ -11,6 +11,7 @@ from jaxkfac.curvature import Eigenbases, natural_gradient
 from jaxkfac.optim import ScaleByBasesState
 from jaxkfac.planning._program import ExtraInputs, TrainingProgram
 from jaxkfac.planning._shapes import nodes_of
+from jaxkfac.planning._temporaries import Needs
 
 Found = TypeVar("Found")
 
@@ -59,11 +60,12 @@ def step_of(
         updates, state = update(grads, state, trained, **extra)
         return optax.apply_updates(trained, updates), state, value
 
-    return Step(step, (program.trained, state, program.batch, program.extra))
+    trained, batch, extra = program.arguments
+    return Step(step, (trained, program.divided(state), batch, extra))
 
 
-def step_temporaries(program: TrainingProgram, step: Step, *, donate: bool) -> int | str:
-    """Temporaries of gradient and update in one program; gradients are among them.
+def step_needs(program: TrainingProgram, step: Step, *, donate: bool) -> Needs | str:
+    """What gradient and update need in one program; gradients are among it.
 
     Args:
         program: The program.
@@ -71,7 +73,7 @@ def step_temporaries(program: TrainingProgram, step: Step, *, donate: bool) -> i
         donate: Whether parameters and state are written over.
 
     Returns:
-        Bytes, or why the update cannot be traced here.
+        That, or why the update cannot be traced here.
     """
     donated = (0, 1) * donate
     return traced(lambda: program.temporaries(step.fn, *step.args, donate_argnums=donated))
@@ -84,13 +86,13 @@ def update_alone(
     *,
     bases: Eigenbases | None,
     donate: bool,
-) -> int | str:
-    """Temporaries of the update, given gradients and perhaps bases to precondition them with.
+) -> Needs | str:
+    """What the update needs, given gradients and perhaps bases to precondition them with.
 
     Or why the update cannot be traced here.
     """
     if tx is None and bases is None:
-        return 0
+        return Needs(0)
     update = optax.with_extra_args_support(tx or optax.identity()).update
     reads_bases = bool(nodes_of(state, ScaleByBasesState))
 
@@ -101,7 +103,7 @@ def update_alone(
         updates, state = update(grads, state, trained, **extra)
         return optax.apply_updates(trained, updates), state
 
-    args = (program.trained, state, program.trained, bases)
+    args = program.divided((program.trained, state, program.trained, bases))
     how = {"donate_argnums": (0, 1) * donate, "in_turn": True}
     return traced(lambda: program.temporaries(run, *args, **how))
 

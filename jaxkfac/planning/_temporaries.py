@@ -3,21 +3,35 @@
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxkfac._errors import CompilerError
 from jaxkfac.planning._compilers import TargetName, compiled_bytes, target_of
 from jaxkfac.planning._liveness import live_bytes
-from jaxkfac.planning._shapes import as_float16
+from jaxkfac.planning._placement import fully_sharded, mesh_here, mesh_of, on_devices
+from jaxkfac.planning._program_work import collective_bytes
 
 _FAST: Any = {
     "xla_backend_optimization_level": 0
 }  # of LLVM, which has no part in what is allocated
+
+
+class Needs(NamedTuple):
+    """What a program needs beside its arguments and results.
+
+    Attributes:
+        temporaries: Bytes.
+        collectives: Bytes of what collectives return, by kind; empty unless it was compiled for
+            several devices.
+    """
+
+    temporaries: int
+    collectives: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +76,10 @@ class Temporaries:
         in_turn: bool = False,
         traced: Any = None,
         only: int | None = None,
-    ) -> int:
-        """Bytes of the temporaries of ``step`` on shapes.
+    ) -> Needs:
+        """What ``step`` needs on shapes; results lie as :func:`fully_sharded` says on a mesh.
 
         The last three are those of ``live_bytes``; a compiler does not need them.
-
-        XLA computes bfloat16 on the CPU in float32, and keeps both: 158 GB for a program that
-        takes 130 in float32 and 87 in float16. So on the CPU the bytes are those of float16,
-        where the program takes that.
 
         Raises:
             CompilerNotFoundError: the target's compiler is not installed; what to install.
@@ -79,31 +89,64 @@ class Temporaries:
             how = {"donate_argnums": donate_argnums, "in_turn": in_turn}
             how |= {"traced": traced, "only": only}
             counted = live_bytes(step, *args, platform=self.platform, **how)
-            return round(self.factor * counted)
-        # Of leaves: factors are compared item by item, and those of shapes have none.
-        if self.platform == "cpu" and any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(args)):
-            with contextlib.suppress(TypeError, ValueError):
-                return self._ask(step, *as_float16(args), donate_argnums=donate_argnums)
+            return Needs(round(self.factor * counted))
         return self._ask(step, *args, donate_argnums=donate_argnums)
 
-    def _ask(self, step: Callable[..., Any], *args: Any, donate_argnums: Sequence[int]) -> int:
-        if self.platform != _own_platform() or self.target not in (None, "cpu"):
-            assert self.target is not None
-            return compiled_bytes(
+    def _ask(self, step: Callable[..., Any], *args: Any, donate_argnums: Sequence[int]) -> Needs:
+        mesh = mesh_of(args)
+        if not self._is_here(1 if mesh is None else mesh.size):
+            found = compiled_bytes(
                 *(step, *args),
                 donate_argnums=donate_argnums,
-                target=self.target,
+                out_shardings=_shardings_of_results(step, args),
+                target=self.target or "cpu",
                 python=self.python,
                 timeout=self.timeout,
-            ).temporaries
-        lowered = jax.jit(step, donate_argnums=donate_argnums).lower(*args)
+            )
+            return Needs(found.temporaries, found.collectives)
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh_here(mesh)):
+            args = args if mesh is None else on_devices(args, mesh_here(mesh))
+            # As a list: JAX would fill classes of results with shardings.
+            places = jax.tree.leaves(_shardings_of_results(step, args)) or None
+            flat = lambda *args: jax.tree.leaves(step(*args))
+            run = jax.jit(flat, donate_argnums=donate_argnums, out_shardings=places)
+            return self._compiled(run.lower(*args), several=mesh is not None)
+
+    def _is_here(self, devices: int) -> bool:
+        """Whether this process compiles for so many devices, or a child process does.
+
+        Raises:
+            CompilerError: no process can.
+        """
+        own = self.platform == _own_platform() and self.target in (None, "cpu")
+        if own and len(jax.devices()) < devices and self.platform != "cpu":
+            raise CompilerError(
+                f'this process has {len(jax.devices())} of {devices} devices: compiler="h100" '
+                "compiles without any"
+            )
+        return own and len(jax.devices()) >= devices
+
+    def _compiled(self, lowered: Any, *, several: bool) -> Needs:
         options = _FAST if self.platform == "cpu" else None
         try:
-            analysis = lowered.compile(compiler_options=options).memory_analysis()
+            compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             raise CompilerError(f"compiling for {self.title}: {error}".splitlines()[0]) from error
+        analysis = compiled.memory_analysis()
         assert analysis is not None  # the compilers of CPUs, GPUs and TPUs have one
-        return int(analysis.temp_size_in_bytes)
+        sent = collective_bytes(compiled.as_text()) if several else {}
+        return Needs(int(analysis.temp_size_in_bytes), sent)
+
+
+def _shardings_of_results(step: Callable[..., Any], args: Any) -> Any:
+    """Those that are planned, ``None`` on one device."""
+    mesh = mesh_of(args)
+    if mesh is None:
+        return None
+    with jax.sharding.use_abstract_mesh(mesh):
+        results = jax.eval_shape(step, *args)
+    first = jax.tree.leaves(args)[0].sharding.mesh
+    return fully_sharded(results, first)
 
 
 # How far totals from counted temporaries have been off, scratch aside, and from those calibrated

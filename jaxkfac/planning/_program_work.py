@@ -58,7 +58,8 @@ class Work(NamedTuple):
             mine + Counter({key: times * count for key, count in theirs.items()})
             for mine, theirs in zip(self[:3], other[:3], strict=True)
         ]
-        return Work(*counters, self.libraries + times * other.libraries)
+        solves, calls, nbytes = counters
+        return Work(solves, calls, nbytes, self.libraries + times * other.libraries)
 
     @property
     def cubes(self) -> int:
@@ -69,7 +70,12 @@ class Work(NamedTuple):
 NOTHING = Work(Counter(), Counter(), Counter(), 0)
 
 
-def described(text: str) -> dict[str, Any]:
+def collective_bytes(text: str) -> dict[str, int]:
+    """Bytes of what collectives return on each device, by kind; see :func:`program_work`."""
+    return {kind: found["bytes"] for kind, found in program_work(text)["collectives"].items()}
+
+
+def program_work(text: str) -> dict[str, Any]:
     """What a program asks of libraries and of other devices; figures are of one device.
 
     Of the branches of a conditional the one that solves most counts, so where each device takes

@@ -1,0 +1,148 @@
+"""Where arrays of a fully sharded training lie."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from jaxkfac.planning._shapes import nbytes
+
+
+def fully_sharded(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """Shardings that divide each array over all devices of a mesh, as ``plan_memory`` plans it.
+
+    The last axis that the devices divide is split; an array without one is whole on each.
+
+    Args:
+        tree: Arrays or shapes.
+        mesh: With one axis.
+
+    Returns:
+        A ``NamedSharding`` for each leaf: for ``jax.device_put``, or ``out_shardings=``.
+
+    Raises:
+        ValueError: the mesh has another number of axes.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxkfac.planning import fully_sharded
+        >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
+        >>> found = fully_sharded({"kernel": jnp.ones((24, 16)), "bias": jnp.ones(10)}, mesh)
+        >>> found["kernel"].spec, found["bias"].spec
+        (P(None, 'data'), P())
+    """
+    (axis,) = _axis_names(mesh)
+    return jax.tree.map(lambda x: _split(x, mesh, axis), tree)
+
+
+def _split(x: Any, mesh: Any, axis: str) -> NamedSharding:
+    divided = [d for d, size in enumerate(x.shape) if size and size % mesh.shape[axis] == 0]
+    spec = [*[None] * divided[-1], axis] if divided else []
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def _axis_names(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    if len(mesh.axis_names) != 1:
+        raise ValueError(
+            f"a mesh with the axes {mesh.axis_names}: fully sharded training is planned over one "
+            'axis, as of jax.sharding.AbstractMesh((8,), ("data",))'
+        )
+    return mesh.axis_names
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where the arrays of a training lie.
+
+    Attributes:
+        mesh: Of the devices that everything but the batch is divided over; ``None`` where each
+            device has all of it.
+    """
+
+    mesh: AbstractMesh | None = None
+
+    def nbytes(self, tree: PyTree) -> int:
+        """Bytes on one device."""
+        if self.mesh is None:
+            return nbytes(tree)
+        shardings = jax.tree.leaves(fully_sharded(tree, self.mesh))
+        sizes = zip(jax.tree.leaves(tree), shardings, strict=True)
+        return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in sizes)
+
+    def divided(self, tree: PyTree) -> PyTree:
+        """Shapes with their shardings."""
+        if self.mesh is None:
+            return tree
+        return jax.tree.map(_shape_at, tree, fully_sharded(tree, self.mesh))
+
+    def batch(self, tree: PyTree) -> PyTree:
+        """Shapes of the batch of all devices, each of which has such a part of it."""
+        if self.mesh is None:
+            return tree
+        there = NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
+        size = self.mesh.size
+
+        def all_parts(x: Any) -> jax.ShapeDtypeStruct:
+            whole = jax.ShapeDtypeStruct((size * x.shape[0], *x.shape[1:]), x.dtype)
+            return _shape_at(whole, there)
+
+        return jax.tree.map(all_parts, tree)
+
+    def everywhere(self, tree: PyTree) -> PyTree:
+        """Shapes of arrays that are whole on each device."""
+        if self.mesh is None:
+            return tree
+        there = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda x: _shape_at(x, there), tree)
+
+
+WHOLE = Placement()
+
+
+def _shape_at(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def placement(mesh: AbstractMesh, devices: int, *, sharded: bool) -> Placement:
+    """The placement that a plan was asked for.
+
+    Args:
+        mesh: In context, perhaps empty.
+        devices: How many there are.
+        sharded: Whether parameters are divided over them.
+
+    Raises:
+        ValueError: one device, or a mesh that is not one axis of so many.
+    """
+    if not sharded:
+        return WHOLE
+    if devices == 1:
+        raise ValueError("fully_sharded=True: of 1 device; say devices=, or set a mesh")
+    if mesh.empty:
+        return Placement(AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,)))
+    _axis_names(mesh)
+    if mesh.size != devices:
+        raise ValueError(f"devices={devices}: the mesh that is set has {mesh.size}")
+    return Placement(mesh)
+
+
+def on_devices(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Shapes that lie on an abstract mesh, on these devices of it."""
+    return jax.tree.map(lambda x: _shape_at(x, NamedSharding(mesh, x.sharding.spec)), tree)
+
+
+def mesh_of(tree: PyTree) -> AbstractMesh | None:
+    """The mesh that all of some shapes lie on, ``None`` without one."""
+    found = [getattr(x, "sharding", None) for x in jax.tree.leaves(tree)]
+    meshes = {s.mesh.abstract_mesh if isinstance(s, NamedSharding) else None for s in found}
+    return meshes.pop() if len(meshes) == 1 else None
+
+
+def mesh_here(mesh: AbstractMesh) -> Mesh:
+    """The mesh with devices of this process."""
+    found = np.asarray(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes)
+    return Mesh(found, mesh.axis_names, axis_types=mesh.axis_types)
