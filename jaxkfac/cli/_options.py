@@ -70,7 +70,10 @@ class Experiment:
     """Everything that decides the result of a run; stored in its checkpoints."""
 
     seed: int = 0
-    """Of the split, the initial parameters, the order, the shifts and the sampled labels."""
+    """Of the initial parameters, the order, the shifts and the sampled labels."""
+    split_seed: int = 0
+    """Of the split into training, validation and test images. The defaults were chosen on the
+    validation images of split 0, whose test images no choice has seen."""
     epochs: int = 60
     """Passes over the training data."""
     steps: int | None = None
@@ -99,7 +102,7 @@ class Experiment:
         for name in ("epochs", "steps", "batch_size", "gradient_accumulation_steps"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        for name in ("seed", "max_shift"):
+        for name in ("seed", "split_seed", "max_shift"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
         for part in (self.kfac, self.adamw):
@@ -111,8 +114,16 @@ class Experiment:
         return self.batch_size * self.gradient_accumulation_steps
 
 
-OLDER: dict[str, Any] = {"kfac": {"quadratic": False, "adapt_damping": False}}
-"""Options that checkpoints of earlier versions are without."""
+def older(config: dict[str, Any]) -> dict[str, Any]:
+    """Options that checkpoints of earlier versions are without, as those versions had them.
+
+    Args:
+        config: The options of a checkpoint.
+    """
+    return {
+        "split_seed": config.get("seed", 0),
+        "kfac": {"quadratic": False, "adapt_damping": False},
+    }
 
 
 @dataclasses.dataclass(frozen=True)
