@@ -2,7 +2,7 @@
 
 Run: python -m benchmarks.digits [--part SECONDS]
 
-Each optimizer has ten settings. Each is trained with seed 100 until the error on the validation
+Each optimizer has eight settings. Each is trained with seed 100 until the error on the validation
 images is the target of ``jaxkfac train``, or to the end; chosen is what gets there in the least
 processor time, which is that of its quickest epoch times the epochs. What is chosen is trained to
 the end with seeds 0, 1 and 2. The test images are those of split 0 for all seeds, and nothing
@@ -69,15 +69,15 @@ def adaptive(damping: float, every: int) -> dict[str, Any]:
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "kfac": [
         *(fixed(rate, 3e-4, 5) for rate in (5e-4, 1e-3, 2e-3)),
-        *(fixed(rate, 3e-3, 5) for rate in (1e-3, 2e-3)),
+        fixed(1e-3, 3e-3, 5),
         *(fixed(rate, 3e-4, 20) for rate in (1e-3, 2e-3)),
         fixed(1e-3, 3e-4, 5, adapt_damping=True),
-        *(adaptive(damping, 5) for damping in (0.1, 1.0)),
+        adaptive(0.1, 5),
     ],
     "adamw": [
         {"learning_rate": rate, "b2": b2}
         for b2 in (0.99, 0.999)
-        for rate in (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+        for rate in (1e-3, 2e-3, 4e-3, 8e-3)
     ],
 }
 
@@ -200,7 +200,7 @@ def page(lines: list[dict[str, Any]]) -> str:
         "vision transformer of the preset `digits`, with the preset's options.",
         "",
         f"The target was fixed beforehand: {TARGET_ERROR:.0%} error on the validation images, 5 of "
-        "179, at which the first version of this comparison was measured. Each of ten settings of "
+        "179, at which the first version of this comparison was measured. Each of eight settings of "
         f"each optimizer had one run with seed {CHOOSING}, which ended there; the fastest (bold) "
         "is the default.",
         "",

@@ -106,7 +106,7 @@ def _known(runs: Runs) -> Runs:
 def _times(runs: Sequence[RunRecords]) -> dict[str, list[Any]]:
     epochs = [reached(run) for run in runs]
     return {
-        "updates": [None if epoch is None else epoch.step for epoch in epochs],
+        "updates": [None if epoch is None else float(epoch.step) for epoch in epochs],
         "seconds": [None if epoch is None else epoch.seconds for epoch in epochs],
     }
 

@@ -34,7 +34,8 @@ def analysis(model, texts, monkeypatch):
 
     def compile_pass(self, one):
         compiled.append(one)
-        more = 0 if one == max(self.passes, key=with_sums) else self.more * one.nbytes
+        most = max(self.passes, key=with_sums)
+        more = 0 if one == most else int(self.more * one.nbytes)
         memory = types.SimpleNamespace(
             temp_size_in_bytes=BESIDE + more + one.nbytes - one.results,
             output_size_in_bytes=one.results,

@@ -49,18 +49,18 @@ def test_a_run_that_was_begun_before_there_was_dropout_goes_on_without(tmp_path)
     base = dataclasses.replace(BASE, model=str(tmp_path), train="all")
     folder = tmp_path / "checkpoints"
 
-    def begun(config, **options):
-        save_checkpoint(folder, Checkpoint({"params/x": np.zeros(1)}, config, "adamw", {}, 3))
+    def begun(config, step, **options):
+        save_checkpoint(folder, Checkpoint({"params/x": np.zeros(1)}, config, "adamw", {}, step))
         arguments = FinetuneArguments(dataclasses.replace(base, **options), resume=True)
         found = as_begun(arguments, folder).experiment
         return found, options_of(found, shaped_problem(found, model_shapes(found)))
 
-    _, now = begun({"dropout": 0.1})
+    _, now = begun({"dropout": 0.1}, 1)
     assert now["dropout"] == 0.2
     older = {name: value for name, value in now.items() if name != "dropout"}
-    found, options = begun(older)
+    found, options = begun(older, 2)
     assert found.dropout == 0.0 and not list(option_differences(OLDER | older, options))
-    asked, _ = begun(older, dropout=0.3)  # this is refused, as any other option is
+    asked, _ = begun(older, 3, dropout=0.3)  # this is refused, as any other option is
     assert asked.dropout == 0.3
 
 
