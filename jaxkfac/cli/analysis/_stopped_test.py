@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-import types
 
 import pytest
 
 from jaxkfac.cli.analysis import _decompose, _gather, _lanczos, _stages
 from jaxkfac.cli.analysis._files import Folder
+from jaxkfac.cli.analysis._program import Analysis
 from jaxkfac.cli.analysis._run_test import found
+from jaxkfac.cli.analysis._texts import Texts
 
 WORDS = ("--checkpoint-every", "9", "--lanczos", "1", "--lanczos-steps", "3")
 # Where Ctrl-C comes: what is called, for which time, and what is there then.
@@ -90,7 +91,9 @@ def test_a_kill_at_the_end_of_a_pass_does_not_repeat_it(tmp_path, monkeypatch):
     sums = tmp_path / "factors" / "pass-0"
     sums.parent.mkdir()
     sums.touch()
-    analysis, texts = types.SimpleNamespace(passes=[None]), types.SimpleNamespace(batches=[])
+    analysis = Analysis.__new__(Analysis)  # of one pass, which is not run here
+    analysis.passes = (None,)
+    texts = Texts((), (), *(0,) * (len(Texts._fields) - 2))
 
     def gather():
         return _gather.gather(analysis, None, texts, folder, every=1, advance=lambda *_: None)
