@@ -24,6 +24,7 @@ from benchmarks._record import stamp
 from benchmarks.digits._page import described, page
 from benchmarks.digits._run import train
 from benchmarks.digits._settings import CHOOSING, RACING, SETTINGS, chosen
+from jaxkfac.cli._optimizers import Optimizer
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -35,7 +36,7 @@ def main() -> None:
     path = RESULTS / "digits.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def run(name: str, setting: dict[str, Any], seed: int, *, whole: bool) -> dict[str, Any]:
+    def run(name: Optimizer, setting: dict[str, Any], seed: int, *, whole: bool) -> dict[str, Any]:
         asked = {"optimizer": name, "seed": seed, "setting": setting}
         for known in lines:
             if asked == {key: known[key] for key in asked}:

@@ -18,6 +18,7 @@ from jaxkfac.cli._loop import (
     make_evaluation,
     total_updates,
 )
+from jaxkfac.cli._optimizers import Optimizer
 from jaxkfac.cli._options import Experiment
 from jaxkfac.cli._problem import DigitsProblem, build_optimizer, digits_problem
 from jaxkfac.report import TARGET_ERROR
@@ -34,7 +35,7 @@ def problem_of(seed: int) -> DigitsProblem:
 
 
 @functools.cache
-def program(name: str, static: tuple[tuple[str, Any], ...], numbers: tuple[str, ...]) -> Any:
+def program(name: Optimizer, static: tuple[tuple[str, Any], ...], numbers: tuple[str, ...]) -> Any:
     """An epoch, compiled once for all seeds and settings that differ in ``numbers`` alone."""
     problem, default = problem_of(_SHAPED_BY), Experiment()
     total = total_updates(default, problem)
@@ -59,7 +60,7 @@ def program(name: str, static: tuple[tuple[str, Any], ...], numbers: tuple[str, 
     return call
 
 
-def train(name: str, setting: dict[str, Any], seed: int, *, whole: bool) -> dict[str, Any]:
+def train(name: Optimizer, setting: dict[str, Any], seed: int, *, whole: bool) -> dict[str, Any]:
     """One run: after each epoch its updates, CPU seconds, and loss and error of the validation set.
 
     Args:

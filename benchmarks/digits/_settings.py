@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from jaxkfac.cli._optimizers import Optimizer
 from jaxkfac.cli._options import DigitsAdamwOptions, DigitsKfacOptions
 from jaxkfac.report import TARGET_ERROR
 
@@ -27,7 +28,7 @@ def adaptive(damping: float, every: int) -> dict[str, Any]:
     return {"damping": damping, "refresh_every": every, **chosen}
 
 
-SETTINGS: dict[str, list[dict[str, Any]]] = {
+SETTINGS: dict[Optimizer, list[dict[str, Any]]] = {
     "adamw": [
         {"learning_rate": rate, "b2": b2}
         for b2 in (0.99, 0.999)

@@ -93,7 +93,7 @@ def test_a_kill_at_the_end_of_a_pass_does_not_repeat_it(tmp_path, monkeypatch):
     sums.touch()
     analysis = Analysis.__new__(Analysis)  # of one pass, which is not run here
     analysis.passes = (None,)
-    texts = Texts((), (), *(0,) * (len(Texts._fields) - 2))
+    texts = Texts([], [], 0, 0, 0, "")
 
     def gather():
         return _gather.gather(analysis, None, texts, folder, every=1, advance=lambda *_: None)
