@@ -33,7 +33,8 @@ class DigitsKfacOptions(KfacOptions):
     """Part of the updates in which the learning rate rises."""
     quadratic: bool = False
     """Learning rate and momentum are chosen by the quadratic model of the loss, at each update;
-    the numbers given for them, and the norm constraint, do not count."""
+    the numbers given for them, and the norm constraint, do not count. The weight decay is of the
+    loss then, and no longer times the learning rate: give a small one."""
     adapt_damping: bool = False
     """The damping rises and falls with how well that model predicts the loss."""
 
@@ -140,7 +141,8 @@ class TrainArguments:
 
     For example, K-FAC alone with more damping, and K-FAC that adapts itself, over three seeds:
     `jaxkfac train --optimizer kfac --kfac.damping 3e-3 --output runs/damped`,
-    `jaxkfac train --kfac.quadratic --kfac.adapt-damping --kfac.damping 0.1 --seeds 3`
+    `jaxkfac train --kfac.quadratic --kfac.adapt-damping --kfac.damping 0.1
+    --kfac.weight-decay 1e-3 --seeds 3`
     """
 
     experiment: Annotated[Experiment, tyro.conf.arg(name="")] = Experiment()
