@@ -73,8 +73,7 @@ class Experiment:
     seed: int = 0
     """Of the initial parameters, the order, the shifts and the sampled labels."""
     split_seed: int = 0
-    """Of the split into training, validation and test images. The defaults were chosen on the
-    validation images of split 0, whose test images no choice has seen."""
+    """Of the split into training, validation and test images, which is the same for every seed."""
     epochs: int = 60
     """Passes over the training data."""
     steps: int | None = None
@@ -136,8 +135,8 @@ class TrainArguments:
     Ctrl-C ends the epoch under way and keeps it; --resume continues as if nothing had happened.
     A second Ctrl-C stops at once, and the last checkpoint counts.
 
-    Both are timed to 3 % error on validation images, by which settings are chosen; no
-    choice looks at the test images.
+    Both are timed to 3 % error on the validation images. Choose settings by these, too, and not
+    by the test images.
 
     For example, K-FAC alone with more damping, and K-FAC that adapts itself, over three seeds:
     `jaxkfac train --optimizer kfac --kfac.damping 3e-3 --output runs/damped`,
