@@ -12,6 +12,7 @@ bins of equal width; NLL is in nats an example.
 import argparse
 import io
 import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,11 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, help="write the table here")
     parser.add_argument("--figure", type=Path, help="write the figure here")
     args = parser.parse_args()
-    record = stamp(seeds=args.seeds, test_examples=len(load_digits("test", seed=0).labels))
+    record = stamp(
+        command=" ".join(["python -m benchmarks.calibration", *sys.argv[1:]]),
+        seeds=args.seeds,
+        test_examples=len(load_digits("test", seed=0).labels),
+    )
     record |= measure(args.seeds)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     record["cpu_seconds"] = usage.ru_utime + usage.ru_stime

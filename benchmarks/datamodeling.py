@@ -13,6 +13,7 @@ method scores the one network that was trained on all, in a process of its own.
 
 import argparse
 import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     args = parser.parse_args()
-    record = stamp(subsets=args.subsets, queries=args.queries)
+    command = " ".join(["python -m benchmarks.datamodeling", *sys.argv[1:]])
+    record = stamp(command=command, subsets=args.subsets, queries=args.queries)
     record |= measure(args.subsets, args.queries, args.kronfluence)
     used = [resource.getrusage(x) for x in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     record["cpu_seconds"] = sum(x.ru_utime + x.ru_stime for x in used)

@@ -577,6 +577,16 @@ def test_of_a_gaussian_only_the_last_layers_gradients_are_the_identity(recwarn):
         jk.influence(objective, PARAMS, forward, batch, batch)
 
 
+def test_of_a_linear_gaussian_every_layers_gradients_are_the_identity(recwarn):
+    params = {"a": normal(3, 2), "b": normal(4, 2)}
+    batch = (normal(6, 3), normal(6, 4)), normal(6, 2)
+    objective = jk.Objective(lambda p, x, y: x @ p["a"] + y @ p["b"], jk.Gaussian())
+    bases = bases_of(objective, params, batch, fisher="exact")
+    assert all((bases.g[layer.name].values == 1).all() for layer in bases.layers)
+    jk.influence(objective, params, bases, batch, batch)
+    assert not recwarn
+
+
 def test_zero_damping_says_which_bound_of_the_condition_number_is_enough():
     small = jax.tree.map(lambda x: x.astype(jnp.float32), PARAMS)
     batch = BATCH[0].astype(jnp.float32).at[:, 0].set(0), BATCH[1]

@@ -1,8 +1,9 @@
 """Checkpoints of a run: one file for each, written whole or not at all, checked when read."""
 
+import contextlib
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,7 +91,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
             f"no checkpoint at {path}, which {content}; expected what `jaxkfac train` has "
             "written, such as runs/digits or runs/digits/kfac/1320"
         )
-    try:
+    with _way_out_named(found):
         if is_orbax_checkpoint(found):
             leaves, about = load_orbax_checkpoint(found)
         else:
@@ -98,9 +99,31 @@ def load_checkpoint(path: Path) -> Checkpoint:
                 leaves = {name: stored.read(name) for name in stored.names}
                 about = {name: stored.about[name] for name in ("config", "optimizer", "records")}
                 about["position"] = stored.about.get("position")  # older versions wrote none
+    return Checkpoint(leaves, step=int(found.name), **about)
+
+
+def stored_config(path: Path) -> dict[str, Any] | None:
+    """The config of the checkpoint that ``path`` means, or ``None``; no array is read.
+
+    Raises:
+        DamagedFileError: it cannot be read.
+    """
+    found = find_checkpoint(path)
+    if found is None:
+        return None
+    with _way_out_named(found):
+        if is_orbax_checkpoint(found):
+            return load_orbax_checkpoint(found)[1]["config"]
+        with Archive(found, _FORM, "checkpoint", checked=False) as stored:
+            return stored.about["config"]
+
+
+@contextlib.contextmanager
+def _way_out_named(found: Path) -> Iterator[None]:
+    try:
+        yield
     except DamagedFileError as error:
         raise DamagedFileError(f"{error}; {_way_out(found)}") from error
-    return Checkpoint(leaves, step=int(found.name), **about)
 
 
 def find_checkpoint(path: Path) -> Path | None:

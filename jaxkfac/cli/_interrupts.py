@@ -51,12 +51,28 @@ class Hold:
         print(words, file=sys.stderr, flush=True)
 
 
+class NothingBegunInterrupt(KeyboardInterrupt):
+    """A Ctrl-C before a command has begun with what it is asked for."""
+
+
+@contextlib.contextmanager
+def nothing_begun() -> Iterator[None]:
+    """A block in which the output folder stays as it was: a Ctrl-C leaves nothing to resume."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise NothingBegunInterrupt from error
+
+
 def resume_command(argv: list[str]) -> str:
     """The command that continues a run that was started with ``argv``."""
     kept = [word for word in argv if word not in ("--overwrite", "--resume")]
     return shlex.join(["jaxkfac", *kept, "--resume"])
 
 
-def say_interrupted(argv: list[str]) -> None:
+def say_interrupted(argv: list[str], error: KeyboardInterrupt) -> None:
     """Say on standard error how to go on after a Ctrl-C."""
-    print(f"\ninterrupted; continue with: {resume_command(argv)}", file=sys.stderr)
+    words = f"interrupted; continue with: {resume_command(argv)}"
+    if isinstance(error, NothingBegunInterrupt):
+        words = f"interrupted before it began; start with: {shlex.join(['jaxkfac', *argv])}"
+    print(f"\n{words}", file=sys.stderr)

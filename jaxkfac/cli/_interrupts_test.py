@@ -3,7 +3,7 @@ import signal
 
 import pytest
 
-from jaxkfac.cli._interrupts import interrupts_deferred
+from jaxkfac.cli._interrupts import interrupts_deferred, nothing_begun, say_interrupted
 
 
 def press():
@@ -52,3 +52,13 @@ def test_the_handler_before_is_put_back():
     with interrupts_deferred("saving"):
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_command_after_a_ctrl_c_resumes_what_has_begun_and_else_is_the_same(capsys):
+    words = ["analyze", "a model", "--overwrite"]
+    say_interrupted(words, KeyboardInterrupt())
+    assert "continue with: jaxkfac analyze 'a model' --resume\n" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt) as found, nothing_begun():
+        raise KeyboardInterrupt
+    say_interrupted(words, found.value)
+    assert "start with: jaxkfac analyze 'a model' --overwrite\n" in capsys.readouterr().err

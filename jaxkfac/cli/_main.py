@@ -88,11 +88,11 @@ def _dispatch(command: Command, words: list[str]) -> int:
             imported(command.run)(arguments)
         else:
             _run(command, arguments)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if hasattr(arguments, "resume") and getattr(arguments, "is_pretrained", True):
             from jaxkfac.cli._interrupts import say_interrupted
 
-            say_interrupted(words)
+            say_interrupted(words, error)
         return 130
     except Exception as error:
         if "--debug" in words or isinstance(error, ModuleNotFoundError):

@@ -33,7 +33,8 @@ class DigitsKfacOptions(KfacOptions):
     """Part of the updates in which the learning rate rises."""
     quadratic: bool = False
     """Learning rate and momentum are chosen by the quadratic model of the loss, at each update;
-    the numbers given for them, and the norm constraint, do not count."""
+    the numbers given for them, and the norm constraint, do not count. The weight decay is of the
+    loss then, and no longer times the learning rate: give a small one."""
     adapt_damping: bool = False
     """The damping rises and falls with how well that model predicts the loss."""
 
@@ -70,7 +71,9 @@ class Experiment:
     """Everything that decides the result of a run; stored in its checkpoints."""
 
     seed: int = 0
-    """Of the split, the initial parameters, the order, the shifts and the sampled labels."""
+    """Of the initial parameters, the order, the shifts and the sampled labels."""
+    split_seed: int = 0
+    """Of the split into training, validation and test images, which is the same for every seed."""
     epochs: int = 60
     """Passes over the training data."""
     steps: int | None = None
@@ -99,7 +102,7 @@ class Experiment:
         for name in ("epochs", "steps", "batch_size", "gradient_accumulation_steps"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        for name in ("seed", "max_shift"):
+        for name in ("seed", "split_seed", "max_shift"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
         for part in (self.kfac, self.adamw):
@@ -111,8 +114,16 @@ class Experiment:
         return self.batch_size * self.gradient_accumulation_steps
 
 
-OLDER: dict[str, Any] = {"kfac": {"quadratic": False, "adapt_damping": False}}
-"""Options that checkpoints of earlier versions are without."""
+def older(config: dict[str, Any]) -> dict[str, Any]:
+    """Options that checkpoints of earlier versions are without, as those versions had them.
+
+    Args:
+        config: The options of a checkpoint.
+    """
+    return {
+        "split_seed": config.get("seed", 0),
+        "kfac": {"quadratic": False, "adapt_damping": False},
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,12 +135,13 @@ class TrainArguments:
     Ctrl-C ends the epoch under way and keeps it; --resume continues as if nothing had happened.
     A second Ctrl-C stops at once, and the last checkpoint counts.
 
-    Both are timed to 3 % error on validation images, by which settings are chosen; no
-    choice looks at the test images.
+    Both are timed to 3 % error on the validation images. Choose settings by these, too, and not
+    by the test images.
 
     For example, K-FAC alone with more damping, and K-FAC that adapts itself, over three seeds:
     `jaxkfac train --optimizer kfac --kfac.damping 3e-3 --output runs/damped`,
-    `jaxkfac train --kfac.quadratic --kfac.adapt-damping --kfac.damping 0.1 --seeds 3`
+    `jaxkfac train --kfac.quadratic --kfac.adapt-damping --kfac.damping 0.1
+    --kfac.weight-decay 1e-3 --seeds 3`
     """
 
     experiment: Annotated[Experiment, tyro.conf.arg(name="")] = Experiment()

@@ -65,7 +65,7 @@ def digits_on_host(experiment: Experiment) -> DigitsProblem:
     """The same with its data on the host: nothing is on the device."""
     held_out: dict[str, Any] = {"test_fraction": 0.1, "validation_fraction": 0.1}
     train, validation, test = (
-        load_digits(split, seed=experiment.seed, **held_out)
+        load_digits(split, seed=experiment.split_seed, **held_out)
         for split in ("train", "validation", "test")
     )
     config = VisionTransformerConfig(**dataclasses.asdict(experiment.model))

@@ -8,7 +8,7 @@ import jax
 import jaxkfac as jk
 from jaxkfac.cli._checkpoint import Checkpoint
 from jaxkfac.cli._loop import total_updates
-from jaxkfac.cli._options import Experiment
+from jaxkfac.cli._options import Experiment, older
 from jaxkfac.cli._problem import DigitsProblem, build_optimizer, digits_problem
 from jaxkfac.cli._run_state import restore_state
 from jaxkfac.cli._train import factor_average
@@ -64,9 +64,10 @@ def experiment_from(config: dict[str, Any]) -> Experiment:
     known = {field.name for field in dataclasses.fields(Experiment)}
     if unknown := config.keys() - known:
         raise ValueError(f"this checkpoint has options of another version: {sorted(unknown)}")
+    split = {"split_seed": older(config)["split_seed"]}
     return Experiment(
         **{
             name: dataclasses.replace(getattr(default, name), **x) if isinstance(x, dict) else x
-            for name, x in config.items()
+            for name, x in (split | config).items()
         }
     )

@@ -27,10 +27,12 @@ from jaxkfac.report import (
     RunRecords,
     SpectrumRecord,
     coverage_rows,
+    race_record,
     race_sentence,
     report_page,
     runs_table,
     seeds_page,
+    seeds_record,
     seeds_table,
     spectrum_records,
     versions,
@@ -71,15 +73,19 @@ def _write_seeds(
     arguments: TrainArguments, summaries: dict[str, Any], found: list[dict[str, RunRecords]]
 ) -> None:
     runs = {name: [one[name] for one in found] for name in found[0]}
-    page = arguments.output / "report.html"
+    page, measured = (arguments.output / name for name in ("report.html", "metrics.json"))
     text = seeds_page(runs, folders={seed: f"seed-{seed}/report.html" for seed in summaries})
     write_text(page, text, "the report")
+    record = {"seeds": [int(seed) for seed in summaries], **seeds_record(runs)}
+    plain = json.dumps(record, indent=1, allow_nan=False)
+    write_text(measured, plain, "the measurements of the runs")
     if arguments.json:
-        print(json.dumps({"seeds": summaries, "report": str(page)}))
+        files = {"report": str(page), "metrics": str(measured)}
+        print(json.dumps(record | {"seeds": summaries} | files))
         return
     console = Console()
-    console.print(seeds_table(runs))
     console.print(race_sentence(runs), highlight=False)
+    console.print(seeds_table(runs))
     console.print(f"report: {page}", soft_wrap=True, highlight=False)
 
 
@@ -132,8 +138,8 @@ def _print(
         print(json.dumps(summary))
         return
     console = Console()
+    console.print(summary["to_target"]["sentence"], highlight=False)
     console.print(runs_table(runs))
-    console.print(race_sentence({name: [run] for name, run in runs.items()}), highlight=False)
     if devices.mesh is not None:
         for name, run in runs.items():
             line = devices_line(name, run.samples_per_second, summary["devices"][name])
@@ -187,9 +193,11 @@ def _write_results(
     sizes = {path: int(leaf.size) for path, leaf in leaves_by_path(problem.shapes).items()}
     coverage = coverage_rows(find_layers(problem), sizes)
     config = as_config(experiment)
+    to_target = race_record({name: [run] for name, run in runs.items()})
     metrics = {
         "config": config,
         "versions": versions(),
+        "to_target": to_target,
         "runs": {name: run.to_plain() for name, run in runs.items()},
         "spectra": [record._asdict() for record in spectra],
         "coverage": [row._asdict() for row in coverage],
@@ -221,6 +229,7 @@ def _write_results(
         finals[name] |= {"compile_seconds": run.compile_seconds, "skipped": run.skipped}
     return {
         "seed": experiment.seed,
+        "to_target": to_target,
         "final": finals,
         "devices": devices,
         "report": str(output / "report.html"),

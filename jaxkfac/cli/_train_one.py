@@ -16,7 +16,7 @@ from jaxkfac.cli._devices import ONE_DEVICE, RunDevices
 from jaxkfac.cli._held_once import check_held_once
 from jaxkfac.cli._loop import TrainState, total_updates, train, updates_per_epoch
 from jaxkfac.cli._optimizers import Optimizer
-from jaxkfac.cli._options import OLDER, TrainArguments
+from jaxkfac.cli._options import TrainArguments, older
 from jaxkfac.cli._problem import DigitsProblem, build_optimizer
 from jaxkfac.cli._progress import progress, time_left
 from jaxkfac.cli._run_state import as_config, flatten_state, is_whole, restore_state
@@ -122,7 +122,9 @@ def _start(
     if folder is not None and find_checkpoint(folder):
         stored = load_checkpoint(folder)
         template = jax.eval_shape(tx.init, problem.shapes)
-        params, optimizer = restore_state(stored, problem.shapes, template, config, lacking=OLDER)
+        params, optimizer = restore_state(
+            stored, problem.shapes, template, config, lacking=older(stored.config)
+        )
         return TrainState(params, optimizer, stored.step, RunRecords.from_plain(stored.records))
     params = problem.initial()
     return TrainState(params, tx.init(params), 0, RunRecords([], []))

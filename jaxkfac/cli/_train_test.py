@@ -255,6 +255,12 @@ def test_several_seeds_are_so_many_runs_and_a_page_about_them(tmp_path, no_page,
     assert run(tmp_path, *words, "--resume", "--json") == 0
     summary = json.loads(capsys.readouterr().out)
     assert set(summary["seeds"]) == {"3", "4"}
+    whole = json.loads((tmp_path / "metrics.json").read_text())
+    assert whole["seeds"] == [3, 4] and whole["to_target"] == summary["to_target"]
+    times = summary["to_target"]["optimizers"]["adamw"]
+    assert times["updates"] == {"each": [None, None], "interval": None}
+    accuracy = summary["final"]["adamw"]["test_accuracy"]
+    assert accuracy["low"] <= accuracy["mean"] <= accuracy["high"]
 
 
 @pytest.mark.slow

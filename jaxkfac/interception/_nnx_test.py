@@ -124,6 +124,27 @@ def test_a_model_that_takes_a_key_receives_it():
     np.testing.assert_array_equal(asked(params, X, 2 * X, key=KEY), 2 * X)
 
 
+def test_a_key_reaches_a_block_that_is_rematerialised():
+    class Block(nnx.Module):
+        def __init__(self):
+            self.scale = nnx.Param(jnp.ones(3))
+
+        def __call__(self, x, *, key=None):
+            noise = 0.0 if key is None else jax.random.normal(key, x.shape)
+            return x * self.scale[...] + noise
+
+    class Model(nnx.Module):
+        def __init__(self, wrap):
+            self.block, self.wrap = Block(), wrap
+
+        def __call__(self, x, *, key=None):
+            return self.wrap(lambda block, x, key: block(x, key=key))(self.block, x, key)
+
+    (plain, params), (remat, _) = (from_nnx(Model(wrap)) for wrap in (lambda f: f, nnx.remat))
+    for key in (None, KEY):
+        np.testing.assert_array_equal(remat(params, X, key=key), plain(params, X, key=key))
+
+
 def test_keys_that_are_drawn_for_nothing_need_no_key():
     """A recurrent cell draws one for its zeros."""
     rnn = nnx.RNN(nnx.LSTMCell(3, 4, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))

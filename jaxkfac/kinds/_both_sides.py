@@ -7,16 +7,14 @@ stands for them.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.interception import Atoms, Site, Use
-from jaxkfac.kinds._rows import Rows, by_example, in_own_order
+from jaxkfac.kinds._chunks import CHUNK_BYTES, one_by_one_on_cpu, sum_over_strided_chunks
 from jaxkfac.kinds._squares import (
-    CHUNK_BYTES,
     Array,
     Basis,
     gradients,
@@ -24,11 +22,8 @@ from jaxkfac.kinds._squares import (
     rotate,
     rotate_inputs,
     rotate_outputs,
-    scaled,
     squares_by_example,
     squares_by_row,
-    squares_by_token,
-    sum_over_strided_chunks,
     weighed_squares,
 )
 from jaxkfac.linalg import map_over_chunks
@@ -252,97 +247,3 @@ class BothSides:
         if gradients:
             size = max(size, math.prod(g.shape[2:]) * x.shape[-1])
         return max(1, min(len(x), CHUNK_BYTES // (4 * size)))
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenRows:
-    """Tokens and output rows of one use of an embedding.
-
-    Attributes:
-        tokens: ``(examples, positions)``; with one position each, where examples need not be
-            told apart.
-        g: ``(examples, positions, features)``.
-    """
-
-    tokens: Array
-    g: Array
-
-    def squares(self, like: dict[str, Any], basis: Basis) -> dict[str, Any]:
-        """Sums of squares in a basis.
-
-        Memory:
-            Some copies of the output rows.
-        """
-        g = rotate_outputs(scaled(self.g, basis), basis, 2)
-        return {"squares": squares_by_token(self.tokens, g, like["squares"].shape[0])}
-
-    def gradients(self, like: dict[str, Any]) -> dict[str, Any]:
-        """Gradients by example: whole tables."""
-        table = like["gradients"]
-        examples = jnp.arange(len(self.tokens))[:, None]
-        rows = self.g.astype(table.dtype)
-        zeros = jnp.zeros(table.shape, table.dtype)
-        return {"gradients": zeros.at[examples, self.tokens].add(rows, mode="drop")}
-
-    def scores(
-        self, like: dict[str, Any], queries: Array | LowRankMatrices, bias_queries: Array | None
-    ) -> dict[str, Any]:
-        """Inner products of the queries' tables with the examples' gradients.
-
-        Memory:
-            One copy of the output rows: queries go one by one, and no example's table is formed.
-        """
-
-        def read(table: Array) -> Array:
-            return table.at[self.tokens].get(mode="fill", fill_value=0)
-
-        def one(query: Array | LowRankMatrices) -> Array:
-            if not isinstance(query, LowRankMatrices):
-                return (read(query) * self.g.astype(query.dtype)).sum((1, 2))
-            rows = self.g.astype(query.right.dtype)
-            moved = jnp.einsum("nso,ro->nsr", rows, query.right, precision=_EXACT)
-            return (read(query.left) * moved).sum((1, 2))
-
-        return {"scores": jax.lax.map(one, queries)}
-
-
-def stack_of_slot(like: Mapping[str, Any]) -> tuple[int, ...]:
-    """Shape of the stacked axes of a layer, from its slot."""
-    if "gradients" in like:
-        return like["gradients"].shape[:-3]
-    return next(
-        like[key] for key in ("squares", "scores", "outputs", "products") if key in like
-    ).shape[:-2]
-
-
-def one_by_one_on_cpu(fn: Callable[[Any, int], Any], arrays: Any, at_once: int) -> Any:
-    """``fn(arrays, at_once)``, with one example at once on the CPU.
-
-    XLA's CPU backend has a fast product for one example's gradient, not for a batch of them:
-    2048 rows, eight an example, sides 512: 61 ms one by one, and 778 two at a time.
-    """
-    return jax.lax.platform_dependent(
-        arrays, cpu=lambda arrays: fn(arrays, 1), default=lambda arrays: fn(arrays, at_once)
-    )
-
-
-def aligned(site: Site, use: Use, side: Rows, stack: tuple[int, ...] = ()) -> Array:
-    """``(rows..., stack..., features)``: rows as in ``use.rows``, features in their own order."""
-    x = side.x.transpose(*side.rows, *side.batch, *side.feature_axes)
-    lead = len(side.rows) + len(side.batch)
-    x = in_own_order(site, use, side, x, lead=lead)
-    shape = (*x.shape[: len(side.rows)], *stack, x.shape[-1])
-    if len(side.batch) < len(stack):  # experts that read one input
-        x = jnp.broadcast_to(jnp.expand_dims(x, len(side.rows)), shape)
-    return x
-
-
-def split_examples(
-    site: Site, use: Use, x: Array, *, num_rows: int, examples: Atoms | None
-) -> Array:
-    """Rows first to ``(examples, positions, ...)``; without ``examples``, one position each."""
-    if examples is None:
-        return x.reshape(-1, 1, *x.shape[num_rows:])
-    rows = tuple(range(num_rows))
-    rest = tuple((d, ()) for d in range(num_rows, x.ndim))
-    return by_example(site, Rows(x, rows, (), rest), use.rows, examples, path=use.view.path)

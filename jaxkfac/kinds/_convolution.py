@@ -19,9 +19,9 @@ from jaxkfac.interception import (
     reversal,
 )
 from jaxkfac.kinds import _moments
-from jaxkfac.kinds._both_sides import BothSides, aligned, split_examples
+from jaxkfac.kinds._both_sides import BothSides
 from jaxkfac.kinds._patches import over_patches, patches_of, summed_patches
-from jaxkfac.kinds._rows import Array, Rows, part_of_rows
+from jaxkfac.kinds._rows import Array, Rows, aligned, part_of_rows, split_examples
 from jaxkfac.kinds._two_sided import TwoSided
 
 

@@ -22,10 +22,10 @@ from jaxkfac.interception import (
     order_problem,
     register_kind,
 )
-from jaxkfac.kinds._both_sides import TokenRows, aligned, split_examples, stack_of_slot
 from jaxkfac.kinds._products import Products
-from jaxkfac.kinds._rows import Array, Rows
-from jaxkfac.kinds._two_sided import TwoSided
+from jaxkfac.kinds._rows import Array, Rows, aligned, split_examples
+from jaxkfac.kinds._token_rows import TokenRows
+from jaxkfac.kinds._two_sided import TwoSided, stack_of_slot
 
 
 @register_kind

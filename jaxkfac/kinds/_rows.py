@@ -169,3 +169,25 @@ def _lost(site: Site, path: str, what: str) -> LostRowsError:
         "of whole examples were asked for. Leave the layer out with layers=, or ask for "
         'statistics of positions: sharing="expand", scales="diagonal", per="token".'
     )
+
+
+def aligned(site: Site, use: Use, side: Rows, stack: tuple[int, ...] = ()) -> Array:
+    """``(rows..., stack..., features)``: rows as in ``use.rows``, features in their own order."""
+    x = side.x.transpose(*side.rows, *side.batch, *side.feature_axes)
+    lead = len(side.rows) + len(side.batch)
+    x = in_own_order(site, use, side, x, lead=lead)
+    shape = (*x.shape[: len(side.rows)], *stack, x.shape[-1])
+    if len(side.batch) < len(stack):  # experts that read one input
+        x = jnp.broadcast_to(jnp.expand_dims(x, len(side.rows)), shape)
+    return x
+
+
+def split_examples(
+    site: Site, use: Use, x: Array, *, num_rows: int, examples: Atoms | None
+) -> Array:
+    """Rows first to ``(examples, positions, ...)``; without ``examples``, one position each."""
+    if examples is None:
+        return x.reshape(-1, 1, *x.shape[num_rows:])
+    rows = tuple(range(num_rows))
+    rest = tuple((d, ()) for d in range(num_rows, x.ndim))
+    return by_example(site, Rows(x, rows, (), rest), use.rows, examples, path=use.view.path)

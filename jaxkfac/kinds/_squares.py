@@ -6,7 +6,6 @@ what is wanted is $\sum_n \Gamma_n^{\odot 2}$. Input rows are ``(examples, posit
 in)`` and output rows likewise; rows that do not exist are zero.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +22,6 @@ _EXACT = jax.lax.Precision.HIGHEST  # never TF32: these values divide the gradie
 # milliseconds for 2048 rows, pairs against gradients: S = 2: 7 against 34 (55 against 209),
 # S = 4: 18 against 21 (87 against 112), S = 8: 55 against 27 (233 against 119).
 PAIRS_UP_TO = 4
-
-# Explicit gradients and rows of the examples that are alive at once.
-CHUNK_BYTES = 32 * 2**20
 
 
 class Basis(NamedTuple):
@@ -217,33 +213,6 @@ def squares_by_token(tokens: Array, g: Array, size: int) -> Array:
         tokens = jnp.zeros_like(sorted_tokens).at[segments].set(sorted_tokens)
     zeros = jnp.zeros((size, g.shape[-1]), g.dtype)
     return zeros.at[tokens.reshape(-1)].add(jnp.square(flat), mode="drop")
-
-
-def sum_over_strided_chunks(fn: Callable[[Any], Any], arrays: Any, size: int) -> Any:
-    """Sum of ``fn``, a tree, over chunks of the leading axis, at most ``size`` entries at a time.
-
-    A chunk takes entries a stride apart, so that an axis that is split over devices stays
-    where it is.
-    """
-    number = jax.tree.leaves(arrays)[0].shape[0]
-    size = max(1, min(size, number))
-    steps = number // size
-    if steps == 1 and size == number:
-        return fn(arrays)
-    whole = size * steps
-    body = jax.tree.map(lambda x: x[:whole].reshape(size, steps, *x.shape[1:]), arrays)
-
-    def chunk(index: Any) -> Any:
-        return jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, index, 1, keepdims=False), body
-        )
-
-    total = fn(jax.tree.map(lambda x: x[whole:], arrays) if whole < number else chunk(0))
-    return jax.lax.scan(
-        lambda total, index: (jax.tree.map(jnp.add, total, fn(chunk(index))), None),
-        total,
-        jnp.arange(0 if whole < number else 1, steps),
-    )[0]
 
 
 def _over_rows(x: Array, g: Array, lead: int) -> Array:

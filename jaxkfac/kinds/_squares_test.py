@@ -7,6 +7,7 @@ import pytest
 
 from jaxkfac.kinds import _both_sides
 from jaxkfac.kinds._both_sides import BothSides
+from jaxkfac.kinds._chunks import sum_over_strided_chunks
 from jaxkfac.kinds._squares import (
     PAIRS_UP_TO,
     Basis,
@@ -15,7 +16,6 @@ from jaxkfac.kinds._squares import (
     squares_by_example,
     squares_by_row,
     squares_by_token,
-    sum_over_strided_chunks,
 )
 
 pytestmark = pytest.mark.usefixtures("x64")

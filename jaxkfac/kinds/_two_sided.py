@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from jaxkfac.interception import Atoms, Axes, Kind, Site, SlotEntry, Use
-from jaxkfac.kinds._both_sides import BothSides, TokenRows, aligned, split_examples, stack_of_slot
+from jaxkfac.kinds._both_sides import BothSides
 from jaxkfac.kinds._moments import input_moments, sum_of_outer_products
 from jaxkfac.kinds._products import Products
-from jaxkfac.kinds._rows import Array, Rows, part_of_rows
+from jaxkfac.kinds._rows import Array, Rows, aligned, part_of_rows, split_examples
+from jaxkfac.kinds._token_rows import TokenRows
 
 
 class TwoSided(Kind):
@@ -114,3 +115,12 @@ class TwoSided(Kind):
         if examples is None:
             return BothSides((x, g), by_example=False)
         return BothSides((split(x), split(g)), by_example=True)
+
+
+def stack_of_slot(like: Mapping[str, Any]) -> tuple[int, ...]:
+    """Shape of the stacked axes of a layer, from its slot."""
+    if "gradients" in like:
+        return like["gradients"].shape[:-3]
+    return next(
+        like[key] for key in ("squares", "scores", "outputs", "products") if key in like
+    ).shape[:-2]

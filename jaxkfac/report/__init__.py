@@ -25,10 +25,16 @@ from jaxkfac.report._finetune_tables import finetune_table
 from jaxkfac.report._html import report_page
 from jaxkfac.report._influence_page import influence_page, influence_table
 from jaxkfac.report._influence_records import QueryRecord, ScoredText
-from jaxkfac.report._race import race_sentence
+from jaxkfac.report._race import (
+    TARGET_ERROR,
+    at_target,
+    interval,
+    race_record,
+    race_sentence,
+)
 from jaxkfac.report._ranks_figure import ranks_figure
 from jaxkfac.report._records import EpochRecord, RunRecords
-from jaxkfac.report._seeds import seeds_page, seeds_table
+from jaxkfac.report._seeds import seeds_page, seeds_record, seeds_table
 from jaxkfac.report._spectra import SpectrumRecord, spectrum_records
 from jaxkfac.report._spectra_figure import spectra_figure
 from jaxkfac.report._style import FIGURE_STYLE, svg_bytes
@@ -38,6 +44,7 @@ from jaxkfac.report._versions import versions
 
 __all__ = [
     "FIGURE_STYLE",
+    "TARGET_ERROR",
     "AnalysisRecord",
     "CapacityReport",
     "CoverageRow",
@@ -53,6 +60,7 @@ __all__ = [
     "ScoredText",
     "SpectrumRecord",
     "analysis_page",
+    "at_target",
     "capacity_table",
     "comparison_table",
     "conditions_figure",
@@ -66,16 +74,19 @@ __all__ = [
     "finetune_table",
     "influence_page",
     "influence_table",
+    "interval",
     "interval_words",
     "mean_loss",
     "memory_plan_table",
     "model_table",
     "only_in_one",
+    "race_record",
     "race_sentence",
     "ranks_figure",
     "report_page",
     "runs_table",
     "seeds_page",
+    "seeds_record",
     "seeds_table",
     "spectra_figure",
     "spectra_summary_table",

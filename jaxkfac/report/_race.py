@@ -1,8 +1,10 @@
 """Which optimizer is first at a target, in updates and in seconds."""
 
-import statistics
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from jaxkfac.curvature.capacity import Interval, mean_interval
 from jaxkfac.report._records import EpochRecord, RunRecords
 from jaxkfac.report._style import OPTIMIZERS
 
@@ -11,6 +13,7 @@ TARGET_ERROR = 0.03
 TO_TARGET = tuple(f"{unit} to {TARGET_ERROR:.0%}" for unit in ("updates", "s"))
 """Heads of the columns of :func:`at_target`."""
 Runs = Mapping[str, Sequence[RunRecords]]
+_UNITS = {"updates": ".0f", "seconds": ".1f"}
 
 
 def reached(run: RunRecords, error: float = TARGET_ERROR) -> EpochRecord | None:
@@ -20,58 +23,127 @@ def reached(run: RunRecords, error: float = TARGET_ERROR) -> EpochRecord | None:
 
 
 def at_target(runs: Sequence[RunRecords]) -> tuple[str, str]:
-    """Updates and seconds to the target: of several runs the median and the range."""
-    found = [epoch for run in runs if (epoch := reached(run)) is not None]
-    if len(found) < len(runs):
-        word = f"{len(found)} of {len(runs)}" if found else "never"
+    """Updates and seconds to the target: of several runs the mean and its interval.
+
+    Where a run does not reach it, how many do: a mean of these alone would be of the lucky ones.
+    """
+    found = _times(runs)
+    if None in found["updates"]:
+        count = sum(x is not None for x in found["updates"])
+        word = f"{count} of {len(runs)} seeds" if count else "never"
         return word, word
-    return interval([float(e.step) for e in found], ".0f"), interval(
-        [e.seconds for e in found], ".1f"
-    )
+    return interval(found["updates"], _UNITS["updates"]), interval(found["seconds"], ".1f")
 
 
 def interval(numbers: Sequence[float], form: str) -> str:
-    """The median, and of several numbers the range."""
-    middle = format(statistics.median(numbers), form)
+    """A number; of several the mean and, in brackets, its 95 % interval."""
     if len(numbers) == 1:
-        return middle
-    return f"{middle} ({min(numbers):{form}} to {max(numbers):{form}})"
+        return format(numbers[0], form)
+    return _text(mean_interval(numbers), form)
 
 
 def race_sentence(runs: Runs) -> str:
     """Who is faster to the target: in updates, and in seconds.
 
+    Of several seeds means and 95 % intervals. One is faster then where the interval of the ratio
+    leaves one out: seed by seed both have seen the same examples.
+
     Args:
-        runs: For each optimizer its runs, one for each seed.
+        runs: For each optimizer its runs, one for each seed, in the same order.
     """
-    known = {n: found for n, found in runs.items() if found and found[0].epochs}
-    goal = f"{TARGET_ERROR:.0%} error on the validation images"
-    parts, medians = [], {}
+    known = _known(runs)
+    goal, parts = f"{TARGET_ERROR:.0%} error on the validation images", []
     for name, found in known.items():
-        epochs = [epoch for run in found if (epoch := reached(run)) is not None]
-        label, seeds = OPTIMIZERS[name][0], f" (medians of {len(found)} seeds)"
-        if len(epochs) < len(found):
-            often = f" in {len(found) - len(epochs)} of {len(found)} seeds" if epochs else ""
+        label, times = OPTIMIZERS[name][0], _times(found)
+        if missed := times["updates"].count(None):
+            often = f" in {missed} of {len(found)} seeds" if missed < len(found) else ""
             parts.append(f"{label} does not reach {goal}{often}")
             continue
-        steps = statistics.median(float(epoch.step) for epoch in epochs)
-        seconds = statistics.median(epoch.seconds for epoch in epochs)
-        medians[name] = steps, seconds
-        words = f"{label} reaches {goal} after {steps:.0f} updates and {seconds:.1f} s"
-        parts.append(words + (seeds if len(found) > 1 else ""))
+        updates, seconds = (interval(times[unit], form) for unit, form in _UNITS.items())
+        several = f" (means of {len(found)} seeds, 95% intervals)" if len(found) > 1 else ""
+        parts.append(f"{label} reaches {goal} after {updates} updates and {seconds} s{several}")
     said = "; ".join(parts) + "."
-    if len(medians) < 2 or len(medians) < len(known):
-        return said
-    firsts = [_first({name: x[i] for name, x in medians.items()}) for i in (0, 1)]
-    if firsts[0] == firsts[1]:
-        return f"{said} {_faster(firsts[0])} in updates and in seconds."
-    return f"{said} {_faster(firsts[0])} in updates, {_faster(firsts[1])} in seconds."
+    verdicts = _verdicts(known)
+    return f"{said} {verdicts}" if verdicts else said
 
 
-def _first(numbers: Mapping[str, float]) -> str | None:
-    least = [name for name, x in numbers.items() if x == min(numbers.values())]
-    return OPTIMIZERS[least[0]][0] if len(least) == 1 else None
+def race_record(runs: Runs) -> dict[str, Any]:
+    """The same as plain values for JSON.
+
+    Returns:
+        ``sentence``; ``error``, the target; ``optimizers``, of each the ``updates`` and
+        ``seconds`` to it: ``each`` run's, ``None`` where it does not reach it, and ``interval``
+        ``{"mean", "low", "high"}``, ``None`` of one run or where one does not; and ``ratios`` of
+        the first optimizer's to the second's, likewise.
+    """
+    known = _known(runs)
+    optimizers = {
+        name: {
+            unit: {"each": each, "interval": interval_record(each)}
+            for unit, each in _times(found).items()
+        }
+        for name, found in known.items()
+    }
+    ratios = {unit: _ratio(known, unit) for unit in _UNITS}
+    return {
+        "sentence": race_sentence(runs),
+        "error": TARGET_ERROR,
+        "optimizers": optimizers,
+        "ratios": {unit: None if x is None else x._asdict() for unit, x in ratios.items()},
+    }
 
 
-def _faster(name: str | None) -> str:
-    return "None is faster" if name is None else f"{name} is faster"
+def interval_record(numbers: Sequence[float | None]) -> dict[str, float] | None:
+    """Mean and 95 % interval; ``None`` of fewer than two, or where one is not known."""
+    known = [x for x in numbers if x is not None]
+    return mean_interval(known)._asdict() if len(known) == len(numbers) > 1 else None
+
+
+def _known(runs: Runs) -> Runs:
+    return {name: found for name, found in runs.items() if found and found[0].epochs}
+
+
+def _times(runs: Sequence[RunRecords]) -> dict[str, list[Any]]:
+    epochs = [reached(run) for run in runs]
+    return {
+        "updates": [None if epoch is None else float(epoch.step) for epoch in epochs],
+        "seconds": [None if epoch is None else epoch.seconds for epoch in epochs],
+    }
+
+
+def _ratio(runs: Runs, unit: str) -> Interval | None:
+    """Of the first optimizer's to the second's: the geometric mean over the seeds."""
+    if len(runs) != 2:
+        return None
+    first, second = (_times(found)[unit] for found in runs.values())
+    if len(first) != len(second) or len(first) < 2 or None in (*first, *second):
+        return None
+    logs = mean_interval([math.log(x / y) for x, y in zip(first, second, strict=True)])
+    return Interval(*map(math.exp, logs))
+
+
+def _verdicts(runs: Runs) -> str:
+    times = {name: _times(found) for name, found in runs.items()}
+    if len(runs) != 2 or any(None in found["updates"] for found in times.values()):
+        return ""
+    labels = [OPTIMIZERS[name][0] for name in runs]
+    said = []
+    for unit in _UNITS:
+        ratio = _ratio(runs, unit)
+        if ratio is not None:
+            words = f" ({labels[0]}'s over {labels[1]}'s: {_text(ratio, '.2f')})"
+            low, high = ratio.low, ratio.high
+        else:
+            (first, *_), (second, *_) = (found[unit] for found in times.values())
+            words, low, high = "", first / second, first / second
+        winner = labels[0] if high < 1 else labels[1] if low > 1 else None
+        faster = "none is shown to be faster" if ratio is not None else "none is faster"
+        faster = faster if winner is None else f"{winner} is faster"
+        said.append((faster, f"in {unit}{words}"))
+    (one, first), (other, second) = said
+    found = f"{one} {first} and {second}" if one == other else f"{one} {first}, {other} {second}"
+    return f"{found[0].upper()}{found[1:]}."
+
+
+def _text(found: Interval, form: str) -> str:
+    return f"{found.mean:{form}} [{found.low:{form}}, {found.high:{form}}]"

@@ -19,10 +19,12 @@ from jaxkfac.report import (
     coverage_table,
     curves_figure,
     factor_figures,
+    race_record,
     race_sentence,
     report_page,
     runs_table,
     seeds_page,
+    seeds_record,
     spectra_table,
     versions,
 )
@@ -158,10 +160,49 @@ def test_the_sentence_says_who_is_first_in_updates_and_who_in_seconds():
     assert parted.endswith("K-FAC is faster in updates, AdamW is faster in seconds.")
     equal = race_sentence({"kfac": [late], "adamw": [late]})
     assert equal.endswith("None is faster in updates and in seconds.")
-    seeds = race_sentence({"kfac": [early, late, late], "adamw": [late, run_with(0.5), late]})
-    assert "after 6 updates and 1.5 s (medians of 3 seeds)" in seeds
-    assert seeds.endswith("AdamW does not reach 3% error on the validation images in 1 of 3 seeds.")
     assert race_sentence({"adamw": [run_with(0.5)]}).startswith("AdamW does not reach 3% error")
+
+
+STUDENT = 4.302652729911275  # 97.5 % of two degrees of freedom
+
+
+def test_of_several_seeds_the_sentence_has_means_with_their_intervals():
+    quick, slow = [run_with(0.5, 0.03), run_with(0.03), run_with(0.5, 0.5, 0.03)], run_with(0.5)
+    half = STUDENT * 2 / math.sqrt(3)  # of 4, 2 and 6 updates
+    said = race_sentence({"kfac": quick})
+    assert f"after 4 [{4 - half:.0f}, {4 + half:.0f}] updates and 1.0 [" in said
+    assert said.endswith("s (means of 3 seeds, 95% intervals).")
+    missed = race_sentence({"kfac": quick, "adamw": [*quick[:2], slow]})
+    assert missed.endswith(
+        "AdamW does not reach 3% error on the validation images in 1 of 3 seeds."
+    )
+
+
+def test_of_several_seeds_one_is_faster_where_the_interval_of_the_ratio_leaves_one_out():
+    later = [run_with(*[0.5] * n, 0.03) for n in (1, 3, 5)]  # 4, 8 and 12 updates
+    halves = [run_with(*[0.5] * n, 0.03) for n in (0, 1, 2)]
+    ratio = race_record({"kfac": halves, "adamw": later})["ratios"]["updates"]
+    assert ratio == pytest.approx({"mean": 0.5, "low": 0.5, "high": 0.5})
+    said = race_sentence({"kfac": later, "adamw": halves})
+    shown = "AdamW is faster in updates (K-FAC's over AdamW's: 2.00 [2.00, 2.00]) and in seconds"
+    assert shown in said
+    uneven = race_record({"kfac": halves, "adamw": later[::-1]})
+    logs = [math.log(x) for x in (2 / 12, 4 / 8, 6 / 4)]
+    mean = sum(logs) / 3
+    half = STUDENT * math.sqrt(sum((x - mean) ** 2 for x in logs) / 2 / 3)
+    expected = {"mean": mean, "low": mean - half, "high": mean + half}
+    found = uneven["ratios"]["updates"]
+    assert found == pytest.approx({name: math.exp(x) for name, x in expected.items()})
+    assert "None is shown to be faster in updates" in uneven["sentence"]
+
+
+def test_the_record_of_a_race_keeps_the_seeds_that_do_not_reach_the_target():
+    record = race_record({"kfac": [run_with(0.03), run_with(0.5)], "adamw": [run_with(0.03)] * 2})
+    json.dumps(record, allow_nan=False)
+    kfac, adamw = record["optimizers"]["kfac"], record["optimizers"]["adamw"]
+    assert kfac["updates"] == {"each": [2, None], "interval": None}
+    assert adamw["seconds"]["interval"] == {"mean": 0.5, "low": 0.5, "high": 0.5}
+    assert record["ratios"] == {"updates": None, "seconds": None}
 
 
 def test_records_of_earlier_versions_never_reach_a_target(runs):
@@ -171,12 +212,16 @@ def test_records_of_earlier_versions_never_reach_a_target(runs):
     assert "does not reach" in race_sentence({"kfac": [RunRecords.from_plain(plain)]})
 
 
-def test_several_seeds_are_medians_and_ranges():
+def test_several_seeds_are_means_and_intervals():
     runs = {"kfac": [run_with(0.5, 0.03), run_with(0.02)], "adamw": [run_with(0.02), run_with(0.5)]}
     page = seeds_page(runs, folders={"0": "seed-0/report.html", "1": "seed-1/report.html"})
-    assert '<td class="n">3 (2 to 4)</td><td class="n">0.8 (0.5 to 1.0)</td>' in page
-    assert page.count('<td class="n">1 of 2</td>') == 2 and 'href="seed-1/report.html"' in page
+    assert '<td class="n">3 [-10, 16]</td><td class="n">0.8 [-2.4, 3.9]</td>' in page
+    assert (
+        page.count('<td class="n">1 of 2 seeds</td>') == 2 and 'href="seed-1/report.html"' in page
+    )
     assert page.index("K-FAC reaches") < page.index("<table>")
+    final = seeds_record(runs)["final"]["kfac"]
+    assert final["seconds"]["mean"] == 0.75 and final["test_accuracy"]["low"] == 0.9
 
 
 def test_records_hold_plain_numbers(spectra):

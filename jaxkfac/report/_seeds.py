@@ -2,12 +2,22 @@
 
 from collections.abc import Mapping
 from html import escape
+from typing import Any
 
 from rich.table import Table
 
 from jaxkfac.report._html import report_page
 from jaxkfac.report._html_parts import table_html
-from jaxkfac.report._race import TO_TARGET, Runs, at_target, interval, race_sentence
+from jaxkfac.report._race import (
+    TO_TARGET,
+    Runs,
+    at_target,
+    interval,
+    interval_record,
+    race_record,
+    race_sentence,
+)
+from jaxkfac.report._records import EpochRecord
 from jaxkfac.report._style import OPTIMIZERS
 from jaxkfac.report._terminal import terminal_table
 from jaxkfac.report._versions import versions
@@ -16,7 +26,7 @@ _HEAD = ["optimizer", *TO_TARGET, "train loss", "test acc. (%)", "train s"]
 
 
 def seeds_table(runs: Runs) -> Table:
-    """The median over the seeds and the range, of the time to the target and of the last epoch.
+    """Mean and 95 % interval over the seeds, of the time to the target and of the last epoch.
 
     Args:
         runs: For each optimizer its runs, one for each seed.
@@ -39,7 +49,8 @@ def seeds_page(runs: Runs, *, folders: Mapping[str, str]) -> str:
     ]
     return report_page(
         title=_title(runs),
-        lead="Medians over the seeds and, in brackets, their range.",
+        lead="Means over the seeds and, in brackets, 95 % intervals of Student's t: what initial "
+        "parameters, order, shifts and sampled labels make of it, all on the same images.",
         runs={},
         spectra=[],
         coverage=[],
@@ -47,6 +58,23 @@ def seeds_page(runs: Runs, *, folders: Mapping[str, str]) -> str:
         versions=versions(),
         first=first,
     )
+
+
+def seeds_record(runs: Runs) -> dict[str, Any]:
+    """The same as plain values for JSON: ``to_target``, and ``final``, the last epoch's intervals.
+
+    Args:
+        runs: For each optimizer its runs, one for each seed.
+    """
+    final = {
+        name: {
+            measured: interval_record([getattr(run.epochs[-1], measured) for run in found])
+            for measured in EpochRecord._fields
+            if measured not in ("step", "examples")
+        }
+        for name, found in runs.items()
+    }
+    return {"to_target": race_record(runs), "final": final}
 
 
 def _title(runs: Runs) -> str:

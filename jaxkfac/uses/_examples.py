@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -72,10 +72,7 @@ class Examples:
         self.layers = self._source.layers
         if isinstance(self._source, Eigenbases):
             _check_blocks(self._source)
-            likelihoods = jax.tree.leaves(objective.likelihood)
-            # A Gaussian's last layer has G = 1 under every Fisher type.
-            last = len(likelihoods) if all(isinstance(x, Gaussian) for x in likelihoods) else 0
-            _warn_of_identities(self._source, last)
+            _warn_of_identities(self._source, jax.tree.leaves(objective.likelihood))
         names = "|".join(re.escape(layer.name) for layer in self.layers)
         finding = {"layers": names, "experts": experts}
         self._program = Program(objective, finding, cover=False)
@@ -292,11 +289,16 @@ def _overlap(shape: tuple[int, ...], some: set[Any], others: set[Any]) -> bool:
     return bool((~uncovered_mask(shape, some) & ~uncovered_mask(shape, others)).any())
 
 
-def _warn_of_identities(bases: Eigenbases, last: int) -> None:
-    """Say where the curvature holds no gradients: more layers than ``last`` have G = 1."""
+def _warn_of_identities(bases: Eigenbases, likelihoods: Sequence[Any]) -> None:
+    """Say where the curvature holds no gradients: every G is the identity."""
     values = [bases.g[x.name].values for x in bases.layers if not x.is_diagonal]
-    known = len(values) > last and not any(isinstance(x, Tracer) for x in values)
-    if bases.corrections is None and known and all((np.asarray(x) == 1).all() for x in values):
+    if bases.corrections is not None or any(isinstance(x, Tracer) for x in values):
+        return
+    # What adds to a Gaussian's output as it is has G = 1 by right, and the output's width.
+    by_right = len(likelihoods) if all(isinstance(x, Gaussian) for x in likelihoods) else 0
+    if len({x.shape[-1] for x in values}) <= by_right:
+        return
+    if all((np.asarray(x) == 1).all() for x in values):
         warnings.warn(
             "every G of the bases is the identity (fisher='forward'): they hold no curvature of "
             "the loss, and what comes of them is not the Fisher's. Collect factors with "

@@ -50,10 +50,10 @@ def gather(
         done = f"pass-{number}.json"
         if not folder.has(f"factors/{done}"):
             found = _one_pass(analysis, params, texts, folder, number, every, advance, stopped)
-            folder.drop_sums(f"pass-{number}")
             folder.write(f"factors/{done}", found)
             if stopped():
                 raise KeyboardInterrupt
+        folder.drop_sums(f"pass-{number}")  # not before: of a pass that is done nobody reads them
         found = folder.read(f"factors/{done}")
         advance((number + 1) * total, f"pass {number + 1}, loss {found['loss']:.3f}")
     return found

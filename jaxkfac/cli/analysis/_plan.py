@@ -7,7 +7,8 @@ import jax
 
 from jaxkfac.cli._out_of_memory import free_room
 from jaxkfac.cli.analysis._decompose import Chosen
-from jaxkfac.cli.analysis._program import Analysis, PassBytes
+from jaxkfac.cli.analysis._pass_bytes import PassBytes
+from jaxkfac.cli.analysis._program import Analysis
 from jaxkfac.memory import bytes_text, resident_bytes
 from jaxkfac.report import MemoryRow
 
@@ -22,7 +23,7 @@ def fit(analysis: Analysis, chosen: Chosen, room: int, *, every: bool = True) ->
         analysis: Takes the budget that is found.
         chosen: What is decomposed.
         room: Of the device; on a CPU of the whole process.
-        every: Whether every pass is compiled, or to plan the largest alone.
+        every: Whether every pass is compiled; see :meth:`Analysis.fit`.
 
     Raises:
         ValueError: a stage does not fit, with the smallest room that would do.
@@ -92,11 +93,12 @@ def plan_rows(analysis: Analysis, chosen: Chosen, found: PassBytes) -> list[Memo
 def held_rows(analysis: Analysis) -> list[MemoryRow]:
     """What is there all the time: this process, and the model until it has been used."""
     on_cpu = jax.default_backend() == "cpu"
+    stages = "gather, Lanczos" if analysis.options.lanczos else "gather"
     return [
         MemoryRow(
             "always", "Python, JAX and the programs", resident_bytes() or 0, on_device=on_cpu
         ),
-        MemoryRow("gather, Lanczos", "the model", analysis.param_bytes),
+        MemoryRow(stages, "the model", analysis.param_bytes),
     ]
 
 

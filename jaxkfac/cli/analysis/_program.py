@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,31 +11,14 @@ from jax.flatten_util import ravel_pytree
 
 import jaxkfac as jk
 from jaxkfac.cli._options import ModelAnalysis
+from jaxkfac.cli.analysis._pass_bytes import PassBytes, check_room, sums_bytes, with_sums
 from jaxkfac.factors import BudgetedCollector, Pass
 from jaxkfac.interception import LayerTable, leaves_by_path
-from jaxkfac.memory import bytes_text
 
 PyTree = Any
 _TRIES = 6  # of budgets that are compiled
 _HALVINGS = 12
-
-
-class PassBytes(NamedTuple):
-    """What one pass holds at once, beside the model.
-
-    Attributes:
-        temporaries: Of its program, with its batch.
-        factors: That the program returns.
-        sums: In main memory, triangles folded.
-    """
-
-    temporaries: int
-    factors: int
-    sums: int
-
-    @property
-    def total(self) -> int:
-        return sum(self)
+_SPREAD = 1.15  # a pass took up to 1.14 of the bytes of that whose factors take most
 
 
 class Analysis:
@@ -99,7 +82,7 @@ class Analysis:
         self.max_factor_bytes = max_factor_bytes
         self.collector = self.collector.under(max_factor_bytes)
         self.passes = self._planned(max_factor_bytes)
-        chosen = self.passes if every else [max(self.passes, key=_with_sums)]
+        chosen = self.passes if every else [max(self.passes, key=with_sums)]
         forms = {_form(one): one for one in chosen}
         self._compiled = {
             form: self._compiled.get(form) or self._compile(one) for form, one in forms.items()
@@ -120,7 +103,7 @@ class Analysis:
         memory = compiled.memory_analysis()
         inputs = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self._shapes[1:]))
         out = memory.output_size_in_bytes
-        return PassBytes(memory.temp_size_in_bytes + inputs, out, _sums(out))
+        return PassBytes(memory.temp_size_in_bytes + inputs, out, sums_bytes(out))
 
     def fit(self, room: int, *, held: int, every: bool = True) -> PassBytes:
         """The largest budget of factors with which a pass takes at most ``room`` bytes.
@@ -131,7 +114,8 @@ class Analysis:
         Args:
             room: For a pass.
             held: What is there beside it, for the error.
-            every: Whether every pass is compiled, to be run; or, to plan, the largest alone.
+            every: Whether every pass is compiled, to be run; or, to plan, the largest alone, and
+                the others where they decide whether the budget fits.
 
         Raises:
             ValueError: the smallest does not fit, with what would.
@@ -139,19 +123,26 @@ class Analysis:
         params, batch, _ = self._shapes
         least, whole = self.collector.budgets(params, batch, self._key_shape)
         found = self.use(least, every=False)
-        _check_room(found, room, held)
+        check_room(found, room, held)
         left = room - (found.total - self._most(least))
         for _ in range(_TRIES):
             budget = self._largest(least, whole, left)
-            found = self.use(budget, every=every)
+            found = self._used(budget, room, every=every)
             if found.total <= room:
                 return found
             if budget == least:
                 break
             left -= found.total - room + budget // 64
-        found = self.use(least, every=every)
-        _check_room(found, room, held)
+        found = self._used(least, room, every=every)
+        check_room(found, room, held)
         return found
+
+    def _used(self, max_factor_bytes: int, room: int, *, every: bool) -> PassBytes:
+        """:meth:`use`, with every pass also where another than the largest may exceed the room."""
+        found = self.use(max_factor_bytes, every=every)
+        if every or not room / _SPREAD < found.total <= room:
+            return found
+        return self.use(max_factor_bytes)
 
     def _largest(self, least: int, whole: int, room: int) -> int:
         """A budget whose passes have factors of ``room`` bytes at most, or the least."""
@@ -168,7 +159,7 @@ class Analysis:
 
     def _most(self, max_factor_bytes: int) -> int:
         """Bytes of the factors of the largest pass under a budget, with their sums."""
-        return max(_with_sums(one) for one in self._planned(max_factor_bytes))
+        return max(with_sums(one) for one in self._planned(max_factor_bytes))
 
     def call(self, batch: Any, exist: Any, key: Any) -> Any:
         """The arguments of a program."""
@@ -232,24 +223,3 @@ def _is_float(x: Any) -> bool:
 
 def _form(one: Pass) -> Any:
     return tuple(one.parts.items())
-
-
-def _check_room(found: PassBytes, room: int, held: int) -> None:
-    """Refuse a room that the least budget does not fit into."""
-    if found.total > room:
-        raise ValueError(
-            f"--device-bytes {bytes_text(room + held)}: the smallest with which this analysis "
-            f"can do is {bytes_text(found.total + held)}: {bytes_text(held)} for the model "
-            f"and this process, {bytes_text(found.temporaries)} for activations and "
-            f"temporaries, {bytes_text(found.factors + found.sums)} for factors; a "
-            "smaller --batch-size, --max-length or --max-dense needs less"
-        )
-
-
-def _sums(factors: int) -> int:
-    """Of what a pass returns, triangles folded; one block is folded before its array is let go."""
-    return factors // 2 + factors // 16
-
-
-def _with_sums(one: Pass) -> int:
-    return one.nbytes + _sums(one.results)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 import jaxkfac as jk
 from jaxkfac.cli._host_memory import host_memory
+from jaxkfac.cli._interrupts import nothing_begun
 from jaxkfac.cli._options import AnalyzeArguments
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._run_state import as_config
@@ -54,14 +55,15 @@ def run_analysis(arguments: AnalyzeArguments) -> None:
             # of its own: stages of the same names would be taken for those of the first
             own = contextlib.nullcontext(stages) if number == 0 else jk.memory.track("compared")
             with own as own_stages:
-                with jk.memory.track("plan"):
-                    ready = prepare(arguments, model, path)
-                console.print(memory_plan_table(model, ready.rows, disk=ready.disk))
-                if arguments.plan:
-                    continue
-                if arguments.overwrite and not found:  # texts, model and options were checked
-                    _remove(arguments.output)
-                found.append(run_stages(ready, arguments, exact=number == 0))
+                with contextlib.nullcontext() if found else nothing_begun():
+                    with jk.memory.track("plan"):
+                        ready = prepare(arguments, model, path, exact=number == 0)
+                    console.print(memory_plan_table(model, ready.rows, disk=ready.disk))
+                    if arguments.plan:
+                        continue
+                    if arguments.overwrite and not found:  # texts, model and options were checked
+                        _remove(arguments.output)
+                found.append(run_stages(ready, arguments))
             peaks = _peaks(own_stages)
             passes = len(ready.analysis.passes)
             plans.append(ModelMemory(model, ready.rows, peaks, passes, ready.disk))
@@ -111,12 +113,12 @@ def _remove(output: Path) -> None:
     """Delete what an analysis has written, and nothing else."""
     if not (output / "analysis.json").exists():
         return
-    for path in (output, output / _OTHER):
+    (output / "report.html").unlink(missing_ok=True)
+    for path in (output / _OTHER, output):
         for name in ("factors", "spectra", "lanczos"):
             shutil.rmtree(path / name, ignore_errors=True)
-        for name in ("analysis", "gathered", "exact", "metrics"):
+        for name in ("gathered", "exact", "metrics", "analysis"):  # while that is there, so is all
             (path / f"{name}.json").unlink(missing_ok=True)
-    (output / "report.html").unlink(missing_ok=True)
 
 
 def _clean(arguments: AnalyzeArguments, path: Path, *, whole: bool) -> None:

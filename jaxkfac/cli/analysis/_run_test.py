@@ -1,7 +1,9 @@
 """Whole analyses of a tiny decoder: what they find, how they stop and go on."""
 
 import json
+import re
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -226,3 +228,16 @@ def test_a_plan_loads_nothing(analyze, monkeypatch, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "gather, sum" in shown and "Lanczos, sum" in shown
     assert not (tmp_path / "out").exists()
+
+
+def test_of_a_compared_model_no_lanczos_is_planned(analyze, monkeypatch, tmp_path, capsys):
+    other = write_model(tmp_path / "other")
+    memory = types.SimpleNamespace(temp_size_in_bytes=1, output_size_in_bytes=1)
+    compiled = types.SimpleNamespace(memory_analysis=lambda: memory)
+    monkeypatch.setattr(Analysis, "_compile", lambda *_: compiled)
+    monkeypatch.setattr(Analysis, "product", compiled)
+    assert analyze("--plan", "--compare", str(other)) == 0
+    first, second = capsys.readouterr().out.split("Memory of the analysis")[1:]
+    assert "Lanczos, sum" in first and "Lanczos" not in second
+    disks = [re.findall(r"disk.*?([\d.]+ \w+)", table)[-1] for table in (first, second)]
+    assert disks[0] != disks[1]

@@ -1,6 +1,7 @@
 """The stages of one model's analysis, in their order."""
 
 import contextlib
+import dataclasses
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -76,15 +77,21 @@ class Found(NamedTuple):
     exact: ExactSpectrum | None
 
 
-def prepare(arguments: AnalyzeArguments, model: str, path: Path) -> Prepared:
+def prepare(arguments: AnalyzeArguments, model: str, path: Path, *, exact: bool = True) -> Prepared:
     """Read the texts, compile the programs, and plan; nothing of the model is loaded.
+
+    Args:
+        arguments: What was asked for.
+        model: Which of them, the one that is analyzed or the one that it is compared with.
+        path: Where everything of it is kept.
+        exact: Whether its exact Fisher is looked at, as it was asked for.
 
     Raises:
         FileNotFoundError: there are no weights.
         ValueError: the options do not go with the model, or the budget is too small.
         OSError: the disk has no room.
     """
-    options = arguments.model
+    options = arguments.model if exact else dataclasses.replace(arguments.model, lanczos=0)
     what = analyzed(model, options)
     with phase("reading the texts"):
         text = read_texts(what, arguments)
@@ -126,13 +133,13 @@ def prepare(arguments: AnalyzeArguments, model: str, path: Path) -> Prepared:
     return Prepared(what, texts, analysis, chosen, folder, known, rows, needed, coverage)
 
 
-def run_stages(ready: Prepared, arguments: AnalyzeArguments, *, exact: bool) -> Found:
+def run_stages(ready: Prepared, arguments: AnalyzeArguments) -> Found:
     """Note what is asked for, load, gather, Lanczos, decompose; what is done already is read."""
-    folder, analysis, options = ready.folder, ready.analysis, arguments.model
+    folder, analysis, options = ready.folder, ready.analysis, ready.analysis.options
     folder.note(ready.known)
     params: Any = None
-    spectrum = _known_spectrum(folder, options) if exact else None
-    exact = exact and options.lanczos > 0 and spectrum is None
+    spectrum = _known_spectrum(folder, options) if options.lanczos else None
+    exact = options.lanczos > 0 and spectrum is None
     if not folder.has("gathered.json") or exact:
         with jk.memory.track("load"), phase("loading the model"):
             params = ready.what.family.load(ready.what.experiment).params

@@ -9,8 +9,11 @@ import time
 
 import pytest
 
-from jaxkfac.cli.analysis import _decompose, _gather, _lanczos
+from jaxkfac.cli.analysis import _decompose, _gather, _lanczos, _stages
+from jaxkfac.cli.analysis._files import Folder
+from jaxkfac.cli.analysis._program import Analysis
 from jaxkfac.cli.analysis._run_test import found
+from jaxkfac.cli.analysis._texts import Texts
 
 WORDS = ("--checkpoint-every", "9", "--lanczos", "1", "--lanczos-steps", "3")
 # Where Ctrl-C comes: what is called, for which time, and what is there then.
@@ -64,6 +67,51 @@ def test_ctrl_c_is_answered_with_the_command_that_goes_on(
     assert not (tmp_path / "out" / "metrics.json").exists()
     assert analyze(*WORDS, "--resume") == 0
     assert found(tmp_path / "out") == whole
+
+
+def test_ctrl_c_before_the_old_analysis_is_gone_is_answered_with_the_same_command(
+    analyze, monkeypatch, tmp_path, capsys
+):
+    old = tmp_path / "out" / "analysis.json"
+    old.parent.mkdir()
+    old.write_text("{}")
+
+    def pressed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_stages, "read_texts", pressed)
+    assert analyze("--overwrite") == 130
+    said = capsys.readouterr().err
+    assert "start with: jaxkfac analyze" in said and said.endswith("--overwrite\n")
+    assert "--resume" not in said and old.read_text() == "{}"
+
+
+def test_a_kill_at_the_end_of_a_pass_does_not_repeat_it(tmp_path, monkeypatch):
+    folder, passes = Folder(tmp_path), []
+    sums = tmp_path / "factors" / "pass-0"
+    sums.parent.mkdir()
+    sums.touch()
+    analysis = Analysis.__new__(Analysis)  # of one pass, which is not run here
+    analysis.passes = (None,)
+    texts = Texts([], [], 0, 0, 0, "")
+
+    def gather():
+        return _gather.gather(analysis, None, texts, folder, every=1, advance=lambda *_: None)
+
+    def one_pass(*_):
+        passes.append(None)
+        return {"loss": 1.0, "terms": 2.0}
+
+    def killed(*_):
+        raise SystemExit
+
+    monkeypatch.setattr(_gather, "_one_pass", one_pass)
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "drop_sums", killed)
+        with pytest.raises(SystemExit):
+            gather()
+    assert gather() == {"loss": 1.0, "terms": 2.0}
+    assert len(passes) == 1 and not sums.exists()
 
 
 @pytest.mark.slow

@@ -194,31 +194,6 @@ class Finetuning:
             raise ValueError(f"clip_norm must be positive, not {self.clip_norm}")
 
 
-# Options that checkpoints of older versions lack, and what those versions did.
-OLDER = {
-    "attention": "xla",
-    "shuffle_window": 8192,
-    "adapter": {
-        "nonlinearity": "fourier",
-        "split": False,
-        "rslora": False,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-        "modules_to_save": None,
-        "sigma_from_data": None,
-        "start": None,
-    },
-    "source_key": None,
-    "target_key": None,
-    "prefix": "",
-    "train": "adapter",
-    "max_target_length": 128,
-    "label_smoothing": 0.0,
-    "dropout": 0.0,
-    "adafactor": dataclasses.asdict(AdafactorOptions()),
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class FinetuneArguments:
     """Teach a pretrained decoder or encoder-decoder, and examine it before and after.

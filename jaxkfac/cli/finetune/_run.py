@@ -24,6 +24,7 @@ from jaxkfac.cli.finetune._decoder_exam import compare_exams
 from jaxkfac.cli.finetune._load import load_model, load_text, model_shapes
 from jaxkfac.cli.finetune._loggers import check_loggers
 from jaxkfac.cli.finetune._loop import TuneState
+from jaxkfac.cli.finetune._older import as_begun
 from jaxkfac.cli.finetune._options import FinetuneArguments
 from jaxkfac.cli.finetune._plan import print_plan
 from jaxkfac.cli.finetune._problem import FinetuneProblem, build_problem, options_of
@@ -52,11 +53,13 @@ def run_finetune(arguments: FinetuneArguments) -> None:
 
 
 def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
-    experiment, output = arguments.experiment, arguments.output
-    folder, earlier = output / "checkpoints", jax.live_arrays()
+    output, earlier = arguments.output, jax.live_arrays()
+    folder = output / "checkpoints"
     with processes.together("looking at the output folder"):
         _check(arguments)
         check_output(output, [folder], resume=arguments.resume, overwrite=arguments.overwrite)
+        arguments = as_begun(arguments, folder)
+        experiment = arguments.experiment
         devices = run_devices(
             arguments.devices,
             arguments.mesh,

@@ -22,7 +22,8 @@ from jaxkfac.cli._writer import CheckpointWriter, checkpoint_writer
 from jaxkfac.cli.finetune._best import BestKept, best_folder
 from jaxkfac.cli.finetune._loggers import open_loggers
 from jaxkfac.cli.finetune._loop import TuneState, Tuning
-from jaxkfac.cli.finetune._options import OLDER, FinetuneArguments, Finetuning
+from jaxkfac.cli.finetune._older import OLDER
+from jaxkfac.cli.finetune._options import FinetuneArguments, Finetuning
 from jaxkfac.cli.finetune._problem import (
     FinetuneProblem,
     build_optimizer,

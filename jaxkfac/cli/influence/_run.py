@@ -13,6 +13,7 @@ from rich.console import Console
 import jaxkfac as jk
 from jaxkfac.cli._checkpoint import check_output
 from jaxkfac.cli._host_memory import host_memory
+from jaxkfac.cli._interrupts import nothing_begun
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli.finetune._encoder_decoder import EncoderDecoderFamily
 from jaxkfac.cli.finetune._load import family_of, load_model
@@ -38,7 +39,7 @@ def run_influence(arguments: InfluenceArguments) -> None:
     arguments.check()
     stages = _stages(arguments)
     with jk.memory.track("run") as measured:
-        with jk.memory.track("load the model"), phase("loading the model"):
+        with jk.memory.track("load the model"), phase("loading the model"), nothing_begun():
             scoring = _scoring(arguments)
         _say(scoring.train, scoring.queries)
         with jk.memory.track("factors and bases"):
@@ -77,18 +78,20 @@ def _bases(scoring: Scoring, stages: Stages) -> jk.Eigenbases:
         FileNotFoundError: ``--bases`` holds none.
     """
     arguments = scoring.arguments
-    shapes = factor_shapes(scoring)
     if arguments.bases is None:
-        if arguments.overwrite:
-            stages.remove()
+        with nothing_begun():
+            shapes = factor_shapes(scoring)
+            if arguments.overwrite:
+                stages.remove()
         return decomposed(scoring, stages, shapes)
-    given = Stages(arguments.bases / "stages")
-    if not given.holds("bases"):
-        raise FileNotFoundError(f"--bases {arguments.bases} holds no run with bases")
-    bases = decomposed(scoring, given, shapes)
-    if arguments.overwrite:
-        same = arguments.bases.resolve() == arguments.output.resolve()
-        stages.remove(("scores",) if same else STAGES)
+    with nothing_begun():
+        given = Stages(arguments.bases / "stages")
+        if not given.holds("bases"):
+            raise FileNotFoundError(f"--bases {arguments.bases} holds no run with bases")
+        bases = decomposed(scoring, given, factor_shapes(scoring))
+        if arguments.overwrite:
+            same = arguments.bases.resolve() == arguments.output.resolve()
+            stages.remove(("scores",) if same else STAGES)
     return bases
 
 

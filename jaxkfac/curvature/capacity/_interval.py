@@ -12,10 +12,10 @@ from jaxkfac.curvature.capacity._record import CapacityRecord
 
 
 class Interval(NamedTuple):
-    """A mean over batches and its confidence interval.
+    """A mean and its confidence interval: of a metric over batches, or of other numbers.
 
     Attributes:
-        mean: Mean of the metric over the batches.
+        mean: Of the numbers.
         low: Lower end of the interval for the mean.
         high: Upper end.
     """
@@ -66,9 +66,7 @@ def capacity_interval(
 ) -> CapacityInterval:
     r"""Mean and confidence interval of every metric over metrics of single batches.
 
-    For K batches with mean $\bar x$ and standard deviation $s$ (K - 1 in its denominator),
-    $\bar x \pm t_{K-1} s / \sqrt K$ with the quantile $t_{K-1}$ of Student's distribution:
-    exact for normal metrics, close for others when K is not tiny.
+    Each is that of :func:`mean_interval`.
 
     The interval is for the metric of *one batch of this size*. Ranks grow with the batch (a
     factor of B rows has rank B at the most), so it is not centred on the metric of the
@@ -111,11 +109,10 @@ def capacity_interval(
         if first.layers.keys() != other.layers.keys():
             odd = sorted(first.layers.keys() ^ other.layers.keys())
             raise ValueError(f"the metrics are of different models: {odd} are not in all of them")
-    quantile = _student_quantile(len(metrics) - 1, (1 + confidence) / 2)
     return CapacityInterval(
-        model=_intervals([m.model for m in metrics], quantile),
+        model=_intervals([m.model for m in metrics], confidence),
         layers={
-            name: _intervals([m.layers[name] for m in metrics], quantile) for name in first.layers
+            name: _intervals([m.layers[name] for m in metrics], confidence) for name in first.layers
         },
         num_batches=len(metrics),
         confidence=confidence,
@@ -134,26 +131,40 @@ def check_same_settings(one: CapacityMetrics, other: CapacityMetrics) -> None:
             raise ValueError(f"metrics with {name}={a:g} and {name}={b:g}: measure both with one")
 
 
-def _intervals(records: Sequence[CapacityRecord], quantile: float) -> dict[str, Interval | None]:
-    batches = [record.scalars() for record in records]
-    names = [name for name in batches[0] if all(name in batch for batch in batches)]
-    return {name: _interval([batch[name] for batch in batches], quantile) for name in names}
+def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval:
+    r"""Mean of independent numbers, and Student's confidence interval for it.
 
+    For K numbers with mean $\bar x$ and standard deviation $s$ (K - 1 in its denominator),
+    $\bar x \pm t_{K-1} s / \sqrt K$ with the quantile $t_{K-1}$ of Student's distribution:
+    exact for normal numbers, close for others when K is not tiny.
 
-def _interval(values: Sequence[Scalar], quantile: float) -> Interval | None:
-    known = [float(value) for value in values if value is not None]
-    if len(known) < len(values):
-        return None
-    mean = math.fsum(known) / len(known)
-    variance = math.fsum((value - mean) ** 2 for value in known) / (len(known) - 1)
-    half = quantile * math.sqrt(variance / len(known))
+    Args:
+        values: Two at least.
+        confidence: In (0, 1).
+
+    Raises:
+        ValueError: fewer than two.
+    """
+    from scipy.special import stdtrit  # jax depends on scipy
+
+    if len(values) < 2:
+        raise ValueError(f"an interval needs two numbers at least, got {len(values)}")
+    mean = math.fsum(values) / len(values)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    quantile = float(stdtrit(len(values) - 1, (1 + confidence) / 2))
+    half = quantile * math.sqrt(variance / len(values))
     return Interval(mean, mean - half, mean + half)
 
 
-def _student_quantile(degrees: int, probability: float) -> float:
-    from scipy.special import stdtrit  # jax depends on scipy
+def _intervals(records: Sequence[CapacityRecord], confidence: float) -> dict[str, Interval | None]:
+    batches = [record.scalars() for record in records]
+    names = [name for name in batches[0] if all(name in batch for batch in batches)]
+    return {name: _interval([batch[name] for batch in batches], confidence) for name in names}
 
-    return float(stdtrit(degrees, probability))
+
+def _interval(values: Sequence[Scalar], confidence: float) -> Interval | None:
+    known = [float(value) for value in values if value is not None]
+    return None if len(known) < len(values) else mean_interval(known, confidence=confidence)
 
 
 def _plain(intervals: dict[str, Interval | None]) -> dict[str, dict[str, float] | None]:
