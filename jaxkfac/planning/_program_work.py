@@ -54,7 +54,7 @@ class Work(NamedTuple):
 
     def plus(self, other: "Work", times: int = 1) -> "Work":
         """Both, the other so many times."""
-        counters = [
+        counters: list[Any] = [
             mine + Counter({key: times * count for key, count in theirs.items()})
             for mine, theirs in zip(self[:3], other[:3], strict=True)
         ]

@@ -22,6 +22,7 @@ from jaxkfac.planning._program_bytes import (
 )
 from jaxkfac.planning._setting import Setting, TrainingPrograms
 from jaxkfac.planning._shapes import UnavailableError, divisors, num_examples
+from jaxkfac.planning._temporaries import Needs
 
 _ROUNDS = 4  # two are enough where a pass allocates in proportion to its budget
 
@@ -142,7 +143,7 @@ class Search:
         self._donate, self._max_gradients = donate, max_gradients
         self._progress, self._devices = progress, devices
         self._bytes: dict[int, ProgramBytes] = {}
-        self._updates: dict[Any, int | str] = {}
+        self._updates: dict[Any, Needs | str] = {}
         self._estimates: dict[Setting, MemoryEstimate] = {}
 
     @property
