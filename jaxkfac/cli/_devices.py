@@ -40,13 +40,15 @@ class RunDevices(NamedTuple):
     def shardings(self, tree: PyTree, axis: str = "model") -> PyTree:
         """Of parameters or of an optimizer's state: matrices over one axis, factors over all.
 
-        Averages and sums of factors are read whole at a refresh alone.
+        Averages and sums of factors are read whole at a refresh alone. Several processes have
+        them over the one axis too: what lies on all of them is read at the end of a run.
         """
         assert self.mesh is not None
         mesh: Mesh = self.mesh
+        of_factors = axis if self.processes.several else _AXES
 
         def of(x: Any) -> Any:
-            return divided_shardings(x, mesh, _AXES if isinstance(x, Factors) else axis)
+            return divided_shardings(x, mesh, of_factors if isinstance(x, Factors) else axis)
 
         return jax.tree.map(of, tree, is_leaf=lambda x: isinstance(x, Factors))
 

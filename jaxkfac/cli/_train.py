@@ -21,7 +21,6 @@ from jaxkfac.cli._run_state import as_config
 from jaxkfac.cli._train_one import train_one
 from jaxkfac.files import write_text
 from jaxkfac.interception import leaves_by_path
-from jaxkfac.memory import whole_here
 from jaxkfac.optim import KfacState
 from jaxkfac.report import (
     RunRecords,
@@ -148,15 +147,9 @@ def _print(
 
 
 def factor_average(optimizer_state: PyTree) -> Any:
-    """The running average of the factors inside an optimizer's state, or ``None``.
-
-    Of arrays that several processes have parts of, these exchange them: all of them call.
-    """
+    """The running average of the factors inside an optimizer's state, or ``None``."""
     states = jax.tree.leaves(optimizer_state, is_leaf=lambda x: isinstance(x, KfacState))
-    found = next((s for s in states if isinstance(s, KfacState)), None)
-    if found is None:
-        return None
-    return found._replace(stacked_average=jax.tree.map(whole_here, found.stacked_average)).average
+    return next((s.average for s in states if isinstance(s, KfacState)), None)
 
 
 def spectra_of(
