@@ -102,12 +102,12 @@ def measured(name: str) -> dict[str, Any]:
         "compile_cpu_s": time.process_time() - traced,
         "wall_s": time.perf_counter() - wall,
     }
-    found = collections.Counter(re.findall(r"= \S+ ([a-z-]+)\(", compiled.as_text()))
+    found = collections.Counter(re.findall(r"= \S+ ([a-z-]+)\(", compiled.as_text() or ""))
     return out | {kind: found[kind] for kind in _COUNTED}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--part", help="this one alone, in this process")
     parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args()
