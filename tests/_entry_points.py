@@ -272,7 +272,7 @@ def _():
     return updates(kfac(), factors=like())
 
 
-@entry("kfac, adaptive", eigh=3)
+@entry("kfac, adaptive", eigh=3, grams={2: 1})  # of two directions, in a bias
 def _():
     tx = jk.kfac("quadratic", momentum="quadratic", like=like(), damping=jk.LevenbergMarquardt())
 
