@@ -88,8 +88,11 @@ def test_two_devices_with_a_part_of_the_parameters_hold_and_exchange_what_is_pla
     assert "between 2 sharded devices" in str(plan)
 
 
-@pytest.mark.sampled(4)  # what each training allocates is compiled above
-@pytest.mark.parametrize("name", names(QUICK[:1]))
+# What each training allocates is compiled above; what sharded ones gather is the compiler's choice.
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    "name", [x for x in names(QUICK[:1]) if "fully sharded" not in x.values[0]]
+)
 def test_a_total_from_equations_is_within_what_the_table_says(name):
     training = TRAININGS[name]()
     counted, compiled = (

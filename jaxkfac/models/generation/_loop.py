@@ -67,5 +67,9 @@ def is_in(ids: Int[Array, "..."], ends: Int[Array, " E"]) -> Bool[Array, "..."]:
 
 
 def is_finite(logits_BxV: Array) -> Array:
-    """By the largest, which is NaN where any is; -infinity may forbid a token."""
-    return jnp.isfinite(logits_BxV.max(-1))
+    """Neither NaN nor infinity in a row; -infinity may forbid tokens, but not all.
+
+    Not by the largest: XLA's CPU library for such sums hands on no NaN (jax 0.10.2, many columns).
+    """
+    bad = jnp.isnan(logits_BxV) | (logits_BxV == jnp.inf)
+    return jnp.isfinite(logits_BxV).any(-1) & ~bad.any(-1)
