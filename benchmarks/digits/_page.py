@@ -79,7 +79,7 @@ def page(lines: list[dict[str, Any]]) -> str:
         "# The defaults of `jaxkfac train`",
         "",
         f"`{first['command']}`, {first['date']}, jax {first['jax']}, {first['cores']} CPU cores, "
-        "at the lowest priority beside other work: therefore CPU seconds, of all threads. The "
+        "one of them used, beside other work: therefore CPU seconds. The "
         "vision transformer of the preset `digits`, with the preset's options.",
         "",
         f"The target was fixed beforehand: {TARGET_ERROR:.0%} error on the validation images, 5 of "

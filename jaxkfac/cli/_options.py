@@ -96,7 +96,7 @@ class Experiment:
         norm_constraint=2e-5,
         weight_decay=1.0,
     )
-    adamw: DigitsAdamwOptions = DigitsAdamwOptions(4e-3, b2=0.99, weight_decay=1e-2)
+    adamw: DigitsAdamwOptions = DigitsAdamwOptions(2e-3, b2=0.99, weight_decay=1e-2)
 
     def __post_init__(self) -> None:
         for name in ("epochs", "steps", "batch_size", "gradient_accumulation_steps"):
