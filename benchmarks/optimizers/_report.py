@@ -26,9 +26,10 @@ chosen and what is timed. Numbers are medians over five seeds; behind them is th
 which holds the true median with 94 %.
 
 The measure of time is the process's CPU time (`time.process_time`, all its threads) on one core of
-its own; wall time says how long it had to wait. Budgets are short, so that a problem costs a quarter of an hour of CPU time and not two: what is compared is
-the beginning of a training. A grid of four or five settings is coarse; where the best lies at its
-edge, a remark says so, and a better one may lie beyond.
+its own; wall time says how long it had to wait. Budgets are short, so that a problem costs a
+quarter of an hour of CPU time and not two: what is compared is the beginning of a training. A grid
+of four or five settings is coarse; where the best lies at its edge, a remark says so, and a better
+one may lie beyond.
 """
 
 
