@@ -253,11 +253,9 @@ SECTIONS = (
         "The autoencoder of the K-FAC papers on the embedded digits. kfac-jax 0.0.8 runs in an "
         "environment of its own with jax 0.8.1, the newest that it works with. Steps are medians; "
         "a goal is judged by the median of the ratios of neighbouring blocks of steps. Most of "
-        "the first step compiles the update: 8.1 CPU s when this record was made, 6.7 since "
-        "finiteness is one reduction. Its sixteen inverses and two products alone, without a "
-        "check, an average or a refresh, take 1.7 "
-        "(`python -m benchmarks.first_step --part bare`, and "
-        "`--part update`).",
+        "the first step compiles the update: `python -m benchmarks.first_step --part update` says "
+        "in how many CPU seconds of both cores, and `--part bare` what its sixteen inverses and "
+        "two products alone take, without a check, an average or a refresh.",
         "kfac-jax",
         _steps,
     ),

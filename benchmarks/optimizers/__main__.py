@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--method", choices=METHODS, action="append", help="default: all")
     parser.add_argument("--minutes", type=float, default=30, help="begin no run after them")
     parser.add_argument("--peer", type=Path, help="the Python of an environment with kfac-jax")
-    parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="to run on")
+    parser.add_argument("--core", type=int, help="to run on; by default the last")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of the record")
     parser.add_argument("--report", action="store_true", help="write page and figures; no runs")
     args = parser.parse_args()
@@ -55,7 +55,9 @@ def main() -> None:
 
         write_report(args.folder)
         return
-    os.sched_setaffinity(0, {args.core})  # before JAX counts cores
+    if hasattr(os, "sched_setaffinity"):  # before JAX counts cores
+        core = max(os.sched_getaffinity(0)) if args.core is None else args.core
+        os.sched_setaffinity(0, {core})
     if args.peer is not None:
         os.environ[VARIABLE] = str(args.peer.absolute())
         subprocess.run([os.environ[VARIABLE], "-c", "import kfac_jax"], check=True)

@@ -25,11 +25,11 @@ Made by `python -m benchmarks.optimizers --report` from the runs in this folder,
 chosen and what is timed. Numbers are medians over five seeds; behind them is the seeds' range,
 which holds the true median with 94 %.
 
-The measure of time is the process's CPU time (`time.process_time`, all its threads) on one core of
-its own; wall time says how long it had to wait. Budgets are short, so that a problem costs a
-quarter of an hour of CPU time and not two: what is compared is the beginning of a training. A grid
-of four or five settings is coarse; where the best lies at its edge, a remark says so, and a better
-one may lie beyond.
+The measure of time is the process's CPU time (`time.process_time`, all its threads) on one core,
+which other work shared; wall time says how long it had to wait. Budgets are short, so that a
+problem costs a quarter of an hour of CPU time and not two: what is compared is the beginning of a
+training. A grid of four or five settings is coarse; where the best lies at its edge, a remark says
+so, and a better one may lie beyond.
 """
 
 

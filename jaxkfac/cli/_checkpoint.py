@@ -103,7 +103,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def stored_config(path: Path) -> dict[str, Any] | None:
-    """The config of the checkpoint that ``path`` means, or ``None``; no array is read.
+    """The config of the checkpoint that ``path`` means, or ``None``; arrays only of Orbax are read.
 
     Raises:
         DamagedFileError: it cannot be read.

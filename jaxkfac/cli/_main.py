@@ -128,7 +128,9 @@ def _parse(command: Command, words: list[str]) -> Any:
 def _run(command: Command, arguments: Any) -> None:
     if "jax" not in sys.modules:  # a second or more, in which nothing else would be seen
         print(f"jaxkfac {command.name}: importing JAX", file=sys.stderr, flush=True)
-    with _imports():
+    from jaxkfac.cli._interrupts import nothing_begun
+
+    with _imports(), nothing_begun():
         run = imported(command.run)
     with contextlib.ExitStack() as stack:
         if command.compiles:

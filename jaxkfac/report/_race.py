@@ -137,11 +137,12 @@ def _verdicts(runs: Runs) -> str:
             (first, *_), (second, *_) = (found[unit] for found in times.values())
             words, low, high = "", first / second, first / second
         winner = labels[0] if high < 1 else labels[1] if low > 1 else None
-        faster = "none is shown to be faster" if ratio is not None else "none is faster"
+        faster = "neither is shown to be faster" if ratio is not None else "neither is faster"
         faster = faster if winner is None else f"{winner} is faster"
         said.append((faster, f"in {unit}{words}"))
     (one, first), (other, second) = said
-    found = f"{one} {first} and {second}" if one == other else f"{one} {first}, {other} {second}"
+    both = "or" if one.startswith("neither") else "and"
+    found = f"{one} {first} {both} {second}" if one == other else f"{one} {first}, {other} {second}"
     return f"{found[0].upper()}{found[1:]}."
 
 

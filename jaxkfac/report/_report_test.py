@@ -159,7 +159,7 @@ def test_the_sentence_says_who_is_first_in_updates_and_who_in_seconds():
     parted = race_sentence({"kfac": [slow], "adamw": [late]})
     assert parted.endswith("K-FAC is faster in updates, AdamW is faster in seconds.")
     equal = race_sentence({"kfac": [late], "adamw": [late]})
-    assert equal.endswith("None is faster in updates and in seconds.")
+    assert equal.endswith("Neither is faster in updates or in seconds.")
     assert race_sentence({"adamw": [run_with(0.5)]}).startswith("AdamW does not reach 3% error")
 
 
@@ -193,7 +193,7 @@ def test_of_several_seeds_one_is_faster_where_the_interval_of_the_ratio_leaves_o
     expected = {"mean": mean, "low": mean - half, "high": mean + half}
     found = uneven["ratios"]["updates"]
     assert found == pytest.approx({name: math.exp(x) for name, x in expected.items()})
-    assert "None is shown to be faster in updates" in uneven["sentence"]
+    assert "Neither is shown to be faster in updates" in uneven["sentence"]
 
 
 def test_the_record_of_a_race_keeps_the_seeds_that_do_not_reach_the_target():

@@ -140,7 +140,7 @@ class Analysis:
     def _used(self, max_factor_bytes: int, room: int, *, every: bool) -> PassBytes:
         """:meth:`use`, with every pass also where another than the largest may exceed the room."""
         found = self.use(max_factor_bytes, every=every)
-        if every or not room / _SPREAD < found.total <= room:
+        if every or found.total <= room / _SPREAD:
             return found
         return self.use(max_factor_bytes)
 
