@@ -37,6 +37,7 @@ from benchmarks.optimizer_steps import (
 )
 from jaxkfac.curvature import invert, precondition
 
+_OPERATION = re.compile(r" = (?:\([^=]*?\)|\S+) ([a-z][a-z-]*)\(")  # of a tuple, perhaps
 _COUNTED = ("fusion", "copy", "custom-call", "dot", "while", "conditional", "reduce")
 
 
@@ -102,7 +103,7 @@ def measured(name: str) -> dict[str, Any]:
         "compile_cpu_s": time.process_time() - traced,
         "wall_s": time.perf_counter() - wall,
     }
-    found = collections.Counter(re.findall(r"= \S+ ([a-z-]+)\(", compiled.as_text() or ""))
+    found = collections.Counter(_OPERATION.findall(compiled.as_text() or ""))
     return out | {kind: found[kind] for kind in _COUNTED}
 
 

@@ -255,7 +255,7 @@ SECTIONS = (
         "a goal is judged by the median of the ratios of neighbouring blocks of steps. Most of "
         "the first step compiles the update: `python -m benchmarks.first_step --part update` says "
         "in how many CPU seconds of both cores, and `--part bare` what its sixteen inverses and "
-        "two products alone take, without a check, an average or a refresh.",
+        "their products alone take, without a check, an average or a refresh.",
         "kfac-jax",
         _steps,
     ),

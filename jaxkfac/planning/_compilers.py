@@ -187,7 +187,7 @@ def compiled_bytes(
         >>> compiled_bytes(lambda x: x @ x, x, target="cpu").outputs
         262144
     """
-    mesh = mesh_of(args)
+    mesh = mesh_of(args, whole=True)
     to = target_of(target) if isinstance(target, str) else target
     to = to if mesh is None else to.of(mesh.size)
     donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)

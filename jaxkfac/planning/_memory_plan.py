@@ -109,12 +109,13 @@ class MemoryPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and words, for JSON."""
+        known = not self.fully_sharded  # what devices exchange, where no compiler was asked
         plain = {
-            "now": _plain(self.now),
-            "alone": {option: _plain(estimate) for option, estimate in self.alone.items()},
+            "now": _plain(self.now, known),
+            "alone": {option: _plain(estimate, known) for option, estimate in self.alone.items()},
             "unavailable": dict(self.unavailable),
-            "smallest": None if self.smallest is None else _plain(self.smallest),
-            "best": _plain(self.best),
+            "smallest": None if self.smallest is None else _plain(self.smallest, known),
+            "best": _plain(self.best, known),
             "device_bytes": self.device_bytes,
             "host_bytes": self.host_bytes,
             "headroom": self.headroom,
@@ -140,13 +141,13 @@ class MemoryPlan:
         return table_html("Memory plan", head, filled, notes=[*_verdict(self), *_remarks(self)])
 
 
-def _plain(estimate: MemoryEstimate) -> dict[str, Any]:
+def _plain(estimate: MemoryEstimate, known: bool) -> dict[str, Any]:
     plain = {field.name: getattr(estimate, field.name) for field in dataclasses.fields(estimate)}
     found = {name: dict(x) if isinstance(x, Mapping) else x for name, x in plain.items()}
     totals = {
         "device_total": estimate.device_total,
         "host_total": estimate.host_total,
-        "exchanged_total": estimate.exchanged_total,
+        "exchanged_total": estimate.exchanged_total if known or estimate.exchanged else None,
     }
     return {**found, "options": list(estimate.options), **totals}
 

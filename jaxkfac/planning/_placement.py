@@ -87,6 +87,8 @@ class Placement:
         size = self.mesh.size
 
         def all_parts(x: Any) -> jax.ShapeDtypeStruct:
+            if not x.shape:
+                return _shape_at(x, NamedSharding(self.mesh, PartitionSpec()))
             whole = jax.ShapeDtypeStruct((size * x.shape[0], *x.shape[1:]), x.dtype)
             return _shape_at(whole, there)
 
@@ -116,7 +118,7 @@ def placement(mesh: AbstractMesh, devices: int, *, sharded: bool) -> Placement:
         sharded: Whether parameters are divided over them.
 
     Raises:
-        ValueError: one device, or a mesh that is not one axis of so many.
+        ValueError: one device, or a mesh that is not one automatic axis of so many.
     """
     if not sharded:
         return WHOLE
@@ -127,6 +129,11 @@ def placement(mesh: AbstractMesh, devices: int, *, sharded: bool) -> Placement:
     _axis_names(mesh)
     if mesh.size != devices:
         raise ValueError(f"devices={devices}: the mesh that is set has {mesh.size}")
+    if mesh.explicit_axes:
+        raise ValueError(
+            "fully_sharded=True: over explicit mesh axes a program says itself what is gathered, "
+            "and plain models do not: make the mesh with axis_types=(jax.sharding.AxisType.Auto,)"
+        )
     return Placement(mesh)
 
 
@@ -135,10 +142,23 @@ def on_devices(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(lambda x: _shape_at(x, NamedSharding(mesh, x.sharding.spec)), tree)
 
 
-def mesh_of(tree: PyTree) -> AbstractMesh | None:
-    """The mesh that all of some shapes lie on, ``None`` without one."""
+def mesh_of(tree: PyTree, *, whole: bool = False) -> AbstractMesh | None:
+    """The mesh that all of some shapes lie on, ``None`` without one.
+
+    Args:
+        tree: The shapes.
+        whole: Whether either all or none have to lie on one.
+
+    Raises:
+        ValueError: some do and some do not, or on another.
+    """
     found = [getattr(x, "sharding", None) for x in jax.tree.leaves(tree)]
     meshes = {s.mesh.abstract_mesh if isinstance(s, NamedSharding) else None for s in found}
+    if whole and len(meshes) > 1:
+        raise ValueError(
+            "some arguments lie on a mesh and others on none, or on another: give each a "
+            "NamedSharding, PartitionSpec() where it is whole on every device"
+        )
     return meshes.pop() if len(meshes) == 1 else None
 
 

@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxkfac.factors import Gaussian, Objective
 from jaxkfac.planning import compiled_bytes, fully_sharded, plan_memory
 from jaxkfac.planning._placement import Placement
+from jaxkfac.planning._program_work import collective_bytes
 
 MESH = AbstractMesh((4,), ("data",))
 TWO_AXES = AbstractMesh((2, 2), ("data", "model"))
@@ -48,6 +50,26 @@ def test_what_cannot_be_sharded_is_refused_with_the_remedy():
         planned(devices=2)
     with jax.sharding.use_abstract_mesh(TWO_AXES), pytest.raises(ValueError, match="over one axis"):
         planned()
+    explicit = AbstractMesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.sharding.use_abstract_mesh(explicit), pytest.raises(ValueError, match="AxisType.Auto"):
+        planned()
+    sharded = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(MESH, P("data")))
+    with pytest.raises(ValueError, match="some arguments lie on a mesh and others on none"):
+        compiled_bytes(jnp.add, sharded, of(8), target="cpu")
+
+
+def test_a_number_beside_the_batch_is_whole_on_every_device():
+    found = Placement(MESH).batch((of(2, 8), of()))
+    assert [x.shape for x in found] == [(8, 8), ()]
+    assert found[1].sharding.is_fully_replicated
+
+
+def test_bytes_of_collectives_count_every_dtype():
+    text = """ENTRY %main (x: c64[8]) -> c64[64] {
+  %a = c64[64]{0} all-gather(%x), dimensions={0}
+  %b = (f8e4m3fn[16]{0}, s16[4]{0}) all-reduce(%y, %z), to_apply=%sum
+"""
+    assert collective_bytes(text) == {"all-reduce": 16 + 8, "all-gather": 512}
 
 
 def test_options_that_are_not_planned_sharded_are_named_and_the_others_are_estimated():
@@ -56,6 +78,7 @@ def test_options_that_are_not_planned_sharded_are_named_and_the_others_are_estim
     assert plan.alone.keys() == {"accumulation", "bf16"}
     assert not plan.alone["bf16"].compiled and plan.alone["bf16"].exchanged == {}
     assert plan.now.exchanged["all-reduce"] > 0 and plan.to_dict()["fully_sharded"]
+    assert plan.to_dict()["alone"]["bf16"]["exchanged_total"] is None
 
 
 @pytest.mark.slow

@@ -164,6 +164,7 @@ def plan_memory(
             of range, or ``accumulation_steps`` beside an optimizer that accumulates.
         CompilerNotFoundError: ``compiler`` is not installed; what to install is said. With
             ``compiled="none"`` it need not be.
+        CompilerError: it fails for fully sharded training, which is not counted from equations.
         UncoveredParameterError: a parameter is in no layer: see ``uncovered``.
 
     Example:
@@ -248,7 +249,7 @@ def plan_memory(
         raise ValueError(
             f"accumulation_steps={accumulation_steps}: the optimizer accumulates by itself"
         )
-    search, now, not_compiled = _searches(search_with, temporaries, compiled)
+    search, now, not_compiled = _searches(search_with, temporaries, compiled, sharded=fully_sharded)
     alone: dict[str, MemoryEstimate] = {}
     for name in asked:
         try:
@@ -283,7 +284,11 @@ def _devices_of_mesh() -> int:
 
 
 def _searches(
-    search_with: Callable[..., Search], temporaries: Temporaries, compiled: CompiledSets
+    search_with: Callable[..., Search],
+    temporaries: Temporaries,
+    compiled: CompiledSets,
+    *,
+    sharded: bool,
 ) -> tuple[Search, MemoryEstimate, str]:
     """What searches, the training as it stands, and why a compiler was not asked."""
     counting = functools.partial(dataclasses.replace, temporaries)
@@ -296,6 +301,8 @@ def _searches(
     except CompilerNotFoundError:
         raise
     except CompilerError as error:
+        if sharded:  # equations do not know what is gathered
+            raise
         return alone, alone.estimate(()), str(error)
     if compiled == "all":
         return asking, now, ""

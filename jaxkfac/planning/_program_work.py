@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from jaxkfac.curvature import solver_scratch
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_BYTES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2}
+_BYTES = {"c128": 16, "f64": 8, "s64": 8, "u64": 8, "c64": 8, "f32": 4, "s32": 4, "u32": 4}
+_BYTES |= {"bf16": 2, "f16": 2, "s16": 2, "u16": 2}  # one of others
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
-_SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 # An asynchronous collective is a pair; the second half has the shapes of the result.
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(COLLECTIVES)})(-start|-done)?\(")
 _SOLVE = re.compile(r" = (.*?) custom-call\(.*custom_call_target=\"[^\"]*(syev|potrf|cholesky)")
