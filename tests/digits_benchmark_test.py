@@ -38,5 +38,5 @@ def test_both_optimizers_have_as_many_settings_and_the_page_has_all_of_them():
     found = page(lines)
     assert found.count("| 44 | 2.0 |") == 2 * len(SETTINGS["kfac"]) - 2
     assert found.count("**") == 2 * 2
-    assert "None is shown to be faster in updates" in found
+    assert "Neither is shown to be faster in updates" in found
     assert "AdamW is faster in CPU seconds" in found and " CPU s (means of 3 seeds" in found

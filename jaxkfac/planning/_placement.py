@@ -84,11 +84,11 @@ class Placement:
         if self.mesh is None:
             return tree
         there = NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
-        size = self.mesh.size
+        replicated, size = NamedSharding(self.mesh, PartitionSpec()), self.mesh.size
 
         def all_parts(x: Any) -> jax.ShapeDtypeStruct:
             if not x.shape:
-                return _shape_at(x, NamedSharding(self.mesh, PartitionSpec()))
+                return _shape_at(x, replicated)
             whole = jax.ShapeDtypeStruct((size * x.shape[0], *x.shape[1:]), x.dtype)
             return _shape_at(whole, there)
 
