@@ -41,11 +41,14 @@ class RunDevices(NamedTuple):
         """Of parameters or of an optimizer's state: matrices over one axis, factors over all.
 
         Averages and sums of factors are read whole at a refresh alone. Several processes have
-        them over the one axis too: what lies on all of them is read at the end of a run.
+        them over the one axis: what lies on all of them is read at the end of a run. So has a mesh
+        of two: collectives of both axes that do not depend on each other wait for one another for
+        ever in XLA's CPU runtime, where there are fewer cores than devices (jax 0.10.2).
         """
         assert self.mesh is not None
         mesh: Mesh = self.mesh
-        of_factors = axis if self.processes.several else _AXES
+        alone = not self.processes.several and mesh.shape["model"] == 1
+        of_factors = _AXES if alone else axis
 
         def of(x: Any) -> Any:
             return divided_shardings(x, mesh, of_factors if isinstance(x, Factors) else axis)
