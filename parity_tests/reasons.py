@@ -281,6 +281,8 @@ NAMES = {
     "eigh_checked": _PIECE,
     "eigh_in_turn": _PIECE,
     "in_sequence": "an order of decompositions; adds zero",
+    "is_all_finite": "a truth value, tested beside it",
+    "mean_interval": "Student's interval, tested beside it against scipy",
     "into_eigenbasis": _PIECE,
     "kronecker_above_rcond": _PIECE,
     "kronecker_power": _PIECE,

@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxkfac.cli._processes import ALONE, RunProcesses
-from jaxkfac.factors import Factors
-from jaxkfac.memory import bytes_text, divided_shardings, place_once, put_leaf
+from jaxkfac.memory import bytes_text, place_once, put_leaf
 
 PyTree = Any
 _AXES = ("data", "model")
@@ -38,22 +37,16 @@ class RunDevices(NamedTuple):
         return "data" if self.mesh is not None and self.mesh.shape["data"] > 1 else None
 
     def shardings(self, tree: PyTree, axis: str = "model") -> PyTree:
-        """Of parameters or of an optimizer's state: matrices over one axis, factors over all.
-
-        Averages and sums of factors are read whole at a refresh alone. Several processes have
-        them over the one axis: what lies on all of them is read at the end of a run. So has a mesh
-        of two: collectives of both axes that do not depend on each other wait for one another for
-        ever in XLA's CPU runtime, where there are fewer cores than devices (jax 0.10.2).
-        """
+        """Of parameters or of an optimizer's state: the last axis of matrices over ``model``."""
         assert self.mesh is not None
-        mesh: Mesh = self.mesh
-        alone = not self.processes.several and mesh.shape["model"] == 1
-        of_factors = _AXES if alone else axis
+        mesh, count = self.mesh, self.mesh.shape[axis]
 
-        def of(x: Any) -> Any:
-            return divided_shardings(x, mesh, of_factors if isinstance(x, Factors) else axis)
+        def of(x: Any) -> NamedSharding:
+            split = count > 1 and len(x.shape) > 1 and x.shape[-1] % count == 0
+            axes = [*[None] * (len(x.shape) - 1), axis] if split else []
+            return NamedSharding(mesh, PartitionSpec(*axes))
 
-        return jax.tree.map(of, tree, is_leaf=lambda x: isinstance(x, Factors))
+        return jax.tree.map(of, tree)
 
     def put_base(self, params: PyTree) -> PyTree:
         """A frozen model, whose memory is taken over: over ``model``, or ``data`` alone."""
