@@ -307,8 +307,8 @@ SECTIONS = (
         "Tracing",
         "tracing-cpu",
         "python -m benchmarks.tracing --json benchmarks/results/tracing-cpu.json",
-        "A decoder of 32 unrolled blocks, 291 layers, without compilation. The floors are the analysis "
-        "and JAX's own differentiation of the traced equations, without a factor.",
+        "A decoder of 32 unrolled blocks, 291 layers, without compilation. The floors are the "
+        "analysis and JAX's own differentiation of the traced equations, without a factor.",
         "the gradient alone",
         _tracing,
     ),
