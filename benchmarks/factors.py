@@ -163,6 +163,7 @@ def measure(objective: Any, params: Any, batch: Any, pairs: int, fisher: str) ->
 
         return jax.value_and_grad(loss)(params)
 
+    compiled(lambda *args: gradient(*args), params, batch)  # the first is slower than any later
     plain, plain_compile = compiled(gradient, params, batch)
     full, full_compile = compiled(both, params, batch)
     factors = jax.eval_shape(both, params, batch).factors
