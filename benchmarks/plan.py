@@ -41,7 +41,6 @@ from jaxkfac.planning import (
     EncoderDecoderLayout,
     MemoryEstimate,
     compiled_bytes,
-    fully_sharded,
     plan_memory,
     shaped,
 )
@@ -153,11 +152,13 @@ def _sharded(training: Training, devices: int = 8) -> Training:
     def placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    held = jax.tree.map(placed, (params, state), fully_sharded((params, state), mesh))
+    held = jax.tree.map(
+        placed, (params, state), jk.memory.divided_shardings((params, state), mesh, "data")
+    )
     wide = jax.tree.map(lambda x: _shape(devices * x.shape[0], *x.shape[1:], dtype=x.dtype), batch)
     args = (*held, jax.tree.map(lambda x: placed(x, rows), wide), *rest)
     with jax.sharding.use_abstract_mesh(mesh):
-        results = fully_sharded(jax.eval_shape(part.fn, *args), mesh)
+        results = jk.memory.divided_shardings(jax.eval_shape(part.fn, *args), mesh, "data")
     part = dataclasses.replace(part, args=args, out_shardings=results)
     plan = {**training.plan, "devices": devices, "fully_sharded": True}
     return dataclasses.replace(training, parts=[part], plan=plan)

@@ -18,7 +18,8 @@ import jaxkfac as jk
 from benchmarks.accelerators._programs import SIZES, Steps
 from benchmarks.accelerators._record import RECORD
 from benchmarks.plan import planned_bytes, trainings
-from jaxkfac.planning import fully_sharded, plan_memory, program_work
+from jaxkfac.memory import divided_shardings
+from jaxkfac.planning import plan_memory, program_work
 from jaxkfac.planning._temporaries import within
 
 # Adam adds a Python number to an integer.
@@ -68,13 +69,13 @@ def test_two_devices_with_a_part_of_the_parameters_hold_and_exchange_what_is_pla
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
         return jax.device_put(zeros, shardings)
 
-    held = filled((params, state), fully_sharded((params, state), mesh))
+    held = filled((params, state), divided_shardings((params, state), mesh, "data"))
     split = filled(batch, NamedSharding(mesh, PartitionSpec("data")))
     half = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) // 2, *x.shape[1:]), x.dtype), split)
     with jax.set_mesh(mesh):
         how = {"fully_sharded": True, "curvature": False, "compiled": "all", "options": ()}
         plan = plan_memory(objective, params, half, optimizer=tx, device_bytes="1TB", **how)
-        results = fully_sharded(jax.eval_shape(step, params, state, batch), mesh)
+        results = divided_shardings(jax.eval_shape(step, params, state, batch), mesh, "data")
         run = jax.jit(step, donate_argnums=(0, 1), out_shardings=results)
         compiled = run.lower(*held, split).compile()
     own = [s.data for x in jax.tree.leaves(held) for s in x.addressable_shards[:1]]
@@ -184,3 +185,29 @@ def test_each_micro_batch_is_summed_over_devices_and_one_device_exchanges_nothin
     assert plan[8, 1].exchanged == {"gradients": gradients + 4}
     assert plan[8, 4].exchanged_total == 4 * plan[8, 1].exchanged_total
     assert dataclasses.replace(plan[8, 1], exchanged={}) == plan[1, 1]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_device_of_a_mesh_has_its_batch_whole_unless_the_objective_divides_it(monkeypatch, named):
+    monkeypatch.setattr("jaxkfac.kinds._patches.AT_ONCE", 2**8)  # several runs of positions
+    params = {"kernel": jnp.ones((3, 3, 4, 8)), "bias": jnp.ones(8)}
+    batch = jnp.ones((16, 12, 12, 4)), jnp.ones((16, 12, 12, 8))
+
+    def objective(params, batch):
+        x, y = batch
+        if named:
+            x = jax.lax.with_sharding_constraint(x, PartitionSpec("data"))
+        form = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "padding": "SAME"}
+        found = jax.lax.conv_general_dilated(x, params["kernel"], (1, 1), **form)
+        return ((found + params["bias"] - y) ** 2).mean()
+
+    def plan():
+        how = {"device_bytes": "1TB", "devices": 2, "options": (), "compiled": "all"}
+        return plan_memory(objective, params, batch, optimizer=optax.sgd(0.1), **how).now
+
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))):
+        found = plan()
+    if named:
+        assert found.exchanged["gradients"] > 0
+    else:
+        assert found.device["activations"] == plan().device["activations"]

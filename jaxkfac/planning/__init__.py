@@ -12,7 +12,6 @@ from jaxkfac.planning._compilers import (
 from jaxkfac.planning._layouts import DecoderLayout, EncoderDecoderLayout
 from jaxkfac.planning._memory_plan import MemoryPlan
 from jaxkfac.planning._options import OPTION_NAMES, OptionName
-from jaxkfac.planning._placement import fully_sharded
 from jaxkfac.planning._plan import plan_memory
 from jaxkfac.planning._presets import PRESETS, Preset, preset, shaped
 from jaxkfac.planning._program_bytes import IN_TURN
@@ -34,7 +33,6 @@ __all__ = [
     "Preset",
     "TargetName",
     "compiled_bytes",
-    "fully_sharded",
     "is_installed",
     "plan_memory",
     "preset",

@@ -9,49 +9,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxkfac.memory import divided_shardings
 from jaxkfac.planning._shapes import nbytes
-
-
-def fully_sharded(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Shardings that divide each array over all devices of a mesh, as ``plan_memory`` plans it.
-
-    The last axis that the devices divide is split; an array without one is whole on each.
-
-    Args:
-        tree: Arrays or shapes.
-        mesh: With one axis.
-
-    Returns:
-        A ``NamedSharding`` for each leaf: for ``jax.device_put``, or ``out_shardings=``.
-
-    Raises:
-        ValueError: the mesh has another number of axes.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from jaxkfac.planning import fully_sharded
-        >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
-        >>> found = fully_sharded({"kernel": jnp.ones((24, 16)), "bias": jnp.ones(10)}, mesh)
-        >>> found["kernel"].spec, found["bias"].spec
-        (P(None, 'data'), P())
-    """
-    (axis,) = _axis_names(mesh)
-    return jax.tree.map(lambda x: _split(x, mesh, axis), tree)
-
-
-def _split(x: Any, mesh: Any, axis: str) -> NamedSharding:
-    divided = [d for d, size in enumerate(x.shape) if size and size % mesh.shape[axis] == 0]
-    spec = [*[None] * divided[-1], axis] if divided else []
-    return NamedSharding(mesh, PartitionSpec(*spec))
-
-
-def _axis_names(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    if len(mesh.axis_names) != 1:
-        raise ValueError(
-            f"a mesh with the axes {mesh.axis_names}: fully sharded training is planned over one "
-            'axis, as of jax.sharding.AbstractMesh((8,), ("data",))'
-        )
-    return mesh.axis_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +24,17 @@ class Placement:
 
     mesh: AbstractMesh | None = None
 
+    def shardings(self, tree: PyTree) -> PyTree:
+        """Where arrays lie, ``None`` without a mesh."""
+        if self.mesh is None:
+            return None
+        return divided_shardings(tree, self.mesh, self.mesh.axis_names)
+
     def nbytes(self, tree: PyTree) -> int:
         """Bytes on one device."""
         if self.mesh is None:
             return nbytes(tree)
-        shardings = jax.tree.leaves(fully_sharded(tree, self.mesh))
+        shardings = jax.tree.leaves(self.shardings(tree))
         sizes = zip(jax.tree.leaves(tree), shardings, strict=True)
         return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in sizes)
 
@@ -77,7 +42,7 @@ class Placement:
         """Shapes with their shardings."""
         if self.mesh is None:
             return tree
-        return jax.tree.map(_shape_at, tree, fully_sharded(tree, self.mesh))
+        return jax.tree.map(_shape_at, tree, self.shardings(tree))
 
     def batch(self, tree: PyTree) -> PyTree:
         """Shapes of the batch of all devices, each of which has such a part of it."""
@@ -126,7 +91,11 @@ def placement(mesh: AbstractMesh, devices: int, *, sharded: bool) -> Placement:
         raise ValueError("fully_sharded=True: of 1 device; say devices=, or set a mesh")
     if mesh.empty:
         return Placement(AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,)))
-    _axis_names(mesh)
+    if len(mesh.axis_names) != 1:
+        raise ValueError(
+            f"a mesh with the axes {mesh.axis_names}: fully sharded training is planned over one "
+            'axis, as of jax.sharding.AbstractMesh((8,), ("data",))'
+        )
     if mesh.size != devices:
         raise ValueError(f"devices={devices}: the mesh that is set has {mesh.size}")
     if mesh.explicit_axes:

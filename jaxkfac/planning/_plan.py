@@ -139,7 +139,7 @@ def plan_memory(
             the bytes are counted that they exchange. ``None`` is the size of the mesh that
             ``jax.set_mesh`` has set, or 1.
         fully_sharded: Whether parameters, optimizer state, factors and bases are divided over these
-            devices, as :func:`jaxkfac.planning.fully_sharded` does it; the rows are then of one
+            devices, as :func:`jaxkfac.memory.divided_shardings` does it; the rows are then of one
             device. What is gathered and when is the compiler's choice: what it exchanges is
             counted of compiled sets alone, and the options ``"host"``, ``"budget"`` and
             ``"adapters"``, and those that need them, are not planned.

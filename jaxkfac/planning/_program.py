@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.extend import core as jex
+from jax.sharding import AbstractMesh
 from jaxtyping import PyTree
 
 from jaxkfac import lslora
@@ -131,8 +132,9 @@ class TrainingProgram:
 
         def run(trained: PyTree, batch: Any, extra: ExtraInputs, at: Any) -> Any:
             windows = {name: Window(at, count) for name, count in rows.items()}
-            call = self.collector.checked(batch, extra.key, state=extra.state)
-            return self.collector.gather(trained, call, parts=dict(one.parts), windows=windows)
+            with jax.sharding.use_abstract_mesh(self._mesh):
+                call = self.collector.checked(batch, extra.key, state=extra.state)
+                return self.collector.gather(trained, call, parts=dict(one.parts), windows=windows)
 
         at = jax.ShapeDtypeStruct((), np.int32)
         return self.temporaries(run, self.trained, self.batch, self.extra, at).temporaries
@@ -158,11 +160,30 @@ class TrainingProgram:
         """The value and the gradient."""
         beside = self.has_aux or extra.state is not None
         run = jax.value_and_grad(self.value, has_aux=beside, allow_int=True)
-        return run(trained, batch, extra)
+        with jax.sharding.use_abstract_mesh(self._mesh):
+            return run(trained, batch, extra)
 
     def collect(self, trained: PyTree, batch: Any, extra: "ExtraInputs") -> Any:
         """Value, gradient and factors."""
-        return self.collector(trained, batch, extra.key, state=extra.state, step=extra.step)
+        with jax.sharding.use_abstract_mesh(self._mesh):
+            return self.collector(trained, batch, extra.key, state=extra.state, step=extra.step)
+
+    @functools.cached_property
+    def _mesh(self) -> AbstractMesh:
+        """The mesh that gradient and factors are traced under.
+
+        Shapes are of one device: under a mesh that is set, what is divided among its devices would
+        be a part of a part. It stays where they lie on it, or where the objective names its axes.
+        """
+        mesh, none = jax.sharding.get_abstract_mesh(), AbstractMesh((), ())
+        if self.placement.mesh is not None or mesh.empty:
+            return mesh
+        try:
+            with jax.sharding.use_abstract_mesh(none):
+                jax.eval_shape(self.value, self.trained, self.batch, self.extra)
+        except (RuntimeError, ValueError):
+            return mesh
+        return none
 
     @property
     def extra(self) -> "ExtraInputs":

@@ -13,7 +13,7 @@ import jax
 from jaxkfac._errors import CompilerError
 from jaxkfac.planning._compilers import TargetName, compiled_bytes, target_of
 from jaxkfac.planning._liveness import live_bytes
-from jaxkfac.planning._placement import fully_sharded, mesh_here, mesh_of, on_devices
+from jaxkfac.planning._placement import Placement, mesh_here, mesh_of, on_devices
 from jaxkfac.planning._program_work import collective_bytes
 
 _FAST: Any = {
@@ -77,7 +77,7 @@ class Temporaries:
         traced: Any = None,
         only: int | None = None,
     ) -> Needs:
-        """What ``step`` needs on shapes; results lie as :func:`fully_sharded` says on a mesh.
+        """What ``step`` needs on shapes; results are divided over a mesh of theirs.
 
         The last three are those of ``live_bytes``; a compiler does not need them.
 
@@ -145,8 +145,7 @@ def _shardings_of_results(step: Callable[..., Any], args: Any) -> Any:
         return None
     with jax.sharding.use_abstract_mesh(mesh):
         results = jax.eval_shape(step, *args)
-    first = jax.tree.leaves(args)[0].sharding.mesh
-    return fully_sharded(results, first)
+    return Placement(jax.tree.leaves(args)[0].sharding.mesh).shardings(results)
 
 
 # How far totals from counted temporaries have been off, scratch aside, and from those calibrated
