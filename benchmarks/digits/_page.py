@@ -90,7 +90,8 @@ def page(lines: list[dict[str, Any]]) -> str:
         "rate that was tried.",
         "",
         *shown,
-        f"The defaults, {len(RACING)} seeds to the end, means and 95 % intervals (Student's t). "
+        f"The defaults, {len(RACING)} seeds to the end, means and 95 % intervals (Student's t; "
+        "of times to the target geometric means). "
         "CPU seconds are the sum over epochs here. Test images are 180 that the grid has not seen; "
         "they were among 359 held-out images when the options that all settings share were chosen.",
         "",

@@ -1,7 +1,7 @@
 """Which optimizer is first at a target, in updates and in seconds."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxkfac.curvature.capacity import Interval, mean_interval
@@ -23,7 +23,7 @@ def reached(run: RunRecords, error: float = TARGET_ERROR) -> EpochRecord | None:
 
 
 def at_target(runs: Sequence[RunRecords]) -> tuple[str, str]:
-    """Updates and seconds to the target: of several runs the mean and its interval.
+    """Updates and seconds to the target: of several runs the geometric mean and its interval.
 
     Where a run does not reach it, how many do: a mean of these alone would be of the lucky ones.
     """
@@ -32,7 +32,8 @@ def at_target(runs: Sequence[RunRecords]) -> tuple[str, str]:
         count = sum(x is not None for x in found["updates"])
         word = f"{count} of {len(runs)} seeds" if count else "never"
         return word, word
-    return interval(found["updates"], _UNITS["updates"]), interval(found["seconds"], ".1f")
+    updates, seconds = (_time(found[unit], form) for unit, form in _UNITS.items())
+    return updates, seconds
 
 
 def interval(numbers: Sequence[float], form: str) -> str:
@@ -42,11 +43,21 @@ def interval(numbers: Sequence[float], form: str) -> str:
     return _text(mean_interval(numbers), form)
 
 
+def _time(numbers: Sequence[float], form: str) -> str:
+    """As :func:`interval`, of what is positive and compared by its ratios."""
+    return format(numbers[0], form) if len(numbers) == 1 else _text(_geometric(numbers), form)
+
+
+def _geometric(numbers: Sequence[float]) -> Interval:
+    """The geometric mean: Student's interval of the logarithms."""
+    return Interval(*map(math.exp, mean_interval(list(map(math.log, numbers)))))
+
+
 def race_sentence(runs: Runs) -> str:
     """Who is faster to the target: in updates, and in seconds.
 
-    Of several seeds means and 95 % intervals. One is faster then where the interval of the ratio
-    leaves one out: seed by seed both have seen the same examples.
+    Of several seeds geometric means and 95 % intervals. One is faster then where the interval of
+    the ratio leaves one out: seed by seed both have seen the same examples.
 
     Args:
         runs: For each optimizer its runs, one for each seed, in the same order.
@@ -59,8 +70,9 @@ def race_sentence(runs: Runs) -> str:
             often = f" in {missed} of {len(found)} seeds" if missed < len(found) else ""
             parts.append(f"{label} does not reach {goal}{often}")
             continue
-        updates, seconds = (interval(times[unit], form) for unit, form in _UNITS.items())
-        several = f" (means of {len(found)} seeds, 95% intervals)" if len(found) > 1 else ""
+        updates, seconds = (_time(times[unit], form) for unit, form in _UNITS.items())
+        means = f" (geometric means of {len(found)} seeds, 95% intervals)"
+        several = means if len(found) > 1 else ""
         parts.append(f"{label} reaches {goal} after {updates} updates and {seconds} s{several}")
     said = "; ".join(parts) + "."
     verdicts = _verdicts(known)
@@ -73,13 +85,13 @@ def race_record(runs: Runs) -> dict[str, Any]:
     Returns:
         ``sentence``; ``error``, the target; ``optimizers``, of each the ``updates`` and
         ``seconds`` to it: ``each`` run's, ``None`` where it does not reach it, and ``interval``
-        ``{"mean", "low", "high"}``, ``None`` of one run or where one does not; and ``ratios`` of
-        the first optimizer's to the second's, likewise.
+        ``{"mean", "low", "high"}`` of the geometric mean, ``None`` of one run or where one does
+        not; and ``ratios`` of the first optimizer's to the second's, likewise.
     """
     known = _known(runs)
     optimizers = {
         name: {
-            unit: {"each": each, "interval": interval_record(each)}
+            unit: {"each": each, "interval": _record(each, _geometric)}
             for unit, each in _times(found).items()
         }
         for name, found in known.items()
@@ -95,8 +107,14 @@ def race_record(runs: Runs) -> dict[str, Any]:
 
 def interval_record(numbers: Sequence[float | None]) -> dict[str, float] | None:
     """Mean and 95 % interval; ``None`` of fewer than two, or where one is not known."""
+    return _record(numbers, mean_interval)
+
+
+def _record(
+    numbers: Sequence[float | None], mean: Callable[[Sequence[float]], Interval]
+) -> dict[str, float] | None:
     known = [x for x in numbers if x is not None]
-    return mean_interval(known)._asdict() if len(known) == len(numbers) > 1 else None
+    return mean(known)._asdict() if len(known) == len(numbers) > 1 else None
 
 
 def _known(runs: Runs) -> Runs:
@@ -118,8 +136,7 @@ def _ratio(runs: Runs, unit: str) -> Interval | None:
     first, second = (_times(found)[unit] for found in runs.values())
     if len(first) != len(second) or len(first) < 2 or None in (*first, *second):
         return None
-    logs = mean_interval([math.log(x / y) for x, y in zip(first, second, strict=True)])
-    return Interval(*map(math.exp, logs))
+    return _geometric([x / y for x, y in zip(first, second, strict=True)])
 
 
 def _verdicts(runs: Runs) -> str:

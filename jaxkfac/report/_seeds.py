@@ -26,7 +26,7 @@ _HEAD = ["optimizer", *TO_TARGET, "train loss", "test acc. (%)", "train s"]
 
 
 def seeds_table(runs: Runs) -> Table:
-    """Mean and 95 % interval over the seeds, of the time to the target and of the last epoch.
+    """Means and 95 % intervals over the seeds: of the last epoch, and of the time to the target.
 
     Args:
         runs: For each optimizer its runs, one for each seed.
@@ -49,8 +49,9 @@ def seeds_page(runs: Runs, *, folders: Mapping[str, str]) -> str:
     ]
     return report_page(
         title=_title(runs),
-        lead="Means over the seeds and, in brackets, 95 % intervals of Student's t: what initial "
-        "parameters, order, shifts and sampled labels make of it, all on the same images.",
+        lead="Means over the seeds (geometric ones of times to the target) and, in brackets, 95 % "
+        "intervals of Student's t: what initial parameters, order, shifts and sampled labels make "
+        "of it, all on the same images.",
         runs={},
         spectra=[],
         coverage=[],
