@@ -1,9 +1,11 @@
+import importlib
 import os
 import signal
 
 import pytest
 
 from jaxkfac.cli._interrupts import interrupts_deferred, nothing_begun, say_interrupted
+from jaxkfac.cli._main import main
 
 
 def press():
@@ -62,3 +64,17 @@ def test_the_command_after_a_ctrl_c_resumes_what_has_begun_and_else_is_the_same(
         raise KeyboardInterrupt
     say_interrupted(words, found.value)
     assert "start with: jaxkfac analyze 'a model' --overwrite\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("room", ["_train", "finetune._run"])
+def test_a_run_that_is_stopped_before_it_overwrites_another_is_not_to_be_resumed(
+    room, tmp_path, monkeypatch, capsys
+):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module(f"jaxkfac.cli.{room}"), "check_output", interrupted)
+    command = room.strip("_").partition(".")[0]
+    assert main([command, "--overwrite", "--output", str(tmp_path)]) == 130
+    said = f"start with: jaxkfac {command} --overwrite --output {tmp_path}\n"
+    assert capsys.readouterr().err.endswith(said)

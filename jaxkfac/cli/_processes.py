@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxkfac import __version__
 from jaxkfac._errors import JaxkfacError
-from jaxkfac.cli._interrupts import Hold, interrupts_deferred
+from jaxkfac.cli._interrupts import Hold, interrupts_deferred, nothing_begun
 from jaxkfac.memory import ProcessGroup, is_out_of_memory
 
 # A process that fails alone leaves after the first, and the others notice after the second.
@@ -152,10 +152,11 @@ def run_processes(arguments: Any) -> Iterator[RunProcesses]:
     if address is None:
         yield ALONE
         return
-    _join(address, arguments.processes, arguments.process)
-    processes = RunProcesses(ProcessGroup.everywhere())
+    with nothing_begun():
+        _join(address, arguments.processes, arguments.process)
+        processes = RunProcesses(ProcessGroup.everywhere())
     try:
-        with processes.together("comparing options") as same:
+        with nothing_begun(), processes.together("comparing options") as same:
             same += [type(arguments).__name__, __version__, jax.__version__, _shared(arguments)]
         yield processes
         with processes.together("ending"):

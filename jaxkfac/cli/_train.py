@@ -1,5 +1,6 @@
 """`jaxkfac train`: both optimizers on the same examples, checkpoints, report."""
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -12,6 +13,7 @@ import jaxkfac as jk
 from jaxkfac.cli._checkpoint import check_output, find_checkpoint, remove_checkpoints
 from jaxkfac.cli._devices import RunDevices, devices_line, run_devices
 from jaxkfac.cli._host_memory import host_memory
+from jaxkfac.cli._interrupts import nothing_begun
 from jaxkfac.cli._optimizers import Optimizer
 from jaxkfac.cli._options import Experiment, TrainArguments
 from jaxkfac.cli._phases import phase
@@ -49,13 +51,14 @@ def run_train(arguments: TrainArguments) -> None:
         raise ValueError(f"seeds must be at least 1, not {arguments.seeds}")
     with run_processes(arguments) as processes:
         if arguments.seeds == 1:
-            summary, runs, devices = _run(arguments, processes)
+            summary, runs, devices = _run(arguments, processes, begins=nothing_begun())
             if processes.first:
                 _print(arguments, summary, runs, devices)
             return
         summaries, found = {}, []
         for seed in range(arguments.experiment.seed, arguments.experiment.seed + arguments.seeds):
-            summary, runs, _ = _run(_of_seed(arguments, seed), processes)
+            begins = contextlib.nullcontext() if found else nothing_begun()
+            summary, runs, _ = _run(_of_seed(arguments, seed), processes, begins=begins)
             summaries[str(seed)] = summary
             found.append(runs)
         if processes.first:
@@ -89,14 +92,17 @@ def _write_seeds(
 
 
 def _run(
-    arguments: TrainArguments, processes: RunProcesses
+    arguments: TrainArguments,
+    processes: RunProcesses,
+    *,
+    begins: contextlib.AbstractContextManager[None],
 ) -> tuple[dict[str, Any], dict[str, RunRecords], RunDevices]:
     summary: dict[str, Any] = {}
     experiment, output = arguments.experiment, arguments.output
     names: tuple[Optimizer, ...] = (
         ("kfac", "adamw") if arguments.optimizer == "both" else (arguments.optimizer,)
     )
-    with processes.together("looking at the output folder"):
+    with begins, processes.together("looking at the output folder"):
         folders = _check(arguments, names)
         devices = run_devices(
             arguments.devices,

@@ -10,6 +10,7 @@ import jaxkfac as jk
 from jaxkfac.cli._checkpoint import check_output, find_checkpoint, remove_checkpoints
 from jaxkfac.cli._devices import devices_line, run_devices
 from jaxkfac.cli._host_memory import host_memory
+from jaxkfac.cli._interrupts import nothing_begun
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._processes import RunProcesses, run_processes
 from jaxkfac.cli._progress import say
@@ -55,7 +56,7 @@ def run_finetune(arguments: FinetuneArguments) -> None:
 def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
     output, earlier = arguments.output, jax.live_arrays()
     folder = output / "checkpoints"
-    with processes.together("looking at the output folder"):
+    with nothing_begun(), processes.together("looking at the output folder"):
         _check(arguments)
         check_output(output, [folder], resume=arguments.resume, overwrite=arguments.overwrite)
         arguments = as_begun(arguments, folder)
