@@ -7,7 +7,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkfac.factors import Gaussian, Objective
-from jaxkfac.planning import compiled_bytes, fully_sharded, plan_memory
+from jaxkfac.memory import divided_shardings
+from jaxkfac.planning import compiled_bytes, plan_memory
 from jaxkfac.planning._placement import Placement
 from jaxkfac.planning._program_work import collective_bytes
 
@@ -25,13 +26,13 @@ def of(*shape):
         ((8, 12), (8, 3)),
         ((8, 6), (2, 6)),
         ((5, 6), (5, 6)),
-        ((8,), (2,)),
+        ((8,), (8,)),
         ((), ()),
         ((0, 4), (0, 1)),
     ],
 )
 def test_the_last_axis_that_devices_divide_is_split(shape, of_device):
-    assert fully_sharded(of(*shape), MESH).shard_shape(shape) == of_device
+    assert Placement(MESH).shardings(of(*shape)).shard_shape(shape) == of_device
     assert Placement(MESH).nbytes([of(*shape)] * 2) == 8 * of(*of_device).size
 
 
@@ -86,13 +87,13 @@ def test_a_child_process_says_of_a_mesh_what_a_direct_compilation_says():
     if jax.device_count() < 2:
         pytest.skip("needs two devices")
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    there = fully_sharded([of(6, 8), of(10, 6)], mesh)
+    there = divided_shardings([of(6, 8), of(10, 6)], mesh, "data")
     args = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         for x, s in zip([of(6, 8), of(10, 6)], there, strict=True)
     ]
     run = lambda w, x: (jnp.tanh(x @ w), (x @ w).sum())
-    places = fully_sharded(jax.eval_shape(run, of(6, 8), of(10, 6)), mesh)
+    places = divided_shardings(jax.eval_shape(run, of(6, 8), of(10, 6)), mesh, "data")
     direct = jax.jit(run, out_shardings=places).lower(*args).compile().memory_analysis()
     told = compiled_bytes(run, *args, target="cpu", out_shardings=places)
     assert told.arguments == direct.argument_size_in_bytes == 4 * (6 * 8 + 10 * 6) // 2

@@ -1,5 +1,6 @@
 """A training as a program: what it trains, on which shapes, and what XLA allocates for it."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -132,7 +133,7 @@ class TrainingProgram:
 
         def run(trained: PyTree, batch: Any, extra: ExtraInputs, at: Any) -> Any:
             windows = {name: Window(at, count) for name, count in rows.items()}
-            with jax.sharding.use_abstract_mesh(self._mesh):
+            with self._of_each_device():
                 call = self.collector.checked(batch, extra.key, state=extra.state)
                 return self.collector.gather(trained, call, parts=dict(one.parts), windows=windows)
 
@@ -160,30 +161,34 @@ class TrainingProgram:
         """The value and the gradient."""
         beside = self.has_aux or extra.state is not None
         run = jax.value_and_grad(self.value, has_aux=beside, allow_int=True)
-        with jax.sharding.use_abstract_mesh(self._mesh):
+        with self._of_each_device():
             return run(trained, batch, extra)
 
     def collect(self, trained: PyTree, batch: Any, extra: "ExtraInputs") -> Any:
         """Value, gradient and factors."""
-        with jax.sharding.use_abstract_mesh(self._mesh):
+        with self._of_each_device():
             return self.collector(trained, batch, extra.key, state=extra.state, step=extra.step)
 
-    @functools.cached_property
-    def _mesh(self) -> AbstractMesh:
-        """The mesh that gradient and factors are traced under.
+    def _of_each_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Where gradient and factors are traced: not under a mesh if shapes are of one device.
 
-        Shapes are of one device: under a mesh that is set, what is divided among its devices would
-        be a part of a part. It stays where they lie on it, or where the objective names its axes.
+        What is divided among its devices would be a part of a part.
         """
-        mesh, none = jax.sharding.get_abstract_mesh(), AbstractMesh((), ())
-        if self.placement.mesh is not None or mesh.empty:
-            return mesh
+        if self.placement.mesh is not None or self._names_axes:
+            return contextlib.nullcontext()
+        return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+    @functools.cached_property
+    def _names_axes(self) -> bool:
+        """Whether the objective itself names axes of the mesh that is set."""
+        if jax.sharding.get_abstract_mesh().empty:
+            return False
         try:
-            with jax.sharding.use_abstract_mesh(none):
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 jax.eval_shape(self.value, self.trained, self.batch, self.extra)
         except (RuntimeError, ValueError):
-            return mesh
-        return none
+            return True
+        return False
 
     @property
     def extra(self) -> "ExtraInputs":

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxkfac._errors import CompilerError
+from jaxkfac.memory import divided_shardings
 from jaxkfac.planning._compilers import TargetName, compiled_bytes, target_of
 from jaxkfac.planning._liveness import live_bytes
-from jaxkfac.planning._placement import Placement, mesh_here, mesh_of, on_devices
+from jaxkfac.planning._placement import mesh_here, mesh_of, on_devices
 from jaxkfac.planning._program_work import collective_bytes
 
 _FAST: Any = {
@@ -145,7 +146,8 @@ def _shardings_of_results(step: Callable[..., Any], args: Any) -> Any:
         return None
     with jax.sharding.use_abstract_mesh(mesh):
         results = jax.eval_shape(step, *args)
-    return Placement(jax.tree.leaves(args)[0].sharding.mesh).shardings(results)
+    first = jax.tree.leaves(args)[0].sharding.mesh
+    return divided_shardings(results, first, first.axis_names)
 
 
 # How far totals from counted temporaries have been off, scratch aside, and from those calibrated
