@@ -31,8 +31,9 @@ def batch():
 
 def test_a_complex_leaf_is_named_and_its_neighbours_are_right(x64):
     objective = jk.Objective(spectral, jk.Categorical())
-    with pytest.raises(jk.UncoveredParameterError, match=r"mix: is complex \(complex128\)"):
+    with pytest.raises(jk.UncoveredParameterError, match=r"mix: is complex \(complex128\)") as said:
         jk.value_grad_and_factors(objective)(params(), batch())
+    assert "pass uncovered='ignore'" in str(said.value)  # 'diagonal' would not do
     with pytest.raises(jk.UncoveredParameterError, match="'mix' is complex"):
         jk.value_grad_and_factors(objective, uncovered="diagonal")(params(), batch())
     found = jk.value_grad_and_factors(objective, uncovered="ignore")(params(), batch())

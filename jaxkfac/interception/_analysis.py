@@ -48,6 +48,7 @@ from jaxkfac.interception._structured import (
     interpret_scan,
     interpret_shard_map,
 )
+from jaxkfac.interception._table import IS_COMPLEX
 from jaxkfac.interception._values import (
     Constant,
     CoverageNote,
@@ -60,7 +61,7 @@ from jaxkfac.interception._values import (
 
 _STRUCTURED = {"scan": interpret_scan, "cond": interpret_cond, "shard_map": interpret_shard_map}
 _COMPLEX = (
-    "is complex ({}): factors are of real parameters; hold its real and imaginary parts as two, "
+    IS_COMPLEX + " ({}): factors are of real parameters; hold its real and imaginary parts as two, "
     "or leave it out with uncovered='ignore'"
 )
 

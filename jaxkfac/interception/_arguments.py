@@ -57,7 +57,7 @@ def check_params(paths: Iterable[str]) -> None:
     Raises:
         ValueError: naming the first one.
     """
-    wrong = [path for path in paths if path.split("/")[0] == "batch_stats"]
+    wrong = [path for path in paths if "batch_stats" in path.split("/")]
     if wrong:
         raise ValueError(
             f"params: {wrong[0]!r} is a batch statistic, not a parameter; pass "

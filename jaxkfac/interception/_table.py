@@ -12,6 +12,7 @@ from jaxkfac.interception._index import Index
 from jaxkfac.interception._layer import Layer
 
 EXAMPLES_LOST = "has the example axis lost"
+IS_COMPLEX = "is complex"
 
 
 _HEAD = ("layer", "kind", "in", "out", "stack", "uses", "input of", "bias", "parameters")
@@ -103,9 +104,11 @@ class LayerTable(Mapping[str, Layer]):
         """
         if self.problems:
             rows = "\n".join(f"  {_shown(path)}: {reason}" for path, reason in self.problems)
-            # Where examples are coupled, an example by itself has another gradient.
-            coupled = any(EXAMPLES_LOST in reason for _, reason in self.problems)
-            diagonal = "'diagonal' (a second pass) or " if second_pass and not coupled else ""
+            # Where examples are coupled, an example by itself has another gradient; the square of a
+            # complex one is no diagonal.
+            none = (EXAMPLES_LOST, IS_COMPLEX)
+            open_to_all = not any(x in reason for _, reason in self.problems for x in none)
+            diagonal = "'diagonal' (a second pass) or " if second_pass and open_to_all else ""
             raise UncoveredParameterError(
                 f"{len(self.problems)} uses of parameters are covered by no layer:\n{rows}\n"
                 "Name the layers to keep with layers=, a pattern that these paths do not match, or "

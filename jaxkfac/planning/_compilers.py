@@ -239,6 +239,11 @@ def _ask(
             text=True,
             timeout=timeout,
         )
+    except OSError as error:
+        raise CompilerNotFoundError(
+            f"{python} does not start ({error.strerror}): name the Python of an environment that "
+            f"compiles for {to.title}; install what it takes with: {to.install}"
+        ) from None
     except subprocess.TimeoutExpired:
         raise CompilerError(
             f"compiling for {to.title}: no result after {timeout:g} s; raise timeout="

@@ -75,6 +75,8 @@ def test_a_gradient_of_integers_and_an_unused_argument_go_along():
 
 def test_a_compiler_that_is_not_installed_is_named_with_what_to_install():
     absent = dataclasses.replace(TARGETS["h100"], module="no_such_plugins.xla_cuda")
+    with pytest.raises(CompilerNotFoundError, match=r"/no/python does not start \(No such file"):
+        compiled_bytes(jnp.sin, of(3), target="cpu", python="/no/python")
     with pytest.raises(CompilerNotFoundError, match=r"H100.*no_such_plugins.*jax-cuda12-plugin=="):
         compiled_bytes(jnp.sin, of(3), target=absent)
 

@@ -353,6 +353,8 @@ def test_the_rank_of_a_factor_of_few_rows_is_their_number(placement, dtype, stac
     factors = random_factors(layers, jax.random.key(3), rows=10, dtype=dtype)
     metrics = measure(eigendecompose(factors, placement=placement, vectors=False), powers=())
     assert [record.num_positive for record in metrics["w"].parts] == [100] * (1 + stack)
+    undamped = measure(eigendecompose(factors, placement=placement, vectors=False), damping=0.0)
+    assert undamped["w"].effective_dimension == 100 * (1 + stack)
     exact = lambda x: np.log(np.sort(np.linalg.eigvalsh(x.astype(np.float64)))[..., -10:]).sum()
     wanted = 10 * (exact(factors["w"].a) + exact(factors["w"].g))
     np.testing.assert_allclose(metrics["w"].log_pseudo_determinant, wanted, rtol=1e-4)

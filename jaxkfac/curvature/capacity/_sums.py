@@ -66,8 +66,9 @@ def sums_of(block: CapacityBlock, settings: Settings) -> Sums:
     n, delta = settings.num_examples, settings.damping
     zeros = block.size - len(a) * len(g)
     scaled = lambda x: n * x + delta
-    # Without damping every positive eigenvalue counts as one, and a zero as none.
-    effective = _streamed(a, g, lambda x: n * x / scaled(x)) if delta else len(a) * len(g)
+    # Without damping every eigenvalue that is no rounding error of zero counts as one.
+    positive = len(sure_a) * len(sure_g)
+    effective = _streamed(a, g, lambda x: n * x / scaled(x)) if delta else positive
     log_damped = _streamed(a, g, lambda x: np.log(scaled(x)))
     if zeros:
         log_damped += zeros * math.log(delta) if delta else -math.inf
@@ -78,7 +79,7 @@ def sums_of(block: CapacityBlock, settings: Settings) -> Sums:
         entropy=_entropy(a) + _entropy(g) if len(a) and len(g) else 0.0,
         powers=tuple(float((a**p).sum() * (g**p).sum()) for p in settings.powers),
         log_positive=float(len(sure_g) * np.log(sure_a).sum() + len(sure_a) * np.log(sure_g).sum()),
-        positive=len(sure_a) * len(sure_g),
+        positive=positive,
         above=count_above(block, settings.threshold),
         smallest=float(block.rows[0] * block.columns[0]),
         largest=float(block.rows[-1] * block.columns[-1]),
