@@ -10,11 +10,13 @@ jaxkfac that a call enters whose traces are cached, outside ``jit``.
 import argparse
 import ast
 import collections
-import json
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
+
+from benchmarks._record import stamp, write
 
 ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jaxkfac"
@@ -24,11 +26,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the record here")
     arguments = parser.parse_args()
-    record = {**sources(), **entered()}
+    record = stamp() | sources() | entered()
     for name, value in record.items():
         print(f"{name}: {value}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+        write(record, arguments.json)
     return 0
 
 
@@ -101,7 +103,7 @@ def _comparisons(tree: ast.Module) -> int:
     return sum(any(map(is_kind, x)) and any(map(is_text, x)) for x in [*compared, *matched])
 
 
-def _is_value(pattern: ast.AST) -> bool:
+def _is_value(pattern: ast.AST) -> TypeGuard[ast.MatchValue]:
     return isinstance(pattern, ast.MatchValue)
 
 
@@ -143,6 +145,7 @@ def entered() -> dict[str, str]:
     tx = jk.kfac(0.1, like=stats.factor_shapes(params, batch), damping=1e-3)
     state = tx.init(params)
     update = lambda: tx.update(grads, state, params, factors=factors)
+    profile = _Profile()
     with jk.HostCurvature(decay=0.9, refresh_every=100, lag=1) as service:
         steps = iter(range(1000))
 
@@ -151,26 +154,40 @@ def entered() -> dict[str, str]:
             service.flush()
 
         return {
-            "value_grad_and_factors": _entered(lambda: stats(params, batch)),
-            "kfac.update": _entered(update),
-            "push and flush": _entered(push),
+            "value_grad_and_factors": profile.entered(lambda: stats(params, batch)),
+            "kfac.update": profile.entered(update),
+            "push and flush": profile.entered(push),
+            "push and flush, with its threads": profile.entered(push, threads=True),
         }
 
 
-def _entered(call: Callable[[], Any]) -> str:
-    call()
-    functions: set[tuple[str, str, int]] = set()
+class _Profile:
+    """Records which functions of the library this thread and those started since then enter."""
 
-    def profile(frame: Any, event: str, _: Any) -> None:
+    def __init__(self) -> None:
+        self._functions: set[tuple[str, str, int]] = set()
+        self._threads = False
+        threading.setprofile(self)
+
+    def __call__(self, frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(str(LIBRARY)):
-            functions.add((code.co_filename, code.co_qualname, code.co_firstlineno))
+        here = self._threads or threading.current_thread() is threading.main_thread()
+        if event == "call" and here and code.co_filename.startswith(str(LIBRARY)):
+            self._functions.add((code.co_filename, code.co_qualname, code.co_firstlineno))
 
-    sys.setprofile(profile)
-    try:
+    def entered(self, call: Callable[[], Any], *, threads: bool = False) -> str:
+        """``functions / files`` of a second call, with those of other threads or without."""
         call()
-    finally:
-        sys.setprofile(None)
+        self._functions, self._threads = set(), threads
+        sys.setprofile(self)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        return _counted(self._functions)
+
+
+def _counted(functions: set[tuple[str, str, int]]) -> str:
     named = {x for x in functions if not x[1].endswith(("<lambda>", "<genexpr>", "<listcomp>"))}
     return f"{len(named)} functions / {len({x[0] for x in named})} files"
 

@@ -155,6 +155,16 @@ class Layer:
         """Whether the block is a plain diagonal without Kronecker structure."""
         return self.is_elementwise and not self.g_dense
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is of the kind ``dense``: what adapters and NF4 are made for."""
+        return self.kind == "dense"
+
+    @property
+    def is_convolution(self) -> bool:
+        """Whether it is of the kind ``conv``, whose rows are patches."""
+        return self.kind == "conv"
+
     @functools.cached_property
     def is_elementwise(self) -> bool:
         """Whether each element of the parameter meets data by itself: it has no input side.

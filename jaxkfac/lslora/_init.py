@@ -113,7 +113,7 @@ def targeted(config: Config, table: LayerTable) -> list[Layer]:
     """
     names = [name for name in table if config.targets(name)]
     layers = [table[name] for name in names]
-    wrong = {x.name: f"is of kind {x.kind!r}" for x in layers if x.kind != "dense"}
+    wrong = {x.name: f"is of kind {x.kind!r}" for x in layers if not x.is_dense}
     wrong |= {x.name: "is computed from parameters" for x in layers if x.computed_from}
     held = {part.path for x in table.values() for part in (x.weight, x.bias) if part}
     if config.target == ALL_LINEAR:

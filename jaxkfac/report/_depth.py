@@ -8,7 +8,7 @@ from jaxkfac.curvature import CapacityRecord
 from jaxkfac.report._capacity import CapacityReport
 
 
-class Stack(NamedTuple):
+class DepthStack(NamedTuple):
     """Layers that are stacked together: the blocks of a decoder, say.
 
     Attributes:
@@ -38,7 +38,7 @@ class Stack(NamedTuple):
             yield [str(i), *ranks, number(trace), share]
 
 
-def stacks_of(report: CapacityReport) -> list[Stack]:
+def stacks_of(report: CapacityReport) -> list[DepthStack]:
     """The stacks of a model, in its order; layers without two factors are left out."""
     found: dict[tuple[str, int], dict[str, tuple[CapacityRecord, ...]]] = {}
     for name, record in report.metrics.layers.items():
@@ -47,4 +47,4 @@ def stacks_of(report: CapacityReport) -> list[Stack]:
         first = "/".join(name.split("/")[:2])
         rest = name.removeprefix(f"{first}/").removesuffix("/kernel")
         found.setdefault((first, len(record.slices)), {})[rest] = record.slices
-    return [Stack(name, layers) for (name, _), layers in found.items()]
+    return [DepthStack(name, layers) for (name, _), layers in found.items()]

@@ -1,6 +1,6 @@
 """Capacity over depth, a panel for each measure and a line for each layer."""
 
-from jaxkfac.report._depth import Stack
+from jaxkfac.report._depth import DepthStack
 from jaxkfac.report._style import FIGURE_STYLE, svg_bytes
 
 _MEASURES = {
@@ -10,7 +10,7 @@ _MEASURES = {
 }
 
 
-def depth_figure(stack: Stack) -> bytes:
+def depth_figure(stack: DepthStack) -> bytes:
     """Entropy rank, participation ratio and trace of each layer, from the first block to the last.
 
     Returns:

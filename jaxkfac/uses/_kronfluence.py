@@ -66,7 +66,7 @@ def load_kronfluence(
         dense = [layer for layer in like.layers if not layer.is_diagonal]
         names = {x.name: x.weight.path.removesuffix("/kernel").replace("/", ".") for x in dense}
     for layer in map(like.layer, names):
-        if layer.kind == "conv":
+        if layer.is_convolution:
             raise ValueError(
                 f"layer {layer.name!r} is a convolution, whose inputs kronfluence has in another "
                 "order, (C_in, kh, kw) in place of (kh, kw, C_in): leave it out of names="

@@ -52,7 +52,7 @@ def _first_inputs(analysis: Analysis, params: Any, batch: Any, exist: Any) -> st
     squares = collect(params, batch, positions=exist).factors
     found = []
     for number, layer in enumerate(squares.layers):
-        if layer.is_diagonal or layer.kind == "embedding":
+        if layer.is_diagonal:
             continue
         finite = np.isfinite(np.asarray(squares.a_sums[layer.input]))
         bad = np.flatnonzero(~finite.reshape(*layer.stack[:1], -1).all(-1))

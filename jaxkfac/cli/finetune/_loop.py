@@ -18,7 +18,7 @@ from jaxkfac.cli._run_state import is_whole
 from jaxkfac.cli.finetune._exam import fourier_record
 from jaxkfac.cli.finetune._options import Finetuning
 from jaxkfac.cli.finetune._problem import FinetuneProblem, learning_rate, micro_batches
-from jaxkfac.cli.finetune._step import MicroStep, Prepared, empty_history, prepare, write
+from jaxkfac.cli.finetune._step import MicroStep, PreparedStep, empty_history, prepare, write
 from jaxkfac.data.stream import Position
 from jaxkfac.report import FinetuneRecords
 
@@ -52,7 +52,7 @@ class _Unread(NamedTuple):
         look: What was asked about the adapters after it, or ``None``.
     """
 
-    given: list[Prepared]
+    given: list[PreparedStep]
     numbers: jax.Array
     look: Any
 
@@ -103,7 +103,7 @@ class Tuning:
         self._history = problem.devices.whole(history)
         self._last = micro_batches(experiment, problem, total - 1).stop - 1
         self._unread: list[_Unread] = []
-        self._ahead: Prepared | None = None
+        self._ahead: PreparedStep | None = None
         self._batches = problem.train.iterate(state.position)
         self._clock = 0.0
 
@@ -185,7 +185,7 @@ class Tuning:
         )
         self.state, self._unread = self.state._replace(records=records), []
 
-    def _prepared(self, number: int) -> Prepared:
+    def _prepared(self, number: int) -> PreparedStep:
         return prepare(self._problem, number, self._batches)
 
     def _wait(self, *, ahead: int) -> None:

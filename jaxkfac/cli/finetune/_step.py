@@ -23,7 +23,7 @@ PyTree = Any
 _LABELS, _DROPOUT = 0, 1  # folded into the run's key: K-FAC's labels and dropout differ
 
 
-class Prepared(NamedTuple):
+class PreparedStep(NamedTuple):
     """A micro-batch on the device, and what of it the host counts.
 
     Attributes:
@@ -45,7 +45,7 @@ class Prepared(NamedTuple):
 
 def prepare(
     problem: FinetuneProblem, number: int, batches: Iterator[tuple[Any, Position]]
-) -> Prepared:
+) -> PreparedStep:
     """Build the next micro-batch and send it; does not wait until it has arrived.
 
     Raises:
@@ -56,7 +56,7 @@ def prepare(
         check_ids(batch.largest_id, problem.vocabulary)
     counts = batch.num_tokens, batch.num_terms, batch.num_examples
     arrays = problem.family.batch(batch, np.asarray)
-    return Prepared(number, position, problem.devices.put_batch(arrays), *counts)
+    return PreparedStep(number, position, problem.devices.put_batch(arrays), *counts)
 
 
 class MicroResult(NamedTuple):
@@ -108,7 +108,7 @@ class MicroStep:
         self._run = jax.jit(step, donate_argnums=(1, 2), **options)
         self._compiled: dict[tuple[tuple[int, ...], ...], Any] = {}
 
-    def __call__(self, adapters: PyTree, optimizer: PyTree, given: Prepared) -> MicroResult:
+    def __call__(self, adapters: PyTree, optimizer: PyTree, given: PreparedStep) -> MicroResult:
         """Take a micro-batch into account."""
         number = self._devices.whole(jnp.asarray(given.number, jnp.int32))
         arguments = (self._params, adapters, optimizer, given.batch, number)

@@ -70,7 +70,7 @@ def axes_of(table: LayerTable, layers: str, leaves: dict[str, Any]) -> dict[str,
     chosen = selector(layers, [n for n in table if table[n].weight.path in leaves])
     for name in (n for n in table if n in chosen):
         layer, path = table[name], table[name].weight.path
-        if layer.kind != "dense":
+        if not layer.is_dense:
             raise ValueError(
                 f"layer {name!r} is of kind {layer.kind!r}, and only dense layers can be NF4: "
                 "make layers= narrower"
@@ -83,7 +83,7 @@ def axes_of(table: LayerTable, layers: str, leaves: dict[str, Any]) -> dict[str,
                 "precision"
             )
     for name, layer in table.items():
-        if layer.kind != "dense" and layer.weight.path in found:
+        if not layer.is_dense and layer.weight.path in found:
             raise ValueError(
                 f"layer {found[layer.weight.path].name!r}: its parameter is also read as an "
                 f"{layer.kind} ({name!r}), which NF4 cannot be: keep it in full precision"
