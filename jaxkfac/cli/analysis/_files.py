@@ -19,7 +19,7 @@ _FORM = "jaxkfac-analysis"
 _FOLDERS = ("factors", "spectra", "lanczos")
 
 
-class Sums:
+class StoredSums:
     """Sums and counts of some parts, triangles folded.
 
     Attributes:
@@ -113,7 +113,7 @@ class Folder:
 
     # ------------------------------------------------------------ factors
 
-    def save_part(self, part: Part, sums: Sums) -> None:
+    def save_part(self, part: Part, sums: StoredSums) -> None:
         """Write one part of a finished pass."""
         about = {"terms": sums.terms, "size": sums.sizes.get(part)}
         arrays = [("sum", sums.arrays[part])]
@@ -121,9 +121,9 @@ class Folder:
             arrays.append(("count", sums.counts[part]))
         self._write(self._of_part(part), about, arrays, f"the factor {part}")
 
-    def load_part(self, part: Part) -> Sums:
+    def load_part(self, part: Part) -> StoredSums:
         """Read it."""
-        found = Sums()
+        found = StoredSums()
         with Archive(self._of_part(part), _FORM, f"factor {part}") as stored:
             found.terms = stored.about["terms"]
             if stored.about["size"] is not None:
@@ -136,7 +136,7 @@ class Folder:
     def has_part(self, part: Part) -> bool:
         return self._of_part(part).is_file()
 
-    def save_sums(self, name: str, sums: Sums) -> None:
+    def save_sums(self, name: str, sums: StoredSums) -> None:
         """Write the sums of a pass that goes on."""
         about = {
             "parts": [list(part) for part in sums.arrays],
@@ -152,9 +152,9 @@ class Folder:
         ]
         self._write(self.path / "factors" / name, about, arrays, "the sums of a pass")
 
-    def load_sums(self, name: str) -> Sums:
+    def load_sums(self, name: str) -> StoredSums:
         """Read them; none of a pass that has not begun."""
-        path, found = self.path / "factors" / name, Sums()
+        path, found = self.path / "factors" / name, StoredSums()
         if not path.exists():
             return found
         with Archive(path, _FORM, "sums of a pass") as stored:

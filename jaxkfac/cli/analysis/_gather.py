@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxkfac.cli.analysis._files import Folder, Sums
+from jaxkfac.cli.analysis._files import Folder, StoredSums
 from jaxkfac.cli.analysis._non_finite import raise_non_finite
 from jaxkfac.cli.analysis._parts import TABLES, Part
-from jaxkfac.cli.analysis._program import Analysis
+from jaxkfac.cli.analysis._program import AnalyzedModel
 from jaxkfac.cli.analysis._texts import Texts, on_device
 from jaxkfac.factors import Factors, Pass
 from jaxkfac.linalg import pack, packed_shape
 
 
 def gather(
-    analysis: Analysis,
+    analysis: AnalyzedModel,
     params: Any,
     texts: Texts,
     folder: Folder,
@@ -60,7 +60,7 @@ def gather(
 
 
 def _one_pass(
-    analysis: Analysis,
+    analysis: AnalyzedModel,
     params: Any,
     texts: Texts,
     folder: Folder,
@@ -95,7 +95,7 @@ def _one_pass(
     return {"loss": sums.loss / max(sums.terms, 1.0), "terms": sums.terms}
 
 
-def _add(sums: Sums, factors: Factors, one: Pass, stacks: dict[str, int]) -> Part | None:
+def _add(sums: StoredSums, factors: Factors, one: Pass, stacks: dict[str, int]) -> Part | None:
     """Add a batch's factors, one block at a time; the first part that is not finite."""
     dense = {("a_sums", x.input) for x in factors.layers if x.a_dense and not x.is_diagonal}
     dense |= {("g_sums", x.name) for x in factors.layers if x.g_dense}

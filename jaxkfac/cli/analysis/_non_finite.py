@@ -10,12 +10,12 @@ import numpy as np
 import jaxkfac as jk
 from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.cli.analysis._parts import Part
-from jaxkfac.cli.analysis._program import Analysis
+from jaxkfac.cli.analysis._program import AnalyzedModel
 from jaxkfac.interception import Layer, leaves_by_path
 
 
 def raise_non_finite(
-    analysis: Analysis, params: Any, batch: Any, exist: Any, bad: Part, texts: Sequence[int]
+    analysis: AnalyzedModel, params: Any, batch: Any, exist: Any, bad: Part, texts: Sequence[int]
 ) -> NoReturn:
     """Name the first layer whose inputs are not finite, or else the part that is not.
 
@@ -44,7 +44,7 @@ def raise_non_finite(
     )
 
 
-def _first_inputs(analysis: Analysis, params: Any, batch: Any, exist: Any) -> str | None:
+def _first_inputs(analysis: AnalyzedModel, params: Any, batch: Any, exist: Any) -> str | None:
     """The layer, in the order of the program, from the diagonals of all A alone."""
     collect = jk.value_grad_and_factors(
         analysis.objective, fisher="forward", max_dense=1, uncovered="ignore"

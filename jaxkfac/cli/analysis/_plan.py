@@ -8,7 +8,7 @@ import jax
 from jaxkfac.cli._out_of_memory import free_room
 from jaxkfac.cli.analysis._decompose import Chosen
 from jaxkfac.cli.analysis._pass_bytes import PassBytes
-from jaxkfac.cli.analysis._program import Analysis
+from jaxkfac.cli.analysis._program import AnalyzedModel
 from jaxkfac.memory import bytes_text, resident_bytes
 from jaxkfac.report import MemoryRow
 
@@ -16,14 +16,16 @@ _OF_MATRIX = {"float64": 36, "float32": 16}  # bytes times n² of a decompositio
 _MEAN = 8  # bytes times n²: the sum that was read, and its mean
 
 
-def fit(analysis: Analysis, chosen: Chosen, room: int, *, every: bool = True) -> list[MemoryRow]:
+def fit(
+    analysis: AnalyzedModel, chosen: Chosen, room: int, *, every: bool = True
+) -> list[MemoryRow]:
     """Find passes that fit into ``room`` bytes; what every stage then needs.
 
     Args:
         analysis: Takes the budget that is found.
         chosen: What is decomposed.
         room: Of the device; on a CPU of the whole process.
-        every: Whether every pass is compiled; see :meth:`Analysis.fit`.
+        every: Whether every pass is compiled; see :meth:`AnalyzedModel.fit`.
 
     Raises:
         ValueError: a stage does not fit, with the smallest room that would do.
@@ -60,7 +62,7 @@ def check_stages(rows: Sequence[MemoryRow], room: int, *, gathers: bool = False)
             )
 
 
-def plan_rows(analysis: Analysis, chosen: Chosen, found: PassBytes) -> list[MemoryRow]:
+def plan_rows(analysis: AnalyzedModel, chosen: Chosen, found: PassBytes) -> list[MemoryRow]:
     """The rows of every stage, from the bytes of its largest pass."""
     options, held = analysis.options, held_rows(analysis)
     on_cpu = jax.default_backend() == "cpu"
@@ -90,7 +92,7 @@ def plan_rows(analysis: Analysis, chosen: Chosen, found: PassBytes) -> list[Memo
     return rows
 
 
-def held_rows(analysis: Analysis) -> list[MemoryRow]:
+def held_rows(analysis: AnalyzedModel) -> list[MemoryRow]:
     """What is there all the time: this process, and the model until it has been used."""
     on_cpu = jax.default_backend() == "cpu"
     stages = "gather, Lanczos" if analysis.options.lanczos else "gather"
@@ -111,7 +113,7 @@ def stage_bytes(rows: Sequence[MemoryRow], stage: str, *, on_device: bool = True
     )
 
 
-def disk_bytes(analysis: Analysis, shapes: Any) -> int:
+def disk_bytes(analysis: AnalyzedModel, shapes: Any) -> int:
     """What lies on the disk at most: folded factors, the sums of a pass, vectors of Lanczos."""
     tables = (shapes.a_sums, shapes.g_sums)
     sums = sum(x.size * x.dtype.itemsize for table in tables for x in table.values())

@@ -21,7 +21,7 @@ _HALVINGS = 12
 _SPREAD = 1.15  # a pass took up to 1.14 of the bytes of that whose factors take most
 
 
-class Analysis:
+class AnalyzedModel:
     """Everything that is known of an analysis before the model is loaded.
 
     Args:

@@ -7,7 +7,7 @@ import pytest
 
 from jaxkfac.cli._options import AnalyzeArguments, ModelAnalysis
 from jaxkfac.cli.analysis._pass_bytes import with_sums
-from jaxkfac.cli.analysis._program import Analysis
+from jaxkfac.cli.analysis._program import AnalyzedModel
 from jaxkfac.cli.analysis._texts import analyzed, batches_of, read_texts
 from jaxkfac.cli.analysis.conftest import CONFIG, write_model
 
@@ -42,8 +42,8 @@ def analysis(model, texts, monkeypatch):
         )
         return types.SimpleNamespace(memory_analysis=lambda: memory)
 
-    monkeypatch.setattr(Analysis, "_compile", compile_pass)
-    made = Analysis(options, shapes.apply_fn, shapes.params, *like)
+    monkeypatch.setattr(AnalyzedModel, "_compile", compile_pass)
+    made = AnalyzedModel(options, shapes.apply_fn, shapes.params, *like)
     made.compiled, made.more = compiled, 0
     return made
 

@@ -13,7 +13,7 @@ import pytest
 import jaxkfac as jk
 from jaxkfac.cli import _options
 from jaxkfac.cli.analysis import _files, _stages
-from jaxkfac.cli.analysis._program import Analysis
+from jaxkfac.cli.analysis._program import AnalyzedModel
 from jaxkfac.cli.analysis._texts import analyzed, batches_of, on_device, read_texts
 from jaxkfac.cli.analysis.conftest import write_model
 from jaxkfac.models import load_decoder
@@ -30,7 +30,7 @@ def small_passes(monkeypatch):
         params, batch, _ = self._shapes
         return self.use(self.collector.budgets(params, batch).least)
 
-    monkeypatch.setattr(Analysis, "fit", fit)
+    monkeypatch.setattr(AnalyzedModel, "fit", fit)
 
 
 def found(output):
@@ -126,7 +126,7 @@ def whole(model, texts, tmp_path_factory):
             params, batch, _ = self._shapes
             return self.use(self.collector.budgets(params, batch).least)
 
-        patch.setattr(Analysis, "fit", fit)
+        patch.setattr(AnalyzedModel, "fit", fit)
         assert main(["analyze", str(model), *fixed, *words]) == 0
     assert not (output / "factors").exists() and not (output / "lanczos").exists()
     return found(output)
@@ -234,8 +234,8 @@ def test_of_a_compared_model_no_lanczos_is_planned(analyze, monkeypatch, tmp_pat
     other = write_model(tmp_path / "other")
     memory = types.SimpleNamespace(temp_size_in_bytes=1, output_size_in_bytes=1)
     compiled = types.SimpleNamespace(memory_analysis=lambda: memory)
-    monkeypatch.setattr(Analysis, "_compile", lambda *_: compiled)
-    monkeypatch.setattr(Analysis, "product", compiled)
+    monkeypatch.setattr(AnalyzedModel, "_compile", lambda *_: compiled)
+    monkeypatch.setattr(AnalyzedModel, "product", compiled)
     assert analyze("--plan", "--compare", str(other)) == 0
     first, second = capsys.readouterr().out.split("Memory of the analysis")[1:]
     assert "Lanczos, sum" in first and "Lanczos" not in second

@@ -25,7 +25,7 @@ from jaxkfac.cli.analysis._gather import gather
 from jaxkfac.cli.analysis._lanczos import ExactSpectrum, lanczos
 from jaxkfac.cli.analysis._parts import groups_of
 from jaxkfac.cli.analysis._plan import check_stages, disk_bytes, fit, plan_rows, room_of
-from jaxkfac.cli.analysis._program import Analysis
+from jaxkfac.cli.analysis._program import AnalyzedModel
 from jaxkfac.cli.analysis._texts import Analyzed, Texts, analyzed, batches_of, on_device, read_texts
 from jaxkfac.memory import bytes_text, parse_bytes
 from jaxkfac.models.pretrained import KNOWN, cached_file
@@ -54,7 +54,7 @@ class Prepared(NamedTuple):
 
     what: Analyzed
     texts: Texts
-    analysis: Analysis
+    analysis: AnalyzedModel
     chosen: Chosen
     folder: Folder
     known: Mapping[str, Any]
@@ -102,7 +102,7 @@ def prepare(arguments: AnalyzeArguments, model: str, path: Path, *, exact: bool 
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x)
             for x in (texts.batches[0], texts.exist[0])
         ]
-        analysis = Analysis(options, shapes.apply_fn, shapes.params, *like)
+        analysis = AnalyzedModel(options, shapes.apply_fn, shapes.params, *like)
         chosen = Chosen(groups_of(analysis.layers), options.decompose)
         folder = Folder(path)
         asked = {

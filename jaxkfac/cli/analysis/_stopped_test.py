@@ -11,7 +11,7 @@ import pytest
 
 from jaxkfac.cli.analysis import _decompose, _gather, _lanczos, _stages
 from jaxkfac.cli.analysis._files import Folder
-from jaxkfac.cli.analysis._program import Analysis
+from jaxkfac.cli.analysis._program import AnalyzedModel
 from jaxkfac.cli.analysis._run_test import found
 from jaxkfac.cli.analysis._texts import Texts
 
@@ -91,7 +91,7 @@ def test_a_kill_at_the_end_of_a_pass_does_not_repeat_it(tmp_path, monkeypatch):
     sums = tmp_path / "factors" / "pass-0"
     sums.parent.mkdir()
     sums.touch()
-    analysis = Analysis.__new__(Analysis)  # of one pass, which is not run here
+    analysis = AnalyzedModel.__new__(AnalyzedModel)  # of one pass, which is not run here
     analysis.passes = (None,)
     texts = Texts([], [], 0, 0, 0, "")
 

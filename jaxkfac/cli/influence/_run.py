@@ -28,7 +28,7 @@ from jaxkfac.cli.influence._score import (
     scored,
 )
 from jaxkfac.cli.influence._stages import STAGES, Stages
-from jaxkfac.cli.influence._texts import PairReader, RecordReader, Texts
+from jaxkfac.cli.influence._texts import PairReader, RecordReader, ScoredTexts
 from jaxkfac.files import whole_file, write_text
 from jaxkfac.interception import leaves_by_path
 from jaxkfac.report import QueryRecord, ScoredText, influence_page, influence_table, versions
@@ -130,7 +130,7 @@ def _crc(params: Any) -> str:
     return f"{found:08x}"
 
 
-def _say(train: Texts, queries: Texts) -> None:
+def _say(train: ScoredTexts, queries: ScoredTexts) -> None:
     console = Console(stderr=True)
     for name, texts in (("train", train), ("queries", queries)):
         console.print(f"{name}: {texts}", highlight=False, soft_wrap=True)

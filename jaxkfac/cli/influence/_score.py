@@ -16,7 +16,7 @@ from jaxkfac.cli._phases import phase
 from jaxkfac.cli._progress import progress
 from jaxkfac.cli.influence._options import InfluenceArguments
 from jaxkfac.cli.influence._stages import Stages
-from jaxkfac.cli.influence._texts import NumberedText, TextReader, Texts
+from jaxkfac.cli.influence._texts import NumberedText, ScoredTexts, TextReader
 from jaxkfac.memory import MemoryBudgetError, parse_bytes
 from jaxkfac.uses import Queries, scores_of_batches
 
@@ -41,8 +41,8 @@ class Scoring(NamedTuple):
     family: Any
     pretrained: Any
     reader: TextReader
-    train: Texts
-    queries: Texts
+    train: ScoredTexts
+    queries: ScoredTexts
     params_crc: str
 
     @property

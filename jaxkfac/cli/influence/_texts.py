@@ -26,7 +26,7 @@ class NumberedText(NamedTuple):
     example: Any
 
 
-class Texts(NamedTuple):
+class ScoredTexts(NamedTuple):
     """What a file holds.
 
     Attributes:
@@ -72,7 +72,7 @@ class TextReader(abc.ABC):
         self._arguments, self._pretrained = arguments, pretrained
         self._tokenizer = pretrained.tokenizer
 
-    def read(self, path: Path, what: str) -> Texts:
+    def read(self, path: Path, what: str) -> ScoredTexts:
         """The texts of a file.
 
         Raises:
@@ -98,7 +98,7 @@ class TextReader(abc.ABC):
             )
         largest = max(int(side.max(initial=0)) for text in texts for side in self._ids(text))
         check_ids(largest, self._pretrained.config.vocabulary)
-        return Texts(texts, cut, left_out)
+        return ScoredTexts(texts, cut, left_out)
 
     def batches(
         self, texts: Sequence[NumberedText], *, start: int = 0, fill: bool = True
