@@ -298,7 +298,6 @@ def test_queries_within_a_budget_are_those_without_one():
         jk.influence(*args, BATCH, max_bytes=(2 + 3) * each - 1)
 
 
-@pytest.mark.exhaustive
 def test_a_stream_in_two_parts_goes_on_where_the_first_ended():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     held = jk.prepare_queries(OBJECTIVE, PARAMS, bases, QUERIES)
@@ -471,17 +470,22 @@ def test_self_influence_is_the_same_whatever_fits_at_once():
         jk.self_influence(*args, BATCH, max_bytes=one - 1)
 
 
-def test_self_influence_holds_no_gradient_of_a_layer_that_is_passed_once():
+@pytest.mark.parametrize("queries", [None, 1, 2])
+def test_gradients_of_a_layer_that_is_passed_once_are_not_held(monkeypatch, queries):
     """Of 128 examples these would be more than all that the program takes."""
+    monkeypatch.setattr("jaxkfac.kinds._both_sides.CHUNK_BYTES", 2**16)
     params = {"w": normal(48, 48), "u": normal(48, 48)}
     batch = normal(128, 2, 48), jnp.zeros((128, 2), int)
     objective = jk.Objective(lambda p, x: jnp.tanh(x @ p["w"]) @ p["u"], jk.Categorical())
     bases = bases_of(objective, params, batch)
 
-    def own(params, batch):
-        return jk.self_influence(objective, params, bases, batch, max_bytes=1)
+    def scores(params, batch):
+        if queries is None:
+            return jk.self_influence(objective, params, bases, batch, max_bytes=1)
+        asked = jax.tree.map(lambda x: x[:queries], batch)
+        return jk.influence(objective, params, bases, asked, batch)
 
-    taken = jax.jit(own).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
+    taken = jax.jit(scores).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
     assert taken < 128 * 8 * 48 * 48
 
 

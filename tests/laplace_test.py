@@ -167,6 +167,21 @@ def test_variance_is_the_same_whatever_fits_at_once():
         posterior.variance(BATCH[0], max_bytes=3 * rows - 1)
 
 
+def test_variance_holds_no_jacobian_of_all_examples():
+    params = {"w": normal(32, 32), "u": normal(32, 8)}
+    inputs, targets = normal(128, 32), jnp.zeros(128, int)
+    objective = jk.Objective(lambda p, x: jnp.tanh(x @ p["w"]) @ p["u"], jk.Categorical())
+    bases = bases_of(objective, params, (inputs, targets))
+    posterior = jk.laplace(objective, params, bases, num_examples=128)
+    one = 8 * sum(x.size for x in params.values())  # bytes of an example's Jacobian by an output
+
+    def variance(inputs):
+        return posterior.variance(inputs, max_bytes=8 * one)
+
+    taken = jax.jit(variance).lower(inputs).compile().memory_analysis().temp_size_in_bytes
+    assert taken < 128 * 8 * one / 8
+
+
 def check_variance(objective, params, batch):
     """Against whole Jacobians and ``natural_gradient``."""
     bases = bases_of(objective, params, batch, fisher="empirical")

@@ -186,7 +186,6 @@ def folder(tmp_path):
     return folder
 
 
-@pytest.mark.exhaustive
 def test_an_encoder_decoder_is_scored_on_pairs(folder, tmp_path):
     rows = [{"source": f"number {i}", "target": f"Zahl {i}"} for i in range(6)]
     train = write(tmp_path / "train.jsonl", rows)
