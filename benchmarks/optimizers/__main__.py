@@ -3,8 +3,9 @@
 Run: python -m benchmarks.optimizers [--problem autoencoder] [--method adamw] [--minutes 30]
      [--peer ENV/bin/python] [--report]
 
-Every optimizer has four settings, and a fifth beyond the four if the best of them on Poisson's
-equation lay at their edge; each is run once for a third of the budget (seed 0). The one with the
+Every optimizer has four settings or five: some got a fifth where the best on Poisson's equation lay
+at an edge at first, and the page names those that lie there still. Each setting is run once for a
+third of the budget (seed 0). The one with the
 least validation measure is run on five other seeds for the whole budget, in rounds: seed 1 of
 all optimizers, then seed 2. A learning rate that is given falls to zero over the second half of
 the budget. Time is CPU time of all threads in training steps, data included, without compilation
