@@ -258,8 +258,8 @@ SECTIONS = (
         "python -m benchmarks.optimizer_steps --peer ENV/bin/python --json "
         "benchmarks/results/optimizer_steps-cpu.json",
         "The autoencoder of the K-FAC papers on the embedded digits. kfac-jax 0.0.8 runs in an "
-        "environment of its own with jax 0.8.1, the newest that it works with, and without XNNPACK, "
-        "which there reads weights that have been donated. The goals of a step are from before ours "
+        "environment of its own with jax 0.8.1, the newest that it works with, without XNNPACK, "
+        "which there reads donated weights. The goals of a step are from before ours "
         "adapted, so fixed settings are held against its adaptive ones. Steps are medians; "
         "a goal is judged by the median of the ratios of neighbouring blocks of steps. Most of "
         "the first step compiles the update: `python -m benchmarks.first_step --part update` says "
