@@ -180,6 +180,7 @@ H100 = $(CUDA)/bin/python -m benchmarks.accelerators --target h100 $(ACCELERATOR
 accelerators: $(CUDA)/.stamp $(TPU)/.stamp
 	for dtype in float32 bfloat16; do for size in real small others; do $(H100) --size $$size --dtype $$dtype; done; done
 	for layout in "data parallel" "fully sharded"; do $(H100) --layout "$$layout"; done
+	$(H100) --layout "data parallel" --dtype bfloat16
 	$(TPU)/bin/python -m benchmarks.accelerators --target v5e --limit 300 $(ACCELERATORS_ARGS)
 
 plan-record: $(VENV)/.stamp-test $(CUDA)/.stamp

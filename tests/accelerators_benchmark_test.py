@@ -143,3 +143,14 @@ def test_the_table_of_the_docs_is_of_the_record():
             }
             row, gradient = rows[name]["temporaries"], gradient_of(name, rows)["temporaries"]
             assert (size, ratio) == (f"{row / 2**20:.0f}", f"{row / gradient:.2f}"), (name, dtype)
+
+
+def test_on_eight_devices_none_solves_more_than_its_share_and_the_largest_matrix():
+    rows = json.loads(_record.RECORD.read_text())["rows"]
+    divided = [key for key in rows if key.endswith("K-FAC step, divided")]
+    assert len(divided) == 3  # two layouts, one of them in two dtypes
+    for key in divided:
+        whole, mine = rows[key.removesuffix(", divided")], rows[key]
+        largest = max(int(solve.split(" x ")[1]) for solve in whole["solves"]) ** 3
+        assert 0 < mine["cubes"] <= whole["cubes"] / 8 + largest
+        assert mine["outputs"] < 1.01 * whole["outputs"]  # what is sharded stays so

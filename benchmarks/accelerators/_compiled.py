@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import topologies  # noqa: TID251 (the only way to compile for no device)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxkfac.memory import divided_shardings
 from jaxkfac.planning import TARGETS, program_work
 
 
@@ -36,9 +37,13 @@ def lowered_step(fn: Any, args: tuple[Any, ...], target: str, layout: str) -> tu
         target: Its name.
         layout: ``"one device"``, or ``"data parallel"`` or ``"fully sharded"`` over eight.
     """
-    args = _placed(args, target, layout)
+    shapes, args = args, _placed(args, target, layout)
+    places = None
+    if layout == "fully sharded":  # as without it the compiler leaves results whole on each device
+        results = jax.eval_shape(fn, *shapes)
+        places = divided_shardings(results, _mesh(target), "data")
     start = time.process_time()
-    return jax.jit(fn).lower(*args), time.process_time() - start
+    return jax.jit(fn, out_shardings=places).lower(*args), time.process_time() - start
 
 
 def fingerprint(lowered: Any, target: str) -> str:
@@ -73,18 +78,19 @@ def _placed(args: tuple[Any, ...], target: str, layout: str) -> tuple[Any, ...]:
     if layout == "one device":
         there = SingleDeviceSharding(devices(target, 1)[0])
         return jax.tree.map(lambda x: _with(x, there), args)
-    mesh = Mesh(np.array(devices(target, 8)), ("data",))
+    mesh = _mesh(target)
+    whole = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), args)
+    state = divided_shardings(args, mesh, "data") if layout == "fully sharded" else whole
 
-    def sharded(x: Any) -> Any:
-        """Token ids by sequence; state along the last axis that eight devices divide, or whole."""
-        axes: list[Any] = [None] * x.ndim
-        if x.dtype == np.int32 and x.ndim == 2:
-            axes[0] = "data"
-        elif layout == "fully sharded" and (d := [d for d, n in enumerate(x.shape) if n % 8 == 0]):
-            axes[d[-1]] = "data"
-        return _with(x, NamedSharding(mesh, PartitionSpec(*axes)))
+    def sharded(x: Any, there: Any) -> Any:
+        is_batch = x.dtype == np.int32 and x.ndim == 2  # token ids, by sequence
+        return _with(x, NamedSharding(mesh, PartitionSpec("data")) if is_batch else there)
 
-    return jax.tree.map(sharded, args)
+    return jax.tree.map(sharded, args, state)
+
+
+def _mesh(target: str) -> Mesh:
+    return Mesh(np.array(devices(target, 8)), ("data",))
 
 
 def _with(x: Any, sharding: Any) -> Any:
