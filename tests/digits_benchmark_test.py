@@ -1,9 +1,15 @@
 """The record of the defaults of `jaxkfac train`: what is chosen, and what its page says."""
 
+import dataclasses
+import json
 import math
 
+import pytest
+
+from benchmarks.digits.__main__ import RESULTS
 from benchmarks.digits._page import page
-from benchmarks.digits._settings import CHOOSING, RACING, SETTINGS, chosen, cost
+from benchmarks.digits._settings import CHOOSING, RACING, SETTINGS, SHARED, chosen, cost
+from jaxkfac.cli._options import Experiment
 
 ABOUT = {"command": "python -m benchmarks.digits", "date": "now", "jax": "0", "cores": 2}
 
@@ -39,4 +45,16 @@ def test_both_optimizers_have_as_many_settings_and_the_page_has_all_of_them():
     assert found.count("| 44 | 2.0 |") == 2 * len(SETTINGS["kfac"]) - 2
     assert found.count("**") == 2 * 2
     assert "Neither is shown to be faster in updates" in found
-    assert "AdamW is faster in CPU seconds" in found and " CPU s (means of 3 seeds" in found
+    assert (
+        "AdamW is faster in CPU seconds" in found and " CPU s (geometric means of 3 seeds" in found
+    )
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_train_has_the_settings_that_the_record_chose(name):
+    lines = [json.loads(line) for line in (RESULTS / "digits.jsonl").read_text().splitlines()]
+    runs = [x for x in lines if x["optimizer"] == name and x["seed"] == CHOOSING]
+    best = chosen([x for x in runs if x["setting"] in SETTINGS[name]])
+    defaults = dataclasses.asdict(getattr(Experiment(), name))
+    wanted = dataclasses.asdict(dataclasses.replace(SHARED[name], **best))
+    assert defaults == pytest.approx(wanted)
