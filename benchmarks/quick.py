@@ -6,9 +6,11 @@ Run: python -m benchmarks.quick [--rounds 9] [--write]
 - ``factors, sampled``: the same with sampled labels.
 - ``factors, quarter``: from a quarter of the rows.
 - ``decomposition``: of the net's factors, over value and gradient.
+- ``inverses``: of the net's damped factors, likewise.
 - ``step``: a K-FAC step, with factors and without a refresh, over one of AdamW.
 - ``step, adaptive``: the same where damping, learning rate and momentum adapt.
 - ``adapters``: value and gradient of LS-LoRA adapters, over those of plain LoRA.
+- ``adapters, gradient``: the same, over those of the net's own parameters.
 
 The contestants take turns, and a ratio is the median over the rounds of the ratio of their CPU
 times (all threads, which other work on the machine blurs less than wall time). A ratio above 1.5
@@ -32,6 +34,7 @@ import optax
 
 import jaxkfac as jk
 from benchmarks._record import shown, stamp, write
+from jaxkfac.curvature import invert
 
 RECORD = Path(__file__).parent / "results" / "quick-cpu.json"
 BOUND = 1.5
@@ -42,9 +45,11 @@ RATIOS = {
     "factors, sampled": ("factors, sampled", "gradient"),
     "factors, quarter": ("factors, quarter", "gradient"),
     "decomposition": ("decomposition", "gradient"),
+    "inverses": ("inverses", "gradient"),
     "step": ("step", "adamw"),
     "step, adaptive": ("step, adaptive", "adamw"),
     "adapters": ("adapters", "lora"),
+    "adapters, gradient": ("adapters", "gradient"),
 }
 
 
@@ -81,6 +86,9 @@ def contestants() -> dict[str, Run]:
         "factors, quarter": compiled(stats(subsample=0.25), params, batch, key),
         "decomposition": compiled(
             lambda factors: jk.eigendecompose(factors, placement="device"), factors
+        ),
+        "inverses": compiled(
+            lambda factors: invert(factors, damping=0.1, damping_mode="pi"), factors
         ),
     }
     fixed = {"learning_rate": 0.1, "damping": 0.1}

@@ -9,7 +9,8 @@ from tests.zoo import all_programs
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 HEAD = """# The zoo: programs that are tried
 
-Every row is a program of the test suite: `pytest tests/zoo` takes each one, looks which parameters
+Every row is a program of the test suite: `pytest tests/zoo -m ""` takes each one whose library is
+there (without `-m`, some of each family), looks which parameters
 are covered, compares value and gradient with plain JAX, and the factors with what the last column
 names. "Brute force" means every row of every layer written out in NumPy, in float64, to 1e-10.
 Models of other libraries are taken where these are installed (`pip install -e .[zoo]`).
