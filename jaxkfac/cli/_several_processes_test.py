@@ -26,10 +26,12 @@ FINETUNE = [
 ]
 # The command line with a small decoder, four bits a weight, in place of a downloaded one.
 PROGRAM = """
+import functools
 import os
 import resource
 import sys
 import jax
+import optax
 from flax import nnx
 import jaxkfac as jk
 from jaxkfac.cli import _train, main
@@ -45,6 +47,8 @@ def load_model(experiment):
     return Pretrained(CONFIG, apply_fn, params, Letters(), "models/tiny")
 
 _run.load_model = load_model
+if "ADAMW_EPS" in os.environ:  # another program of the same options
+    optax.adamw = functools.partial(optax.adamw, eps=float(os.environ["ADAMW_EPS"]))
 if "FILE_BYTES" in os.environ:  # the kernel's own refusal to write on
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["FILE_BYTES"]),) * 2)
 sys.exit(main(sys.argv[1:]))
@@ -221,6 +225,17 @@ def test_processes_with_other_options_or_programs_end_at_once(tmp_path, what):
     for rank in range(2):
         assert "comparing options: processes [0] and [1] do not have the same" in run.said(rank)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_process_with_another_program_ends_all_before_a_step(tmp_path):
+    words = ["adamw" if word == "kfac" else word for word in TRAIN]
+    words += ["--devices", "all", "--output", str(tmp_path / "run")]
+    run = Run(tmp_path / "p", words, variables={"ADAMW_EPS": "0.125"})
+    assert run.codes(120) == [2, 2], (run.said(0), run.said(1))
+    for rank in range(2):
+        assert "compiling: processes [0] and [1] do not have the same" in run.said(rank)
+    assert find_checkpoint(tmp_path / "run" / "adamw") is None
 
 
 @pytest.mark.slow
