@@ -149,6 +149,25 @@ def test_a_contrastive_loss_in_both_directions(fisher, sharing):
         np.testing.assert_allclose(factors[name].g, expected, rtol=1e-10, atol=1e-13)
 
 
+def test_sampled_labels_of_a_contrastive_loss_expect_its_exact_factors():
+    params, batch = {"i": normal(3, 4), "t": normal(2, 4)}, (normal(N, 3), normal(N, 2))
+    sampled = jk.value_grad_and_factors(clip, fisher="mc")
+    drawn = jax.vmap(lambda key: sampled(params, batch, key).factors.g_sums)
+    found = jax.jit(drawn)(jax.random.split(jax.random.key(0), 2000))
+    exact = jk.value_grad_and_factors(clip, fisher="exact")(params, batch).factors
+    for name in "it":
+        error = found[name].std(0) / 2000**0.5
+        assert (abs(found[name].mean(0) - exact.g_sums[name]) < 4 * error + 1e-12).all()
+
+
+def test_forward_factors_of_a_contrastive_loss_are_of_inputs_alone():
+    params, batch = {"i": normal(3, 4), "t": normal(2, 4)}, (normal(N, 3), normal(N, 2))
+    factors = jk.value_grad_and_factors(clip, fisher="forward")(params, batch).factors
+    for k, name in enumerate("it"):
+        np.testing.assert_allclose(factors[name].a, batch[k].T @ batch[k] / N, rtol=1e-10)
+        np.testing.assert_array_equal(factors[name].g, np.eye(4))
+
+
 def attended(h):
     """Each token of an example reads the others; then examples and tokens are one axis."""
     h = h.reshape(2, -1, h.shape[-1])
