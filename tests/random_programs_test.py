@@ -6,6 +6,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from jax import lax
 
@@ -216,12 +217,13 @@ def _over_examples(step):
     return lambda p, x: jax.vmap(lambda x: step(p, x[None])[0])(x)
 
 
+_KINDS = [
+    *("dense", "left", "heads", "merge", "twice", "repeat", "scan", "experts", "norm", "shift"),
+    *("gain", "soft", "unit", "picked", "ragged", "branch", "custom", *_PARTS),
+]
 pieces = st.builds(
     Piece,
-    kind=st.sampled_from(
-        ["dense", "left", "heads", "merge", "twice", "repeat", "scan", "experts", "norm", "shift"]
-        + ["gain", "soft", "unit", "picked", "ragged", "branch", "custom", *_PARTS]
-    ),
+    kind=st.sampled_from(_KINDS),
     bias=st.booleans(),
     walls=st.lists(st.sampled_from(["jit", "remat", "vmap"]), max_size=2).map(tuple),
     length=st.integers(2, 3),
@@ -255,7 +257,7 @@ def _marked(model):
     return loss
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=8)
 @hypothesis.given(
     stack=st.lists(pieces, min_size=1, max_size=4),
     masked=st.booleans(),
@@ -267,6 +269,24 @@ def _marked(model):
 def test_random_program_has_the_factors_of_the_brute_force(
     x64, stack, masked, padded, joint, marked, seed
 ):
+    check(stack, masked, padded, joint, marked, seed)
+
+
+@pytest.mark.parametrize("first", range(0, len(_KINDS), 3))
+def test_every_piece_of_a_random_program_is_in_one(x64, first):
+    """What is drawn above need not have each of them."""
+    walls = ("jit",), ("remat",), ("vmap", "remat")
+    stack = [
+        Piece(kind, bias=bool(i % 2), walls=walls[(first // 3 + i) % 3], length=2 + i % 2)
+        for i, kind in enumerate(_KINDS[first : first + 3])
+    ]
+    check(stack, masked=True, padded=bool(first % 2), joint=True, marked=False, seed=first)
+
+
+def check(
+    stack: list[Piece], masked: bool, padded: bool, joint: bool, marked: bool, seed: int
+) -> None:
+    """Value, gradient and factors of a program of these pieces."""
     n, s = 2, 3
     params = {
         f"p{i}": {
