@@ -62,8 +62,11 @@ class Piece:
         kernel, bias = p.get("kernel"), p.get("bias")
         label = f"{name}/kernel"
         add = (lambda y: y + bias) if bias is not None else (lambda y: y)
-        if self.kind in ("dense", "branch", "custom"):
+        if self.kind in ("dense", "branch", "switch", "custom", "custom vjp", "padded"):
             y = tap.dense(label, x, add(x @ kernel), bias=self.bias)
+        elif self.kind == "masked":  # by a constant triangle
+            y = add(x @ (kernel * jnp.tril(jnp.ones_like(kernel))))
+            y = tap.dense(label, x, y, bias=self.bias)
         elif self.kind == "left":  # the parameter is the left operand, outputs first
             y = tap.dense(label, x, add(jnp.einsum("oi,nsi->nso", kernel, x)), bias=self.bias)
         elif self.kind == "heads":
@@ -137,7 +140,8 @@ class Piece:
         """The same step as a user would write it, inside its walls."""
         step = self._looped if self.kind in ("repeat", "scan", "experts") else self._plain
         step = self._joined if self.kind in _PARTS else step
-        step = {name: getattr(self, f"_{name}") for name in _OTHERWISE}.get(self.kind, step)
+        own = {name: getattr(self, f"_{name.replace(' ', '_')}") for name in _OTHERWISE}
+        step = own.get(self.kind, step)
         for wall in self.walls:
             if wall == "vmap" and self.kind == "ragged":  # whose sizes are of all rows
                 continue
@@ -152,8 +156,24 @@ class Piece:
         looked_at = x if len(x) == 1 else p["kernel"]
         return lax.cond(jnp.max(looked_at) < 1e9, self._plain, lambda p, x: x, p, x)
 
+    def _switch(self, p, x):
+        """The second of three branches."""
+        looked_at = x if len(x) == 1 else p["kernel"]
+        others = lambda p, x: x
+        index = jnp.where(jnp.max(looked_at) < 1e9, 1, 0)
+        return lax.switch(index, (others, self._plain, others), p, x)
+
     def _custom(self, p, x):
         return x + jnp.tanh(_affine(p["kernel"], p.get("bias", jnp.zeros(WIDTH)), x))
+
+    def _custom_vjp(self, p, x):
+        return x + jnp.tanh(_affine_vjp(p["kernel"], p.get("bias", jnp.zeros(WIDTH)), x))
+
+    def _padded(self, p, x):
+        """Columns of zeros, of which nothing is read."""
+        y = x @ jnp.pad(p["kernel"], ((0, 0), (1, 2)))
+        y = y + jnp.pad(p["bias"], (1, 2)) if self.bias else y
+        return x + jnp.tanh(y[..., 1:-2])
 
     def _picked(self, p, x):
         """An index for each row, which is data."""
@@ -198,7 +218,8 @@ class Piece:
         return x + jnp.tanh(y)
 
 
-_OTHERWISE = ("branch", "custom", "picked", "ragged")  # as the program writes it, not as the tap
+# As the program writes it, not as the tap.
+_OTHERWISE = ("branch", "switch", "custom", "custom vjp", "padded", "picked", "ragged")
 
 
 @jax.custom_jvp
@@ -212,6 +233,20 @@ def _(primals, tangents):
     return _affine(w, b, x), (x @ dw + db) + dx @ w
 
 
+@jax.custom_vjp
+def _affine_vjp(w, b, x):
+    return x @ w + b
+
+
+def _affine_backward(kept, dy):
+    w, x = kept
+    rows, of_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    return rows.T @ of_rows, of_rows.sum(0), dy @ w.T
+
+
+_affine_vjp.defvjp(lambda w, b, x: (x @ w + b, (w, x)), _affine_backward)
+
+
 def _over_examples(step):
     """`vmap` over examples, each a batch of one inside."""
     return lambda p, x: jax.vmap(lambda x: step(p, x[None])[0])(x)
@@ -219,7 +254,8 @@ def _over_examples(step):
 
 _KINDS = [
     *("dense", "left", "heads", "merge", "twice", "repeat", "scan", "experts", "norm", "shift"),
-    *("gain", "soft", "unit", "picked", "ragged", "branch", "custom", *_PARTS),
+    *("gain", "soft", "unit", "picked", "ragged", "branch", "switch", "custom", *_PARTS),
+    *("custom vjp", "padded", "masked"),
 ]
 pieces = st.builds(
     Piece,
