@@ -185,6 +185,7 @@ NAMES = {
     "kept_targets": _PART,
     "largest_budget": _PART,
     "mean_of": _PART,
+    "number_kept": _PART,
     "of_parameters": _PART,
     "without_loss_terms": _PART,
     "without_corrections": _PART,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.optimizers import _loop
+from benchmarks.optimizers._kfac import marked
 from benchmarks.optimizers._method import Method, Steps, here
 from benchmarks.optimizers._peer import error_of, in_peer
 from benchmarks.optimizers._problem import Problem, unmarked
@@ -19,6 +20,7 @@ from benchmarks.optimizers._runs import missing, run_of
 from benchmarks.optimizers._summary import at, at_edge, middle, rows_of, time_to
 from benchmarks.optimizers.methods import METHODS
 from benchmarks.optimizers.problems import PROBLEMS
+from jaxkfac import value_grad_and_factors
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -65,10 +67,22 @@ def test_every_optimizer_lowers_the_loss(name):
     assert found["cpu_s"][-1] >= 0.02 and found["compile_cpu_s"] > 0
 
 
-@pytest.mark.parametrize("name", ["autoencoder", "poisson", "burgers", "decoder"])
+def random_images():
+    """In place of the ResNet's data, which are downloaded."""
+    rng, module = np.random.default_rng(0), sys.modules["benchmarks.optimizers.problems.resnet"]
+
+    def of(count):
+        images = rng.random((count, 28, 28, 1), np.float32)
+        return images, rng.integers(10, size=count, dtype=np.int32)
+
+    names = ("images", "labels", "validation_images", "validation_labels")
+    return dict(zip(names, (*of(module.TRAIN), *of(module.HELD_OUT)), strict=True))
+
+
+@pytest.mark.parametrize("name", list(PROBLEMS))
 def test_losses_with_marks_are_those_without_and_data_are_as_described(name):
     problem = PROBLEMS[name]
-    params, data = problem.initial(0), problem.data()
+    params, data = problem.initial(0), random_images() if name == "resnet" else problem.data()
     kinds = []
 
     def seen(kind, outputs, targets, weight=1.0):
@@ -83,6 +97,20 @@ def test_losses_with_marks_are_those_without_and_data_are_as_described(name):
     assert jax.eval_shape(problem.validate, params, data).shape == ()
     again = problem.batch(data, 0, 7)
     assert all(map(np.array_equal, jax.tree.leaves(batch), jax.tree.leaves(again)))
+
+
+def test_the_resnet_with_marks_has_the_loss_and_gradient_of_the_one_without():
+    problem, data = PROBLEMS["resnet"], random_images()
+    params, batch = problem.initial(0), problem.batch(data, 0, 0)
+    few = jax.tree.map(lambda x: x[:16], batch)
+    ours = value_grad_and_factors(
+        lambda params, batch: problem.loss(params, batch, marked), fisher=problem.fisher
+    )
+    value, grads, factors = jax.jit(ours)(params, few, key=jax.random.key(0))
+    expected = jax.value_and_grad(lambda params: problem.loss(params, few, unmarked))
+    plain, slopes = jax.jit(expected)(params)
+    assert value == pytest.approx(float(plain), rel=1e-5) and factors.terms == 16
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5), grads, slopes)
 
 
 @pytest.mark.parametrize("name", ["poisson", "burgers"])

@@ -31,7 +31,7 @@ from jaxkfac.factors._factors import (
 from jaxkfac.factors._fisher import FISHER_TYPES, estimator_of, over_count
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from jaxkfac.factors._long_sum import LongSum
-from jaxkfac.factors._loss_terms import Head, LossTerms, kept_targets
+from jaxkfac.factors._loss_terms import Head, LossTerms, kept_targets, number_kept
 from jaxkfac.factors._marked_terms import MarkedTerms
 from jaxkfac.factors._objective import (
     Batch,
@@ -92,6 +92,7 @@ __all__ = [
     "kept_targets",
     "largest_budget",
     "mean_of",
+    "number_kept",
     "of_parameters",
     "over_count",
     "per_example_diagonals",

@@ -29,7 +29,8 @@ class AdaptationState(NamedTuple):
     Numbers are in float32, or in float64 where a parameter is.
 
     Attributes:
-        damping: $\lambda$ of the next update.
+        damping: $\lambda$ of the next update; where ``optax.inject_hyperparams`` gives it, of the
+            last.
         ratio: $\rho$ of the last trial, the loss's actual change over the model's. 1 before the
             first, and where the model predicts no change.
         learning_rate: Of the last update.
@@ -37,7 +38,8 @@ class AdaptationState(NamedTuple):
         rejected: Updates not made because the model or the trial was not finite, int32.
         burned_in: Updates that averaged the factors alone, int32.
         displaced: Updates that did not find the parameters where the last one should have left
-            them, int32: something after ``kfac`` changes its updates.
+            them, int32: something after ``kfac`` changes its updates. Seen along what is kept as
+            momentum alone, so that what is orthogonal to it, or a small part of it, is not.
         position: Inner product of what is kept as momentum with the parameters after the last
             update.
         travelled: And with that update: how far it went in that direction.
@@ -221,7 +223,10 @@ class Adaptation:
     def _displaced(self, state: Any, params: PyTree) -> Bool[Array, ""]:
         """Whether the parameters are elsewhere than the last update should have left them.
 
-        Seen along the momentum alone: by a hundredth of the way, and more than rounding.
+        Seen along the momentum alone: by a hundredth of the way, and more than rounding. In other
+        directions rounding hides more: a sum of n parameters of size a with signs may change by
+        n a eps, since a program may round each of them otherwise, and an update of size u
+        of each changes it by sqrt(n) u. In bfloat16, 10^4 parameters of 0.1 hide updates of 0.08.
         """
         found: AdaptationState = state.adaptation
         along, dtype = leaves_by_path(state.momentum), found.position.dtype
@@ -241,6 +246,7 @@ class Adaptation:
         damping: Any,
         loss: BatchLoss,
         *,
+        upcoming: Any,
         taken: Int[Array, ""],
         made: Bool[Array, ""],
     ) -> tuple[PyTree, PyTree, AdaptationState]:
@@ -254,6 +260,7 @@ class Adaptation:
             numbers: Those that are given.
             damping: As :meth:`damping_of` makes it.
             loss: Of the batch.
+            upcoming: The damping of the next update, where it is given.
             taken: Updates so far, with this one.
             made: Whether there is an update to make.
         """
@@ -280,6 +287,8 @@ class Adaptation:
         stands, new = self._tried(before, params, update, change, loss, decay, taken, made)
         after = {path: x.astype(dtype) for path, x in _moved(moving, update).items()}
         position, travelled = dot(after, kept, dtype), dot(update, kept, dtype)
+        if self.rule is None:  # a copy: the state may be donated
+            new = new._replace(damping=jnp.array(upcoming, dtype))
         new = new._replace(
             learning_rate=jnp.where(stands, jnp.asarray(used.rate, dtype), new.learning_rate),
             momentum=jnp.where(stands, jnp.asarray(used.momentum, dtype), new.momentum),
@@ -355,18 +364,23 @@ class Adaptation:
         )
 
 
-def check_batch(curvature: Any, terms: Any) -> None:
+def check_batch(curvature: Any, terms: Any, left_out: Any = 0) -> None:
     """Refuse curvature of another batch than the gradient's, where both are known.
 
     Args:
         curvature: An operator.
         terms: Loss terms of the gradient's batch, or ``None``.
+        left_out: Micro-batches that were left out so far: the operator may have their terms too.
 
     Raises:
         ValueError: the operator's batch has another number of them.
     """
-    found = getattr(curvature, "loss_terms", None)
-    if is_concrete(found) and is_concrete(terms) and terms > 0 and found != terms:
+    found: Any = getattr(curvature, "loss_terms", None) if is_concrete(terms) else None
+    if not is_concrete(found):
+        return
+    # Numbers of Python's: of an array with values, lax.cond traces the comparison.
+    found, terms = float(found), float(terms)
+    if terms > 0 and (found < terms or (found > terms and not left_out)):
         raise ValueError(
             f"curvature: the operator is of a batch of {found:g} loss terms, and the gradient is "
             f"of {terms:g}: build it of the same batch; under jk.multi_steps, as value= and "

@@ -38,6 +38,12 @@ def network(params, x):
 OBJECTIVE = Objective(network, Gaussian())
 
 
+def marked(params, batch):
+    """The loss of ``OBJECTIVE``, as a scalar loss."""
+    outputs = mark_outputs(network(params, batch[0]), Gaussian())
+    return 0.5 * ((outputs - batch[1]) ** 2).sum(1).mean()
+
+
 def training(params, batch, objective=OBJECTIVE, **options):
     """``(tx, state, step)``; a step takes and returns parameters and state."""
     stats = value_grad_and_factors(objective, fisher="exact")
@@ -139,7 +145,6 @@ class Paper:
         self.w = moved
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("initial", "weight_decay", "scale", "rises"),
     [
@@ -248,7 +253,6 @@ def test_damping_alone_is_adapted_to_the_steps_that_are_made():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10), update, expected)
 
 
-@pytest.mark.exhaustive
 def test_scan_equals_a_loop():
     _, _, _, params, batch = problem()
     rule = LevenbergMarquardt(initial=0.3, every=2)
@@ -262,7 +266,6 @@ def test_scan_equals_a_loop():
     )
 
 
-@pytest.mark.exhaustive
 def test_accumulated_steps_are_those_of_the_whole_batch():
     _, _, _, params, batch = problem()
     rule = LevenbergMarquardt(initial=0.3, every=1)
@@ -378,7 +381,6 @@ def test_parameters_of_others_are_left_to_them():
     np.testing.assert_allclose(found[1]["kernel"], found[0]["kernel"], rtol=1e-12)
 
 
-@pytest.mark.exhaustive
 def test_bfloat16_parameters_are_not_displaced_by_their_rounding():
     _, _, _, params, batch = problem()
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
@@ -463,6 +465,76 @@ def test_a_rejected_update_leaves_the_parameters_of_others_too():
     jax.tree.map(np.testing.assert_array_equal, after.others, state.others)
 
 
+def two_heads(params, x):
+    hidden, out = params
+    h = jnp.tanh(x @ hidden["kernel"] + hidden["bias"])
+    return {"label": h @ out["kernel"] + out["bias"], "box": h}
+
+
+@pytest.mark.parametrize("boxes", [0, 5])
+def test_terms_of_a_masked_output_are_counted_as_the_factors_count_them(boxes):
+    _, _, _, params, (x, _) = problem()
+    objective = Objective(two_heads, {"label": Categorical(), "box": Gaussian()})
+    targets = {"label": jnp.arange(N) % SIZES[-1], "box": jnp.zeros((N, SIZES[1]))}
+    mask = {"label": jnp.ones(N, bool), "box": jnp.arange(N) < boxes}
+    _, state, step = training(params, (x, targets, mask), objective, damping=0.1)
+    _, state = step(params, state)
+    assert state.average.terms == N + boxes
+
+
+def test_a_micro_batch_that_is_not_finite_is_left_out_of_the_group():
+    _, _, _, params, batch = problem()
+    tx, _, _ = training(params, batch, damping=0.1)
+    tx, stats = multi_steps(tx, 3), value_grad_and_factors(OBJECTIVE, fisher="exact")
+    state, micro_batches = (
+        tx.init(params),
+        [jax.tree.map(lambda x, i=i: x[N // 3 * i : N // 3 * (i + 1)], batch) for i in range(3)],
+    )
+
+    def group(state, seen, bad):
+        loss = {
+            "value": OBJECTIVE(params, batch),
+            "value_fn": lambda params: OBJECTIVE(params, batch),
+            "curvature": operators.ggn(OBJECTIVE, params, seen),
+        }
+        for i, micro in enumerate(micro_batches):
+            _, grads, factors = stats(params, micro)
+            if i == bad:
+                grads = jax.tree.map(lambda g: g * jnp.nan, grads)
+            updates, state = tx.update(grads, state, params, factors=factors, **loss)
+        return updates, state
+
+    updates, state = group(state, batch, 1)
+    assert all(x.any() for x in jax.tree.leaves(updates))
+    assert (state.skipped, state.inner.step, state.inner.average.terms) == (1, 1, 2 * N // 3)
+    with pytest.raises(ValueError, match="8 loss terms, and the gradient is of 24"):
+        group(state, micro_batches[2], None)
+
+
+def test_a_scheduled_damping_is_reported_ahead_of_its_update():
+    _, _, _, params, batch = problem()
+    stats = value_grad_and_factors(OBJECTIVE)
+    like = stats.factor_shapes(params, batch)
+    value, grads, factors = stats(params, batch)
+    loss = {"value": value, "value_fn": lambda params: OBJECTIVE(params, batch)}
+    loss |= {"factors": factors, "curvature": operators.ggn(OBJECTIVE, params, batch)}
+    tx = kfac("quadratic", like=like, damping=lambda step: 0.5 / (1 + step.astype(float)))
+    state = tx.init(params)
+    update = jax.jit(lambda grads, state: tx.update(grads, state, params, **loss)[1])
+    assert state.adaptation.damping == 0.5
+    state = update(grads, state)
+    assert state.adaptation.damping == 0.25
+    state = update(jax.tree.map(lambda g: g * jnp.nan, grads), state)
+    assert (state.skipped, state.adaptation.damping) == (1, 0.25)
+    tx = optax.inject_hyperparams(kfac, static_args=("learning_rate", "like"))(
+        learning_rate="quadratic", like=like, damping=0.5
+    )
+    state = tx.init(params)
+    state.hyperparams["damping"] = jnp.asarray(0.125)
+    _, state = tx.update(grads, state, params, **loss)
+    assert state.inner_state.adaptation.damping == 0.125
+
+
 class TestRefused:
     def test_curvature_of_a_micro_batch(self):
         _, _, _, params, batch = problem()
@@ -507,10 +579,16 @@ class TestRefused:
         with pytest.raises(ValueError, match=f"needs {absent}: tx.update"):
             tx.update(grads, state, factors=factors, **given)
 
-    def test_an_operator_of_another_batch(self):
+    @pytest.mark.parametrize("objective", [OBJECTIVE, marked], ids=["objective", "marked"])
+    @pytest.mark.parametrize(
+        "changed",
+        [lambda op: op, lambda op: 2 * op, lambda op: op.damped(0.1)],
+        ids=["as it is", "scaled", "damped"],
+    )
+    def test_an_operator_of_another_batch(self, objective, changed):
         _, _, _, params, batch = problem()
-        tx, state, _ = training(params, batch, damping=0.1)
-        value, grads, factors = value_grad_and_factors(OBJECTIVE)(params, batch)
+        tx, state, _ = training(params, batch, objective, damping=0.1)
+        value, grads, factors = value_grad_and_factors(objective)(params, batch)
         half = jax.tree.map(lambda x: x[: N // 2], batch)
         with pytest.raises(ValueError, match="12 loss terms, and the gradient is of 24"):
             tx.update(
@@ -519,8 +597,8 @@ class TestRefused:
                 params,
                 factors=factors,
                 value=value,
-                value_fn=lambda params: OBJECTIVE(params, batch),
-                curvature=operators.ggn(OBJECTIVE, params, half),
+                value_fn=lambda params: objective(params, batch),
+                curvature=changed(operators.ggn(objective, params, half)),
             )
 
     def test_an_operator_of_some_parameters(self):

@@ -526,7 +526,16 @@ def kfac(
             numbers = adaptation.given(rate, given_momentum, weight_decay)
             made = done if burning is None else done & ~burning
             out, velocity, adapted = adaptation.advance(
-                state, params, own, steps, numbers, delta, loss, taken=taken, made=made
+                state,
+                params,
+                own,
+                steps,
+                numbers,
+                delta,
+                loss,
+                upcoming=at_step(given_damping, taken),
+                taken=taken,
+                made=made,
             )
             adapted = adapted._replace(
                 burned_in=adapted.burned_in + (done & ~made).astype(jnp.int32)

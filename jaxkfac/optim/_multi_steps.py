@@ -237,7 +237,8 @@ def multi_steps(
         ended = jnp.asarray(multi(wide).has_updated(accumulation))
         some = total["terms"] > 0
         if is_concrete(ended) and ended:
-            check_batch(extra.get("curvature"), total["terms"])
+            left_out = state.skipped + (~ok).astype(jnp.int32)
+            check_batch(extra.get("curvature"), total["terms"], left_out)
         # Ahead of the cond, whose operands are arrays: a sum in full width never becomes one.
         divisor = jnp.where(some, total["terms"], 1)
         mean = jax.tree.map(

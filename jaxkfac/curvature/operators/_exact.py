@@ -14,7 +14,7 @@ from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature.operators._chunks import check_chunk
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import FORMS, Chunk, Leaves
-from jaxkfac.factors import Batch, Objective, check_label_values
+from jaxkfac.factors import Batch, Head, Objective, check_label_values, number_kept
 from jaxkfac.interception import check_arrays, check_params, leaves_by_path, partition
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
@@ -55,7 +55,7 @@ class ExactOperator(Operator):
 
     @property
     def loss_terms(self) -> Array:
-        return functools.reduce(jnp.add, self._counts())
+        return number_kept(self._heads())
 
     def product(self, leaves: Leaves) -> Leaves:
         return _product(self, leaves)
@@ -66,7 +66,7 @@ class ExactOperator(Operator):
 
     def over_chunks(self, function: Callable[[Chunk], Any]) -> Callable[[Any, Any], Any]:
         """``function`` of a chunk, as one of its ``(batch, labels)`` and its index."""
-        found, counts = leaves_by_path(self.params), self._counts()
+        found, counts = leaves_by_path(self.params), [head.count for head in self._heads()]
         chosen = {path: found[path] for path in self.leaves}
 
         def per_chunk(examples: tuple[Batch, Any], index: Any) -> Any:
@@ -78,14 +78,14 @@ class ExactOperator(Operator):
 
         return per_chunk
 
-    def _counts(self) -> list[Array]:
-        """Loss terms of the whole batch, for each output; at least one."""
+    def _heads(self) -> list[Head]:
+        """The outputs for the whole batch, as shapes, and what belongs to each."""
         outputs = jax.eval_shape(
             lambda params, inputs: self.objective.outputs(params, inputs, self.key, self.state)[0],
             self.params,
             self.batch.inputs,
         )
-        return [head.count for head in self.objective.heads(outputs, None, self.batch.mask)]
+        return self.objective.heads(outputs, None, self.batch.mask)
 
 
 # An operator is a pytree whose static part compares equal from product to product, so products

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxkfac.curvature.operators._exact import chosen_paths, chosen_shapes
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import Leaves, fisher_of_terms, inner_products
-from jaxkfac.factors import MarkedTerms, takes_key
+from jaxkfac.factors import Head, MarkedTerms, number_kept, takes_key
 from jaxkfac.interception import (
     Marked,
     check_arrays,
@@ -74,6 +74,10 @@ class MarkedGaussNewton(Operator):
     def like(self) -> PyTree:
         return chosen_shapes(self.params, self.only)
 
+    @property
+    def loss_terms(self) -> Array:
+        return _loss_terms(self)
+
     def product(self, leaves: Leaves) -> Leaves:
         return _product(self, leaves)
 
@@ -83,6 +87,13 @@ class MarkedGaussNewton(Operator):
 
 def _call(function: Callable[..., Any], params: PyTree, batch: PyTree, key: Any) -> Any:
     return function(params, batch, key=key) if takes_key(function) else function(params, batch)
+
+
+@jax.jit  # so that of the loss only what its masks are made of runs
+def _loss_terms(operator: MarkedGaussNewton) -> Array:
+    marks, outputs, chosen = _outputs(operator)
+    at, out = outputs(chosen)
+    return number_kept(_heads(marks, out, at))
 
 
 @jax.jit
@@ -128,9 +139,12 @@ def _cast(vectors: list[Leaves], chosen: Leaves) -> list[Leaves]:
     return [{path: v[path].astype(x.dtype) for path, x in chosen.items()} for v in vectors]
 
 
+def _heads(marks: Any, out: Marked, at: list[Array]) -> list[Head]:
+    return MarkedTerms(marks, out.weights, out.masks).heads(at)
+
+
 def _curved(marks: Any, out: Marked, at: list[Array], pushed: list[Array]) -> list[Array]:
-    terms = MarkedTerms(marks, out.weights, out.masks)
     return [
         fisher_of_terms(head, y, head.count / jnp.asarray(head.weight).astype(head.count.dtype))
-        for head, y in zip(terms.heads(at), pushed, strict=True)
+        for head, y in zip(_heads(marks, out, at), pushed, strict=True)
     ]

@@ -97,7 +97,11 @@ class Operator(abc.ABC):
 
     @property
     def loss_terms(self) -> Any:
-        """Loss terms of the batch that the operator is of; ``None`` where it is of none."""
+        """Loss terms of the batch that the operator is of.
+
+        ``None`` where it is of none, is the Hessian of a scalar loss, or is a sum, whose operators
+        may be of parts of one batch.
+        """
         return None
 
     def inner_products(self, vectors: Sequence[PyTree]) -> Float[Array, "k k"]:
@@ -234,6 +238,10 @@ class Scaled(Operator):
     def like(self) -> PyTree:
         return self.operator.like
 
+    @property
+    def loss_terms(self) -> Any:
+        return self.operator.loss_terms
+
     def product(self, leaves: dict[str, Array]) -> dict[str, Array]:
         out = self.operator.product(leaves)
         return {p: x * self.factor.astype(x.dtype) for p, x in out.items()}
@@ -250,6 +258,10 @@ class Damped(Operator):
     @property
     def like(self) -> PyTree:
         return self.operator.like
+
+    @property
+    def loss_terms(self) -> Any:
+        return self.operator.loss_terms
 
     def product(self, leaves: dict[str, Array]) -> dict[str, Array]:
         out = self.operator.product(leaves)

@@ -6,6 +6,8 @@ from jax.flatten_util import ravel_pytree
 
 from jaxkfac.curvature.operators import from_function, ggn, hessian
 from jaxkfac.curvature.operators._small_nets_test import mlp_problem
+from jaxkfac.factors import Gaussian
+from jaxkfac.interception import mark_outputs
 
 
 def assert_close(a, b, rtol=1e-10):
@@ -33,6 +35,18 @@ def test_curvatures_of_different_kinds_add(x64):
     total = ggn(*problem, chunk=2) + hessian(*problem)
     expected = ggn(*problem).to_dense() + hessian(*problem).to_dense()
     assert_close(total.to_dense(), expected)
+
+
+def test_multiples_and_damping_are_of_the_same_batch_and_sums_may_be_of_parts():
+    def loss(params, x):
+        heads = mark_outputs(x @ params, Gaussian(), mask=x[:, 0] > 0), mark_outputs(x, Gaussian())
+        return sum(jnp.square(head).mean() for head in heads)
+
+    x = jnp.array([[1.0, 2.0], [-1.0, 0.5], [3.0, 1.0]])
+    operator = ggn(loss, jnp.ones((2, 2)), x)
+    assert operator.loss_terms == (2 * operator).damped(0.1).loss_terms == 2 + 3
+    none = ggn(loss, jnp.ones((2, 2)), -jnp.abs(x))
+    assert none.loss_terms == 3 and (operator + none).loss_terms is None
 
 
 def test_multiples_and_damping_may_be_traced(x64):
