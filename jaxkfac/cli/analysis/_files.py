@@ -109,11 +109,11 @@ class Folder:
     # ------------------------------------------------------------ factors
 
     def save_part(self, part: Part, sums: Sums) -> None:
-        """Write one part of a finished pass."""
+        """Write one part of a finished pass, in float32."""
         about = {"terms": sums.terms, "size": sums.sizes.get(part)}
-        arrays = [("sum", sums.arrays[part])]
+        arrays = [("sum", sums.arrays[part].astype(np.float32, copy=False))]
         if part in sums.counts:
-            arrays.append(("count", sums.counts[part]))
+            arrays.append(("count", sums.counts[part].astype(np.float32, copy=False)))
         self._write(self._of_part(part), about, arrays, f"the factor {part}")
 
     def load_part(self, part: Part) -> Sums:
