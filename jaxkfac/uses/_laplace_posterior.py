@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Key, PyTree
 
 from jaxkfac._checks import at_least_one, check_key
-from jaxkfac.factors import Batch, Gaussian
+from jaxkfac.factors import Batch, Gaussian, LongSum
 from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.uses._batches import batches_of
 from jaxkfac.uses._evidence import LogLikelihood
@@ -100,8 +100,9 @@ class LaplacePosterior:
         total = None
         for some in batches_of(train):
             part = summed_terms(self, self.checked(some))
-            total = part if total is None else jax.tree.map(jnp.add, total, part)
+            total = (LongSum.zeros(part) if total is None else total) + part
         assert total is not None
+        total = total.total
         expected = self.num_examples * (self.terms_per_example or 1)
         if not isinstance(total.terms, Tracer) and abs(float(total.terms) / expected - 1) > 1e-6:
             raise ValueError(
