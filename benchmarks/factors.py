@@ -104,6 +104,27 @@ def compiled(fn: Callable[..., Any], *args: Any) -> tuple[Any, float]:
     return out, time.perf_counter() - start
 
 
+def compilation(plain: Any, full: Any, args: Any, pairs: int = 5) -> dict[str, float]:
+    """Tracing and compiling ``full`` over ``plain``, in wall and in CPU seconds of all threads."""
+
+    def spent(fn: Any) -> tuple[float, float]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        jax.jit(lambda *args: fn(*args)).lower(*args).compile()
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+    spent(plain)  # the first of a process is slower than any later
+    ratios = []
+    for _ in range(pairs):
+        jax.clear_caches()
+        (wall, cpu), (full_wall, full_cpu) = spent(plain), spent(full)
+        ratios.append((full_wall / wall, full_cpu / cpu))
+    walls, cpus = zip(*ratios, strict=True)
+    return {
+        "compile_ratio": statistics.median(walls),
+        "compile_cpu_ratio": statistics.median(cpus),
+    }
+
+
 def seconds(fn: Callable[..., Any], *args: Any) -> float:
     start = time.perf_counter()
     jax.block_until_ready(fn(*args))
@@ -163,9 +184,9 @@ def measure(objective: Any, params: Any, batch: Any, pairs: int, fisher: str) ->
 
         return jax.value_and_grad(loss)(params)
 
-    compiled(lambda *args: gradient(*args), params, batch)  # the first is slower than any later
-    plain, plain_compile = compiled(gradient, params, batch)
-    full, full_compile = compiled(both, params, batch)
+    compiling = compilation(gradient, both, (params, batch))
+    plain, _ = compiled(gradient, params, batch)
+    full, _ = compiled(both, params, batch)
     factors = jax.eval_shape(both, params, batch).factors
     factor_bytes = sum(f.size * f.dtype.itemsize for f in jax.tree.leaves(factors))
     seconds(plain, params, batch), seconds(full, params, batch)
@@ -177,7 +198,7 @@ def measure(objective: Any, params: Any, batch: Any, pairs: int, fisher: str) ->
         "time_ratio": statistics.median(b / a for a, b in times),
         "interpretation_trace_ratio": traced_seconds(again, params, batch) / tracing,
         "factors_trace_ratio": traced_seconds(both, params, batch) / tracing,
-        "compile_ratio": full_compile / plain_compile,
+        **compiling,
         "gradient_temp_mib": before.temp_size_in_bytes / 2**20,
         "temp_mib": after.temp_size_in_bytes / 2**20,
         "factors_mib": factor_bytes / 2**20,

@@ -176,6 +176,7 @@ NAMES = {
     "BiasMode": _TYPE,
     "Budgets": _PART,
     "LABEL_FOLD": _PART,
+    "PLAIN_TERMS": _PART,
     "Pass": _PART,
     "PassPlan": _PART,
     "PassResult": _PART,

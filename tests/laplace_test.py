@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,8 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import jaxkfac as jk
+from jaxkfac.uses import _laplace_posterior
+from jaxkfac.uses._evidence import LogLikelihood
 from jaxkfac.uses._predictive import OutputDistribution, bridge
 from tests._cases import CASES, case
 from tests._checks import objective_of
@@ -154,6 +158,23 @@ def test_evidence_and_variance_are_those_of_the_dense_posterior(net, bias, corre
     each = jacobians(model, params, BATCH[0])
     expected = np.einsum("ncp,pq,ndq->ncd", each, np.linalg.inv(precision), each)
     assert_close(posterior.variance(BATCH[0]), expected)
+
+
+def test_a_log_likelihood_of_many_batches_keeps_its_digits(monkeypatch):
+    """In float32, where a plain sum does not."""
+    one = LogLikelihood(*(jnp.float32(x) for x in (0.7, 6, 0)))
+    monkeypatch.setattr(_laplace_posterior, "summed_terms", lambda *_: one)
+    bare: Any = types.SimpleNamespace(
+        checked=lambda batch: batch, num_examples=12_000, terms_per_example=None
+    )
+    batches = (BATCH for _ in range(2000))
+    found = _laplace_posterior.LaplacePosterior.log_likelihood(bare, batches)
+    plain = np.float32(0)
+    for _ in range(2000):
+        plain += np.asarray(one.loss)
+    expected = 2000 * float(one.loss)
+    assert found.loss.dtype == jnp.float32 and found.terms == 12_000
+    assert abs(float(found.loss) / expected - 1) < 2e-7 < 2e-6 < abs(plain / expected - 1)
 
 
 def test_variance_is_the_same_whatever_fits_at_once():

@@ -6,7 +6,6 @@ the header of the other file, say which of them is damaged.
 """
 
 import json
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,9 @@ from typing import Any
 import numpy as np
 
 from jaxkfac._errors import DamagedFileError
+from jaxkfac.files import ZEROS, checksum, is_sealed, sealed
 
 KEY = "checksums"
-_ZERO = "0" * 8
-
-
-def checksum(data: bytes) -> str:
-    """CRC-32 in hexadecimal digits: it sees every error of up to 32 bits in a row."""
-    return f"{zlib.crc32(data):08x}"
 
 
 def tensor_checksum(x: np.ndarray) -> str:
@@ -29,7 +23,7 @@ def tensor_checksum(x: np.ndarray) -> str:
     return checksum(f"{x.dtype.name}{x.shape}".encode() + x.tobytes())
 
 
-def sealed(record: dict[str, Any], own: str, config: str, files: Mapping[str, bytes]) -> bytes:
+def config_text(record: dict[str, Any], own: str, config: str, files: Mapping[str, bytes]) -> bytes:
     """The text of a record, with checksums of other files and of itself in ``record[own]``.
 
     Args:
@@ -38,10 +32,10 @@ def sealed(record: dict[str, Any], own: str, config: str, files: Mapping[str, by
         config: Name of the file.
         files: Content of the others, by name.
     """
-    sums = {name: checksum(data) for name, data in files.items()} | {config: _ZERO}
+    sums = {name: checksum(data) for name, data in files.items()} | {config: ZEROS}
     record = record | {own: record[own] | {KEY: sums}}
     text = json.dumps(record, indent=2, sort_keys=True, allow_nan=False)
-    return _with(text, config, _ZERO, checksum(text.encode())).encode()
+    return sealed(text, config).encode()
 
 
 def check_config(path: Path, text: str, sums: Mapping[str, str]) -> None:
@@ -50,8 +44,8 @@ def check_config(path: Path, text: str, sums: Mapping[str, str]) -> None:
     Raises:
         DamagedFileError: they differ.
     """
-    said = str(sums.get(path.name))
-    if checksum(_with(text, path.name, said, _ZERO).encode()) != said:
+    said = sums.get(path.name)
+    if not is_sealed(text, path.name, said):
         raise DamagedFileError(
             f"{path} is damaged, or was edited: its checksum is not {said!r}. If you edited it, "
             "pass verify=False"
@@ -82,8 +76,3 @@ def check_tensors(
         f"{path} is damaged, or of another save than the config beside it ({what}): its checksum "
         f"is not {sums.get(path.name)!r}. If you changed it, pass verify=False"
     )
-
-
-def _with(text: str, name: str, old: str, new: str) -> str:
-    """The text with another checksum of a file."""
-    return text.replace(f'"{name}": "{old}"', f'"{name}": "{new}"')

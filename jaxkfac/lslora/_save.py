@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxkfac.files import write_together
 from jaxkfac.lslora._adapter import Adapter, Adapters, only_adapters
-from jaxkfac.lslora._checksums import KEY, sealed, tensor_checksum
+from jaxkfac.lslora._checksums import KEY, config_text, tensor_checksum
 from jaxkfac.lslora._config import Config
 from jaxkfac.lslora._folder import (
     CONFIG,
@@ -98,7 +98,7 @@ def save(
     data = rendered(tensors, {"format": "pt", OWN: own})
     folder = adapter_folder(folder, name)
     folder.mkdir(parents=True, exist_ok=True)
-    text = sealed(record, OWN, CONFIG, {TENSORS: data})
+    text = config_text(record, OWN, CONFIG, {TENSORS: data})
     write_together({folder / TENSORS: data, folder / CONFIG: text}, "the adapter")
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jaxkfac._checks import at_least_one, one_of
 from jaxkfac.curvature import BlockDamping, Eigenbases
 from jaxkfac.factors import Objective
+from jaxkfac.memory import ByteSize
 from jaxkfac.uses._batches import batches_of
 from jaxkfac.uses._examples import Examples, Per, chosen
 from jaxkfac.uses._held import Queries
@@ -46,7 +47,7 @@ def influence(
     top_k: int | TopK | None = None,
     start: int | None = None,
     query_rank: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: ByteSize | None = None,
     state: PyTree | None = None,
     experts: str | None = None,
 ) -> Float[Array, "..."] | TopK | TruncatedScores:
@@ -90,8 +91,8 @@ def influence(
             ``top_k`` is a ``TopK``.
         query_rank: Hold each layer's part of a query, a matrix, as the nearest one of this rank,
             where that is smaller. Examples are scored the faster for it.
-        max_bytes: What queries may take, those that are held and those in work; by default there
-            is no bound.
+        max_bytes: What queries may take, those that are held and those in work, a number or
+            ``"4GB"``; by default there is no bound.
         state: What a call of the model takes beside its inputs (batch statistics).
         experts: As it was given for the factors.
 

@@ -11,7 +11,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Key, PyTree
 
 from jaxkfac._checks import at_least_one, check_key
-from jaxkfac.factors import Batch, Gaussian
+from jaxkfac.factors import Batch, Gaussian, LongSum
+from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.uses._batches import batches_of
 from jaxkfac.uses._evidence import LogLikelihood
 from jaxkfac.uses._laplace_checks import (
@@ -99,8 +100,9 @@ class LaplacePosterior:
         total = None
         for some in batches_of(train):
             part = summed_terms(self, self.checked(some))
-            total = part if total is None else jax.tree.map(jnp.add, total, part)
+            total = (LongSum.zeros(part) if total is None else total) + part
         assert total is not None
+        total = total.total
         expected = self.num_examples * (self.terms_per_example or 1)
         if not isinstance(total.terms, Tracer) and abs(float(total.terms) / expected - 1) > 1e-6:
             raise ValueError(
@@ -144,7 +146,7 @@ class LaplacePosterior:
         validation: Any = None,
         by_layer: bool = False,
         grid: Sequence[float | int] | None = None,
-        max_bytes: int = BYTES,
+        max_bytes: ByteSize = BYTES,
     ) -> "LaplacePosterior":
         r"""The posterior with the prior precision that fits best.
 
@@ -179,9 +181,8 @@ class LaplacePosterior:
         if validation is not None:
             if train is not None:
                 raise ValueError("tune_prior: give train, for the evidence, or validation=")
-            return best_prior_on(
-                self, validation, by_layer=by_layer, grid=grid, max_bytes=max_bytes
-            )
+            budget = parse_bytes(max_bytes, name="max_bytes")
+            return best_prior_on(self, validation, by_layer=by_layer, grid=grid, max_bytes=budget)
         if grid is not None:
             raise ValueError("grid= is for validation=; the evidence's maximum is exact")
         data = None
@@ -194,7 +195,7 @@ class LaplacePosterior:
 
     # -- predictions ------------------------------------------------------------------
 
-    def variance(self, inputs: PyTree, *, max_bytes: int = BYTES) -> Float[Array, "..."]:
+    def variance(self, inputs: PyTree, *, max_bytes: ByteSize = BYTES) -> Float[Array, "..."]:
         r"""The covariance $J_n P^{-1} J_n^\top$ of the outputs, the model being linearised.
 
         No gradient of all examples and outputs is held: examples, and where it has to be outputs,
@@ -202,7 +203,7 @@ class LaplacePosterior:
 
         Args:
             inputs: What the model takes, examples first.
-            max_bytes: What gradients of outputs may take at once.
+            max_bytes: What gradients of outputs may take at once, a number or ``"256MiB"``.
 
         Returns:
             ``(N, C, C)``. For outputs ``(N, ..., C)`` of several loss terms ``(N, ..., C, C)``,
@@ -222,7 +223,7 @@ class LaplacePosterior:
         *,
         key: Key[Array, ""] | None = None,
         num_samples: int = 100,
-        max_bytes: int = BYTES,
+        max_bytes: ByteSize = BYTES,
     ) -> Float[Array, "..."] | GaussianPrediction:
         r"""The predictive distribution of the targets.
 
@@ -325,10 +326,10 @@ class LaplacePosterior:
         return batch
 
     def _distribution(
-        self, inputs: PyTree, max_bytes: int
+        self, inputs: PyTree, max_bytes: ByteSize
     ) -> tuple[OutputDistribution, tuple[int, ...]]:
         """Of the outputs, ``(N, ..., C)``, and their own shape, which may lack the last axis."""
-        at_least_one(max_bytes=max_bytes)
+        budget = parse_bytes(max_bytes, name="max_bytes")
         objective = self.examples.objective
         shapes = jax.eval_shape(
             lambda params, state: objective.outputs(params, inputs, None, state)[0],
@@ -338,7 +339,7 @@ class LaplacePosterior:
         labels = jax.eval_shape(objective.sample, jax.random.key(0), shapes)
         targets = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), labels)  # of any value
         batch = self.checked((inputs, targets))
-        outputs = output_distribution(self, batch, max_bytes=max_bytes)
+        outputs = output_distribution(self, batch, max_bytes=budget)
         shape = jax.tree.leaves(shapes)[0].shape
         lead = shape[:-1] if len(shape) > 1 else shape
         mean, covariance = (x.reshape(*lead, *x.shape[2:]) for x in outputs)

@@ -18,6 +18,7 @@ from jaxkfac.factors import Batch, Objective
 from jaxkfac.interception import Layer
 from jaxkfac.kinds import LowRankMatrices
 from jaxkfac.linalg import map_over_chunks
+from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.uses._examples import Examples
 from jaxkfac.uses._fitting import fitting, in_examples
 from jaxkfac.uses._held import Queries
@@ -36,7 +37,7 @@ def prepare_queries(
     damping: BlockDamping = "heuristic",
     layers: str | None = None,
     query_rank: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: ByteSize | None = None,
     state: PyTree | None = None,
     experts: str | None = None,
 ) -> Queries:
@@ -54,9 +55,9 @@ def prepare_queries(
         layers: Likewise.
         query_rank: Hold each layer's part, a matrix, as the nearest one of this rank, where that
             is smaller.
-        max_bytes: What queries may take: those that are held, and those in work, as many at once
-            as fit. By default there is no bound, and as many are in work as 256 MiB hold, at
-            least one.
+        max_bytes: What queries may take, a number or ``"4GB"``: those that are held, and those in
+            work, as many at once as fit. By default there is no bound, and as many are in work as
+            256 MiB hold, at least one.
         state: Likewise.
         experts: Likewise.
 
@@ -78,9 +79,9 @@ def prepare_queries(
         (True, True)
         >>> scores = jk.influence(objective, params, None, held, batch)
     """
-    for name, value in (("query_rank", query_rank), ("max_bytes", max_bytes)):
-        if value is not None:
-            at_least_one(**{name: value})
+    if query_rank is not None:
+        at_least_one(query_rank=query_rank)
+    budget = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
     if not isinstance(queries, tuple):
         raise TypeError(
             "queries: expected one batch, (inputs, targets) or (inputs, targets, mask), got "
@@ -100,14 +101,14 @@ def prepare_queries(
     given = params, examples.bases, batch, state
     gradients = jax.eval_shape(lambda: examples.gradients(params, batch, state))
     each = _GRADIENTS * _nbytes(gradients) // batch.num_examples
-    if max_bytes is None:
+    if budget is None:
         at_once = max(1, _AT_ONCE // each) if in_examples(batch) else None
     else:
         at_once = fitting(
             batch,
             each=each,
             kept=_nbytes(jax.eval_shape(lambda: run(*given, None)[:2])),
-            max_bytes=max_bytes,
+            max_bytes=budget,
             name="queries",
             remedy="choose fewer layers=" + ("" if query_rank else ", or give a query_rank="),
         )

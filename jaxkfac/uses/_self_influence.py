@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from jaxkfac._checks import at_least_one
 from jaxkfac.curvature import BlockDamping, Eigenbases, check_block_damping
 from jaxkfac.factors import Batch, Objective
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import map_over_chunks
+from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.uses._batches import batches_of
 from jaxkfac.uses._example_gradients import block_dtype
 from jaxkfac.uses._examples import Examples
@@ -30,7 +30,7 @@ def self_influence(
     layers: str | None = None,
     state: PyTree | None = None,
     experts: str | None = None,
-    max_bytes: int = 2**28,
+    max_bytes: ByteSize = 2**28,
 ) -> Float[Array, " N"]:
     r"""Each example's score with itself, $\nabla \ell_n^\top (F + \delta)^{-1} \nabla \ell_n$.
 
@@ -47,7 +47,8 @@ def self_influence(
         state: Likewise.
         experts: Likewise.
         max_bytes: What gradients of examples may take at once where they are held, and elsewhere
-            the rows of layers: a batch is cut into as many examples as fit, at least one.
+            the rows of layers, a number or ``"256MiB"``: a batch is cut into as many examples as
+            fit, at least one.
 
     Returns:
         ``(N,)``, all batches one after the other.
@@ -68,7 +69,7 @@ def self_influence(
         >>> bool(jnp.allclose(own, jnp.diagonal(scores), rtol=1e-3))
         True
     """
-    at_least_one(max_bytes=max_bytes)
+    budget = parse_bytes(max_bytes, name="max_bytes")
     examples = Examples(objective, bases, layers, experts)
     check_block_damping(damping, examples.bases)
 
@@ -86,7 +87,7 @@ def self_influence(
             layer.num_parameters * dtype.itemsize for layer, dtype in zip(held, dtypes, strict=True)
         )
         some = fitting(
-            batch, each=each, max_bytes=max_bytes, name="train", remedy="choose fewer layers="
+            batch, each=each, max_bytes=budget, name="train", remedy="choose fewer layers="
         )
         if not in_examples(batch):
             return some
@@ -96,7 +97,7 @@ def self_influence(
             for layer in examples.layers
             if layer not in held
         )
-        return max(1, min(some, max_bytes // max(each + beside, 1)))
+        return max(1, min(some, budget // max(each + beside, 1)))
 
     found = [
         scores(params, examples.bases, examples.checked(params, some, state), state)

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxkfac._errors import CheckpointMismatchError, DamagedFileError
+from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.cli.analysis._parts import Part
-from jaxkfac.files import PARTIAL, Archive, write_archive, write_text
+from jaxkfac.files import PARTIAL, Archive, read_json, write_archive, write_json
 from jaxkfac.linalg import packed_shape, unpack
 
 _FORM = "jaxkfac-analysis"
@@ -95,18 +95,13 @@ class Folder:
         """Plain values of a file.
 
         Raises:
-            DamagedFileError: it is none of an analysis.
+            DamagedFileError: a byte is not what was written.
         """
-        try:
-            return json.loads((self.path / name).read_text())
-        except ValueError as error:
-            raise DamagedFileError(
-                f"{self.path / name} is damaged ({error}): start again with --overwrite"
-            ) from error
+        return read_json(self.path / name, _FORM, "start again with --overwrite")
 
-    def write(self, name: str, plain: Any) -> None:
+    def write(self, name: str, plain: Mapping[str, Any]) -> None:
         """Plain values, whole or not at all."""
-        write_text(self.path / name, json.dumps(plain, indent=1), f"{name} of the analysis")
+        write_json(self.path / name, _FORM, plain, f"{name} of the analysis")
 
     def has(self, name: str) -> bool:
         return (self.path / name).exists()
@@ -114,11 +109,11 @@ class Folder:
     # ------------------------------------------------------------ factors
 
     def save_part(self, part: Part, sums: StoredSums) -> None:
-        """Write one part of a finished pass."""
+        """Write one part of a finished pass, in float32."""
         about = {"terms": sums.terms, "size": sums.sizes.get(part)}
-        arrays = [("sum", sums.arrays[part])]
+        arrays = [("sum", sums.arrays[part].astype(np.float32, copy=False))]
         if part in sums.counts:
-            arrays.append(("count", sums.counts[part]))
+            arrays.append(("count", sums.counts[part].astype(np.float32, copy=False)))
         self._write(self._of_part(part), about, arrays, f"the factor {part}")
 
     def load_part(self, part: Part) -> StoredSums:

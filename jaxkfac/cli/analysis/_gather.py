@@ -9,6 +9,7 @@ import numpy as np
 from jaxkfac.cli.analysis._files import Folder, StoredSums
 from jaxkfac.cli.analysis._non_finite import raise_non_finite
 from jaxkfac.cli.analysis._parts import TABLES, Part
+from jaxkfac.cli.analysis._pass_bytes import sums_dtype
 from jaxkfac.cli.analysis._program import AnalyzedModel
 from jaxkfac.cli.analysis._texts import Texts, on_device
 from jaxkfac.factors import Factors, Pass
@@ -70,7 +71,7 @@ def _one_pass(
     stopped: Callable[[], bool],
 ) -> dict[str, float]:
     one, total = analysis.passes[number], len(texts.batches)
-    sums = folder.load_sums(f"pass-{number}")
+    sums, dtype = folder.load_sums(f"pass-{number}"), sums_dtype(total)
     while sums.batches < total:
         index = sums.batches
         batch, exist = on_device((texts.batches[index], texts.exist[index]))
@@ -79,7 +80,7 @@ def _one_pass(
         terms = float(factors.terms)
         sums.terms += terms
         sums.loss += float(value) * terms
-        if bad := _add(sums, factors, one, analysis.stacks):
+        if bad := _add(sums, factors, one, analysis.stacks, dtype):
             raise_non_finite(analysis, params, batch, exist, bad, _rows(index, texts))
         del factors
         sums.batches += 1
@@ -95,7 +96,9 @@ def _one_pass(
     return {"loss": sums.loss / max(sums.terms, 1.0), "terms": sums.terms}
 
 
-def _add(sums: StoredSums, factors: Factors, one: Pass, stacks: dict[str, int]) -> Part | None:
+def _add(
+    sums: StoredSums, factors: Factors, one: Pass, stacks: dict[str, int], dtype: np.dtype
+) -> Part | None:
     """Add a batch's factors, one block at a time; the first part that is not finite."""
     dense = {("a_sums", x.input) for x in factors.layers if x.a_dense and not x.is_diagonal}
     dense |= {("g_sums", x.name) for x in factors.layers if x.g_dense}
@@ -111,12 +114,14 @@ def _add(sums: StoredSums, factors: Factors, one: Pass, stacks: dict[str, int]) 
                     bad = bad or part
                     continue
                 known = sums.arrays.get(part)
-                sums.arrays[part] = host.copy() if known is None else np.add(known, host, out=known)
+                sums.arrays[part] = (
+                    host.astype(dtype) if known is None else np.add(known, host, out=known)
+                )
             array.delete()
         if table == "a_sums":
             for name, counts in factors.a_counts.items():
                 for part, count in _blocks(table, name, counts, one, stacks):
-                    total = sums.counts.get(part, 0) + np.asarray(count)
+                    total = sums.counts.get(part, 0) + np.asarray(count, np.float64)
                     sums.counts[part] = np.asarray(total)
     return bad
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac._errors import NonFiniteFactorError
+from jaxkfac._errors import DamagedFileError, NonFiniteFactorError
 from jaxkfac.cli.analysis._files import Folder
 from jaxkfac.cli.analysis._lanczos import lanczos
 
@@ -83,6 +83,17 @@ def test_a_run_that_was_broken_off_makes_only_the_products_that_it_lacks(tmp_pat
         run(tmp_path / "broken", failing, 30)
     assert run(tmp_path / "broken", failing, 30) == expected
     assert len(calls) == 13
+
+
+def test_a_digit_that_has_changed_is_not_gone_on_with(tmp_path):
+    dense, _ = matrix(8)
+    run(tmp_path, lambda v: dense @ v, 8, steps=3)
+    state = tmp_path / "lanczos" / "state.json"
+    text = state.read_text()
+    digit = text.index(".", text.index("alphas")) + 1
+    state.write_text(f"{text[:digit]}{(int(text[digit]) + 1) % 10}{text[digit + 1 :]}")
+    with pytest.raises(DamagedFileError, match=r"state\.json is damaged .* --overwrite"):
+        run(tmp_path, lambda v: dense @ v, 8, steps=3)
 
 
 def test_a_product_that_is_not_finite_is_refused(tmp_path):

@@ -2,7 +2,9 @@
 
 from typing import NamedTuple
 
-from jaxkfac.factors import Pass
+import numpy as np
+
+from jaxkfac.factors import PLAIN_TERMS, Pass
 from jaxkfac.memory import bytes_text
 
 
@@ -36,11 +38,16 @@ def check_room(found: PassBytes, room: int, held: int) -> None:
         )
 
 
-def sums_bytes(factors: int) -> int:
+def sums_dtype(batches: int) -> np.dtype:
+    """That of sums of so many batches; of very many a float32 would lose digits."""
+    return np.dtype(np.float64 if batches > PLAIN_TERMS else np.float32)
+
+
+def sums_bytes(factors: int, batches: int = 1) -> int:
     """Of what a pass returns, triangles folded; one block is folded before its array is let go."""
-    return factors // 2 + factors // 16
+    return factors // 2 * sums_dtype(batches).itemsize // 4 + factors // 16
 
 
-def with_sums(one: Pass) -> int:
+def with_sums(one: Pass, batches: int = 1) -> int:
     """Of the factors of a pass and their sums, as it was planned."""
-    return one.nbytes + sums_bytes(one.results)
+    return one.nbytes + sums_bytes(one.results, batches)

@@ -7,7 +7,7 @@ import jax
 
 from jaxkfac.cli._out_of_memory import free_room
 from jaxkfac.cli.analysis._decompose import Chosen
-from jaxkfac.cli.analysis._pass_bytes import PassBytes
+from jaxkfac.cli.analysis._pass_bytes import PassBytes, sums_dtype
 from jaxkfac.cli.analysis._program import AnalyzedModel
 from jaxkfac.memory import bytes_text, resident_bytes
 from jaxkfac.report import MemoryRow
@@ -114,13 +114,17 @@ def stage_bytes(rows: Sequence[MemoryRow], stage: str, *, on_device: bool = True
 
 
 def disk_bytes(analysis: AnalyzedModel, shapes: Any) -> int:
-    """What lies on the disk at most: folded factors, the sums of a pass, vectors of Lanczos."""
+    """What lies on the disk at most: folded factors, the sums of a pass, vectors of Lanczos.
+
+    At the end of a pass its folded factors are there twice, once in the dtype of sums.
+    """
     tables = (shapes.a_sums, shapes.g_sums)
-    sums = sum(x.size * x.dtype.itemsize for table in tables for x in table.values())
+    elements = sum(x.size for table in tables for x in table.values())
+    sums = elements // 2 * (4 + sums_dtype(analysis.batches).itemsize)
     vectors = 0
     if analysis.options.lanczos:
         vectors = 4 * analysis.num_parameters * (analysis.options.lanczos_steps + 2)
-    return sums + vectors  # twice the folded factors: those of a pass are there twice at its end
+    return sums + vectors
 
 
 def room_of(device_bytes: int | None) -> int:

@@ -30,6 +30,7 @@ class AnalyzedModel:
         params: Shapes of its parameters.
         batch: Shapes of a whole batch, ``(inputs, targets, mask)``.
         exist: Shape of which positions exist.
+        batches: How many there are.
 
     Attributes:
         table: The layers.
@@ -42,10 +43,17 @@ class AnalyzedModel:
     """
 
     def __init__(
-        self, options: ModelAnalysis, apply_fn: Any, params: PyTree, batch: PyTree, exist: Any
+        self,
+        options: ModelAnalysis,
+        apply_fn: Any,
+        params: PyTree,
+        batch: PyTree,
+        exist: Any,
+        *,
+        batches: int = 1,
     ) -> None:
         self.options, self.objective = options, jk.Objective(apply_fn, jk.Categorical())
-        self._shapes = params, batch, exist
+        self._shapes, self.batches = (params, batch, exist), batches
         self.table: LayerTable = jk.find_layers(self.objective, params, batch)
         self._key = jax.random.key(options.seed) if options.fisher == "mc" else None
         self.max_factor_bytes = 0
@@ -82,7 +90,7 @@ class AnalyzedModel:
         self.max_factor_bytes = max_factor_bytes
         self.collector = self.collector.under(max_factor_bytes)
         self.passes = self._planned(max_factor_bytes)
-        chosen = self.passes if every else [max(self.passes, key=with_sums)]
+        chosen = self.passes if every else [max(self.passes, key=self._with_sums)]
         forms = {_form(one): one for one in chosen}
         self._compiled = {
             form: self._compiled.get(form) or self._compile(one) for form, one in forms.items()
@@ -103,7 +111,7 @@ class AnalyzedModel:
         memory = compiled.memory_analysis()
         inputs = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self._shapes[1:]))
         out = memory.output_size_in_bytes
-        return PassBytes(memory.temp_size_in_bytes + inputs, out, sums_bytes(out))
+        return PassBytes(memory.temp_size_in_bytes + inputs, out, sums_bytes(out, self.batches))
 
     def fit(self, room: int, *, held: int, every: bool = True) -> PassBytes:
         """The largest budget of factors with which a pass takes at most ``room`` bytes.
@@ -159,7 +167,10 @@ class AnalyzedModel:
 
     def _most(self, max_factor_bytes: int) -> int:
         """Bytes of the factors of the largest pass under a budget, with their sums."""
-        return max(with_sums(one) for one in self._planned(max_factor_bytes))
+        return max(map(self._with_sums, self._planned(max_factor_bytes)))
+
+    def _with_sums(self, one: Pass) -> int:
+        return with_sums(one, self.batches)
 
     def call(self, batch: Any, exist: Any, key: Any) -> Any:
         """The arguments of a program."""

@@ -102,7 +102,8 @@ def prepare(arguments: AnalyzeArguments, model: str, path: Path, *, exact: bool 
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x)
             for x in (texts.batches[0], texts.exist[0])
         ]
-        analysis = AnalyzedModel(options, shapes.apply_fn, shapes.params, *like)
+        number = len(texts.batches)
+        analysis = AnalyzedModel(options, shapes.apply_fn, shapes.params, *like, batches=number)
         chosen = Chosen(groups_of(analysis.layers), options.decompose)
         folder = Folder(path)
         asked = {

@@ -16,7 +16,9 @@ from jaxkfac.cli._phases import phase
 from jaxkfac.cli._progress import progress
 from jaxkfac.cli.influence._options import InfluenceArguments
 from jaxkfac.cli.influence._stages import Stages
+from jaxkfac.cli.influence._sums import summed_from, total_of
 from jaxkfac.cli.influence._texts import NumberedText, ScoredTexts, TextReader
+from jaxkfac.factors import LongSum
 from jaxkfac.memory import MemoryBudgetError, parse_bytes
 from jaxkfac.uses import Queries, scores_of_batches
 
@@ -162,20 +164,23 @@ def _collected(scoring: Scoring) -> jk.Factors:
         return stats(params, batch, key=key, positions=scoring.family.exist(batch)).factors
 
     add: Any = operator.add
-    if scoring.max_bytes is None:  # else passes compile themselves, and come back in host memory
+    on_host = scoring.max_bytes is not None  # passes compile themselves, and come back there
+    if not on_host:
         collect, add = jax.jit(collect), jax.jit(operator.add, donate_argnums=0)
-    total, done = None, 0
+    total, done, batches = None, 0, -(-len(texts) // given.batch_size)
     doing = "collecting factors"
     with phase(doing), _explained(given), progress("factors", len(texts)) as shown:
         for number, batch in enumerate(scoring.batches(texts, fill=False)):
             new = collect(scoring.pretrained.params, batch, jax.random.fold_in(key, number))
-            total = new if total is None else add(total, new)
+            if total is None:
+                total = summed_from(new, batches, on_host=on_host)
+            else:
+                total = add(total, new)
             del new
             jax.block_until_ready(jax.tree.leaves(total))
             done += len(batch[1])
             shown.advance(done, "texts")
-    assert total is not None
-    return total
+    return total_of(total)
 
 
 @contextlib.contextmanager
@@ -195,15 +200,17 @@ def _measured(scoring: Scoring, bases: jk.Eigenbases) -> jk.Eigenbases:
     correct = jk.correct_eigenvalues(scoring.objective, bases, fisher=scoring.arguments.fisher)
     # other labels than those of the factors
     key, run = jax.random.split(jax.random.key(scoring.arguments.seed))[0], jax.jit(correct)
+    add: Any = jax.jit(operator.add, donate_argnums=0)
     total, done, texts = None, 0, scoring.chosen()
     with phase("measuring eigenvalues"), progress("eigenvalues", len(texts)) as shown:
         for number, batch in enumerate(scoring.batches(texts, fill=False)):
             new = run(scoring.pretrained.params, batch, jax.random.fold_in(key, number))
-            total = new if total is None else total + new
+            # Not + of the bases: of very many batches float32 would lose digits.
+            total = add(LongSum.zeros(new.corrections) if total is None else total, new.corrections)
             done += len(batch[1])
             shown.advance(done, "texts")
     assert total is not None
-    return total
+    return dataclasses.replace(new, corrections=total.total)
 
 
 def prepared(scoring: Scoring, bases: jk.Eigenbases) -> Queries:

@@ -10,18 +10,15 @@ import numpy as np
 
 from jaxkfac.curvature._layout import Entry, Layout, Place
 from jaxkfac.curvature.host._store import Storage, Store
-from jaxkfac.factors import Factors
+from jaxkfac.factors import PLAIN_TERMS, Factors
 from jaxkfac.linalg import pack, packed_shape, unpack
 
 _PIECE = 1 << 18
-# A plain sum of so many alike terms may have lost 1e-5: each addition rounds by 2**-24 of what
-# there is by then, which is half of the whole on average.
-_PLAIN_TERMS = 256
 
 
 def outgrows_single(decay: float, contributions: int) -> bool:
     """Whether sums of float32 go on in float64, with so many contributions at each step."""
-    return contributions > _PLAIN_TERMS * (1 - decay)
+    return contributions > PLAIN_TERMS * (1 - decay)
 
 
 class Snapshot(NamedTuple):
@@ -157,7 +154,7 @@ class Averages:
         decays = _decays(running, age)
         running.age, running.idle = age, False
         running.weight = running.weight * self._decay**decays + 1
-        if running.weight > _PLAIN_TERMS:
+        if running.weight > PLAIN_TERMS:
             self._widen(running, entry)
         decay = np.asarray(self._decay, running.work_dtype)
         for _ in range(decays):
