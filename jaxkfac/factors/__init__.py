@@ -30,13 +30,8 @@ from jaxkfac.factors._factors import (
 )
 from jaxkfac.factors._fisher import FISHER_TYPES, estimator_of, over_count
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-<<<<<<< HEAD
-from jaxkfac.factors._long_sum import LongSum
-from jaxkfac.factors._loss_terms import Head, LossTerms, kept_targets, number_kept
-=======
 from jaxkfac.factors._long_sum import PLAIN_TERMS, LongSum
-from jaxkfac.factors._loss_terms import Head, LossTerms, kept_targets
->>>>>>> h2
+from jaxkfac.factors._loss_terms import Head, LossTerms, kept_targets, number_kept
 from jaxkfac.factors._marked_terms import MarkedTerms
 from jaxkfac.factors._objective import (
     Batch,
