@@ -75,6 +75,8 @@ def laplace(
             gradients at the given labels in place of it (``"empirical"``).
 
     Example:
+        >>> stats = jk.value_grad_and_factors(objective, fisher="exact")
+        >>> bases = jk.eigendecompose(stats(params, batch).factors)
         >>> posterior = jk.laplace(objective, params, bases, num_examples=len(inputs))
         >>> posterior = posterior.tune_prior()
         >>> posterior.predict(inputs).shape == (len(inputs), 3)
