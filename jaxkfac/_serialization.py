@@ -14,7 +14,7 @@ def serializable(cls: type[T]) -> type[T]:
     """Register a dataclass whose static fields come from the target when it is restored."""
     known = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     fields = [f.name for f in known if not f.metadata.get("static")]
-    optional = [f.name for f in known if f.default is None]
+    optional = [f.name for f in known if f.name in fields and f.default is None]
 
     def held(x: Any) -> list[str]:
         # Without what is optional and absent: bytes from before there was such a field fit.

@@ -548,6 +548,9 @@ def coupled(p, x):
 
 def refused(match, error=ValueError, *, use=None, model=perceptron, likelihood=None, **options):
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
+    if isinstance(likelihood, jk.Bernoulli | jk.Gaussian):
+        batch = BATCH[0], jnp.zeros((6, 3))
+        bases = bases_of(jk.Objective(perceptron, likelihood), PARAMS, batch)
     objective = jk.Objective(model, likelihood or jk.Categorical())
     with pytest.raises(error, match=match):
         use(jk.laplace(objective, PARAMS, bases, **{"num_examples": 6, **options}))

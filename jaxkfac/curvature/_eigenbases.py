@@ -23,8 +23,10 @@ from jaxkfac.factors import (
     Estimator,
     Factors,
     MeasuredValues,
+    Origin,
     Program,
     check_same_layers,
+    check_same_origin,
 )
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import Spectrum, block_root, clip_eigenvalues
@@ -107,6 +109,8 @@ class Eigenbases(_Named):
             loss term read as if there were none. Those of
             several batches in the same eigenbases are combined with ``+``, and averaged by
             :func:`update_average`.
+        origin: Of which Fisher type and likelihoods the eigenvalues are, static: as of the factors,
+            or of what was measured; ``None`` where that is not known.
     """
 
     # A pytree also holds shapes, shardings and in_axes, so the leaves are not Array here.
@@ -119,10 +123,17 @@ class Eigenbases(_Named):
     max_condition: float = dataclasses.field(metadata={"static": True})
     floor: float = dataclasses.field(metadata={"static": True})
     corrections: Corrections | None = None
+    origin: Origin | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def of_blocks(
-        cls, layout: Layout, spectra: Mapping[Place, Any], *, max_condition: float, floor: float
+        cls,
+        layout: Layout,
+        spectra: Mapping[Place, Any],
+        *,
+        max_condition: float,
+        floor: float,
+        origin: Origin | None = None,
     ) -> "Eigenbases":
         """Bases of the spectra (of a diagonal, the mean) of all blocks of ``layout``."""
         tables: dict[str, dict[str, Any]] = {}
@@ -137,6 +148,7 @@ class Eigenbases(_Named):
             bias=layout.bias,
             max_condition=max_condition,
             floor=floor,
+            origin=origin,
         )
 
     def __repr__(self) -> str:
@@ -273,6 +285,8 @@ class Eigenbases(_Named):
 
     def __add__(self, other: "Eigenbases") -> "Eigenbases":
         """Measurements of two batches in the same eigenbases, which are taken from ``self``."""
+        if self.corrections is not None:
+            check_same_origin("measured eigenvalues", self.origin, other.origin)
         return self.decayed_sum(other, 1)
 
     def decayed_sum(self, new: "Eigenbases", decay: Any) -> "Eigenbases":
@@ -285,10 +299,10 @@ class Eigenbases(_Named):
         _check_same_shapes(new, self)
         if new.corrections is None:
             raise ValueError("only measured eigenvalues are added, and these bases hold none")
-        total = new.corrections
+        total, origin = new.corrections, new.origin
         if self.corrections is not None:
-            total = self.corrections.decayed(decay, new.corrections)
-        return dataclasses.replace(self, corrections=total)
+            total, origin = self.corrections.decayed(decay, new.corrections), self.origin
+        return dataclasses.replace(self, corrections=total, origin=origin)
 
 
 def _products(a_values: Array, g_values: Array, root: Array) -> Array:
@@ -365,7 +379,8 @@ def identity_bases(
             numpy = np if isinstance(one, np.ndarray) else jnp  # a view, in host memory
             vectors = numpy.broadcast_to(one, (*source.stack, *one.shape))
         spectra[place] = Spectrum(jnp.ones((*source.stack, n), dtype), vectors)
-    return Eigenbases.of_blocks(layout, spectra, max_condition=max_condition, floor=floor)
+    clipping = {"max_condition": max_condition, "floor": floor}
+    return Eigenbases.of_blocks(layout, spectra, **clipping, origin=like.origin)
 
 
 def _extremes(clipped: Any, raw: Any) -> tuple[str, str, str]:

@@ -143,7 +143,8 @@ def eigendecompose(
         solved = zip(sides, solve_divided(matrices, eigh, distribute), strict=True)
     for side, spectrum in solved:
         spectra[side.block.place] = spectrum
-    return Eigenbases.of_blocks(layout, spectra, max_condition=max_condition, floor=floor)
+    clipping = {"max_condition": max_condition, "floor": floor}
+    return Eigenbases.of_blocks(layout, spectra, **clipping, origin=factors.origin)
 
 
 def block_mean(factors: Factors, block: EigenBlock) -> Array | np.ndarray:

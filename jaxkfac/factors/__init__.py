@@ -25,6 +25,7 @@ from jaxkfac.factors._factors import (
     KroneckerFactor,
     mean_of,
     of_parameters,
+    with_origin,
     without_corrections,
     without_loss_terms,
 )
@@ -41,6 +42,7 @@ from jaxkfac.factors._objective import (
     returned,
     takes_key,
 )
+from jaxkfac.factors._origin import Origin, check_same_origin
 from jaxkfac.factors._passes import Pass, PassPlan, largest_budget, plan_passes, smallest_budget
 from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.factors._statistics import Statistics
@@ -73,6 +75,7 @@ __all__ = [
     "Measurable",
     "MeasuredValues",
     "Objective",
+    "Origin",
     "Pass",
     "PassPlan",
     "PassResult",
@@ -87,6 +90,7 @@ __all__ = [
     "check_label_values",
     "check_like",
     "check_same_layers",
+    "check_same_origin",
     "estimator_of",
     "exchanged_bytes",
     "gradient_rows",
@@ -103,6 +107,7 @@ __all__ = [
     "takes_key",
     "update_average",
     "value_grad_and_factors",
+    "with_origin",
     "without_corrections",
     "without_loss_terms",
     "zeros_like",

@@ -69,7 +69,8 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
     Args:
         average: The average so far; start from :func:`zeros_like`, or from eigenbases that
             are not corrected yet. Its dtypes are kept.
-        factors: This step's factors, or corrected eigenbases.
+        factors: This step's factors, or corrected eigenbases. The ``origin`` stays that of
+            ``average``, also where they are of another Fisher type.
         decay: $\beta \in [0, 1)$; may be traced.
 
     Returns:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from jaxkfac.factors._collect import Call, FactorCollector, ValueGradAndFactors
 from jaxkfac.factors._factors import BiasMode, Factors
+from jaxkfac.factors._origin import Origin
 from jaxkfac.factors._passes import (
     Pass,
     PassPlan,
@@ -257,6 +258,7 @@ def _on_host(factors: Factors, one: Pass, layers: Sequence[Layer]) -> Factors:
         bias=fetched.bias,
         loss_terms=None if fetched.loss_terms is None else np.array(fetched.loss_terms),
         corrections=None,
+        origin=fetched.origin,
     )
     for leaf in jax.tree.leaves(factors):
         leaf.delete()
@@ -273,10 +275,11 @@ class _Whole:
         self._terms: Any = np.zeros(())
         self.loss_terms: Any = None
         self._bias: BiasMode = "joint"
+        self._origin: Origin | None = None
 
     def add(self, part: Factors, one: Pass) -> None:
         """Put one part in its place."""
-        self._terms, self._bias = part.terms, part.bias
+        self._terms, self._bias, self._origin = part.terms, part.bias, part.origin
         self._layers |= {layer.name: layer for layer in part.layers}
         for kind, whole in self._sums.items():
             for name, value in getattr(part, kind).items():
@@ -299,4 +302,5 @@ class _Whole:
             bias=self._bias,
             corrections=None,
             loss_terms=self.loss_terms,
+            origin=self._origin,
         )

@@ -17,9 +17,10 @@ from jaxkfac.factors._average import zeros_like
 from jaxkfac.factors._corrections import Corrections, Measurable
 from jaxkfac.factors._diagonal_pass import check_alone, diagonal_layers, per_example_diagonals
 from jaxkfac.factors._estimator import Estimator
-from jaxkfac.factors._factors import BiasMode, Factors
+from jaxkfac.factors._factors import BiasMode, Factors, with_origin
 from jaxkfac.factors._marked_diagonals import marked_diagonals
 from jaxkfac.factors._objective import Objective
+from jaxkfac.factors._origin import Origin
 from jaxkfac.factors._program import Linearised, Program
 from jaxkfac.factors._scalar_loss import check_marked, check_scalar_loss, warn_of_sum
 from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
@@ -295,7 +296,7 @@ class FactorCollector:
         factors = statistics.factors(at.emitted, outputs, at.terms, at.squares_to_sums)
         if gradient and (layers := self._second_pass(traced, params)):
             factors = self._with_diagonals(traced, layers, params, call, factors, at)
-        factors = self._counted(factors, factors.terms)
+        factors = self._counted(with_origin(factors, self._origin(traced)), factors.terms)
         if call.bases is not None:
             factors = dataclasses.replace(factors, corrections=self._corrections(params, call))
         return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
@@ -388,7 +389,14 @@ class FactorCollector:
             outputs, (_, targets, mask) = self._program.output_shapes(traced), call.batch
             terms = jax.eval_shape(objective.loss, outputs, targets, mask)[1]
         jax.eval_shape(self.statistics(traced).slots)  # which refuses what cannot be gathered
-        return self._counted(self.statistics(traced).shapes(terms), terms)
+        shapes = with_origin(self.statistics(traced).shapes(terms), self._origin(traced))
+        return self._counted(shapes, terms)
+
+    def _origin(self, traced: Traced) -> Origin:
+        objective, marks = self._program.objective, [x.likelihood for x in traced.marks]
+        known = isinstance(objective, Objective)
+        likelihoods = jax.tree.leaves(objective.likelihood) if known else marks
+        return Origin.of(self._estimator.name, likelihoods)
 
     def _second_pass(self, traced: Traced, params: PyTree) -> list[Layer]:
         """The diagonals that each example gives by itself."""

@@ -15,6 +15,7 @@ from jaxkfac._display import array_text, short_repr, table_html
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac._serialization import serializable
 from jaxkfac.factors._corrections import Corrections
+from jaxkfac.factors._origin import Origin, check_same_origin
 from jaxkfac.interception import Layer
 
 BiasMode = Literal["joint", "separate"]
@@ -101,6 +102,9 @@ class Factors(_Named):
             says it.
         corrections: Sums of squared gradients in eigenbases, where those were given (``bases=``);
             else ``None``. They belong to these eigenbases and to no others.
+        origin: Of which Fisher type and likelihoods they are, static; ``None`` where that is not
+            known. A sum has that of its first summand, and none is made of unlike ones; an average
+            (:func:`update_average`) keeps its own, whatever it is given.
     """
 
     # Not Array: a pytree also holds shapes (`factor_shapes`), cotangents and None.
@@ -113,6 +117,7 @@ class Factors(_Named):
     bias: BiasMode = dataclasses.field(metadata={"static": True})
     loss_terms: Any = None
     corrections: Corrections | None = None
+    origin: Origin | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __iter__(self) -> Iterator[str]:
         return (layer.name for layer in self.layers)
@@ -184,6 +189,7 @@ class Factors(_Named):
         return input_name in self._inputs_with_ones
 
     def __add__(self, other: "Factors") -> "Factors":
+        check_same_origin("factors", self.origin, other.origin)
         return jax.tree.map(jnp.add, *alike(self, other))
 
     def __rmul__(self, weight: Any) -> "Factors":
@@ -236,13 +242,21 @@ def without_corrections(factors: Factors) -> Factors:
     return dataclasses.replace(factors, corrections=None)
 
 
+def with_origin(factors: Factors, origin: Origin | None) -> Factors:
+    """The factors as if of another origin: the structure of an average that they go into."""
+    return factors if factors.origin == origin else dataclasses.replace(factors, origin=origin)
+
+
 def alike(one: Factors, other: Factors) -> tuple[Factors, Factors]:
-    """Both with what is optional or neither: where one lacks it, the sum is not known."""
+    """Both with what is optional or neither: where one lacks it, the sum is not known.
+
+    The origin is that of ``one``, so that an average keeps its structure inside of ``scan``.
+    """
     if (one.loss_terms is None) != (other.loss_terms is None):
         one, other = without_loss_terms(one), without_loss_terms(other)
     if (one.corrections is None) != (other.corrections is None):
         one, other = without_corrections(one), without_corrections(other)
-    return one, other
+    return one, with_origin(other, one.origin)
 
 
 def mean_of(total: Any, count: Any, matrix_axes: int) -> Any:

@@ -1,10 +1,12 @@
 """Sums of so many batches that float32 would lose them."""
 
 import dataclasses
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+
+from jaxkfac.factors._origin import check_same_origin
 
 Summed = TypeVar("Summed")
 # A plain sum of so many alike terms may have lost 1e-5: each addition rounds by 2**-24 of what
@@ -63,6 +65,10 @@ class LongSum(Generic[Summed]):
 
     def __add__(self, new: Summed) -> "LongSum[Summed]":
         """The sum with one more term, rounded to the sum's dtypes."""
+        origins = [getattr(x, "origin", None) for x in (self.total, new)]
+        if origins[0] != origins[1]:  # of factors
+            check_same_origin("factors", *origins)
+            new = dataclasses.replace(cast(Any, new), origin=origins[0])
         owed = jax.tree.map(lambda x, r: x.astype(r.dtype) - r, new, self.rounded)
         total = jax.tree.map(jnp.add, self.total, owed)
         gained = jax.tree.map(jnp.subtract, total, self.total)

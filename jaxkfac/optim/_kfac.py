@@ -21,6 +21,7 @@ from jaxkfac.factors import (
     check_like,
     of_parameters,
     update_average,
+    with_origin,
     without_corrections,
     without_loss_terms,
     zeros_like,
@@ -202,7 +203,8 @@ def kfac(
     Args:
         learning_rate: $\eta$, a number, a schedule of the step, or ``"quadratic"``.
         like: ``stats.factor_shapes(params, batch)``: which factors there are. Only layers,
-            shapes and dtypes are read.
+            shapes and dtypes are read, and the ``origin``, which is that of the state's average and
+            bases; factors of another Fisher type are averaged all the same.
         damping: $\delta \ge 0$ in units of the squared gradient, or a pair
             ``(damping_a, damping_g)`` in the units of each factor; numbers or schedules. Or
             :class:`jaxkfac.LevenbergMarquardt`, by which it is adapted.
@@ -372,6 +374,8 @@ def kfac(
             check_measured_between(refresh_every, measures=factors.corrections is not None)
         check_state("kfac", state, KfacState)
         _check_held(state, stacks, method.kept, adapts=adaptation is not None)
+        if factors is not None:  # the state keeps its structure, whatever comes
+            factors = with_origin(factors, state.stacked_average.origin)
         if at_some_steps:
             check_factors_have_come(state.missed, state.stacked_average, factors)
         check_like_momentum(grads, state.momentum)

@@ -17,6 +17,7 @@ from jaxkfac.factors import (
     check_like,
     check_same_layers,
     of_parameters,
+    with_origin,
     without_loss_terms,
     zeros_like,
 )
@@ -223,7 +224,7 @@ def multi_steps(
         if factors is not None:
             own_terms = factors.terms if factors.loss_terms is None else factors.loss_terms
             terms = own_terms if terms is None else terms
-            factors = without_loss_terms(factors)
+            factors = with_origin(without_loss_terms(factors), held["factors"].origin)
         elif held["factors"] is not None:  # they are collected at other micro-steps
             whole = jax.eval_shape(lambda kept: own.unfolded(own.load(kept)), held)
             factors = zeros_like(whole["factors"])

@@ -25,13 +25,25 @@ from jaxkfac.curvature import (
     quadratic_forms,
     uncovered_mask,
 )
-from jaxkfac.factors import Batch, Gaussian, Linearised, Objective, Program
+from jaxkfac.factors import (
+    FISHER_TYPES,
+    Batch,
+    Gaussian,
+    Linearised,
+    Objective,
+    Origin,
+    Program,
+)
 from jaxkfac.interception import Atoms, Layer, Traced
 from jaxkfac.uses._example_gradients import ExampleGradients, block_dtype
 from jaxkfac.uses._held import Queries
 from jaxkfac.uses._own_products import OwnProducts, whole_gradients
 
 Per = Literal["sum", "layer", "token"]
+_NOT_F = (
+    "they hold no curvature of the loss, and what comes of them is not the Fisher's. Collect "
+    "factors with fisher='mc', 'empirical' or 'exact'"
+)
 Source = TypeVar("Source", Eigenbases, Queries)
 
 
@@ -50,7 +62,8 @@ class Examples:
     Raises:
         TypeError: no ``Objective``, or no eigenbases.
         UnknownLayerError: ``layers`` matches none of the bases' layers.
-        ValueError: a layer that is read has no gradients of single examples.
+        ValueError: a layer that is read has no gradients of single examples, or the bases are of
+            another likelihood.
     """
 
     def __init__(
@@ -69,10 +82,11 @@ class Examples:
         else:
             check_bases(source)
             self._source = chosen(source, layers)
+        _check_likelihoods(self._source.origin, objective)
         self.layers = self._source.layers
         if isinstance(self._source, Eigenbases):
             _check_blocks(self._source)
-            _warn_of_identities(self._source, jax.tree.leaves(objective.likelihood))
+            _warn_of_forward(self._source, jax.tree.leaves(objective.likelihood))
         names = "|".join(re.escape(layer.name) for layer in self.layers)
         finding = {"layers": names, "experts": experts}
         self._program = Program(objective, finding, cover=False)
@@ -289,8 +303,34 @@ def _overlap(shape: tuple[int, ...], some: set[Any], others: set[Any]) -> bool:
     return bool((~uncovered_mask(shape, some) & ~uncovered_mask(shape, others)).any())
 
 
+def _check_likelihoods(origin: Origin | None, objective: Objective) -> None:
+    """Refuse bases that are known to be of another likelihood: their G is of another loss."""
+    if origin is None:
+        return
+    own = Origin.of(origin.fisher, jax.tree.leaves(objective.likelihood))
+    if origin.has_other_likelihoods(own):
+        theirs, ours = (" and ".join(x.likelihoods) for x in (origin, own))
+        raise ValueError(
+            f"the bases are of factors of {theirs}, and the objective's likelihood is {ours}: take "
+            "the objective with which the factors were collected; or, if it is meant, "
+            "dataclasses.replace(bases, origin=None)"
+        )
+
+
+def _warn_of_forward(bases: Eigenbases, likelihoods: Sequence[Any]) -> None:
+    """Say where the curvature holds no gradients."""
+    known = None if bases.origin is None else FISHER_TYPES.get(bases.origin.fisher)
+    if known is None:
+        _warn_of_identities(bases, likelihoods)
+    elif known.unit_outputs:
+        warnings.warn(
+            f"the bases are of fisher={known.name!r}, in which every G is the identity: {_NOT_F}",
+            stacklevel=5,
+        )
+
+
 def _warn_of_identities(bases: Eigenbases, likelihoods: Sequence[Any]) -> None:
-    """Say where the curvature holds no gradients: every G is the identity."""
+    """The same of bases of which no Fisher type is known: every G is the identity."""
     values = [bases.g[x.name].values for x in bases.layers if not x.is_diagonal]
     if bases.corrections is not None or any(isinstance(x, Tracer) for x in values):
         return
@@ -300,10 +340,7 @@ def _warn_of_identities(bases: Eigenbases, likelihoods: Sequence[Any]) -> None:
         return
     if all((np.asarray(x) == 1).all() for x in values):
         warnings.warn(
-            "every G of the bases is the identity (fisher='forward'): they hold no curvature of "
-            "the loss, and what comes of them is not the Fisher's. Collect factors with "
-            "fisher='mc', 'empirical' or 'exact'",
-            stacklevel=5,
+            f"every G of the bases is the identity (fisher='forward'): {_NOT_F}", stacklevel=6
         )
 
 

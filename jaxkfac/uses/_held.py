@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac.curvature import read_many
+from jaxkfac.factors import Origin
 from jaxkfac.interception import Layer
 from jaxkfac.kinds import LowRankMatrices
 
@@ -23,6 +24,7 @@ class Queries:
         errors: ``(Q, layers)``: what that loses of each layer's matrix, as a ratio of Frobenius
             norms; 0 where nothing is lost.
         layers: The layers, static.
+        origin: Of which Fisher type and likelihoods the bases were, static; see ``Eigenbases``.
     """
 
     # A pytree also holds shapes and shardings, so the leaves are not Array here.
@@ -30,6 +32,7 @@ class Queries:
     low_rank: dict[str, LowRankMatrices]
     errors: Any
     layers: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})
+    origin: Origin | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def number(self) -> int:

@@ -108,15 +108,15 @@ def influence(
             statistics outside of evaluation mode.
         UnknownLayerError: ``layers`` matches nothing, or the program lacks a layer of the bases.
         LostRowsError: the rows of a layer cannot be told apart by example, or by position.
-        ValueError: bases of another model or without vectors, a batch that does not fit, an
-            iterable that is empty, zero damping of a block that is singular, ``layers`` that
-            leave out another reading of the same elements of a parameter, or a ``TopK`` of other
-            queries or without ``start``.
+        ValueError: bases of another model, of another likelihood (where ``bases.origin`` tells) or
+            without vectors, a batch that does not fit, an iterable that is empty, zero damping of a
+            block that is singular, ``layers`` that leave out another reading of the same elements
+            of a parameter, or a ``TopK`` of other queries or without ``start``.
         TypeError: a scalar loss in place of an ``Objective``, or queries that are no tuple.
 
     Warns:
-        UserWarning: every G is the identity, so that the bases hold no curvature of the loss; or
-            ``top_k`` leaves out examples whose scores are NaN (not under ``jit``).
+        UserWarning: the bases hold no curvature of the loss (``fisher="forward"``); or ``top_k``
+            leaves out examples whose scores are NaN (not under ``jit``).
 
     Memory:
         One gradient of each query (with ``query_rank`` less), three more of those in work, one

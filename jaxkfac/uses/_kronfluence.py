@@ -1,6 +1,7 @@
 """Factors that kronfluence has written, as eigenbases."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jaxkfac._checks import at_least_one
 from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.curvature import Eigenbases
-from jaxkfac.factors import Corrections, Factors
+from jaxkfac.factors import Corrections, Factors, Origin
 from jaxkfac.linalg import Spectrum, eigh_checked
 from jaxkfac.memory import load_safetensors
 
@@ -48,7 +49,8 @@ def load_kronfluence(
             diagonal are left out.
 
     Returns:
-        The bases, unclipped (``max_condition`` is infinite).
+        The bases, unclipped (``max_condition`` is infinite). Their ``origin`` has the Fisher type
+        where ``factor_arguments.json`` is there, and no likelihood: the files do not name it.
 
     Raises:
         FileNotFoundError: a file is not there.
@@ -87,7 +89,8 @@ def load_kronfluence(
             values, vectors = (_of_module(x, names[layer.name]) for x in spectra)
             _check_shape(names[layer.name], vectors, (size, size))
             found[layer.name] = Spectrum(values, vectors)
-    bases = Eigenbases(a, {}, g, {}, layers, like.bias, max_condition=float("inf"), floor=0.0)
+    clipping: Any = {"max_condition": float("inf"), "floor": 0.0}
+    bases = Eigenbases(a, {}, g, {}, layers, like.bias, **clipping, origin=_origin(folder))
     if not (folder / f"{_LAMBDA[0]}.safetensors").is_file():
         return bases
     sums, numbers = (load_safetensors(folder / f"{x}.safetensors", dtype=dtype) for x in _LAMBDA)
@@ -99,6 +102,14 @@ def load_kronfluence(
         total[layer.name] = squares.T / jnp.square(bases.block_root(layer))
     terms = (number.reshape(()) * terms_per_example).astype(dtype)
     return dataclasses.replace(bases, corrections=Corrections(total, {}, terms))
+
+
+def _origin(folder: Path) -> Origin | None:
+    path = folder / "factor_arguments.json"
+    arguments = json.loads(path.read_text()) if path.is_file() else {}
+    if "use_empirical_fisher" not in arguments:
+        return None
+    return Origin("empirical" if arguments["use_empirical_fisher"] else "mc")
 
 
 def _decomposed(folder: Path, side: str, dtype: Any) -> tuple[Tensors, Tensors]:

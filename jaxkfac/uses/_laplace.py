@@ -10,7 +10,7 @@ from jaxkfac.curvature import Eigenbases, check_disjoint, owned_blocks, paramete
 from jaxkfac.factors import Gaussian, Objective
 from jaxkfac.interception import check_arrays, partition
 from jaxkfac.uses._examples import Examples
-from jaxkfac.uses._laplace_checks import check_positive
+from jaxkfac.uses._laplace_checks import check_positive, warn_of_empirical
 from jaxkfac.uses._laplace_posterior import LaplacePosterior
 from jaxkfac.uses._posterior_precision import raw
 
@@ -65,14 +65,18 @@ def laplace(
     Raises:
         UnknownLayerError: ``layers`` matches nothing.
         ValueError: a number that is not positive, a prior precision of another shape, a parameter
-            that two layers answer for, several likelihoods, or bases without vectors. Bases of
-            another model and coupled examples are refused when data comes.
+            that two layers answer for, several likelihoods, bases of another likelihood (where
+            ``bases.origin`` tells), or bases without vectors. Bases of another model and coupled
+            examples are refused when data comes.
         TypeError: a scalar loss in place of an ``Objective``.
 
     Warns:
-        UserWarning: every G is the identity, so that the bases hold no curvature of the loss.
+        UserWarning: the bases hold no curvature of the loss (``fisher="forward"``), or the
+            gradients at the given labels in place of it (``"empirical"``).
 
     Example:
+        >>> stats = jk.value_grad_and_factors(objective, fisher="exact")
+        >>> bases = jk.eigendecompose(stats(params, batch).factors)
         >>> posterior = jk.laplace(objective, params, bases, num_examples=len(inputs))
         >>> posterior = posterior.tune_prior()
         >>> posterior.predict(inputs).shape == (len(inputs), 3)
@@ -87,12 +91,13 @@ def laplace(
     check_positive("num_examples", num_examples)
     if terms_per_example is not None:
         check_positive("terms_per_example", terms_per_example)
-    examples = Examples(objective, bases, layers, experts)
-    if objective.num_outputs > 1:
+    if isinstance(objective, Objective) and objective.num_outputs > 1:
         raise ValueError(
             f"a Laplace posterior is of one likelihood, and this objective has "
             f"{objective.num_outputs}: give an Objective of the output that is wanted"
         )
+    examples = Examples(objective, bases, layers, experts)
+    warn_of_empirical(examples.bases)
     (likelihood,) = jax.tree.leaves(objective.likelihood)
     if not isinstance(likelihood, Gaussian) and (isinstance(noise, Tracer) or noise != 1.0):
         raise ValueError(f"noise={noise}: only a Gaussian likelihood has one")

@@ -20,6 +20,17 @@ def statistics_dtype_of(bases: Eigenbases) -> Any:
     return statistics_dtype(*[x.dtype for x in jax.tree.leaves(bases)])
 
 
+def warn_of_empirical(bases: Eigenbases) -> None:
+    """Say where the curvature is made of the gradients at the given labels."""
+    if bases.origin is not None and bases.origin.fisher == "empirical":
+        warnings.warn(
+            "the bases are of fisher='empirical', of gradients at the given labels: these shrink "
+            "where a label is fitted and grow where it is not, which no Hessian does, so that the "
+            "posterior is not that of the model. Collect factors with fisher='mc' or 'exact'",
+            stacklevel=3,
+        )
+
+
 def check_positive(name: str, value: Any) -> None:
     """Refuse what is no positive number."""
     scalar(name, value, "a positive number")

@@ -70,6 +70,9 @@ def prepare_queries(
             one of their arrays does not have the examples first.
         TypeError: queries that are no tuple.
 
+    Warns:
+        UserWarning: the bases hold no curvature of the loss (``fisher="forward"``).
+
     Memory:
         The result, and three gradients of each query that is in work.
 
@@ -113,7 +116,7 @@ def prepare_queries(
             remedy="choose fewer layers=" + ("" if query_rank else ", or give a query_rank="),
         )
     whole, low_rank, errors = jax.jit(run, static_argnums=4)(*given, at_once)
-    return Queries(whole, low_rank, errors, examples.bases.layers)
+    return Queries(whole, low_rank, errors, examples.bases.layers, examples.bases.origin)
 
 
 def _held(

@@ -58,6 +58,9 @@ def self_influence(
         ValueError: as for :func:`influence`; or a batch has to be cut into parts, and one of its
             arrays does not have the examples first.
 
+    Warns:
+        UserWarning: the bases hold no curvature of the loss (``fisher="forward"``).
+
     Memory:
         A layer that an example passes once, and whose parameters no other layer reads, takes its
         damped inverse eigenvalues, as large as its weight, and 32 MiB or the gradient of one

@@ -16,6 +16,7 @@ from jaxkfac.factors import (
     Corrections,
     Estimator,
     Objective,
+    Origin,
     Program,
     check_alone,
     estimator_of,
@@ -109,7 +110,10 @@ class EigenvalueCorrector:
             )
             sums = sums | at.poisoned(more)
         corrections = Corrections(sums, squares.bias_values, at.terms)
-        return dataclasses.replace(bases, corrections=corrections)
+        marks = [mark.likelihood for mark in traced.marks]
+        likelihoods = jax.tree.leaves(objective.likelihood) if known else marks
+        origin = Origin.of(estimator.name, likelihoods)
+        return dataclasses.replace(bases, corrections=corrections, origin=origin)
 
 
 def correct_eigenvalues(

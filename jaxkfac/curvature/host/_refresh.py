@@ -22,7 +22,7 @@ from jaxkfac.curvature.host._options import BasesIn, VectorsDtype
 from jaxkfac.curvature.host._shares import Shares
 from jaxkfac.curvature.host._store import Store
 from jaxkfac.curvature.host._threads import Monitor, Workers
-from jaxkfac.factors import Factors
+from jaxkfac.factors import Factors, Origin
 from jaxkfac.linalg import HostSpectrum, Spectrum
 from jaxkfac.memory import whole_here
 
@@ -237,11 +237,11 @@ class ActiveBases:
         self.kept: dict[str, int] = {}
         self._bases: Eigenbases | None = None
 
-    def bases(self, layout: Layout) -> Eigenbases:
+    def bases(self, layout: Layout, origin: Origin | None) -> Eigenbases:
         """The bases; the same object until the next hand-over."""
         if self._bases is None:
             clipping = {"max_condition": self._max_condition, "floor": self._floor}
-            self._bases = Eigenbases.of_blocks(layout, self.tables, **clipping)
+            self._bases = Eigenbases.of_blocks(layout, self.tables, **clipping, origin=origin)
         return self._bases
 
     def take_identities(self, like: Factors) -> None:

@@ -32,7 +32,7 @@ from jaxkfac.curvature.host._schedule import Action, Schedule
 from jaxkfac.curvature.host._state import FORM, MACHINE, State, restore_state, save_state
 from jaxkfac.curvature.host._store import Storage, Store
 from jaxkfac.curvature.host._threads import Monitor, Workers, call_in_time
-from jaxkfac.factors import Factors, check_same_layers
+from jaxkfac.factors import Factors, check_same_layers, with_origin
 from jaxkfac.files import Archive
 from jaxkfac.linalg import host_dtype
 from jaxkfac.memory import ByteSize, parse_bytes
@@ -80,7 +80,8 @@ class HostCurvature:
             is free. What is measured may differ from run to run; a saved service keeps it.
         initial: ``"wait"`` or ``"identity"``, which needs ``like``.
         like: Factors or ``stats.factor_shapes(params, batch)``, so that other factors and a
-            budget that is too small are refused before the first push.
+            budget that is too small are refused before the first push. The bases have its
+            ``origin``; without it, that of the first push.
         stagger: Into how many groups layers are divided, each refreshed in its turn: every
             ``refresh_every / stagger`` steps one. The first refresh is of all.
         keep_previous: See above.
@@ -221,7 +222,7 @@ class HostCurvature:
         )
         if like is not None:
             self._state.use_layout(layout_of(like.layers, like.bias), double=is_double(like))
-            self._state.complete = True
+            self._state.complete, self._state.origin = True, like.origin
         self._lock = threading.RLock()  # one call at a time, from whichever thread
         self._monitor = monitor
         limit = options.in_flight_bytes
@@ -295,6 +296,8 @@ class HostCurvature:
             arrays = arrays_of(factors, layout, first_iteration)
             if layout is not state.layout:
                 state.use_layout(layout, double=is_double(factors))
+            if not state.seen and not state.complete:
+                state.origin = factors.origin
             averages, averaging = state.averages, self._averaging
             assert averages is not None
             # Before the actions: what was loaded from a file does not know where its factors are.
@@ -379,7 +382,7 @@ class HostCurvature:
             for action in state.schedule.ask(step, have_bases=bool(state.active.tables)):
                 self._do(action)
             assert state.layout is not None
-            return state.active.bases(state.layout)
+            return state.active.bases(state.layout, state.origin)
 
     def _do(self, action: Action) -> None:
         state, refresh = self._state, action.refresh
@@ -426,7 +429,8 @@ class HostCurvature:
             self.flush()
             if self._state.averages is None or not self._state.averages.running:
                 raise ValueError("average: no factors have been pushed")
-            return self._state.averages.factors(self._state.schedule.age)
+            found = self._state.averages.factors(self._state.schedule.age)
+            return with_origin(found, self._state.origin)
 
     @property
     def left_out(self) -> dict[str, int]:

@@ -18,6 +18,7 @@ from jaxkfac.curvature.host._refresh import ActiveBases, Decompositions
 from jaxkfac.curvature.host._schedule import Refresh, Schedule
 from jaxkfac.curvature.host._store import Store
 from jaxkfac.curvature.host._threads import Monitor
+from jaxkfac.factors import Origin
 from jaxkfac.files import Archive, write_archive
 from jaxkfac.interception import Layer, ParameterMatrix, Range
 from jaxkfac.linalg import HostSpectrum, Spectrum
@@ -51,6 +52,7 @@ class State:
     work: Decompositions | None = None
     seen: set[Place] = dataclasses.field(default_factory=set)
     shardings: dict[Place, ResultSharding] = dataclasses.field(default_factory=dict)
+    origin: Origin | None = None  # of ``like``, else of the first push
 
     def use_layout(self, layout: Layout, *, double: bool) -> None:
         """Make room for the averages of ``layout``, if the budget has it.
@@ -117,6 +119,7 @@ def save_state(state: State, path: Path) -> None:
         "kept": state.active.kept,
         "rank_errors": state.active.rank_errors,
         "layers": None,
+        "origin": None if state.origin is None else dataclasses.asdict(state.origin),
     }
     if state.layout is not None and state.averages is not None:
         about["layers"] = [dataclasses.asdict(layer) for layer in state.layout.layers]
@@ -139,6 +142,8 @@ def restore_state(state: State, saved: Archive) -> None:
     state.decomposer.chosen.update(about["chosen"])
     state.active.kept.update(about["kept"])
     state.active.rank_errors.update(about.get("rank_errors", {}))
+    if about.get("origin") is not None:  # a file of before it was kept has none
+        state.origin = Origin(**_tuples(about["origin"]))
     if about["layers"] is not None:
         layers = tuple(_layer(values) for values in about["layers"])
         double = any(values["dtype"] == "float64" for values in about["averages"])
