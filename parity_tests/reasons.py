@@ -16,6 +16,7 @@ _ERROR = "an error: raised or not, there is no number"
 _TYPE = "a type for annotations"
 _CHECK = "refuses arguments; there is no number"
 _PIECE = "a piece of apply_power, eigendecompose or reconstruct, whose cases go through it"
+_SEAL = "checksums of text files, held to damaged ones by tests/saved_files_test.py"
 _PART = "a part of value_grad_and_factors, whose cases go through it"
 _NO_TWIN = "torch_ref has none; tests/ holds it to a dense oracle"
 _NO_TWIN_BESIDE = "torch_ref has none; the test beside it solves it in NumPy"
@@ -148,6 +149,7 @@ NAMES = {
     "encoded_paths": _PART,
     "equation_signature": _PART,
     "evaluate": _PART,
+    "fast_convolutions": "the same convolutions in another order of axes, tested beside it",
     "is_differentiable": _CHECK,
     "is_encoded": _PART,
     "path_of": _PART,
@@ -156,6 +158,12 @@ NAMES = {
     "selector": _PART,
     "open_jaxpr": _PART,
     # files
+    "ZEROS": _SEAL,
+    "checksum": _SEAL,
+    "is_sealed": _SEAL,
+    "read_json": _SEAL,
+    "sealed": _SEAL,
+    "write_json": _SEAL,
     "Archive": "reads what was written; the bits are compared beside it",
     "PARTIAL": "the end of a file's name",
     "whole_file": "writes bytes",

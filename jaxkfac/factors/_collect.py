@@ -32,6 +32,7 @@ from jaxkfac.interception import (
     Window,
     cast_varying,
     check_arrays,
+    fast_convolutions,
     leaves_by_path,
     with_leaves,
 )
@@ -191,8 +192,9 @@ class FactorCollector:
         self, due: Bool[Array, ""], params: PyTree, call: Call
     ) -> ValueGradAndFactors:
         """``gather`` where it is due, else the gradient alone, in one program."""
-        collect = Staged.of(self.gather, params, call)
+        collect = Staged.of(fast_convolutions(self.gather), params, call)
 
+        @fast_convolutions
         def skip(params: PyTree, call: Call) -> ValueGradAndFactors:
             out = self.without_factors(params, call, collect.types.factors)
             return jax.tree.map(cast_varying, out, collect.types)  # inside shard_map

@@ -14,12 +14,13 @@ from jaxkfac.interception import (
     ParameterMatrix,
     Traced,
     cast_varying,
+    fast_convolutions,
     leaves_by_path,
     varying_axes,
     whole,
     with_leaves,
 )
-from jaxkfac.linalg import statistics_dtype
+from jaxkfac.linalg import map_over_chunks, statistics_dtype
 
 CHUNK = 8  # examples whose gradients are alive at once
 
@@ -112,9 +113,10 @@ def per_example_diagonals(
 
     # No loop runs along an axis that is split.
     examples = whole((batch, estimator.by_example(number)))
+    some = lambda part, _: jax.vmap(squares)(part)
     try:
-        rows = jax.lax.map(squares, examples, batch_size=min(CHUNK, number))
+        rows = map_over_chunks(fast_convolutions(some), examples, CHUNK)
     except NotImplementedError:  # an operation that JAX has no batches of: a grouped product
-        rows = jax.lax.map(squares, examples)
+        rows = jax.lax.map(fast_convolutions(squares), examples)
     sums = {layer.name: rows[layer.weight.path].sum(0) for layer in layers}
     return jax.lax.psum(sums, axes) if axes else sums

@@ -15,7 +15,7 @@ from jaxkfac.factors._estimator import LABEL_FOLD, Estimator
 from jaxkfac.factors._loss_terms import CoupledTerms, LossTerms
 from jaxkfac.factors._objective import Batch
 from jaxkfac.factors._program import Linearised
-from jaxkfac.interception import Slot, varying_axes
+from jaxkfac.interception import Slot, fast_convolutions, varying_axes
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
 Fisher = Literal["empirical", "mc", "exact", "forward", "exact_if_terms_do_not_mix"]
@@ -244,4 +244,4 @@ def _sum(fn: Callable[[Any], PyTree], xs: PyTree, chunk: int) -> PyTree:
             return fn(jax.tree.map(lambda x: x[0], xs))
         return jax.tree.map(lambda x: x.sum(0), jax.vmap(fn)(xs))
 
-    return sum_over_chunks(part, xs, chunk)
+    return sum_over_chunks(fast_convolutions(part), xs, chunk)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int, PyTree
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._program import Linearised
-from jaxkfac.interception import Layer, Traced, varying_axes
+from jaxkfac.interception import Layer, Traced, fast_convolutions, varying_axes
 from jaxkfac.linalg import statistics_dtype
 
 
@@ -52,10 +52,10 @@ def marked_diagonals(
     gradient = at.gradient
 
     def squares(cotangents: PyTree) -> dict[str, Array]:
-        totals = [
-            jax.lax.map(lambda n, marks=marks: of_example(n, marks, cotangents), jnp.arange(number))
-            for marks, number in _marks_by_examples(traced)
-        ]
+        totals = []
+        for marks, number in _marks_by_examples(traced):
+            one = fast_convolutions(lambda n, marks=marks: of_example(n, marks, cotangents))
+            totals.append(jax.lax.map(one, jnp.arange(number)))
         return jax.tree.map(lambda *parts: sum(part.sum(0) for part in parts), *totals)
 
     def of_example(n: Int[Array, ""], marks: set[int], cotangents: PyTree) -> dict[str, Array]:

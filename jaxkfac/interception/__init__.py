@@ -68,6 +68,7 @@ from jaxkfac.interception._compat import (
     varying_axes,
     whole,
 )
+from jaxkfac.interception._convolutions import fast_convolutions
 from jaxkfac.interception._encoded import (
     DeferredParameter,
     EncodedParameter,
@@ -158,6 +159,7 @@ __all__ = [
     "entries_picked",
     "equation_signature",
     "evaluate",
+    "fast_convolutions",
     "find_layers",
     "from_nnx",
     "is_differentiable",

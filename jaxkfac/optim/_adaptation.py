@@ -10,7 +10,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac._checks import instance_of, scalar
 from jaxkfac.curvature.operators import Operator
-from jaxkfac.interception import check_function, leaves_by_path, with_leaves
+from jaxkfac.interception import (
+    check_function,
+    fast_convolutions,
+    leaves_by_path,
+    with_leaves,
+)
 from jaxkfac.optim._descent import advance_momentum, descend, where
 from jaxkfac.optim._explicit import GatheredOperator, sharded_like, whole
 from jaxkfac.optim._injected import may_be_positive
@@ -349,7 +354,7 @@ class Adaptation:
         def no_trial() -> tuple[Scalar, Scalar]:
             return jnp.zeros((), dtype), jnp.zeros((), dtype)
 
-        actual, predicted = jax.lax.cond(due, trial, no_trial)
+        actual, predicted = jax.lax.cond(due, fast_convolutions(trial), no_trial)
         fine = jnp.isfinite(actual) & jnp.isfinite(predicted) & all_finite(update)
         flat = predicted == 0
         ratio = jnp.where(flat, 1, actual / jnp.where(flat, 1, predicted))

@@ -21,6 +21,7 @@ from jaxkfac.factors import (
     without_loss_terms,
     zeros_like,
 )
+from jaxkfac.interception import fast_convolutions
 from jaxkfac.optim._accumulators import (
     Accumulators,
     MemoryKind,
@@ -260,7 +261,7 @@ def multi_steps(
         def wait(inner_state: Any) -> tuple[PyTree, Any]:
             return jax.tree.map(jnp.zeros_like, gradients_only(grads)), inner_state
 
-        updates, inner_state = jax.lax.cond(ended & some, run, wait, state.inner)
+        updates, inner_state = jax.lax.cond(ended & some, fast_convolutions(run), wait, state.inner)
         return with_constants(grads, updates), MultiStepsState(
             accumulation=accumulation,
             inner=inner_state,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from jaxkfac.factors import Batch
-from jaxkfac.interception import cast_varying, partition, with_leaves
+from jaxkfac.interception import cast_varying, fast_convolutions, partition, with_leaves
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import MemoryBudgetError, bytes_text
 from jaxkfac.uses._examples import Examples
@@ -60,7 +61,7 @@ class LinearisedVariance:
         if at_once:
             some = min(at_once, number)
             self._check_cut(batch, number, some)
-            return map_over_chunks(lambda chunk, _: self._of_examples(chunk), batch, some)
+            return _over_chunks(self._of_examples, batch, some)
         needed = one * columns if self.by_layer else whole
         if needed > self.max_bytes:
             what = "all outputs" if self.by_layer else "one output"
@@ -70,7 +71,7 @@ class LinearisedVariance:
             )
         self._check_cut(batch, number, 1)
         some = self.max_bytes // whole
-        return map_over_chunks(lambda chunk, _: self._of_one(chunk, some), batch, 1)
+        return _over_chunks(lambda chunk: self._of_one(chunk, some), batch, 1)
 
     def _check_cut(self, batch: Batch, number: int, some: int) -> None:
         if some < number and any(x.shape[:1] != (number,) for x in jax.tree.leaves(batch)):
@@ -123,7 +124,7 @@ class LinearisedVariance:
 
         def of_term(term: Array) -> Array:
             every = jnp.arange(columns)
-            return map_over_chunks(lambda chosen, _: of_columns(term, chosen), every, some)
+            return _over_chunks(lambda chosen: of_columns(term, chosen), every, some)
 
         found = jax.lax.map(of_term, jnp.arange(terms))
         return outputs.reshape(1, terms, columns), found[None]
@@ -153,3 +154,8 @@ def _cotangents(outputs: Array, term: Array, columns: Array) -> Array:
 def _products(whitened: Float[Array, "C N n"], dtype: Any) -> Float[Array, "N C C"]:
     found = jnp.einsum("cnk,dnk->ncd", whitened, whitened, precision=jax.lax.Precision.HIGHEST)
     return found.astype(dtype)
+
+
+def _over_chunks(fn: Callable[[Any], Any], examples: PyTree, chunk: int) -> PyTree:
+    """What a function gives for each chunk of examples, joined."""
+    return map_over_chunks(fast_convolutions(lambda chunk, _: fn(chunk)), examples, chunk)

@@ -15,7 +15,7 @@ from jaxkfac.curvature import (
     read_many,
 )
 from jaxkfac.factors import Batch, Objective
-from jaxkfac.interception import Layer
+from jaxkfac.interception import Layer, fast_convolutions
 from jaxkfac.kinds import LowRankMatrices
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import ByteSize, parse_bytes
@@ -99,7 +99,7 @@ def prepare_queries(
             gradients = examples.gradients(params, some, state)
             return _held(precondition_many(gradients, bases, damping), bases.layers, query_rank)
 
-        return map_over_chunks(of_some, batch, at_once)
+        return map_over_chunks(fast_convolutions(of_some), batch, at_once)
 
     given = params, examples.bases, batch, state
     gradients = jax.eval_shape(lambda: examples.gradients(params, batch, state))

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxkfac.curvature import BlockDamping, Eigenbases, check_block_damping
 from jaxkfac.factors import Batch, Objective
-from jaxkfac.interception import Layer
+from jaxkfac.interception import Layer, fast_convolutions
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.uses._batches import batches_of
@@ -81,7 +81,7 @@ def self_influence(
         def of_some(some: Batch, _: Any) -> Array:
             return examples.own_products(params, bases, some, state, damping)
 
-        return map_over_chunks(of_some, batch, at_once(params, batch, state))
+        return map_over_chunks(fast_convolutions(of_some), batch, at_once(params, batch, state))
 
     def at_once(params: PyTree, batch: Batch, state: PyTree) -> int:
         held = examples.own_gradients(params, batch, state)

@@ -15,7 +15,13 @@ from jaxkfac.curvature.operators._chunks import check_chunk
 from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._products import FORMS, Chunk, Leaves
 from jaxkfac.factors import Batch, Head, Objective, check_label_values, number_kept
-from jaxkfac.interception import check_arrays, check_params, leaves_by_path, partition
+from jaxkfac.interception import (
+    check_arrays,
+    check_params,
+    fast_convolutions,
+    leaves_by_path,
+    partition,
+)
 from jaxkfac.linalg import statistics_dtype, sum_over_chunks
 
 PyTree = Any
@@ -100,7 +106,9 @@ def _product(operator: ExactOperator, leaves: Leaves) -> Leaves:
         return {path: x.astype(statistics_dtype(x.dtype)) for path, x in out.items()}
 
     return sum_over_chunks(
-        operator.over_chunks(widened), (operator.batch, operator.labels), operator.chunk
+        fast_convolutions(operator.over_chunks(widened)),
+        (operator.batch, operator.labels),
+        operator.chunk,
     )
 
 
@@ -114,7 +122,7 @@ def _forms(
         for path, struct in structs.items()
     }
     return sum_over_chunks(
-        operator.over_chunks(lambda chunk: form(chunk, stacked)),
+        fast_convolutions(operator.over_chunks(lambda chunk: form(chunk, stacked))),
         (operator.batch, operator.labels),
         operator.chunk,
     )

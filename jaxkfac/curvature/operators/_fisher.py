@@ -20,6 +20,7 @@ from jaxkfac.curvature.operators._products import (
     outer_products,
 )
 from jaxkfac.factors import FISHER_TYPES, LABEL_FOLD, Estimator, Objective, estimator_of
+from jaxkfac.interception import fast_convolutions
 from jaxkfac.linalg import map_over_chunks
 
 FisherType = Literal["exact", "empirical", "mc"]
@@ -145,4 +146,6 @@ def _sample(operator: ExactOperator, samples: int) -> PyTree:
         return jax.vmap(lambda ks, y: jax.vmap(lambda k: sample(k, y))(ks))(chunk.labels, outputs)
 
     examples = (operator.batch, keys(jnp.arange(number)))
-    return map_over_chunks(operator.over_chunks(labels), examples, operator.chunk)
+    return map_over_chunks(
+        fast_convolutions(operator.over_chunks(labels)), examples, operator.chunk
+    )

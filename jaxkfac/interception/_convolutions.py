@@ -1,0 +1,174 @@
+"""Convolutions in the order of axes for which XLA's CPU compiler has a fast kernel."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+from jaxtyping import Array
+
+from jaxkfac.interception._compat import (
+    Eqn,
+    Jaxpr,
+    Literal,
+    Var,
+    bind,
+    body_of,
+    branches_of,
+    call_kind,
+    evaluate,
+    is_var,
+)
+
+Result = TypeVar("Result")
+
+
+def fast_convolutions(fn: Callable[..., Result]) -> Callable[..., Result]:
+    """A function that is the body of a loop or a branch, with convolutions that a CPU runs fast.
+
+    XLA's CPU compiler has one kernel, for examples and channels last, and brings convolutions into
+    that order in the outermost computation of a program alone (jaxlib 0.8.1 and 0.10.2). In a
+    branch or a loop those of a derivative, which have another order, take 25 times as long. So they
+    are transposed here. For other platforms nothing changes, nor does a function without any.
+
+    Convolutions in loops of the function itself, and in its custom derivatives, stay as they are.
+    Of a model whose channels come first, XLA takes the transpositions back into the convolution.
+    """
+
+    @functools.wraps(fn)
+    def run(*args: Any) -> Result:
+        closed, shapes = jax.make_jaxpr(lambda args: fn(*args), return_shape=True)(args)
+        leaves = jax.tree.leaves(args)
+        if _has_convolutions(closed.jaxpr):
+            out = _run(closed.jaxpr, closed.consts, leaves)
+        else:
+            out = jex.jaxpr_as_fun(closed)(*leaves)
+        # A result that is known beforehand is a literal, which is no jax.Array.
+        return jax.tree.unflatten(jax.tree.structure(shapes), map(jnp.asarray, out))
+
+    return run
+
+
+def _inner(eqn: Eqn) -> list[tuple[Jaxpr, Any]]:
+    """The jaxprs of an equation that is taken apart."""
+    match call_kind(eqn):
+        case "jit" if not _says_where(eqn):
+            return [body_of(eqn)]
+        case "checkpoint" if not any(map(_lies_on_mesh, eqn.invars)):
+            return [body_of(eqn)]
+        case "cond" if not any(map(_lies_on_mesh, eqn.invars)):
+            return branches_of(eqn)
+        case _:
+            return []
+
+
+def _says_where(eqn: Eqn) -> bool:
+    """Whether a jit states shardings or donates: it stays a jit."""
+    places = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    stated = any(isinstance(s, jax.sharding.Sharding) for s in places)
+    return stated or any(eqn.params.get("donated_invars", ()))
+
+
+def _lies_on_mesh(operand: Var | Literal) -> bool:
+    """Whether its type says where it is: types of a body that is made anew do not."""
+    aval: Any = operand.aval
+    explicit = aval.sharding.mesh.explicit_axes if hasattr(aval, "sharding") else ()
+    return bool(explicit or getattr(aval, "vma", ()))
+
+
+def _is_touched(eqn: Eqn) -> bool:
+    if eqn.primitive is jax.lax.conv_general_dilated_p:
+        return eqn.params["dimension_numbers"] != _canonical(eqn.invars[0].aval.ndim)
+    return any(_has_convolutions(jaxpr) for jaxpr, _ in _inner(eqn))
+
+
+def _has_convolutions(jaxpr: Jaxpr) -> bool:
+    return any(map(_is_touched, jaxpr.eqns))
+
+
+def _canonical(ndim: int) -> jax.lax.ConvDimensionNumbers:
+    """Examples, space, channels; and space, inputs, outputs of the kernel."""
+    space = tuple(range(1, ndim - 1))
+    of_data = (0, ndim - 1, *space)
+    return jax.lax.ConvDimensionNumbers(
+        of_data, (ndim - 1, ndim - 2, *(d - 1 for d in space)), of_data
+    )
+
+
+def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """The results, piece by piece."""
+    names = (*jaxpr.constvars, *jaxpr.invars)
+    known: dict[Var, Any] = dict(zip(names, (*consts, *args), strict=True))
+
+    def read(operand: Var | Literal) -> Any:
+        return known[operand] if is_var(operand) else operand.val  # pyright: ignore
+
+    for eqns, invars, outvars in _pieces(jaxpr):
+        if len(eqns) == 1 and _is_touched(eqns[0]):
+            out = _replaced(eqns[0], [read(v) for v in eqns[0].invars])
+            outvars = eqns[0].outvars
+        else:
+            out = evaluate(eqns, invars, outvars, jaxpr)(*map(read, invars))
+        known.update(zip(outvars, out, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _pieces(jaxpr: Jaxpr) -> Iterator[tuple[list[Eqn], list[Var], list[Var]]]:
+    """Equations that run together, what they read from before, and what is read of them later."""
+    groups: list[list[Eqn]] = []
+    for eqn in jaxpr.eqns:
+        alone = _is_touched(eqn)
+        if alone or not groups or _is_touched(groups[-1][-1]):
+            groups.append([])
+        groups[-1].append(eqn)
+    later = [{v for v in jaxpr.outvars if is_var(v)}]
+    for group in reversed(groups):
+        later.append(later[-1] | {v for eqn in group for v in eqn.invars if is_var(v)})
+    for group, needed in zip(groups, later[-2::-1], strict=True):
+        made = dict.fromkeys(v for eqn in group for v in eqn.outvars)
+        read = dict.fromkeys(v for eqn in group for v in eqn.invars if is_var(v))
+        yield group, [v for v in read if v not in made], [v for v in made if v in needed]
+
+
+def _replaced(eqn: Eqn, operands: list[Any]) -> list[Any]:
+    """The results of an equation that holds convolutions."""
+    params = eqn.params
+    with eqn.ctx.manager:
+        match call_kind(eqn):
+            case "jit":
+                return _run(*body_of(eqn), operands)
+            case "checkpoint":
+                jaxpr, _ = body_of(eqn)
+                new = {**params, "jaxpr": _rewritten(jaxpr, ()).jaxpr}
+            case "cond":
+                branches = tuple(_rewritten(*branch) for branch in branches_of(eqn))
+                new = {**params, "branches": branches}
+            case _:
+                return [_convolved(eqn, *operands)]
+        return eqn.primitive.bind(*operands, **new)
+
+
+def _rewritten(jaxpr: Jaxpr, consts: Sequence[Any]) -> jex.ClosedJaxpr:
+    """The same, with its convolutions in order."""
+    like = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
+    return jax.make_jaxpr(lambda *args: _run(jaxpr, consts, args))(*like)
+
+
+def _convolved(eqn: Eqn, x: Array, kernel: Array) -> Array:
+    numbers = eqn.params["dimension_numbers"]
+    examples, features, *space = numbers.lhs_spec
+    outputs, inputs, *window = numbers.rhs_spec
+    of_examples, of_features, *of_space = numbers.out_spec
+    back = [0] * x.ndim
+    for place, axis in enumerate((of_examples, *of_space, of_features)):
+        back[axis] = place
+
+    def canonical(x: Array, kernel: Array) -> Array:
+        x = x.transpose(examples, *space, features)
+        kernel = kernel.transpose(*window, inputs, outputs)
+        params = {**eqn.params, "dimension_numbers": _canonical(x.ndim)}
+        return eqn.primitive.bind(x, kernel, **params).transpose(back)
+
+    return jax.lax.platform_dependent(x, kernel, cpu=canonical, default=bind(eqn))

@@ -1,0 +1,93 @@
+"""Convolutions in loops and branches: the same bits, in the order that a CPU has a kernel for."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxkfac.interception import fast_convolutions
+
+IMAGES = jax.random.normal(jax.random.key(0), (4, 6, 6, 2))
+KERNEL = jax.random.normal(jax.random.key(1), (3, 3, 2, 4))
+
+
+def convolved(kernel, x, **options):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    options = {"window_strides": (1, 1), "padding": "SAME"} | options
+    return lax.conv_general_dilated(x, kernel, dimension_numbers=numbers, **options)
+
+
+def channels_first(kernel, x):
+    x, kernel = x.transpose(0, 3, 1, 2), kernel.transpose(3, 2, 0, 1)
+    return lax.conv(x, kernel, (2, 2), "VALID")
+
+
+def in_a_line(kernel, x):
+    numbers = ("NHC", "HIO", "NHC")
+    return lax.conv_general_dilated(x[:, 0], kernel[0], (1,), "SAME", dimension_numbers=numbers)
+
+
+def in_a_branch(kernel, x):
+    return lax.cond(x.sum() < 1e9, lambda: convolved(kernel, x), lambda: x @ kernel[0, 0])
+
+
+MODELS = {
+    "same": convolved,
+    "stride": lambda k, x: convolved(k, x, window_strides=(2, 2)),
+    "dilated": lambda k, x: convolved(k, x, rhs_dilation=(2, 2)),
+    "depthwise": lambda k, x: convolved(k.reshape(3, 3, 1, 8), x, feature_group_count=2),
+    "channels first": channels_first,
+    "in a line": in_a_line,
+    "in a jit": jax.jit(convolved),
+    "in a checkpoint": jax.checkpoint(convolved),
+    "in a branch": in_a_branch,
+    "none": lambda k, x: x @ k[0, 0],
+}
+
+
+def derivative(model):
+    return jax.value_and_grad(lambda *args: (jnp.tanh(model(*args)) ** 2).sum(), argnums=(0, 1))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_derivative_in_a_branch_has_the_bits_and_the_order_of_one_outside(name):
+    fn = derivative(MODELS[name])
+    expected = jax.jit(fn)(KERNEL, IMAGES)
+
+    def run(due, kernel, x):
+        nothing = lambda *args: jax.tree.map(jnp.zeros_like, expected)
+        return lax.cond(due, fast_convolutions(fn), nothing, kernel, x)
+
+    program = jax.jit(run).lower(True, KERNEL, IMAGES).compile()
+    for mine, other in zip(*map(jax.tree.leaves, (program(True, KERNEL, IMAGES), expected))):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+    orders = set(re.findall(r"dim_labels=(\S+?),", program.as_text()))
+    assert bool(orders) == (name != "none")
+    if name not in ("depthwise", "channels first"):  # XLA makes others of their derivatives
+        assert orders <= {"b01f_01io->b01f", "b0f_0io->b0f"}
+
+
+def test_other_platforms_get_the_program_as_it_is():
+    fn = derivative(convolved)
+    here, there = (
+        jax.export.export(jax.jit(f), platforms=["cuda"])(KERNEL, IMAGES).mlir_module()
+        for f in (fast_convolutions(fn), fn)
+    )
+    assert here.count("stablehlo.convolution") == there.count("stablehlo.convolution") == 3
+    assert here.count("stablehlo.transpose") == there.count("stablehlo.transpose")
+
+
+def test_results_that_are_known_beforehand_are_arrays():
+    out = fast_convolutions(lambda k, x: (convolved(k, x), 1.0, k))(KERNEL, IMAGES)
+    assert isinstance(out[1], jax.Array) and out[2] is not None
+
+
+def test_it_can_be_mapped_and_differentiated():
+    fn = lambda k, x: (convolved(k, x) ** 2).sum()
+    for transform in (jax.grad, jax.hessian, lambda f: jax.vmap(f, (None, 0))):
+        x = IMAGES[:, None] if transform not in (jax.grad, jax.hessian) else IMAGES[:1]
+        found, expected = (transform(f)(KERNEL, x) for f in (fast_convolutions(fn), fn))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
