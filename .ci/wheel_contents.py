@@ -14,7 +14,12 @@ with zipfile.ZipFile(WHEEL) as archive:
 with tarfile.open(SDIST) as archive:
     sdist = {str(PurePosixPath(*PurePosixPath(n).parts[1:])) for n in archive.getnames()}
 
-for wanted in ("jaxkfac/py.typed", "jaxkfac/report/_page.css", "jaxkfac/report/_page.js"):
+for wanted in (
+    "jaxkfac/py.typed",
+    "jaxkfac/report/_page.css",
+    "jaxkfac/report/_page.js",
+    "torch_ref/lslora/peft_plugin.py",  # jaxkfac[peft]
+):
     assert wanted in wheel, f"{wanted} is not in the wheel"
 for name in sorted(wheel):
     top = name.split("/")[0]
