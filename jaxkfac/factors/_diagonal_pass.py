@@ -115,7 +115,7 @@ def per_example_diagonals(
     examples = whole((batch, estimator.by_example(number)))
     some = lambda part, _: jax.vmap(squares)(part)
     try:
-        rows = map_over_chunks(fast_convolutions(some), examples, CHUNK)
+        rows = map_over_chunks(some, examples, CHUNK, in_loop=fast_convolutions)
     except NotImplementedError:  # an operation that JAX has no batches of: a grouped product
         rows = jax.lax.map(fast_convolutions(squares), examples)
     sums = {layer.name: rows[layer.weight.path].sum(0) for layer in layers}

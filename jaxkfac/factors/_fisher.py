@@ -244,4 +244,4 @@ def _sum(fn: Callable[[Any], PyTree], xs: PyTree, chunk: int) -> PyTree:
             return fn(jax.tree.map(lambda x: x[0], xs))
         return jax.tree.map(lambda x: x.sum(0), jax.vmap(fn)(xs))
 
-    return sum_over_chunks(fast_convolutions(part), xs, chunk)
+    return sum_over_chunks(part, xs, chunk, in_loop=fast_convolutions)

@@ -10,10 +10,21 @@ PyTree = Any
 PerChunk = Callable[[PyTree, Any], PyTree]
 
 
-def sum_over_chunks(per_chunk: PerChunk, examples: PyTree, chunk: int | None) -> PyTree:
+def _as_it_is(body: PerChunk) -> PerChunk:
+    return body
+
+
+def sum_over_chunks(
+    per_chunk: PerChunk,
+    examples: PyTree,
+    chunk: int | None,
+    *,
+    in_loop: Callable[[PerChunk], PerChunk] = _as_it_is,
+) -> PyTree:
     """Sum of ``per_chunk(chunk of examples, chunk's index)``; the last may be shorter.
 
-    The index is ``None`` where there is one chunk, the whole batch.
+    The index is ``None`` where there is one chunk, the whole batch. Of several, ``in_loop`` makes
+    the body of the loop from ``per_chunk``.
 
     Memory:
         That of one chunk, plus the sum.
@@ -23,8 +34,9 @@ def sum_over_chunks(per_chunk: PerChunk, examples: PyTree, chunk: int | None) ->
         return per_chunk(examples, None)
     whole, indices, tail = parts
     shapes = jax.eval_shape(per_chunk, jax.tree.map(lambda x: x[0], whole), indices[0])
+    body = in_loop(per_chunk)
     total, _ = jax.lax.scan(
-        lambda total, part: (jax.tree.map(jnp.add, total, per_chunk(*part)), None),
+        lambda total, part: (jax.tree.map(jnp.add, total, body(*part)), None),
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
         (whole, indices),
     )
@@ -33,13 +45,20 @@ def sum_over_chunks(per_chunk: PerChunk, examples: PyTree, chunk: int | None) ->
     return total
 
 
-def map_over_chunks(per_chunk: PerChunk, examples: PyTree, chunk: int | None) -> PyTree:
-    """What ``per_chunk`` gives for each chunk, joined along the first axis."""
+def map_over_chunks(
+    per_chunk: PerChunk,
+    examples: PyTree,
+    chunk: int | None,
+    *,
+    in_loop: Callable[[PerChunk], PerChunk] = _as_it_is,
+) -> PyTree:
+    """What ``per_chunk`` gives for each chunk, joined along the first axis; see above."""
     parts = _cut(examples, chunk)
     if parts is None:
         return per_chunk(examples, None)
     whole, indices, tail = parts
-    mapped = jax.lax.map(lambda part: per_chunk(*part), (whole, indices))
+    body = in_loop(per_chunk)
+    mapped = jax.lax.map(lambda part: body(*part), (whole, indices))
     mapped = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), mapped)
     if tail is None:
         return mapped

@@ -158,4 +158,5 @@ def _products(whitened: Float[Array, "C N n"], dtype: Any) -> Float[Array, "N C 
 
 def _over_chunks(fn: Callable[[Any], Any], examples: PyTree, chunk: int) -> PyTree:
     """What a function gives for each chunk of examples, joined."""
-    return map_over_chunks(fast_convolutions(lambda chunk, _: fn(chunk)), examples, chunk)
+    per_chunk = lambda chunk, _: fn(chunk)
+    return map_over_chunks(per_chunk, examples, chunk, in_loop=fast_convolutions)

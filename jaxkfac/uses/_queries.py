@@ -99,7 +99,7 @@ def prepare_queries(
             gradients = examples.gradients(params, some, state)
             return _held(precondition_many(gradients, bases, damping), bases.layers, query_rank)
 
-        return map_over_chunks(fast_convolutions(of_some), batch, at_once)
+        return map_over_chunks(of_some, batch, at_once, in_loop=fast_convolutions)
 
     given = params, examples.bases, batch, state
     gradients = jax.eval_shape(lambda: examples.gradients(params, batch, state))

@@ -81,7 +81,9 @@ def self_influence(
         def of_some(some: Batch, _: Any) -> Array:
             return examples.own_products(params, bases, some, state, damping)
 
-        return map_over_chunks(fast_convolutions(of_some), batch, at_once(params, batch, state))
+        return map_over_chunks(
+            of_some, batch, at_once(params, batch, state), in_loop=fast_convolutions
+        )
 
     def at_once(params: PyTree, batch: Batch, state: PyTree) -> int:
         held = examples.own_gradients(params, batch, state)

@@ -106,9 +106,10 @@ def _product(operator: ExactOperator, leaves: Leaves) -> Leaves:
         return {path: x.astype(statistics_dtype(x.dtype)) for path, x in out.items()}
 
     return sum_over_chunks(
-        fast_convolutions(operator.over_chunks(widened)),
+        operator.over_chunks(widened),
         (operator.batch, operator.labels),
         operator.chunk,
+        in_loop=fast_convolutions,
     )
 
 
@@ -122,9 +123,10 @@ def _forms(
         for path, struct in structs.items()
     }
     return sum_over_chunks(
-        fast_convolutions(operator.over_chunks(lambda chunk: form(chunk, stacked))),
+        operator.over_chunks(lambda chunk: form(chunk, stacked)),
         (operator.batch, operator.labels),
         operator.chunk,
+        in_loop=fast_convolutions,
     )
 
 

@@ -146,6 +146,5 @@ def _sample(operator: ExactOperator, samples: int) -> PyTree:
         return jax.vmap(lambda ks, y: jax.vmap(lambda k: sample(k, y))(ks))(chunk.labels, outputs)
 
     examples = (operator.batch, keys(jnp.arange(number)))
-    return map_over_chunks(
-        fast_convolutions(operator.over_chunks(labels)), examples, operator.chunk
-    )
+    per_chunk = operator.over_chunks(labels)
+    return map_over_chunks(per_chunk, examples, operator.chunk, in_loop=fast_convolutions)
