@@ -135,7 +135,9 @@ class Peer:
         file = Path(self._folder.name) / "problem.npz"
         weights = {f"w{i}": w for i, w in enumerate(data.weights)}
         np.savez(file, images=data.images, **weights)
-        command = [python, PEER, file, settings, BATCH, PERIOD, RATE, DAMPING, CONSTRAINT]
+        # -P: else modules here hide those of the standard library, as numbers
+        command = [python, "-P", PEER, file, settings]
+        command += [BATCH, PERIOD, RATE, DAMPING, CONSTRAINT]
         self._process = subprocess.Popen(
             list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -13,7 +13,7 @@ MISSED = """## What was not reached
 Goals were set before the measurements. These were missed:
 """
 UNMEASURED = """Not measured at all: any time on a GPU or TPU; a run of a 7B model; speed and memory
-beside curvlinops, and beside kronfluence on large models.
+beside kronfluence on large models.
 """
 OTHERS = """## Other records
 
