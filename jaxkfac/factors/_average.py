@@ -70,7 +70,8 @@ def update_average(average: Average, factors: Average, decay: ArrayLike) -> Aver
         average: The average so far; start from :func:`zeros_like`, or from eigenbases that
             are not corrected yet. Its dtypes are kept.
         factors: This step's factors, or corrected eigenbases. The ``origin`` stays that of
-            ``average``, also where they are of another Fisher type.
+            ``average``, also where they are of another Fisher type; eigenbases that are not
+            corrected yet get that of the first measured ones.
         decay: $\beta \in [0, 1)$; may be traced.
 
     Returns:

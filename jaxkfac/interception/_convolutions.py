@@ -28,12 +28,15 @@ Result = TypeVar("Result")
 def fast_convolutions(fn: Callable[..., Result]) -> Callable[..., Result]:
     """A function that is the body of a loop or a branch, with convolutions that a CPU runs fast.
 
-    XLA's CPU compiler has one kernel, for examples and channels last, and brings convolutions into
-    that order in the outermost computation of a program alone (jaxlib 0.8.1 and 0.10.2). In a
-    branch or a loop those of a derivative, which have another order, take 25 times as long. So they
-    are transposed here. For other platforms nothing changes, nor does a function without any.
+    XLA's CPU compiler has one kernel, for examples first and channels last, and brings convolutions
+    into that order in the outermost computation of a program alone (jaxlib 0.8.1 and 0.10.2). In a
+    branch or a loop those of a derivative, which have another order, take 28 times as long
+    (``python -m benchmarks.convolutions``). So they are transposed here. For other platforms
+    nothing changes, nor does a function without any.
 
-    Convolutions in loops of the function itself, and in its custom derivatives, stay as they are.
+    Convolutions in loops of the function itself, in its custom derivatives, in a ``jit`` that
+    states shardings or donates, and in branches and checkpoints over explicit or manual mesh axes
+    stay as they are.
     Of a model whose channels come first, XLA takes the transpositions back into the convolution.
     """
 
@@ -58,7 +61,7 @@ def _inner(eqn: Eqn) -> list[tuple[Jaxpr, Any]]:
             return [body_of(eqn)]
         case "checkpoint" if not any(map(_lies_on_mesh, eqn.invars)):
             return [body_of(eqn)]
-        case "cond" if not any(map(_lies_on_mesh, eqn.invars)):
+        case "cond" if not any(map(_lies_on_mesh, eqn.invars)) and not _is_by_platform(eqn):
             return branches_of(eqn)
         case _:
             return []
@@ -69,6 +72,11 @@ def _says_where(eqn: Eqn) -> bool:
     places = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     stated = any(isinstance(s, jax.sharding.Sharding) for s in places)
     return stated or any(eqn.params.get("donated_invars", ()))
+
+
+def _is_by_platform(eqn: Eqn) -> bool:
+    """Whether the branches are of platforms, as of a convolution that has been transposed."""
+    return eqn.params.get("branches_platforms") is not None
 
 
 def _lies_on_mesh(operand: Var | Literal) -> bool:
@@ -140,8 +148,11 @@ def _replaced(eqn: Eqn, operands: list[Any]) -> list[Any]:
             case "jit":
                 return _run(*body_of(eqn), operands)
             case "checkpoint":
-                jaxpr, _ = body_of(eqn)
-                new = {**params, "jaxpr": _rewritten(jaxpr, ()).jaxpr}
+                closed = _rewritten(*body_of(eqn))
+                of_body = (*closed.jaxpr.constvars, *closed.jaxpr.invars)
+                unnamed = closed.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+                body = closed.jaxpr.replace(constvars=[], invars=list(of_body), debug_info=unnamed)
+                new, operands = {**params, "jaxpr": body}, [*closed.consts, *operands]
             case "cond":
                 branches = tuple(_rewritten(*branch) for branch in branches_of(eqn))
                 new = {**params, "branches": branches}

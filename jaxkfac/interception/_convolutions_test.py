@@ -91,3 +91,19 @@ def test_it_can_be_mapped_and_differentiated():
         x = IMAGES[:, None] if transform not in (jax.grad, jax.hessian) else IMAGES[:1]
         found, expected = (transform(f)(KERNEL, x) for f in (fast_convolutions(fn), fn))
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_constant_array_inside_of_a_checkpoint_goes_along():
+    mask = np.asarray(np.arange(4) > 1, np.float32)
+    inner = jax.jit(lambda k, x: convolved(k, x) * mask)
+    fn = derivative(jax.checkpoint(inner))
+    found, expected = jax.jit(fast_convolutions(fn))(KERNEL, IMAGES), fn(KERNEL, IMAGES)
+    for mine, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_what_has_been_transposed_is_not_taken_apart_again():
+    once = fast_convolutions(derivative(convolved))
+    both = (jax.make_jaxpr(f)(KERNEL, IMAGES) for f in (once, fast_convolutions(once)))
+    one, twice = (str(x).count("conv_general_dilated") for x in both)
+    assert one == twice

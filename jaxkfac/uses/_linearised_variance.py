@@ -94,7 +94,7 @@ class LinearisedVariance:
             parts = [_products(whitened[name], self.precision.prior.dtype) for name in names]
             return jnp.stack(parts, 1) if self.by_layer else sum(parts[1:], parts[0])
 
-        found = jax.lax.map(of_term, jnp.arange(terms))
+        found = jax.lax.map(fast_convolutions(of_term), jnp.arange(terms))
         return outputs.reshape(number, terms, columns), jnp.moveaxis(found, 0, -3)
 
     def _of_one(self, batch: Batch, some: int) -> tuple[Array, Array]:
@@ -126,7 +126,7 @@ class LinearisedVariance:
             every = jnp.arange(columns)
             return _over_chunks(lambda chosen: of_columns(term, chosen), every, some)
 
-        found = jax.lax.map(of_term, jnp.arange(terms))
+        found = jax.lax.map(fast_convolutions(of_term), jnp.arange(terms))
         return outputs.reshape(1, terms, columns), found[None]
 
     def _outputs_and_vjp(self, traced: Any, taps: OutputGradients, batch: Batch) -> Any:

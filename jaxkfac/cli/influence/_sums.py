@@ -9,14 +9,15 @@ from jaxkfac.factors import PLAIN_TERMS, Factors, LongSum
 
 
 class HostSum:
-    """A sum in float64, of arrays in host memory; ``sum + new`` adds to it in place.
+    """A sum of arrays in host memory; ``sum + new`` adds to it in place.
 
     Args:
         first: Its first term.
+        wide: Whether it is kept in float64.
     """
 
-    def __init__(self, first: Any) -> None:
-        self._sum = jax.tree.map(lambda x: np.array(x, np.float64), first)
+    def __init__(self, first: Any, *, wide: bool) -> None:
+        self._sum = jax.tree.map(lambda x: np.array(x, np.float64 if wide else x.dtype), first)
         self._dtypes = jax.tree.map(lambda x: x.dtype, first)
 
     def __add__(self, new: Any) -> "HostSum":
@@ -26,7 +27,7 @@ class HostSum:
     @property
     def total(self) -> Any:
         """In the dtypes of its terms."""
-        return jax.tree.map(lambda x, dtype: x.astype(dtype), self._sum, self._dtypes)
+        return jax.tree.map(lambda x, dtype: x.astype(dtype, copy=False), self._sum, self._dtypes)
 
 
 def summed_from(first: Factors, number: int, *, on_host: bool) -> Factors | LongSum | HostSum:
@@ -39,7 +40,7 @@ def summed_from(first: Factors, number: int, *, on_host: bool) -> Factors | Long
         on_host: Whether factors are NumPy arrays.
     """
     if on_host:
-        return HostSum(first)
+        return HostSum(first, wide=number > PLAIN_TERMS)
     return first if number <= PLAIN_TERMS else LongSum.zeros(first) + first
 
 

@@ -9,11 +9,12 @@ from jaxtyping import Array, Key
 
 from jaxkfac.curvature.operators._flat import coarsest_rounding, flatten, length
 from jaxkfac.curvature.operators._operator import Operator
+from jaxkfac.interception import fast_convolutions
 
 
 @jax.jit
 def _products(operator: Operator, vectors: Array) -> Array:
-    return jax.lax.map(flatten(operator).matvec, vectors)
+    return jax.lax.map(fast_convolutions(flatten(operator).matvec), vectors)
 
 
 def asymmetry_of(operator: Operator, key: Key[Array, ""]) -> Array:
