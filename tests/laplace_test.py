@@ -18,7 +18,11 @@ from jaxkfac.uses._predictive import OutputDistribution, bridge
 from tests._cases import CASES, case
 from tests._checks import objective_of
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = [
+    pytest.mark.usefixtures("x64"),
+    # Where any curvature does, because the expectation is made of the same.
+    pytest.mark.filterwarnings("ignore:the bases are of fisher='empirical'"),
+]
 
 INF = float("inf")
 TOLERANCE = 1e-10
