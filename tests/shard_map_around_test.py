@@ -93,6 +93,29 @@ def test_beside_marks_the_second_pass_is_refused_inside():
         _on_two_devices(jk.value_grad_and_factors(loss), x, y)
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_rematted_convolution_is_collected_at_times_inside(every):
+    def images(p, x):
+        x, kernel = x.reshape(-1, 3, 1, 1), p["w"].reshape(3, 1, 1, 4)
+        numbers = ("NHWC", "HWIO", "NHWC")
+        z = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+        return jnp.tanh(z).mean((1, 2))
+
+    objective = jk.Objective(jax.checkpoint(images), jk.Categorical())
+    stats = jk.value_grad_and_factors(objective, every=every)
+    x, y = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"mesh": mesh, "in_specs": (P(), P("rows"), P()), "out_specs": P()}
+    found, expected = (
+        jax.jit(jax.shard_map(of, **specs))(PARAMS, (x, y), 0)
+        for of in (
+            lambda p, batch, step: stats(p, batch, step=step).grads,
+            lambda p, batch, step: jax.grad(objective)(p, batch),
+        )
+    )
+    np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-12, atol=1e-15)
+
+
 def test_uses_of_curvature_see_each_devices_examples_alone():
     """Their gradients are of one example: no sum over devices is theirs."""
     data = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4

@@ -20,6 +20,7 @@ from jaxkfac.interception._compat import (
     call_kind,
     evaluate,
     is_var,
+    varying_axes,
 )
 
 Result = TypeVar("Result")
@@ -83,7 +84,7 @@ def _lies_on_mesh(operand: Var | Literal) -> bool:
     """Whether its type says where it is: types of a body that is made anew do not."""
     aval: Any = operand.aval
     explicit = aval.sharding.mesh.explicit_axes if hasattr(aval, "sharding") else ()
-    return bool(explicit or getattr(aval, "vma", ()))
+    return bool(explicit or (hasattr(aval, "manual_axis_type") and varying_axes(aval)))
 
 
 def _is_touched(eqn: Eqn) -> bool:
