@@ -237,21 +237,46 @@ def collect(loss, *, params=None, batch=None, **options):
     return jk.value_grad_and_factors(loss, **options)(params or mine, batch or its)
 
 
-def test_marks_that_cannot_be_read_are_refused():
-    def in_scan(p, batch):
-        def body(total, x):
-            return total + jk.mark_outputs(model(p, x[None]), jk.Categorical()).sum(), None
+def of_itself(fn):
+    """A function with a derivative of its own, which is the one it has."""
+    wrapped = jax.custom_vjp(fn)
+    wrapped.defvjp(lambda *args: jax.vjp(fn, *args), lambda vjp, cotangent: vjp(cotangent))
+    return wrapped
 
-        return lax.scan(body, jnp.zeros(()), batch[0])[0]
 
+def on_a_mesh(fn):
+    replicated = (jax.P(), jax.P())
+    return jax.shard_map(
+        fn, mesh=jax.make_mesh((1,), ("d",)), in_specs=replicated, out_specs=jax.P()
+    )
+
+
+HIDING = {
+    "cond": lambda fn: lambda *args: lax.cond(args[0]["b"][0] > 0, fn, fn, *args),
+    "scan": lambda fn: lambda *args: lax.map(lambda _: fn(*args), jnp.arange(2)).mean(),
+    "while": lambda fn: lambda *args: lax.while_loop(jnp.isnan, lambda _: fn(*args), jnp.nan),
+    "custom_vjp_call": of_itself,
+    "shard_map": on_a_mesh,
+}
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_marks_that_something_hides_are_refused(name):
+    def loss(p, batch):
+        value = lambda p, x: jnp.square(jk.mark_outputs(model(p, x), jk.Gaussian())).mean()
+        return HIDING[name](value)(p, batch[0])
+
+    with pytest.raises(jk.HiddenMarkError, match=f"inside `{name}`.*mark them outside"):
+        collect(loss)
+
+
+def test_marks_of_one_row_with_masks_are_refused():
     def of_masks(p, batch):
         def one(x, kept):
             return jk.mark_outputs(model(p, x), jk.Categorical(), mask=kept)
 
         return cross_entropy(jax.vmap(one)(batch[0], batch[1] > 0), batch[1])
 
-    with pytest.raises(jk.HiddenMarkError, match="inside `scan`.*mark them outside"):
-        collect(in_scan)
     with pytest.raises(jk.HiddenMarkError, match=r"mapped by jax.vmap.*after vmap"):
         collect(of_masks)
 

@@ -1,0 +1,88 @@
+"""Costs of factors and adapters at another revision and here, in turns.
+
+Run: python -m benchmarks.revisions 3523f53 [--rounds 3] [--json FILE]
+
+Each round runs ``benchmarks.factors`` and ``benchmarks.adapters`` of the revision, then those of
+this tree, each in a process of its own and with this environment. Compared are costs that are
+ratios already, to the gradient and to the base model's step, so that a machine's speed cancels;
+``over`` is the geometric mean over rounds of this tree's ratio over the revision's.
+"""
+
+import argparse
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks._record import shown, stamp, write
+
+HERE = Path(__file__).parent.parent
+COMMANDS = {
+    "factors": ["--pairs", "11"],
+    "adapters": ["--pairs", "31", "--sizes", "1024"],
+}
+RATIOS = ("time_ratio", "processor_over_base")  # of a program's row; the other figures are left out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("revision", help="that git knows")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the record here")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        there = Path(folder)
+        checked_out(arguments.revision, there)
+        rounds = [[measured(tree) for tree in (there, HERE)] for _ in range(arguments.rounds)]
+    record = stamp(revision=arguments.revision, rounds=arguments.rounds)
+    for name in rounds[0][0].keys() & rounds[0][1].keys():
+        before, now = (mean([turn[i][name] for turn in rounds]) for i in (0, 1))
+        record[name] = {"before": before, "now": now, "over": now / before}
+    for name in sorted(name for name, value in record.items() if isinstance(value, dict)):
+        shown(name, record[name])
+    write(record, arguments.json)
+    return 0
+
+
+def mean(ratios: list[float]) -> float:
+    """The geometric one."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def checked_out(revision: str, folder: Path) -> None:
+    """The revision's files, without history."""
+    git = ["git", "-C", str(HERE), "archive", "--format=tar", revision]
+    files = subprocess.run(git, stdout=subprocess.PIPE, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(files)) as archive:
+        archive.extractall(folder, filter="data")
+
+
+def measured(tree: Path) -> dict[str, float]:
+    """Every ratio that a tree's two benchmarks print into their JSON."""
+    found: dict[str, float] = {}
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    for name, options in COMMANDS.items():
+        path = tree / f"{name}.revisions.json"
+        command = [sys.executable, "-m", f"benchmarks.{name}", *options, "--json", str(path)]
+        subprocess.run(command, cwd=tree, env=environment, check=True, stdout=subprocess.DEVNULL)
+        found |= {f"{name}, {key}": value for key, value in ratios(json.loads(path.read_text()))}
+        path.unlink()
+    return found
+
+
+def ratios(record: Any, path: str = "") -> list[tuple[str, float]]:
+    """Every figure of a record under a name that is a ratio's."""
+    if not isinstance(record, dict):
+        return []
+    here = [(path, record[name]) for name in RATIOS if name in record and "torch" not in path]
+    return here + [x for k, v in record.items() for x in ratios(v, f"{path} {k}".strip())]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
