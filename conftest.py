@@ -122,17 +122,28 @@ def _bounded_memory():
     """Compiled programs are forgotten after a file that leaves the process with much memory.
 
     That is 3 GiB, or a fifth of the machine's where this is more: there may be two workers, and
-    what is forgotten is compiled again.
+    what is forgotten is compiled again. Or it is half of the mappings that Linux gives a process,
+    of which every program has a few: without one more, the next program is a segmentation fault.
     """
     from jaxkfac.memory._resident import resident_bytes
 
     yield
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if (resident_bytes() or 0) > max(3 << 30, physical // 5):
+    much = (resident_bytes() or 0) > max(3 << 30, physical // 5)
+    if much or _share_of_mappings() > 0.5:
         jax.clear_caches()
         gc.collect()
         with contextlib.suppress(AttributeError, OSError):  # only glibc keeps what is freed
             ctypes.CDLL(None).malloc_trim(0)
+
+
+def _share_of_mappings() -> float:
+    """Of those that this process may have; 0 where the system does not say."""
+    try:
+        most = int(Path("/proc/sys/vm/max_map_count").read_text())
+        return Path("/proc/self/maps").read_bytes().count(b"\n") / most
+    except (OSError, ValueError):
+        return 0.0
 
 
 @pytest.fixture

@@ -47,11 +47,15 @@ def damped_inverse(
 
 
 def _inverse(matrix: Array, shift: Array) -> Array:
+    # LAPACK and cuSOLVER keep columns together, XLA rows. Of a symmetric matrix the transpose in
+    # the one order is itself in the other; else XLA reorders it where it comes from, and for a
+    # matrix that a loop carries does so at every step, due or not.
     identity = jnp.eye(len(matrix), dtype=matrix.dtype)
-    lower = jax.lax.linalg.cholesky(matrix + shift * identity, symmetrize_input=False)
+    damped = (matrix + shift * identity).T
+    lower = jax.lax.linalg.cholesky(damped, symmetrize_input=False)
     half = jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
     out = jax.lax.linalg.triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True)
     # A factorisation that fails gives NaN in a part of it on some platforms, and no error; and it
     # reads one triangle of the matrix.
-    ok = is_all_finite(out + matrix)
-    return jnp.where(ok, out, jnp.nan)
+    ok = is_all_finite(out.T + matrix)
+    return jnp.where(ok, out.T, jnp.nan)
