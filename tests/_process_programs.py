@@ -162,6 +162,16 @@ def not_finite(world: World) -> dict[str, Any]:
     return {}
 
 
+def closed_over(world: World) -> dict[str, Any]:
+    """An adapter beside a base that the model closes over, divided over the processes."""
+    base = world.put(parameters()["wide"][:6], "data")
+    adapter = {"down": jnp.ones((6, 2)), "up": jnp.zeros((2, 12))}
+    apply_fn = lambda p, x: x @ base + x @ p["down"] @ p["up"]
+    batch = jnp.ones((4, 6)), jnp.ones((4, 12))
+    table = jk.find_layers(jk.Objective(apply_fn, jk.Gaussian()), adapter, batch)
+    return {"layers": list(table), "uncovered": len(table.uncovered)}
+
+
 def disagree(world: World) -> dict[str, Any]:
     """One process has another condition number."""
     _, _, factors = world.stats()(world.put(parameters()), world.put(batch_of(0), "data"))

@@ -122,6 +122,12 @@ def test_a_matrix_that_fails_in_one_process_is_named_in_all(tmp_path):
     assert "factor A of layer 'wide' holds 49 NaN" in first["error"]
 
 
+@pytest.mark.slow
+def test_a_base_that_lies_over_the_processes_can_be_closed_over(tmp_path):
+    for found in run("closed_over", 2, tmp_path):
+        assert found == {"layers": ["down", "up"], "uncovered": 0}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_processes_with_other_options_are_told_so(tmp_path):
