@@ -189,6 +189,26 @@ def test_where_a_process_is_killed_the_others_say_so_and_all_go_on(tmp_path, cou
     assert_same_end(one / "kfac", two / "kfac", tolerance=0)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [("data=4,model=2", None), (None, "data=2,model=2")])
+def test_a_finetuning_that_is_killed_goes_on_with_other_devices(tmp_path, first, then):
+    run = lambda name, mesh, *words: Run(
+        tmp_path / f"{name}'s output",
+        [*FINETUNE, "--json", *words, *(("--mesh", mesh) if mesh else ())],
+        count=1,
+        devices=8 if mesh else 1,
+    )
+    one, two = tmp_path / "one", tmp_path / "two"
+    run("one", None, "--output", str(one)).summary()
+    killed = run("two", first, "--output", str(two))
+    killed.wait_for(two / "checkpoints" / "10")
+    killed.processes[0].kill()
+    assert killed.codes() == [-signal.SIGKILL]
+    run("two", then, "--output", str(two), "--resume").summary()
+    assert_same_end(one / "checkpoints", two / "checkpoints", tolerance=1e-6)
+
+
 @pytest.mark.slow
 def test_ctrl_c_in_one_process_stops_both_with_a_checkpoint(tmp_path):
     words = [*TRAIN, "--devices", "all", "--epochs", "400", "--output", str(tmp_path / "run")]
