@@ -16,6 +16,7 @@ from tests._programs import (
     normal,
     recurrent,
     recurrent_unrolled,
+    rms,
     scanned,
     scanned_params,
     tree,
@@ -139,6 +140,23 @@ def _relative_positions():
 
     params = tree(0, qkv=(4, 18), bias=(7, 2), head=(6, 3))
     return Case(classifier(apply_fn), params, (normal(1, 2, 4, 4), labels(2, 2, 4)), twin)
+
+
+@program("embeddings of words, positions and token types (BERT)", family=FAMILY,
+         checked="brute force")  # fmt: skip
+def _three_tables():
+    """Without token types given, Flax's BERT makes zeros of the batch's shape."""
+
+    def model(p, ids, tap):
+        at, types = jnp.broadcast_to(jnp.arange(3), ids.shape), jnp.zeros_like(ids)
+        rows = (("words", ids), ("at", at), ("types", types))
+        x = sum(tap.embedding(k, row, p[k][row], size=len(p[k])) for k, row in rows)
+        x = tap.scale("norm", rms(x), rms(x) * p["norm"], shape=(4,))
+        return tap.dense("head", x, x @ p["head"])
+
+    params = tree(0, words=(7, 4), at=(5, 4), types=(2, 4), norm=(4,), head=(4, 3))
+    batch = (labels(1, 2, 3, classes=7), labels(2, 2, 3))
+    return Case(objective_of(model), params, batch, model)
 
 
 LIBRARIES = "Models of Flax, Haiku and others"
