@@ -27,7 +27,8 @@ def assert_tree_close(found: Any, expected: Any, tolerance: float) -> None:
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     leaves = jax.tree_util.tree_leaves_with_path(found)
     for (path, x), y in zip(leaves, jax.tree.leaves(expected), strict=True):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        wide = np.complex128 if np.iscomplexobj(y) else np.float64
+        x, y = np.asarray(x, wide), np.asarray(y, wide)
         assert x.shape == y.shape, path
         bound = tolerance * max(1.0, np.abs(y).max(initial=0))
         assert np.abs(x - y).max(initial=0) <= bound, f"{path}: {np.abs(x - y).max()} > {bound}"

@@ -251,3 +251,60 @@ def test_a_penalty_on_a_product_is_a_note(x64):
 def test_the_report_of_an_apply_function_agrees(x64):
     table = jk.find_layers(lambda p, x: recurrent_unrolled(p, x, PLAIN), _params(), _batch()[0])
     assert table.uncovered == [] and table["u"].uses == S
+
+
+# ------------------------------------------------------------------ lookups by constants
+
+LOOKUPS = {"index": lambda table, ids: table[ids], "take": lambda table, ids: table.take(ids, 0)}
+
+
+def _bert(p, ids, tap, look=LOOKUPS["index"]):
+    """Positions and token types of the batch's shape, as Flax's BERT makes them."""
+    at, types = jnp.broadcast_to(jnp.arange(S), ids.shape), jnp.zeros_like(ids)
+    x = tap.embedding("words", ids, look(p["words"], ids), size=7)
+    y = tap.embedding("at", at, look(p["at"], at), size=6)
+    x = jnp.tanh(y + tap.embedding("types", types, look(p["types"], types), size=2) + x)
+    return tap.dense("head", x, x @ p["head"])
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("options", [{}, {"sharing": "reduce"}, {"fisher": "exact"}], ids=str)
+@pytest.mark.parametrize("wall", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
+@pytest.mark.parametrize("look", LOOKUPS)
+def test_a_lookup_by_constants_is_an_embedding_where_they_hold_the_examples(
+    x64, look, wall, options
+):
+    def model(p, ids, tap):
+        return wall(lambda p, ids: _bert(p, ids, PLAIN, LOOKUPS[look]))(p, ids)
+
+    p = tree(27, words=(7, D), at=(6, D), types=(2, D), head=(D, 3))
+    batch = (labels(1, N, S, classes=7), labels(2, N, S))
+    check(model, p, batch, oracle_model=_bert, **options)
+
+
+@pytest.mark.parametrize("index", [jnp.arange(S), jnp.arange(S)[None]], ids=["(S,)", "(1, S)"])
+def test_a_lookup_for_all_examples_at_once_is_a_bias(x64, index):
+    def model(p, x, tap):
+        y = jnp.broadcast_to(p["at"][:S], x.shape)  # every example's
+        y = tap.lone_bias("at", x + y, shape=(S, D))
+        return tap.dense("head", y, y @ p["head"])
+
+    def looked_up(p, x, tap):
+        return (x + p["at"][index]) @ p["head"]
+
+    p, batch = tree(27, at=(S, D), head=(D, 3)), (normal(1, N, S, D), labels(2, N, S))
+    check(looked_up, p, batch, oracle_model=model)
+
+
+def test_a_lookup_that_meets_what_all_examples_share_is_used_where_that_meets_data(x64):
+    """No axis of a batch mean is the examples', so none of the lookup's is."""
+
+    def model(p, x, tap):
+        return (x + (x.mean(0) + p["at"][jnp.arange(S)])) @ p["head"]
+
+    p, batch = tree(27, at=(6, D), head=(D, 3)), (normal(1, N, S, D), labels(2, N, S))
+    table = jk.find_layers(objective_of(model), p, batch)
+    assert [(layer.name, layer.kind) for layer in table.layers] == [
+        ("at", "bias"),
+        ("head", "dense"),
+    ]

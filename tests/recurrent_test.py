@@ -24,7 +24,7 @@ SHARINGS = ("expand", "reduce")
 D, H, S = 3, 4, 3  # inputs, hidden units, time steps
 
 
-def _lstm(carry, x, dense):
+def lstm(carry, x, dense):
     """One step; ``dense(name, x)`` is a layer with the bias that Flax gives it."""
     c, h = carry
     i, f, g, o = (dense(f"i{gate}", x) + dense(f"h{gate}", h) for gate in "ifgo")
@@ -32,14 +32,14 @@ def _lstm(carry, x, dense):
     return c, jax.nn.sigmoid(o) * jnp.tanh(c)
 
 
-def _gru(h, x, dense):
+def gru(h, x, dense):
     r = jax.nn.sigmoid(dense("ir", x) + dense("hr", h))
     z = jax.nn.sigmoid(dense("iz", x) + dense("hz", h))
     n = jnp.tanh(dense("in", x) + r * dense("hn", h))
     return (1 - z) * n + z * h
 
 
-def _unrolled(cell):
+def unrolled(cell):
     """The cell over time with taps, and a dense head on the last hidden state."""
 
     def plain(p, x, tap):
@@ -52,41 +52,41 @@ def _unrolled(cell):
             return tap.dense(f"cell/{name}/kernel", x, y, bias=bias is not None)
 
         zeros = jnp.zeros((x.shape[0], H), x.dtype)
-        carry = (zeros, zeros) if cell is _lstm else zeros
+        carry = (zeros, zeros) if cell is lstm else zeros
         for t in range(x.shape[1]):
             carry = cell(carry, x[:, t], dense)
-        h = carry[1] if cell is _lstm else carry
+        h = carry[1] if cell is lstm else carry
         return tap.dense("head", h, h @ p["head"])
 
     return plain
 
 
-def _random_biases(layers):
+def random_biases(layers):
     """Flax starts biases at zero, which would hide a wrong one."""
     leaves, structure = jax.tree.flatten(layers)
     return structure.unflatten([normal(7 + i, *leaf.shape) for i, leaf in enumerate(leaves)])
 
 
 @pytest.mark.parametrize("sharing", SHARINGS)
-@pytest.mark.parametrize("name, cell", [("LSTMCell", _lstm), ("GRUCell", _gru)])
+@pytest.mark.parametrize("name, cell", [("LSTMCell", lstm), ("GRUCell", gru)])
 def test_linen_cells(x64, name, cell, sharing):
     net = nn.RNN(getattr(nn, name)(H, param_dtype=jnp.float64))
     x, y = normal(1, 2, S, D, scale=1.0), labels(2, 2)
     layers = net.init(jax.random.key(0), x)["params"]["cell"]
-    params = {"cell": _random_biases(layers), "head": normal(3, H, 3)}
+    params = {"cell": random_biases(layers), "head": normal(3, H, 3)}
 
     def model(p, x, tap):
         return net.apply({"params": {"cell": p["cell"]}}, x)[:, -1] @ p["head"]
 
-    *_, factors = check(model, params, (x, y), oracle_model=_unrolled(cell), sharing=sharing)
+    *_, factors = check(model, params, (x, y), oracle_model=unrolled(cell), sharing=sharing)
     assert all(layer.stack == () for layer in factors.layers)
     inputs = {
-        factors.layer(f"cell/i{gate}/kernel").input for gate in ("f" if cell is _lstm else "r")
+        factors.layer(f"cell/i{gate}/kernel").input for gate in ("f" if cell is lstm else "r")
     }
     assert len(inputs) == 1
 
 
-def _fused_gru(p, x, tap):
+def fused_gru(p, x, tap):
     """As in `nnx.GRUCell`: the three gates of each side in one product."""
     h = jnp.zeros((x.shape[0], H), x.dtype)
     for t in range(x.shape[1]):
@@ -104,13 +104,13 @@ def _fused_gru(p, x, tap):
 def test_nnx_cells(x64, name, sharing):
     net = nnx.RNN(getattr(nnx, name)(D, H, param_dtype=jnp.float64, rngs=nnx.Rngs(0)))
     run, layers = jk.from_nnx(net)
-    params = {"cell": _random_biases(layers["cell"]), "head": normal(3, H, 3)}
+    params = {"cell": random_biases(layers["cell"]), "head": normal(3, H, 3)}
     x, y = normal(1, 2, S, D, scale=1.0), labels(2, 2)
 
     def model(p, x, tap):
         return run({"cell": p["cell"]}, x)[:, -1] @ p["head"]
 
-    plain = _unrolled(_lstm) if name == "LSTMCell" else _fused_gru
+    plain = unrolled(lstm) if name == "LSTMCell" else fused_gru
     check(model, params, (x, y), oracle_model=plain, sharing=sharing)
 
 

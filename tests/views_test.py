@@ -236,8 +236,11 @@ def test_an_adapter_of_a_range_of_a_kernel():
     assert np.abs(gate - x @ params["w"][:, 3:]).max() > 1e-3
 
 
-def test_a_saved_service_knows_ranges(tmp_path):
-    case = all_programs()["parameters as one flat vector"].build()
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", ["parameters as one flat vector", "Haiku: GRU"])
+def test_a_saved_service_knows_ranges(name, tmp_path):
+    """`jnp.split`, as in Haiku, says its sizes in NumPy's integers."""
+    case = all_programs()[name].build()
     factors = jk.value_grad_and_factors(case.objective)(case.params, case.batch).factors
     with jk.HostCurvature(refresh_every=1, lag=1) as service:
         service.push(factors, 0)

@@ -77,6 +77,7 @@ class Analysis(EquationRules):
             of the rows that it meets later, and the parameter still a view of itself.
         held: Positions of inputs that are constants.
         tables: Lookups of matrices that are no stacks of experts.
+        by_row: Lookups by constants that hold an index for each example.
 
     Attributes:
         plan: The plan of the outermost jaxpr.
@@ -93,8 +94,9 @@ class Analysis(EquationRules):
         constants: Set[Hashable] = frozenset(),
         held: Set[int] = frozenset(),
         tables: Set[Hashable] = frozenset(),
+        by_row: Set[Hashable] = frozenset(),
     ) -> None:
-        super().__init__(refused, constants, tables)
+        super().__init__(refused, constants, tables, by_row)
         self.axes_of_input: dict[int, Axes] = {}
         ins = [
             Constant(self.unique()) if k in held else self._input(v, path, k)

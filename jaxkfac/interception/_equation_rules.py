@@ -19,7 +19,7 @@ from jaxkfac.interception._coupling import mixed_atoms
 from jaxkfac.interception._facts import Facts, reasons_of
 from jaxkfac.interception._functions import seen_in
 from jaxkfac.interception._kind import kind_reading
-from jaxkfac.interception._lookups import stack_looked_up
+from jaxkfac.interception._lookups import looked_up_by_constants, stack_looked_up
 from jaxkfac.interception._masks import is_mask
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._products import follow_product
@@ -62,6 +62,7 @@ class EquationRules(Facts):
         constants: Equations whose data has no example axis: beside a parameter it is a constant
             of the rows that it meets later, and the parameter still a view of itself.
         tables: Lookups of matrices that are no stacks of experts.
+        by_row: Lookups by constants that hold an index for each example.
 
     Attributes:
         tables: Lookups that are none, now that it is known who reads them.
@@ -69,12 +70,16 @@ class EquationRules(Facts):
     """
 
     def __init__(
-        self, refused: Set[Hashable], constants: Set[Hashable], tables: Set[Hashable]
+        self,
+        refused: Set[Hashable],
+        constants: Set[Hashable],
+        tables: Set[Hashable],
+        by_row: Set[Hashable],
     ) -> None:
         super().__init__()
         self.tables = set(tables)
         self.around: tuple[int, ...] = ()
-        self._refused, self._constants = refused, constants
+        self._refused, self._constants, self._by_row = refused, constants, by_row
 
     def where(self, eqn: Eqn) -> Hashable:
         return (*self.around, id(eqn))
@@ -137,7 +142,12 @@ class EquationRules(Facts):
         if name == "optimization_barrier":
             plan.views[position] = None
             return list(ins)
+        if name == "gather" and self.where(eqn) in self._by_row:
+            rows = fresh(self.table, eqn.invars[1].aval.shape, "feature")
+            ins = [ins[0], Data(ins[1].number, rows)]
         seen: list[Value] | None = seen_in(self, eqn, ins)
+        if seen is not None and name == "gather":
+            seen = looked_up_by_constants(eqn, ins, seen, self.where(eqn))
         if seen is None and name == "select_n":
             chosen = self._chosen(ins, position, plan, number)
             if isinstance(chosen, str):

@@ -37,7 +37,9 @@ def analyse(
     ``(x - mean) * (rsqrt(var) * scale)``): such data is a constant of every row that it meets
     later, and the parameter is used there.
 
-    And so with a lookup of matrices: each is taken for a stack of experts first (``_lookups``).
+    And so with a lookup of matrices: each is taken for a stack of experts first (``_lookups``). One
+    whose indices are constants is a view of the table, unless it holds the examples' axis (the same
+    positions for each example): then it picks a row of the table for each, as data would.
 
     State without the examples (a spectral norm's vectors) is constant altogether: ``state`` says
     which of the inputs may be it.
@@ -46,8 +48,9 @@ def analyse(
     constants: set[Hashable] = set()
     held: frozenset[int] = frozenset()
     tables: set[Hashable] = set()
+    by_row: set[Hashable] = set()
     while True:
-        analysis = Analysis(closed, paths, refused, constants, held, tables)
+        analysis = Analysis(closed, paths, refused, constants, held, tables, by_row)
         if analysis.tables > tables:
             tables = analysis.tables
             continue
@@ -59,7 +62,10 @@ def analyse(
         todo = _repeats(analysis, alone, num_outputs)
         if todo.products:
             closed = repeated(closed, todo)
-            refused, constants, tables = set(), set(), set()
+            refused, constants, tables, by_row = set(), set(), set(), set()
+            continue
+        if (found := _lookups_by_row(analysis, num_outputs)) - by_row:
+            by_row |= found
             continue
         wrong = {u.where for u in alone}
         lost = set()
@@ -98,6 +104,24 @@ def _is_use(analysis: Analysis, use: Use, num_outputs: int) -> bool:
     table = analysis.table
     rows = {a for axis in use.rows for a in table.atoms(axis)}
     return any(rows.issuperset(table.atoms(axis)) for axis in _leading_axes(analysis, num_outputs))
+
+
+def _lookups_by_row(analysis: Analysis, num_outputs: int) -> set[Hashable]:
+    """Lookups by constants of which each example has its own entries.
+
+    What they give is added to data, or multiplied with it, and the examples lie along it. Where
+    these are not known from an output, they are the leading axes of data that are no others.
+    """
+    table, data = analysis.table, analysis.data_axes
+    leading = {a for axes in data for axis in axes[:1] for a in table.atoms(axis)}
+    others = {a for axes in data for axis in axes[1:] for a in table.atoms(axis)}
+    examples = _examples(analysis, num_outputs) or leading - others
+    return {
+        use.view.looked_up
+        for use in _lost_uses(analysis, num_outputs=num_outputs)
+        if use.view.looked_up is not None
+        and any(a in examples for axis in use.rows for a in table.atoms(axis))
+    }
 
 
 def _repeats(analysis: Analysis, alone: list[Use], num_outputs: int) -> Repeats:
@@ -142,13 +166,10 @@ def _reason(use: Use) -> str:
 
 
 def _lost_uses(analysis: Analysis, *, num_outputs: int) -> list[Use]:
-    table = analysis.table
-    inputs = [a for axes in analysis.data_axes for axis in axes for a in table.atoms(axis)]
-    outputs = [v for v in analysis.outputs[:num_outputs] if isinstance(v, Data)]
-    examples = {a for v in outputs for axis in v.axes[:1] for a in table.atoms(axis)}
+    table, examples = analysis.table, _examples(analysis, num_outputs)
+    if not examples:  # any axis of data may be it
+        examples = {a for axes in analysis.data_axes for axis in axes for a in table.atoms(axis)}
     single = any(axes and not table.atoms(axes[0]) for axes in analysis.data_axes)
-    if not examples & set(inputs):  # not followed back to an input: any axis of data may be it
-        examples = set(inputs)
     if single:  # a single example: nothing can be lost
         return []
     lost = []
@@ -157,6 +178,15 @@ def _lost_uses(analysis: Analysis, *, num_outputs: int) -> list[Use]:
         if not (use.data is None or scanned & examples or _runs_along(table, use, examples)):
             lost.append(use)
     return lost
+
+
+def _examples(analysis: Analysis, num_outputs: int) -> set[int]:
+    """The atoms of the first axis of the outputs; none where they are not followed to an input."""
+    table = analysis.table
+    inputs = {a for axes in analysis.data_axes for axis in axes for a in table.atoms(axis)}
+    outputs = [v for v in analysis.outputs[:num_outputs] if isinstance(v, Data)]
+    examples = {a for v in outputs for axis in v.axes[:1] for a in table.atoms(axis)}
+    return examples if examples & inputs else set()
 
 
 def split_partial(analysis: Analysis, uses: list[Use]) -> tuple[list[Use], list[CoverageNote]]:

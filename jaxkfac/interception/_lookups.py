@@ -7,7 +7,7 @@ and for a table where anything but such a product reads it.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -126,6 +126,16 @@ def _looked_up(
     picked = Picked(axis, indices.axes[:-1], indices.number, where)
     arrangement = facts.arrangement(eqn, view, [view, indices])
     return dataclasses.replace(view, axes=axes, picked=picked, elements=arrangement)
+
+
+def looked_up_by_constants(
+    eqn: Eqn, ins: Sequence[Value], seen: Sequence[Value], where: Hashable
+) -> list[Value]:
+    """Views of entries that constants pick, with the lookup, which may be one for each row."""
+    table = ins[0]
+    if lookup_of(eqn) is None or not isinstance(table, View) or table.axes is None:
+        return list(seen)
+    return [dataclasses.replace(v, looked_up=where) if isinstance(v, View) else v for v in seen]
 
 
 def lookups_in(values: Sequence[Value]) -> set[object]:

@@ -251,7 +251,7 @@ def _with_axis(view: View, d: int, axis: Atoms, **changes: Any) -> View:
 
 def _split(table: AxisTable, eqn: Eqn, view: View) -> list[View]:
     axis, parts, start = eqn.params["axis"], [], 0
-    for size in eqn.params["sizes"]:
+    for size in map(int, eqn.params["sizes"]):  # jnp.split leaves NumPy's, which no file holds
         whole = size == eqn.invars[0].aval.shape[axis]
         parts.append(view if whole else part_of(table, view, axis, start, start + size))
         start += size

@@ -16,22 +16,23 @@ from tests._derivatives import (
     net_params,
     points,
 )
-from tests._oracle import Block
-from tests._programs import normal
+from tests._oracle import Block, oracle
+from tests._programs import normal, tree
+from tests._taps import PLAIN
 from tests.zoo import Case, program
 
 FAMILY = "Derivatives by the inputs"
 
 
-def _pinn(form):
-    """A residual inside and a boundary condition, for a network in plain JAX."""
-    inside = derivatives_test.residual(form)
+def _pinn(form, traced=None):
+    """A residual inside and a boundary condition; ``traced`` is the residual for brute force."""
+    inside = derivatives_test.residual(form) if isinstance(form, str) else form
     loss, params, (x, z) = derivatives_test.loss_of(inside), net_params(), points()
     joined = {
         layer.name: layer.bias is not None for layer in jk.find_layers(loss, params, (x, z)).layers
     }
     ones = lambda xs: np.ones((1, len(xs), 1))
-    parts = [(inside, x, 2.0, ones(x)), (net, z, 20.0, ones(z))]
+    parts = [(traced or inside, x, 2.0, ones(x)), (net, z, 20.0, ones(z))]
     factors = blocks_of(parts, params, joined)
     return Case(loss, params, (x, z), factors=factors, options={"fisher": "exact"})
 
@@ -153,3 +154,99 @@ def _sobolev():
     a = np.asarray(hessian[:, 0, :, 0]) / 1.1  # times G it is the matrix itself
     factors = {"w": Block("dense", a, 1.1 * np.eye(2), None)}
     return Case(loss, params, batch, factors=factors, options={"fisher": "exact"})
+
+
+# ------------------------------------------------------------------ the Laplacian, forward
+
+
+def folx_laplacian(**options):
+    """Poisson's residual by folx, which sends each product's value, slopes and Laplacian on."""
+    import folx
+
+    def inside(p, x):
+        return folx.forward_laplacian(lambda x: net(p, x), **options)(x).laplacian - 1.0
+
+    return inside
+
+
+@program("PINN, Poisson: folx's forward Laplacian", family=FAMILY, checked="brute force",
+         needs=("folx",))  # fmt: skip
+def _folx():
+    return _pinn(folx_laplacian(), traced=folx_laplacian(disable_jit=True))
+
+
+SPARSE = {
+    "w1": "`dot_general` with a constant",
+    "b1": "has the example axis lost at `add`",
+    "w2": "is read inside `dot_general`",
+    "b2": "has the example axis lost at `add`",
+    "w3": "is read inside `dot_general`",
+}
+
+
+@program("PINN, Poisson: folx with sparse Jacobians", family=FAMILY, checked="gradient",
+         uncovered=SPARSE, needs=("folx",))  # fmt: skip
+def _sparse():
+    """Below its threshold folx keeps the entries that are not zero, and maps products over them."""
+    loss = derivatives_test.loss_of(folx_laplacian(sparsity_threshold=6))
+    return Case(loss, net_params(), points(), options={"fisher": "exact"})
+
+
+# ------------------------------------------------------------------ FermiNet's network
+
+ATOMS, UP, ELECTRONS, DETERMINANTS = normal(9, 2, 3, scale=1.0), 2, 3, 2
+
+
+def log_psi(p, x, tap):
+    """FermiNet's log|psi| at (..., electrons, 3): two streams, envelopes, determinants."""
+    from_atoms = x[..., :, None, :] - ATOMS
+    r = jnp.linalg.norm(from_atoms, axis=-1, keepdims=True)
+    one = jnp.concatenate([from_atoms, r], -1).reshape(*x.shape[:-1], -1)
+    apart, eye = x[..., :, None, :] - x[..., None, :, :], jnp.eye(ELECTRONS)[..., None]
+    lengths = jnp.linalg.norm(apart + eye, axis=-1, keepdims=True) * (1 - eye)
+    two = jnp.concatenate([apart, lengths], -1)
+
+    def dense(at, layer, h):
+        return tap.dense(f"{at}/w", h, h @ layer["w"] + layer["b"], bias=True)
+
+    for i, layer in enumerate(p["layers"]):
+        means = [h.mean(-2, keepdims=True) for h in jnp.split(one, [UP], -2)]
+        pairs = [h.mean(-3) for h in jnp.split(two, [UP], -3)]
+        seen = [one, *(jnp.broadcast_to(h, one.shape) for h in means), *pairs]
+        new = jnp.tanh(dense(f"layers/{i}/one", layer["one"], jnp.concatenate(seen, -1)))
+        one = one + new if i else new
+        if "two" in layer:
+            two = jnp.tanh(dense(f"layers/{i}/two", layer["two"], two))
+    orbitals = []
+    for k, part in enumerate((slice(None, UP), slice(UP, None))):
+        own, h, r_spin = p["spins"][k], one[..., part, :], r[..., part, :, :]
+        decay = tap.scale(
+            f"spins/{k}/sigma", r_spin, r_spin * own["sigma"], shape=own["sigma"].shape
+        )
+        decay = jnp.exp(-decay)
+        decay = tap.scale(f"spins/{k}/pi", decay, decay * own["pi"], shape=own["pi"].shape).sum(-2)
+        y = tap.dense(f"spins/{k}/w", h, h @ own["w"]) * decay
+        orbitals.append(y.reshape(*y.shape[:-1], DETERMINANTS, ELECTRONS))
+    matrices = jnp.moveaxis(jnp.concatenate(orbitals, -3), -2, -3)
+    signs, logs = jnp.linalg.slogdet(matrices)
+    top = logs.max(-1, keepdims=True)
+    return top[..., 0] + jnp.log(jnp.abs((signs * jnp.exp(logs - top)).sum(-1)))
+
+
+@program(
+    "FermiNet: the logarithm of its wave function, as it stands",
+    family=FAMILY,
+    checked="brute force",
+)
+def _fermi_net():
+    columns = DETERMINANTS * ELECTRONS
+    shapes = {"w": (5, columns), "sigma": (2, columns), "pi": (2, columns)}
+    first = {"one": tree(0, w=(32, 5), b=(5,)), "two": tree(1, w=(4, 3), b=(3,))}
+    layers = [first, {"one": tree(2, w=(21, 5), b=(5,))}]
+    params = {"layers": layers, "spins": [tree(4, **shapes), tree(5, **shapes)]}
+    x, twin = normal(1, 4, ELECTRONS, 3, scale=1.0), lambda p, x, tap: log_psi(p, x, tap)[:, None]
+    factors = oracle(twin, params, (x, jnp.zeros((4, 1))), likelihood="gaussian", fisher="exact")
+    one = lambda p, x: log_psi(p, x, PLAIN)
+    objective = jk.Objective(jax.vmap(one, (None, 0)), jk.Gaussian())
+    options = {"fisher": "exact"}
+    return Case(objective, params, (x, jnp.zeros(4)), factors=factors, options=options)

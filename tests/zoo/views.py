@@ -1,6 +1,5 @@
 """Programs that transform their parameters before these meet data."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -65,6 +64,21 @@ def _gates():
 
     params = tree(0, w=(4, 5), rho=(5,), log_std=(5,), gate=(5,), head=(5, 3))
     return Case(classifier(apply_fn), params, rows(), twin)
+
+
+@program("powers: a gain squared, a length to the power -1/2", family=FUNCTIONS,
+         checked="brute force")  # fmt: skip
+def _powers():
+    def apply_fn(p, x):
+        return (x * p["gain"] ** 2 * (1 + p["length"] ** 2) ** -0.5) @ p["head"]
+
+    def twin(p, x, tap):
+        x = times(tap, "gain", x, p["gain"] ** 2, 2 * p["gain"])
+        inner = 1 + p["length"] ** 2
+        x = times(tap, "length", x, inner**-0.5, -p["length"] * inner**-1.5)
+        return tap.dense("head", x, x @ p["head"])
+
+    return Case(classifier(apply_fn), tree(0, gain=(4,), length=(4,), head=(4, 3)), rows(), twin)
 
 
 @program(
@@ -144,18 +158,6 @@ def _fused():
 @program("q, k, v stacked into one einsum", family=PARTS, checked="brute force")
 def _stacked():
     return _qkv(lambda p, x: jnp.einsum("nsi,kio->knso", x, jnp.stack([p[n] for n in "qkv"])))
-
-
-@program("Linen: OptimizedLSTMCell over time", family=PARTS, checked="gradient")
-def _lstm():
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            y = nn.RNN(nn.OptimizedLSTMCell(5, param_dtype=jnp.float64))(x)
-            return nn.Dense(3, param_dtype=jnp.float64)(y[:, -1])
-
-    net, x = Net(), normal(1, 2, 3, 4)
-    return Case(classifier(net.apply), net.init(jax.random.key(0), x), (x, labels(2, 2)))
 
 
 @program("parameters as one flat vector", family=PARTS, checked="brute force of the tree")
