@@ -146,7 +146,7 @@ def _stacked():
     return _qkv(lambda p, x: jnp.einsum("nsi,kio->knso", x, jnp.stack([p[n] for n in "qkv"])))
 
 
-@program("Linen: OptimizedLSTMCell over time", family=PARTS, checked="gradient")
+@program("Linen: OptimizedLSTMCell over time", family=PARTS, checked="brute force, unrolled")
 def _lstm():
     class Net(nn.Module):
         @nn.compact
@@ -154,8 +154,26 @@ def _lstm():
             y = nn.RNN(nn.OptimizedLSTMCell(5, param_dtype=jnp.float64))(x)
             return nn.Dense(3, param_dtype=jnp.float64)(y[:, -1])
 
+    def twin(p, x, tap):
+        def dense(x, *path, bias):
+            w = p["params"][path[0]] if len(path) == 1 else p["params"][path[0]][path[1]]
+            y = x @ w["kernel"] + (w["bias"] if bias else 0.0)
+            return tap.dense("/".join(("params", *path, "kernel")), x, y, bias=bias)
+
+        h = c = jnp.zeros((len(x), 5))
+        for t in range(x.shape[1]):
+            i, f, g, o = (
+                dense(h, "OptimizedLSTMCell_0", f"h{gate}", bias=True)
+                + dense(x[:, t], "OptimizedLSTMCell_0", f"i{gate}", bias=False)
+                for gate in "ifgo"
+            )
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return dense(h, "Dense_0", bias=True)
+
     net, x = Net(), normal(1, 2, 3, 4)
-    return Case(classifier(net.apply), net.init(jax.random.key(0), x), (x, labels(2, 2)))
+    params = net.init(jax.random.key(0), x)
+    return Case(classifier(net.apply), params, (x, labels(2, 2)), twin)
 
 
 @program("parameters as one flat vector", family=PARTS, checked="brute force of the tree")
