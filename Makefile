@@ -12,6 +12,7 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+ZOO := .venv-zoo
 CUDA := .venv-cuda
 TPU := .venv-tpu
 BIN := $(VENV)/bin
@@ -23,7 +24,7 @@ PRESET ?= digits
 # A finished run is never written over by itself: RUN_ARGS=--overwrite or RUN_ARGS=--resume
 RUN_ARGS ?=
 
-.PHONY: help run test test-slow test-exhaustive test-oldest test-newest lint format wheels docs-check site bench bench-quick mutants parity accelerators plan-record gpu-check clean
+.PHONY: help run test test-slow test-exhaustive test-oldest test-newest zoo lint format wheels docs-check site bench bench-quick mutants parity accelerators plan-record gpu-check clean
 
 help:
 	@echo "make run          train --preset $(PRESET): K-FAC beside AdamW, checkpoint and report"
@@ -32,6 +33,7 @@ help:
 	@echo "make test-exhaustive  the oracles over every case: layer kinds, Fisher types, EKFAC, curvlinops"
 	@echo "make test-oldest  the interception tests on the oldest jax allowed"
 	@echo "make test-newest  interception, kinds and factors on the newest jax tried (needs $(NEWEST_PYTHON))"
+	@echo "make zoo          every program of docs/zoo.md, with the libraries that only it needs"
 	@echo "make lint         ruff, pyright, import-linter"
 	@echo "make format       ruff format and the fixes that are safe"
 	@echo "make wheels       sdist and wheel in clean environments: Python 3.11 to 3.13, oldest and newest jax"
@@ -85,6 +87,13 @@ $(NEWEST)/.stamp: pyproject.toml constraints-newest.txt
 	$(NEWEST)/bin/python -m pip install --quiet -c constraints-newest.txt -e . pytest pytest-xdist hypothesis beartype
 	@touch $@
 
+# Tunix alone brings forty packages that no other test needs; 2.8 GB with those of the tests.
+$(ZOO)/.stamp: pyproject.toml constraints.txt
+	$(call venv,$(ZOO))
+	@echo "installing the libraries of the zoo into $(ZOO); the first time takes some minutes"
+	$(ZOO)/bin/python -m pip install --quiet -c constraints.txt -e ".[zoo]"
+	@touch $@
+
 # Compilers without devices: the plugins alone, none of the CUDA libraries.
 $(CUDA)/.stamp: pyproject.toml constraints.txt
 	$(call venv,$(CUDA))
@@ -132,6 +141,9 @@ wheels:
 test-newest: $(NEWEST)/.stamp
 	$(NEWEST)/bin/python -c 'import jax; assert jax.__version__ == "0.11.2", jax.__version__'
 	$(NEWEST)/bin/python -m pytest jaxkfac/interception jaxkfac/kinds jaxkfac/factors -n $(WORKERS) $(PYTEST_ARGS)
+
+zoo: $(ZOO)/.stamp
+	$(ZOO)/bin/python -m pytest tests/zoo -m "" -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .
@@ -204,6 +216,6 @@ endif
 	fi
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(CUDA) $(TPU) build dist *.egg-info .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(ZOO) $(CUDA) $(TPU) build dist *.egg-info .import_linter_cache
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

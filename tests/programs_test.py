@@ -773,6 +773,18 @@ def test_constant_scale_of_a_parameter(x64, scale):
     np.testing.assert_allclose(found, c * c * product, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("integer", [int, np.int64])  # named arrays of Penzai count in NumPy
+def test_a_lookup_may_keep_its_axis(x64, integer):
+    numbers = lax.GatherDimensionNumbers((0, integer(3)), (), (integer(1),))
+
+    def model(p, ids, tap):
+        y = lax.gather(p["e"], ids[..., None], numbers, (4, 1), mode="clip")  # (4, n, s, 1)
+        y = tap.embedding("e", ids, jnp.moveaxis(y[..., 0], 0, -1), size=7)
+        return tap.dense("head", y, y @ p["head"])
+
+    check(model, tree(0, e=(4, 7), head=(4, 3)), (labels(3, 2, 3, classes=7), labels(9, 2, 3)))
+
+
 def test_indexed_slices_of_a_stacked_parameter_have_their_own_names(x64):
     def model(p, x, tap):
         h = jnp.tanh(tap.dense("w[1]", x, x @ p["w"][1]))

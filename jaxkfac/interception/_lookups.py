@@ -71,7 +71,7 @@ def lookup_of(eqn: Eqn) -> Lookup | None:
 def kept_axis(eqn: Eqn, lookup: Lookup) -> int | None:
     """Where the axis of the lookup is in the result, with size one; ``None`` if it is dropped."""
     d = eqn.params["dimension_numbers"]
-    return None if d.collapsed_slice_dims else d.offset_dims[lookup.axis]
+    return None if d.collapsed_slice_dims else int(d.offset_dims[lookup.axis])
 
 
 def entries_picked(eqn: Eqn, operands: Sequence[Any]) -> Int[Array, "..."]:

@@ -13,7 +13,10 @@ Every row is a program of the test suite: `pytest tests/zoo -m ""` takes each on
 there (without `-m`, some of each family), looks which parameters
 are covered, compares value and gradient with plain JAX, and the factors with what the last column
 names. "Brute force" means every row of every layer written out in NumPy, in float64, to 1e-10.
-Models of other libraries are taken where these are installed (`pip install -e .[zoo]`).
+With "taps in the library's own layers" the model that brute force runs is the library's own, whose
+layers say what their rows are; loops and maps over examples are written out.
+Models of other libraries are taken where these are installed: `make zoo` makes an environment that
+has them, and tries every row in it.
 This page is made by `python -m tests.zoo --write`.
 """
 

@@ -21,7 +21,8 @@ class Case:
 
     ``twin`` is the same program written with taps (``tests._taps``), from which brute force has
     the factors; ``factors`` are those of some layers where they come from elsewhere. A case with
-    neither is checked by its coverage and its gradient alone, and the table says so.
+    neither is checked by its coverage and its gradient alone, and the table says so. Where
+    examples are ``coupled`` the whole batch is one example to brute force.
     """
 
     objective: Callable  # a jk.Objective, or a scalar loss of (params, batch)
@@ -34,6 +35,7 @@ class Case:
         default_factory=dict
     )  # of value_grad_and_factors
     call: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # key=, state=, positions=
+    coupled: bool = False
     tolerance: float = 1e-10
 
 
@@ -100,7 +102,15 @@ def check_factors(row: Program, case: Case) -> None:
     if case.twin is not None:
         twin_loss = mean_loss(case.twin, case.likelihood, case.params, case.batch)
         np.testing.assert_allclose(twin_loss, jax.tree.leaves(loss)[0], rtol=case.tolerance)
-        expected |= oracle(case.twin, case.params, case.batch, likelihood=case.likelihood)
+        expected |= _brute_force(case, case.twin)
     if case.twin is not None and not row.uncovered:
         assert set(factors) == set(expected)
     assert_factors_close({name: factors[name] for name in expected}, expected, case.tolerance)
+
+
+def _brute_force(case: Case, twin: Model) -> dict[str, Block]:
+    batch = case.batch
+    if case.coupled:
+        one, batch = twin, jax.tree.map(lambda x: x[None], batch)
+        twin = lambda p, x, tap: one(p, jax.tree.map(lambda x: x[0], x), tap)[None]
+    return oracle(twin, case.params, batch, likelihood=case.likelihood)

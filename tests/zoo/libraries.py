@@ -1,6 +1,5 @@
-"""Models of libraries that the tests' environment need not have (``pip install -e .[zoo]``)."""
+"""Models of libraries that the tests' environment need not have: ``make zoo``."""
 
-import dataclasses
 import importlib
 from typing import Any
 
@@ -8,79 +7,24 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 import jaxkfac as jk
 from tests._programs import labels, normal
 from tests.zoo import Case, program
+from tests.zoo._inside import (
+    INSIDE,
+    SCAN,
+    convolution,
+    drawn,
+    equinox_group_norm,
+    equinox_linear,
+    linen_dense,
+    loop_of_vmap,
+    tapped,
+    through,
+)
 
 FAMILY = "Models of other libraries"
-
-
-def single(tree: Any) -> Any:
-    """Float32, in which these libraries compute."""
-
-    def cast(x: Any) -> Any:
-        real = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
-        return x.astype(jnp.float32) if real else x
-
-    return jax.tree.map(cast, tree)
-
-
-# ------------------------------------------------------------------ Tunix: language models
-
-
-class _Reads(nnx.Module):
-    """Tokens alone as inputs: positions and the causal mask from their shape."""
-
-    def __init__(self, model: nnx.Module):
-        self.model = model
-
-    def __call__(self, tokens):
-        n, s = tokens.shape
-        positions = jnp.broadcast_to(jnp.arange(s), (n, s))
-        mask = jnp.broadcast_to(jnp.tril(jnp.ones((s, s), bool)), (n, s, s))
-        return self.model(tokens, positions, None, mask)[0]
-
-
-def _tunix(family: str, name: str, **options: Any) -> Case:
-    module = importlib.import_module(f"tunix.models.{family}.model")
-    known = {field.name for field in dataclasses.fields(module.ModelConfig)}
-    words = "num_embed" if "num_embed" in known else "vocab_size"
-    sizes = {"num_layers": 2, words: 17, "embed_dim": 8, "hidden_dim": 12, "num_heads": 2}
-    sizes |= {"head_dim": 4, "num_kv_heads": 1, "rope_theta": 10_000, "norm_eps": 1e-6}
-    sizes |= {"param_dtype": jnp.float32}
-    sizes = {key: value for key, value in (sizes | options).items() if key in known}
-    model = getattr(module, name)(module.ModelConfig(**sizes), rngs=nnx.Rngs(0))
-    apply_fn, params = jk.from_nnx(_Reads(model))
-    tokens = labels(1, 2, 5, classes=17)
-    objective = jk.Objective(apply_fn, jk.Categorical())
-    return Case(objective, single(params), (tokens, jnp.roll(tokens, -1, 1)), tolerance=1e-5)
-
-
-@program("Tunix: Llama 3", family=FAMILY, checked="gradient", needs=("tunix",))
-def _llama3():
-    return _tunix("llama3", "Llama3")
-
-
-@program("Tunix: Gemma 3", family=FAMILY, checked="gradient", needs=("tunix",))
-def _gemma3():
-    return _tunix("gemma3", "Gemma3", sliding_window_size=4)
-
-
-@program("Tunix: Qwen 2", family=FAMILY, checked="gradient", needs=("tunix",))
-def _qwen2():
-    return _tunix("qwen2", "Qwen2")
-
-
-@program("Tunix: Qwen 3", family=FAMILY, checked="gradient", needs=("tunix",))
-def _qwen3():
-    return _tunix("qwen3", "Qwen3")
-
-
-@program("Tunix: Qwen 3, mixture of experts", family=FAMILY, checked="gradient", needs=("tunix",))
-def _qwen3_experts():
-    return _tunix("qwen3", "Qwen3", num_experts=4, num_experts_per_tok=2)
 
 
 # ------------------------------------------------------------------ jraph: graphs
@@ -91,13 +35,13 @@ def _graph(seed: int = 0, nodes: int = 5, edges: int = 7) -> Any:
 
     draw = np.random.default_rng(seed)
     return jraph.GraphsTuple(
-        nodes=np.float32(draw.normal(size=(nodes, 3))),
-        edges=np.float32(draw.normal(size=(edges, 2))),
+        nodes=draw.normal(size=(nodes, 3)),
+        edges=draw.normal(size=(edges, 2)),
         senders=draw.integers(0, nodes, edges),
         receivers=draw.integers(0, nodes, edges),
         n_node=np.array([nodes]),
         n_edge=np.array([edges]),
-        globals=np.float32(draw.normal(size=(1, 2))),
+        globals=draw.normal(size=(1, 2)),
     )
 
 
@@ -107,12 +51,12 @@ def _on_nodes(net: nn.Module) -> Case:
     def apply_fn(params, nodes):
         return net.apply(params, graph._replace(nodes=nodes)).nodes
 
-    params = single(net.init(jax.random.key(0), graph))
-    batch = (jnp.asarray(graph.nodes), labels(1, 5))
-    return Case(jk.Objective(apply_fn, jk.Categorical()), params, batch, tolerance=1e-5)
+    params = drawn(net.init(jax.random.key(0), graph))
+    objective, batch = jk.Objective(apply_fn, jk.Categorical()), (graph.nodes, labels(1, 5))
+    return Case(objective, params, batch, tapped(apply_fn, linen_dense), coupled=True)
 
 
-@program("jraph: GraphNetwork", family=FAMILY, checked="gradient", needs=("jraph",))
+@program("jraph: GraphNetwork", family=FAMILY, checked=INSIDE, needs=("jraph",))
 def _graph_network():
     import jraph
 
@@ -128,7 +72,7 @@ def _graph_network():
     return _on_nodes(Net())
 
 
-@program("jraph: graph convolution", family=FAMILY, checked="gradient", needs=("jraph",))
+@program("jraph: graph convolution", family=FAMILY, checked=INSIDE, needs=("jraph",))
 def _graph_convolution():
     import jraph
 
@@ -140,7 +84,7 @@ def _graph_convolution():
     return _on_nodes(Net())
 
 
-@program("jraph: graph attention", family=FAMILY, checked="gradient", needs=("jraph",))
+@program("jraph: graph attention", family=FAMILY, checked=INSIDE, needs=("jraph",))
 def _graph_attention():
     import jraph
 
@@ -159,51 +103,84 @@ def _graph_attention():
 # ------------------------------------------------------------------ Equinox: fields and memory
 
 
-def _equinox(model: Any, inputs: jax.Array, outputs: Any) -> Case:
+def _equinox(model: Any, inputs: jax.Array, outputs: Any, layers: list, **options: Any) -> Case:
     """A model for one example, and Gaussian targets."""
     import equinox as eqx
 
     params, rest = eqx.partition(model, eqx.is_inexact_array)
+    params = drawn(params)
 
     def apply_fn(params, x):
         return jax.vmap(lambda row: outputs(eqx.combine(params, rest), row))(x)
 
-    shape = jax.eval_shape(apply_fn, params, inputs)
-    targets = single(normal(2, *shape.shape))
-    return Case(jk.Objective(apply_fn, jk.Gaussian()), params, (inputs, targets), tolerance=1e-5)
+    def unrolled(params, x):
+        return jnp.stack([outputs(eqx.combine(params, rest), row) for row in x])
+
+    targets = normal(2, *jax.eval_shape(apply_fn, params, inputs).shape)
+    objective = jk.Objective(apply_fn, jk.Gaussian())
+    linear = through(eqx.nn.Linear, "__call__", equinox_linear)
+    twin = tapped(unrolled, linear, *layers)
+    return Case(objective, params, (inputs, targets), twin, likelihood="gaussian", **options)
 
 
-@program("pdequinox: UNet", family=FAMILY, checked="gradient", needs=("pdequinox",))
+@program("pdequinox: UNet", family=FAMILY, checked=INSIDE, needs=("pdequinox",))
 def _unet():
+    import equinox as eqx
     import pdequinox
 
     net = pdequinox.arch.ClassicUNet(
         1, 1, 1, hidden_channels=4, num_levels=1, key=jax.random.key(0)
     )
-    return _equinox(single(net), single(normal(1, 2, 1, 8)), lambda net, row: net(row))
+    layers = [
+        through(jax.lax, "conv_general_dilated", convolution),
+        through(eqx.nn.GroupNorm, "__call__", equinox_group_norm),
+    ]
+    return _equinox(net, normal(1, 2, 1, 8), lambda net, row: net(row), layers)
 
 
-@program("e3nn: equivariant linear layers", family=FAMILY, checked="gradient", needs=("e3nn_jax",))
+def _equivariant_linear(inside, theirs, x, linear, get_parameter):
+    """A kernel for each pair of irreps; components of one irrep are rows."""
+    import e3nn_jax as e3nn
+
+    kernels = []
+
+    def get(*args):
+        kernels.append(get_parameter(*args))
+        return kernels[-1]
+
+    y = theirs(x, linear, get)
+    chunks = list(y.chunks)
+    for path, kernel in zip(linear.instructions, kernels, strict=True):
+        rows = jnp.swapaxes(x.chunks[path.i_in], -1, -2)
+        z = inside.tap.dense(inside.name(kernel), rows, jnp.zeros_like(rows @ kernel))
+        chunks[path.i_out] += path.path_weight * jnp.swapaxes(z, -1, -2)
+    return e3nn.from_chunks(y.irreps, chunks, y.shape[:-1])
+
+
+@program("e3nn: equivariant linear layers", family=FAMILY, checked=INSIDE, needs=("e3nn_jax",))
 def _equivariant():
     import e3nn_jax as e3nn
+
+    module = importlib.import_module("e3nn_jax._src.linear_flax")
 
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
             x = e3nn.IrrepsArray("2x0e + 1x1o", x)
             x = e3nn.flax.Linear("4x0e + 2x1o")(x)
-            x = e3nn.scalar_activation(x, [jax.nn.gelu, None])
-            return e3nn.flax.Linear("3x0e")(x).array
+            lengths = e3nn.norm(x.filter("1o"))
+            x = e3nn.scalar_activation(x.filter("0e"), [jax.nn.gelu])
+            return e3nn.flax.Linear("3x0e")(e3nn.concatenate([x, lengths])).array
 
-    net, x = Net(), single(normal(1, 4, 5))
-    params = single(net.init(jax.random.key(0), x))
-    return Case(
-        jk.Objective(net.apply, jk.Categorical()), params, (x, labels(2, 4)), tolerance=1e-5
-    )
+    net, x = Net(), normal(1, 4, 5)
+    params = drawn(net.init(jax.random.key(0), x))
+    twin = tapped(net.apply, through(module, "linear_vanilla", _equivariant_linear))
+    return Case(jk.Objective(net.apply, jk.Categorical()), params, (x, labels(2, 4)), twin)
 
 
-def _memax(name: str) -> Case:
-    """Two recurrent layers over time, of one sequence at a time."""
+def _memax(name: str, *layers: Any, **options: Any) -> Case:
+    """Recurrent layers over time, of one sequence at a time."""
+    import equinox as eqx
     from memax.equinox import train_utils
 
     net = train_utils.get_residual_memory_model(name, 3, 4, 2, num_layers=1, key=jax.random.key(0))
@@ -212,78 +189,64 @@ def _memax(name: str) -> Case:
     def outputs(net, row):
         return net(net.initialize_carry(), (row, starts))[1]
 
-    return _equinox(single(net), single(normal(1, 2, 5, 3)), outputs)
+    residual = importlib.import_module("memax.equinox.models.residual")
+    loops = [through(owner, "filter_vmap", loop_of_vmap) for owner in (eqx, residual)]
+    return _equinox(net, normal(1, 2, 5, 3), outputs, [SCAN, *loops, *layers], **options)
 
 
-@program("memax: gated recurrent unit", family=FAMILY, checked="gradient", needs=("memax",))
+@program("memax: gated recurrent unit", family=FAMILY, checked=INSIDE, needs=("memax",))
 def _memax_gru():
     return _memax("GRU")
 
 
-@program("memax: linear recurrence", family=FAMILY, checked="gradient", needs=("memax",))
+@program("memax: linear recurrence", family=FAMILY, checked=INSIDE, needs=("memax",))
 def _memax_linear():
     return _memax("LinearRNN")
 
 
-@program("memax: gated delta net", family=FAMILY, checked="gradient", needs=("memax",))
+@program("memax: gated delta net", family=FAMILY, checked=INSIDE, needs=("memax",))
 def _memax_delta():
     return _memax("GDN")
 
 
-@program("memax: S6 (Mamba)", family=FAMILY, checked="gradient", needs=("memax",))
+def _selective(inside, theirs, self, x, key=None):
+    """S6's inputs to its scan, written again: ``A_log`` is read twice."""
+    (x, start), name, shape = x, inside.name(self.A_log), self.A_log.shape
+    a, dt = -jnp.exp(self.A_log), self.dt(x)
+    decay = jnp.exp(inside.tap.scale(name, dt * a, dt * a, shape=shape))
+    held = inside.tap.scale(name, (1 - decay) / a, (decay - 1) / a, shape=shape)
+    return (decay, held * self.B(x) * x), start
+
+
+@program(
+    "memax: S6 (Mamba)",
+    family=FAMILY,
+    checked=f"{INSIDE}; inputs of its scan written again",
+    needs=("memax",),
+)
 def _memax_mamba():
-    return _memax("S6")
+    from memax.equinox.semigroups.s6 import S6
+
+    return _memax("S6", through(S6, "forward_map", _selective))
 
 
 COMPLEX = {f"layers/0/{name}": "to complex numbers" for name in ("B_re", "B_im", "C_re", "C_im")}
 BESIDE = {f"layers/0/{name}_log": "goes through `exp`" for name in ("gamma", "nu", "theta")}
 
 
+def _skipped(inside, theirs, self, h, x, key=None):
+    y = theirs(self, h, x, key)
+    return y + inside.tap.scale(inside.name(self.D), x[0], jnp.zeros_like(y), shape=y.shape)
+
+
 @program(
     "memax: linear recurrent unit, complex",
     family=FAMILY,
-    checked="gradient",
+    checked=f"{INSIDE}, to 1e-6: its state is of complex64",
     uncovered=COMPLEX | BESIDE,
     needs=("memax",),
 )
 def _memax_lru():
-    return _memax("LRU")
+    from memax.equinox.semigroups.lru import LRU
 
-
-# ------------------------------------------------------------------ Penzai
-
-
-@program(
-    "Penzai: Llama",
-    family=FAMILY,
-    checked="gradient",
-    needs=("penzai",),
-)
-def _penzai_llama():
-    from penzai import pz
-    from penzai.models.transformer.variants import llamalike_common
-
-    config = llamalike_common.LlamalikeTransformerConfig(
-        num_kv_heads=1, query_head_multiplier=2, embedding_dim=8, projection_dim=4,
-        mlp_hidden_dim=12, num_decoder_blocks=2, vocab_size=17, mlp_variant="swiglu",
-        tie_embedder_and_logits=False, rope_wavelength=10_000, rms_norm_eps=1e-6,
-        attention_type=llamalike_common.AttentionTypeGlobalCausal(),
-        parameter_dtype=jnp.float32, activation_dtype=jnp.float32,
-    )  # fmt: skip
-    net = llamalike_common.build_llamalike_transformer(config, jax.random.key(0))
-    net, variables = pz.unbind_params(net, freeze=True)
-    names = {str(variable.label): variable for variable in variables}
-
-    def apply_fn(params, tokens):
-        bound = [dataclasses.replace(names[name], value=value) for name, value in params.items()]
-        tokens = pz.nx.wrap(tokens).tag("batch", "seq")
-        logits = pz.bind_variables(net, bound)(
-            tokens,
-            token_positions=pz.nx.arange("seq", tokens.named_shape["seq"]),
-        )
-        return logits.unwrap("batch", "seq", "vocabulary")
-
-    params = {name: variable.value for name, variable in names.items()}
-    tokens = labels(1, 2, 5, classes=17)
-    objective = jk.Objective(apply_fn, jk.Categorical())
-    return Case(objective, params, (tokens, jnp.roll(tokens, -1, 1)), tolerance=1e-5)
+    return _memax("LRU", through(LRU, "backward_map", _skipped), tolerance=1e-6)

@@ -30,7 +30,8 @@ def tokens(i=4):
 
 def times(tap, name, x, value, derivative):
     """``x`` times a function of a parameter, whose rows are ``x`` times its derivative."""
-    y = tap.scale(name, x * derivative, jnp.zeros_like(x), shape=derivative.shape)
+    x_times = x * derivative
+    y = tap.scale(name, x_times, jnp.zeros_like(x_times), shape=derivative.shape)
     return x * value + y
 
 
@@ -104,7 +105,11 @@ def _product():
     return Case(objective, tree(0, u=(4,), v=(4,), head=(4, 3)), rows(), twin)
 
 
-@program("Mamba's decay -exp(A_log) in a selective scan", family=FUNCTIONS, checked="gradient")
+@program(
+    "Mamba's decay -exp(A_log) in a selective scan",
+    family=FUNCTIONS,
+    checked="brute force, unrolled",
+)
 def _mamba():
     def apply_fn(p, x):
         decay = -jnp.exp(p["A_log"])
@@ -118,8 +123,18 @@ def _mamba():
         _, y = lax.scan(jax.checkpoint(step), h, jnp.swapaxes(x, 0, 1))
         return jnp.swapaxes(y, 0, 1) @ p["head"]
 
+    def twin(p, x, tap):
+        decay, h, ys = -jnp.exp(p["A_log"]), jnp.zeros((x.shape[0], *p["A_log"].shape)), []
+        for u in jnp.swapaxes(x, 0, 1):
+            dt = jax.nn.softplus(tap.dense("dt", u, u @ p["dt"]))[..., None]
+            b, c = (tap.dense(name, u, u @ p[name])[:, None, :] for name in ("b", "c"))
+            h = jnp.exp(times(tap, "A_log", dt, decay, decay)) * h + dt * b * u[..., None]
+            ys.append(jnp.sum(h * c, -1) + times(tap, "D", u, p["D"], jnp.ones(4)))
+        y = jnp.stack(ys, 1)
+        return tap.dense("head", y, y @ p["head"])
+
     params = tree(0, A_log=(4, 2), D=(4,), dt=(4, 4), b=(4, 2), c=(4, 2), head=(4, 3))
-    return Case(classifier(apply_fn), params, tokens())
+    return Case(classifier(apply_fn), params, tokens(), twin)
 
 
 @program("softplus(W) as a kernel", family=FUNCTIONS, checked="squares of each row's gradient")
