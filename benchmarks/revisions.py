@@ -40,7 +40,8 @@ def main() -> int:
         there = Path(folder)
         checked_out(arguments.revision, there)
         rounds = [[measured(tree) for tree in (there, HERE)] for _ in range(arguments.rounds)]
-    record = stamp(revision=arguments.revision, rounds=arguments.rounds)
+    command = f"python -m benchmarks.revisions {arguments.revision} --rounds {arguments.rounds}"
+    record = stamp(command=command, revision=arguments.revision, rounds=arguments.rounds)
     for name in rounds[0][0].keys() & rounds[0][1].keys():
         before, now = (mean([turn[i][name] for turn in rounds]) for i in (0, 1))
         record[name] = {"before": before, "now": now, "over": now / before}
@@ -80,7 +81,9 @@ def ratios(record: Any, path: str = "") -> list[tuple[str, float]]:
     """Every figure of a record under a name that is a ratio's."""
     if not isinstance(record, dict):
         return []
-    here = [(path, record[name]) for name in RATIOS if name in record and "torch" not in path]
+    if "torch" in path or "peft" in path:  # peers
+        return []
+    here = [(path, record[name]) for name in RATIOS if name in record]
     return here + [x for k, v in record.items() for x in ratios(v, f"{path} {k}".strip())]
 
 
