@@ -2,10 +2,11 @@
 
 Run: python -m benchmarks.revisions 3523f53 [--rounds 3] [--json FILE]
 
-Each round runs ``benchmarks.factors`` and ``benchmarks.adapters`` of the revision, then those of
-this tree, each in a process of its own and with this environment. Compared are costs that are
-ratios already, to the gradient and to the base model's step, so that a machine's speed cancels;
-``over`` is the geometric mean over rounds of this tree's ratio over the revision's.
+Each round runs ``benchmarks.factors`` and ``benchmarks.adapters`` of the revision and of this tree,
+in turns the one or the other first, each in a process of its own and with this environment.
+Compared are costs that are ratios already, to the gradient and to the base model's step, so that a
+machine's speed cancels; ``over`` is the geometric mean over rounds of this tree's ratio over the
+revision's.
 """
 
 import argparse
@@ -37,9 +38,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the record here")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        there = Path(folder)
+        there = Path(folder) / "revision"
         checked_out(arguments.revision, there)
-        rounds = [[measured(tree) for tree in (there, HERE)] for _ in range(arguments.rounds)]
+        rounds = []
+        for turn in range(arguments.rounds):
+            order = (there, HERE) if turn % 2 == 0 else (HERE, there)
+            found = {tree: measured(tree, Path(folder)) for tree in order}
+            rounds.append((found[there], found[HERE]))
     command = f"python -m benchmarks.revisions {arguments.revision} --rounds {arguments.rounds}"
     record = stamp(command=command, revision=arguments.revision, rounds=arguments.rounds)
     for name in rounds[0][0].keys() & rounds[0][1].keys():
@@ -64,16 +69,15 @@ def checked_out(revision: str, folder: Path) -> None:
         archive.extractall(folder, filter="data")
 
 
-def measured(tree: Path) -> dict[str, float]:
+def measured(tree: Path, folder: Path) -> dict[str, float]:
     """Every ratio that a tree's two benchmarks print into their JSON."""
     found: dict[str, float] = {}
     environment = os.environ | {"PYTHONPATH": str(tree)}
     for name, options in COMMANDS.items():
-        path = tree / f"{name}.revisions.json"
+        path = folder / f"{name}.json"
         command = [sys.executable, "-m", f"benchmarks.{name}", *options, "--json", str(path)]
         subprocess.run(command, cwd=tree, env=environment, check=True, stdout=subprocess.DEVNULL)
         found |= {f"{name}, {key}": value for key, value in ratios(json.loads(path.read_text()))}
-        path.unlink()
     return found
 
 

@@ -296,6 +296,22 @@ def test_a_lookup_for_all_examples_at_once_is_a_bias(x64, index):
     check(looked_up, p, batch, oracle_model=model)
 
 
+def test_what_is_looked_up_once_and_broadcast_then_is_no_embedding(x64):
+    """The cotangent at the lookup is a sum over examples, also where a convolution makes tokens."""
+
+    def model(p, x, tap):
+        h = jax.lax.conv_general_dilated(
+            x, p["conv"], (2,), "VALID", dimension_numbers=("NHC", "HIO", "NHC")
+        )
+        h = h + jnp.broadcast_to(p["at"][jnp.arange(h.shape[1])], h.shape)
+        return jnp.tanh(h).mean(1) @ p["head"]
+
+    p = tree(27, conv=(2, 3, D), at=(4, D), head=(D, 3))
+    batch = (normal(1, N, 8, 3), labels(2, N))
+    with pytest.raises(jk.UncoveredParameterError, match="at: has the example axis lost"):
+        jk.value_grad_and_factors(objective_of(model))(p, batch)
+
+
 def test_a_lookup_that_meets_what_all_examples_share_is_used_where_that_meets_data(x64):
     """No axis of a batch mean is the examples', so none of the lookup's is."""
 

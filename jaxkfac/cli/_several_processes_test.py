@@ -202,7 +202,7 @@ def test_a_finetuning_that_is_killed_goes_on_with_other_devices(tmp_path, first,
     one, two = tmp_path / "one", tmp_path / "two"
     run("one", None, "--output", str(one)).summary()
     killed = run("two", first, "--output", str(two))
-    killed.wait_for(two / "checkpoints" / "10")
+    killed.wait_for(two / "checkpoints" / "5")
     killed.processes[0].kill()
     assert killed.codes() == [-signal.SIGKILL]
     run("two", then, "--output", str(two), "--resume").summary()

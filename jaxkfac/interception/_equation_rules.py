@@ -19,7 +19,11 @@ from jaxkfac.interception._coupling import mixed_atoms
 from jaxkfac.interception._facts import Facts, reasons_of
 from jaxkfac.interception._functions import seen_in
 from jaxkfac.interception._kind import kind_reading
-from jaxkfac.interception._lookups import looked_up_by_constants, stack_looked_up
+from jaxkfac.interception._lookups import (
+    looked_up_by_constants,
+    stack_looked_up,
+    without_lookup_if_grown,
+)
 from jaxkfac.interception._masks import is_mask
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._products import follow_product
@@ -148,6 +152,8 @@ class EquationRules(Facts):
         seen: list[Value] | None = seen_in(self, eqn, ins)
         if seen is not None and name == "gather":
             seen = looked_up_by_constants(eqn, ins, seen, self.where(eqn))
+        elif seen is not None:
+            seen = without_lookup_if_grown(eqn, ins, seen)
         if seen is None and name == "select_n":
             chosen = self._chosen(ins, position, plan, number)
             if isinstance(chosen, str):

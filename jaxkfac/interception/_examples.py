@@ -109,13 +109,14 @@ def _is_use(analysis: Analysis, use: Use, num_outputs: int) -> bool:
 def _lookups_by_row(analysis: Analysis, num_outputs: int) -> set[Hashable]:
     """Lookups by constants of which each example has its own entries.
 
-    What they give is added to data, or multiplied with it, and the examples lie along it. Where
-    these are not known from an output, they are the leading axes of data that are no others.
+    What they give is added to data, or multiplied with it, and the examples lie along it. Where no
+    output says which axis these are, they are the leading axes of data that are no others; where
+    one says it, and is not followed to an input, nothing is known.
     """
     table, data = analysis.table, analysis.data_axes
     leading = {a for axes in data for axis in axes[:1] for a in table.atoms(axis)}
     others = {a for axes in data for axis in axes[1:] for a in table.atoms(axis)}
-    examples = _examples(analysis, num_outputs) or leading - others
+    examples = _examples(analysis, num_outputs) or (set() if num_outputs else leading - others)
     return {
         use.view.looked_up
         for use in _lost_uses(analysis, num_outputs=num_outputs)

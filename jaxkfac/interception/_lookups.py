@@ -138,6 +138,22 @@ def looked_up_by_constants(
     return [dataclasses.replace(v, looked_up=where) if isinstance(v, View) else v for v in seen]
 
 
+def without_lookup_if_grown(eqn: Eqn, ins: Sequence[Value], seen: Sequence[Value]) -> list[Value]:
+    """Views; those that have grown lose their lookup, whose indices lack the new axis."""
+    held = [x.aval.size for x, v in zip(eqn.invars, ins, strict=True) if views_in(v)]
+    largest = max(held, default=0)
+
+    def kept(value: Any, out: Any) -> Any:
+        if out.aval.size <= largest:
+            return value
+        if isinstance(value, Combined):
+            return dataclasses.replace(value, views=tuple(kept(v, out) for v in value.views))
+        is_view = isinstance(value, View)
+        return dataclasses.replace(value, looked_up=None) if is_view else value
+
+    return [kept(v, out) for v, out in zip(seen, eqn.outvars, strict=False)]
+
+
 def lookups_in(values: Sequence[Value]) -> set[object]:
     """Where the stacks were looked up that are seen in some values."""
     return {view.picked.where for v in values for view in views_in(v) if view.picked}

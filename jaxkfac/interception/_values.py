@@ -82,7 +82,7 @@ class View:
         rowless: The primitive in which data without the example axis multiplied or shifted it.
         picked: The lookup behind which each row sees its own entry of one axis.
         computed_from: Where it is no parameter but a weight computed from some: their paths.
-        looked_up: The lookup of entries by constants behind which its axes are not followed.
+        looked_up: The lookup by constants that it came through, which may hold the examples' axis.
     """
 
     number: int
