@@ -18,13 +18,13 @@ from jaxkfac.planning import TARGETS, program_work
 
 @functools.cache
 def devices(target: str, count: int) -> Any:
-    """Devices to compile for, and a compiler that has been used once: its first is slower."""
+    """Devices to compile for, and a compiler that has been used: its first product is slower."""
     how = dict(TARGETS[target].topology)
     if target == "h100":
         how["topology"] = f"1x1x{count}"
     found = topologies.get_topology_desc(**how).devices[:count]
-    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(found[0]))
-    jax.jit(lambda x: x + 1).lower(scalar).compile()
+    matrix = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=SingleDeviceSharding(found[0]))
+    jax.jit(lambda x: jnp.tanh(x @ x)).lower(matrix).compile()
     return found
 
 
