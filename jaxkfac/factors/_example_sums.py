@@ -16,7 +16,7 @@ from jaxkfac._errors import LostRowsError
 from jaxkfac.factors._taps import ArrayType
 from jaxkfac.interception import Atoms, Layer, Site, Use
 from jaxkfac.kinds import Products, Rows, by_example, in_own_order
-from jaxkfac.linalg import PANELS_FROM, gram, gram_panels, unpack_panels
+from jaxkfac.linalg import gram, symmetric_gram
 
 ExampleAxes = Sequence[tuple[Atoms, int]]  # as in ``Traced.example_axes``
 
@@ -112,10 +112,10 @@ def outer_products(
     if not dense:
         return jnp.square(rows).sum(-2)
     rows, times = products.sampled_examples(rows)
-    if not lead and rows.shape[-1] >= PANELS_FROM:
-        sums = unpack_panels(gram_panels(rows, 1, precision=precision))
-    else:
+    if lead:
         sums = gram(rows, (lead,), tuple(range(lead)), precision=precision)
+    else:
+        sums = symmetric_gram(rows, 1, precision=precision)
     return sums if times is None else sums * times.astype(sums.dtype)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxkfac.interception import Site, Slot, Use
 from jaxkfac.kinds._products import Products
 from jaxkfac.kinds._rows import Array, Rows, in_own_order
-from jaxkfac.linalg import PANELS_FROM, gram, gram_panels, statistics_dtype, unpack_panels
+from jaxkfac.linalg import PANELS_FROM, gram, gram_panels, statistics_dtype, symmetric_gram
 
 
 def output_moments(
@@ -38,11 +38,11 @@ def moments(
 
     ``like`` is a matrix, a vector for a diagonal, or a tuple for panels (see ``packs``);
     its leading axes beyond the stack of ``side`` are filled with copies. With ``panels`` a
-    matrix is computed by panels and mirrored.
+    wide matrix is computed by panels and mirrored (``symmetric_gram``).
     """
     if isinstance(like, tuple) or panels:
-        triangle = gram_panels(side.x, side.features[0][0], precision=precision)
-        return triangle if isinstance(like, tuple) else unpack_panels(triangle)
+        product = gram_panels if isinstance(like, tuple) else symmetric_gram
+        return product(side.x, side.features[0][0], precision=precision)
     lead = len(side.batch)
     lost = 1 if use.free_stack and not lead else 0  # experts that share one input
     if _is_dense(like, lead + lost):
@@ -74,7 +74,7 @@ def sum_over_patches(side: Rows, precision: Any) -> Array:
     if side.batch or size < PANELS_FROM:
         return sum_of_outer_products(side, precision)
     x = side.x.transpose(*side.rows, *side.feature_axes).reshape(-1, size)
-    return unpack_panels(gram_panels(x, 1, precision=precision))
+    return symmetric_gram(x, 1, precision=precision)
 
 
 def packs(uses: Sequence[Use], side: str) -> bool:

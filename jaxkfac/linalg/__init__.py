@@ -31,8 +31,10 @@ from jaxkfac.linalg._gram import (
     PANELS_FROM,
     gram,
     gram_panels,
+    has_panels,
     panel_shapes,
     statistics_dtype,
+    symmetric_gram,
     unpack_panels,
 )
 from jaxkfac.linalg._inverse import damped_inverse
@@ -74,6 +76,7 @@ __all__ = [
     "from_spectrum",
     "gram",
     "gram_panels",
+    "has_panels",
     "host_dtype",
     "in_sequence",
     "into_eigenbasis",
@@ -92,6 +95,7 @@ __all__ = [
     "scale_in_eigenbasis",
     "statistics_dtype",
     "sum_over_chunks",
+    "symmetric_gram",
     "unfold_triangle",
     "unpack",
     "unpack_panels",

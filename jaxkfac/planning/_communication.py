@@ -16,7 +16,12 @@ _COLLECTIVES = frozenset(
 
 
 def exchanged(
-    program: TrainingProgram, statistics: Any, step: Any = None, *, micro_batches: int = 1
+    program: TrainingProgram,
+    statistics: Any,
+    step: Any = None,
+    *,
+    micro_batches: int = 1,
+    platform: str,
 ) -> Mapping[str, int]:
     """Bytes of what collectives return on each device, by what it is.
 
@@ -30,12 +35,14 @@ def exchanged(
             in it, as of decompositions that ``distribute=`` divides, are counted in a step in
             which all of them are due.
         micro_batches: Of a step; each is summed over devices by itself.
+        platform: Whose products of rows are counted.
     """
     grads = nbytes(partition(program.trained)[0])
     value = sum(v.aval.size * v.aval.dtype.itemsize for v in program.value_jaxpr.jaxpr.outvars[:1])
+    factors = 0 if statistics is None else exchanged_bytes(statistics, platform)
     rows = {
         "gradients": micro_batches * (grads + value),
-        "factors": 0 if statistics is None else micro_batches * exchanged_bytes(statistics),
+        "factors": micro_batches * factors,
         "in the step": 0 if step is None else _collectives(step.jaxpr),
     }
     return {row: size for row, size in rows.items() if size}
