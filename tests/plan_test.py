@@ -27,6 +27,7 @@ pytestmark = pytest.mark.standard_promotion
 
 TRAININGS = {name: functools.cache(build) for name, build in trainings(scale=2).items()}
 QUICK = ("scanned, rematted", "dense", "K-FAC in graph")
+PLAN_RECORD = RECORD.with_name("plan.json")
 SHARDED = [name for name in TRAININGS if "sharded" in name]
 BOTH = "encoder-decoder, NF4"  # each of which is a training of its own; half a minute
 
@@ -100,6 +101,14 @@ def test_a_total_from_equations_is_within_what_the_table_says(name):
         planned_bytes(training, training.estimate(compiled=sets)) for sets in ("none", "all")
     )
     assert counted == pytest.approx(compiled, rel=within("cpu", calibrated=False))
+
+
+@pytest.mark.parametrize("target, platform", [("cpu", "cpu"), ("h100", "cuda")])
+@pytest.mark.parametrize("column, calibrated", [("counted", False), ("calibrated", True)])
+def test_the_margins_said_are_the_largest_of_the_record(target, platform, column, calibrated):
+    record = json.loads(PLAN_RECORD.read_text())[target]
+    furthest = max(abs(1 - row[column]) for row in record.values() if column in row)
+    assert furthest <= within(platform, calibrated=calibrated) <= furthest + 0.02
 
 
 def placed(tree, mesh, *axes):

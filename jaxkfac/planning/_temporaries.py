@@ -153,8 +153,9 @@ def _shardings_of_results(step: Callable[..., Any], args: Any) -> Any:
 # How far totals from counted temporaries have been off, scratch aside, and from those calibrated
 # by a compilation of the training as it stands: the most in `python -m benchmarks.plan`. What
 # equations do not say: on a CPU kernels take constants as whole arrays (44 MiB of the 142 of the
-# training of adapters); on a GPU long products are split into partial sums, as autotuning decides.
-_WITHIN = {"cpu": 0.35, "cuda": 0.15}
+# training of adapters); on a GPU long products are split into partial sums, as autotuning decides,
+# and what a branch leaves as it was is copied (30 % of a step of K-FAC that is staggered).
+_WITHIN = {"cpu": 0.35, "cuda": 0.31}
 _CALIBRATED_WITHIN = {"cpu": 0.22, "cuda": 0.15}
 _UNKNOWN = 0.5  # a platform that nobody has measured
 
