@@ -273,6 +273,7 @@ NAMES = {
     "PANELS_FROM": _PART,
     "gram": _PART,
     "gram_panels": _PART,
+    "diagonal": _PART,
     "has_panels": _PART,
     "map_over_chunks": _PART,
     "panel_shapes": _PART,

@@ -25,6 +25,7 @@ from jaxkfac.linalg import (
     check_damping,
     clip_eigenvalues,
     damped_inverse,
+    diagonal,
     diagonal_power,
     factor_damping,
     is_separable,
@@ -147,7 +148,7 @@ def invert(
         return clip_eigenvalues(values, max_condition, floor)
 
     def mean(matrix: Array, dense: bool) -> Array:
-        return _trace(matrix) / matrix.shape[-1] if dense else clipped(matrix).mean(-1)
+        return diagonal(matrix).mean(-1) if dense else clipped(matrix).mean(-1)
 
     shared = isinstance(damping, tuple) or damping_mode != "pi"
     holders = _holders(factors.layers, factors.bias, shared)
@@ -158,7 +159,7 @@ def invert(
         if not dense:
             tables[table][name] = power_or_zero(clipped(matrix) + shift[..., None], -1.0)
             return
-        least = jnp.maximum(_trace(matrix) / max_condition, floor)
+        least = jnp.maximum(diagonal(matrix).sum(-1) / max_condition, floor)
         problems[table, name] = matrix, jnp.maximum(shift, least)
 
     for layer in _preconditioned(factors.layers):
@@ -284,13 +285,6 @@ def _times(left: Array, right: Array) -> Array:
     if right.ndim < left.ndim:
         return left * right[..., None, :]
     return jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST)
-
-
-def _trace(matrix: Array) -> Array:
-    # `jnp.trace` writes the whole matrix on the CPU. To gather the diagonal would read less, and
-    # XLA compiles it for twice as long.
-    diagonal = jnp.where(jnp.eye(matrix.shape[-1], dtype=bool), matrix, 0)
-    return diagonal.sum((-2, -1))
 
 
 def _of_one_factor(damping: Damping, dtype: DTypeLike) -> Array:

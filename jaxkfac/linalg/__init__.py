@@ -37,7 +37,7 @@ from jaxkfac.linalg._gram import (
     symmetric_gram,
     unpack_panels,
 )
-from jaxkfac.linalg._inverse import damped_inverse
+from jaxkfac.linalg._inverse import damped_inverse, diagonal
 from jaxkfac.linalg._kronecker import (
     from_spectrum,
     into_eigenbasis,
@@ -66,6 +66,7 @@ __all__ = [
     "check_square",
     "clip_eigenvalues",
     "damped_inverse",
+    "diagonal",
     "diagonal_power",
     "eigh_checked",
     "eigh_clipped",

@@ -46,6 +46,12 @@ def damped_inverse(
     return out.reshape(matrix.shape)
 
 
+def diagonal(matrix: Float[Array, "*stack n n"]) -> Float[Array, "*stack n"]:
+    """The diagonal, as a slice: XLA on a CPU compiles a gather longer, or writes a whole matrix."""
+    size = matrix.shape[-1]
+    return matrix.reshape(*matrix.shape[:-2], size * size)[..., :: size + 1]
+
+
 def _inverse(matrix: Array, shift: Array) -> Array:
     # LAPACK and cuSOLVER keep columns together, XLA rows. Of a symmetric matrix the transpose in
     # the one order is itself in the other; else XLA reorders it where it comes from, and for a
@@ -55,7 +61,7 @@ def _inverse(matrix: Array, shift: Array) -> Array:
     lower = jax.lax.linalg.cholesky(damped, symmetrize_input=False)
     half = jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
     out = jax.lax.linalg.triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True)
-    # A factorisation that fails gives NaN in a part of it on some platforms, and no error; and it
-    # reads one triangle of the matrix.
-    ok = is_all_finite(out.T + matrix)
+    # A factorisation that fails gives NaN in a part of it on some platforms, and no error: in the
+    # diagonal, too, which bounds all entries. And it reads one triangle of the matrix.
+    ok = is_all_finite(diagonal(out)) & is_all_finite(matrix)
     return jnp.where(ok, out.T, jnp.nan)
