@@ -168,6 +168,7 @@ def test_eight_h100s_exchange_what_the_plan_says(name, dtype):
             options=(),
             curvature=gathered,
             compiled="none",
+            compiler="h100",
         )
     rows = json.loads(RECORD.read_text())["rows"]
     sent = rows[f"h100/data parallel/small/{dtype}/{name}"]["collectives"].values()

@@ -90,10 +90,14 @@ def numbers(line: Mapping[str, Any], axis: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def fewest_steps(lines: Runs, methods: Sequence[Method], problem: Problem) -> float | None:
-    """Steps that every run of every K-FAC takes within the budget."""
+    """Steps that every run of every K-FAC takes within the budget.
+
+    One that takes less than a tenth of another's would leave nothing to compare: it is left out.
+    """
     kfacs = [method for method in methods if method.name.startswith("kfac")]
-    runs = [line for method in kfacs for line in _whole(seed_runs(lines, method, problem))]
-    return min((line["steps"][-1] for line in runs), default=None)
+    runs = [_whole(seed_runs(lines, method, problem)) for method in kfacs]
+    fewest = [min(line["steps"][-1] for line in whole) for whole in runs if whole]
+    return min((steps for steps in fewest if steps >= max(fewest) / 10), default=None)
 
 
 def rows_of(
