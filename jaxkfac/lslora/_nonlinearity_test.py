@@ -223,6 +223,12 @@ def test_files_carry_its_name_and_come_back(dialect, tmp_path):
         save_adapters(tmp_path, adapters, dataclasses.replace(config, nonlinearity="fourier"))
 
 
+def test_one_without_a_hash_is_refused():
+    mutable = dataclasses.dataclass(type("Mutable", (Cubic,), {"name": "mutable"}))
+    with pytest.raises(TypeError, match="if it is frozen"):
+        register(mutable())
+
+
 def test_a_name_that_nobody_registered_is_refused_with_the_known_ones(tmp_path, monkeypatch):
     save_adapters(tmp_path, made()[1], CONFIG)
     for name in _registry._KNOWN.keys() - {"fourier"}:  # other tests register some, too

@@ -12,9 +12,10 @@ def register(nonlinearity: Nonlinearity) -> None:
     """Make a nonlinearity known by its name, to :class:`Config` and to files.
 
     Args:
-        nonlinearity: One object for the life of the process.
+        nonlinearity: One object for the life of the process, hashable: traces are kept by it.
 
     Raises:
+        TypeError: it has no hash, as a dataclass that is not frozen.
         ValueError: a name that is no identifier or belongs to another object, or no coefficients.
     """
     name = nonlinearity.name
@@ -22,6 +23,8 @@ def register(nonlinearity: Nonlinearity) -> None:
         raise ValueError(f"nonlinearity {name!r}: expected an identifier, which keys in files hold")
     if not nonlinearity.initial:
         raise ValueError(f"nonlinearity {name!r} has no initial coefficients")
+    if type(nonlinearity).__hash__ is None:
+        raise TypeError(f"nonlinearity {name!r} has no hash: a dataclass has one if it is frozen")
     if _KNOWN.get(name, nonlinearity) is not nonlinearity:
         raise ValueError(f"nonlinearity {name!r} is registered already, as {_KNOWN[name]!r}")
     _KNOWN[name] = nonlinearity
