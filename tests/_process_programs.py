@@ -131,24 +131,41 @@ def host(world: World) -> dict[str, Any]:
 
 
 def kfac(world: World) -> dict[str, Any]:
-    """Three steps in the graph."""
+    """Three steps in the graph; with refreshes that are divided, and with all that is kept."""
+    pi = {"damping_mode": "pi"}
+    return {
+        "whole": _trained(world),
+        "divided": _trained(world, distribute="data"),
+        "divided, pi": _trained(world, distribute="data", **pi),
+        "sharded": _trained(world, sharded=True),
+        "sharded, pi": _trained(world, sharded=True, **pi),
+        "sharded and divided": _trained(world, sharded=True, distribute="data"),
+    }
+
+
+def _trained(world: World, *, sharded: bool = False, **options: Any) -> dict[str, Any]:
     stats = jk.value_grad_and_factors(OBJECTIVE)
     like = stats.factor_shapes(parameters(), batch_of(0))
-    tx = jk.kfac(0.1, like=like, damping=1e-2, refresh_every=2, norm_constraint=1e-2)
-    whole = NamedSharding(world.mesh, P())
+    shared: Any = {"damping": 1e-2, "refresh_every": 2, "norm_constraint": 1e-2}
+    tx, whole = jk.kfac(0.1, like=like, **shared, **options), NamedSharding(world.mesh, P())
 
-    @jax.jit
     def step(params, state, batch):
         value, grads, factors = stats(params, batch)
         updates, state = tx.update(grads, state, params, factors=factors)
-        params = jax.tree.map(jnp.add, params, updates)
-        return jax.lax.with_sharding_constraint((params, state, value), whole)
+        return jax.tree.map(jnp.add, params, updates), state, value
 
-    params = world.put(parameters())
-    state = jax.jit(tx.init, out_shardings=whole)(params)
-    for i in range(3):
-        params, state, _ = step(params, state, world.put(batch_of(i), "data"))
-    return read(params)
+    params = parameters()
+    held = params, jax.eval_shape(tx.init, params)
+    places = jax.tree.map(lambda _: whole, held)
+    if sharded:
+        places = jk.memory.divided_shardings(held, world.mesh, "data")
+    step = jax.jit(step, out_shardings=(*places, whole))
+    with jax.set_mesh(world.mesh):
+        params = jax.jit(lambda x: x, out_shardings=places[0])(world.put(params))
+        state = jax.jit(tx.init, out_shardings=places[1])(params)
+        for i in range(3):
+            params, state, _ = step(params, state, world.put(batch_of(i), "data"))
+        return read(jax.jit(lambda x: x, out_shardings=whole)(params))
 
 
 def not_finite(world: World) -> dict[str, Any]:
