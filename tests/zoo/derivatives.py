@@ -37,22 +37,36 @@ def _pinn(form, traced=None):
     return Case(loss, params, (x, z), factors=factors, options={"fisher": "exact"})
 
 
-@program("PINN, Poisson: trace of the Hessian", family=FAMILY, checked="brute force")
+@program(
+    "PINN, Poisson: trace of the Hessian",
+    family=FAMILY,
+    checked="brute force",
+    unchecked=("b1", "b2"),
+)
 def _hessian():
     return _pinn("hessian")
 
 
-@program("PINN, Poisson: jvp of jvp", family=FAMILY, checked="brute force")
+@program(
+    "PINN, Poisson: jvp of jvp", family=FAMILY, checked="brute force", unchecked=("b1", "b2", "b3")
+)
 def _jvp():
     return _pinn("forward over forward")
 
 
-@program("PINN, Poisson: grad of grad", family=FAMILY, checked="brute force")
+@program(
+    "PINN, Poisson: grad of grad", family=FAMILY, checked="brute force", unchecked=("b1", "b2")
+)
 def _grad():
     return _pinn("reverse over reverse")
 
 
-@program("PINN, Burgers: u_t + u u_x - nu u_xx", family=FAMILY, checked="brute force")
+@program(
+    "PINN, Burgers: u_t + u u_x - nu u_xx",
+    family=FAMILY,
+    checked="brute force",
+    unchecked=("b1", "b2"),
+)
 def _burgers():
     return _pinn("Burgers")
 
@@ -105,7 +119,12 @@ def _nnx_flow():
     return _flow(apply_fn, params)
 
 
-@program("gradient matching: the slope of a potential", family=FAMILY, checked="brute force")
+@program(
+    "gradient matching: the slope of a potential",
+    family=FAMILY,
+    checked="brute force",
+    unchecked=("v", "w"),
+)
 def _forces():
     """A force field as the gradient of an energy, as in models of molecules."""
 
@@ -170,7 +189,7 @@ def folx_laplacian(**options):
 
 
 @program("PINN, Poisson: folx's forward Laplacian", family=FAMILY, checked="brute force",
-         needs=("folx",))  # fmt: skip
+         unchecked=("b1", "b2", "b3"), needs=("folx",))  # fmt: skip
 def _folx():
     return _pinn(folx_laplacian(), traced=folx_laplacian(disable_jit=True))
 

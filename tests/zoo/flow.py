@@ -65,7 +65,9 @@ def _routed():
     return Case(objective_of(branches_test.routed), params, batch, factors=factors)
 
 
-@program("cond with layers in its branches", family=FAMILY, checked="brute force")
+@program(
+    "cond with layers in its branches", family=FAMILY, checked="brute force", unchecked=("up",)
+)
 def _cond():
     params, batch = branches_test.experts_params(), branches_test.batch(1)
     taken = oracle(branches_test.of_branch(1), params, batch)
@@ -85,7 +87,12 @@ def _learned_state():
     return Case(objective_of(net.looped), net.params(), net.batch(), net.unrolled)
 
 
-@program("experts over sorted rows: ragged_dot", family=FAMILY, checked="brute force")
+@program(
+    "experts over sorted rows: ragged_dot",
+    family=FAMILY,
+    checked="brute force",
+    unchecked=("router",),
+)
 def _ragged():
     net = ragged_experts_test
     params, (x, y) = net.params(), net.batch()
