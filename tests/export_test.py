@@ -87,7 +87,7 @@ def test_each_side_is_one_product_of_rows_accumulated_in_float32(dtype, precisio
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("wide", [768, 1536])
 def test_a_wide_side_is_three_panels_of_its_upper_triangle(wide, platform):
-    """On accelerators only a wider one, whose third less outweighs more kernels."""
+    """On accelerators only a wider one."""
     objective = jk.Objective(lambda p, x: x @ p["kernel"], jk.Gaussian())
     stats, batch = jk.value_grad_and_factors(objective), (of(ROWS, wide), of(ROWS, OUT))
     text = module(stats, {"kernel": of(wide, OUT)}, batch, platforms=[platform])

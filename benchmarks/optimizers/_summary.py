@@ -120,9 +120,10 @@ def _row(
     row = Row(method.title, setting, grid=tried, remark=remark)
     if not whole:
         return row
+    most = max(line["steps"][-1] for line in whole)
     return row._replace(
         final=middle([final(line) for line in runs]),
-        at_steps=None if equal is None else middle([at(x, "steps", equal) for x in runs]),
+        at_steps=middle([at(x, "steps", equal) for x in runs]) if equal and most >= equal else None,
         to_target=None if goal is None else middle([time_to(x, goal) for x in runs]),
         steps=statistics.median(x["steps"][-1] for x in whole),
         step_ms=statistics.median(1e3 * x["cpu_s"][-1] / x["steps"][-1] for x in whole),

@@ -42,6 +42,7 @@ def _of_layer(statistics: Statistics, layer: Layer, platform: str) -> int:
 
 
 def _elements(layer: Layer, size: int, platform: str) -> int:
-    """Of a stack of matrices: of the upper triangle's panels, where they are wide."""
-    panels = panel_shapes(size) if has_panels(size, platform) else [(size, size)]
-    return math.prod(layer.stack) * sum(rows * columns for rows, columns in panels)
+    """Of a stack of matrices, or of one: of its triangle's panels, where it is wide."""
+    if layer.stack or not has_panels(size, platform):
+        return math.prod(layer.stack) * size**2
+    return sum(rows * columns for rows, columns in panel_shapes(size))

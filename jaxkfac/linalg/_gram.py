@@ -1,7 +1,6 @@
 """Second moments of rows, accumulated in at least float32."""
 
 import itertools
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,8 +11,8 @@ from jaxtyping import Array, DTypeLike, Float
 
 PANELS = 3
 PANELS_FROM = 512  # features; below it the smaller products cost what they save
-# Elsewhere, by a count of operations and kernels. For panels of eight layers of 512 an H100's
-# compiler takes 1.5 times as long as for whole products.
+# Elsewhere than on a CPU, by a count of operations and kernels. For panels of eight layers of 512
+# an H100's compiler takes 1.4 times as long as for whole products.
 _PANELS_FROM_ELSEWHERE = 1024
 _MAX_INDEX = 2**31 - 1
 _ALIGNMENT = 16  # float32 in a cache line: panels that begin on one are faster
@@ -122,6 +121,10 @@ def _by_platform(x: Array, axis: int, by_panels: Any, whole: Any) -> Any:
 
 def _panel_products(x: Array, *, axis: int, precision: Any) -> tuple[Array, ...]:
     size, rows = x.shape[axis], _others(x, axis)
+    if x.dtype.itemsize < 4:
+        # Else XLA may round one operand of a product and leave the other as it was computed, in
+        # float32: not symmetric then, nor positive.
+        x = jax.lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, jnp.finfo(x.dtype).nmant)
     return tuple(
         jax.lax.dot_general(
             jax.lax.slice_in_dim(x, start, stop, axis=axis),
@@ -155,34 +158,41 @@ def unpack_panels(panels: tuple[Any, ...], border: tuple[Any, Any] | None = None
     Returns:
         ``(stack..., n, n)``, or with a border ``(stack..., n + 1, n + 1)``.
     """
-    parts = (*panels, *([] if border is None else [border[0][..., None]]))
-    if sum(math.prod(part.shape[-2:]) for part in parts) >= _MAX_INDEX:
+    if panels[0].shape[-1] ** 2 >= _MAX_INDEX:
         return _written(panels, border)
     return jax.lax.platform_dependent(panels, border, cpu=_gathered, default=_written)
 
 
 def _gathered(panels: tuple[Any, ...], border: tuple[Any, Any] | None) -> Any:
-    """Every element by its place in the panels, put one after the other."""
+    """Every element by its place in its panel.
+
+    Panels are not put one after the other first: XLA's CPU compiler fuses a concatenation into the
+    gather, and where panels are slices of one computed array, as the products of a single row are,
+    all but the first come out wrong (jax 0.10.2).
+    """
     stack, size = panels[0].shape[:-2], panels[0].shape[-1]
     whole = size + (border is not None)
-    parts = [panel.reshape(*stack, -1) for panel in panels]
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, (whole, whole), d) for d in (0, 1))
     edges = list(itertools.accumulate((p.shape[-2] for p in panels[:-1]), initial=0))
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (whole, whole), d) for d in (0, 1))
     first = sum(jnp.where(row >= edge, edge - last, 0) for last, edge in itertools.pairwise(edges))
     below = column < first  # of the row's block
     row, column = jnp.where(below, column, row), jnp.where(below, row, column)
-    place, before = jnp.zeros_like(row), 0
+
+    def taken(part: Array, place: Array) -> Array:
+        inside = jnp.clip(place, 0, part.shape[-1] - 1)  # of elements that are another part's, too
+        return part.at[..., inside].get(mode="promise_in_bounds")
+
+    matrix = jnp.zeros((), panels[0].dtype)
     for edge, panel in zip(edges, panels, strict=True):
-        rows, columns = panel.shape[-2:]
-        place = jnp.where(row >= edge, before + (row - edge) * columns + column - edge, place)
-        before += rows * columns
+        if not panel.size:
+            continue
+        place = (row - edge) * panel.shape[-1] + column - edge
+        matrix = jnp.where(row >= edge, taken(panel.reshape(*stack, -1), place), matrix)
     if border is not None:
-        parts += [border[0], border[1][..., None]]
-        place = jnp.where(
-            jnp.maximum(row, column) == size, before + jnp.minimum(row, column), place
-        )
-    elements = jnp.concatenate(parts, axis=-1)
-    return elements.at[..., place].get(mode="promise_in_bounds")
+        last, corner = taken(border[0], jnp.minimum(row, column)), border[1][..., None, None]
+        last = jnp.where(jnp.minimum(row, column) == size, corner, last)
+        matrix = jnp.where(jnp.maximum(row, column) == size, last, matrix)
+    return matrix
 
 
 def _written(panels: tuple[Any, ...], border: tuple[Any, Any] | None) -> Any:

@@ -12,6 +12,7 @@ from jaxkfac.linalg._gram import (
     gram_panels,
     panel_shapes,
     statistics_dtype,
+    symmetric_gram,
     unpack_panels,
 )
 
@@ -27,6 +28,26 @@ def test_panels_unpack_to_the_full_product(x64, size):
     panels = gram_panels(x, 1)
     assert tuple(p.shape for p in panels) == panel_shapes(size)
     np.testing.assert_allclose(unpack_panels(panels), x.T @ x, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("number", [1, 2, 64])
+def test_rows_computed_in_the_same_program_have_a_symmetric_product(number, dtype):
+    """One row, whose products are no calls of a library, and rows that are rounded on the way."""
+    x, border = rows(number, 600, dtype=dtype), (rows(600, dtype=jnp.float32), jnp.float32(number))
+
+    def products(x):
+        computed = jnp.tanh(2.5 * x)
+        panels = gram_panels(computed, 1)
+        framed = unpack_panels(panels, jax.tree.map(lambda x: 2 * x, border))
+        return symmetric_gram(computed, 1), unpack_panels(panels), framed
+
+    whole, unpacked, framed = jax.jit(products)(x)
+    expected = np.asarray(jnp.tanh(2.5 * x), np.float64)
+    np.testing.assert_allclose(whole, expected.T @ expected, atol=1e-5 * number)
+    for found in (unpacked, framed[:-1, :-1], whole.T):
+        np.testing.assert_array_equal(found, whole)
+    np.testing.assert_array_equal(framed[-1], np.append(2 * border[0], 2 * number))
 
 
 def test_panels_of_a_middle_axis_sum_over_all_others(x64):

@@ -17,7 +17,8 @@ class Nonlinearity(abc.ABC):
 
     A subclass writes $\varphi$ in terms of $x$ = :meth:`argument` $(u)$, the one array that is kept
     for the backward pass, and of its coefficients, which broadcast over $x$. All arrays that its
-    methods get are in float32 or float64, and all they return are in that dtype.
+    methods get are in float32 or float64, and all they return are in that dtype. An object is
+    hashable and does not change: its methods are traced once for each shape.
 
     Attributes:
         name: An identifier: what ``Config.nonlinearity`` says, and its word in files. Its tensors

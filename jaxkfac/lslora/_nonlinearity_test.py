@@ -225,8 +225,10 @@ def test_files_carry_its_name_and_come_back(dialect, tmp_path):
 
 def test_one_without_a_hash_is_refused():
     mutable = dataclasses.dataclass(type("Mutable", (Cubic,), {"name": "mutable"}))
-    with pytest.raises(TypeError, match="if it is frozen"):
-        register(mutable())
+    frozen = dataclasses.make_dataclass("Frozen", ["k"], bases=(Cubic,), frozen=True)
+    for one in (mutable(), frozen(jnp.ones(2))):
+        with pytest.raises(TypeError, match="if it is frozen, and if all its"):
+            register(one)
 
 
 def test_a_name_that_nobody_registered_is_refused_with_the_known_ones(tmp_path, monkeypatch):

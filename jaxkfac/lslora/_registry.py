@@ -12,10 +12,11 @@ def register(nonlinearity: Nonlinearity) -> None:
     """Make a nonlinearity known by its name, to :class:`Config` and to files.
 
     Args:
-        nonlinearity: One object for the life of the process, hashable: traces are kept by it.
+        nonlinearity: One object for the life of the process, hashable, that does not change: what
+            it computes is traced once for each shape.
 
     Raises:
-        TypeError: it has no hash, as a dataclass that is not frozen.
+        TypeError: it has no hash, as a dataclass that is not frozen, or that holds an array.
         ValueError: a name that is no identifier or belongs to another object, or no coefficients.
     """
     name = nonlinearity.name
@@ -23,8 +24,13 @@ def register(nonlinearity: Nonlinearity) -> None:
         raise ValueError(f"nonlinearity {name!r}: expected an identifier, which keys in files hold")
     if not nonlinearity.initial:
         raise ValueError(f"nonlinearity {name!r} has no initial coefficients")
-    if type(nonlinearity).__hash__ is None:
-        raise TypeError(f"nonlinearity {name!r} has no hash: a dataclass has one if it is frozen")
+    try:
+        hash(nonlinearity)
+    except TypeError:
+        raise TypeError(
+            f"nonlinearity {name!r} has no hash: a dataclass has one if it is frozen, and if all "
+            "its fields have one"
+        ) from None
     if _KNOWN.get(name, nonlinearity) is not nonlinearity:
         raise ValueError(f"nonlinearity {name!r} is registered already, as {_KNOWN[name]!r}")
     _KNOWN[name] = nonlinearity
