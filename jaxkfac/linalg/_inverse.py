@@ -47,7 +47,7 @@ def damped_inverse(
 
 
 def diagonal(matrix: Float[Array, "*stack n n"]) -> Float[Array, "*stack n"]:
-    """The diagonal, as a slice: XLA on a CPU compiles a gather longer, or writes a whole matrix."""
+    """The diagonal, as a slice: on a CPU a gather compiles longer, and a mask writes a matrix."""
     size = matrix.shape[-1]
     return matrix.reshape(*matrix.shape[:-2], size * size)[..., :: size + 1]
 

@@ -77,7 +77,7 @@ def _each(coefficients: Array, x: Array) -> list[Array]:
     return [_over(coefficients[..., k], x) for k in range(coefficients.shape[-1])]
 
 
-# Traced once for all adapters of a shape: of a T5 with curvature that is half of all the tracing.
+# Traced once for all adapters of a shape.
 @functools.partial(jax.jit, static_argnums=0)
 def _value(phi: Nonlinearity, x: Array, coefficients: Array) -> Array:
     return phi.apply(x, _each(coefficients, x))

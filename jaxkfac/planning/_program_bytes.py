@@ -269,8 +269,8 @@ class ProgramBytes:
             found = traced(lambda: jax.make_jaxpr(step.fn)(*step.args))
         statistics = None if self._of is None else self._of.statistics
         jaxpr = None if isinstance(found, str) else found
-        how = {"micro_batches": steps, "platform": self.program.temporaries.platform}
-        return exchanged(self.program, statistics, jaxpr, **how)
+        platform = self.program.temporaries.platform
+        return exchanged(self.program, statistics, jaxpr, micro_batches=steps, platform=platform)
 
     def _compiled_exchange(self, steps: int, *, in_one_program: bool) -> Mapping[str, int]:
         """The same of sharded parameters, by kind of collective; empty where none is compiled."""
