@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -21,15 +22,16 @@ from jaxkfac.interception import Layer, is_differentiable, leaves_by_path
 from jaxkfac.linalg import (
     Damping,
     DampingMode,
+    alike,
     check_clipping,
     check_damping,
     clip_eigenvalues,
     damped_inverse,
-    diagonal,
     diagonal_power,
     factor_damping,
     is_separable,
     power_or_zero,
+    traces,
 )
 
 PyTree = Any
@@ -147,36 +149,45 @@ def invert(
     def clipped(values: Array) -> Array:
         return clip_eigenvalues(values, max_condition, floor)
 
-    def mean(matrix: Array, dense: bool) -> Array:
-        return diagonal(matrix).mean(-1) if dense else clipped(matrix).mean(-1)
-
-    shared = isinstance(damping, tuple) or damping_mode != "pi"
-    holders = _holders(factors.layers, factors.bias, shared)
     tables: dict[str, dict[str, Array]] = {x: {} for x in ("a", "g", "biases", "diagonals")}
     problems: dict[tuple[str, str], tuple[Array, Array]] = {}
-
-    def inverse(table: str, name: str, matrix: Array, dense: bool, shift: Array) -> None:
-        if not dense:
-            tables[table][name] = power_or_zero(clipped(matrix) + shift[..., None], -1.0)
-            return
-        least = jnp.maximum(diagonal(matrix).sum(-1) / max_condition, floor)
-        problems[table, name] = matrix, jnp.maximum(shift, least)
-
-    for layer in _preconditioned(factors.layers):
-        name = layer.name
+    shared = isinstance(damping, tuple) or damping_mode != "pi"
+    holders = _holders(factors.layers, factors.bias, shared)
+    layers = _preconditioned(factors.layers)
+    for layer in layers:
         if layer.is_diagonal:
-            values = map_slices(layer, means[Place("diagonals", name)], clipped)
-            tables["diagonals"][name] = diagonal_power(values, power=-1.0, damping=damping)
-            continue
-        of_a, of_g = means[_input_place(layout, layer)], means[Place("g", name)]
-        to_a, to_g = factor_damping(
-            mean(of_a, layer.a_dense), mean(of_g, layer.g_dense), damping=damping, mode=damping_mode
-        )
+            values = map_slices(layer, means[Place("diagonals", layer.name)], clipped)
+            tables["diagonals"][layer.name] = diagonal_power(values, power=-1.0, damping=damping)
+    blocks = [layer for layer in layers if not layer.is_diagonal]
+    places = {layer.name: (_input_place(layout, layer), Place("g", layer.name)) for layer in blocks}
+    is_dense = {
+        place: dense
+        for layer in blocks
+        for place, dense in zip(places[layer.name], (layer.a_dense, layer.g_dense), strict=True)
+    }
+    dense = [place for place, yes in is_dense.items() if yes]
+    trace = dict(zip(dense, traces([means[place] for place in dense]), strict=True))
+
+    def mean(place: Place) -> Array:
+        values = means[place]
+        return trace[place] / values.shape[-1] if is_dense[place] else clipped(values).mean(-1)
+
+    def inverse(table: str, name: str, place: Place, shift: Array) -> None:
+        if not is_dense[place]:
+            tables[table][name] = power_or_zero(clipped(means[place]) + shift[..., None], -1.0)
+            return
+        least = jnp.maximum(trace[place] / max_condition, floor)
+        problems[table, name] = means[place], jnp.maximum(shift, least)
+
+    of_a, of_g = ([mean(places[layer.name][side]) for layer in blocks] for side in (0, 1))
+    shifts = _factor_dampings(of_a, of_g, damping, damping_mode)
+    for layer, (to_a, to_g) in zip(blocks, shifts, strict=True):
+        name, (a, g) = layer.name, places[layer.name]
         if holders[name] == name:
-            inverse("a", name, of_a, layer.a_dense, to_a)
-        inverse("g", name, of_g, layer.g_dense, to_g)
+            inverse("a", name, a, to_a)
+        inverse("g", name, g, to_g)
         if layer.bias is not None and factors.bias == "separate":
-            inverse("biases", name, of_g, layer.g_dense, _of_one_factor(damping, of_g.dtype))
+            inverse("biases", name, g, _of_one_factor(damping, means[g].dtype))
     for (table, name), solved in zip(
         problems, _solved(list(problems.values()), distribute), strict=True
     ):
@@ -189,6 +200,21 @@ def invert(
         max_condition=max_condition,
         floor=floor,
     )
+
+
+def _factor_dampings(
+    of_a: list[Array], of_g: list[Array], damping: Damping, mode: DampingMode
+) -> list[tuple[Array, Array]]:
+    """:func:`jaxkfac.linalg.factor_damping` of each pair of means, of those alike at once."""
+    found = list(zip(of_a, of_g, strict=True))
+    for places in alike(of_a, of_g):
+        a, g = (jnp.concatenate([x[i].reshape(-1) for i in places]) for x in (of_a, of_g))
+        both = factor_damping(a, g, damping=damping, mode=mode)
+        ends = np.cumsum([of_a[i].size for i in places])[:-1]
+        to_a, to_g = (jnp.split(jnp.broadcast_to(x, a.shape), ends) for x in both)
+        for i, x, y in zip(places, to_a, to_g, strict=True):
+            found[i] = x.reshape(of_a[i].shape), y.reshape(of_g[i].shape)
+    return found
 
 
 def _solved(problems: list[tuple[Array, Array]], axis: MeshAxis | None) -> list[Array]:

@@ -26,7 +26,6 @@ from jaxkfac.linalg._eigh import (
     in_sequence,
 )
 from jaxkfac.linalg._eigh_host import HostDType, HostSpectrum, eigh_on_host, host_dtype
-from jaxkfac.linalg._finite import is_all_finite
 from jaxkfac.linalg._gram import (
     PANELS_FROM,
     gram,
@@ -37,7 +36,7 @@ from jaxkfac.linalg._gram import (
     symmetric_gram,
     unpack_panels,
 )
-from jaxkfac.linalg._inverse import damped_inverse, diagonal
+from jaxkfac.linalg._inverse import damped_inverse, diagonal, traces
 from jaxkfac.linalg._kronecker import (
     from_spectrum,
     into_eigenbasis,
@@ -47,6 +46,7 @@ from jaxkfac.linalg._kronecker import (
 )
 from jaxkfac.linalg._packed import pack, packed_shape, unpack
 from jaxkfac.linalg._rcond import above_rcond, check_rcond, kronecker_above_rcond
+from jaxkfac.linalg._sums import alike, is_all_finite, total
 from jaxkfac.linalg._triangle import fold_triangle, unfold_triangle
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
     "ScaledPower",
     "Spectrum",
     "above_rcond",
+    "alike",
     "block_root",
     "check_clipping",
     "check_damping",
@@ -97,6 +98,8 @@ __all__ = [
     "statistics_dtype",
     "sum_over_chunks",
     "symmetric_gram",
+    "total",
+    "traces",
     "unfold_triangle",
     "unpack",
     "unpack_panels",

@@ -1,11 +1,13 @@
 """Inverses of damped factors, by Cholesky in the graph."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkfac.linalg._eigh import check_square, in_sequence
-from jaxkfac.linalg._finite import is_all_finite
+from jaxkfac.linalg._sums import alike, is_all_finite
 
 
 def damped_inverse(
@@ -17,7 +19,7 @@ def damped_inverse(
     r"""$(M + \delta I)^{-1}$ of a symmetric positive semi-definite matrix.
 
     Args:
-        matrix: Float32 or float64; leading axes are a batch.
+        matrix: Float32 or float64; leading axes are a batch. One triangle is read.
         damping: $\delta$ of each matrix.
         after: A result that goes before, see :func:`jaxkfac.linalg.in_sequence`.
 
@@ -52,16 +54,30 @@ def diagonal(matrix: Float[Array, "*stack n n"]) -> Float[Array, "*stack n"]:
     return matrix.reshape(*matrix.shape[:-2], size * size)[..., :: size + 1]
 
 
+def traces(matrices: Sequence[Float[Array, "..."]]) -> list[Float[Array, "..."]]:
+    """The traces ``(stack...)`` of each ``(stack..., n, n)``, by one sum of what can be joined."""
+    rows = [diagonal(x).reshape(-1, x.shape[-1]) for x in matrices]
+    found: list[Array] = [jnp.zeros(())] * len(rows)
+    for places in alike(rows):
+        width = max(rows[i].shape[1] for i in places)
+        padded = [jnp.pad(rows[i], ((0, 0), (0, width - rows[i].shape[1]))) for i in places]
+        total, begin = jnp.concatenate(padded).sum(-1), 0
+        for i in places:
+            end = begin + len(rows[i])
+            found[i], begin = total[begin:end].reshape(matrices[i].shape[:-2]), end
+    return found
+
+
 def _inverse(matrix: Array, shift: Array) -> Array:
     # LAPACK and cuSOLVER keep columns together, XLA rows. Of a symmetric matrix the transpose in
     # the one order is itself in the other; else XLA reorders it where it comes from, and for a
     # matrix that a loop carries does so at every step, due or not.
     identity = jnp.eye(len(matrix), dtype=matrix.dtype)
-    damped = (matrix + shift * identity).T
+    # Infinity less itself is NaN, which no factorisation leaves in the inverse of the others.
+    damped = (matrix + (matrix - matrix) + shift * identity).T
     lower = jax.lax.linalg.cholesky(damped, symmetrize_input=False)
     half = jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
     out = jax.lax.linalg.triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True)
     # A factorisation that fails gives NaN in a part of it on some platforms, and no error: in the
-    # diagonal, too, which bounds all entries. And it reads one triangle of the matrix.
-    ok = is_all_finite(diagonal(out)) & is_all_finite(matrix)
-    return jnp.where(ok, out.T, jnp.nan)
+    # diagonal, too, which bounds all entries.
+    return jnp.where(is_all_finite(diagonal(out)), out.T, jnp.nan)

@@ -21,7 +21,7 @@ from jaxkfac.optim._explicit import GatheredOperator, sharded_like, whole
 from jaxkfac.optim._injected import may_be_positive
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt
 from jaxkfac.optim._quadratic_model import Leaves, Minimum, QuadraticModel, dot, minimum
-from jaxkfac.optim._trees import all_finite, is_concrete, scaled, sum_dtype
+from jaxkfac.optim._trees import is_concrete, scaled, sum_dtype
 
 PyTree = Any
 Scalar = Float[Array, ""]
@@ -194,7 +194,7 @@ class Adaptation:
                 last update should have left them.
         """
         check_batch(loss.curvature, terms)
-        displaced = self._displaced(state, params)
+        displaced, _ = self._displaced(state, params)
         if is_concrete(displaced) and displaced:
             raise ValueError(
                 "kfac: the parameters are not where its last update should have left them, so that "
@@ -225,8 +225,10 @@ class Adaptation:
         }
         return with_leaves(grads, decayed)
 
-    def _displaced(self, state: Any, params: PyTree) -> Bool[Array, ""]:
+    def _displaced(self, state: Any, params: PyTree) -> tuple[Bool[Array, ""], Scalar]:
         """Whether the parameters are elsewhere than the last update should have left them.
+
+        And a number made of all of them, finite where they are.
 
         Seen along the momentum alone: by a hundredth of the way, and more than rounding. In other
         directions rounding hides more: a sum of n parameters of size a with signs may change by
@@ -239,7 +241,8 @@ class Adaptation:
         length, size = (dot(x, x, dtype) for x in (along, at))
         eps = max([float(jnp.finfo(x.dtype).eps) for x in at.values()], default=0.0)
         off = jnp.abs(dot(at, along, dtype) - found.position)
-        return off > 0.01 * jnp.abs(found.travelled) + 16 * eps * jnp.sqrt(size * length)
+        hidden = jnp.sqrt(size * length)
+        return off > 0.01 * jnp.abs(found.travelled) + 16 * eps * hidden, off + hidden
 
     def advance(
         self,
@@ -289,9 +292,13 @@ class Adaptation:
                 second, first = model.along(update)
                 return first[0] + second[0, 0] / 2
 
-        stands, new = self._tried(before, params, update, change, loss, decay, taken, made)
+        displaced, at = self._displaced(state, params)
         after = {path: x.astype(dtype) for path, x in _moved(moving, update).items()}
         position, travelled = dot(after, kept, dtype), dot(update, kept, dtype)
+        # Of all that is read before the parameters and the momentum are written: XLA writes in
+        # place only what comes after all readers.
+        finite = jnp.isfinite(position + travelled + at + dot(update, update, dtype))
+        stands, new = self._tried(before, params, update, change, loss, decay, taken, made, finite)
         if self.rule is None:  # a copy: the state may be donated
             new = new._replace(damping=jnp.array(upcoming, dtype))
         new = new._replace(
@@ -299,7 +306,7 @@ class Adaptation:
             momentum=jnp.where(stands, jnp.asarray(used.momentum, dtype), new.momentum),
             position=jnp.where(stands, position, new.position),
             travelled=jnp.where(stands, travelled, new.travelled),
-            displaced=new.displaced + self._displaced(state, params).astype(jnp.int32),
+            displaced=new.displaced + displaced.astype(jnp.int32),
         )
         update = where(stands, update, jax.tree.map(jnp.zeros_like, update))
         return (
@@ -312,17 +319,19 @@ class Adaptation:
         self, model: QuadraticModel, steps: Leaves, last: Leaves, numbers: Numbers
     ) -> tuple[Leaves, Minimum]:
         """The update where the model is least, over the step and the last update."""
-        dtype, down = model.damping.dtype, {path: -x for path, x in steps.items()}
+        dtype = model.damping.dtype
         rate, momentum = (
             None if number is None else jnp.asarray(number, dtype)
             for number in (numbers.rate, numbers.momentum)
         )
         alone = isinstance(numbers.momentum, float | int) and numbers.momentum == 0
-        directions = (down,) if alone else (down, last)
-        found = minimum(*model.along(*directions), rate, momentum)
+        second, first = model.along(*((steps,) if alone else (steps, last)))
+        # The step is taken downwards: by its sign in numbers, not in a tree.
+        signs = jnp.asarray([-1, 1][: len(first)], dtype)
+        found = minimum(signs[:, None] * second * signs, signs * first, rate, momentum)
         update = {
-            path: scaled(found.rate, x.astype(old.dtype)) + scaled(found.momentum, old)
-            for (path, x), old in zip(down.items(), last.values(), strict=True)
+            path: scaled(-found.rate, x.astype(old.dtype)) + scaled(found.momentum, old)
+            for (path, x), old in zip(steps.items(), last.values(), strict=True)
         }
         return update, found
 
@@ -336,10 +345,12 @@ class Adaptation:
         decay: Any,
         taken: Int[Array, ""],
         made: Bool[Array, ""],
+        finite: Bool[Array, ""],
     ) -> tuple[Bool[Array, ""], AdaptationState]:
         """Whether the update is made after all, and the state with what a trial says, where due.
 
-        ``change()`` is the model's, and ``decay`` that which the model holds.
+        ``change()`` is the model's, ``decay`` that which the model holds, and ``finite`` says
+        whether the update is.
         """
         dtype, at = state.damping.dtype, _at(params, update)
         due = made & (taken % (_EVERY if self.rule is None else self.rule.every) == 0)
@@ -355,7 +366,7 @@ class Adaptation:
             return jnp.zeros((), dtype), jnp.zeros((), dtype)
 
         actual, predicted = jax.lax.cond(due, fast_convolutions(trial), no_trial)
-        fine = jnp.isfinite(actual) & jnp.isfinite(predicted) & all_finite(update)
+        fine = jnp.isfinite(actual) & jnp.isfinite(predicted) & finite
         flat = predicted == 0
         ratio = jnp.where(flat, 1, actual / jnp.where(flat, 1, predicted))
         damping = state.damping

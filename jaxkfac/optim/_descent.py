@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
 from jaxkfac.interception import is_differentiable
 from jaxkfac.optim._injected import may_be_positive
@@ -16,24 +16,24 @@ from jaxkfac.optim._trees import covered_leaves, inner_product, scaled
 PyTree = Any
 
 
-def constrain_norm(
+def norm_scale(
     steps: PyTree, grads: PyTree, covered: Collection[str], rate: ArrayLike, limit: ArrayLike
-) -> PyTree:
-    r"""Scale the steps so that $\eta^2 \langle p, \nabla \rangle \le$ ``limit``.
+) -> Float[Array, ""]:
+    r"""The factor at most 1 by which $\eta^2 \langle p, \nabla \rangle$ is at most ``limit``.
 
-    Only the leaves at the covered paths count and are scaled.
+    Only the leaves at the covered paths count.
     """
-    ours = covered_leaves(grads, covered)
-    product = inner_product(steps, grads, ours)
+    product = inner_product(steps, grads, covered_leaves(grads, covered))
     squared = jnp.square(jnp.asarray(rate, product.dtype)) * product
     tiny = jnp.finfo(product.dtype).tiny
     factor = jnp.sqrt(jnp.asarray(limit, product.dtype) / jnp.maximum(squared, tiny))
+    return jnp.minimum(factor, 1)
 
-    def scale(factor: Array, steps: PyTree) -> PyTree:
-        return jax.tree.map(lambda mine, p: scaled(factor, p) if mine else p, ours, steps)
 
-    # A cond, because XLA would copy the sum over all leaves into the scaling of each.
-    return jax.lax.cond(factor < 1, scale, lambda _, steps: steps, factor, steps)
+def scale_covered(factor: Array, steps: PyTree, covered: Collection[str]) -> PyTree:
+    """The steps, scaled at the covered paths."""
+    ours = covered_leaves(steps, covered)
+    return jax.tree.map(lambda mine, p: scaled(factor, p) if mine else p, ours, steps)
 
 
 def zero_momentum(params: PyTree, covered: Collection[str], *, everywhere: bool) -> PyTree:

@@ -31,8 +31,9 @@ from jaxkfac.linalg import Damping, DampingMode
 from jaxkfac.optim._adaptation import Adaptation, AdaptationState, BatchLoss
 from jaxkfac.optim._descent import (
     advance_momentum,
-    constrain_norm,
     descend,
+    norm_scale,
+    scale_covered,
     where,
     zero_momentum,
 )
@@ -65,6 +66,7 @@ from jaxkfac.optim._trees import (
     covered_leaves,
     gradients_only,
     is_concrete,
+    sum_dtype,
     with_constants,
 )
 
@@ -489,17 +491,20 @@ def kfac(
                 due = refresh.is_due(state) & (average.terms > 0)
             bases = method.measured_since(bases, more, due)
             steps = method.apply(stacked, bases, delta)
+            scale = None
             if norm_constraint is not None:
-                steps = constrain_norm(steps, stacked, stacked_paths, rate, norm_constraint)
+                scale = norm_scale(steps, stacked, stacked_paths, rate, norm_constraint)
             out = ((), state.others)
             if rest is not None:
                 out = rest.update(grads, state.others, params, **extra)
                 out = cast_like(grads, out[0]), out[1]
             taken = jnp.asarray(optax.safe_increment(state.step))
-            return steps, average, bases, out, taken, state.skipped, state.kept + kept
+            return (steps, scale), average, bases, out, taken, state.skipped, state.kept + kept
 
         def skip() -> Any:
-            steps, out = jax.tree.map(jnp.zeros_like, (stacked, () if rest is None else own))
+            # Any numbers will do for steps that are not taken: those that are there cost nothing.
+            steps = stacked, None if norm_constraint is None else jnp.ones((), sum_dtype(stacked))
+            out = () if rest is None else jax.tree.map(jnp.zeros_like, own)
             skipped = jnp.asarray(optax.safe_increment(state.skipped))
             bare_bases, more = method.advanced(state.stacked_bases, new, None)
             bases = method.measured_since(bare_bases, more, jnp.asarray(False))
@@ -518,9 +523,11 @@ def kfac(
         else:
             branch = jnp.where(finite, jnp.where(burning, 2, 1), 0)
             results = jax.lax.switch(branch, [skip, step, average_alone])
-        steps, average, bases, (rest_out, rest_state), taken, skipped, kept = results
-        # Its results may be selected by: what they are made of is behind the cond.
+        (steps, scale), average, bases, (rest_out, rest_state), taken, skipped, kept = results
+        # Its results may be selected and scaled by: what they are made of is behind the cond.
         done, steps = skipped == state.skipped, stacks.unstacked_tree(steps, own)
+        if scale is not None:
+            steps = scale_covered(scale, steps, covered)
         missed = (taken != state.step) & refresh.is_missed(state, average)
         if loss is None or adaptation is None:
             velocity = advance_momentum(given_momentum, state.momentum, steps)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkfac.curvature.operators import Operator
+from jaxkfac.linalg import total
 
 Leaves = dict[str, Array]
 Scalar = Float[Array, ""]
@@ -13,8 +14,7 @@ Scalar = Float[Array, ""]
 
 def dot(left: Leaves, right: Leaves, dtype: Any) -> Scalar:
     """The inner product of two trees of the same paths."""
-    products = [(x.astype(dtype) * right[path].astype(dtype)).sum() for path, x in left.items()]
-    return sum(products, jnp.zeros((), dtype))
+    return total([x.astype(dtype) * right[path].astype(dtype) for path, x in left.items()], dtype)
 
 
 class QuadraticModel(NamedTuple):

@@ -13,15 +13,14 @@ from jaxtyping import Array, Bool, Float
 from jaxkfac._checks import instance_of, named
 from jaxkfac._errors import nearest
 from jaxkfac.interception import check_arrays, is_differentiable, leaves_by_path, path_of
-from jaxkfac.linalg import is_all_finite
+from jaxkfac.linalg import is_all_finite, total
 
 PyTree = Any
 
 
 def all_finite(*trees: PyTree) -> Bool[Array, ""]:
     """Whether every inexact element of the trees is finite."""
-    flags = [is_all_finite(x) for x in jax.tree.leaves(trees) if is_differentiable(x)]
-    return jnp.stack(flags).all() if flags else jnp.asarray(True)
+    return is_all_finite(*(x for x in jax.tree.leaves(trees) if is_differentiable(x)))
 
 
 def gradients_only(tree: PyTree) -> PyTree:
@@ -58,12 +57,9 @@ def inner_product(left: PyTree, right: PyTree, counted: PyTree) -> Float[Array, 
     """The sum of products over the leaves that ``counted`` (a tree of bools) marks."""
     dtype = sum_dtype(left, right)
     products = jax.tree.map(
-        lambda use, x, y: (x.astype(dtype) * y.astype(dtype)).sum() if use else None,
-        counted,
-        left,
-        right,
+        lambda use, x, y: x.astype(dtype) * y.astype(dtype) if use else None, counted, left, right
     )
-    return sum(jax.tree.leaves(products), jnp.zeros((), dtype))
+    return total(jax.tree.leaves(products), dtype)
 
 
 def covered_leaves(tree: PyTree, covered: Collection[str]) -> PyTree:

@@ -1,0 +1,91 @@
+"""Sums of many arrays, and one entry that is not finite found wherever it stands."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkfac.linalg import alike, is_all_finite, total
+
+CHECK = jax.jit(is_all_finite)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("shape", "dtype"), [((70, 41), "bfloat16"), ((1001, 1001), "float32")])
+def test_an_entry_that_is_not_finite_is_found_at_any_place(bad, shape, dtype):
+    """Large arrays go to another library than small ones."""
+    whole = np.linspace(-3, 3, np.prod(shape)).astype(dtype).reshape(shape)
+    assert CHECK(whole)
+    for place in (0, 7, 8, 16, 31, 1000, whole.size // 2, whole.size - 2, whole.size - 1):
+        found = whole.copy()
+        found.reshape(-1)[place] = bad
+        assert not CHECK(found)
+
+
+def test_the_largest_and_smallest_numbers_are_finite():
+    info = np.finfo(np.float32)
+    assert CHECK(jnp.array([info.max, info.min, info.smallest_subnormal, 0]))
+
+
+def test_an_empty_array_is_finite_and_nothing_has_a_derivative():
+    assert CHECK(jnp.zeros((0, 3)))
+    assert (
+        jax.grad(lambda x: jnp.where(is_all_finite(x), x.sum(), 0))(jnp.ones(3)).tolist() == [1] * 3
+    )
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_of_several_arrays_one_entry_is_found(bad, dtype):
+    """Vectors are joined under jit, and not outside of it."""
+    shapes = (40,), (3, 5), (), (1,), (300,), (0,)
+    whole = [jnp.ones(shape, dtype) for shape in shapes]
+    for check in (is_all_finite, jax.jit(is_all_finite)):
+        assert check(*whole)
+        for i, x in enumerate(whole[:-1]):
+            broken = x.reshape(-1).at[-1].set(bad).reshape(x.shape)
+            assert not check(*whole[:i], broken, *whole[i + 1 :])
+    assert is_all_finite()
+
+
+def test_a_total_is_the_sum_of_all_entries_and_has_a_derivative(x64):
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = (40,), (3, 5), (), (300,), (7,)
+    parts = [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+    expected = sum(float(x.sum()) for x in parts)
+
+    def of(parts):
+        return total(parts, jnp.float64)
+
+    for found in (of(parts), jax.jit(of)(parts), jax.jit(jax.vmap(of))([x[None] for x in parts])):
+        assert np.allclose(found, expected, rtol=1e-13)
+    slopes = jax.jit(jax.grad(lambda parts: of([x * x for x in parts])))(parts)
+    assert all(map(np.allclose, slopes, [2 * x for x in parts]))
+    assert total([], jnp.float32).dtype == jnp.float32
+
+
+def test_joined_vectors_stay_joined():
+    """XLA makes sums of a sum of joined vectors, three kernels for each of them."""
+    vectors = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in range(100, 120)]
+    compiled = jax.jit(lambda *x: total([y * y for y in x], jnp.float32)).lower(*vectors).compile()
+    assert compiled.as_text().count(" fusion(") < len(vectors) / 2
+
+
+def test_arrays_that_one_program_cannot_join_stay_by_themselves():
+    found = []
+
+    def groups(*arrays):
+        found.append(alike(arrays))
+        return arrays
+
+    one, half = jnp.ones(2), jnp.ones(3, jnp.bfloat16)
+    jax.jit(groups)(one, half, jnp.ones((4, 5)))
+    groups(one, one)
+    assert found == [[[0, 2], [1]], [[0], [1]]]
+
+    def rows(x, y):
+        found.append(alike([x, x, y], [x, y, x]))
+        return x
+
+    jax.jit(rows)(one, half)
+    assert found[-1] == [[0], [1], [2]]
