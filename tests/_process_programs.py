@@ -3,6 +3,7 @@
 A process prints one line of JSON, and ends with an error's message on standard error.
 """
 
+import functools
 import json
 import os
 import signal
@@ -140,18 +141,32 @@ def kfac(world: World) -> dict[str, Any]:
         "sharded": _trained(world, sharded=True),
         "sharded, pi": _trained(world, sharded=True, **pi),
         "sharded and divided": _trained(world, sharded=True, distribute="data"),
+        "adaptive": _trained(world, adaptive=True),
+        "adaptive, divided": _trained(world, adaptive=True, distribute="data", **pi),
+        "adaptive, sharded": _trained(world, adaptive=True, sharded=True),
     }
 
 
-def _trained(world: World, *, sharded: bool = False, **options: Any) -> dict[str, Any]:
+def _trained(
+    world: World, *, sharded: bool = False, adaptive: bool = False, **options: Any
+) -> dict[str, Any]:
     stats = jk.value_grad_and_factors(OBJECTIVE)
     like = stats.factor_shapes(parameters(), batch_of(0))
-    shared: Any = {"damping": 1e-2, "refresh_every": 2, "norm_constraint": 1e-2}
-    tx, whole = jk.kfac(0.1, like=like, **shared, **options), NamedSharding(world.mesh, P())
+    fixed: Any = {"learning_rate": 0.1, "damping": 1e-2, "norm_constraint": 1e-2}
+    rule = jk.LevenbergMarquardt(initial=1e-2, every=2)
+    chosen: Any = {"learning_rate": "quadratic", "momentum": "quadratic", "damping": rule}
+    numbers = chosen if adaptive else fixed
+    tx = jk.kfac(like=like, refresh_every=2, **numbers, **options)
+    whole = NamedSharding(world.mesh, P())
 
     def step(params, state, batch):
         value, grads, factors = stats(params, batch)
-        updates, state = tx.update(grads, state, params, factors=factors)
+        model: Any = {}
+        if adaptive:
+            loss = functools.partial(OBJECTIVE, batch=batch)
+            curvature = jk.operators.ggn(OBJECTIVE, params, batch)
+            model = {"value": value, "value_fn": loss, "curvature": curvature}
+        updates, state = tx.update(grads, state, params, factors=factors, **model)
         return jax.tree.map(jnp.add, params, updates), state, value
 
     params = parameters()

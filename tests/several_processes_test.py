@@ -111,13 +111,14 @@ def test_each_process_decomposes_its_share_and_has_all_bases(tmp_path, one_proce
 @pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 def test_kfac_in_the_graph_is_that_of_one_process(tmp_path, one_process, count):
-    """As it is, with refreshes that the processes divide, and with all that is kept divided."""
+    """As it is, with divided refreshes, with all that is kept divided, and adapting itself."""
     expected, found = one_process("kfac"), run("kfac", count, tmp_path)
     assert found == found[:1] * count
     assert_same(found[0], expected)
     exact = (expected[name] for name in ("whole", "divided", "sharded", "sharded and divided"))
     for each in exact:
         assert_same(each, expected["whole"])
+    assert_same(expected["adaptive, sharded"], expected["adaptive"])
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ from jaxkfac.linalg._kronecker import (
 )
 from jaxkfac.linalg._packed import pack, packed_shape, unpack
 from jaxkfac.linalg._rcond import above_rcond, check_rcond, kronecker_above_rcond
-from jaxkfac.linalg._sums import alike, is_all_finite, total
+from jaxkfac.linalg._sums import alike, inner_product, is_all_finite
 from jaxkfac.linalg._triangle import fold_triangle, unfold_triangle
 
 __all__ = [
@@ -81,6 +81,7 @@ __all__ = [
     "has_panels",
     "host_dtype",
     "in_sequence",
+    "inner_product",
     "into_eigenbasis",
     "is_all_finite",
     "is_separable",
@@ -98,7 +99,6 @@ __all__ = [
     "statistics_dtype",
     "sum_over_chunks",
     "symmetric_gram",
-    "total",
     "traces",
     "unfold_triangle",
     "unpack",

@@ -36,11 +36,15 @@ def alike(*columns: Sequence[Array]) -> list[list[int]]:
     return list(groups.values())
 
 
-def total(parts: Sequence[Inexact[Array, "..."]], dtype: DTypeLike) -> Inexact[Array, ""]:
-    """The sum of all entries of all parts, which are of that dtype."""
-    # Else XLA takes a sum of joined vectors apart again.
-    joined = (jax.lax.optimization_barrier(x) if x.ndim == 1 else x for x in _joined(parts))
-    return sum((x.sum() for x in joined), jnp.zeros((), dtype))
+def inner_product(
+    left: Sequence[Inexact[Array, "..."]], right: Sequence[Inexact[Array, "..."]], dtype: DTypeLike
+) -> Inexact[Array, ""]:
+    """The sum of the products of all entries, in that dtype; arrays at a place are of one shape."""
+    parts = [
+        (x.astype(dtype) * y.astype(dtype)).sum()
+        for x, y in zip(*_joined(left, right), strict=True)
+    ]
+    return sum(parts, jnp.zeros((), dtype))
 
 
 def is_all_finite(*arrays: Inexact[Array, "..."]) -> Bool[Array, ""]:
@@ -52,7 +56,7 @@ def is_all_finite(*arrays: Inexact[Array, "..."]) -> Bool[Array, ""]:
     YNNPACK, which takes it there, handed on NaN (jax 0.10.2).
     """
     arrays = tuple(map(jax.lax.stop_gradient, arrays))
-    flags = [_is_finite(x) for x in _joined(arrays)]
+    flags = [_is_finite(x) for x in _joined(arrays)[0]]
     return jnp.stack(flags).all() if flags else jnp.asarray(True)
 
 
@@ -69,8 +73,16 @@ def _least_and_most(a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, Arra
     return jax.lax.min(a[0], b[0]), jax.lax.max(a[1], b[1])
 
 
-def _joined(arrays: Sequence[Array]) -> list[Array]:
-    """The arrays, with vectors that look alike as one."""
-    vectors = [x for x in arrays if x.ndim == 1]
-    joined = [jnp.concatenate([vectors[i] for i in places]) for places in alike(vectors)]
-    return [x for x in arrays if x.ndim != 1] + joined
+def _joined(*columns: Sequence[Array]) -> list[list[Array]]:
+    """The columns, each with the vectors that look alike as one."""
+    rows = list(zip(*columns, strict=True))
+    vectors = [row for row in rows if row[0].ndim == 1]
+    groups = alike(*zip(*vectors, strict=True)) if vectors else []
+    joined = [
+        [jnp.concatenate([vectors[i][side] for i in places]) for places in groups]
+        for side in range(len(columns))
+    ]
+    return [
+        [row[side] for row in rows if row[0].ndim != 1] + joined[side]
+        for side in range(len(columns))
+    ]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac.linalg import alike, is_all_finite, total
+from jaxkfac.linalg import alike, inner_product, is_all_finite
 
 CHECK = jax.jit(is_all_finite)
 
@@ -48,27 +48,36 @@ def test_of_several_arrays_one_entry_is_found(bad, dtype):
     assert is_all_finite()
 
 
-def test_a_total_is_the_sum_of_all_entries_and_has_a_derivative(x64):
+def test_an_inner_product_is_the_sum_of_all_products_and_has_derivatives(x64):
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = (40,), (3, 5), (), (300,), (7,)
-    parts = [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
-    expected = sum(float(x.sum()) for x in parts)
+    left = [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+    left[2] = left[2].astype(jnp.float32)
+    right = [x.astype(jnp.float32) ** 2 for x in left]
+    expected = sum(np.vdot(x, np.asarray(y, float)) for x, y in zip(left, right, strict=True))
 
-    def of(parts):
-        return total(parts, jnp.float64)
+    def of(left, right):
+        return inner_product(left, right, jnp.float64)
 
-    for found in (of(parts), jax.jit(of)(parts), jax.jit(jax.vmap(of))([x[None] for x in parts])):
+    many = jax.tree.map(lambda x: x[None], (left, right))
+    for found in (of(left, right), jax.jit(of)(left, right), jax.jit(jax.vmap(of))(*many)):
         assert np.allclose(found, expected, rtol=1e-13)
-    slopes = jax.jit(jax.grad(lambda parts: of([x * x for x in parts])))(parts)
-    assert all(map(np.allclose, slopes, [2 * x for x in parts]))
-    assert total([], jnp.float32).dtype == jnp.float32
+    slopes = jax.jit(jax.grad(of))(left, right)
+    assert all(map(np.allclose, slopes, right))
+    assert inner_product([], [], jnp.float32).dtype == jnp.float32
 
 
-def test_joined_vectors_stay_joined():
-    """XLA makes sums of a sum of joined vectors, three kernels for each of them."""
-    vectors = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in range(100, 120)]
-    compiled = jax.jit(lambda *x: total([y * y for y in x], jnp.float32)).lower(*vectors).compile()
-    assert compiled.as_text().count(" fusion(") < len(vectors) / 2
+@pytest.mark.parametrize("number", [5, 50])
+def test_vectors_are_joined_whatever_their_number(number):
+    """Each sum of its own is three kernels."""
+    vectors = [jax.ShapeDtypeStruct((100 + n,), jnp.float32) for n in range(number)]
+
+    def reductions(function):
+        text = jax.jit(function).lower(vectors, vectors).compile().as_text()
+        return text.count(" reduce(") + text.count(" reduce-window(")
+
+    assert reductions(lambda x, y: inner_product(x, y, jnp.float32)) <= 3
+    assert reductions(lambda x, y: is_all_finite(*x, *y)) <= 2
 
 
 def test_arrays_that_one_program_cannot_join_stay_by_themselves():

@@ -9,9 +9,10 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-from jaxkfac.interception import is_differentiable
+from jaxkfac.interception import is_differentiable, leaves_by_path
+from jaxkfac.linalg import inner_product
 from jaxkfac.optim._injected import may_be_positive
-from jaxkfac.optim._trees import covered_leaves, inner_product, scaled
+from jaxkfac.optim._trees import covered_leaves, scaled, sum_dtype
 
 PyTree = Any
 
@@ -23,7 +24,10 @@ def norm_scale(
 
     Only the leaves at the covered paths count.
     """
-    product = inner_product(steps, grads, covered_leaves(grads, covered))
+    taken, given = leaves_by_path(steps), leaves_by_path(grads)
+    ours = [path for path in given if path in covered]
+    dtype = sum_dtype(steps, grads)
+    product = inner_product([taken[path] for path in ours], [given[path] for path in ours], dtype)
     squared = jnp.square(jnp.asarray(rate, product.dtype)) * product
     tiny = jnp.finfo(product.dtype).tiny
     factor = jnp.sqrt(jnp.asarray(limit, product.dtype) / jnp.maximum(squared, tiny))

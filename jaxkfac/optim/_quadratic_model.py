@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkfac.curvature.operators import Operator
-from jaxkfac.linalg import total
+from jaxkfac.linalg import inner_product
 
 Leaves = dict[str, Array]
 Scalar = Float[Array, ""]
@@ -14,7 +14,7 @@ Scalar = Float[Array, ""]
 
 def dot(left: Leaves, right: Leaves, dtype: Any) -> Scalar:
     """The inner product of two trees of the same paths."""
-    return total([x.astype(dtype) * right[path].astype(dtype) for path, x in left.items()], dtype)
+    return inner_product(list(left.values()), [right[path] for path in left], dtype)
 
 
 class QuadraticModel(NamedTuple):

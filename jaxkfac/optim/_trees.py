@@ -1,4 +1,4 @@
-"""Trees of gradients: finiteness, choice, inner products, and what factors cover."""
+"""Trees of gradients: finiteness, choice, and what factors cover."""
 
 from collections.abc import Collection
 from typing import Any
@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
 from jaxkfac._checks import instance_of, named
 from jaxkfac._errors import nearest
 from jaxkfac.interception import check_arrays, is_differentiable, leaves_by_path, path_of
-from jaxkfac.linalg import is_all_finite, total
+from jaxkfac.linalg import is_all_finite
 
 PyTree = Any
 
@@ -51,15 +51,6 @@ def sum_dtype(*trees: PyTree) -> Any:
     """float64 if any leaf is, else float32: sums never run in half precision."""
     dtypes = {jnp.dtype(x.dtype) for x in jax.tree.leaves(trees) if is_differentiable(x)}
     return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in dtypes else jnp.float32)
-
-
-def inner_product(left: PyTree, right: PyTree, counted: PyTree) -> Float[Array, ""]:
-    """The sum of products over the leaves that ``counted`` (a tree of bools) marks."""
-    dtype = sum_dtype(left, right)
-    products = jax.tree.map(
-        lambda use, x, y: x.astype(dtype) * y.astype(dtype) if use else None, counted, left, right
-    )
-    return total(jax.tree.leaves(products), dtype)
 
 
 def covered_leaves(tree: PyTree, covered: Collection[str]) -> PyTree:
