@@ -134,3 +134,24 @@ def test_uses_of_curvature_see_each_devices_examples_alone():
     split = jax.shard_map(of, mesh=mesh, in_specs=P("rows"), out_specs=P("rows"))
     for value, whole in zip(jax.jit(split)(*data), of(*data), strict=True):
         np.testing.assert_allclose(value, whole, rtol=1e-10, atol=1e-13)
+
+
+def test_the_optimizer_takes_gradients_of_each_device():
+    """Inside ``shard_map``, with factors that are alike on all: each device's own update."""
+    x, y = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4
+    stats = jk.value_grad_and_factors(jk.Objective(model, jk.Categorical()))
+    _, grads, factors = stats(PARAMS, (x, y))
+    like = stats.factor_shapes(PARAMS, (x, y))
+    tx = jk.kfac(0.1, like=like, norm_constraint=1e-3, damping_mode="pi")
+    state = tx.init(PARAMS)
+    both = jax.tree.map(lambda g: jnp.stack([g, 3 * g[::-1]]), grads)
+
+    def of(grads):
+        own = jax.tree.map(lambda g: g[0], grads)
+        return jax.tree.map(lambda x: x[None], tx.update(own, state, factors=factors)[0])
+
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    found = jax.jit(jax.shard_map(of, mesh=mesh, in_specs=P("rows"), out_specs=P("rows")))(both)
+    for k in (0, 1):
+        expected = of(jax.tree.map(lambda g, k=k: g[k : k + 1], both))
+        np.testing.assert_allclose(found["w"][k], expected["w"][0], rtol=1e-12)

@@ -119,7 +119,8 @@ def invert(
     would have been raised, the two agree to rounding. Diagonals are clipped as ever.
 
     Args:
-        factors: Sums and counts; their means are inverted.
+        factors: Sums and counts; their means are inverted. Of a matrix one triangle is read, the
+            other being the same.
         damping: $\delta$, or a pair ``(damping_a, damping_g)``; may be traced.
         damping_mode: ``"factored"`` or ``"pi"``; beside a pair any.
         max_condition: $\kappa \ge 1$.
@@ -206,6 +207,8 @@ def _factor_dampings(
     of_a: list[Array], of_g: list[Array], damping: Damping, mode: DampingMode
 ) -> list[tuple[Array, Array]]:
     """:func:`jaxkfac.linalg.factor_damping` of each pair of means, of those alike at once."""
+    pairs = [jnp.broadcast_arrays(a, g) for a, g in zip(of_a, of_g, strict=True)]
+    of_a, of_g = [a for a, _ in pairs], [g for _, g in pairs]
     found = list(zip(of_a, of_g, strict=True))
     for places in alike(of_a, of_g):
         a, g = (jnp.concatenate([x[i].reshape(-1) for i in places]) for x in (of_a, of_g))

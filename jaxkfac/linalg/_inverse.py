@@ -19,7 +19,8 @@ def damped_inverse(
     r"""$(M + \delta I)^{-1}$ of a symmetric positive semi-definite matrix.
 
     Args:
-        matrix: Float32 or float64; leading axes are a batch. One triangle is read.
+        matrix: Float32 or float64; leading axes are a batch. One triangle is read, the other
+            being the same.
         damping: $\delta$ of each matrix.
         after: A result that goes before, see :func:`jaxkfac.linalg.in_sequence`.
 

@@ -21,7 +21,7 @@ from jaxkfac.optim._explicit import GatheredOperator, sharded_like, whole
 from jaxkfac.optim._injected import may_be_positive
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt
 from jaxkfac.optim._quadratic_model import Leaves, Minimum, QuadraticModel, dot, minimum
-from jaxkfac.optim._trees import is_concrete, scaled, sum_dtype
+from jaxkfac.optim._trees import all_finite, is_concrete, scaled, sum_dtype
 
 PyTree = Any
 Scalar = Float[Array, ""]
@@ -194,7 +194,7 @@ class Adaptation:
                 last update should have left them.
         """
         check_batch(loss.curvature, terms)
-        displaced, _ = self._displaced(state, params)
+        displaced = self._displaced(state, params)
         if is_concrete(displaced) and displaced:
             raise ValueError(
                 "kfac: the parameters are not where its last update should have left them, so that "
@@ -225,10 +225,8 @@ class Adaptation:
         }
         return with_leaves(grads, decayed)
 
-    def _displaced(self, state: Any, params: PyTree) -> tuple[Bool[Array, ""], Scalar]:
+    def _displaced(self, state: Any, params: PyTree) -> Bool[Array, ""]:
         """Whether the parameters are elsewhere than the last update should have left them.
-
-        And a number made of all of them, finite where they are.
 
         Seen along the momentum alone: by a hundredth of the way, and more than rounding. In other
         directions rounding hides more: a sum of n parameters of size a with signs may change by
@@ -241,8 +239,7 @@ class Adaptation:
         length, size = (dot(x, x, dtype) for x in (along, at))
         eps = max([float(jnp.finfo(x.dtype).eps) for x in at.values()], default=0.0)
         off = jnp.abs(dot(at, along, dtype) - found.position)
-        hidden = jnp.sqrt(size * length)
-        return off > 0.01 * jnp.abs(found.travelled) + 16 * eps * hidden, off + hidden
+        return off > 0.01 * jnp.abs(found.travelled) + 16 * eps * jnp.sqrt(size * length)
 
     def advance(
         self,
@@ -292,13 +289,14 @@ class Adaptation:
                 second, first = model.along(update)
                 return first[0] + second[0, 0] / 2
 
-        displaced, at = self._displaced(state, params)
+        displaced = self._displaced(state, params)
         after = {path: x.astype(dtype) for path, x in _moved(moving, update).items()}
         position, travelled = dot(after, kept, dtype), dot(update, kept, dtype)
-        # Of all that is read before the parameters and the momentum are written: XLA writes in
-        # place only what comes after all readers.
-        finite = jnp.isfinite(position + travelled + at + dot(update, update, dtype))
-        stands, new = self._tried(before, params, update, change, loss, decay, taken, made, finite)
+        stands, new = self._tried(before, params, update, change, loss, decay, taken, made)
+        # XLA writes the parameters and the momentum in place only after all that reads them, so
+        # what else is read of them goes before, by what no number is.
+        read = position + travelled + displaced.astype(dtype)
+        stands &= ~(jnp.isnan(read) & (read > 0))
         if self.rule is None:  # a copy: the state may be donated
             new = new._replace(damping=jnp.array(upcoming, dtype))
         new = new._replace(
@@ -345,12 +343,10 @@ class Adaptation:
         decay: Any,
         taken: Int[Array, ""],
         made: Bool[Array, ""],
-        finite: Bool[Array, ""],
     ) -> tuple[Bool[Array, ""], AdaptationState]:
         """Whether the update is made after all, and the state with what a trial says, where due.
 
-        ``change()`` is the model's, ``decay`` that which the model holds, and ``finite`` says
-        whether the update is.
+        ``change()`` is the model's, and ``decay`` that which the model holds.
         """
         dtype, at = state.damping.dtype, _at(params, update)
         due = made & (taken % (_EVERY if self.rule is None else self.rule.every) == 0)
@@ -366,7 +362,7 @@ class Adaptation:
             return jnp.zeros((), dtype), jnp.zeros((), dtype)
 
         actual, predicted = jax.lax.cond(due, fast_convolutions(trial), no_trial)
-        fine = jnp.isfinite(actual) & jnp.isfinite(predicted) & finite
+        fine = jnp.isfinite(actual) & jnp.isfinite(predicted) & all_finite(update)
         flat = predicted == 0
         ratio = jnp.where(flat, 1, actual / jnp.where(flat, 1, predicted))
         damping = state.damping

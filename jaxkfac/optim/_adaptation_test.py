@@ -703,3 +703,22 @@ def test_inner_products_of_a_marked_loss_are_those_of_products(likelihood):
     operator = operators.ggn(loss, params, x)
     expected = [[optax.tree.vdot(u, operator @ v) for v in vectors] for u in vectors]
     np.testing.assert_allclose(operator.inner_products(vectors), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("large", [-1e200, -np.inf, np.finfo(np.float64).min])
+def test_a_parameter_whose_square_is_out_of_range_stops_no_update(large):
+    """A mask among the parameters: its gradient is zero, and so is its update."""
+    *_, params, batch = problem()
+
+    def masked(params, x):
+        weights, mask = params
+        return network(weights, x) + jnp.where(mask < 0, 0.0, mask)
+
+    held = params, jnp.full(3, large)
+    _, state, step = training(held, batch, Objective(masked, Gaussian()), damping=0.1)
+    moved, state = jax.jit(step)(*jax.jit(step)(held, state))
+    _, plain, step = training(params, batch, damping=0.1)
+    expected, _ = step(*step(params, plain))
+    assert int(state.adaptation.rejected) == 0
+    for x, y in zip(jax.tree.leaves(moved[0]), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-10)

@@ -28,10 +28,10 @@ def norm_scale(
     ours = [path for path in given if path in covered]
     dtype = sum_dtype(steps, grads)
     product = inner_product([taken[path] for path in ours], [given[path] for path in ours], dtype)
-    squared = jnp.square(jnp.asarray(rate, product.dtype)) * product
-    tiny = jnp.finfo(product.dtype).tiny
-    factor = jnp.sqrt(jnp.asarray(limit, product.dtype) / jnp.maximum(squared, tiny))
-    return jnp.minimum(factor, 1)
+    squared = jnp.square(jnp.asarray(rate, dtype)) * product
+    limit = jnp.asarray(limit, dtype)
+    beyond = squared > limit  # of NaN it is not
+    return jnp.where(beyond, jnp.sqrt(limit / jnp.where(beyond, squared, 1)), 1)
 
 
 def scale_covered(factor: Array, steps: PyTree, covered: Collection[str]) -> PyTree:

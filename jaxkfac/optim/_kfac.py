@@ -479,6 +479,7 @@ def kfac(
         # Unfused from what made them: XLA would write a matrix and its finiteness side by side, and
         # copy what a panel is written into.
         new = None if factors is None else jax.lax.optimization_barrier(stacks.factors(factors))
+        finite, burning = all_finite(stacked, new), is_burning(state)
 
         def step() -> Any:
             average = averaged(state, new)
@@ -503,7 +504,8 @@ def kfac(
 
         def skip() -> Any:
             # Any numbers will do for steps that are not taken: those that are there cost nothing.
-            steps = stacked, None if norm_constraint is None else jnp.ones((), sum_dtype(stacked))
+            scale = None if norm_constraint is None else finite.astype(sum_dtype(stacked))
+            steps = stacked, scale
             out = () if rest is None else jax.tree.map(jnp.zeros_like, own)
             skipped = jnp.asarray(optax.safe_increment(state.skipped))
             bare_bases, more = method.advanced(state.stacked_bases, new, None)
@@ -517,7 +519,6 @@ def kfac(
 
         # A cond, not a select of every leaf: XLA copies the reduction over all leaves into
         # each select, and compiles them for minutes (48 layers: 35 s of CPU against 10).
-        finite, burning = all_finite(stacked, new), is_burning(state)
         if burning is None:
             results = jax.lax.cond(finite, step, skip)
         else:

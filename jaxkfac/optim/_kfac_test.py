@@ -123,6 +123,35 @@ def test_norm_constraint_bounds_the_quadratic_form(problem):
         assert (scale < 1) == (limit == 1e-4)
 
 
+def test_a_constraint_that_does_not_bind_has_no_part_in_derivatives(problem):
+    params, batches, like = problem
+    grads, factors = net_statistics(params, batches[0])
+
+    def update(scale, **options):
+        tx = kfac(0.1, like=like, **PLAIN, **options)
+        return tx.update(optax.tree.scale(scale, grads), tx.init(params), factors=factors)[0]
+
+    for scale in (1e-6, 1e-200, 0.0):  # of the second the square is zero, too
+        found, expected = (
+            jax.jvp(lambda z, o=options: update(z, **o), (scale,), (1.0,))[1]
+            for options in ({"norm_constraint": 1.0}, {})
+        )
+        assert_close(found, expected)
+
+
+def test_a_product_out_of_range_leaves_no_nan(problem):
+    """It is infinite times a learning rate of zero: the first step of a warm-up."""
+    params, batches, like = problem
+    grads, factors = net_statistics(params, batches[0])
+    tx = kfac(
+        lambda step: jnp.where(step < 1, 0.0, 1e-150), like=like, norm_constraint=1e-3, **PLAIN
+    )
+    huge, state = optax.tree.scale(1e180, grads), tx.init(params)
+    for given in (huge, huge, grads):
+        updates, state = tx.update(given, state, params, factors=factors)
+        assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((updates, state.momentum)))
+
+
 def test_scan_equals_a_loop(problem):
     params, batches, like = problem
     tx = kfac(0.1, like=like, refresh_every=3)
