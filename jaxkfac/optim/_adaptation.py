@@ -355,8 +355,10 @@ class Adaptation:
             there = loss.value_fn(with_leaves(params, _moved(at, update)))
             scalar("value_fn", there, "a function that returns the loss alone, one number")
             actual = jnp.asarray(there, dtype) - jnp.asarray(loss.value, dtype)
-            decayed = dot(at, update, dtype) + dot(update, update, dtype) / 2
-            return actual + jnp.asarray(decay, dtype) * decayed, change()
+            if may_be_positive(decay):
+                decayed = dot(at, update, dtype) + dot(update, update, dtype) / 2
+                actual += jnp.asarray(decay, dtype) * decayed
+            return actual, change()
 
         def no_trial() -> tuple[Scalar, Scalar]:
             return jnp.zeros((), dtype), jnp.zeros((), dtype)
