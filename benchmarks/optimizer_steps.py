@@ -187,6 +187,7 @@ def beside_peer(
         "first_step_s": first[0].wall,
         "peer_first_step_s": first[1].wall,
         "first_step_ratio": first[0].wall / first[1].wall,
+        "steps": (2 + blocks) * PERIOD,
         "losses": [round(a.loss, 1) for a, _ in pairs],  # at the ends of blocks
         "peer_losses": [round(b.loss, 1) for _, b in pairs],
     }

@@ -115,7 +115,7 @@ def _steps(record: Any) -> Iterator[Row]:
         yield Row(f"the first step, compiled, both {what}", ours, theirs, goal)
     for what, here in (("fixed", fixed), ("adaptive", adaptive)):
         ours, theirs = here["losses"][-1], here["peer_losses"][-1]
-        yield Row(f"loss after 50 steps, both {what}", f"{ours:g}", f"{theirs:g}")
+        yield Row(f"loss after {here['steps']} steps, both {what}", f"{ours:g}", f"{theirs:g}")
     ratio = record["preconditioning"]["preconditioning_ratio"]
     two = f"{record['preconditioning']['two_products_ms']:.0f} ms"
     four = f"{record['preconditioning']['four_products_ms']:.0f} ms with four products"
