@@ -58,7 +58,7 @@ def diagonal(matrix: Float[Array, "*stack n n"]) -> Float[Array, "*stack n"]:
 def traces(matrices: Sequence[Float[Array, "..."]]) -> list[Float[Array, "..."]]:
     """The traces ``(stack...)`` of each ``(stack..., n, n)``, by one sum of what can be joined."""
     rows = [diagonal(x).reshape(-1, x.shape[-1]) for x in matrices]
-    found: list[Array] = [jnp.zeros(())] * len(rows)
+    found: dict[int, Array] = {}
     for places in alike(rows):
         width = max(rows[i].shape[1] for i in places)
         padded = [jnp.pad(rows[i], ((0, 0), (0, width - rows[i].shape[1]))) for i in places]
@@ -66,7 +66,7 @@ def traces(matrices: Sequence[Float[Array, "..."]]) -> list[Float[Array, "..."]]
         for i in places:
             end = begin + len(rows[i])
             found[i], begin = total[begin:end].reshape(matrices[i].shape[:-2]), end
-    return found
+    return [found[i] for i in range(len(rows))]
 
 
 def _inverse(matrix: Array, shift: Array) -> Array:

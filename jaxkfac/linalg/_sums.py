@@ -15,9 +15,12 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Inexact
 
-_WHOLE = re.compile(
-    r"\w+\[[\d,]*\]"
-)  # as "float32[3]"; a type also says axes of meshes, and memory
+Row = tuple[Array, ...]
+
+# As "float32[3]"; a type also says axes of meshes, and memory.
+_WHOLE = re.compile(r"\w+\[[\d,]*\]")
+# What is joined is copied, and what is larger takes longer than its kernels to compile.
+_LARGEST_JOINED = 2**16
 
 
 def alike(*columns: Sequence[Array]) -> list[list[int]]:
@@ -40,11 +43,8 @@ def inner_product(
     left: Sequence[Inexact[Array, "..."]], right: Sequence[Inexact[Array, "..."]], dtype: DTypeLike
 ) -> Inexact[Array, ""]:
     """The sum of the products of all entries, in that dtype; arrays at a place are of one shape."""
-    parts = [
-        (x.astype(dtype) * y.astype(dtype)).sum()
-        for x, y in zip(*_joined(left, right), strict=True)
-    ]
-    return sum(parts, jnp.zeros((), dtype))
+    rows = [row for group in _joined(left, right) for row in group]
+    return sum(((x.astype(dtype) * y.astype(dtype)).sum() for x, y in rows), jnp.zeros((), dtype))
 
 
 def is_all_finite(*arrays: Inexact[Array, "..."]) -> Bool[Array, ""]:
@@ -56,14 +56,15 @@ def is_all_finite(*arrays: Inexact[Array, "..."]) -> Bool[Array, ""]:
     YNNPACK, which takes it there, handed on NaN (jax 0.10.2).
     """
     arrays = tuple(map(jax.lax.stop_gradient, arrays))
-    flags = [_is_finite(x) for x in _joined(arrays)[0]]
+    others, vectors = _joined(arrays)
+    flags = [(x - x).sum() == 0 for (x,) in others] + [_has_finite_ends(x) for (x,) in vectors]
     return jnp.stack(flags).all() if flags else jnp.asarray(True)
 
 
-def _is_finite(x: Array) -> Array:
-    if x.ndim != 1 or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+def _has_finite_ends(x: Array) -> Array:
+    """Whether the least and the largest entry are: one kernel, where one of the two takes three."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize == 1:  # has no ends
         return (x - x).sum() == 0
-    # The least and the largest entry in one kernel, where one of the two would take three.
     ends = np.asarray([np.inf, -np.inf], x.dtype)
     least, most = jax.lax.reduce((x, x), (ends[0], ends[1]), _least_and_most, (0,))
     return (least > -jnp.inf) & (most < jnp.inf)  # of NaN neither holds
@@ -73,16 +74,14 @@ def _least_and_most(a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, Arra
     return jax.lax.min(a[0], b[0]), jax.lax.max(a[1], b[1])
 
 
-def _joined(*columns: Sequence[Array]) -> list[list[Array]]:
-    """The columns, each with the vectors that look alike as one."""
-    rows = list(zip(*columns, strict=True))
-    vectors = [row for row in rows if row[0].ndim == 1]
+def _joined(*columns: Sequence[Array]) -> tuple[list[Row], list[Row]]:
+    """The rows of the columns: others, and short vectors, those that look alike as one."""
+    rows: list[Row] = list(zip(*columns, strict=True))
+    is_short = [row[0].ndim == 1 and row[0].size <= _LARGEST_JOINED for row in rows]
+    vectors = [row for row, short in zip(rows, is_short, strict=True) if short]
     groups = alike(*zip(*vectors, strict=True)) if vectors else []
     joined = [
-        [jnp.concatenate([vectors[i][side] for i in places]) for places in groups]
-        for side in range(len(columns))
+        tuple(map(jnp.concatenate, zip(*(vectors[i] for i in places), strict=True)))
+        for places in groups
     ]
-    return [
-        [row[side] for row in rows if row[0].ndim != 1] + joined[side]
-        for side in range(len(columns))
-    ]
+    return [row for row, short in zip(rows, is_short, strict=True) if not short], joined
