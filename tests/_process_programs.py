@@ -22,13 +22,15 @@ import jaxkfac as jk
 LAYERS = {"wide": (7, 12), "blocks": (3, 12, 12), "out": (12, 3)}
 
 
-def model(p, x):
+def model(p, x, unroll=False):
     h = jnp.tanh(x @ p["wide"])
-    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p["blocks"])
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p["blocks"], unroll=unroll)
     return h @ p["out"] * p["scale"]
 
 
 OBJECTIVE = jk.Objective(model, jk.Categorical())
+# XLA's CPU runtime does not order what processes exchange inside a loop before what comes after.
+UNROLLED = jk.Objective(functools.partial(model, unroll=True), jk.Categorical())
 
 
 def parameters() -> dict[str, np.ndarray]:
@@ -150,7 +152,8 @@ def kfac(world: World) -> dict[str, Any]:
 def _trained(
     world: World, *, sharded: bool = False, adaptive: bool = False, **options: Any
 ) -> dict[str, Any]:
-    stats = jk.value_grad_and_factors(OBJECTIVE)
+    objective = UNROLLED if sharded else OBJECTIVE  # only divided blocks are gathered in the loop
+    stats = jk.value_grad_and_factors(objective)
     like = stats.factor_shapes(parameters(), batch_of(0))
     fixed: Any = {"learning_rate": 0.1, "damping": 1e-2, "norm_constraint": 1e-2}
     rule = jk.LevenbergMarquardt(initial=1e-2, every=2)
@@ -163,8 +166,8 @@ def _trained(
         value, grads, factors = stats(params, batch)
         model: Any = {}
         if adaptive:
-            loss = functools.partial(OBJECTIVE, batch=batch)
-            curvature = jk.operators.ggn(OBJECTIVE, params, batch)
+            loss = functools.partial(objective, batch=batch)
+            curvature = jk.operators.ggn(objective, params, batch)
             model = {"value": value, "value_fn": loss, "curvature": curvature}
         updates, state = tx.update(grads, state, params, factors=factors, **model)
         return jax.tree.map(jnp.add, params, updates), state, value
@@ -242,14 +245,16 @@ def killed(world: World) -> dict[str, Any]:
 
 def main() -> None:
     name, port, count, rank = sys.argv[1], *map(int, sys.argv[2:5])
+    # JAX ends every process where one is held up for about this many seconds, busy or gone.
+    patience = 10 if name in ("killed", "silent") else 100
     jax.config.update("jax_enable_x64", True)
     if count > 1:
         jax.distributed.initialize(
             f"localhost:{port}",
             count,
             rank,
-            heartbeat_timeout_seconds=10,
-            shutdown_timeout_seconds=10,
+            heartbeat_timeout_seconds=patience,
+            shutdown_timeout_seconds=patience,
         )
     print(json.dumps(globals()[name](World())), flush=True)
     if name == "silent":

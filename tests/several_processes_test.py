@@ -18,6 +18,7 @@ ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": "1",
     "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    "PJRT_NPROC": "1",  # the order of what is exchanged (docs/devices.md); cores are divided, too
 }
 
 
@@ -40,9 +41,9 @@ def _start(name, count, folder):
     return processes
 
 
-def ended(name, count, folder):
-    """``(exit code, standard output, standard error)`` of each process, all within 120 s."""
-    processes, end = _start(name, count, folder), time.monotonic() + 120
+def ended(name, count, folder, *, within=120):
+    """``(exit code, standard output, standard error)`` of each process, all within so many s."""
+    processes, end = _start(name, count, folder), time.monotonic() + within
     try:
         codes = [process.wait(max(1, end - time.monotonic())) for process in processes]
     finally:
@@ -53,12 +54,14 @@ def ended(name, count, folder):
 
 
 def run(name, count, folder):
-    """What each process has found."""
-    found = []
-    for code, out, error in ended(name, count, folder):
-        assert code == 0, error
-        found.append(json.loads(out.splitlines()[-1]))  # gloo writes a line of its own
-    return found
+    """What each process has found, however long a loaded machine takes to compile for all."""
+    results = ended(name, count, folder, within=400)
+    said = "".join(
+        f"\n==== process {rank} ended with {code}:\n{error}"
+        for rank, (code, _, error) in enumerate(results)
+    )
+    assert not any(code for code, _, _ in results), said
+    return [json.loads(out.splitlines()[-1]) for _, out, _ in results]  # gloo prints a line too
 
 
 @functools.cache
