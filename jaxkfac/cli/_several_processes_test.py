@@ -85,6 +85,8 @@ class Run:
             "JAX_NUM_CPU_DEVICES": str(devices),
             "PYTHONPATH": str(Path(__file__).parents[2]),
         }
+        if count > 1:  # one thread for what is exchanged (docs/devices.md)
+            environment["PJRT_NPROC"] = "1"
         self.processes = []
         for rank in range(count):
             own = words[rank] if isinstance(words[0], list) else words
@@ -193,9 +195,17 @@ def test_where_a_process_is_killed_the_others_say_so_and_all_go_on(tmp_path, cou
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [("data=4,model=2", None), (None, "data=2,model=2")])
 def test_a_finetuning_that_is_killed_goes_on_with_other_devices(tmp_path, first, then):
+    """In single precision, damped so that rounding is not magnified (1e-7 here, 1.2e-6 at 1e-4)."""
     run = lambda name, mesh, *words: Run(
         tmp_path / f"{name}'s output",
-        [*FINETUNE, "--json", *words, *(("--mesh", mesh) if mesh else ())],
+        [
+            *FINETUNE,
+            "--kfac.damping",
+            "1e-2",
+            "--json",
+            *words,
+            *(("--mesh", mesh) if mesh else ()),
+        ],
         count=1,
         devices=8 if mesh else 1,
     )
