@@ -1,6 +1,8 @@
 """`--coordinator`: one run in several processes, which go on, stop and fail together."""
 
 import dataclasses
+import os
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -155,6 +157,8 @@ def run_processes(arguments: Any) -> Iterator[RunProcesses]:
     with nothing_begun():
         _join(address, arguments.processes, arguments.process)
         processes = RunProcesses(ProcessGroup.everywhere())
+    if processes.first:
+        print(unordered_exchanges(jax.devices()[0].platform), end="", file=sys.stderr)
     try:
         with nothing_begun(), processes.together("comparing options") as same:
             same += [type(arguments).__name__, __version__, jax.__version__, _shared(arguments)]
@@ -194,6 +198,16 @@ def _join(address: str, count: int | None, number: int | None) -> None:
             "command by srun, mpirun of Open MPI or on each host of a TPU pod, or give "
             "--coordinator HOST:PORT, --processes and --process"
         ) from error
+
+
+def unordered_exchanges(platform: str) -> str:
+    """A warning where XLA's CPU runtime may mix exchanges of a loop with later ones, or nothing."""
+    if platform != "cpu" or os.environ.get("PJRT_NPROC") == "1":
+        return ""
+    return (
+        "warning: on CPUs XLA does not order what processes exchange: set PJRT_NPROC=1 in the "
+        "environment of each process, or start one with many devices\n"
+    )
 
 
 def _shared(arguments: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxkfac.cli import main
-from jaxkfac.cli._processes import ALONE
+from jaxkfac.cli._processes import ALONE, unordered_exchanges
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,16 @@ def test_one_process_alone_raises_its_own_errors_and_waits_for_nobody():
         ALONE.pause(3, OSError("full"))
     with pytest.raises(KeyError), ALONE.together("loading"):
         raise KeyError
+
+
+@pytest.mark.parametrize(
+    ("platform", "threads", "said"),
+    [("cpu", None, True), ("cpu", "8", True), ("cpu", "1", False), ("cuda", None, False)],
+)
+def test_processes_on_cpus_are_told_how_their_exchanges_keep_an_order(
+    platform, threads, said, monkeypatch
+):
+    monkeypatch.delenv("PJRT_NPROC", raising=False)
+    if threads:
+        monkeypatch.setenv("PJRT_NPROC", threads)
+    assert ("set PJRT_NPROC=1" in unordered_exchanges(platform)) == said
