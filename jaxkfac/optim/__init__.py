@@ -2,7 +2,8 @@
 
 from jaxkfac.optim._accumulators import MemoryKind, check_memory_kind, checked_accumulator_dtype
 from jaxkfac.optim._adaptation import AdaptationState
-from jaxkfac.optim._kfac import KfacState, kfac
+from jaxkfac.optim._kfac import kfac
+from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt
 from jaxkfac.optim._multi_steps import MultiStepsState, has_updated, multi_steps
 from jaxkfac.optim._scale_by_bases import ScaleByBasesState, scale_by_bases

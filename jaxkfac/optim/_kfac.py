@@ -2,53 +2,36 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int
 
-from jaxkfac.curvature import Eigenbases, Inverses, MeshAxis, covered_indices
+from jaxkfac.curvature import Eigenbases, MeshAxis
 from jaxkfac.curvature.operators import Operator
-from jaxkfac.factors import (
-    Factors,
-    check_decay,
-    check_factors,
-    check_like,
-    of_parameters,
-    update_average,
-    with_origin,
-    without_corrections,
-    without_loss_terms,
-    zeros_like,
-)
+from jaxkfac.factors import Factors
 from jaxkfac.interception import Staged, TraceCache
 from jaxkfac.linalg import Damping, DampingMode
 from jaxkfac.optim._adaptation import Adaptation, AdaptationState, BatchLoss
+from jaxkfac.optim._curvature import Curvature, Others, shapes_of
 from jaxkfac.optim._descent import (
     advance_momentum,
     descend,
     norm_scale,
     scale_covered,
+    taken_where,
     where,
     zero_momentum,
 )
 from jaxkfac.optim._explicit import is_sharded, on_mesh_of, sharded_like, whole
-from jaxkfac.optim._injected import (
-    check_numbers,
-    clipping_of,
-    clipping_of_init,
-    known_clipping,
-    may_be_positive,
-)
+from jaxkfac.optim._injected import check_numbers, known_clipping, may_be_positive
+from jaxkfac.optim._kfac_state import KfacState, check_kept, state_sharded_like, warn_of_growth
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt, initial_damping
-from jaxkfac.optim._periods import check_factors_have_come, check_measured_between
+from jaxkfac.optim._periods import check_factors_have_come
 from jaxkfac.optim._preconditioner import InverseMethod, preconditioner_of
-from jaxkfac.optim._refresh import RefreshInGraph
 from jaxkfac.optim._schedules import (
     Schedule,
     at_step,
@@ -56,14 +39,12 @@ from jaxkfac.optim._schedules import (
     check_scheduled_damping,
     has_schedule,
 )
-from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
     check_like_momentum,
     check_some_covered,
     check_state,
-    covered_leaves,
     gradients_only,
     is_concrete,
     sum_dtype,
@@ -71,76 +52,6 @@ from jaxkfac.optim._trees import (
 )
 
 PyTree = Any
-
-
-class KfacState(NamedTuple):
-    """State of :func:`kfac`.
-
-    Layers of one shape are kept stacked; ``average`` and ``bases`` read as those of the model.
-
-    Attributes:
-        step: Updates made so far, int32; skipped ones do not count. Schedules and the
-            refresh read it.
-        stacked_average: Exponential average of the factors of the stacked model, as sums and
-            counts.
-        stacked_bases: Eigenbases of that average at the last refresh, or the inverses of its
-            damped factors.
-        momentum: Like the parameters, without those that ``others`` looks after; the last update
-            where the quadratic model chooses a rate.
-        others: State of the ``others`` transformation.
-        skipped: Updates left out because a gradient or a factor was not finite, int32.
-        kept: Decompositions that were not finite and left what was before them in
-            place, int32.
-        missed: Refreshes that were due before any factor had come, int32: the first, and each
-            ``refresh_every`` steps later. Above 1, collection and accumulation do not meet.
-        stacks: Which layers are stacked; it holds no arrays.
-        adaptation: Damping, rates and the last trial, where ``kfac`` adapts them; else ``()``.
-    """
-
-    step: Int[Array, ""]
-    stacked_average: Factors
-    stacked_bases: Eigenbases | Inverses
-    momentum: PyTree
-    others: Any
-    skipped: Int[Array, ""]
-    kept: Int[Array, ""]
-    missed: Int[Array, ""]
-    stacks: Stacks
-    adaptation: AdaptationState | tuple[()] = ()
-
-    @property
-    def average(self) -> Factors:
-        """Exponential average of the factors, as sums and counts."""
-        return _read(self.stacks.unstacked_factors, self.stacked_average)
-
-    @property
-    def statistics(self) -> Factors:
-        """The average, and of measured eigenvalues those since the last refresh."""
-        corrections = None
-        if isinstance(self.stacked_bases, Eigenbases):
-            corrections = self.stacked_bases.corrections
-        stacked = dataclasses.replace(self.stacked_average, corrections=corrections)
-        return _read(self.stacks.unstacked_factors, stacked)
-
-    @property
-    def bases(self) -> Eigenbases:
-        """Eigenbases of the average at the last refresh.
-
-        Raises:
-            ValueError: the state keeps inverses.
-        """
-        if isinstance(self.stacked_bases, Inverses):
-            raise ValueError(
-                "this state keeps inverses of damped factors, not eigenbases: build "
-                "jk.kfac(..., inverse='eigh'), or take jk.eigendecompose(state.average)"
-            )
-        return _read(self.stacks.unstacked_bases, self.stacked_bases)
-
-
-def _read(function: Callable[[Any], Any], stacked: Any) -> Any:
-    """``function(stacked)``, also of shapes."""
-    shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(stacked))
-    return jax.eval_shape(function, stacked) if shapes else function(stacked)
 
 
 def kfac(
@@ -294,65 +205,93 @@ def kfac(
     """
     adaptation = Adaptation.of(learning_rate, momentum, damping, norm_constraint)
     # What the model chooses is not looked at.
-    given_rate = 0.0 if isinstance(learning_rate, str) else learning_rate
+    rate = 0.0 if isinstance(learning_rate, str) else learning_rate
     given_momentum = 0.0 if isinstance(momentum, str) else momentum
     given_damping = initial_damping(damping)
-    check_learning_rate(given_rate)
+    check_learning_rate(rate)
     check_scheduled_damping(given_damping, damping_mode)
     clipping = known_clipping(max_condition, floor)
-    check_decay(decay)
     check_numbers(
         refresh_every=refresh_every,
         momentum=given_momentum,
         norm_constraint=norm_constraint,
         weight_decay=weight_decay,
     )
-    check_like(like)
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), without_loss_terms(like))
-    like = of_parameters(like)
-    measures = like.corrections is not None
+    shapes = shapes_of(like)
+    measures = shapes.corrections is not None
     method = preconditioner_of(inverse, given_damping, damping_mode, measures=measures)
-    method.check_stagger(stagger=stagger, measures=measures)
-    check_measured_between(refresh_every, measures=measures)
     MeshAxis.check(distribute)
     if method.on_host and distribute is not None:
         raise ValueError(
             f'distribute={distribute!r} divides decompositions among devices, and inverse="host" '
             "makes them in host memory: choose one of both"
         )
-    covered, stacks = covered_indices(like.layers), Stacks.of(like)
-    stacked_like = jax.eval_shape(stacks.factors, like)
-    bare, stacked_paths = without_corrections(stacked_like), covered_indices(stacked_like.layers)
-    refresh = RefreshInGraph(method, bare, refresh_every, stagger=stagger)
-    scheduled: tuple[Any, ...] = given_rate, given_damping
-    staged: TraceCache[Staged] = TraceCache()
+    curvature = Curvature(shapes, method, decay, refresh_every, stagger, clipping)
+    tx = _Kfac(
+        curvature=curvature,
+        others=Others.of(others, curvature.covered),
+        adaptation=adaptation,
+        rate=rate,
+        damping=given_damping,
+        momentum=given_momentum,
+        norm_constraint=norm_constraint,
+        weight_decay=weight_decay,
+        distribute=distribute,
+    )
+    # optax types a state as a tree of arrays; ours says which layers are stacked, too.
+    return optax.GradientTransformationExtraArgs(cast(Any, tx.init), cast(Any, tx.update))
 
-    def not_ours(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda ours: not ours, covered_leaves(tree, covered))
 
-    rest = None if others is None else optax.masked(others, not_ours)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Kfac:
+    """The parts of an update, in the order of the paper.
 
-    def init(params: PyTree) -> KfacState:
+    Attributes:
+        curvature: Averages the factors, refreshes what it keeps of them, and preconditions.
+        others: Looks after the parameters that no factor covers.
+        adaptation: Chooses rate, momentum and damping, or some of them, by the quadratic model.
+        rate: Number or schedule; 0 where it is chosen.
+        damping: Number, schedule or a pair of these; the first one where it is chosen.
+        momentum: Number; 0 where it is chosen.
+        norm_constraint: Of a step, or ``None``.
+        weight_decay: Number.
+        distribute: Mesh axis over which decompositions are divided, or ``None``.
+    """
+
+    curvature: Curvature
+    others: Others
+    adaptation: Adaptation | None
+    rate: Any
+    damping: Any
+    momentum: Any
+    norm_constraint: ArrayLike | None
+    weight_decay: ArrayLike
+    distribute: str | None
+    staged: TraceCache[Staged] = dataclasses.field(default_factory=TraceCache)
+
+    def init(self, params: PyTree) -> KfacState:
+        """The state before the first update."""
+        curvature, adaptation, covered = self.curvature, self.adaptation, self.curvature.covered
         check_some_covered("params", params, covered, "like=")
         first = jnp.zeros((), jnp.int32)
-        held = clipping_of_init(clipping)
-        delta = at_step(given_damping, first)
-        bases = method.initial(bare, delta, held)
+        delta = at_step(self.damping, first)
+        average, bases = curvature.initial(delta)
         state = KfacState(
             step=first,
-            stacked_average=zeros_like(bare),
-            stacked_bases=method.with_corrections(bases, stacked_like.corrections),
-            momentum=zero_momentum(params, covered, everywhere=rest is None),
-            others=() if rest is None else rest.init(params),
+            stacked_average=average,
+            stacked_bases=bases,
+            momentum=zero_momentum(params, covered, everywhere=self.others.tx is None),
+            others=self.others.init(params),
             skipped=jnp.zeros((), jnp.int32),
             kept=jnp.zeros((), jnp.int32),
             missed=jnp.zeros((), jnp.int32),
-            stacks=stacks,
+            stacks=curvature.stacks,
             adaptation=() if adaptation is None else adaptation.initial(params, delta),
         )
         return on_mesh_of(params, state)
 
     def update(
+        self,
         updates: PyTree,
         state: Any,
         params: PyTree | None = None,
@@ -363,52 +302,49 @@ def kfac(
         curvature: Operator | None = None,
         **extra: Any,
     ) -> tuple[PyTree, KfacState]:
-        grads = updates  # optax's word for what comes in as well as for what goes out
-        if params is None and may_be_positive(weight_decay):
+        """Check what comes, and advance: outside of ``jit`` by a trace that is kept."""
+        grads, ours = updates, self.curvature  # optax calls them updates, going in and coming out
+        if params is None and may_be_positive(self.weight_decay):
             raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
         at_some_steps = isinstance(factors, Factors) and factors.loss_terms is not None
         if factors is not None:
-            if isinstance(factors, Factors):
-                factors = of_parameters(without_loss_terms(factors))
-            check_factors(factors, like)
-            method.check_stagger(stagger=stagger, measures=factors.corrections is not None)
-            method.check_measured(factors)
-            check_measured_between(refresh_every, measures=factors.corrections is not None)
+            factors = ours.checked(factors)
         check_state("kfac", state, KfacState)
-        _check_held(state, stacks, method.kept, adapts=adaptation is not None)
-        if factors is not None:  # the state keeps its structure, whatever comes
-            factors = with_origin(factors, state.stacked_average.origin)
+        check_kept(state, ours.stacks, ours.method.kept, adapts=self.adaptation is not None)
+        if factors is not None:
+            factors = ours.as_kept(factors, state)
         if at_some_steps:
             check_factors_have_come(state.missed, state.stacked_average, factors)
         check_like_momentum(grads, state.momentum)
         if params is not None:
-            check_some_covered("params", params, covered, "like=")
+            check_some_covered("params", params, ours.covered, "like=")
         loss = None
-        if adaptation is not None:
-            loss = adaptation.loss(params, value, value_fn, curvature)
+        if self.adaptation is not None:
+            loss = self.adaptation.loss(params, value, value_fn, curvature)
             terms = None if factors is None else factors.terms
-            adaptation.check(state, params, terms, loss)
-        extra |= {
-            name: x
-            for name, x in (("value", value), ("value_fn", value_fn))
-            if x is not None and rest is not None
-        }
-        axis = None if distribute is None else MeshAxis.of(distribute, params, grads, state)
-        numbers = tuple(at_step(x, state.step) if has_schedule(x) else None for x in scheduled)
+            self.adaptation.check(state, params, terms, loss)
+        extra |= self.others.extra(value=value, value_fn=value_fn)
+        axis = None
+        if self.distribute is not None:
+            axis = MeshAxis.of(self.distribute, params, grads, state)
+        numbers = tuple(
+            at_step(x, state.step) if has_schedule(x) else None for x in (self.rate, self.damping)
+        )
         call: tuple[Any, ...] = (grads, state, params, factors, numbers, extra)
         concrete = all(is_concrete(x) for x in jax.tree.leaves(call))
         if not concrete and factors is not None:
-            _warn_of_growth(state, factors)
-        if method.on_host:
-            call += (refresh_on_host(concrete, *call),)
-        step = functools.partial(whole_advance, axis=axis, loss=loss)
+            warn_of_growth(state, factors, stacklevel=3)
+        if ours.method.on_host:
+            call += (self._from_host(concrete, grads, state, factors),)
+        step = functools.partial(self._advance_whole, axis=axis, loss=loss)
         # Outside of jit a later call runs equations alone: a new lax.cond compiles its branches.
         # Schedules are read at every call, and what `others` may read is not known.
-        if rest is None and loss is None and concrete:
-            return staged.get(call, lambda: Staged.of(step, *call), static=axis)(*call)
+        if self.others.tx is None and loss is None and concrete:
+            return self.staged.get(call, lambda: Staged.of(step, *call), static=axis)(*call)
         return step(*call)
 
-    def whole_advance(
+    def _advance_whole(
+        self,
         grads: PyTree,
         state: KfacState,
         params: PyTree | None,
@@ -418,30 +354,19 @@ def kfac(
     ) -> Any:
         given = (grads, state, params, *rest)
         if not is_sharded(given):
-            return advance(*given, axis=axis, loss=loss)
+            return self.advance(*given, axis=axis, loss=loss)
         loss = None if loss is None else loss.of_whole(params)
-        out, new = advance(*cast(Any, whole(given)), axis=axis, loss=loss)
-        return sharded_like(out, grads), _sharded_state(new, state)
+        out, new = self.advance(*cast(Any, whole(given)), axis=axis, loss=loss)
+        return sharded_like(out, grads), state_sharded_like(new, state)
 
-    def averaged(state: KfacState, factors: Factors | None) -> Factors:
-        if factors is None:
-            return state.stacked_average
-        return update_average(state.stacked_average, without_corrections(factors), decay)
-
-    def is_burning(state: KfacState) -> Any:
+    def _is_burning(self, state: KfacState) -> Any:
         """Whether this update is of the burn-in; ``None`` where there is none."""
-        if adaptation is None or not adaptation.burn_in:
+        if self.adaptation is None or not self.adaptation.burn_in:
             return None
-        return cast(AdaptationState, state.adaptation).burned_in < adaptation.burn_in
+        return cast(AdaptationState, state.adaptation).burned_in < self.adaptation.burn_in
 
-    def refresh_on_host(
-        concrete: bool,
-        grads: PyTree,
-        state: KfacState,
-        params: PyTree,
-        factors: Factors | None,
-        numbers: tuple[Any, ...],
-        extra: Any,
+    def _from_host(
+        self, concrete: bool, grads: PyTree, state: KfacState, factors: Factors | None
     ) -> Eigenbases | None:
         """New bases where they are due, and the step is not going to be skipped."""
         if not concrete:
@@ -449,15 +374,12 @@ def kfac(
                 "inverse='host' decomposes outside of jit, and this update is traced: call "
                 "tx.update outside of jit, scan and jk.multi_steps, or build with inverse='eigh'"
             )
-        if is_burning(state) or not all_finite(gradients_only(grads), factors):
+        if self._is_burning(state) or not all_finite(gradients_only(grads), factors):
             return None
-        new = None if factors is None else stacks.factors(factors)
-        average = averaged(state, new)
-        if not (refresh.is_due(state) and average.terms > 0):
-            return None
-        return method.fresh(average, 0.0, clipping_of(state.stacked_bases, clipping), None)
+        return self.curvature.from_host(state, factors)
 
     def advance(
+        self,
         grads: PyTree,
         state: KfacState,
         params: PyTree | None,
@@ -469,98 +391,78 @@ def kfac(
         axis: MeshAxis | None,
         loss: BatchLoss | None,
     ) -> tuple[PyTree, KfacState]:
-        own, clipped = gradients_only(grads), clipping_of(state.stacked_bases, clipping)
-        rate, delta = (x if now is None else now for x, now in zip(scheduled, numbers, strict=True))
+        """One update: average, refresh, precondition, constrain; skip or take; then descend."""
+        curvature, adaptation, others = self.curvature, self.adaptation, self.others
+        own, given = gradients_only(grads), (self.rate, self.damping)
+        rate, delta = (x if now is None else now for x, now in zip(given, numbers, strict=True))
         if adaptation is not None:
-            delta = adaptation.damping_of(state, delta, weight_decay)
-            own = adaptation.gradient_of(own, params, state.momentum, weight_decay)
+            delta = adaptation.damping_of(state, delta, self.weight_decay)
+            own = adaptation.gradient_of(own, params, state.momentum, self.weight_decay)
         # Stacked ahead of the cond, which then has few operands.
-        stacked = stacks.tree(own)
-        # Unfused from what made them: XLA would write a matrix and its finiteness side by side, and
-        # copy what a panel is written into.
-        new = None if factors is None else jax.lax.optimization_barrier(stacks.factors(factors))
-        finite, burning = all_finite(stacked, new), is_burning(state)
+        stacked, new = curvature.stacks.tree(own), curvature.stacked(factors)
+        finite, burning = all_finite(stacked, new), self._is_burning(state)
 
         def step() -> Any:
-            average = averaged(state, new)
-            held, more = method.advanced(state.stacked_bases, new, decay)
-            if method.on_host:
-                bases = held if from_host is None else from_host
-                kept, due = jnp.zeros((), jnp.int32), jnp.asarray(from_host is not None)
-            else:
-                bases, kept = refresh(state, held, average, delta, clipped, axis)
-                due = refresh.is_due(state) & (average.terms > 0)
-            bases = method.measured_since(bases, more, due)
-            steps = method.apply(stacked, bases, delta)
-            scale = None
-            if norm_constraint is not None:
-                scale = norm_scale(steps, stacked, stacked_paths, rate, norm_constraint)
+            average = curvature.averaged(state, new)
+            bases, kept = curvature.refreshed(
+                state, average, new, delta, axis=axis, from_host=from_host
+            )
+            steps, scale = curvature.method.apply(stacked, bases, delta), None
+            if self.norm_constraint is not None:
+                paths = curvature.stacked_paths
+                scale = norm_scale(steps, stacked, paths, rate, self.norm_constraint)
             out = ((), state.others)
-            if rest is not None:
-                out = rest.update(grads, state.others, params, **extra)
+            if others.tx is not None:
+                out = others.tx.update(grads, state.others, params, **extra)
                 out = cast_like(grads, out[0]), out[1]
             taken = jnp.asarray(optax.safe_increment(state.step))
             return (steps, scale), average, bases, out, taken, state.skipped, state.kept + kept
 
         def skip() -> Any:
             # Any numbers will do for steps that are not taken: those that are there cost nothing.
-            scale = None if norm_constraint is None else finite.astype(sum_dtype(stacked))
-            steps = stacked, scale
-            out = () if rest is None else jax.tree.map(jnp.zeros_like, own)
+            scale = None if self.norm_constraint is None else finite.astype(sum_dtype(stacked))
+            out = () if others.tx is None else jax.tree.map(jnp.zeros_like, own)
             skipped = jnp.asarray(optax.safe_increment(state.skipped))
-            bare_bases, more = method.advanced(state.stacked_bases, new, None)
-            bases = method.measured_since(bare_bases, more, jnp.asarray(False))
-            held = state.stacked_average, bases, (out, state.others)
-            return steps, *held, state.step, skipped, state.kept
+            held = state.stacked_average, curvature.unchanged(state, new), (out, state.others)
+            return (stacked, scale), *held, state.step, skipped, state.kept
 
         def average_alone() -> Any:
-            steps, _, bases, others, taken, _, kept = skip()
-            return steps, averaged(state, new), bases, others, taken, state.skipped, kept
+            steps, _, bases, rest, taken, _, kept = skip()
+            return steps, curvature.averaged(state, new), bases, rest, taken, state.skipped, kept
 
-        # A cond, not a select of every leaf: XLA copies the reduction over all leaves into
-        # each select, and compiles them for minutes (48 layers: 35 s of CPU against 10).
-        if burning is None:
-            results = jax.lax.cond(finite, step, skip)
-        else:
-            branch = jnp.where(finite, jnp.where(burning, 2, 1), 0)
-            results = jax.lax.switch(branch, [skip, step, average_alone])
+        results = taken_where(finite, burning, step, skip, average_alone)
         (steps, scale), average, bases, (rest_out, rest_state), taken, skipped, kept = results
         # Its results may be selected and scaled by: what they are made of is behind the cond.
-        done, steps = skipped == state.skipped, stacks.unstacked_tree(steps, own)
+        done, steps = skipped == state.skipped, curvature.stacks.unstacked_tree(steps, own)
         if scale is not None:
-            steps = scale_covered(scale, steps, covered)
-        missed = (taken != state.step) & refresh.is_missed(state, average)
+            steps = scale_covered(scale, steps, curvature.covered)
+        missed = (taken != state.step) & curvature.refresh.is_missed(state, average)
         if loss is None or adaptation is None:
-            velocity = advance_momentum(given_momentum, state.momentum, steps)
+            velocity = advance_momentum(self.momentum, state.momentum, steps)
             velocity = where(done, velocity, state.momentum)
-            out, adapted = descend(velocity, own, params, rate, weight_decay), ()
+            out, adapted = descend(velocity, own, params, rate, self.weight_decay), ()
         else:
-            numbers = adaptation.given(rate, given_momentum, weight_decay)
-            made = done if burning is None else done & ~burning
             out, velocity, adapted = adaptation.advance(
                 state,
                 params,
                 own,
                 steps,
-                numbers,
+                adaptation.given(rate, self.momentum, self.weight_decay),
                 delta,
                 loss,
-                upcoming=at_step(given_damping, taken),
+                upcoming=at_step(self.damping, taken),
                 taken=taken,
-                made=made,
+                made=done if burning is None else done & ~burning,
             )
-            adapted = adapted._replace(
-                burned_in=adapted.burned_in + (done & ~made).astype(jnp.int32)
-            )
+            burned = jnp.zeros_like(done) if burning is None else done & burning
+            adapted = adapted._replace(burned_in=adapted.burned_in + burned.astype(jnp.int32))
             stands = adapted.rejected == cast(AdaptationState, state.adaptation).rejected
             rest_out, rest_state = where(
                 stands,
                 (rest_out, rest_state),
                 (jax.tree.map(jnp.zeros_like, rest_out), state.others),
             )
-        if rest is not None:
-            ours = covered_leaves(own, covered)
-            out = jax.tree.map(lambda mine, x, y: x if mine else y, ours, out, rest_out)
+        out = others.joined(out, rest_out)
         out = where(done, out, jax.tree.map(jnp.zeros_like, out))
         return with_constants(grads, out), KfacState(
             step=taken,
@@ -571,61 +473,6 @@ def kfac(
             skipped=skipped,
             kept=kept,
             missed=state.missed + missed.astype(jnp.int32),
-            stacks=stacks,
+            stacks=curvature.stacks,
             adaptation=adapted,
-        )
-
-    # optax types a state as a tree of arrays; ours says which layers are stacked, too.
-    return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
-
-
-def _sharded_state(new: KfacState, old: KfacState) -> KfacState:
-    """Sharded as it was. Measured eigenvalues that it gains are whole on every device."""
-    held, before = new.stacked_bases, old.stacked_bases
-    if not (_measures(held) and not _measures(before)):
-        return sharded_like(new, old)
-    assert isinstance(held, Eigenbases)
-    bare = dataclasses.replace(held, corrections=None)
-    same = sharded_like(new._replace(stacked_bases=bare), old)
-    both = dataclasses.replace(same.stacked_bases, corrections=held.corrections)
-    return same._replace(stacked_bases=both)
-
-
-def _warn_of_growth(state: KfacState, factors: Factors) -> None:
-    """Say what ``lax.scan`` is going to refuse, in words that name the remedy."""
-    if factors.corrections is not None and not _measures(state.stacked_bases):
-        warnings.warn(
-            "kfac: the factors hold eigenvalues measured in eigenbases (bases=), and like= has "
-            "none, so that the state gains their average in this call: jit compiles it once more, "
-            "and lax.scan refuses a carry that changes its form. Make like= of the bases of a "
-            "first state: like=stats.factor_shapes(params, batch, bases=jax.eval_shape(tx.init, "
-            "params).bases)",
-            stacklevel=3,
-        )
-
-
-def _measures(held: Eigenbases | Inverses) -> bool:
-    return isinstance(held, Eigenbases) and held.corrections is not None
-
-
-def _check_held(state: KfacState, stacks: Stacks, kept: type, *, adapts: bool) -> None:
-    """Refuse a state of another model, or with another preconditioner."""
-    if not isinstance(state.stacks, Stacks):
-        raise ValueError(
-            "kfac: the state was saved by an earlier version, which kept each layer by itself: "
-            "make a new one with tx.init(params), and give it the momentum and step of the old"
-        )
-    if state.stacks != stacks:
-        raise ValueError(
-            "kfac: the state is of another model than like=: make one with tx.init(params)"
-        )
-    if not isinstance(state.stacked_bases, kept):
-        raise ValueError(
-            f"kfac: the state keeps {type(state.stacked_bases).__name__}, and with this inverse= "
-            f"and damping_mode= expected {kept.__name__}: make a new one with tx.init(params)"
-        )
-    if isinstance(state.adaptation, AdaptationState) is not adapts:
-        raise ValueError(
-            f"kfac: the state {'does not adapt' if adapts else 'adapts'} itself, and this kfac "
-            f"{'does' if adapts else 'does not'}: make a new one with tx.init(params)"
         )

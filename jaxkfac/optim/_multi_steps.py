@@ -30,7 +30,7 @@ from jaxkfac.optim._accumulators import (
     checked_accumulator_dtype,
 )
 from jaxkfac.optim._adaptation import check_batch
-from jaxkfac.optim._kfac import KfacState
+from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._periods import check_factors_have_come
 from jaxkfac.optim._trees import (
     all_finite,
