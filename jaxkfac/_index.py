@@ -52,7 +52,14 @@ from jaxkfac.interception import (
 )
 from jaxkfac.lslora import nf4
 from jaxkfac.memory import MemoryBudgetError, cast_once, load_safetensors, place_once
-from jaxkfac.optim import LevenbergMarquardt, has_updated, kfac, multi_steps, scale_by_bases
+from jaxkfac.optim import (
+    LevenbergMarquardt,
+    check_state,
+    has_updated,
+    kfac,
+    multi_steps,
+    scale_by_bases,
+)
 from jaxkfac.planning import MemoryPlan, plan_memory
 from jaxkfac.uses import (
     LaplacePosterior,
@@ -101,6 +108,7 @@ __all__ = [
     "capacity_interval",
     "capacity_metrics",
     "cast_once",
+    "check_state",
     "compare_capacity",
     "correct_eigenvalues",
     "eigendecompose",

@@ -7,6 +7,7 @@ from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt
 from jaxkfac.optim._multi_steps import MultiStepsState, has_updated, multi_steps
 from jaxkfac.optim._scale_by_bases import ScaleByBasesState, scale_by_bases
+from jaxkfac.optim._watch import Watch, check_state
 
 __all__ = [
     "AdaptationState",
@@ -15,7 +16,9 @@ __all__ = [
     "MemoryKind",
     "MultiStepsState",
     "ScaleByBasesState",
+    "Watch",
     "check_memory_kind",
+    "check_state",
     "checked_accumulator_dtype",
     "has_updated",
     "kfac",

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac._checks import instance_of, scalar
-from jaxkfac.curvature.operators import Operator
+from jaxkfac.curvature.operators import Operator, ggn
+from jaxkfac.factors import BatchCurvature
 from jaxkfac.interception import (
     check_function,
     fast_convolutions,
@@ -21,7 +22,7 @@ from jaxkfac.optim._explicit import GatheredOperator, sharded_like, whole
 from jaxkfac.optim._injected import may_be_positive
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt
 from jaxkfac.optim._quadratic_model import Leaves, Minimum, QuadraticModel, dot, minimum
-from jaxkfac.optim._trees import all_finite, is_concrete, scaled, sum_dtype
+from jaxkfac.optim._trees import all_finite, checked_value, is_concrete, scaled, sum_dtype
 
 PyTree = Any
 Scalar = Float[Array, ""]
@@ -169,11 +170,14 @@ class Adaptation:
         if absent:
             raise ValueError(
                 f"a kfac that adapts itself needs {' and '.join(absent)}: tx.update(grads, state, "
-                "params, factors=factors, value=loss, value_fn=value_fn, curvature=operator), with "
-                "value_fn(params) the loss of the same batch and operator its curvature there, "
-                "jk.operators.ggn(objective, params, batch)"
+                "params, factors=factors, **stats.adaptation(params, batch, key)); or give "
+                "jk.kfac a learning rate, which then needs none of them"
             )
-        scalar("value", value, "the loss of this batch, a number")
+        checked_value(value)
+        if isinstance(curvature, BatchCurvature):
+            curvature.check_params(params)
+            parts = curvature.loss, curvature.params, curvature.batch
+            curvature = ggn(*parts, key=curvature.key, state=curvature.state)
         check_function("value_fn", value_fn, "value_fn(params), the loss of this batch")
         instance_of(
             "curvature", curvature, Operator, "as jk.operators.ggn(objective, params, batch)"

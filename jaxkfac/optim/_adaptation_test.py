@@ -47,7 +47,11 @@ def marked(params, batch):
 def training(params, batch, objective=OBJECTIVE, **options):
     """``(tx, state, step)``; a step takes and returns parameters and state."""
     stats = value_grad_and_factors(objective, fisher="exact")
-    options = {"learning_rate": "quadratic", "momentum": "quadratic"} | options
+    options = {
+        "learning_rate": "quadratic",
+        "momentum": "quadratic",
+        "damping_mode": "exact",
+    } | options
     tx = kfac(like=stats.factor_shapes(params, batch), **options)
 
     def step(params, state, batch=batch):

@@ -13,6 +13,7 @@ from jaxkfac.factors import Factors
 from jaxkfac.optim._adaptation import AdaptationState
 from jaxkfac.optim._explicit import sharded_like
 from jaxkfac.optim._stacks import Stacks
+from jaxkfac.optim._watch import Watch
 
 PyTree = Any
 
@@ -38,6 +39,7 @@ class KfacState(NamedTuple):
         missed: Refreshes that were due before any factor had come, int32: the first, and each
             ``refresh_every`` steps later. Above 1, collection and accumulation do not meet.
         stacks: Which layers are stacked; it holds no arrays.
+        watch: Counters that :func:`check_state` reads; ``diverged`` is one of them.
         adaptation: Damping, rates and the last trial, where ``kfac`` adapts them; else ``()``.
     """
 
@@ -50,7 +52,13 @@ class KfacState(NamedTuple):
     kept: Int[Array, ""]
     missed: Int[Array, ""]
     stacks: Stacks
+    watch: Watch
     adaptation: AdaptationState | tuple[()] = ()
+
+    @property
+    def diverged(self) -> Int[Array, ""]:
+        """Updates in a row whose ``value=`` was not finite, or far above the first one."""
+        return self.watch.diverged
 
     @property
     def average(self) -> Factors:
