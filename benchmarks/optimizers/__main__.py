@@ -50,7 +50,7 @@ from benchmarks.optimizers.problems import PROBLEMS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--equal-steps", action="store_true", help="make the runs of equal steps")
     parser.add_argument("--problem", choices=PROBLEMS, action="append", help="default: all")
     parser.add_argument("--method", choices=METHODS, action="append", help="default: all")

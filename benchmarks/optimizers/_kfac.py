@@ -21,9 +21,9 @@ _LIKELIHOODS: dict[str, Any] = {
 
 
 class Statistics(NamedTuple):
-    """The marked loss, what collects factors beside its gradient, and the factors' shapes."""
+    """``loss(params, batch)`` with marks, its gradient with factors, and the factors' shapes."""
 
-    loss: Callable[[Any, Any], Any]
+    loss: Any
     collect: Any
     like: Any
 
