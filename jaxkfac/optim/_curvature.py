@@ -55,6 +55,7 @@ class Curvature:
 
     Attributes:
         like: Shapes of the factors.
+        stacks: Which layers are one stacked layer in the state.
         method: What is kept of a refresh.
         decay: Of the average.
         refresh_every: Steps from one refresh to the next.
@@ -63,6 +64,7 @@ class Curvature:
     """
 
     like: Factors
+    stacks: Stacks
     method: Preconditioner
     decay: ArrayLike
     refresh_every: ArrayLike
@@ -79,11 +81,6 @@ class Curvature:
     def covered(self) -> Collection[str]:
         """Paths of the parameters that have a block."""
         return covered_indices(self.like.layers)
-
-    @functools.cached_property
-    def stacks(self) -> Stacks:
-        """Which layers are one stacked layer in the state."""
-        return Stacks.of(self.like)
 
     @functools.cached_property
     def stacked_like(self) -> Factors:

@@ -39,6 +39,7 @@ from jaxkfac.optim._schedules import (
     check_scheduled_damping,
     has_schedule,
 )
+from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
@@ -242,7 +243,9 @@ def kfac(
             f'distribute={distribute!r} divides decompositions among devices, and inverse="host" '
             "makes them in host memory: choose one of both"
         )
-    curvature = Curvature(shapes, method, decay, refresh_every, stagger, clipping)
+    curvature = Curvature(
+        shapes, Stacks.of(shapes), method, decay, refresh_every, stagger, clipping
+    )
     tx = _Kfac(
         curvature=curvature,
         others=Others.of(others, curvature.covered),
