@@ -157,6 +157,11 @@ class Curvature:
             due = self.refresh.is_due(state) & (average.terms > 0)
         return self.method.measured_since(bases, measured, due), kept
 
+    def fresh(self, state: Any, average: Factors, damping: Damping) -> Any:
+        """What a refresh makes of an average, by every device for itself."""
+        clipping = clipping_of(state.stacked_bases, self.clipping)
+        return self.method.fresh(average, damping, clipping, None)
+
     def unchanged(self, state: Any, new: Factors | None) -> Any:
         """The bases of a step that is skipped, in the structure that one with factors has."""
         bases, measured = self.method.advanced(state.stacked_bases, new, None)

@@ -15,7 +15,7 @@ from jaxkfac.curvature.operators import Operator
 from jaxkfac.factors import BatchCurvature, Factors
 from jaxkfac.interception import Staged, TraceCache
 from jaxkfac.linalg import Damping, DampingMode
-from jaxkfac.optim._adaptation import Adaptation, AdaptationState, BatchLoss
+from jaxkfac.optim._adaptation import Adaptation, AdaptationState, BatchLoss, Numbers
 from jaxkfac.optim._curvature import Curvature, Others, shapes_of
 from jaxkfac.optim._descent import (
     advance_momentum,
@@ -310,7 +310,9 @@ class _Kfac:
             missed=jnp.zeros((), jnp.int32),
             stacks=curvature.stacks,
             watch=Watch.initial(params),
-            adaptation=() if adaptation is None else adaptation.initial(params, delta),
+            adaptation=()
+            if adaptation is None
+            else adaptation.initial(params, delta, self.weight_decay),
         )
         return on_mesh_of(params, state)
 
@@ -422,19 +424,37 @@ class _Kfac:
         curvature, adaptation, others = self.curvature, self.adaptation, self.others
         own, given, (*numbers, value) = gradients_only(grads), (self.rate, self.damping), numbers
         rate, delta = (x if now is None else now for x, now in zip(given, numbers, strict=True))
+        gamma, given_numbers = delta, Numbers(None, None, None)
         if adaptation is not None:
             delta = adaptation.damping_of(state, delta, self.weight_decay)
+            gamma = adaptation.factor_damping_of(state, delta)
             own = adaptation.gradient_of(own, params, state.momentum, self.weight_decay)
+            given_numbers = adaptation.given(rate, self.momentum, self.weight_decay)
         # Stacked ahead of the cond, which then has few operands.
         stacked, new = curvature.stacks.tree(own), curvature.stacked(factors)
         finite, burning = all_finite(stacked, new), self._is_burning(state)
 
         def step() -> Any:
-            average = curvature.averaged(state, new)
-            bases, kept = curvature.refreshed(
-                state, average, new, delta, axis=axis, from_host=from_host
+            average, chosen = curvature.averaged(state, new), gamma
+            refreshed = functools.partial(
+                curvature.refreshed, state, average, new, axis=axis, from_host=from_host
             )
-            steps, scale = curvature.method.apply(stacked, bases, delta), None
+            held = None if curvature.method.damps_at_refresh else refreshed(gamma)
+            if adaptation is not None and adaptation.two_dampings:
+
+                def direction(damping: Any) -> PyTree:
+                    bases = curvature.fresh(state, average, damping) if held is None else held[0]
+                    steps = curvature.method.apply(stacked, bases, damping)
+                    return curvature.stacks.unstacked_tree(steps, own)
+
+                due = adaptation.is_trial_due(state.step, curvature.refresh_every)
+                due &= curvature.refresh.is_due(state) & (average.terms > 0)
+                given = loss, given_numbers
+                chosen = adaptation.tried_factor_damping(
+                    state, own, direction, delta, *given, due=due
+                )
+            bases, kept = refreshed(chosen) if held is None else held
+            steps, scale = curvature.method.apply(stacked, bases, chosen), None
             if self.norm_constraint is not None:
                 paths = curvature.stacked_paths
                 scale = norm_scale(steps, stacked, paths, rate, self.norm_constraint)
@@ -443,7 +463,8 @@ class _Kfac:
                 out = others.tx.update(grads, state.others, params, **extra)
                 out = cast_like(grads, out[0]), out[1]
             taken = jnp.asarray(optax.safe_increment(state.step))
-            return (steps, scale), average, bases, out, taken, state.skipped, state.kept + kept
+            counts = taken, state.skipped, state.kept + kept
+            return (steps, scale), average, bases, out, chosen, *counts
 
         def skip() -> Any:
             # Any numbers will do for steps that are not taken: those that are there cost nothing.
@@ -451,14 +472,16 @@ class _Kfac:
             out = () if others.tx is None else jax.tree.map(jnp.zeros_like, own)
             skipped = jnp.asarray(optax.safe_increment(state.skipped))
             held = state.stacked_average, curvature.unchanged(state, new), (out, state.others)
-            return (stacked, scale), *held, state.step, skipped, state.kept
+            return (stacked, scale), *held, gamma, state.step, skipped, state.kept
 
         def average_alone() -> Any:
-            steps, _, bases, rest, taken, _, kept = skip()
-            return steps, curvature.averaged(state, new), bases, rest, taken, state.skipped, kept
+            steps, _, bases, rest, _, taken, _, kept = skip()
+            average = curvature.averaged(state, new)
+            return steps, average, bases, rest, gamma, taken, state.skipped, kept
 
         results = taken_where(finite, burning, step, skip, average_alone)
-        (steps, scale), average, bases, (rest_out, rest_state), taken, skipped, kept = results
+        (steps, scale), average, bases, (rest_out, rest_state), gamma, *counts = results
+        taken, skipped, kept = counts
         # Its results may be selected and scaled by: what they are made of is behind the cond.
         done, steps = skipped == state.skipped, curvature.stacks.unstacked_tree(steps, own)
         if scale is not None:
@@ -477,9 +500,10 @@ class _Kfac:
                 params,
                 own,
                 steps,
-                adaptation.given(rate, self.momentum, self.weight_decay),
+                given_numbers,
                 delta,
                 loss,
+                factor_damping=gamma,
                 upcoming=at_step(self.damping, taken),
                 taken=taken,
                 made=done if burning is None else done & ~burning,

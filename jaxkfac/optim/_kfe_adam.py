@@ -1,7 +1,6 @@
 """Adam in the Kronecker-factored eigenbasis, as an optax transformation."""
 
 import dataclasses
-import functools
 import math
 from typing import Any, Literal, NamedTuple, cast
 
@@ -146,7 +145,8 @@ def kfe_adam(
     covers, follow plain Adam. A side that factors keep as a diagonal (the vocabulary of an
     embedding) takes the average of the gradient's own covariance, $\nabla \nabla^\top$ or
     $\nabla^\top \nabla$, up to ``max_side``; above it, that side is not rotated. With
-    ``covariance="gradient"`` every side does so, and this is SOAP.
+    ``covariance="gradient"`` every side does so, in SOAP's order (the first gradient only fills the
+    covariances, and a refresh comes before the step's own gradient): then this is SOAP.
 
     Args:
         learning_rate: $\eta$, a number or a schedule of the step.
@@ -458,7 +458,7 @@ class _KfeAdam:
         )
         return on_mesh_of(params, state)
 
-    def _plain(self, leaves: dict[str, Array]) -> tuple[str, ...]:
+    def _plain(self, leaves: dict[str, Any]) -> tuple[str, ...]:
         """Paths of the leaves of which a part is in no block."""
         layers = [block.layer for block in self.sides.blocks]
         return parameters_outside(layers, {path: x.shape for path, x in leaves.items()})
@@ -479,9 +479,14 @@ class _KfeAdam:
         if params is None and may_be_positive(self.weight_decay):
             raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
         check_state("kfe_adam", state, KfeAdamState)
-        if state.stacks != self.given.stacks or set(state.second) != set(self._second(state)):
+        if state.stacks != self.given.stacks:
             raise ValueError(
                 "kfe_adam: the state is of another model than like=: make one with tx.init(params)"
+            )
+        if state.stacked_average.layers != self.sides.like.layers:
+            raise ValueError(
+                "kfe_adam: the state was made with another covariance= or max_side=: make a new "
+                "one with tx.init(params)"
             )
         if factors is not None:
             factors = self.given.checked(factors)
@@ -499,15 +504,6 @@ class _KfeAdam:
             out, new = self.advance(*given, extra)
         warn_if_diverged(new, stacklevel=3)
         return out, new
-
-    def _second(self, state: KfeAdamState) -> dict[str, Any]:
-        leaves = jax.eval_shape(self.given.stacks.tree, state.first)
-        names = dict.fromkeys(self._plain(leaves))
-        for block in self.sides.blocks:
-            names |= dict.fromkeys(
-                jax.eval_shape(functools.partial(block.read, dtype=jnp.float32), leaves)
-            )
-        return names
 
     def advance(
         self,
@@ -528,7 +524,8 @@ class _KfeAdam:
 
         def step() -> Any:
             average = curvature.averaged(state, new)
-            bases, kept = curvature.refreshed(state, average, new, 0.0)
+            decomposed = state.stacked_average if self.sides.alone else average
+            bases, kept = curvature.refreshed(state, decomposed, new, 0.0)
             taken = jnp.asarray(optax.safe_increment(state.step))
             first = jax.tree.map(
                 lambda m, g: (
@@ -564,10 +561,17 @@ class _KfeAdam:
             held = state.stacked_average, curvature.unchanged(state, new), state.first
             return steps, *held, state.second, (out, state.others), state.step, skipped, state.kept
 
-        results = taken_where(finite, None, step, skip, skip)
+        def average_alone() -> Any:
+            steps, _, *held, _, kept = skip()
+            return steps, curvature.averaged(state, new), *held, state.skipped, kept
+
+        # SOAP's own order: the first gradient fills the covariances, a later one comes after the
+        # refresh.
+        filling = state.stacked_average.terms == 0 if self.sides.alone else None
+        results = taken_where(finite, filling, step, skip, average_alone)
         steps, average, bases, first, second, (rest_out, rest_state), taken, skipped, kept = results
-        done, down = skipped == state.skipped, stacks.unstacked_tree(steps, own)
-        came = jnp.asarray(False) if new is None else done & (new.terms > 0)
+        done, down = taken != state.step, stacks.unstacked_tree(steps, own)
+        came = jnp.asarray(False) if new is None else finite & (new.terms > 0)
         due = done & curvature.refresh.is_due(state)
         missed = done & curvature.refresh.is_missed(state, average)
         out = descend(down, own, params, rate, self.weight_decay)

@@ -41,6 +41,7 @@ class Preconditioner(abc.ABC):
 
     kept: type
     on_host = False
+    damps_at_refresh = False
 
     def __init__(self, damping_mode: DampingMode) -> None:
         self._mode = damping_mode
@@ -199,6 +200,7 @@ class _CholeskyInverses(Preconditioner):
     """Two products a layer, at the damping of the refresh."""
 
     kept = Inverses
+    damps_at_refresh = True
 
     def initial(self, like: Factors, damping: Damping, clipping: Clipping) -> Inverses:
         return identity_inverses(like, damping=damping, damping_mode=self._mode, **clipping)
