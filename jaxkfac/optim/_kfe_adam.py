@@ -19,7 +19,7 @@ from jaxkfac.linalg import into_eigenbasis, out_of_eigenbasis
 from jaxkfac.optim._curvature import Curvature, Others, shapes_of
 from jaxkfac.optim._descent import descend, taken_where, where, zero_momentum
 from jaxkfac.optim._explicit import is_sharded, on_mesh_of, sharded_like, whole
-from jaxkfac.optim._injected import may_be_positive
+from jaxkfac.optim._injected import check_weight_decay, may_be_positive
 from jaxkfac.optim._preconditioner import preconditioner_of
 from jaxkfac.optim._schedules import Schedule, at_step, check_learning_rate
 from jaxkfac.optim._stacks import Stacks
@@ -206,7 +206,7 @@ def kfe_adam(
     scalar("eps", eps, "a positive number")
     if not 0 < eps < math.inf:
         raise ValueError(f"eps must be positive, got {eps}")
-    scalar("weight_decay", weight_decay, "a number, 0.0 for no weight decay")
+    check_weight_decay(weight_decay)
     one_of("refresh", refresh, ("qr", "eigh"))
     one_of("covariance", covariance, ("factors", "gradient"))
     at_least_one(refresh_every=refresh_every)
