@@ -33,8 +33,8 @@ def test_kfe_adam_of_the_gradients_covariance_is_published_soap():
     stats = jk.value_grad_and_factors(objective)
     ours = {name: jnp.asarray(value) for name, value in params.items()}
     tx = jk.kfe_adam(
-        RATE, like=stats.factor_shapes(ours, (x[0], jnp.asarray(y[0]))), b1=BETA, b2=BETA, decay=BETA,
-        refresh_every=EVERY, covariance="gradient", eps=1e-15,
+        RATE, like=stats.factor_shapes(ours, (x[0], jnp.asarray(y[0]))), covariance="gradient",
+        b1=BETA, b2=BETA, decay=BETA, eps=1e-15, refresh_every=EVERY,
     )  # fmt: skip
     state, step = tx.init(ours), jax.jit(lambda g, s: tx.update(g, s, factors=None))
 

@@ -82,6 +82,11 @@ def kfac(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Kronecker-factored natural gradient descent with averages, refreshes and momentum.
 
+    Without a learning rate it adapts itself: the quadratic model of the loss chooses rate and
+    momentum, and dampings are adapted. It then needs ``**stats.adaptation(params, batch, key)`` at
+    every update. With a learning rate it is the fixed rule below, by default with a damping and a
+    norm constraint that let no task of ``benchmarks.optimizers`` diverge at a rate of 0.1.
+
     With $\bar F$ the exponential average of the factors, decomposed every
     ``refresh_every`` steps, $\mu$ the momentum, $\eta$ the learning rate:
 
@@ -102,17 +107,17 @@ def kfac(
     Parameters that no factor covers follow plain gradient descent with the same learning
     rate, momentum and weight decay ($p = \nabla$, $\nu = 1$), or ``others``.
 
-    With ``"quadratic"`` a rate is that at which the model of the penalised loss $h(\theta) =
-    L(\theta) + \tfrac w2 \|\theta\|^2$ is least,
+    A learning rate or momentum that is ``"quadratic"`` is that at which the model of the penalised
+    loss $h(\theta) = L(\theta) + \tfrac w2 \|\theta\|^2$ is least,
 
     $$ \Delta = -\eta p + \mu \Delta_{\text{last}}, \qquad
        M(\Delta) = \nabla h^\top \Delta
        + \tfrac12 \Delta^\top (F + (\lambda + w) I) \Delta , $$
 
-    $F$ the ``curvature`` of the batch, not the factors; these are damped by $\delta = \lambda +
-    w$ ($\gamma^2$ in the paper), and $p = (\bar F + \delta)^{-1} \nabla h$. Every 5th step, or as
-    :class:`jaxkfac.LevenbergMarquardt` says, the loss at the new parameters is compared with the
-    model's. What is adapted stands in ``state.adaptation``.
+    $F$ the ``curvature`` of the batch, not the factors, and $p = (\bar F + \gamma^2)^{-1} \nabla
+    h$. Every 5th step, or as :class:`jaxkfac.LevenbergMarquardt` says, the loss at the new
+    parameters is compared with the model's, which adapts $\lambda$; $\gamma^2$, which begins at
+    $\lambda + w$, is adapted by itself. What is adapted stands in ``state.adaptation``.
 
     Warning:
         Accumulate with :func:`multi_steps`, never with ``optax.MultiSteps``: that pools the
@@ -122,21 +127,25 @@ def kfac(
         (``pytest jaxkfac/optim/_multi_steps_test.py -k around_kfac``).
 
     Args:
-        learning_rate: $\eta$, a number, a schedule of the step, or ``"quadratic"``.
+        learning_rate: $\eta$, a number (0.1 is a good first one), a schedule of the step, or
+            ``"quadratic"``, the default.
         like: ``stats.factor_shapes(params, batch)``: which factors there are. Only layers,
             shapes and dtypes are read, and the ``origin``, which is that of the state's average and
             bases; factors of another Fisher type are averaged all the same.
         damping: $\delta \ge 0$ in units of the squared gradient, or a pair
             ``(damping_a, damping_g)`` in the units of each factor; numbers or schedules. Or
-            :class:`jaxkfac.LevenbergMarquardt`, by which it is adapted.
-        damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``.
+            :class:`jaxkfac.LevenbergMarquardt`, by which it is adapted. ``"auto"`` is that with a
+            ``"quadratic"`` rate, else 0.1.
+        damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``. ``"auto"`` is ``"pi"`` with a
+            ``"quadratic"`` rate, else ``"exact"``.
         decay: $\beta \in [0, 1)$ of the factor average; see
             :func:`jaxkfac.factors.update_average`.
         refresh_every: Steps between decompositions, at least 1. The first step that has factors
             always decomposes.
-        momentum: $\mu \in [0, 1)$, or ``"quadratic"``.
+        momentum: $\mu \in [0, 1)$, or ``"quadratic"``. ``"auto"`` is that with a ``"quadratic"``
+            rate, else 0.9.
         norm_constraint: $c > 0$, or ``None`` for no constraint. Over the leaves that
-            factors cover.
+            factors cover. ``"auto"`` is none with a ``"quadratic"`` rate, else 0.01.
         weight_decay: $w \ge 0$, decoupled (not preconditioned, no part of the momentum), but
             where a rate is ``"quadratic"``.
             With ``others``, only for the parameters that factors cover.
@@ -148,9 +157,10 @@ def kfac(
             products a layer and step, for the separable dampings: ``"factored"``, ``"pi"`` or a
             pair. The damping is that of the refresh until the next one, and clipping is as in
             :func:`jaxkfac.curvature.invert`. ``"eigh"``: eigenvectors, four products a layer,
-            for any damping, read at every step. ``"host"``: the same, decomposed by the host in
-            float64, where ``update`` is called outside of ``jit``. ``"auto"``: Cholesky where
-            the damping is separable, else eigenvectors.
+            for any damping, read at every step. ``"qr"``: the same, tracked after the first refresh
+            by one step of orthogonal iteration, which takes 0.6 of the time. ``"host"``:
+            decomposed by the host in float64, where ``update`` is called outside of ``jit``.
+            ``"auto"``: Cholesky where the damping is separable, else eigenvectors.
         stagger: Whether a refresh is spread over the steps between two: the layers in at most
             ``refresh_every`` parts of about equal work (layers that share an input, or are
             stacked, stay together), each at a step of its own. Each layer is still refreshed
@@ -165,17 +175,24 @@ def kfac(
     hold.
 
     Returns:
-        A transformation used as ``tx.update(grads, state, params, factors=factors)``,
-        inside ``jit`` and ``lax.scan``. ``factors`` may be left out, or have counts of zero: then
-        the average stays, and a refresh that is due takes it as it is. Until the first ones come,
-        steps are those of gradient descent; ``state.missed`` above 1 says that they come too late
+        A transformation used inside ``jit`` and ``lax.scan``, with a learning rate as
+        ``tx.update(grads, state, params, factors=factors)``, without one as ``tx.update(grads,
+        state, params, factors=factors, **stats.adaptation(params, batch, key))``.
+
+        ``factors`` are required. They may be ``None``, or have counts of zero: then the average
+        stays, and a refresh that is due takes it as it is. Until the first ones come, steps are
+        those of gradient descent; ``state.missed`` above 1 says that they come too late
         (``every=``) or never. A call with a non-finite gradient or factor returns zeros and changes
-        nothing but ``state.skipped``.
-        A ``kfac`` that adapts itself also takes ``value=loss``, ``value_fn=``, a function of the
-        parameters that is this batch's loss, and ``curvature=``, its operator
-        (``jk.operators.ggn(objective, params, batch)``). It is called inside ``jit``, and stands
-        last in its chain. An update whose model or trial is not finite is not made, and counted
-        in ``state.adaptation.rejected``.
+        nothing but ``state.skipped``. ``value=``, optax's name for the loss of the batch, is
+        watched: ``state.diverged`` counts updates in a row at which it is not finite or has risen
+        far above its first value, ten of them warn outside of ``jit``, and
+        :func:`jaxkfac.check_state` says what to do.
+
+        What ``stats.adaptation`` returns are ``value``, ``value_fn`` (a function of the
+        parameters that is this batch's loss) and ``curvature`` (its operator, as
+        ``jk.operators.ggn(objective, params, batch)``), which may also be given one by one. An
+        adaptive ``kfac`` is called inside ``jit``, and stands last in its chain. An update whose
+        model or trial is not finite is not made, and counted in ``state.adaptation.rejected``.
 
     Raises:
         ValueError: when built, naming the argument out of range, inverses for a damping that
@@ -186,6 +203,7 @@ def kfac(
             ``inverse="host"`` is traced, ``distribute`` names no axis of a known mesh, or what
             adaptation needs is missing, of another batch, or not where the last update led (seen
             outside of ``jit``; inside see ``state.adaptation.displaced``).
+        TypeError: in ``update``, ``factors`` are left out.
 
     Memory:
         For each factor of size ``n``: ``n**2`` for its average and ``n**2 + n`` for its
