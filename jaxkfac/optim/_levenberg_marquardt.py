@@ -57,7 +57,7 @@ class LevenbergMarquardt:
         curvature, 2015, sections 6.5 and 6.6.
     """
 
-    initial: float = 1.0
+    initial: float = 0.03
     every: int = 5
     factor: float = 19 / 20
     minimum: float = 1e-8
