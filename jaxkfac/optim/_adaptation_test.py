@@ -463,7 +463,7 @@ def test_kfac_that_is_not_last_in_its_chain_is_seen(options):
 def test_where_the_gradient_is_zero_nothing_is_rejected():
     x = jnp.eye(3)
     params, batch = {"kernel": jnp.ones((3, 2))}, (x, jnp.ones((3, 2)))
-    _, state, step = training(params, batch, LINEAR, damping=LevenbergMarquardt())
+    _, state, step = training(params, batch, LINEAR, damping=LevenbergMarquardt(initial=1.0))
     moved, state = jax.jit(step)(params, state)
     np.testing.assert_array_equal(moved["kernel"], params["kernel"])
     assert (state.adaptation.rejected, state.adaptation.damping) == (0, 1.0)
