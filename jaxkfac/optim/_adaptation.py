@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac._checks import instance_of, scalar
@@ -264,15 +263,14 @@ class Adaptation:
         dampings = self.rule.factor_dampings(held.factor_damping)
         dtype, last = held.damping.dtype, leaves_by_path(state.momentum)
 
+        def change(factor_damping: Scalar) -> Scalar:
+            steps = _at(direction(factor_damping), last)
+            model = QuadraticModel(_at(gradient, last), loss.curvature, jnp.asarray(damping, dtype))
+            return self._minimum(model, steps, last, numbers).change
+
         def trial() -> Scalar:
             # One after the other in a loop, which compiles one of them.
-            _, stacked = jax.lax.scan(lambda _, x: (None, direction(x)), None, dampings)
-            steps = [
-                _at(jax.tree.map(lambda x, i=i: x[i], stacked), last) for i in range(len(dampings))
-            ]
-            model = QuadraticModel(_at(gradient, last), loss.curvature, jnp.asarray(damping, dtype))
-            changes = [found.change for found in self._minima(model, steps, last, numbers)]
-            changes = jnp.stack(changes)
+            changes = jax.lax.map(change, dampings)
             return dampings[jnp.argmin(jnp.where(jnp.isfinite(changes), changes, jnp.inf))]
 
         return jax.lax.cond(due, fast_convolutions(trial), lambda: held.factor_damping)
@@ -384,32 +382,27 @@ class Adaptation:
         self, model: QuadraticModel, steps: Leaves, last: Leaves, numbers: Numbers
     ) -> tuple[Leaves, Minimum]:
         """The update where the model is least, over the step and the last update."""
-        (found,) = self._minima(model, [steps], last, numbers)
+        found = self._minimum(model, steps, last, numbers)
         update = {
             path: scaled(-found.rate, x.astype(old.dtype)) + scaled(found.momentum, old)
             for (path, x), old in zip(steps.items(), last.values(), strict=True)
         }
         return update, found
 
-    def _minima(
-        self, model: QuadraticModel, steps: list[Leaves], last: Leaves, numbers: Numbers
-    ) -> list[Minimum]:
-        """Where the model is least over each of several steps and the last update."""
+    def _minimum(
+        self, model: QuadraticModel, steps: Leaves, last: Leaves, numbers: Numbers
+    ) -> Minimum:
+        """Where the model is least over the step and the last update."""
         dtype = model.damping.dtype
         rate, momentum = (
             None if number is None else jnp.asarray(number, dtype)
             for number in (numbers.rate, numbers.momentum)
         )
         alone = isinstance(numbers.momentum, float | int) and numbers.momentum == 0
-        second, first = model.along(*steps, *([] if alone else [last]))
-        # A step is taken downwards: by its sign in numbers, not in a tree.
-        signs = jnp.asarray([-1] * len(steps) + [1][alone:], dtype)
-        second, first = signs[:, None] * second * signs, signs * first
-        found = []
-        for i in range(len(steps)):
-            which = np.array([i] if alone else [i, len(steps)])
-            found.append(minimum(second[np.ix_(which, which)], first[which], rate, momentum))
-        return found
+        second, first = model.along(*((steps,) if alone else (steps, last)))
+        # The step is taken downwards: by its sign in numbers, not in a tree.
+        signs = jnp.asarray([-1, 1][: len(first)], dtype)
+        return minimum(signs[:, None] * second * signs, signs * first, rate, momentum)
 
     def _tried(
         self,
