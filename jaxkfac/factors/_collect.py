@@ -392,8 +392,8 @@ class FactorCollector:
             >>> updates, _ = tx.update(
             ...     grads, tx.init(params), params, factors=factors, **adaptation
             ... )
-            >>> print(float(adaptation["value"]), updates["kernel"][0].round(2))
-            1.0 [-0.25 -0.25]
+            >>> print(float(adaptation["value"]), updates["kernel"][0].round(1))
+            1.0 [-0.9 -0.9]
         """
         objective: Any = self._program.objective
         if not isinstance(objective, Objective) and self._loss_terms is not None:
