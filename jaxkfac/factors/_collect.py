@@ -389,11 +389,11 @@ class FactorCollector:
             >>> tx = jk.kfac(like=stats.factor_shapes(params, batch))
             >>> _, grads, factors = stats(params, batch)
             >>> adaptation = stats.adaptation(params, batch)
-            >>> updates, _ = tx.update(
+            >>> updates, state = tx.update(
             ...     grads, tx.init(params), params, factors=factors, **adaptation
             ... )
-            >>> print(float(adaptation["value"]), updates["kernel"][0].round(1))
-            1.0 [-0.9 -0.9]
+            >>> print(float(adaptation["value"]), int(state.step), int(state.adaptation.rejected))
+            1.0 1 0
         """
         objective: Any = self._program.objective
         if not isinstance(objective, Objective) and self._loss_terms is not None:
