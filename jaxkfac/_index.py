@@ -57,6 +57,7 @@ from jaxkfac.optim import (
     check_state,
     has_updated,
     kfac,
+    kfe_adam,
     multi_steps,
     scale_by_bases,
 )
@@ -118,6 +119,7 @@ __all__ = [
     "has_updated",
     "influence",
     "kfac",
+    "kfe_adam",
     "laplace",
     "load_safetensors",
     "lslora",

@@ -33,14 +33,13 @@ def marked(kind: str, outputs: Any, targets: Any, weight: float = 1.0) -> Any:
     return jk.mark_outputs(outputs, _LIKELIHOODS[kind], weight=weight)
 
 
-def statistics(problem: Problem, data: Arrays, *, every: int = 1) -> Statistics:
-    """Of a problem, with the Fisher type that it names."""
+def statistics(problem: Problem, data: Arrays, *, every: int = 1, fisher: Any = None) -> Statistics:
+    """Of a problem, with a Fisher type, by default the one that the problem names."""
 
     def loss(params: Any, batch: Any) -> Any:
         return problem.loss(params, batch, marked)
 
-    fisher: Any = problem.fisher
-    collect = jk.value_grad_and_factors(loss, fisher=fisher, every=every)
+    collect = jk.value_grad_and_factors(loss, fisher=fisher or problem.fisher, every=every)
     params = jax.tree.map(jnp.asarray, problem.initial(0))
     like = collect.factor_shapes(params, problem.batch(data, 0, 0), jax.random.key(0))
     return Statistics(loss, collect, like)
@@ -70,12 +69,12 @@ def steps(problem: Problem, data: Arrays, setting: Setting, **options: Any) -> S
 
 
 def documented(
-    make: Callable[[Any, Setting], Any], *, adaptive: bool = False
+    make: Callable[[Any, Setting], Any], *, adaptive: bool = False, fisher: Any = None
 ) -> Callable[[Problem, Arrays, Setting], Steps]:
     """The documentation's loop, around the optimizer ``make(like, setting)``."""
 
     def build(problem: Problem, data: Arrays, setting: Setting) -> Steps:
-        _, stats, like = statistics(problem, data)
+        _, stats, like = statistics(problem, data, fisher=fisher)
         tx = make(like, setting)
 
         def step(carry: Any, batch: Any, key: Any, progress: Any) -> Any:

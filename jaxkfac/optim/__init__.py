@@ -4,6 +4,7 @@ from jaxkfac.optim._accumulators import MemoryKind, check_memory_kind, checked_a
 from jaxkfac.optim._adaptation import AdaptationState
 from jaxkfac.optim._kfac import kfac
 from jaxkfac.optim._kfac_state import KfacState
+from jaxkfac.optim._kfe_adam import KfeAdamState, kfe_adam
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt
 from jaxkfac.optim._multi_steps import MultiStepsState, has_updated, multi_steps
 from jaxkfac.optim._scale_by_bases import ScaleByBasesState, scale_by_bases
@@ -12,6 +13,7 @@ from jaxkfac.optim._watch import Watch, check_state
 __all__ = [
     "AdaptationState",
     "KfacState",
+    "KfeAdamState",
     "LevenbergMarquardt",
     "MemoryKind",
     "MultiStepsState",
@@ -22,6 +24,7 @@ __all__ = [
     "checked_accumulator_dtype",
     "has_updated",
     "kfac",
+    "kfe_adam",
     "multi_steps",
     "scale_by_bases",
 ]

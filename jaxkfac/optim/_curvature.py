@@ -55,6 +55,7 @@ class Curvature:
 
     Attributes:
         like: Shapes of the factors.
+        stacks: Which layers are one stacked layer in the state.
         method: What is kept of a refresh.
         decay: Of the average.
         refresh_every: Steps from one refresh to the next.
@@ -63,6 +64,7 @@ class Curvature:
     """
 
     like: Factors
+    stacks: Stacks
     method: Preconditioner
     decay: ArrayLike
     refresh_every: ArrayLike
@@ -79,11 +81,6 @@ class Curvature:
     def covered(self) -> Collection[str]:
         """Paths of the parameters that have a block."""
         return covered_indices(self.like.layers)
-
-    @functools.cached_property
-    def stacks(self) -> Stacks:
-        """Which layers are one stacked layer in the state."""
-        return Stacks.of(self.like)
 
     @functools.cached_property
     def stacked_like(self) -> Factors:
@@ -159,6 +156,11 @@ class Curvature:
             bases, kept = self.refresh(state, held, average, damping, clipping, axis)
             due = self.refresh.is_due(state) & (average.terms > 0)
         return self.method.measured_since(bases, measured, due), kept
+
+    def fresh(self, state: Any, average: Factors, damping: Damping) -> Any:
+        """What a refresh makes of an average, by every device for itself."""
+        clipping = clipping_of(state.stacked_bases, self.clipping)
+        return self.method.fresh(average, damping, clipping, None)
 
     def unchanged(self, state: Any, new: Factors | None) -> Any:
         """The bases of a step that is skipped, in the structure that one with factors has."""

@@ -15,7 +15,7 @@ from jaxkfac.curvature.operators import Operator
 from jaxkfac.factors import BatchCurvature, Factors
 from jaxkfac.interception import Staged, TraceCache
 from jaxkfac.linalg import Damping, DampingMode
-from jaxkfac.optim._adaptation import Adaptation, AdaptationState, BatchLoss
+from jaxkfac.optim._adaptation import Adaptation, AdaptationState, BatchLoss, Numbers
 from jaxkfac.optim._curvature import Curvature, Others, shapes_of
 from jaxkfac.optim._descent import (
     advance_momentum,
@@ -39,6 +39,7 @@ from jaxkfac.optim._schedules import (
     check_scheduled_damping,
     has_schedule,
 )
+from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
@@ -81,6 +82,11 @@ def kfac(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Kronecker-factored natural gradient descent with averages, refreshes and momentum.
 
+    Without a learning rate it adapts itself: the quadratic model of the loss chooses rate and
+    momentum, and dampings are adapted. It then needs ``**stats.adaptation(params, batch, key)`` at
+    every update. With a learning rate it is the fixed rule below, by default with a damping and a
+    norm constraint that let no task of ``benchmarks.optimizers`` diverge at a rate of 0.1.
+
     With $\bar F$ the exponential average of the factors, decomposed every
     ``refresh_every`` steps, $\mu$ the momentum, $\eta$ the learning rate:
 
@@ -101,17 +107,17 @@ def kfac(
     Parameters that no factor covers follow plain gradient descent with the same learning
     rate, momentum and weight decay ($p = \nabla$, $\nu = 1$), or ``others``.
 
-    With ``"quadratic"`` a rate is that at which the model of the penalised loss $h(\theta) =
-    L(\theta) + \tfrac w2 \|\theta\|^2$ is least,
+    A learning rate or momentum that is ``"quadratic"`` is that at which the model of the penalised
+    loss $h(\theta) = L(\theta) + \tfrac w2 \|\theta\|^2$ is least,
 
     $$ \Delta = -\eta p + \mu \Delta_{\text{last}}, \qquad
        M(\Delta) = \nabla h^\top \Delta
        + \tfrac12 \Delta^\top (F + (\lambda + w) I) \Delta , $$
 
-    $F$ the ``curvature`` of the batch, not the factors; these are damped by $\delta = \lambda +
-    w$ ($\gamma^2$ in the paper), and $p = (\bar F + \delta)^{-1} \nabla h$. Every 5th step, or as
-    :class:`jaxkfac.LevenbergMarquardt` says, the loss at the new parameters is compared with the
-    model's. What is adapted stands in ``state.adaptation``.
+    $F$ the ``curvature`` of the batch, not the factors, and $p = (\bar F + \gamma^2)^{-1} \nabla
+    h$. Every 5th step, or as :class:`jaxkfac.LevenbergMarquardt` says, the loss at the new
+    parameters is compared with the model's, which adapts $\lambda$; $\gamma^2$, which begins at
+    $\lambda + w$, is adapted by itself. What is adapted stands in ``state.adaptation``.
 
     Warning:
         Accumulate with :func:`multi_steps`, never with ``optax.MultiSteps``: that pools the
@@ -121,21 +127,25 @@ def kfac(
         (``pytest jaxkfac/optim/_multi_steps_test.py -k around_kfac``).
 
     Args:
-        learning_rate: $\eta$, a number, a schedule of the step, or ``"quadratic"``.
+        learning_rate: $\eta$, a number (0.1 is a good first one), a schedule of the step, or
+            ``"quadratic"``, the default.
         like: ``stats.factor_shapes(params, batch)``: which factors there are. Only layers,
             shapes and dtypes are read, and the ``origin``, which is that of the state's average and
             bases; factors of another Fisher type are averaged all the same.
         damping: $\delta \ge 0$ in units of the squared gradient, or a pair
             ``(damping_a, damping_g)`` in the units of each factor; numbers or schedules. Or
-            :class:`jaxkfac.LevenbergMarquardt`, by which it is adapted.
-        damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``.
+            :class:`jaxkfac.LevenbergMarquardt`, by which it is adapted. ``"auto"`` is that with a
+            ``"quadratic"`` rate, else 0.1.
+        damping_mode: ``"exact"``, ``"factored"`` or ``"pi"``. ``"auto"`` is ``"pi"`` with a
+            ``"quadratic"`` rate, else ``"exact"``.
         decay: $\beta \in [0, 1)$ of the factor average; see
             :func:`jaxkfac.factors.update_average`.
         refresh_every: Steps between decompositions, at least 1. The first step that has factors
             always decomposes.
-        momentum: $\mu \in [0, 1)$, or ``"quadratic"``.
+        momentum: $\mu \in [0, 1)$, or ``"quadratic"``. ``"auto"`` is that with a ``"quadratic"``
+            rate, else 0.9.
         norm_constraint: $c > 0$, or ``None`` for no constraint. Over the leaves that
-            factors cover.
+            factors cover. ``"auto"`` is none with a ``"quadratic"`` rate, else 0.01.
         weight_decay: $w \ge 0$, decoupled (not preconditioned, no part of the momentum), but
             where a rate is ``"quadratic"``.
             With ``others``, only for the parameters that factors cover.
@@ -147,9 +157,10 @@ def kfac(
             products a layer and step, for the separable dampings: ``"factored"``, ``"pi"`` or a
             pair. The damping is that of the refresh until the next one, and clipping is as in
             :func:`jaxkfac.curvature.invert`. ``"eigh"``: eigenvectors, four products a layer,
-            for any damping, read at every step. ``"host"``: the same, decomposed by the host in
-            float64, where ``update`` is called outside of ``jit``. ``"auto"``: Cholesky where
-            the damping is separable, else eigenvectors.
+            for any damping, read at every step. ``"qr"``: the same, tracked after the first refresh
+            by one step of orthogonal iteration, which takes 0.6 of the time. ``"host"``:
+            decomposed by the host in float64, where ``update`` is called outside of ``jit``.
+            ``"auto"``: Cholesky where the damping is separable, else eigenvectors.
         stagger: Whether a refresh is spread over the steps between two: the layers in at most
             ``refresh_every`` parts of about equal work (layers that share an input, or are
             stacked, stay together), each at a step of its own. Each layer is still refreshed
@@ -164,17 +175,24 @@ def kfac(
     hold.
 
     Returns:
-        A transformation used as ``tx.update(grads, state, params, factors=factors)``,
-        inside ``jit`` and ``lax.scan``. ``factors`` may be left out, or have counts of zero: then
-        the average stays, and a refresh that is due takes it as it is. Until the first ones come,
-        steps are those of gradient descent; ``state.missed`` above 1 says that they come too late
+        A transformation used inside ``jit`` and ``lax.scan``, with a learning rate as
+        ``tx.update(grads, state, params, factors=factors)``, without one as ``tx.update(grads,
+        state, params, factors=factors, **stats.adaptation(params, batch, key))``.
+
+        ``factors`` are required. They may be ``None``, or have counts of zero: then the average
+        stays, and a refresh that is due takes it as it is. Until the first ones come, steps are
+        those of gradient descent; ``state.missed`` above 1 says that they come too late
         (``every=``) or never. A call with a non-finite gradient or factor returns zeros and changes
-        nothing but ``state.skipped``.
-        A ``kfac`` that adapts itself also takes ``value=loss``, ``value_fn=``, a function of the
-        parameters that is this batch's loss, and ``curvature=``, its operator
-        (``jk.operators.ggn(objective, params, batch)``). It is called inside ``jit``, and stands
-        last in its chain. An update whose model or trial is not finite is not made, and counted
-        in ``state.adaptation.rejected``.
+        nothing but ``state.skipped``. ``value=``, optax's name for the loss of the batch, is
+        watched: ``state.diverged`` counts updates in a row at which it is not finite or has risen
+        far above its first value, ten of them warn outside of ``jit``, and
+        :func:`jaxkfac.check_state` says what to do.
+
+        What ``stats.adaptation`` returns are ``value``, ``value_fn`` (a function of the
+        parameters that is this batch's loss) and ``curvature`` (its operator, as
+        ``jk.operators.ggn(objective, params, batch)``), which may also be given one by one. An
+        adaptive ``kfac`` is called inside ``jit``, and stands last in its chain. An update whose
+        model or trial is not finite is not made, and counted in ``state.adaptation.rejected``.
 
     Raises:
         ValueError: when built, naming the argument out of range, inverses for a damping that
@@ -185,6 +203,7 @@ def kfac(
             ``inverse="host"`` is traced, ``distribute`` names no axis of a known mesh, or what
             adaptation needs is missing, of another batch, or not where the last update led (seen
             outside of ``jit``; inside see ``state.adaptation.displaced``).
+        TypeError: in ``update``, ``factors`` are left out.
 
     Memory:
         For each factor of size ``n``: ``n**2`` for its average and ``n**2 + n`` for its
@@ -242,7 +261,9 @@ def kfac(
             f'distribute={distribute!r} divides decompositions among devices, and inverse="host" '
             "makes them in host memory: choose one of both"
         )
-    curvature = Curvature(shapes, method, decay, refresh_every, stagger, clipping)
+    curvature = Curvature(
+        shapes, Stacks.of(shapes), method, decay, refresh_every, stagger, clipping
+    )
     tx = _Kfac(
         curvature=curvature,
         others=Others.of(others, curvature.covered),
@@ -307,7 +328,9 @@ class _Kfac:
             missed=jnp.zeros((), jnp.int32),
             stacks=curvature.stacks,
             watch=Watch.initial(params),
-            adaptation=() if adaptation is None else adaptation.initial(params, delta),
+            adaptation=()
+            if adaptation is None
+            else adaptation.initial(params, delta, self.weight_decay),
         )
         return on_mesh_of(params, state)
 
@@ -419,19 +442,37 @@ class _Kfac:
         curvature, adaptation, others = self.curvature, self.adaptation, self.others
         own, given, (*numbers, value) = gradients_only(grads), (self.rate, self.damping), numbers
         rate, delta = (x if now is None else now for x, now in zip(given, numbers, strict=True))
+        gamma, given_numbers = delta, Numbers(None, None, None)
         if adaptation is not None:
             delta = adaptation.damping_of(state, delta, self.weight_decay)
+            gamma = adaptation.factor_damping_of(state, delta)
             own = adaptation.gradient_of(own, params, state.momentum, self.weight_decay)
+            given_numbers = adaptation.given(rate, self.momentum, self.weight_decay)
         # Stacked ahead of the cond, which then has few operands.
         stacked, new = curvature.stacks.tree(own), curvature.stacked(factors)
         finite, burning = all_finite(stacked, new), self._is_burning(state)
 
         def step() -> Any:
-            average = curvature.averaged(state, new)
-            bases, kept = curvature.refreshed(
-                state, average, new, delta, axis=axis, from_host=from_host
+            average, chosen = curvature.averaged(state, new), gamma
+            refreshed = functools.partial(
+                curvature.refreshed, state, average, new, axis=axis, from_host=from_host
             )
-            steps, scale = curvature.method.apply(stacked, bases, delta), None
+            held = None if curvature.method.damps_at_refresh else refreshed(gamma)
+            if adaptation is not None and adaptation.two_dampings:
+
+                def direction(damping: Any) -> PyTree:
+                    bases = curvature.fresh(state, average, damping) if held is None else held[0]
+                    steps = curvature.method.apply(stacked, bases, damping)
+                    return curvature.stacks.unstacked_tree(steps, own)
+
+                due = adaptation.is_trial_due(state.step, curvature.refresh_every)
+                due &= curvature.refresh.is_due(state) & (average.terms > 0)
+                given = loss, given_numbers
+                chosen = adaptation.tried_factor_damping(
+                    state, own, direction, delta, *given, due=due
+                )
+            bases, kept = refreshed(chosen) if held is None else held
+            steps, scale = curvature.method.apply(stacked, bases, chosen), None
             if self.norm_constraint is not None:
                 paths = curvature.stacked_paths
                 scale = norm_scale(steps, stacked, paths, rate, self.norm_constraint)
@@ -440,7 +481,8 @@ class _Kfac:
                 out = others.tx.update(grads, state.others, params, **extra)
                 out = cast_like(grads, out[0]), out[1]
             taken = jnp.asarray(optax.safe_increment(state.step))
-            return (steps, scale), average, bases, out, taken, state.skipped, state.kept + kept
+            counts = taken, state.skipped, state.kept + kept
+            return (steps, scale), average, bases, out, chosen, *counts
 
         def skip() -> Any:
             # Any numbers will do for steps that are not taken: those that are there cost nothing.
@@ -448,14 +490,16 @@ class _Kfac:
             out = () if others.tx is None else jax.tree.map(jnp.zeros_like, own)
             skipped = jnp.asarray(optax.safe_increment(state.skipped))
             held = state.stacked_average, curvature.unchanged(state, new), (out, state.others)
-            return (stacked, scale), *held, state.step, skipped, state.kept
+            return (stacked, scale), *held, gamma, state.step, skipped, state.kept
 
         def average_alone() -> Any:
-            steps, _, bases, rest, taken, _, kept = skip()
-            return steps, curvature.averaged(state, new), bases, rest, taken, state.skipped, kept
+            steps, _, bases, rest, _, taken, _, kept = skip()
+            average = curvature.averaged(state, new)
+            return steps, average, bases, rest, gamma, taken, state.skipped, kept
 
         results = taken_where(finite, burning, step, skip, average_alone)
-        (steps, scale), average, bases, (rest_out, rest_state), taken, skipped, kept = results
+        (steps, scale), average, bases, (rest_out, rest_state), gamma, *counts = results
+        taken, skipped, kept = counts
         # Its results may be selected and scaled by: what they are made of is behind the cond.
         done, steps = skipped == state.skipped, curvature.stacks.unstacked_tree(steps, own)
         if scale is not None:
@@ -474,9 +518,10 @@ class _Kfac:
                 params,
                 own,
                 steps,
-                adaptation.given(rate, self.momentum, self.weight_decay),
+                given_numbers,
                 delta,
                 loss,
+                factor_damping=gamma,
                 upcoming=at_step(self.damping, taken),
                 taken=taken,
                 made=done if burning is None else done & ~burning,

@@ -7,7 +7,7 @@ import jaxkfac as jk
 from benchmarks.optimizers._kfac import documented
 from benchmarks.optimizers._method import Method, constant, here
 
-RATE = 1e-2  # docs/loops.md
+RATE = 0.1  # docs/loops.md
 
 KFAC_RATE = Method(
     name="kfac_rate",

@@ -15,7 +15,8 @@ KFE_ADAM = Method(
     settings=(),
     run=here(
         documented(
-            lambda like, setting: jk.kfe_adam(lambda _: setting["learning_rate"], like=like)
+            lambda like, setting: jk.kfe_adam(lambda _: setting["learning_rate"], like=like),
+            fisher="empirical",  # it won more of the twelve problems than sampled labels (seed 0)
         ),
         traced=("learning_rate",),
     ),
