@@ -274,7 +274,7 @@ def _():
 
 @entry("kfac, adaptive", eigh=3, grams={2: 1})  # of two directions, in a bias
 def _():
-    tx = jk.kfac("quadratic", momentum="quadratic", like=like(), damping=jk.LevenbergMarquardt())
+    tx = jk.kfac(like=like(), damping_mode="exact")
 
     def update(grads, state, params, factors, batch):
         loss = lambda params: OBJECTIVE(params, batch)
@@ -287,7 +287,7 @@ def _():
 
 @entry("kfac, inverses", cholesky=4)
 def _():
-    options = {"damping_mode": "factored", "inverse": "cholesky"}
+    options = {"damping_mode": "factored", "inverse": "cholesky", "norm_constraint": None}
     return updates(jk.kfac(0.1, like=like(), damping=1e-3, **options), factors=like())
 
 

@@ -14,7 +14,7 @@ from jaxkfac.cli._checkpoint import check_output, find_checkpoint, remove_checkp
 from jaxkfac.cli._devices import RunDevices, devices_line, run_devices
 from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._interrupts import nothing_begun
-from jaxkfac.cli._optimizers import Optimizer
+from jaxkfac.cli._optimizers import Optimizer, labels_sentence
 from jaxkfac.cli._options import Experiment, TrainArguments
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._problem import DigitsProblem, digits_problem, find_layers
@@ -212,7 +212,7 @@ def _write_results(
         title="A vision transformer on handwritten digits",
         lead=f"{sum(sizes.values()):,} parameters, {len(problem.train.labels)} training, "
         f"{len(problem.validation.labels)} validation and {len(problem.test.labels)} test images "
-        "of 8 × 8 pixels.",
+        f"of 8 × 8 pixels.{' ' + labels_sentence(experiment.fisher) if 'kfac' in runs else ''}",
         runs=runs,
         spectra=spectra,
         coverage=coverage,

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -82,6 +83,11 @@ _DIVERGED = (
     "{name}: the loss has been above its first value by ten times that, or not finite, for ten "
     "updates or more (state.diverged): begin again with tx.init(params) and {remedy}"
 )
+_LEFT_OUT = (
+    "micro-batches were left out of their groups (state.skipped of jk.multi_steps), because a "
+    "gradient or a factor was not finite: look for NaN in the batches, and for sums that overflow "
+    "in half precision"
+)
 _SMALLER_RATE = "a learning rate three times smaller"
 _ADAPTIVE = (
     "a learning rate three times smaller, a damping ten times larger, or "
@@ -133,6 +139,10 @@ def check_state(state: PyTree) -> None:
             "state: there is no state of jk.kfac or jk.kfe_adam in it, expected what "
             "tx.init(params) or tx.update(...) returned"
         )
+    groups = [node for node in jax.tree.leaves(state, is_leaf=_accumulates) if _accumulates(node)]
+    left_out = [_number(node.skipped) for node in groups]
+    if any(x > 0 for x in left_out):
+        warnings.warn(_LEFT_OUT, stacklevel=2)
     for node in found:
         for message in _complaints(node):
             warnings.warn(message, stacklevel=2)
@@ -142,10 +152,26 @@ def _is_watched(node: Any) -> bool:
     return isinstance(getattr(node, "watch", None), Watch)
 
 
+def _accumulates(node: Any) -> bool:
+    """Whether it is the state of ``multi_steps``, which counts what it leaves out by itself."""
+    return isinstance(getattr(node, "accumulation", None), optax.MultiStepsState)
+
+
+def _number(counter: Any) -> Array:
+    """A counter's value, in ``nnx.Optimizer`` that of a variable.
+
+    Raises:
+        ValueError: it is traced.
+    """
+    (value,) = jax.tree.leaves(counter)
+    if not is_concrete(value):
+        raise ValueError("state: its counters are traced; call jk.check_state outside of jit")
+    return value
+
+
 def _complaints(state: Any) -> list[str]:
     counters = {"skipped": state.skipped, "missed": state.missed} | state.watch._asdict()
-    if not all(is_concrete(x) for x in counters.values()):
-        raise ValueError("state: its counters are traced; call jk.check_state outside of jit")
+    counters = {name: _number(x) for name, x in counters.items()}
     adaptation = getattr(state, "adaptation", ()) or None
     rows = (
         (counters["diverged"] >= PATIENCE, _diverged(state)),
@@ -165,7 +191,7 @@ def _complaints(state: Any) -> list[str]:
             "old: pass factors= at every step, or at every k-th with refresh_every a multiple of k",
         ),
         (
-            adaptation is not None and adaptation.displaced > 0,
+            adaptation is not None and _number(adaptation.displaced) > 0,
             "the parameters were not where the last update should have left them "
             "(state.adaptation.displaced): jk.kfac must stand last in optax.chain",
         ),
