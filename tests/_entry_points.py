@@ -42,6 +42,7 @@ NOT_EXPORTED = {
     "capacity_metrics": _HOST,
     "compare_capacity": _HOST,
     "cast_once": _DATA,
+    "check_state": "warns outside of jit, from the counters of a state",
     "find_layers": _PYTHON,
     "prepare_queries": "differentiates queries with a program that it compiles itself",
     "influence": "streams batches through programs that it compiles itself",
@@ -289,6 +290,11 @@ def _():
 def _():
     options = {"damping_mode": "factored", "inverse": "cholesky", "norm_constraint": None}
     return updates(jk.kfac(0.1, like=like(), damping=1e-3, **options), factors=like())
+
+
+@entry("kfe_adam", eigh=3)
+def _():
+    return updates(jk.kfe_adam(0.01, like=like(), refresh="eigh"), factors=like())
 
 
 @entry("multi_steps", eigh=3)
