@@ -230,31 +230,27 @@ def kfac(
         using Kronecker-factored approximations, 2017 (the norm constraint).
     """
     by_model = isinstance(learning_rate, str)
-    if _is_auto(damping):
-        damping = LevenbergMarquardt() if by_model else SAFE_DAMPING
-    if _is_auto(damping_mode):
-        damping_mode = "pi" if by_model else "exact"
-    if _is_auto(momentum):
-        momentum = "quadratic" if by_model else 0.9
-    if _is_auto(norm_constraint):
-        norm_constraint = None if by_model else SAFE_NORM
-    adaptation = Adaptation.of(learning_rate, momentum, damping, norm_constraint)
+    damping = _or_auto(damping, LevenbergMarquardt() if by_model else SAFE_DAMPING)
+    mode = _or_auto(damping_mode, "pi" if by_model else "exact")
+    momentum = _or_auto(momentum, "quadratic" if by_model else 0.9)
+    constraint = _or_auto(norm_constraint, None if by_model else SAFE_NORM)
+    adaptation = Adaptation.of(learning_rate, momentum, damping, constraint)
     # What the model chooses is not looked at.
     rate = 0.0 if isinstance(learning_rate, str) else learning_rate
     given_momentum = 0.0 if isinstance(momentum, str) else momentum
     given_damping = initial_damping(damping)
     check_learning_rate(rate)
-    check_scheduled_damping(given_damping, damping_mode)
+    check_scheduled_damping(given_damping, mode)
     clipping = known_clipping(max_condition, floor)
     check_numbers(
         refresh_every=refresh_every,
         momentum=given_momentum,
-        norm_constraint=norm_constraint,
+        norm_constraint=constraint,
         weight_decay=weight_decay,
     )
     shapes = shapes_of(like)
     measures = shapes.corrections is not None
-    method = preconditioner_of(inverse, given_damping, damping_mode, measures=measures)
+    method = preconditioner_of(inverse, given_damping, mode, measures=measures)
     MeshAxis.check(distribute)
     if method.on_host and distribute is not None:
         raise ValueError(
@@ -271,7 +267,7 @@ def kfac(
         rate=rate,
         damping=given_damping,
         momentum=given_momentum,
-        norm_constraint=norm_constraint,
+        norm_constraint=constraint,
         weight_decay=weight_decay,
         distribute=distribute,
     )
@@ -279,8 +275,8 @@ def kfac(
     return optax.GradientTransformationExtraArgs(cast(Any, tx.init), cast(Any, tx.update))
 
 
-def _is_auto(choice: Any) -> bool:
-    return isinstance(choice, str) and choice == "auto"
+def _or_auto(choice: Any, automatic: Any) -> Any:
+    return automatic if isinstance(choice, str) and choice == "auto" else choice
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -440,8 +436,9 @@ class _Kfac:
     ) -> tuple[PyTree, KfacState]:
         """One update: average, refresh, precondition, constrain; skip or take; then descend."""
         curvature, adaptation, others = self.curvature, self.adaptation, self.others
-        own, given, (*numbers, value) = gradients_only(grads), (self.rate, self.damping), numbers
-        rate, delta = (x if now is None else now for x, now in zip(given, numbers, strict=True))
+        own, given, value = gradients_only(grads), (self.rate, self.damping), numbers[-1]
+        now = zip(given, numbers[:-1], strict=True)
+        rate, delta = (x if at is None else at for x, at in now)
         gamma, given_numbers = delta, Numbers(None, None, None)
         if adaptation is not None:
             delta = adaptation.damping_of(state, delta, self.weight_decay)
@@ -458,7 +455,7 @@ class _Kfac:
                 curvature.refreshed, state, average, new, axis=axis, from_host=from_host
             )
             held = None if curvature.method.damps_at_refresh else refreshed(gamma)
-            if adaptation is not None and adaptation.two_dampings:
+            if adaptation is not None and loss is not None and adaptation.two_dampings:
 
                 def direction(damping: Any) -> PyTree:
                     bases = curvature.fresh(state, average, damping) if held is None else held[0]

@@ -496,12 +496,13 @@ class _KfeAdam:
         extra |= self.others.extra(value=value, value_fn=value_fn)
         if value is not None:
             value = jnp.asarray(checked_value(value))
-        given = (grads, state, params, factors, at_step(self.rate, state.step), value)
+        rate = at_step(self.rate, state.step)
+        given: tuple[Any, ...] = (grads, state, params, factors, rate, value, extra)
         if is_sharded(given):
-            out, new = self.advance(*cast(Any, whole(given)), extra)
+            out, new = self.advance(*cast(Any, whole(given)))
             out, new = sharded_like(out, grads), sharded_like(new, state)
         else:
-            out, new = self.advance(*given, extra)
+            out, new = self.advance(*given)
         warn_if_diverged(new, stacklevel=3)
         return out, new
 
