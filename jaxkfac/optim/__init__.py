@@ -12,7 +12,7 @@ from jaxkfac.optim._multi_steps import MultiStepsState, has_updated, multi_steps
 from jaxkfac.optim._preconditioner import Preconditioner, preconditioner_of
 from jaxkfac.optim._scale_by_bases import ScaleByBasesState, scale_by_bases
 from jaxkfac.optim._stacks import Stacks
-from jaxkfac.optim._watch import Watch, check_state
+from jaxkfac.optim._watch import StateWatch, check_state
 
 __all__ = [
     "AdaptationState",
@@ -25,7 +25,7 @@ __all__ = [
     "Preconditioner",
     "ScaleByBasesState",
     "Stacks",
-    "Watch",
+    "StateWatch",
     "advance_momentum",
     "check_memory_kind",
     "check_state",

@@ -53,7 +53,7 @@ from jaxkfac.optim._trees import (
     sum_dtype,
     with_constants,
 )
-from jaxkfac.optim._watch import Watch, warn_if_diverged
+from jaxkfac.optim._watch import StateWatch, warn_if_diverged
 
 PyTree = Any
 
@@ -323,7 +323,7 @@ class _Kfac:
             kept=jnp.zeros((), jnp.int32),
             missed=jnp.zeros((), jnp.int32),
             stacks=curvature.stacks,
-            watch=Watch.initial(params),
+            watch=StateWatch.initial(params),
             adaptation=()
             if adaptation is None
             else adaptation.initial(params, delta, self.weight_decay),

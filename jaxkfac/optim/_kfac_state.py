@@ -13,7 +13,7 @@ from jaxkfac.factors import Factors
 from jaxkfac.optim._adaptation import AdaptationState
 from jaxkfac.optim._explicit import sharded_like
 from jaxkfac.optim._stacks import Stacks
-from jaxkfac.optim._watch import Watch
+from jaxkfac.optim._watch import StateWatch
 
 PyTree = Any
 
@@ -52,7 +52,7 @@ class KfacState(NamedTuple):
     kept: Int[Array, ""]
     missed: Int[Array, ""]
     stacks: Stacks
-    watch: Watch
+    watch: StateWatch
     adaptation: AdaptationState | tuple[()] = ()
 
     @property

@@ -35,7 +35,7 @@ from jaxkfac.optim._trees import (
     scaled,
     with_constants,
 )
-from jaxkfac.optim._watch import Watch, warn_if_diverged
+from jaxkfac.optim._watch import StateWatch, warn_if_diverged
 
 PyTree = Any
 Covariance = Literal["factors", "gradient"]
@@ -100,7 +100,7 @@ class KfeAdamState(NamedTuple):
     missed: Int[Array, ""]
     stacks: Stacks
     shapes: FactorShapes
-    watch: Watch
+    watch: StateWatch
 
     @property
     def diverged(self) -> Int[Array, ""]:
@@ -454,7 +454,7 @@ class _KfeAdam:
             missed=jnp.zeros((), jnp.int32),
             stacks=self.given.stacks,
             shapes=FactorShapes.of(self.given.like),
-            watch=Watch.initial(params),
+            watch=StateWatch.initial(params),
         )
         return on_mesh_of(params, state)
 

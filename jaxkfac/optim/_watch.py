@@ -16,7 +16,7 @@ PyTree = Any
 PATIENCE = 10  # steps in a row with a loss out of bounds, before anything is said
 
 
-class Watch(NamedTuple):
+class StateWatch(NamedTuple):
     """What is counted of losses and factors.
 
     Attributes:
@@ -34,7 +34,7 @@ class Watch(NamedTuple):
     fresh: Bool[Array, ""]
 
     @classmethod
-    def initial(cls, params: PyTree) -> "Watch":
+    def initial(cls, params: PyTree) -> "StateWatch":
         """Before the first update."""
         return cls(
             jnp.full((), jnp.inf, sum_dtype(params)),
@@ -43,7 +43,7 @@ class Watch(NamedTuple):
             jnp.zeros((), jnp.bool_),
         )
 
-    def after(self, value: ArrayLike | None, *, came: Any, due: Any, begun: Any) -> "Watch":
+    def after(self, value: ArrayLike | None, *, came: Any, due: Any, begun: Any) -> "StateWatch":
         """After an update.
 
         Args:
@@ -76,7 +76,7 @@ class Watched(Protocol):
     @property
     def missed(self) -> Any: ...
     @property
-    def watch(self) -> Watch: ...
+    def watch(self) -> StateWatch: ...
 
 
 _DIVERGED = (
@@ -149,7 +149,7 @@ def check_state(state: PyTree) -> None:
 
 
 def _is_watched(node: Any) -> bool:
-    return isinstance(getattr(node, "watch", None), Watch)
+    return isinstance(getattr(node, "watch", None), StateWatch)
 
 
 def _accumulates(node: Any) -> bool:
