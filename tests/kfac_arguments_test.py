@@ -64,7 +64,7 @@ def test_a_rate_alone_is_damped_exactly():
 
 
 def test_no_number_is_the_quadratic_model_with_an_adapted_damping():
-    rule = jk.LevenbergMarquardt(initial=1.0)
+    rule = jk.LevenbergMarquardt()
     named = {"damping": rule, "momentum": "quadratic", "damping_mode": "pi"}
     more = STATS.adaptation(PARAMS, BATCH, KEY)
     found, state = updated(jk.kfac(like=LIKE), **more)
