@@ -50,7 +50,6 @@ def rendered(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     if metadata:
-        header = {"__metadata__": dict(sorted(metadata.items())), **header}
         header["__metadata__"] = dict(sorted(metadata.items()))
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
