@@ -221,7 +221,8 @@ def test_a_finetuning_that_is_killed_goes_on_with_other_devices(tmp_path, first,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "stop", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.exhaustive)]
+    "stop",
+    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.exhaustive)],
 )
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_signal_to_one_process_stops_all_with_a_checkpoint(tmp_path, stop, count):
