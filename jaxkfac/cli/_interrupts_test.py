@@ -79,21 +79,34 @@ SIGNALS = pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGHUP])
 @SIGNALS
 def test_other_signals_stop_as_ctrl_c_does_and_are_told_apart(stop, capsys):
     went_on = []
-    with stopping_signals():
-        with pytest.raises(Stopped) as at_once:
-            os.kill(os.getpid(), stop)
-        with pytest.raises(Stopped) as deferred, interrupts_deferred("saving"):
-            os.kill(os.getpid(), stop)
-            went_on.append(True)
-        with pytest.raises(Stopped) as second, interrupts_deferred("saving"):
+
+    def twice():
+        with interrupts_deferred("saving"):
             press()
             os.kill(os.getpid(), stop)
-            went_on.append(True)
-        with pytest.raises(Stopped) as asked, interrupts_deferred("saving") as hold:
+            went_on.append("after the second")
+
+    def once():
+        with interrupts_deferred("saving"):
+            os.kill(os.getpid(), stop)
+            went_on.append("after the first")
+
+    def looking():
+        with interrupts_deferred("saving") as hold:
             os.kill(os.getpid(), stop)
             if hold.pressed:
                 raise KeyboardInterrupt
-    assert went_on == [True]
+
+    with stopping_signals():
+        with pytest.raises(Stopped) as at_once:
+            os.kill(os.getpid(), stop)
+        with pytest.raises(Stopped) as deferred:
+            once()
+        with pytest.raises(Stopped) as second:
+            twice()
+        with pytest.raises(Stopped) as asked:
+            looking()
+    assert went_on == ["after the first"]
     found = {signal_of(error.value) for error in (at_once, deferred, second, asked)}
     assert found == {stop} and signal_of(KeyboardInterrupt()) == signal.SIGINT
     name = signal.Signals(stop).name

@@ -1,4 +1,4 @@
-"""Runs that are killed or stopped at any moment, and resumed, end with the bits of one that was not."""
+"""Runs that are killed or stopped at any moment and resumed end with the bits of a whole one."""
 
 import json
 import os

@@ -91,7 +91,7 @@ class RunProcesses:
 
     @contextmanager
     def stopping_together(self) -> Iterator[None]:
-        """Training, in which a Ctrl-C or SIGTERM in one process stops all of them at the next pause."""
+        """Training, in which a signal to stop in one process stops all at the next pause."""
         if self._group is None:
             yield
             return

@@ -3,7 +3,7 @@
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from typing import Any, NoReturn
 
 import jinja2
@@ -89,11 +89,11 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             for one, other in ((left, right), (right, left)):
                 if isinstance(one, int) and isinstance(other, int):
                     _check_bits(one.bit_length() + other.bit_length())
-                elif isinstance(one, int) and hasattr(other, "__len__"):
+                elif isinstance(one, int) and isinstance(other, Sized):
                     _check_size(one * len(other))
         elif operator == "%" and isinstance(left, str):
             _check_form((left, *(right if isinstance(right, tuple) else (right,))))
-        elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
+        elif operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
             _check_size(len(left) + len(right))
         return super().call_binop(context, operator, left, right)
 
