@@ -103,7 +103,7 @@ def _run(
         ("kfac", "adamw") if arguments.optimizer == "both" else (arguments.optimizer,)
     )
     with begins, processes.together("looking at the output folder"):
-        folders = _check(arguments, names)
+        folders = _check(arguments, names, writes=processes.first)
         devices = run_devices(
             arguments.devices,
             arguments.mesh,
@@ -171,12 +171,18 @@ def spectra_of(
     return spectrum_records(bases)
 
 
-def _check(arguments: TrainArguments, names: tuple[Optimizer, ...]) -> list[Path]:
+def _check(arguments: TrainArguments, names: tuple[Optimizer, ...], *, writes: bool) -> list[Path]:
     """The folders of the checkpoints."""
     if arguments.checkpoint_every < 1:
         raise ValueError(f"checkpoint_every must be at least 1, not {arguments.checkpoint_every}")
     folders = [arguments.output / name for name in names]
-    check_output(arguments.output, folders, resume=arguments.resume, overwrite=arguments.overwrite)
+    check_output(
+        arguments.output,
+        folders,
+        resume=arguments.resume,
+        overwrite=arguments.overwrite,
+        writes=writes,
+    )
     return folders
 
 

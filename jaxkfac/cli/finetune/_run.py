@@ -59,7 +59,13 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
     folder = output / "checkpoints"
     with nothing_begun(), processes.together("looking at the output folder"):
         _check(arguments)
-        check_output(output, [folder], resume=arguments.resume, overwrite=arguments.overwrite)
+        check_output(
+            output,
+            [folder],
+            resume=arguments.resume,
+            overwrite=arguments.overwrite,
+            writes=processes.first,
+        )
         arguments = as_begun(arguments, folder)
         experiment = arguments.experiment
         devices = run_devices(
