@@ -398,7 +398,7 @@ class FactorCollector:
         objective, marks = self._program.objective, [x.likelihood for x in traced.marks]
         known = isinstance(objective, Objective)
         likelihoods = jax.tree.leaves(objective.likelihood) if known else marks
-        return Origin.of(self._estimator.name, likelihoods)
+        return Origin.of(self._estimator.name, likelihoods, self._program.examples)
 
     def _second_pass(self, traced: Traced, params: PyTree) -> list[Layer]:
         """The diagonals that each example gives by itself."""
@@ -417,7 +417,7 @@ class FactorCollector:
         at: Linearised,
     ) -> Factors:
         if not traced.marks:
-            check_alone(traced, layers)
+            check_alone(self._program, traced, layers)
         number = sum(size for _, size in traced.example_axes)
         if call.estimator.prints:
             cost = f"{number} more gradients" if traced.marks else "about one more gradient"

@@ -15,7 +15,6 @@ from jaxkfac.interception._compat import (
     is_stateful,
 )
 from jaxkfac.interception._computed import uses_in
-from jaxkfac.interception._coupling import mixed_atoms
 from jaxkfac.interception._facts import Facts, reasons_of
 from jaxkfac.interception._functions import seen_in
 from jaxkfac.interception._kind import kind_reading
@@ -114,7 +113,6 @@ class EquationRules(Facts):
             results = [fresh(self.table, s) for s in shapes]
         else:
             results = propagate(self.table, eqn, axes)
-            self.mixes(eqn, mixed_atoms(eqn, axes))
         datas = [Data(n, a) for n, a in zip(out, results, strict=True)]
         first_data = ins[0] if ins else None
         if isinstance(first_data, Data) and first_data.product is not None:
@@ -260,7 +258,6 @@ class EquationRules(Facts):
         axes_in = [v.axes if isinstance(v, Data) else None for v in ins]
         axes = uses[0].kind.result_axes(self.table, uses[0])
         axes = propagate(self.table, eqn, axes_in)[0] if axes is None else axes
-        self.mixes(eqn, mixed_atoms(eqn, axes_in))
         for use in uses:
             use.kind.place(use, axes)
             use.parts = [u for u in uses if u.kind.covered and not u.view.computed_from]

@@ -34,7 +34,14 @@ from jaxkfac.interception._compat import (
     of_operands,
     open_jaxpr,
 )
-from jaxkfac.interception._custom import apart, is_rule, operands_of, rule_of, shapes_of
+from jaxkfac.interception._custom import (
+    apart,
+    is_rule,
+    of_variables,
+    operands_of,
+    rule_of,
+    shapes_of,
+)
 from jaxkfac.interception._functions import is_function
 
 MARK_OUTPUTS = "jaxkfac_mark_outputs"
@@ -372,7 +379,7 @@ def _run_beside(
 ) -> list[tuple[Any, Any, Any]]:
     """The marks of a function with a derivative of its own, whose results nobody reads."""
     primals, tangents = operands_of(eqn)
-    at = dict(zip(eqn.invars, values, strict=True))
+    at = of_variables(eqn, values)
     beside = _beside(eqn, rules=rules)
     assert beside is not None
     operands = [at[v] for v in primals] + [jnp.zeros_like(at[v]) for v in tangents]
