@@ -315,7 +315,8 @@ MIXING = {
         lambda w: jnp.tanh(x @ w) - jnp.tanh(x @ w).mean(0)
     )(jnp.stack([p["w"], p["u"]])).sum(0),
     "covariance of features": lambda p, x: x @ jnp.cov(hidden(p, x).T),
-    "pairs of distances": lambda p, x: jnp.abs(x[:, None] - hidden(p, x)[None]).sum((1, 2))[:, None],
+    "pairs of distances": lambda p, x: jnp.abs(x[:, None] - hidden(p, x)[None]).sum((1, 2))[:, None]
+    + x,
     "cumulative product": lambda p, x: jnp.cumprod(1 + 0.1 * hidden(p, x), 0),
     "einsum across": lambda p, x: jnp.einsum("nd,md->n", x, hidden(p, x))[:, None] + x,
     "median": lambda p, x: hidden(p, x) - jnp.median(x, 0),
