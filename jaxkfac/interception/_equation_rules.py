@@ -123,6 +123,22 @@ class EquationRules(Facts):
                 )
         return list(datas)
 
+    def unread(self, eqn: Eqn, ins: Sequence[Value], failed: str) -> list[Value]:
+        """The results of an equation whose analysis raised: nothing is known of them."""
+        shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars]
+        parameters = [v for v in ins if isinstance(v, Parameter)]
+        if is_stateful(eqn) or any(isinstance(v, Data) or _is_rowless(v) for v in ins):
+            for v in parameters:
+                self.report(v, f"is read inside `{eqn.primitive.name}`, {failed}")
+            return [Data(self.unique(), fresh(self.table, s)) for s in shapes]
+        reasons = reasons_of(parameters, f"`{eqn.primitive.name}`, {failed},")
+        return [
+            Derived(self.unique(), reasons, traced_indices_in(ins))
+            if reasons and _differentiable(v)
+            else Constant(self.unique())
+            for v in eqn.outvars
+        ]
+
     def of_parameters(
         self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
     ) -> list[Value]:

@@ -370,7 +370,10 @@ def _beside(eqn: Eqn, *, rules: bool) -> ClosedJaxpr | None:
         return jax.make_jaxpr(function)(shapes_of(primals), shapes_of(tangents))
     if not rules or is_function(eqn):
         return None
-    rule = rule_of(eqn)
+    try:
+        rule = rule_of(eqn)
+    except Exception:  # it refuses some tangent, and so shows no marks
+        return None
     return rule if marks_of(rule.jaxpr, rules=False) else None
 
 

@@ -4,15 +4,15 @@ A custom derivative answers the second question by its own program: a rule may m
 function does not, and the function what the rule does not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core as jex
 
-from jaxkfac.interception._compat import Eqn, body_of, open_jaxpr
-from jaxkfac.interception._custom import call_of, is_rule, operands_of, rule_of, shapes_of
+from jaxkfac.interception._compat import Eqn, Var, body_of, is_var, open_jaxpr
+from jaxkfac.interception._custom import call_of, is_rule, operands_of, shapes_of
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception.coupling._labels import FREE, Labels, joined, reduced, simplified
 from jaxkfac.interception.coupling._loops import (
@@ -43,28 +43,38 @@ MOST_BLOCKS = 4096
 def custom(follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | None) -> list[Value]:
     """The results of a function with a derivative of its own."""
     outs = follower.run(*body_of(eqn), ins)
-    if all(x.derivative.labels is None for x in ins) or not any(map(is_inexact, eqn.outvars)):
+    at = {id(v): x for v, x in zip(eqn.invars, ins, strict=True) if is_var(v)}
+    moving = [v for v in operands_of(eqn)[1] if at[id(v)].derivative.labels is not None]
+    if not moving or not any(map(is_inexact, eqn.outvars)):
         return outs
     of_rule = _tangents if is_rule(eqn) else _cotangents
-    return of_rule(follower, eqn, ins, outs)
+    try:
+        return of_rule(follower, eqn, at, outs, moving)
+    except Exception as error:  # a rule that cannot be followed proves nothing
+        name = eqn.primitive.name
+        reason = Reason(False, f"in the rule of `{name}`, which is not followed: {error!r:.200}")
+        return [x._replace(derivative=unknown(v, reason).derivative) for v, x in _both(eqn, outs)]
+
+
+def _both(eqn: Eqn, outs: Sequence[Value]) -> list[tuple[Var, Value]]:
+    return list(zip(eqn.outvars, outs, strict=True))
 
 
 def _tangents(
-    follower: Follows, eqn: Eqn, ins: Sequence[Value], outs: Sequence[Value]
+    follower: Follows,
+    eqn: Eqn,
+    at: Mapping[int, Value],
+    outs: Sequence[Value],
+    moving: Sequence[Var],
 ) -> list[Value]:
     """The results of a ``custom_jvp``, whose rule says in which examples they have derivatives."""
-    primals, tangents = operands_of(eqn)
-    if id(eqn) not in follower.rules:
-        follower.rules[id(eqn)] = eqn, rule_of(eqn)
-    closed = follower.rules[id(eqn)][1]
-    at = dict(zip(map(id, eqn.invars), ins, strict=True))
-    inside = [at[id(v)]._replace(derivative=Examples()) for v in primals]
-    inside += [Value(at[id(v)].derivative, at[id(v)].derivative) for v in tangents]
+    closed = _program(follower, eqn, moving, forward=True)
+    inside = [at[id(v)]._replace(derivative=Examples()) for v in operands_of(eqn)[0]]
+    inside += [Value(at[id(v)].derivative, at[id(v)].derivative) for v in moving]
     rule = iter(follower.run(closed.jaxpr, closed.consts, inside))
-    results = []
-    for var, out in zip(eqn.outvars, outs, strict=True):
+    reason, results = Reason(True, f"in the rule of `{eqn.primitive.name}`"), []
+    for var, out in _both(eqn, outs):
         if is_inexact(var):
-            reason = Reason(True, f"in the rule of `{eqn.primitive.name}`")
             derivative = joined_examples(out.derivative, next(rule).derivative, reason=reason)
             out = out._replace(derivative=derivative)
         results.append(out)
@@ -72,61 +82,64 @@ def _tangents(
 
 
 def _cotangents(
-    follower: Follows, eqn: Eqn, ins: Sequence[Value], outs: Sequence[Value]
+    follower: Follows,
+    eqn: Eqn,
+    at: Mapping[int, Value],
+    outs: Sequence[Value],
+    moving: Sequence[Var],
 ) -> list[Value]:
     """The results of a ``custom_vjp``: the cotangent of an example's results is that example's.
 
     The rule is followed forward and backward, the cotangents labeled as the results are. Each
     entry of an operand's cotangent then belongs to the example of that entry, or the rule mixes.
     """
-    primals, tangents = operands_of(eqn)
-    floats = [v for v in eqn.outvars if is_inexact(v)]
-    if id(eqn) not in follower.rules:
-        follower.rules[id(eqn)] = eqn, _backward(eqn)
-    closed = follower.rules[id(eqn)][1]
-    at = dict(zip(map(id, eqn.invars), ins, strict=True))
+    closed = _program(follower, eqn, moving, forward=False)
     owners = [
         _one_or_other(x.derivative.labels, x.value.labels)
-        for v, x in zip(eqn.outvars, outs, strict=True)
+        for v, x in _both(eqn, outs)
         if is_inexact(v)
     ]
-    inside = [at[id(v)]._replace(derivative=Examples()) for v in primals]
+    inside = [at[id(v)]._replace(derivative=Examples()) for v in operands_of(eqn)[0]]
     inside += [Value(Examples(x), Examples(x)) for x in owners]
-    backward = follower.run(closed.jaxpr, closed.consts, inside)
-    reason = None
-    for var, back in zip(tangents, backward, strict=True):
+    backward, reason = follower.run(closed.jaxpr, closed.consts, inside), None
+    for var, back in zip(moving, backward, strict=True):
         own, labels = at[id(var)].derivative.labels, back.derivative.labels
         if own is not None and labels is not None and _unlike(own, labels):
             where = Reason(True, f"in the rule of `{eqn.primitive.name}`")
             reason = reason or back.derivative.reason or where
     if reason is None:
         return list(outs)
-    every = [unknown(v, reason) for v in floats]
-    each = iter(every)
-    return [
-        out._replace(derivative=next(each).derivative) if is_inexact(var) else out
-        for var, out in zip(eqn.outvars, outs, strict=True)
-    ]
+    return [x._replace(derivative=unknown(v, reason).derivative) for v, x in _both(eqn, outs)]
 
 
-def _backward(eqn: Eqn) -> Any:
-    """The program of a function's cotangents, of its operands and its results' cotangents."""
-    primals, tangents = operands_of(eqn)
-    run = call_of(eqn)
-    kept = [is_inexact(v) for v in eqn.outvars]
+def _program(follower: Follows, eqn: Eqn, moving: Sequence[Var], *, forward: bool) -> Any:
+    """The program of a function's tangents, or of its operands' cotangents.
 
-    def backward(values: list[Any], cotangents: list[Any]) -> list[Any]:
+    Args:
+        follower: Keeps the programs.
+        eqn: The call.
+        moving: The operands that have tangents. A rule may refuse to have others.
+        forward: Which of both.
+    """
+    key = (id(eqn), *map(id, moving))
+    if key in follower.rules:
+        return follower.rules[key][1]
+    primals, run = operands_of(eqn)[0], call_of(eqn)
+    kept, ids = [is_inexact(v) for v in eqn.outvars], set(map(id, moving))
+
+    def derivative(values: list[Any], seeds: list[Any]) -> list[Any]:
         def of(diff: list[Any]) -> list[Any]:
-            at = {id(v): x for v, x in zip(tangents, diff, strict=True)}
-            outs = run(*[at.get(id(v), x) for v, x in zip(primals, values, strict=True)])
+            held = {id(v): x for v, x in zip(moving, diff, strict=True)}
+            outs = run(*[held.get(id(v), x) for v, x in zip(primals, values, strict=True)])
             return [x for x, k in zip(outs, kept, strict=True) if k]
 
-        ids = set(map(id, tangents))
-        diff = [x for v, x in zip(primals, values, strict=True) if id(v) in ids]
-        return jax.vjp(of, diff)[1](cotangents)[0]
+        here = [x for v, x in zip(primals, values, strict=True) if id(v) in ids]
+        return jax.jvp(of, (here,), (seeds,))[1] if forward else jax.vjp(of, here)[1](seeds)[0]
 
-    floats = [v for v, k in zip(eqn.outvars, kept, strict=True) if k]
-    return jax.make_jaxpr(backward)(shapes_of(primals), shapes_of(floats))
+    floats = moving if forward else [v for v, k in zip(eqn.outvars, kept, strict=True) if k]
+    closed = jax.make_jaxpr(derivative)(shapes_of(primals), shapes_of(floats))
+    follower.rules[key] = eqn, closed  # the equation too: its id is taken while it lives
+    return closed
 
 
 def _one_or_other(first: Labels, other: Labels) -> Labels:

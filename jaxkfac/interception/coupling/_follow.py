@@ -80,7 +80,7 @@ class Follower(Follows):
         next_label: The next one that stands for no example; loops take some.
         unrolled: How many equations loops may still be followed for iteration by iteration.
         shards: Of each ``shard_map`` around, the labels that differ from device to device.
-        rules: Programs of custom derivatives, by ``id`` of the equation.
+        rules: Programs of custom derivatives, by ``id`` of the equation and of its operands.
     """
 
     def __init__(self, number: int) -> None:
@@ -88,7 +88,7 @@ class Follower(Follows):
         self.next_label = number
         self.unrolled = MOST_UNROLLED
         self.shards: list[Any] = []
-        self.rules: dict[int, Any] = {}
+        self.rules: dict[tuple[int, ...], Any] = {}
 
     def run(
         self, jaxpr: Jaxpr, consts: Sequence[Any], ins: Sequence[Value], plan: Plan | None = None

@@ -50,7 +50,7 @@ class Follows(abc.ABC):
     next_label: int
     unrolled: int
     shards: list["Columns"]
-    rules: dict[int, Any]
+    rules: dict[tuple[int, ...], Any]
 
     @abc.abstractmethod
     def run(
