@@ -55,10 +55,12 @@ from jaxkfac.memory import MemoryBudgetError, cast_once, load_safetensors, place
 from jaxkfac.optim import LevenbergMarquardt, has_updated, kfac, multi_steps, scale_by_bases
 from jaxkfac.planning import MemoryPlan, plan_memory
 from jaxkfac.uses import (
+    CoverageCheck,
     LaplacePosterior,
     Queries,
     TopK,
     TruncatedScores,
+    check_coverage,
     influence,
     laplace,
     prepare_queries,
@@ -71,6 +73,7 @@ __all__ = [
     "Categorical",
     "CheckpointMismatchError",
     "CoupledExamplesError",
+    "CoverageCheck",
     "DamagedFileError",
     "DiagonalFactor",
     "Eigenbases",
@@ -101,6 +104,7 @@ __all__ = [
     "capacity_interval",
     "capacity_metrics",
     "cast_once",
+    "check_coverage",
     "compare_capacity",
     "correct_eigenvalues",
     "eigendecompose",

@@ -297,7 +297,7 @@ MIXING = {
     "custom_jvp": lambda p, x: swaps_tangents(hidden(p, x)),
     "cond on the batch": lambda p, x: lax.cond(x.sum() > 0, jnp.sin, jnp.cos, hidden(p, x)),
     "while on the batch": lambda p, x: lax.while_loop(
-        lambda c: jnp.abs(c).max() > 0.5, lambda c: c * 0.7, hidden(p, x)
+        lambda c: jnp.abs(c).max() > 1e-3, lambda c: c * 0.95, hidden(p, x) * 10 * x
     ),
     "stopped mean": lambda p, x: _normalized_features(hidden(p, x), True),
     "compared with the mean": lambda p, x: jnp.where(x > x.mean(0), hidden(p, x), 0.0),
@@ -460,3 +460,21 @@ APART = {
         lambda r: lax.while_loop(lambda c: jnp.abs(c).max() > 0.5, lambda c: c * 0.7, r)
     )(x) + hidden(p, x),
 }  # fmt: skip
+
+# Where a gradient is stopped, or a value is compared, counted or rounded on the way.
+VALUE_ONLY = frozenset(
+    {
+        "ranked",
+        "cond on the batch",
+        "while on the batch",
+        "stopped mean",
+        "compared with the mean",
+        "rounded mean",
+    }
+)
+# Whose rule of a derivative mixes what the function does not.
+DERIVATIVE_ONLY = frozenset({"custom_vjp backward", "custom_jvp"})
+EXPECTED = {
+    name: Truth(name not in DERIVATIVE_ONLY, name not in VALUE_ONLY) for name in MIXING
+} | dict.fromkeys(APART, Truth(False, False))
+PROGRAMS = MIXING | APART

@@ -295,7 +295,7 @@ class FactorCollector:
             rows_key=key,
         )
         outputs = call.estimator.gathered(objective, at, call.batch, statistics.outputs)
-        factors = statistics.factors(at.emitted, outputs, at.terms, at.squares_to_sums)
+        factors = statistics.factors(at.emitted, outputs, at.all_terms, at.squares_to_sums)
         if gradient and (layers := self._second_pass(traced, params)):
             factors = self._with_diagonals(traced, layers, params, call, factors, at)
         factors = self._counted(with_origin(factors, self._origin(traced)), factors.terms)
@@ -330,7 +330,7 @@ class FactorCollector:
             call.state,
             loss_terms=self._loss_terms,
         )
-        factors = self._counted(zeros_like(like), at.terms.astype(like.terms.dtype))
+        factors = self._counted(zeros_like(like), at.all_terms.astype(like.terms.dtype))
         return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
 
     def _counted(self, factors: Factors, terms: Any) -> Factors:

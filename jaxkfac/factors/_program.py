@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -98,6 +99,25 @@ class Linearised(NamedTuple):
         if axes:
             bad = jax.lax.psum(bad.astype(jnp.int32), axes) > 0
         return jnp.where(bad, nan, jnp.square(self.terms))
+
+    @property
+    def all_terms(self) -> Float[Array, ""]:
+        """The number of terms that the sums of factors are over: inside ``shard_map`` all devices'.
+
+        Raises:
+            ValueError: devices may keep unlike numbers of terms, so that gradients of their means
+                cannot be squared and added.
+        """
+        axes = tuple(sorted(varying_axes(self.value)))
+        if not axes:
+            return self.terms
+        if varying_axes(self.terms):
+            raise ValueError(
+                "a mask inside jax.shard_map may keep another number of loss terms on each device, "
+                "and the squares of their means' gradients have no common scale: split the batch "
+                "under jax.jit in place of jax.shard_map (docs/devices.md), or leave the mask out"
+            )
+        return self.terms * math.prod(map(jax.lax.axis_size, axes))
 
     def poisoned(self, sums: dict[str, Array]) -> dict[str, Array]:
         """Sums over terms, NaN where the loss is."""

@@ -116,6 +116,20 @@ class Traced:
         each = [self._answers[k].of(question) for k in outputs]
         return next((x for x in each if x.answer == "yes"), max(each, key=_is_unknown))
 
+    def meeting(self) -> str:
+        """Where examples meet, if the first output's leading axis is theirs; for the layer table.
+
+        An output that has no other axis, and one that is as long as no input, says nothing.
+        """
+        shape = self.out_shapes[0].shape if self.out_shapes else ()
+        inputs = [self._in_shapes[k] for k in self.analysis.axes_of_input]
+        if len(shape) < 2 or shape[0] == 1 or all(x[:1] != shape[:1] for x in inputs):
+            return ""
+        value, derivative = (self.examples_meet(q, output=0) for q in ("value", "derivative"))
+        if value == derivative:
+            return "" if value.answer == "no" else str(value)
+        return f"of values, {value}; of derivatives, {derivative}"
+
     @functools.cached_property
     def _answers(self) -> list[Answers]:
         """Both answers, output by output."""
@@ -346,7 +360,7 @@ def trace(
         problems=[(f.path, f.reason) for f in findings if f.fatal and wanted(f.path)],
     )
     leaves, tree = jax.tree.flatten(shapes)
-    return Traced(
+    traced = Traced(
         closed,
         analysis,
         table,
@@ -357,6 +371,8 @@ def trace(
         num_outputs or 1,
         state=of_state,
     )
+    table = dataclasses.replace(table, meeting=traced.meeting)
+    return dataclasses.replace(traced, table=table)
 
 
 def _is_unknown(answer: Answer) -> bool:

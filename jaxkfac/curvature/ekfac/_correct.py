@@ -111,7 +111,7 @@ class EigenvalueCorrector:
                 objective, params, batch, extra, estimator, key=key, state=state
             )
             sums = sums | at.poisoned(more)
-        corrections = Corrections(sums, squares.bias_values, at.terms)
+        corrections = Corrections(sums, squares.bias_values, at.all_terms)
         marks = [mark.likelihood for mark in traced.marks]
         likelihoods = jax.tree.leaves(objective.likelihood) if known else marks
         origin = Origin.of(estimator.name, likelihoods, self._program.examples)

@@ -3,8 +3,8 @@
 A primitive without a rule proves nothing: its results are mixed.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -73,6 +73,17 @@ def _rank(eqn: Eqn, result: int = 0) -> int:
     return len(getattr(eqn.outvars[result].aval, "shape", ()))
 
 
+def _ints(axes: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    """Axes as numbers of Python's: ``vmap`` makes some of NumPy's."""
+    return tuple(map(int, axes))
+
+
+def _pairs(numbers: Any) -> tuple[Any, Any]:
+    """The contracted and the shared axes of a product, each of both operands."""
+    contracted, batch = numbers
+    return tuple(map(_ints, contracted)), tuple(map(_ints, batch))
+
+
 def _shapes(eqn: Eqn) -> list[tuple[int, ...]]:
     return [getattr(v.aval, "shape", ()) for v in eqn.invars]
 
@@ -90,17 +101,17 @@ def _elementwise(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[
 
 
 def _reduce(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
-    axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["dimensions"]
+    axes = _ints(eqn.params["axes" if "axes" in eqn.params else "dimensions"])
     number = len(eqn.outvars)
     out = joined(*ins[:number]) if number > 1 else ins[0]
     out = joined(out, *[x for x in ins[number:] if x is None or not x.ndim])
     out = reduced(out, axes)
-    return [None if out is None else out.squeeze(tuple(axes))] * number
+    return [None if out is None else out.squeeze(axes)] * number
 
 
 def _cumulative(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
     p = eqn.params
-    return [simplified(accumulated(ins[0], p["axis"], reverse=p["reverse"]))]
+    return [simplified(accumulated(ins[0], int(p["axis"]), reverse=p["reverse"]))]
 
 
 def _transpose(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
@@ -115,11 +126,11 @@ def _reshape(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labe
 
 def _squeeze(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
     x = ins[0]
-    return [None if x is None else x.squeeze(tuple(eqn.params["dimensions"]))]
+    return [None if x is None else x.squeeze(_ints(eqn.params["dimensions"]))]
 
 
 def _broadcast(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
-    return [placed(ins[0], [int(d) for d in eqn.params["broadcast_dimensions"]], _rank(eqn))]
+    return [placed(ins[0], _ints(eqn.params["broadcast_dimensions"]), _rank(eqn))]
 
 
 def _slice(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
@@ -134,21 +145,23 @@ def _pad(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
     x, shape = ins[0], _shapes(eqn)[0]
     for d, (low, _, between) in enumerate(eqn.params["padding_config"]):
         after = eqn.outvars[0].aval.shape[d]
-        x = windowed(x, d, shape[d], padding=low, base_dilation=between + 1, entries=after)
+        x = windowed(
+            x, d, shape[d], padding=int(low), base_dilation=int(between) + 1, entries=after
+        )
     return [joined(x, ins[1])]
 
 
 def _rev(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
     x = ins[0]
-    return [None if x is None else np.flip(x, eqn.params["dimensions"])]
+    return [None if x is None else np.flip(x, _ints(eqn.params["dimensions"]))]
 
 
 def _concatenate(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
-    return [_side_by_side(ins, _shapes(eqn), eqn.params["dimension"])]
+    return [_side_by_side(ins, _shapes(eqn), int(eqn.params["dimension"]))]
 
 
 def _stack(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
-    axis, shapes = eqn.params["axis"], _shapes(eqn)
+    axis, shapes = int(eqn.params["axis"]), _shapes(eqn)
     each = [None if x is None else np.expand_dims(x, axis) for x in ins]
     return [_side_by_side(each, [(*s[:axis], 1, *s[axis:]) for s in shapes], axis)]
 
@@ -172,7 +185,7 @@ def _side_by_side(each: Sequence[Labels], shapes: Sequence[tuple[int, ...]], axi
 
 
 def _split(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
-    axis, out, start = eqn.params["axis"], [], 0
+    axis, out, start = int(eqn.params["axis"]), [], 0
     for size in eqn.params["sizes"]:
         out.append(taken(ins[0], np.arange(start, start + size), axis))
         start += size
@@ -180,7 +193,7 @@ def _split(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels
 
 
 def _unstack(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
-    axis, x = eqn.params["axis"], ins[0]
+    axis, x = int(eqn.params["axis"]), ins[0]
     parts = [taken(x, np.array([k]), axis) for k in range(len(eqn.outvars))]
     return [None if p is None else p.squeeze(axis) for p in parts]
 
@@ -188,14 +201,14 @@ def _unstack(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labe
 def _along_one(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
     """The result reads everything along an axis: a sort, the best k."""
     p = eqn.params
-    axis = p.get("dimension", p.get("axis", p.get("reduction_dimension", -1)))
+    axis = int(p.get("dimension", p.get("axis", p.get("reduction_dimension", -1))))
     rank = len(_shapes(eqn)[0])
     out = joined(*[reduced(x, [axis % rank]) for x in ins if x is None or x.ndim == rank])
     return [out] * len(eqn.outvars)
 
 
 def _dot(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
-    contracted, batch = eqn.params["dimension_numbers"]
+    contracted, batch = _pairs(eqn.params["dimension_numbers"])
     return [_product(_shapes(eqn)[:2], ins[:2], contracted, batch)]
 
 
@@ -211,7 +224,7 @@ def _product(shapes: Any, ins: Sequence[Labels], contracted: Any, batch: Any) ->
         x = reduced(x, contracted[k])
         if x is None:
             continue
-        x = x.squeeze(tuple(contracted[k]))
+        x = x.squeeze(contracted[k])
         kept = [d for d in range(ranks[k]) if d not in contracted[k]]
         at = [batch[k].index(d) if d in batch[k] else offsets[k] + free[k].index(d) for d in kept]
         parts.append(placed(x, at, rank))
@@ -220,12 +233,12 @@ def _product(shapes: Any, ins: Sequence[Labels], contracted: Any, batch: Any) ->
 
 def _ragged_dot(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
-    contracted, batch = numbers.dot_dimension_numbers
-    groups, ragged = list(numbers.rhs_group_dimensions), list(numbers.lhs_ragged_dimensions)
+    contracted, batch = _pairs(numbers.dot_dimension_numbers)
+    groups, ragged = _ints(numbers.rhs_group_dimensions), _ints(numbers.lhs_ragged_dimensions)
     left, right, sizes = ins
     if right is not None:
         right = reduced(right, groups)
-        right = None if right is None else right.squeeze(tuple(groups))
+        right = None if right is None else right.squeeze(groups)
     shape = _shapes(eqn)[1]
     kept = [d for d in range(len(shape)) if d not in groups]
     if set(ragged) & set(contracted[0]):  # the result has the groups first
@@ -252,7 +265,7 @@ def _sparse_dot(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[L
 
     The entries of the matrix may stand anywhere in it.
     """
-    contracted, batch = eqn.params["dimension_numbers"]
+    contracted, batch = _pairs(eqn.params["dimension_numbers"])
     data, indices, right = ins
     shapes = eqn.params["lhs_spinfo"].shape, _shapes(eqn)[2]
     out = _product(shapes, (None, right), contracted, batch)
@@ -262,8 +275,8 @@ def _sparse_dot(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[L
 def _convolution(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
     p, shapes, rank = eqn.params, _shapes(eqn), _rank(eqn)
     numbers, after = p["dimension_numbers"], eqn.outvars[0].aval.shape
-    (n, c, *space), (_, i, *taps) = numbers.lhs_spec, numbers.rhs_spec
-    out_n, out_c, *out_space = numbers.out_spec
+    (n, c, *space), (_, i, *taps) = _ints(numbers.lhs_spec), _ints(numbers.rhs_spec)
+    out_n, out_c, *out_space = _ints(numbers.out_spec)
     of_batch, of_channels = p["batch_group_count"], p["feature_group_count"]
     parts = []
     left, right = ins
@@ -274,10 +287,10 @@ def _convolution(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[
                 d,
                 shapes[0][d],
                 window=shapes[1][taps[k]],
-                stride=p["window_strides"][k],
-                padding=p["padding"][k][0],
-                base_dilation=p["lhs_dilation"][k],
-                window_dilation=p["rhs_dilation"][k],
+                stride=int(p["window_strides"][k]),
+                padding=int(p["padding"][k][0]),
+                base_dilation=int(p["lhs_dilation"][k]),
+                window_dilation=int(p["rhs_dilation"][k]),
                 entries=after[out_space[k]],
             )
         goes_to = dict(zip((n, c, *space), (out_n, out_c, *out_space), strict=True))
@@ -316,11 +329,11 @@ def _reduce_window(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> lis
             x,
             d,
             shape[d],
-            window=p["window_dimensions"][d],
-            stride=p["window_strides"][d],
-            padding=p["padding"][d][0],
-            base_dilation=p["base_dilation"][d] if p.get("base_dilation") else 1,
-            window_dilation=p["window_dilation"][d] if p.get("window_dilation") else 1,
+            window=int(p["window_dimensions"][d]),
+            stride=int(p["window_strides"][d]),
+            padding=int(p["padding"][d][0]),
+            base_dilation=int(p["base_dilation"][d]) if p.get("base_dilation") else 1,
+            window_dilation=int(p["window_dilation"][d]) if p.get("window_dilation") else 1,
             entries=after[d],
         )
     return [x] * len(eqn.outvars)

@@ -101,8 +101,8 @@ class Follower(Follows):
             ins: The values of its inputs.
             plan: Where layers are in it, if that is known.
         """
-        if plan is not None and plan.jaxpr is not jaxpr:
-            plan = None
+        if plan is not None and list(map(id, plan.jaxpr.eqns)) != list(map(id, jaxpr.eqns)):
+            plan = None  # of another program
         env: dict[Var, Value] = dict(zip(jaxpr.invars, ins, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             env[var] = _constant(var, const)

@@ -30,14 +30,18 @@ _Index = np.ndarray | None  # along one axis of the operand; None where it is no
 def gather(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
     operand, indices = ins
     shape, rank = eqn.invars[0].aval.shape, len(eqn.outvars[0].aval.shape)
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    numbers, sizes = eqn.params["dimension_numbers"], [int(s) for s in eqn.params["slice_sizes"]]
     rows = [d for d in range(rank) if d not in numbers.offset_dims]
     by_row = None if indices is None else placed(_of_rows(indices), rows, rank)
     if operand is None:
         return [by_row]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     offsets = dict(
-        zip((d for d in range(len(shape)) if d not in gone), numbers.offset_dims, strict=True)
+        zip(
+            (d for d in range(len(shape)) if d not in gone),
+            map(int, numbers.offset_dims),
+            strict=True,
+        )
     )
     lined_up = dict(
         zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
@@ -78,7 +82,7 @@ def scatter(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Label
     windows = dict(
         zip(
             (d for d in range(len(shape)) if d not in gone),
-            numbers.update_window_dims,
+            map(int, numbers.update_window_dims),
             strict=True,
         )
     )

@@ -83,7 +83,7 @@ def known_result(eqn: Eqn, ins: Sequence[Ask], result: int = 0) -> Ask:
 def _evaluated(eqn: Eqn, operands: Sequence[np.ndarray], result: int) -> Known:
     if eqn.primitive.name in _NUMPY:
         values = _NUMPY[eqn.primitive.name](*operands)
-        return Known.of(values.astype(eqn.outvars[0].aval.dtype))
+        return Known.of(np.asarray(values, eqn.outvars[0].aval.dtype))
     with jax.ensure_compile_time_eval():
         out = eqn.primitive.bind(*map(jax.numpy.asarray, operands), **eqn.params)
     return Known.of(out[result] if eqn.primitive.multiple_results else out)

@@ -230,7 +230,9 @@ def _slice(x: Value, t: int) -> Value:
 def _entry(ask: Ask, t: int) -> Ask:
     def known() -> Known | None:
         whole = ask()
-        return None if whole is None else Known(whole.values[t], whole.here[t])
+        if whole is None:
+            return None
+        return Known(np.asarray(whole.values[t]), np.asarray(whole.here[t]))
 
     return known
 
@@ -265,7 +267,7 @@ def _size_of(jaxpr: Jaxpr) -> int:
     """How many equations a jaxpr has, those of its bodies included; loops count their rounds."""
     total = 0
     for eqn in jaxpr.eqns:
-        inner = [b for v in eqn.params.values() for b in _bodies(v)]
+        inner = [body for v in eqn.params.values() for body in _bodies(v)]
         rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         total += 1 + rounds * sum(map(_size_of, inner))
     return total
@@ -273,7 +275,7 @@ def _size_of(jaxpr: Jaxpr) -> int:
 
 def _bodies(value: Any) -> list[Jaxpr]:
     values = value if isinstance(value, tuple | list) else [value]
-    return [open_jaxpr(v)[0] for v in values if hasattr(open_jaxpr(v)[0], "eqns")]
+    return [open_jaxpr(v)[0] for v in values if hasattr(v, "eqns") or hasattr(v, "jaxpr")]
 
 
 def while_loop(follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | None) -> list[Value]:
