@@ -39,7 +39,7 @@ def test_an_answer_is_never_no_where_examples_meet(name):
     check(answers(PROGRAMS[name], _couplings.params(), _couplings.batch()), EXPECTED[name])
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(3)
 @every
 def test_what_is_expected_is_so_by_trial(name):
     found = truth(PROGRAMS[name], _couplings.params(), _couplings.batch(), draws=1)
@@ -72,7 +72,7 @@ def test_a_stopped_gradient_couples_values_alone():
 WALLS = {
     "jit": jax.jit,
     "remat": jax.checkpoint,
-    "scan": lambda f: lambda p, x: lax.scan(lambda c, _: (f(p, c), None), x, None, length=2)[0],
+    "scan": lambda f: lambda p, x: lax.scan(lambda c, _: (f(p, c), None), x, None, length=3)[0],
     "vmap": lambda f: lambda p, x: jax.vmap(f, (None, 1), 1)(p, jnp.stack([x, x * x], 1)).sum(1),
     "custom_vjp": lambda f: _with_rule(f),
 }
@@ -91,10 +91,11 @@ def _with_rule(f):
     return ruled
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("wall", WALLS)
 @pytest.mark.parametrize("name", INSIDE)
 def test_the_answers_are_the_same_inside(name, wall):
-    """In a loop the second round may mix what the first does not; here none does."""
+    """In a loop a second round may undo what the first mixes; three rounds of these do not."""
     shape = jax.eval_shape(PROGRAMS[name], _couplings.params(), _couplings.batch()).shape
     if wall == "scan" and shape != (N, D):
         wall = "jit"
@@ -162,7 +163,7 @@ def check_chain(names):
 CHAINS = st.lists(st.sampled_from(sorted(STEPS)), min_size=5, max_size=5)
 
 
-@hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=2, deadline=None, derandomize=True)
 @hypothesis.given(CHAINS)
 @hypothesis.example(["stopped roll", "roll back", "tanh", "product", "stop"])
 @hypothesis.example(["across", "tanh", "back across", "reverse", "reverse"])
@@ -199,7 +200,7 @@ LEFT_UNNOTICED = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEFT_UNNOTICED)
 def test_the_exact_fisher_is_that_of_explicit_jacobians(name):
     """G of the first layer from Jacobians of the outputs in its own rows, example by example."""

@@ -62,7 +62,7 @@ class CoverageCheck:
     remarks: tuple[str, ...]
 
     @property
-    def contradicts(self) -> bool:
+    def examples_meet(self) -> bool:
         """Whether examples were seen to meet."""
         return bool(self.seen)
 
@@ -145,7 +145,7 @@ def check_coverage(
         >>> import jax.numpy as jnp, jaxkfac as jk
         >>> objective = jk.Objective(lambda p, x: x @ p["w"] - (x @ p["w"]).mean(0), jk.Gaussian())
         >>> params, batch = {"w": jnp.ones((3, 2))}, (jnp.eye(3), jnp.zeros((3, 2)))
-        >>> print(jk.check_coverage(objective, params, batch).contradicts)
+        >>> print(jk.check_coverage(objective, params, batch).examples_meet)
         True
     """
     at_least_one(max_examples=max_examples)

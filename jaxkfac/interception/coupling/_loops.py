@@ -398,9 +398,10 @@ def _gathered(
     """Labels of the whole array from those of the devices' shards."""
     if stacked is None:
         return None
-    if len(stacked) == 1:
-        return stacked[0]
     split = [d for d, axes in enumerate(dims) if axes]
+    if len(stacked) == 1 and all(stacked.shape[1 + d] == 1 for d in split):
+        return stacked[0]
+    stacked = np.broadcast_to(stacked, (len(devices), *stacked.shape[1:]))
     spread = [s if d in split else n for d, (s, n) in enumerate(zip(shape, stacked.shape[1:]))]
     check_size(spread)
     whole = np.full(spread, FREE, np.int32)
