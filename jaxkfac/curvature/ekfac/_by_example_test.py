@@ -114,7 +114,7 @@ def test_crops_side_by_side_belong_to_their_examples():
         one, other = jnp.split(h, 2)
         return (one * other) @ p["u"]
 
-    x, y = X[:, 0], Y[:, 0]
+    x, y = jnp.asarray(X[:, 0]), jnp.asarray(Y[:, 0])
     objective = Objective(crops, Gaussian())
     factors = value_grad_and_factors(objective)(PARAMS, (x, y)).factors
     bases = rotated(identity_bases(factors))

@@ -11,7 +11,13 @@ from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception.coupling._follow import Follower
 from jaxkfac.interception.coupling._labels import FREE, MIXED, Labels, examples_along, simplified
-from jaxkfac.interception.coupling._values import QUESTIONS, Examples, Question, Value, is_inexact
+from jaxkfac.interception.coupling._values import (
+    QUESTIONS,
+    Dependence,
+    LabeledValue,
+    Question,
+    is_inexact,
+)
 
 Word = Literal["apart"]
 
@@ -144,9 +150,9 @@ def answers(
     """
     ins = []
     for k, var in enumerate(plan.jaxpr.invars):
-        own = Examples(labels.get(k))
-        derivative = own if is_inexact(var) else Examples()
-        ins.append(Value(own, derivative, parameter=k < num_parameters))
+        own = Dependence(labels.get(k))
+        derivative = own if is_inexact(var) else Dependence()
+        ins.append(LabeledValue(own, derivative, parameter=k < num_parameters))
     outs = Follower(number).run(plan.jaxpr, plan.consts, ins, plan)
     return [
         Answers(*[_answer(outs[k], outs[k].of(question), number) for question in QUESTIONS])
@@ -154,7 +160,7 @@ def answers(
     ]
 
 
-def _answer(out: Value, own: Examples, number: int) -> Answer:
+def _answer(out: LabeledValue, own: Dependence, number: int) -> Answer:
     if own.labels is None or number == 1:
         return NO
     along = examples_along(0, own.labels.ndim, number)

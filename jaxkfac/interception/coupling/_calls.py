@@ -23,9 +23,9 @@ from jaxkfac.interception.coupling._loops import (
     while_loop,
 )
 from jaxkfac.interception.coupling._values import (
-    Examples,
+    Dependence,
+    LabeledValue,
     Reason,
-    Value,
     first_reason,
     is_inexact,
     joined_examples,
@@ -40,7 +40,9 @@ COLLECTIVES = frozenset(
 MOST_BLOCKS = 4096
 
 
-def custom(follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | None) -> list[Value]:
+def custom(
+    follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
+) -> list[LabeledValue]:
     """The results of a function with a derivative of its own."""
     outs = follower.run(*body_of(eqn), ins)
     at = {id(v): x for v, x in zip(eqn.invars, ins, strict=True) if is_var(v)}
@@ -56,21 +58,21 @@ def custom(follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | None)
         return [x._replace(derivative=unknown(v, reason).derivative) for v, x in _both(eqn, outs)]
 
 
-def _both(eqn: Eqn, outs: Sequence[Value]) -> list[tuple[Var, Value]]:
+def _both(eqn: Eqn, outs: Sequence[LabeledValue]) -> list[tuple[Var, LabeledValue]]:
     return list(zip(eqn.outvars, outs, strict=True))
 
 
 def _tangents(
     follower: Follows,
     eqn: Eqn,
-    at: Mapping[int, Value],
-    outs: Sequence[Value],
+    at: Mapping[int, LabeledValue],
+    outs: Sequence[LabeledValue],
     moving: Sequence[Var],
-) -> list[Value]:
+) -> list[LabeledValue]:
     """The results of a ``custom_jvp``, whose rule says in which examples they have derivatives."""
     closed = _program(follower, eqn, moving, forward=True)
-    inside = [at[id(v)]._replace(derivative=Examples()) for v in operands_of(eqn)[0]]
-    inside += [Value(at[id(v)].derivative, at[id(v)].derivative) for v in moving]
+    inside = [at[id(v)]._replace(derivative=Dependence()) for v in operands_of(eqn)[0]]
+    inside += [LabeledValue(at[id(v)].derivative, at[id(v)].derivative) for v in moving]
     rule = iter(follower.run(closed.jaxpr, closed.consts, inside))
     reason, results = Reason(True, f"in the rule of `{eqn.primitive.name}`"), []
     for var, out in _both(eqn, outs):
@@ -84,10 +86,10 @@ def _tangents(
 def _cotangents(
     follower: Follows,
     eqn: Eqn,
-    at: Mapping[int, Value],
-    outs: Sequence[Value],
+    at: Mapping[int, LabeledValue],
+    outs: Sequence[LabeledValue],
     moving: Sequence[Var],
-) -> list[Value]:
+) -> list[LabeledValue]:
     """The results of a ``custom_vjp``: the cotangent of an example's results is that example's.
 
     The rule is followed forward and backward, the cotangents labeled as the results are. Each
@@ -99,8 +101,8 @@ def _cotangents(
         for v, x in _both(eqn, outs)
         if is_inexact(v)
     ]
-    inside = [at[id(v)]._replace(derivative=Examples()) for v in operands_of(eqn)[0]]
-    inside += [Value(Examples(x), Examples(x)) for x in owners]
+    inside = [at[id(v)]._replace(derivative=Dependence()) for v in operands_of(eqn)[0]]
+    inside += [LabeledValue(Dependence(x), Dependence(x)) for x in owners]
     backward, reason = follower.run(closed.jaxpr, closed.consts, inside), None
     for var, back in zip(moving, backward, strict=True):
         own, labels = at[id(var)].derivative.labels, back.derivative.labels
@@ -154,8 +156,8 @@ def _unlike(own: np.ndarray, labels: np.ndarray) -> bool:
 
 
 def linear_solve(
-    follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | None
-) -> list[Value]:
+    follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
+) -> list[LabeledValue]:
     """The results of ``custom_linear_solve``: of its solver, and of the product's derivative."""
     lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
     sizes = [lengths.matvec, lengths.vecmat, lengths.solve, lengths.transpose_solve]
@@ -171,7 +173,7 @@ def linear_solve(
     again = follower.run(*open_jaxpr(solve), [*of_solve, *right])
     reason = Reason(True, "at `custom_linear_solve`")
     return [
-        Value(
+        LabeledValue(
             out.value,
             joined_examples(out.derivative, twice.derivative, reason=reason),
             moved=out.moved,
@@ -180,7 +182,9 @@ def linear_solve(
     ]
 
 
-def pallas(follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | None) -> list[Value]:
+def pallas(
+    follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
+) -> list[LabeledValue]:
     """The results of a Pallas kernel, of which a block reads the operands' blocks of its step.
 
     The kernel itself is not looked into: a block with several examples in it mixes them.
@@ -210,9 +214,9 @@ def pallas(follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | None)
                 if block is not None:
                     labels[here] = joined(labels[here], np.broadcast_to(block, labels[here].shape))
             why = first_reason(own)
-            out = Examples(simplified(labels), why)
+            out = Dependence(simplified(labels), why)
             each.append(out._replace(reason=reason) if why is None and out.mixed else out)
-        results.append(Value(each[0], each[1]))
+        results.append(LabeledValue(each[0], each[1]))
     return results
 
 
@@ -227,7 +231,7 @@ def _block(mapping: Any, step: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(out)
 
 
-Into = Callable[[Follows, Eqn, Sequence[Value], "Plan | None"], "list[Value]"]
+Into = Callable[[Follows, Eqn, Sequence[LabeledValue], "Plan | None"], "list[LabeledValue]"]
 CALLS: dict[str, Into] = {
     "scan": scan,
     "while": while_loop,

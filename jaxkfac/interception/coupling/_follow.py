@@ -35,7 +35,7 @@ from jaxkfac.interception._plan import Plan
 from jaxkfac.interception.coupling._calls import CALLS, COLLECTIVES
 from jaxkfac.interception.coupling._first_order import is_certain, rule_of
 from jaxkfac.interception.coupling._known import (
-    Known,
+    KnownArray,
     asked_once,
     can_be_known,
     known_result,
@@ -52,10 +52,10 @@ from jaxkfac.interception.coupling._labels import (
 from jaxkfac.interception.coupling._loops import Follows
 from jaxkfac.interception.coupling._values import (
     QUESTIONS,
-    Examples,
+    Dependence,
+    LabeledValue,
     Question,
     Reason,
-    Value,
     first_reason,
     is_inexact,
     joined_examples,
@@ -91,8 +91,12 @@ class Follower(Follows):
         self.rules: dict[tuple[int, ...], Any] = {}
 
     def run(
-        self, jaxpr: Jaxpr, consts: Sequence[Any], ins: Sequence[Value], plan: Plan | None = None
-    ) -> list[Value]:
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        ins: Sequence[LabeledValue],
+        plan: Plan | None = None,
+    ) -> list[LabeledValue]:
         """The values of the results of a jaxpr.
 
         Args:
@@ -103,11 +107,11 @@ class Follower(Follows):
         """
         if plan is not None and list(map(id, plan.jaxpr.eqns)) != list(map(id, jaxpr.eqns)):
             plan = None  # of another program
-        env: dict[Var, Value] = dict(zip(jaxpr.invars, ins, strict=True))
+        env: dict[Var, LabeledValue] = dict(zip(jaxpr.invars, ins, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             env[var] = _constant(var, const)
 
-        def read(operand: Var | Literal) -> Value:
+        def read(operand: Var | Literal) -> LabeledValue:
             return env[operand] if is_var(operand) else _constant(operand, operand.val)
 
         for position, eqn in enumerate(jaxpr.eqns):
@@ -116,8 +120,8 @@ class Follower(Follows):
         return [read(v) for v in jaxpr.outvars]
 
     def equation(
-        self, eqn: Eqn, ins: Sequence[Value], plan: Plan | None, position: int
-    ) -> list[Value]:
+        self, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None, position: int
+    ) -> list[LabeledValue]:
         """The values of the results of an equation."""
         name = eqn.primitive.name
         try:
@@ -129,8 +133,8 @@ class Follower(Follows):
         return outs
 
     def _followed(
-        self, eqn: Eqn, ins: Sequence[Value], plan: Plan | None, position: int
-    ) -> list[Value]:
+        self, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None, position: int
+    ) -> list[LabeledValue]:
         kind, name = call_kind(eqn), eqn.primitive.name
         inner = plan.calls.get(position) if plan is not None else None
         uses = plan is not None and position in plan.uses
@@ -160,19 +164,23 @@ class Follower(Follows):
             outs = [self.as_rows(v, x) for v, x in zip(eqn.outvars, outs, strict=True)]
         return outs
 
-    def _constants(self, eqn: Eqn, ins: Sequence[Value], kind: str | None) -> list[Value]:
+    def _constants(
+        self, eqn: Eqn, ins: Sequence[LabeledValue], kind: str | None
+    ) -> list[LabeledValue]:
         """The results of an equation of constants and parameters alone."""
         parameter = any(x.parameter for x in ins)
         if kind in ("jit", "checkpoint") and not parameter and _may_know(eqn):
             return self.run(*body_of(eqn), ins)
         if parameter or kind is not None or not _may_know(eqn):
-            return [Value(parameter=parameter) for _ in eqn.outvars]
+            return [LabeledValue(parameter=parameter) for _ in eqn.outvars]
         known = [x.known for x in ins]
-        return [Value(known=known_result(eqn, known, k)) for k in range(len(eqn.outvars))]
+        return [LabeledValue(known=known_result(eqn, known, k)) for k in range(len(eqn.outvars))]
 
-    def _by_rule(self, eqn: Eqn, ins: Sequence[Value], rule: Callable[..., Any]) -> list[Value]:
+    def _by_rule(
+        self, eqn: Eqn, ins: Sequence[LabeledValue], rule: Callable[..., Any]
+    ) -> list[LabeledValue]:
         known = [x.known for x in ins]
-        each: dict[Question, list[Examples]] = {}
+        each: dict[Question, list[Dependence]] = {}
         for question in QUESTIONS:
             own = [x.of(question) for x in ins]
             if question == "derivative" and all(x.value.labels is x.derivative.labels for x in ins):
@@ -188,33 +196,35 @@ class Follower(Follows):
         elif len(eqn.outvars) == 1 and _may_know(eqn) and len(ins) == 1:
             asked = known_result(eqn, known)
         return [
-            Value(x, y, known=asked, moved=moved)
+            LabeledValue(x, y, known=asked, moved=moved)
             for x, y in zip(each["value"], each["derivative"], strict=True)
         ]
 
     def _one_question(
-        self, eqn: Eqn, ins: Sequence[Examples], rule: Callable[..., Any], known: Sequence[Any]
-    ) -> list[Examples]:
+        self, eqn: Eqn, ins: Sequence[Dependence], rule: Callable[..., Any], known: Sequence[Any]
+    ) -> list[Dependence]:
         if all(x.labels is None for x in ins):
-            return [Examples() for _ in eqn.outvars]
+            return [Dependence() for _ in eqn.outvars]
         reason, outs = first_reason(ins), []
         for labels in rule(eqn, [x.labels for x in ins], known):
-            out = Examples(labels, reason)
+            out = Dependence(labels, reason)
             if reason is None and not any(labels is x.labels for x in ins) and out.mixed:
                 certain = is_certain(eqn, known)
                 out = out._replace(reason=Reason(certain, f"at `{eqn.primitive.name}`"))
             outs.append(out)
         return outs
 
-    def _without_derivative(self, eqn: Eqn, var: Any, out: Value, parameters: bool) -> Value:
+    def _without_derivative(
+        self, eqn: Eqn, var: Any, out: LabeledValue, parameters: bool
+    ) -> LabeledValue:
         """The value, its derivative dropped where there is none and begun where a row is."""
         if not is_inexact(var) or eqn.primitive.name == "stop_gradient":
-            return out._replace(derivative=Examples())
+            return out._replace(derivative=Dependence())
         if parameters and out.derivative.labels is not out.value.labels:
             return out._replace(derivative=_filled(out.derivative, out.value.labels))
         return out
 
-    def as_rows(self, var: Any, out: Value) -> Value:
+    def as_rows(self, var: Any, out: LabeledValue) -> LabeledValue:
         """The result of a layer: a row without a label of its own gets one."""
         if not is_inexact(var) or (
             out.derivative.labels is not None and not (out.derivative.labels == FREE).any()
@@ -236,21 +246,21 @@ class Follower(Follows):
             derivative = derivative._replace(reason=reason)
         return out._replace(derivative=derivative)
 
-    def _cond(self, eqn: Eqn, ins: Sequence[Value], plan: Plan | None) -> list[Value]:
+    def _cond(self, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None) -> list[LabeledValue]:
         """The results of the branches, any of them; which is taken depends on the index."""
         index, *operands = ins
         plans = {} if plan is None else plan.calls
         each = [
             self.run(*branch, operands, plans.get(k)) for k, branch in enumerate(branches_of(eqn))
         ]
-        choice = Value(index.value._replace(labels=index.value.labels))
+        choice = LabeledValue(index.value._replace(labels=index.value.labels))
         outs = []
         for var, results in zip(eqn.outvars, zip(*each, strict=True), strict=True):
             whole = [_at_rank(choice, rank_of(var)), *results]
             outs.append(joined_values(*whole, where="at `cond`"))
         return outs
 
-    def _unknown(self, eqn: Eqn, ins: Sequence[Value], where: str) -> list[Value]:
+    def _unknown(self, eqn: Eqn, ins: Sequence[LabeledValue], where: str) -> list[LabeledValue]:
         """The results of an equation of which nothing is known but what it reads."""
         reason = Reason(False, where)
         value = first_reason([x.value for x in ins]) or reason
@@ -258,37 +268,37 @@ class Follower(Follows):
         return [unknown(v, value, derivative=has_derivative) for v in eqn.outvars]
 
 
-def _constant(var: Any, value: Any) -> Value:
+def _constant(var: Any, value: Any) -> LabeledValue:
     if not can_be_known(var):
-        return Value()
+        return LabeledValue()
 
-    def ask() -> Known | None:
+    def ask() -> KnownArray | None:
         try:
-            return Known.of(np.asarray(value))
+            return KnownArray.of(np.asarray(value))
         except Exception:  # a tracer: the constant is not known yet
             return None
 
-    return Value(known=asked_once(ask))
+    return LabeledValue(known=asked_once(ask))
 
 
 def _may_know(eqn: Eqn) -> bool:
     return all(map(can_be_known, (*eqn.invars, *eqn.outvars)))
 
 
-def _at_rank(value: Value, rank: int) -> Value:
+def _at_rank(value: LabeledValue, rank: int) -> LabeledValue:
     """A scalar's labels at the rank of another value."""
     labels = value.value.labels
     if labels is None:
         return value
-    return Value(Examples(labels.reshape((1,) * rank), value.value.reason))
+    return LabeledValue(Dependence(labels.reshape((1,) * rank), value.value.reason))
 
 
-def _filled(own: Examples, labels: Labels, *, every: bool = False) -> Examples:
+def _filled(own: Dependence, labels: Labels, *, every: bool = False) -> Dependence:
     """Labels where there are none yet; mixed ones only if ``every``."""
     if labels is None:
         return own
     if not every:
         labels = np.where(labels == MIXED, np.int32(FREE), labels)
     if own.labels is None:
-        return joined_examples(own, Examples(labels if (labels != FREE).any() else None))
+        return joined_examples(own, Dependence(labels if (labels != FREE).any() else None))
     return own._replace(labels=np.where(own.labels == FREE, labels, own.labels))

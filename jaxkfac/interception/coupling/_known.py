@@ -18,7 +18,7 @@ from jaxkfac.interception._compat import Eqn, read_order
 MOST_ENTRIES = 2**20
 
 
-class Known(NamedTuple):
+class KnownArray(NamedTuple):
     """An array of which some entries are known.
 
     Attributes:
@@ -30,7 +30,7 @@ class Known(NamedTuple):
     here: np.ndarray
 
     @classmethod
-    def of(cls, values: Any) -> "Known":
+    def of(cls, values: Any) -> "KnownArray":
         values = np.asarray(values)
         return cls(values, np.ones(values.shape, bool))
 
@@ -39,19 +39,19 @@ class Known(NamedTuple):
         return bool(self.here.all())
 
 
-Ask = Callable[[], Known | None]
+Ask = Callable[[], KnownArray | None]
 
 
-def nothing() -> Known | None:
+def nothing() -> KnownArray | None:
     """Of an array no entry of which is known."""
     return None
 
 
 def asked_once(ask: Ask) -> Ask:
     """The same answer, computed once."""
-    held: list[Known | None] = []
+    held: list[KnownArray | None] = []
 
-    def again() -> Known | None:
+    def again() -> KnownArray | None:
         if not held:
             held.append(ask())
         return held[0]
@@ -69,7 +69,7 @@ def can_be_known(var: Any) -> bool:
 def known_result(eqn: Eqn, ins: Sequence[Ask], result: int = 0) -> Ask:
     """What is known of a result of a first-order equation."""
 
-    def ask() -> Known | None:
+    def ask() -> KnownArray | None:
         operands = [one() for one in ins]
         if eqn.primitive.name in _MOVES:
             return _moved(eqn, operands)
@@ -80,28 +80,28 @@ def known_result(eqn: Eqn, ins: Sequence[Ask], result: int = 0) -> Ask:
     return asked_once(ask)
 
 
-def _evaluated(eqn: Eqn, operands: Sequence[np.ndarray], result: int) -> Known:
+def _evaluated(eqn: Eqn, operands: Sequence[np.ndarray], result: int) -> KnownArray:
     if eqn.primitive.name in _NUMPY:
         values = _NUMPY[eqn.primitive.name](*operands)
-        return Known.of(np.asarray(values, eqn.outvars[0].aval.dtype))
+        return KnownArray.of(np.asarray(values, eqn.outvars[0].aval.dtype))
     with jax.ensure_compile_time_eval():
         out = eqn.primitive.bind(*map(jax.numpy.asarray, operands), **eqn.params)
-    return Known.of(out[result] if eqn.primitive.multiple_results else out)
+    return KnownArray.of(out[result] if eqn.primitive.multiple_results else out)
 
 
-def _moved(eqn: Eqn, operands: Sequence[Known | None]) -> Known | None:
+def _moved(eqn: Eqn, operands: Sequence[KnownArray | None]) -> KnownArray | None:
     """What is known after entries were moved, but not read."""
     if all(x is None for x in operands):
         return None
     shapes = [v.aval.shape for v in eqn.invars]
     move = _MOVES[eqn.primitive.name]
     known = [
-        Known(np.zeros(shape, int), np.zeros(shape, bool)) if x is None else x
+        KnownArray(np.zeros(shape, int), np.zeros(shape, bool)) if x is None else x
         for x, shape in zip(operands, shapes, strict=True)
     ]
     values, here = [x.values for x in known], [x.here for x in known]
     dtype = eqn.outvars[0].aval.dtype
-    return Known(move(eqn, values).astype(dtype), move(eqn, here).astype(bool))
+    return KnownArray(move(eqn, values).astype(dtype), move(eqn, here).astype(bool))
 
 
 def _reshape(eqn: Eqn, each: Sequence[np.ndarray]) -> np.ndarray:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxkfac.interception._compat import Eqn, Jaxpr, body_of, open_jaxpr, scan_counts
 from jaxkfac.interception._plan import Plan
-from jaxkfac.interception.coupling._known import Ask, Known, nothing
+from jaxkfac.interception.coupling._known import Ask, KnownArray, nothing
 from jaxkfac.interception.coupling._labels import (
     FREE,
     MIXED,
@@ -28,10 +28,10 @@ from jaxkfac.interception.coupling._labels import (
 )
 from jaxkfac.interception.coupling._values import (
     QUESTIONS,
-    Examples,
+    Dependence,
+    LabeledValue,
     Question,
     Reason,
-    Value,
     joined_examples,
     joined_values,
     rank_of,
@@ -54,12 +54,16 @@ class Follows(abc.ABC):
 
     @abc.abstractmethod
     def run(
-        self, jaxpr: Jaxpr, consts: Sequence[Any], ins: Sequence[Value], plan: Plan | None = None
-    ) -> list[Value]:
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        ins: Sequence[LabeledValue],
+        plan: Plan | None = None,
+    ) -> list[LabeledValue]:
         """The values of the results of a jaxpr."""
 
     @abc.abstractmethod
-    def as_rows(self, var: Any, out: Value) -> Value:
+    def as_rows(self, var: Any, out: LabeledValue) -> LabeledValue:
         """A value as the rows of a layer."""
 
 
@@ -119,7 +123,9 @@ def _columns(follower: Follows, each: Sequence[Labels]) -> tuple[Columns, list[L
     return Columns(first, columns), seen
 
 
-def scan(follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | None) -> list[Value]:
+def scan(
+    follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
+) -> list[LabeledValue]:
     """The results of a scan."""
     length = eqn.params["length"]
     ins = list(ins)
@@ -137,7 +143,9 @@ def scan(follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | None) -
     return _one_by_one(follower, eqn, ins, plan)
 
 
-def _at_once(follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | None) -> list[Value]:
+def _at_once(
+    follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
+) -> list[LabeledValue]:
     body, consts = body_of(eqn)
     constants, carries = scan_counts(eqn)
     fixed, carry, xs = _parts(ins, constants, carries)
@@ -168,18 +176,18 @@ def _at_once(follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | Non
     return [*carry, *stacked]
 
 
-def _carried(columns: Columns, out: Value, where: str) -> Value:
+def _carried(columns: Columns, out: LabeledValue, where: str) -> LabeledValue:
     reason = Reason(True, where)
     of = {
         q: joined_examples(
-            Examples(columns.carried(out.of(q).labels), out.of(q).reason), reason=reason
+            Dependence(columns.carried(out.of(q).labels), out.of(q).reason), reason=reason
         )
         for q in QUESTIONS
     }
     return out._replace(value=of["value"], derivative=of["derivative"], known=nothing)
 
 
-def _slices(follower: Follows, xs: Sequence[Value]) -> tuple[Columns, list[Value]]:
+def _slices(follower: Follows, xs: Sequence[LabeledValue]) -> tuple[Columns, list[LabeledValue]]:
     """What one iteration sees of scanned operands, for all iterations at once."""
     labels = [x.of(q).labels for x in xs for q in QUESTIONS]
     columns, seen = _columns(follower, labels)
@@ -199,8 +207,8 @@ def _slices(follower: Follows, xs: Sequence[Value]) -> tuple[Columns, list[Value
 
 
 def _one_by_one(
-    follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | None
-) -> list[Value]:
+    follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
+) -> list[LabeledValue]:
     """The same, iteration by iteration: counters are known then."""
     body, consts = body_of(eqn)
     constants, carries = scan_counts(eqn)
@@ -215,8 +223,8 @@ def _one_by_one(
     return [*carry, *(_stack(parts) for parts in zip(*each, strict=True))]
 
 
-def _slice(x: Value, t: int) -> Value:
-    def of(examples: Examples) -> Examples:
+def _slice(x: LabeledValue, t: int) -> LabeledValue:
+    def of(examples: Dependence) -> Dependence:
         labels = examples.labels
         if labels is None:
             return examples
@@ -228,37 +236,37 @@ def _slice(x: Value, t: int) -> Value:
 
 
 def _entry(ask: Ask, t: int) -> Ask:
-    def known() -> Known | None:
+    def known() -> KnownArray | None:
         whole = ask()
         if whole is None:
             return None
-        return Known(np.asarray(whole.values[t]), np.asarray(whole.here[t]))
+        return KnownArray(np.asarray(whole.values[t]), np.asarray(whole.here[t]))
 
     return known
 
 
-def _stack(parts: Sequence[Value]) -> Value:
-    def of(question: Question) -> Examples:
+def _stack(parts: Sequence[LabeledValue]) -> LabeledValue:
+    def of(question: Question) -> Dependence:
         each = [x.of(question) for x in parts]
         if all(x.labels is None for x in each):
-            return Examples()
+            return Dependence()
         rank = next(x.labels.ndim for x in each if x.labels is not None)
         none = np.full((1,) * rank, FREE, np.int32)
         filled = [none if x.labels is None else x.labels for x in each]
         check_size((len(filled), *np.broadcast_shapes(*[x.shape for x in filled])))
         labels = simplified(np.stack(np.broadcast_arrays(*filled)))
-        return Examples(labels, next((x.reason for x in each if x.reason is not None), None))
+        return Dependence(labels, next((x.reason for x in each if x.reason is not None), None))
 
     value = of("value")
     alike = all(x.value.labels is x.derivative.labels for x in parts)
     moved = next((x.moved for x in parts if x.moved), "")
     parameter = any(x.parameter for x in parts) and value.labels is None
-    return Value(value, value if alike else of("derivative"), parameter, moved=moved)
+    return LabeledValue(value, value if alike else of("derivative"), parameter, moved=moved)
 
 
 def _parts(
-    ins: Sequence[Value], constants: int, carries: int
-) -> tuple[list[Value], list[Value], list[Value]]:
+    ins: Sequence[LabeledValue], constants: int, carries: int
+) -> tuple[list[LabeledValue], list[LabeledValue], list[LabeledValue]]:
     split = constants + carries
     return list(ins[:constants]), list(ins[constants:split]), list(ins[split:])
 
@@ -278,7 +286,9 @@ def _bodies(value: Any) -> list[Jaxpr]:
     return [open_jaxpr(v)[0] for v in values if hasattr(v, "eqns") or hasattr(v, "jaxpr")]
 
 
-def while_loop(follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | None) -> list[Value]:
+def while_loop(
+    follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
+) -> list[LabeledValue]:
     """The results of a loop of unknown length, which depend on its number of rounds.
 
     A loop under ``vmap`` has a predicate for each row, by which that row alone goes on.
@@ -302,7 +312,7 @@ def while_loop(follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | N
             labels = rounds.labels
             more = [1] * (rank_of(var) - (0 if labels is None else labels.ndim))
             at_rank = None if labels is None else labels.reshape(*labels.shape, *more)
-            when = Value(rounds._replace(labels=at_rank))
+            when = LabeledValue(rounds._replace(labels=at_rank))
             grown.append(joined_values(before, out, when, where=where)._replace(known=nothing))
         if all(
             same(a.of(q), b.of(q)) for a, b in zip(carry, grown, strict=True) for q in QUESTIONS
@@ -312,7 +322,9 @@ def while_loop(follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | N
     return [unknown(v, Reason(False, where)) for v in eqn.outvars]
 
 
-def shard_map(follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | None) -> list[Value]:
+def shard_map(
+    follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
+) -> list[LabeledValue]:
     """The results of a program that each device runs on its own shards."""
     body, consts = body_of(eqn)
     p = eqn.params
@@ -349,9 +361,11 @@ def shard_map(follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | No
             stacked = columns.stacked(out.of(q).labels)
             whole = _gathered(stacked, dims, devices, sizes, var.aval.shape)
             each[q] = joined_examples(
-                Examples(whole, out.of(q).reason), reason=Reason(True, "at `shard_map`")
+                Dependence(whole, out.of(q).reason), reason=Reason(True, "at `shard_map`")
             )
-        results.append(Value(each["value"], each["derivative"], out.parameter, moved=out.moved))
+        results.append(
+            LabeledValue(each["value"], each["derivative"], out.parameter, moved=out.moved)
+        )
     return results
 
 
@@ -416,7 +430,9 @@ def _gathered(
     return simplified(whole)
 
 
-def collective(follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | None) -> list[Value]:
+def collective(
+    follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
+) -> list[LabeledValue]:
     """The results of a collective: of what differs between devices it reads all.
 
     What ``vmap(axis_name=)`` leaves of one is a sum over an axis of the operand.
@@ -434,6 +450,6 @@ def collective(follower: Follows, eqn: Eqn, ins: Sequence[Value], plan: Plan | N
             if labels is not None and (labels.ndim != rank or eqn.primitive.name not in _ADDS):
                 labels = reduced(labels, range(labels.ndim))
                 labels = None if labels is None else labels.reshape((1,) * rank)
-            each[q] = joined_examples(Examples(labels, x.of(q).reason), reason=reason)
-        outs.append(Value(each["value"], each["derivative"], x.parameter, moved=x.moved))
+            each[q] = joined_examples(Dependence(labels, x.of(q).reason), reason=reason)
+        outs.append(LabeledValue(each["value"], each["derivative"], x.parameter, moved=x.moved))
     return outs

@@ -25,7 +25,7 @@ class Reason(NamedTuple):
     where: str
 
 
-class Examples(NamedTuple):
+class Dependence(NamedTuple):
     """The examples that a value depends on, for one of the two questions.
 
     Attributes:
@@ -42,7 +42,7 @@ class Examples(NamedTuple):
         return self.labels is not None and bool((self.labels == MIXED).any())
 
 
-class Value(NamedTuple):
+class LabeledValue(NamedTuple):
     """One value of a program.
 
     Attributes:
@@ -53,8 +53,8 @@ class Value(NamedTuple):
         moved: The last equation that put entries of examples in another place.
     """
 
-    value: Examples = Examples()
-    derivative: Examples = Examples()
+    value: Dependence = Dependence()
+    derivative: Dependence = Dependence()
     parameter: bool = False
     known: Ask = nothing
     moved: str = ""
@@ -64,29 +64,29 @@ class Value(NamedTuple):
         """Whether it depends on no example."""
         return self.value.labels is None and self.derivative.labels is None
 
-    def of(self, question: Question) -> Examples:
+    def of(self, question: Question) -> Dependence:
         return self.value if question == "value" else self.derivative
 
 
-def first_reason(each: Sequence[Examples]) -> Reason | None:
+def first_reason(each: Sequence[Dependence]) -> Reason | None:
     """Where examples meet in one of these; certainly, if that is known of any."""
     reasons = [x.reason for x in each if x.reason is not None]
     return next((r for r in reasons if r.certain), reasons[0] if reasons else None)
 
 
-def joined_examples(*each: Examples, reason: Reason | None = None) -> Examples:
+def joined_examples(*each: Dependence, reason: Reason | None = None) -> Dependence:
     """Those of what depends on all of these; ``reason`` is where unlike ones meet."""
     labels = joined(*[x.labels for x in each])
-    out = Examples(labels, first_reason(each))
+    out = Dependence(labels, first_reason(each))
     return out._replace(reason=reason) if out.reason is None and out.mixed else out
 
 
-def joined_values(*each: Value, where: str) -> Value:
+def joined_values(*each: LabeledValue, where: str) -> LabeledValue:
     """The value that is any of these."""
     reason = Reason(True, where)
     value = joined_examples(*[x.value for x in each], reason=reason)
     derivative = joined_examples(*[x.derivative for x in each], reason=reason)
-    return Value(
+    return LabeledValue(
         value,
         derivative,
         any(x.parameter for x in each) and value.labels is None,
@@ -94,7 +94,7 @@ def joined_values(*each: Value, where: str) -> Value:
     )
 
 
-def same(one: Examples, other: Examples) -> bool:
+def same(one: Dependence, other: Dependence) -> bool:
     """Whether the labels are equal."""
     if one.labels is None or other.labels is None:
         return one.labels is other.labels
@@ -109,7 +109,7 @@ def rank_of(var: Any) -> int:
     return len(getattr(var.aval, "shape", ()))
 
 
-def unknown(var: Any, reason: Reason, *, derivative: bool = True) -> Value:
+def unknown(var: Any, reason: Reason, *, derivative: bool = True) -> LabeledValue:
     """A value of which nothing can be said."""
-    every = Examples(mixed(rank_of(var)), reason)
-    return Value(every, every if derivative and is_inexact(var) else Examples())
+    every = Dependence(mixed(rank_of(var)), reason)
+    return LabeledValue(every, every if derivative and is_inexact(var) else Dependence())
