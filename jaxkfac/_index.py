@@ -63,10 +63,12 @@ from jaxkfac.optim import (
 )
 from jaxkfac.planning import MemoryPlan, plan_memory
 from jaxkfac.uses import (
+    CoverageCheck,
     LaplacePosterior,
     Queries,
     TopK,
     TruncatedScores,
+    check_coverage,
     influence,
     laplace,
     prepare_queries,
@@ -79,6 +81,7 @@ __all__ = [
     "Categorical",
     "CheckpointMismatchError",
     "CoupledExamplesError",
+    "CoverageCheck",
     "DamagedFileError",
     "DiagonalFactor",
     "Eigenbases",
@@ -110,6 +113,7 @@ __all__ = [
     "capacity_metrics",
     "cast_once",
     "check_state",
+    "check_coverage",
     "compare_capacity",
     "correct_eigenvalues",
     "eigendecompose",

@@ -1,5 +1,7 @@
 """``shard_map`` around the collector: each device has rows of its own."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +25,8 @@ def marked(p, batch):
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("loss", [jk.Objective(model, jk.Categorical()), marked])
-def test_equal_parameters_have_the_sum_over_devices(loss, every):
-    """As the gradient of what every device holds alike; the results are alike as well."""
+def test_equal_parameters_have_the_gradients_sum_and_the_factors_of_all(loss, every):
+    """The gradient is JAX's, of the sum of the devices' means; factors are the whole batch's."""
     x, y = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4
     stats = jk.value_grad_and_factors(loss, every=every)
 
@@ -37,12 +39,54 @@ def test_equal_parameters_have_the_sum_over_devices(loss, every):
     split = jax.shard_map(of, mesh=mesh, in_specs=(none, rows, rows, none), out_specs=none)
     found = jax.jit(split)(PARAMS, x, y, jnp.asarray(2))
     halves = [of(PARAMS, x[k : k + 4], y[k : k + 4], 2) for k in (0, 4)]
-    for value, *each in zip(found, *halves, strict=True):
-        np.testing.assert_allclose(value, sum(each), rtol=1e-12, atol=1e-15)
+    grads, g = zip(*halves, strict=True)
+    np.testing.assert_allclose(found[0], sum(grads), rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(found[1], sum(g) / 2, rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(found[1], of(PARAMS, x, y, 2)[1], rtol=1e-12, atol=1e-15)
 
 
-def test_parameters_of_each_device_have_the_same_sum():
-    """Their gradients are their own; a factor is always the sum over devices."""
+def test_the_recipe_of_the_page_is_a_step_of_the_whole_batch():
+    """Value and gradient over the number of devices; three steps of kfac equal those of one."""
+    x, y = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4
+    stats = jk.value_grad_and_factors(jk.Objective(model, jk.Categorical()))
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    tx = jk.kfac(0.1, like=stats.factor_shapes(params, (x, y)), damping=1e-2)
+
+    def step(params, state, x, y, *, inside):
+        value, grads, factors = stats(params, (x, y))
+        if inside:
+            value = jax.lax.pmean(value, "rows")
+            grads = jax.tree.map(lambda g: g / jax.lax.axis_size("rows"), grads)
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return jax.tree.map(jnp.add, params, updates), state, value
+
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.shard_map(
+        functools.partial(step, inside=True),
+        mesh=mesh,
+        in_specs=(P(), P(), P("rows"), P("rows")),
+        out_specs=P(),
+    )
+    one, both = (params, tx.init(params)), (params, tx.init(params))
+    for _ in range(3):
+        *one, expected = jax.jit(functools.partial(step, inside=False))(*one, x, y)
+        *both, value = jax.jit(split)(*both, x, y)
+        np.testing.assert_allclose(value, expected, rtol=1e-12)
+        np.testing.assert_allclose(both[0]["w"], one[0]["w"], rtol=1e-10, atol=1e-14)
+
+
+def test_a_mask_inside_is_refused_by_name():
+    x, y = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4
+    stats = jk.value_grad_and_factors(jk.Objective(model, jk.Categorical()))
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    of = lambda x, y, mask: stats(PARAMS, (x, y, mask)).factors["w"].g
+    split = jax.shard_map(of, mesh=mesh, in_specs=P("rows"), out_specs=P())
+    with pytest.raises(ValueError, match="a mask inside jax.shard_map"):
+        jax.jit(split)(x, y, jnp.arange(8) % 3 > 0)
+
+
+def test_parameters_of_each_device_have_the_same_factors():
+    """Their gradients are their own; factors are always those of all devices."""
     x, y = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4
     stats = jk.value_grad_and_factors(marked, fisher="exact", every=2)
 
@@ -58,7 +102,7 @@ def test_parameters_of_each_device_have_the_same_sum():
     halves = [stats(PARAMS, (x[k : k + 4], y[k : k + 4]), step=2) for k in (0, 4)]
     for k, half in enumerate(halves):
         np.testing.assert_allclose(grads[k], half.grads["w"], rtol=1e-12, atol=1e-15)
-        total = sum(h.factors["w"].g for h in halves)
+        total = sum(h.factors["w"].g for h in halves) / 2
         np.testing.assert_allclose(g[k], total, rtol=1e-12, atol=1e-15)
     assert not jax.jit(split)(PARAMS, x, y, jnp.asarray(1))[1].any()
 
@@ -79,7 +123,7 @@ def test_the_second_pass_squares_before_it_sums_over_devices():
     x, y = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4
     stats = jk.value_grad_and_factors(jk.Objective(unit, jk.Categorical()))
     halves = [stats(PARAMS, (x[k : k + 4], y[k : k + 4])).factors["w"] for k in (0, 4)]
-    expected = sum(half.diagonal for half in halves)
+    expected = sum(half.diagonal for half in halves) / 2
     np.testing.assert_allclose(_on_two_devices(stats, x, y), expected, rtol=1e-12)
 
 

@@ -52,16 +52,33 @@ class Entry:
 
 
 class Orientations(NamedTuple):
-    """The factors of a kernel that is read in both orientations."""
+    """The factors of a kernel that is read in both orientations.
+
+    Attributes:
+        a: Of the reading that has the parameter's name.
+        g: Likewise.
+        turned_a: Of the other one.
+        turned_g: Likewise.
+        turned_ones: Whether ``turned_a`` ends in the ones of that reading's own bias, which is no
+            part of the kernel.
+    """
 
     a: Entry
     g: Entry
     turned_a: Entry
     turned_g: Entry
+    turned_ones: bool
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All that the product is computed from."""
+        return self.a, self.g, self.turned_a, self.turned_g
 
     def product(self, mean: Callable[[Entry], Any]) -> tuple[Any, Any]:
         """A and G of the nearest Kronecker product to the sum of both, from means."""
-        a, g, turned_a, turned_g = (Side(mean(x), x.dense) for x in self)
+        a, g, turned_a, turned_g = (Side(mean(x), x.dense) for x in self.entries)
+        if self.turned_ones:
+            turned_a = turned_a.without_last()
         left, right = nearest_product((a, g), (turned_g, turned_a))
         return left.x, right.x
 
@@ -85,7 +102,7 @@ class EigenBlock:
     @property
     def sources(self) -> tuple[Entry, ...]:
         """Every entry that it is computed from."""
-        return (self.source,) if self.both is None else tuple(self.both)
+        return (self.source,) if self.both is None else self.both.entries
 
     def mean(self, mean: Callable[[Entry], Any]) -> Any:
         """What is decomposed, from the means of entries."""
@@ -188,7 +205,8 @@ def layout_of(layers: tuple[Layer, ...], bias: BiasMode) -> Layout:
             blocks.setdefault(own, EigenBlock(own, source, bare))
     for layer, turned in turned_pairs(layers):
         places = [Place(t, k) for x in (layer, turned) for t, k in (("a", x.input), ("g", x.name))]
-        both = Orientations(*(entries[place] for place in places))
+        turned_ones = like.has_ones(turned.input)
+        both = Orientations(*(entries[place] for place in places), turned_ones)
         if bias == "joint" or layer.bias is None:  # else the bias's block is G alone
             for place in places[:2]:
                 blocks[place] = dataclasses.replace(blocks[place], both=both)

@@ -60,6 +60,10 @@ class Side(NamedTuple):
     def diagonal(self) -> "Side":
         return Side(self.x.diagonal(0, -2, -1), False) if self.dense else self
 
+    def without_last(self) -> "Side":
+        """Without the last row and column: the ones of a bias."""
+        return Side(self.x[..., :-1, :-1] if self.dense else self.x[..., :-1], self.dense)
+
     def padded(self, size: int) -> "Side":
         """With zeros up to a size."""
         missing, own = size - self.x.shape[-1], len(self._axes)

@@ -10,10 +10,14 @@ from jaxkfac.factors._average import (
 )
 from jaxkfac.factors._batch_loss import AdaptationOfBatch, BatchCurvature
 from jaxkfac.factors._budgeted import BudgetedCollector, Budgets, PassResult
-from jaxkfac.factors._build import value_grad_and_factors
+from jaxkfac.factors._build import check_word, value_grad_and_factors
 from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
 from jaxkfac.factors._corrections import Corrections, Measurable, MeasuredValues
-from jaxkfac.factors._diagonal_pass import check_alone, per_example_diagonals
+from jaxkfac.factors._diagonal_pass import (
+    apart_remedy,
+    check_alone,
+    per_example_diagonals,
+)
 from jaxkfac.factors._estimator import LABEL_FOLD, Estimator, check_label_values
 from jaxkfac.factors._example_sums import gradient_rows
 from jaxkfac.factors._exchange import exchanged_bytes
@@ -85,6 +89,7 @@ __all__ = [
     "Program",
     "Statistics",
     "ValueGradAndFactors",
+    "apart_remedy",
     "arguments",
     "as_batch",
     "check_alone",
@@ -94,6 +99,7 @@ __all__ = [
     "check_like",
     "check_same_layers",
     "check_same_origin",
+    "check_word",
     "estimator_of",
     "exchanged_bytes",
     "gradient_rows",

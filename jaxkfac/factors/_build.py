@@ -14,7 +14,7 @@ from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._program import Program
 from jaxkfac.factors._scalar_loss import check_scalar_loss
 from jaxkfac.factors._statistics import Scales, Sharing
-from jaxkfac.interception import check_function
+from jaxkfac.interception import Word, check_function
 from jaxkfac.kinds import Precision
 from jaxkfac.memory import ByteSize, parse_bytes
 
@@ -39,6 +39,7 @@ def value_grad_and_factors(
     subsample: float | None = None,
     every: int = 1,
     precision: Precision = "highest",
+    examples: Word | None = None,
 ) -> FactorCollector | BudgetedCollector:
     r"""Build a function that returns value, gradient and Kronecker factors.
 
@@ -65,8 +66,8 @@ def value_grad_and_factors(
             ``"mc"``: labels sampled from the model, unbiased; ``samples`` further VJPs of
             the same linearisation. ``"exact"``: the expectation over labels; one VJP for
             each loss term of an example and each output column, right where outputs mix
-            tokens. Where examples are coupled (batch statistics), one for each example besides;
-            the number is printed. ``"forward"``: G is the identity.
+            tokens. Where examples are coupled (batch statistics), or are not known not to be, one
+            for each example besides; the number is printed. ``"forward"``: G is the identity.
             ``"exact_if_terms_do_not_mix"``: one VJP for each column, shared by all terms: equal to
             ``"exact"`` under expand where no layer mixes the terms of an example, and biased
             elsewhere (refused where examples are coupled). Or an ``Estimator`` of
@@ -112,6 +113,11 @@ def value_grad_and_factors(
             precision in which the layer's own product runs (TF32, bfloat16 passes). Those of
             bfloat16 rows are one pass, summed in float32. ``python -m benchmarks.precision``
             prints what is lost: see ``benchmarks/results/precision.md``.
+        examples: ``"apart"`` is your word that no example's output depends on another example,
+            where the program does not prove it: then ``"exact"`` runs no example by itself, and
+            a second pass may run each alone. It is recorded in ``factors.origin``, does not speak
+            against a program that shows where they meet, and is tested by
+            :func:`jaxkfac.check_coverage`.
 
     Returns:
         A ``FactorCollector``: call it with ``(params, batch, key=None, positions=None)``, and
@@ -152,6 +158,7 @@ def value_grad_and_factors(
     one_of("scales", scales, get_args(Scales))
     one_of("uncovered", uncovered, get_args(Uncovered))
     one_of("precision", precision, get_args(Precision))
+    check_word(examples)
     at_least_one(max_dense=max_dense, samples=samples, chunk=chunk, every=every)
     check_sparing(every, subsample)
     if estimator.unit_outputs and uncovered == "diagonal":
@@ -176,6 +183,7 @@ def value_grad_and_factors(
         cover=uncovered == "raise",
         second_pass=not estimator.unit_outputs,
         has_aux=has_aux,
+        examples=examples,
     )
     collector = FactorCollector(
         program,
@@ -199,6 +207,12 @@ def value_grad_and_factors(
             "push the factors that the function returns"
         )
     return collector
+
+
+def check_word(examples: Any) -> None:
+    """Refuse ``examples=`` other than the one thing that a user can say of them."""
+    if examples not in (None, "apart"):
+        raise ValueError(f"examples={examples!r}: expected None, or 'apart'")
 
 
 def check_sparing(every: Any, subsample: Any) -> None:

@@ -296,7 +296,7 @@ class FactorCollector:
             rows_key=key,
         )
         outputs = call.estimator.gathered(objective, at, call.batch, statistics.outputs)
-        factors = statistics.factors(at.emitted, outputs, at.terms, at.squares_to_sums)
+        factors = statistics.factors(at.emitted, outputs, at.all_terms, at.squares_to_sums)
         if gradient and (layers := self._second_pass(traced, params)):
             factors = self._with_diagonals(traced, layers, params, call, factors, at)
         factors = self._counted(with_origin(factors, self._origin(traced)), factors.terms)
@@ -331,7 +331,7 @@ class FactorCollector:
             call.state,
             loss_terms=self._loss_terms,
         )
-        factors = self._counted(zeros_like(like), at.terms.astype(like.terms.dtype))
+        factors = self._counted(zeros_like(like), at.all_terms.astype(like.terms.dtype))
         return ValueGradAndFactors(self._value(at, call), _gradient(params, at.grads), factors)
 
     def _counted(self, factors: Factors, terms: Any) -> Factors:
@@ -446,7 +446,7 @@ class FactorCollector:
         objective, marks = self._program.objective, [x.likelihood for x in traced.marks]
         known = isinstance(objective, Objective)
         likelihoods = jax.tree.leaves(objective.likelihood) if known else marks
-        return Origin.of(self._estimator.name, likelihoods)
+        return Origin.of(self._estimator.name, likelihoods, self._program.examples)
 
     def _second_pass(self, traced: Traced, params: PyTree) -> list[Layer]:
         """The diagonals that each example gives by itself."""
@@ -465,7 +465,7 @@ class FactorCollector:
         at: Linearised,
     ) -> Factors:
         if not traced.marks:
-            check_alone(traced, layers)
+            check_alone(self._program, traced, layers)
         number = sum(size for _, size in traced.example_axes)
         if call.estimator.prints:
             cost = f"{number} more gradients" if traced.marks else "about one more gradient"

@@ -8,6 +8,7 @@ from jaxkfac._errors import CoupledExamplesError, UncoveredParameterError
 from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._loss_terms import total_count
 from jaxkfac.factors._objective import Batch, Objective
+from jaxkfac.factors._program import Program
 from jaxkfac.interception import (
     Layer,
     LayerTable,
@@ -48,19 +49,29 @@ def diagonal_layers(table: LayerTable, params: PyTree) -> list[Layer]:
     return layers
 
 
-def check_alone(traced: Traced, layers: list[Layer]) -> None:
-    """Refuse to run each example by itself where its output depends on other examples.
+def apart_remedy(meeting: str) -> str:
+    """What the user can say where it is not known whether examples meet."""
+    if "not known" not in meeting:
+        return ""
+    return (
+        ", or say examples='apart' if you know that they do not (jk.check_coverage tests it on "
+        "your data)"
+    )
+
+
+def check_alone(program: Program, traced: Traced, layers: list[Layer]) -> None:
+    """Refuse to run each example by itself where its output depends on other examples, or may.
 
     Raises:
         CoupledExamplesError: naming the layers, and where examples meet.
     """
-    if traced.coupled_inputs:
+    if met := program.meeting(traced, "value", alone=True):
         names = ", ".join(repr(layer.name) for layer in layers)
         raise CoupledExamplesError(
-            f"{names}: uncovered='diagonal' runs each example alone, and the model's examples "
-            f"meet {traced.coupled_inputs} (batch statistics, a product along the batch). Leave "
-            "these parameters out with layers= or uncovered='ignore', or put the model in "
-            "evaluation mode (Linen: use_running_average=True; NNX: model.eval())"
+            f"{names}: uncovered='diagonal' runs each example alone, and {met} (batch statistics, "
+            "a product along the batch). Leave these parameters out with layers= or "
+            "uncovered='ignore', or put the model in evaluation mode (Linen: "
+            f"use_running_average=True; NNX: model.eval()){apart_remedy(met)}"
         )
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Key, Num, PyTree
 
 from jaxkfac._checks import one_of
 from jaxkfac.factors._estimator import LABEL_FOLD, Estimator
-from jaxkfac.factors._loss_terms import CoupledTerms, LossTerms
+from jaxkfac.factors._loss_terms import LossTerms
 from jaxkfac.factors._objective import Batch
 from jaxkfac.factors._program import Linearised
 from jaxkfac.interception import Slot, fast_convolutions, varying_axes
@@ -91,7 +91,7 @@ class Exact(Estimator):
 
     For each loss term $r$ and each column $c$ of the square root of that term's Fisher, the
     column at $r$ and zero at every other term is propagated back: of all examples at once, and
-    where examples are coupled (batch statistics) of one by one.
+    where examples are coupled (batch statistics), or may be, of one by one.
     """
 
     name = "exact"
@@ -104,12 +104,14 @@ class Exact(Estimator):
         contribution: Callable[[PyTree], PyTree],
     ) -> PyTree:
         totals, every = [], objective.columns(outputs, batch.mask)
-        coupled = any(head.coupled for head in objective.heads(outputs, None, batch.mask))
-        if coupled and self.prints:
+        heads = objective.heads(outputs, None, batch.mask)
+        meeting = next(filter(None, (head.meeting() for head in heads)), "")
+        if meeting and self.prints:
             number = sum(columns * rows for columns, rows, _ in every)
+            remedy = ' (examples="apart" is your word that they do not)' * ("not known" in meeting)
             print(
-                f"jaxkfac: the examples are coupled, so that fisher={self.name!r} takes "
-                f'{number} backward passes; "mc" takes one',
+                f"jaxkfac: {meeting}, so that fisher={self.name!r} takes {number} backward "
+                f'passes; "mc" takes one{remedy}',
                 file=sys.stderr,
             )
         for columns, rows, column in every:
@@ -138,10 +140,11 @@ class ExactIfTermsDoNotMix(Estimator):
         batch: PyTree,
         outputs: Callable[[Mapping[str, Slot]], PyTree],
     ) -> PyTree:
-        if isinstance(at.terms_of, CoupledTerms):
+        heads = [] if at.terms_of is None else at.terms_of.heads(at.outputs)
+        if meeting := next(filter(None, (head.meeting() for head in heads)), ""):
             raise ValueError(
-                f"fisher={self.name!r}: examples meet {at.terms_of.where}, so one product for all "
-                'of them mixes their terms: choose "mc" or "exact"'
+                f"fisher={self.name!r}: {meeting}, and one product for all of them would mix their "
+                'terms: choose "mc" or "exact"'
             )
         return super().gathered(objective, at, batch, outputs)
 

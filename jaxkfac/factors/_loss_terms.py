@@ -21,6 +21,10 @@ from jaxkfac.interception import cast_varying
 from jaxkfac.linalg import statistics_dtype
 
 
+def _apart() -> str:
+    return ""
+
+
 class Head(NamedTuple):
     """One output and what is asked of it.
 
@@ -31,7 +35,8 @@ class Head(NamedTuple):
         mask: ``(*terms,)``, or ``None`` for all.
         weight: Of its mean in the loss.
         name: For messages.
-        coupled: Whether a term of one example may depend on rows of another.
+        meeting: Where a term of one example may have a derivative in rows of another, in words;
+            empty where none does. The program is followed when somebody asks.
     """
 
     likelihood: Any
@@ -40,7 +45,12 @@ class Head(NamedTuple):
     mask: Any = None
     weight: Any = 1.0
     name: str = ""
-    coupled: bool = False
+    meeting: Callable[[], str] = _apart
+
+    @property
+    def coupled(self) -> bool:
+        """Whether a term of one example has, or may have, a derivative in rows of another."""
+        return bool(self.meeting())
 
     @property
     def terms_shape(self) -> tuple[int, ...]:
@@ -348,16 +358,16 @@ class CoupledTerms(LossTerms):
 
     Args:
         terms: The terms as the objective has them.
-        where: Where examples meet, in words.
+        meeting: Where examples meet, in words; see ``Head``.
     """
 
-    def __init__(self, terms: LossTerms, where: str) -> None:
-        self._terms, self.where = terms, where
+    def __init__(self, terms: LossTerms, meeting: Callable[[], str]) -> None:
+        self._terms, self._meeting = terms, meeting
 
     def heads(self, outputs: PyTree, targets: PyTree = None, mask: PyTree = None) -> list[Head]:
         """Each output with what belongs to it."""
         heads = self._terms.heads(outputs, targets, mask)
-        return [head._replace(coupled=True) for head in heads]
+        return [head._replace(meeting=self._meeting) for head in heads]
 
     def tree(self, parts: Sequence[Any]) -> PyTree:
         """Something for each output, in the structure of the outputs."""

@@ -1,7 +1,8 @@
 """The loss terms of a scalar loss that marks its outputs."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtyping import PyTree
@@ -18,13 +19,13 @@ class MarkedTerms(LossTerms):
         marks: The marks.
         weights: Weights that are arrays, by mark.
         masks: Masks, by mark.
-        coupled: Marks whose terms depend on rows of several examples.
+        meeting: By mark, where its terms depend on rows of several examples, in words.
     """
 
     marks: Sequence[OutputMark]
     weights: Mapping[int, Any]
     masks: Mapping[int, Any]
-    coupled: frozenset[int] = frozenset()
+    meeting: Callable[[int], str] = lambda mark: ""
 
     def heads(self, outputs: PyTree, targets: PyTree = None, mask: PyTree = None) -> list[Head]:
         """The mask is the marks' own, whatever is given."""
@@ -36,7 +37,7 @@ class MarkedTerms(LossTerms):
                 self.masks.get(k),
                 self.weights[k] if one.weight is None else one.weight,
                 f"jk.mark_outputs: mark {k}",
-                k in self.coupled,
+                functools.partial(self.meeting, k),
             )
             for k, (one, x) in enumerate(zip(self.marks, outputs, strict=True))
         ]

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.factors._loss_terms import Head
-from jaxkfac.interception import Layer, Traced, leading_to, marks_of
+from jaxkfac.interception import Layer, Traced, Word, leading_to, marks_of
 
 
 def refuse_marks(traced: Traced) -> None:
@@ -83,23 +83,22 @@ def leads_past_marks(traced: Traced) -> bool:
     return bool(leading_to(traced.analysis.plan, len(traced.marks), past=shifts)[0])
 
 
-def coupled(traced: Traced) -> frozenset[int]:
-    """The marks of which a term depends on rows of several examples, or is not known not to.
+def meeting_at(traced: Traced, mark: int, examples: Word | None) -> str:
+    """Where a term of a mark has a derivative in rows of several examples, in words.
 
     Examples meet on the way (batch statistics, a tower times itself), or a use has rows that do
     not run along the mark's own (a contrastive loss of two towers).
     """
-    table, found = traced.analysis.table, set()
-    for mark in range(len(traced.marks)):
-        axes = traced.output_axes(mark) or ()
-        examples = {a for axis in axes[:1] for a in table.atoms(axis)}
-        if traced.meeting(mark):
-            found.add(mark)
-        for use in leading_to(traced.analysis.plan, mark)[0]:
-            rows = {a for axis in use.rows for a in table.atoms(axis)}
-            if examples and use.data is not None and not examples <= rows:
-                found.add(mark)
-    return frozenset(found)
+    answer = traced.examples_meet("derivative", output=mark)
+    if not answer.lets_pass(examples):
+        return str(answer)
+    table, axes = traced.analysis.table, traced.output_axes(mark) or ()
+    own = {a for axis in axes[:1] for a in table.atoms(axis)}
+    for use in leading_to(traced.analysis.plan, mark)[0]:
+        rows = {a for axis in use.rows for a in table.atoms(axis)}
+        if own and use.data is not None and not own <= rows:
+            return f"the examples meet behind layer {use.layer or use.view.path!r}"
+    return ""
 
 
 def row_weights(traced: Traced, heads: Sequence[Head]) -> dict[str, Float[Array, " uses"]]:

@@ -16,6 +16,7 @@ class Origin:
         fisher: The Fisher type, as ``fisher=`` calls it.
         likelihoods: Names of the likelihoods' classes, each once, in order of the alphabet. None
             of a scalar loss that marks no outputs: its likelihood is not known.
+        examples: ``"apart"`` where the user has said so of examples that are not known to be.
 
     Example:
         >>> import jax.numpy as jnp, jaxkfac as jk
@@ -28,15 +29,17 @@ class Origin:
 
     fisher: str
     likelihoods: tuple[str, ...] = ()
+    examples: str | None = None
 
     @classmethod
-    def of(cls, fisher: str, likelihoods: Iterable[Any]) -> "Origin":
+    def of(cls, fisher: str, likelihoods: Iterable[Any], examples: str | None = None) -> "Origin":
         """The origin of likelihoods, of which only the classes count."""
-        return cls(fisher, tuple(sorted({type(x).__name__ for x in likelihoods})))
+        return cls(fisher, tuple(sorted({type(x).__name__ for x in likelihoods})), examples)
 
     def __str__(self) -> str:
         named = f" of {' and '.join(self.likelihoods)}" if self.likelihoods else ""
-        return f"fisher={self.fisher!r}{named}"
+        word = "" if self.examples is None else f", examples={self.examples!r}"
+        return f"fisher={self.fisher!r}{named}{word}"
 
     def has_other_likelihoods(self, other: "Origin") -> bool:
         """Whether both are known to be of likelihoods, and of unlike ones."""

@@ -1,6 +1,8 @@
 """A loss traced once and linearised with taps: what factors and EKFAC have in common."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,8 +15,8 @@ from jaxkfac.factors._loss_terms import CoupledTerms, LossTerms, common_scale, n
 from jaxkfac.factors._marked_terms import MarkedTerms
 from jaxkfac.factors._marks import (
     check_marked_outputs,
-    coupled,
     leads_past_marks,
+    meeting_at,
     refuse_beside,
     refuse_chained,
     refuse_marks,
@@ -26,12 +28,14 @@ from jaxkfac.factors._objective import Batch, Objective, check_array, returned
 from jaxkfac.factors._taps import Emitter, tap
 from jaxkfac.interception import (
     Marked,
+    Question,
     RowMask,
     Site,
     Slot,
     TraceCache,
     Traced,
     Window,
+    Word,
     check_arrays,
     check_params,
     leaves_by_path,
@@ -96,6 +100,25 @@ class Linearised(NamedTuple):
             bad = jax.lax.psum(bad.astype(jnp.int32), axes) > 0
         return jnp.where(bad, nan, jnp.square(self.terms))
 
+    @property
+    def all_terms(self) -> Float[Array, ""]:
+        """The number of terms that the sums of factors are over: inside ``shard_map`` all devices'.
+
+        Raises:
+            ValueError: devices may keep unlike numbers of terms, so that gradients of their means
+                cannot be squared and added.
+        """
+        axes = tuple(sorted(varying_axes(self.value)))
+        if not axes:
+            return self.terms
+        if varying_axes(self.terms):
+            raise ValueError(
+                "a mask inside jax.shard_map may keep another number of loss terms on each device, "
+                "and the squares of their means' gradients have no common scale: split the batch "
+                "under jax.jit in place of jax.shard_map (docs/devices.md), or leave the mask out"
+            )
+        return self.terms * math.prod(map(jax.lax.axis_size, axes))
+
     def poisoned(self, sums: dict[str, Array]) -> dict[str, Array]:
         """Sums over terms, NaN where the loss is."""
         bad = jnp.isnan(self.squares_to_sums)
@@ -111,6 +134,7 @@ class Program:
         cover: Whether an uncovered parameter raises.
         second_pass: Whether the caller may take a second pass over it instead.
         has_aux: Of a scalar loss.
+        examples: ``"apart"``: the user's word that they do not meet, where that is not known.
     """
 
     def __init__(
@@ -121,10 +145,12 @@ class Program:
         cover: bool,
         second_pass: bool = False,
         has_aux: bool = False,
+        examples: Word | None = None,
     ) -> None:
         self.objective: Any = objective
         self._finding, self._cover, self._second_pass = finding, cover, second_pass
         self._has_aux = has_aux
+        self.examples: Word | None = examples
         self._traces: TraceCache[Traced] = TraceCache()
 
     def traced(
@@ -161,7 +187,7 @@ class Program:
                 table = traced.table.without_second_pass(reason)
                 traced = dataclasses.replace(traced, table=table)
             if self._cover and traced.table.problems:
-                alone = self._second_pass and lead and not traced.coupled_inputs
+                alone = self._second_pass and lead and not self.meeting(traced, "value", alone=True)
                 traced.table.raise_uncovered(second_pass=alone)
             return traced
 
@@ -178,10 +204,22 @@ class Program:
         if not self._second_pass:
             return f"{behind} one of gradients, which this Fisher type has none of"
         if traced.marks:
-            met = "on their way to a jk.mark_outputs" if coupled(traced) else ""
+            each = (meeting_at(traced, mark, self.examples) for mark in range(len(traced.marks)))
+            met = next(filter(None, each), "")
         else:
-            met = traced.coupled_inputs
-        return f"{behind} one of single examples' gradients, and examples meet {met}" if met else ""
+            met = self.meeting(traced, "value", alone=True)
+        return f"{behind} one of single examples' gradients, and {met}" if met else ""
+
+    def meeting(self, traced: Traced, question: Question, *, alone: bool = False) -> str:
+        """Where examples meet, or may, in words; empty where they are proved or said not to.
+
+        Args:
+            traced: The program.
+            question: See ``Traced.examples_meet``.
+            alone: Likewise.
+        """
+        answer = traced.examples_meet(question, alone=alone)
+        return "" if answer.lets_pass(self.examples) else str(answer)
 
     def row_weights(
         self, traced: Traced, params: PyTree, batch: PyTree, key: Any, state: PyTree
@@ -216,7 +254,8 @@ class Program:
         )
         none = jax.tree.map(jnp.zeros_like, outputs)
         grads, emitted, cotangents = vjp((none, jnp.ones_like(value)))
-        terms_of = MarkedTerms(traced.marks, weights, masks, coupled(traced))
+        meeting = functools.partial(meeting_at, traced, examples=self.examples)
+        terms_of = MarkedTerms(traced.marks, weights, masks, meeting)
         fixed = jax.lax.stop_gradient(outputs)
         heads = terms_of.heads(fixed)
         check_marked_outputs(heads)
@@ -363,7 +402,7 @@ class Program:
             terms,
             fixed,
             lambda g: vjp(g)[1],
-            CoupledTerms(objective, traced.coupled) if traced.coupled else objective,
+            CoupledTerms(objective, lambda: self.meeting(traced, "derivative")),
             batch,
             own if objective.num_outputs > 1 and scale is None else None,
             scale,

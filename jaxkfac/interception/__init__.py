@@ -109,9 +109,12 @@ from jaxkfac.interception._uses import matrix_problem, order_problem
 from jaxkfac.interception._values import Data, Use, View
 from jaxkfac.interception._views import broadcast_axes, reversal
 from jaxkfac.interception._windows import Window, scanned_by
+from jaxkfac.interception.coupling import Answer, Answers, Question, Word
 
 __all__ = [
     "MARK_OUTPUTS",
+    "Answer",
+    "Answers",
     "Atoms",
     "Axes",
     "AxisTable",
@@ -131,6 +134,7 @@ __all__ = [
     "OutputMark",
     "ParameterMatrix",
     "Piece",
+    "Question",
     "Range",
     "RowMask",
     "Site",
@@ -142,6 +146,7 @@ __all__ = [
     "Use",
     "View",
     "Window",
+    "Word",
     "as_state",
     "automatic",
     "bind",

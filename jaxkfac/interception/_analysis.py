@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jaxkfac._errors import JaxkfacError
 from jaxkfac.interception._compat import (
     ClosedJaxpr,
     Eqn,
@@ -172,6 +173,23 @@ class Analysis(EquationRules):
     def _equation(
         self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
     ) -> list[Value]:
+        """The results of an equation; what an analysis of it raises is a reason not to cover."""
+        around = self.around
+        try:
+            return self._followed(eqn, position, ins, plan, scope)
+        except JaxkfacError:  # said on purpose
+            raise
+        except Exception as error:
+            self.around = around
+            for kept in (plan.uses, plan.views, plan.calls, plan.choices, plan.marks):
+                kept.pop(position, None)
+            plan.lookups.discard(position)
+            said = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+            return self.unread(eqn, ins, f"whose analysis failed ({said})")
+
+    def _followed(
+        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
+    ) -> list[Value]:
         self.reads.update(view.path for v in ins for view in views_in(v))
         kind = call_kind(eqn)
         has_parameters = any(isinstance(v, Parameter) for v in ins)
@@ -233,8 +251,10 @@ class Analysis(EquationRules):
     @contextlib.contextmanager
     def _inside(self, position: int) -> Iterator[None]:
         self.around, around = (*self.around, position), self.around
-        yield
-        self.around = around
+        try:
+            yield
+        finally:
+            self.around = around
 
     def _custom(
         self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope

@@ -29,9 +29,14 @@ REDUCTIONS = frozenset(
 
 
 class AxisTable:
-    """Union-find over axis atoms, with splits."""
+    """Union-find over axis atoms, with splits.
+
+    Attributes:
+        views: Atoms that number equal views of the same rows, put side by side.
+    """
 
     def __init__(self) -> None:
+        self.views: set[int] = set()
         self._parent: list[int] = []
         self._size: list[int] = []
         self._kinds: list[set[AxisKind]] = []

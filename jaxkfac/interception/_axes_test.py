@@ -90,3 +90,26 @@ def test_a_cut_axis_is_a_new_axis():
 def test_an_unknown_primitive_claims_nothing():
     table, _, out = output_axes(lambda x: jnp.fft.fft(x).real, jnp.ones((3, 5)))
     assert all(table.kinds(a) == {"derived"} for axis in out for a in axis)
+
+
+def test_views_side_by_side_are_rows_again_once_they_are_cut():
+    def crops(x):
+        both = jnp.sin(jnp.concatenate([x, 2 * x]))
+        one, other = jnp.split(both, 2)
+        return one + other + both[5:]
+
+    _, (given,), found = output_axes(crops, jnp.ones((5, 3)))
+    assert found[0] == given[0] != ()
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x: jnp.concatenate([x, x])[2:8],  # of two views
+        lambda x: (x.reshape(2, 3, 4) * 1, x[:3])[1],  # a block of an axis that was split
+        lambda x: jnp.concatenate([x, x[::-1]])[:6],  # beside other rows
+    ],
+)
+def test_other_parts_are_axes_of_their_own(cut):
+    _, (given,), found = output_axes(cut, jnp.ones((6, 4)))
+    assert not set(found[0]) & set(given[0])

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxkfac.interception._compat import ClosedJaxpr, Eqn, Var, body_of, evaluate, is_var
-from jaxkfac.interception._coupling import visit_live
 from jaxkfac.interception._facts import Facts
+from jaxkfac.interception._liveness import visit_live
 from jaxkfac.interception._propagate import fresh
 from jaxkfac.interception._structured import Interpret, Interpreted, Scope
 from jaxkfac.interception._values import Constant, Data, Parameter, Value
@@ -80,8 +80,8 @@ def interpret_rule(
     outs, _ = interpret(*body_of(eqn), held, scope)
     primals, tangents = operands_of(eqn)
     closed = rule_of(eqn)
-    own = dict(zip(eqn.invars, ins, strict=True))
-    inside = [dict(zip(eqn.invars, held, strict=True))[v] for v in primals]
+    own = of_variables(eqn, ins)
+    inside = [of_variables(eqn, held)[v] for v in primals]
     inside += [_tangent(facts, own[v]) for v in tangents]
     _, plan = interpret(closed.jaxpr, closed.consts, inside, scope)
     results: list[Value] = [
@@ -104,11 +104,16 @@ def operands_of(eqn: Eqn) -> tuple[list[Var], list[Var]]:
     return primals, [v for v, d in zip(primals, _floats(primals), strict=True) if d]
 
 
+def of_variables(eqn: Eqn, operands: Sequence[Any]) -> dict[Var, Any]:
+    """What stands for the variables that an equation reads; a literal has no hash, and no name."""
+    return {v: x for v, x in zip(eqn.invars, operands, strict=True) if is_var(v)}
+
+
 def _floats(variables: Sequence[Var]) -> list[bool]:
     return [jnp.issubdtype(v.aval.dtype, jnp.floating) for v in variables]
 
 
-def _function(eqn: Eqn) -> Callable[..., list[Any]]:
+def call_of(eqn: Eqn) -> Callable[..., list[Any]]:
     """The call as a function of the variables it reads, each once."""
     return evaluate([eqn], operands_of(eqn)[0], eqn.outvars, body_of(eqn)[0])
 
@@ -116,7 +121,7 @@ def _function(eqn: Eqn) -> Callable[..., list[Any]]:
 def rule_of(eqn: Eqn) -> ClosedJaxpr:
     """The program of the tangents of a ``custom_jvp``: of its variables, then their tangents."""
     primals, tangents = operands_of(eqn)
-    run = _function(eqn)
+    run = call_of(eqn)
 
     def tangents_out(values: list[Array], dots: list[Array]) -> list[Array]:
         def of(diff: list[Array]) -> list[Array]:
@@ -165,10 +170,10 @@ def run_beside(
         in_slots: The slots of each.
     """
     primals, tangents = operands_of(eqn)
-    at = dict(zip(eqn.invars, values, strict=True))
-    outs = _function(eqn)(*[at[v] for v in primals])
+    at = of_variables(eqn, values)
+    outs = call_of(eqn)(*[at[v] for v in primals])
     if is_rule(eqn):
-        slots = dict(zip(eqn.invars, in_slots, strict=True))
+        slots = of_variables(eqn, in_slots)
         operands = [at[v] for v in primals] + [jnp.zeros_like(at[v]) for v in tangents]
         operand_slots = [{}] * len(primals) + [slots[v] for v in tangents]
     else:

@@ -15,7 +15,6 @@ from jaxkfac.interception._compat import (
     is_stateful,
 )
 from jaxkfac.interception._computed import uses_in
-from jaxkfac.interception._coupling import mixed_atoms
 from jaxkfac.interception._facts import Facts, reasons_of
 from jaxkfac.interception._functions import seen_in
 from jaxkfac.interception._kind import kind_reading
@@ -114,7 +113,6 @@ class EquationRules(Facts):
             results = [fresh(self.table, s) for s in shapes]
         else:
             results = propagate(self.table, eqn, axes)
-            self.mixes(eqn, mixed_atoms(eqn, axes))
         datas = [Data(n, a) for n, a in zip(out, results, strict=True)]
         first_data = ins[0] if ins else None
         if isinstance(first_data, Data) and first_data.product is not None:
@@ -124,6 +122,22 @@ class EquationRules(Facts):
                     datas[0], product=first_data.product, product_axes=kept
                 )
         return list(datas)
+
+    def unread(self, eqn: Eqn, ins: Sequence[Value], failed: str) -> list[Value]:
+        """The results of an equation whose analysis raised: nothing is known of them."""
+        shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars]
+        parameters = [v for v in ins if isinstance(v, Parameter)]
+        if is_stateful(eqn) or any(isinstance(v, Data) or _is_rowless(v) for v in ins):
+            for v in parameters:
+                self.report(v, f"is read inside `{eqn.primitive.name}`, {failed}")
+            return [Data(self.unique(), fresh(self.table, s)) for s in shapes]
+        reasons = reasons_of(parameters, f"`{eqn.primitive.name}`, {failed},")
+        return [
+            Derived(self.unique(), reasons, traced_indices_in(ins))
+            if reasons and _differentiable(v)
+            else Constant(self.unique())
+            for v in eqn.outvars
+        ]
 
     def of_parameters(
         self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
@@ -260,7 +274,6 @@ class EquationRules(Facts):
         axes_in = [v.axes if isinstance(v, Data) else None for v in ins]
         axes = uses[0].kind.result_axes(self.table, uses[0])
         axes = propagate(self.table, eqn, axes_in)[0] if axes is None else axes
-        self.mixes(eqn, mixed_atoms(eqn, axes_in))
         for use in uses:
             use.kind.place(use, axes)
             use.parts = [u for u in uses if u.kind.covered and not u.view.computed_from]

@@ -36,7 +36,6 @@ class Facts:
         stopped: By the number of a constant, the parameter whose gradient was stopped.
         meetings: By its place, each equation in which products of constants meet data.
         closed_in: Products of constants whose results enter an equation that is not followed.
-        mixing: By ``id`` of an equation, the atoms that it mixes (see ``_coupling``).
     """
 
     def __init__(self) -> None:
@@ -51,7 +50,6 @@ class Facts:
         self.of_constants: dict[str, str] = {}
         self.meetings: dict[Hashable, Meeting] = {}
         self.closed_in: set[Hashable] = set()
-        self.mixing: dict[int, set[int]] = {}
         self.stopped: dict[int, View] = {}
         self._numbers: dict[Hashable, int] = {}
 
@@ -76,11 +74,6 @@ class Facts:
             return self.number((eqn.primitive.name, _frozen(eqn.params), numbers, result))
         except TypeError:
             return self.unique()
-
-    def mixes(self, eqn: Eqn, atoms: Sequence[int]) -> None:
-        """Note that an equation mixes some atoms."""
-        if atoms:
-            self.mixing.setdefault(id(eqn), set()).update(atoms)
 
     def report(self, value: Value, reason: str, *, fatal: bool = True) -> None:
         """Say something of the parameters that a value is made of; nothing of other values."""

@@ -34,7 +34,14 @@ from jaxkfac.interception._compat import (
     of_operands,
     open_jaxpr,
 )
-from jaxkfac.interception._custom import apart, is_rule, operands_of, rule_of, shapes_of
+from jaxkfac.interception._custom import (
+    apart,
+    is_rule,
+    of_variables,
+    operands_of,
+    rule_of,
+    shapes_of,
+)
 from jaxkfac.interception._functions import is_function
 
 MARK_OUTPUTS = "jaxkfac_mark_outputs"
@@ -363,7 +370,10 @@ def _beside(eqn: Eqn, *, rules: bool) -> ClosedJaxpr | None:
         return jax.make_jaxpr(function)(shapes_of(primals), shapes_of(tangents))
     if not rules or is_function(eqn):
         return None
-    rule = rule_of(eqn)
+    try:
+        rule = rule_of(eqn)
+    except Exception:  # it refuses some tangent, and so shows no marks
+        return None
     return rule if marks_of(rule.jaxpr, rules=False) else None
 
 
@@ -372,7 +382,7 @@ def _run_beside(
 ) -> list[tuple[Any, Any, Any]]:
     """The marks of a function with a derivative of its own, whose results nobody reads."""
     primals, tangents = operands_of(eqn)
-    at = dict(zip(eqn.invars, values, strict=True))
+    at = of_variables(eqn, values)
     beside = _beside(eqn, rules=rules)
     assert beside is not None
     operands = [at[v] for v in primals] + [jnp.zeros_like(at[v]) for v in tangents]

@@ -4,6 +4,7 @@ Only axes of values that depend on data propagate: were those of parameters and 
 mask of shape ``(S, S)`` would make query and key positions the same axis.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 from jaxkfac.interception._axes import ELEMENTWISE, REDUCTIONS, Atoms, AxisKind, AxisTable
@@ -87,16 +88,41 @@ def _cut(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
     """Slices keep the axes they do not cut.
 
     A part of an axis is not the axis: entry i of it is another entry i, and a mask of the whole
-    says nothing of it. Nor is an axis that is back to front.
+    says nothing of it. Nor is an axis that is back to front. One of several equal views that lie
+    side by side is its own axis again.
     """
     before, (after,) = eqn.invars[0].aval.shape, _result_shapes(eqn)
     flipped = eqn.params.get("dimensions", ())
+    starts, strides = eqn.params.get("start_indices"), eqn.params.get("strides")
+
+    def cut(d: int) -> Atoms:
+        view = None
+        if starts is not None and (strides is None or strides[d] == 1):
+            view = _view(table, axes[d], starts[d], after[d])
+        return table.new(after[d], "derived") if view is None else view
+
     return [
         tuple(
-            a if s == t and d not in flipped else table.new(t, "derived")
+            a if s == t and d not in flipped else cut(d)
             for d, (a, s, t) in enumerate(zip(axes, before, after, strict=True))
         )
     ]
+
+
+def _view(table: AxisTable, axis: Atoms, start: int, size: int) -> Atoms | None:
+    """The rows of which a part of an axis is one view, where equal views were concatenated.
+
+    Not of an axis that a reshape split: a mask may say of it which blocks exist.
+    """
+    first, *rows = table.atoms(axis) or (-1,)
+    if first not in table.views or math.prod(map(table.size, rows)) != size or start % size:
+        return None
+    return tuple(rows)
+
+
+def _of_rows(table: AxisTable, atoms: Atoms) -> bool:
+    """Whether an axis may hold examples or positions, and no features."""
+    return bool(atoms) and all(table.kinds(a) <= {"data", "derived"} for a in atoms)
 
 
 def _split(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
@@ -104,8 +130,13 @@ def _split(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
     kinds = {k for a in table.atoms(axes[axis]) for k in table.kinds(a)}
     # Parts of features are features; parts of anything else might hold the examples.
     kind = "feature" if "feature" in kinds else "derived"
-    shapes = _result_shapes(eqn)
-    return [(*axes[:axis], table.new(s[axis], kind), *axes[axis + 1 :]) for s in shapes]
+    out, start = [], 0
+    for shape in _result_shapes(eqn):
+        view = _view(table, axes[axis], start, shape[axis])
+        own = table.new(shape[axis], kind) if view is None else view
+        out.append((*axes[:axis], own, *axes[axis + 1 :]))
+        start += shape[axis]
+    return out
 
 
 def _unstack(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
@@ -177,7 +208,13 @@ def _concatenate(table: AxisTable, eqn: Eqn, ins: Sequence[Axes | None]) -> list
     (shape,), axis = _result_shapes(eqn), eqn.params["dimension"]
     without = [None if i is None else (*i[:axis], (), *i[axis + 1 :]) for i in ins]
     out = merge(table, without, (*shape[:axis], 1, *shape[axis + 1 :]))
-    return [(*out[:axis], table.new(shape[axis], "derived"), *out[axis + 1 :])]
+    parts = {() if i is None else table.atoms(i[axis]) for i in ins}
+    along = table.new(shape[axis], "derived")
+    if len(parts) == 1 and len(ins) > 1 and _of_rows(table, (rows := parts.pop())):
+        number = table.new(len(ins), "derived")
+        table.views.update(number)
+        along = (*number, *rows)
+    return [(*out[:axis], along, *out[axis + 1 :])]
 
 
 def _stack(table: AxisTable, eqn: Eqn, ins: Sequence[Axes | None]) -> list[Axes]:

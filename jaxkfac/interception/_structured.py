@@ -42,8 +42,6 @@ def interpret_scan(
     scan = len(facts.scanned) + 1
     facts.scanned[scan] = tuple(a for v in ins[nc + nk :] if isinstance(v, Data) for a in v.axes[0])
     facts.lengths[scan] = length
-    if any(body.outvars[k] is not body.invars[nc + k] for k in range(nk)):
-        facts.mixes(eqn, facts.scanned[scan])
     xs = [_slice_of(facts, v, scan, length) for v in ins[nc + nk :]]
     # A carry is another value in each iteration, so it does not keep the number of its first;
     # only a parameter that is carried unchanged does.

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from jaxkfac._display import table_html
 from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest
@@ -33,6 +33,8 @@ class LayerTable(Mapping[str, Layer]):
         sizes: Number of elements of every parameter.
         problems: The rows of ``uncovered`` that are errors: those that the caller's pattern of
             layers, if there is one, does not leave out.
+        meeting: Says where examples meet, if the outputs' leading axis is theirs, in a sentence;
+            empty where they are proved not to. It is asked by who prints the table.
     """
 
     layers: tuple[Layer, ...]
@@ -40,6 +42,7 @@ class LayerTable(Mapping[str, Layer]):
     notes: list[tuple[str, str]]
     sizes: dict[str, int]
     problems: list[tuple[str, str]]
+    meeting: Callable[[], str] | None = None
 
     def __getitem__(self, name: str) -> Layer:
         if name in self._by_name:
@@ -156,6 +159,8 @@ class LayerTable(Mapping[str, Layer]):
         lines = [self._coverage()]
         for title, entries in (("not covered", self.uncovered), ("note", self.notes)):
             lines += [f"{title}: {_shown(path)} {reason}" for path, reason in entries]
+        if self.meeting is not None and (sentence := self.meeting()):
+            lines.append(f"examples: {sentence}")
         if any("~" in c for row in self._rows() for c in row[2:4]):
             lines.append("~: this side is kept as a diagonal")
         return lines

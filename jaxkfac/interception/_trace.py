@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,7 @@ from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._arguments import check_arrays, check_function
 from jaxkfac.interception._axes import Atoms
-from jaxkfac.interception._compat import Eqn, varying_axes
-from jaxkfac.interception._coupling import visit_live
+from jaxkfac.interception._compat import varying_axes
 from jaxkfac.interception._elements import Elements
 from jaxkfac.interception._encoded import (
     DeferredParameter,
@@ -40,6 +39,14 @@ from jaxkfac.interception._slots import Entries, Slot, check_entries
 from jaxkfac.interception._table import LayerTable
 from jaxkfac.interception._values import CoverageNote, Data, Use
 from jaxkfac.interception._windows import Window
+from jaxkfac.interception.coupling import (
+    Answer,
+    Answers,
+    Question,
+    answers,
+    label_inputs,
+    leading_labels,
+)
 
 _PARTLY = "is in a layer for some of its readings: its factors leave out those that are not covered"
 
@@ -58,6 +65,7 @@ class Traced:
         encoded: Paths of the parameters that were held in another form than an array.
         num_outputs: How many leaves the result begins with are outputs of the model.
         marks: The marks that these outputs stand for, of a loss that names them itself.
+        state: Positions of the inputs that a call changes.
     """
 
     closed: Any
@@ -69,6 +77,7 @@ class Traced:
     encoded: frozenset[str] = frozenset()
     num_outputs: int = 1
     marks: tuple[OutputMark, ...] = ()
+    state: frozenset[int] = frozenset()
 
     def output_axes(self, index: int = 0) -> Axes | None:
         """Axis atoms of an output leaf, or ``None`` if it does not depend on data."""
@@ -90,52 +99,81 @@ class Traced:
         axes = self.output_axes()
         return self.analysis.table.atoms(axes[0]) if axes else ()
 
-    @functools.cached_property
-    def coupled(self) -> str:
-        """The equation in which examples meet on their way to an output, in words.
+    def examples_meet(
+        self, question: Question, *, output: int | None = None, alone: bool = False
+    ) -> Answer:
+        """Whether an example's output depends on another example. Whoever relies on it asks here.
 
-        Empty where every example's output depends on that example alone, as far as is known.
+        Args:
+            question: ``"value"``, if examples are run alone; ``"derivative"``, if one backward
+                pass serves all of them.
+            output: One of the outputs, with its own examples; ``None`` for all of them.
+            alone: Whether entry ``i`` of every input has to be example ``i``.
         """
-        outputs = range(max(1, self.num_outputs))
-        return next(filter(None, map(self.meeting, outputs)), "")
+        if alone:
+            return self._answers_alone.of(question)
+        outputs = range(max(1, self.num_outputs)) if output is None else [output]
+        each = [self._answers[k].of(question) for k in outputs]
+        return next((x for x in each if x.answer == "yes"), max(each, key=_is_unknown))
 
-    def meeting(self, output: int) -> str:
-        """The same of one output and its examples."""
-        axes = self.output_axes(output)
-        inputs = {a for axes in self.analysis.data_axes for axis in axes for a in self._atoms(axis)}
-        examples = self._atoms(axes[0]) if axes else ()
-        if len(set(examples)) < len(examples):
-            return "in pairs of examples"
-        return self._meeting(inputs.intersection(examples), [output])
+    def meeting(self) -> str:
+        """Where examples meet, if the first output's leading axis is theirs; for the layer table.
 
-    @functools.cached_property
-    def coupled_inputs(self) -> str:
-        """The same of the leading axes of all data, whether they are known to be examples or not.
-
-        Where it is empty, the function of one entry of every input is that entry's output.
+        An output that has no other axis, and one that is as long as no input, says nothing.
         """
-        leading = {
-            a for axes in self.analysis.data_axes for a in self._atoms(axes[0] if axes else ())
-        }
-        return self._meeting(leading | set(self.examples), range(max(1, self.num_outputs)))
-
-    def _atoms(self, axis: Atoms) -> Atoms:
-        return self.analysis.table.atoms(axis)
-
-    def _meeting(self, atoms: set[int], outputs: Collection[int]) -> str:
-        mixing, found = self.analysis.mixing, []
-        axes_of = [axes for k in outputs if (axes := self.output_axes(k))]
-        if not axes_of or not atoms:
+        shape = self.out_shapes[0].shape if self.out_shapes else ()
+        inputs = [self._in_shapes[k] for k in self.analysis.axes_of_input]
+        if len(shape) < 2 or shape[0] == 1 or all(x[:1] != shape[:1] for x in inputs):
             return ""
-        if any(atoms.intersection(self._atoms(axis)) for axes in axes_of for axis in axes[1:]):
-            return "in pairs of examples"
+        value, derivative = (self.examples_meet(q, output=0) for q in ("value", "derivative"))
+        if value == derivative:
+            return "" if value.answer == "no" else str(value)
+        return f"of values, {value}; of derivatives, {derivative}"
 
-        def visit(eqn: Eqn) -> None:
-            if atoms.intersection(self._atoms(tuple(mixing.get(id(eqn), ())))):
-                found.append(f"at `{eqn.primitive.name}`")
+    @functools.cached_property
+    def _answers(self) -> list[Answers]:
+        """Both answers, output by output."""
+        table, found = self.analysis.table, {}
+        for k in range(max(1, self.num_outputs)):
+            shape, axes = self.out_shapes[k].shape, self.output_axes(k)
+            atoms = table.atoms(axes[0]) if axes else ()
+            found.setdefault((shape[:1], atoms), []).append(k)
+        results = [Answers()] * len(self.out_shapes)
+        for (shape, atoms), outputs in found.items():
+            if shape in ((), (1,)):  # a single example
+                continue
+            labels = label_inputs(
+                table, self.analysis.axes_of_input, self._in_shapes, atoms, *shape,
+                state=self.state,
+            )  # fmt: skip
+            each = answers(self.analysis.plan, *shape, len(self.shapes), labels, outputs)
+            for k, both in zip(outputs, each, strict=True):
+                results[k] = both
+        return results
 
-        visit_live(self.closed.jaxpr, [k in outputs for k in range(len(self.out_shapes))], visit)
-        return found[-1] if found else ""
+    @functools.cached_property
+    def _answers_alone(self) -> Answers:
+        """Both answers of all outputs together, if entry ``i`` of every input is example ``i``."""
+        number, outputs = self.num_examples, range(max(1, self.num_outputs))
+        if number == 1:
+            return Answers()
+        labels = leading_labels(
+            self.analysis.axes_of_input, self._in_shapes, number, state=self.state
+        )
+        if labels is None:
+            lost = Answer("unknown", "because an input has another leading axis than the outputs")
+            return Answers(lost, lost)
+        each = answers(self.analysis.plan, number, len(self.shapes), labels, outputs)
+        return Answers(
+            *[
+                next((x for x in own if x.answer == "yes"), max(own, key=_is_unknown))
+                for own in ([x.value for x in each], [x.derivative for x in each])
+            ]
+        )
+
+    @functools.cached_property
+    def _in_shapes(self) -> list[tuple[int, ...]]:
+        return [getattr(v.aval, "shape", ()) for v in self.closed.jaxpr.invars]
 
     def join_examples(self) -> None:
         """Let the leading axes of all outputs be one, the examples."""
@@ -265,11 +303,9 @@ def trace(
     num_args = len(closed.jaxpr.invars) - len(paths)
     changing = {id(leaf) for leaf in jax.tree.leaves(state)}
     states = [k for k, x in enumerate(jax.tree.leaves(args)) if id(x) in changing]
+    of_state = frozenset(k + len(paths) for k in states)
     closed, analysis = analyse(
-        closed,
-        [*paths, *[None] * num_args],
-        num_outputs=num_outputs,
-        state=frozenset(k + len(paths) for k in states),
+        closed, [*paths, *[None] * num_args], num_outputs=num_outputs, state=of_state
     )
     # What leads to no output has no gradient: derivatives of a function leave its value behind.
     live = {id(use) for use in leading_to(analysis.plan, *range(len(analysis.outputs)))[0]}
@@ -324,7 +360,23 @@ def trace(
         problems=[(f.path, f.reason) for f in findings if f.fatal and wanted(f.path)],
     )
     leaves, tree = jax.tree.flatten(shapes)
-    return Traced(closed, analysis, table, tree, leaves, shapes_of, encoded, num_outputs or 1)
+    traced = Traced(
+        closed,
+        analysis,
+        table,
+        tree,
+        leaves,
+        shapes_of,
+        encoded,
+        num_outputs or 1,
+        state=of_state,
+    )
+    table = dataclasses.replace(table, meeting=traced.meeting)
+    return dataclasses.replace(traced, table=table)
+
+
+def _is_unknown(answer: Answer) -> bool:
+    return answer.answer == "unknown"
 
 
 def trace_marked(traced: Traced, params: PyTree, *args: Any, **finding: Any) -> Traced:

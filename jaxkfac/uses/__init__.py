@@ -1,5 +1,6 @@
-"""What curvature is for: influence functions, Laplace approximations."""
+"""What curvature is for: influence functions, Laplace approximations; and a trial of it all."""
 
+from jaxkfac.uses._check_coverage import CoverageCheck, check_coverage
 from jaxkfac.uses._evidence import LogLikelihood
 from jaxkfac.uses._held import Queries
 from jaxkfac.uses._influence import TruncatedScores, influence, scores_of_batches
@@ -12,12 +13,14 @@ from jaxkfac.uses._self_influence import self_influence
 from jaxkfac.uses._top_k import TopK
 
 __all__ = [
+    "CoverageCheck",
     "GaussianPrediction",
     "LaplacePosterior",
     "LogLikelihood",
     "Queries",
     "TopK",
     "TruncatedScores",
+    "check_coverage",
     "influence",
     "laplace",
     "load_kronfluence",

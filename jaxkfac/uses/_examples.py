@@ -33,8 +33,10 @@ from jaxkfac.factors import (
     Objective,
     Origin,
     Program,
+    apart_remedy,
+    check_word,
 )
-from jaxkfac.interception import Atoms, Layer, Traced
+from jaxkfac.interception import Atoms, Layer, Traced, Word
 from jaxkfac.uses._example_gradients import ExampleGradients, block_dtype
 from jaxkfac.uses._held import Queries
 from jaxkfac.uses._own_products import OwnProducts, whole_gradients
@@ -55,6 +57,7 @@ class Examples:
         source: The eigenbases, or the queries that were prepared with them.
         layers: Which of their layers; ``None``: all.
         experts: As it was given for the factors.
+        word: ``"apart"``: the user's word of examples that are not known to be.
 
     Attributes:
         layers: That are read.
@@ -72,6 +75,7 @@ class Examples:
         source: Eigenbases | Queries,
         layers: str | None,
         experts: str | None,
+        word: Word | None = None,
     ) -> None:
         remedy = "because a scalar loss does not show its examples"
         instance_of("objective", objective, Objective, remedy)
@@ -89,7 +93,8 @@ class Examples:
             _warn_of_forward(self._source, jax.tree.leaves(objective.likelihood))
         names = "|".join(re.escape(layer.name) for layer in self.layers)
         finding = {"layers": names, "experts": experts}
-        self._program = Program(objective, finding, cover=False)
+        check_word(word)
+        self._program = Program(objective, finding, cover=False, examples=word)
         self._whole_program = Program(objective, {"experts": experts}, cover=False)
 
     @property
@@ -131,12 +136,12 @@ class Examples:
                     f"layer {layer.name!r} is masked by a constant in `{masked[0]}`, so its "
                     "gradient is no product of rows: leave it out with layers="
                 )
-        if traced.coupled:
+        if met := self._program.meeting(traced, "derivative"):
             names = ", ".join(repr(layer.name) for layer in self.layers)
             raise CoupledExamplesError(
-                f"{names}: gradients of single examples are asked for, and the model's examples "
-                f"meet {traced.coupled}. Where that is in batch statistics, use evaluation mode "
-                "(Linen: use_running_average=True; NNX: model.eval())"
+                f"{names}: gradients of single examples are asked for, and {met}. Where that is in "
+                "batch statistics, use evaluation mode (Linen: use_running_average=True; NNX: "
+                f"model.eval()){apart_remedy(met)}"
             )
         return batch
 

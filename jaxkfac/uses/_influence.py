@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jaxkfac._checks import at_least_one, one_of
 from jaxkfac.curvature import BlockDamping, Eigenbases
 from jaxkfac.factors import Objective
+from jaxkfac.interception import Word
 from jaxkfac.memory import ByteSize
 from jaxkfac.uses._batches import batches_of
 from jaxkfac.uses._examples import Examples, Per, chosen
@@ -50,6 +51,7 @@ def influence(
     max_bytes: ByteSize | None = None,
     state: PyTree | None = None,
     experts: str | None = None,
+    examples: Word | None = None,
 ) -> Float[Array, "..."] | TopK | TruncatedScores:
     r"""How much training on each example lowers the loss of each query.
 
@@ -95,6 +97,8 @@ def influence(
             ``"4GB"``; by default there is no bound.
         state: What a call of the model takes beside its inputs (batch statistics).
         experts: As it was given for the factors.
+        examples: ``"apart"``: your word that no example's output depends on another example, where
+            the program does not prove it; see :func:`value_grad_and_factors`.
 
     Returns:
         ``(Q, N)``, with ``per="layer"`` ``(Q, layers, N)``, with ``"token"`` ``(Q, N, S)`` (where
@@ -162,6 +166,7 @@ def influence(
             max_bytes=max_bytes,
             state=state,
             experts=experts,
+            examples=examples,
         )
     found, best, start, bad = [], None, start or 0, []
     if isinstance(top_k, TopK):
@@ -169,6 +174,7 @@ def influence(
         check_top_k(top_k, (held.number, number) if per == "layer" else (held.number,))
         best = top_k
     options = {"per": per, "layers": layers, "state": state, "experts": experts}
+    options["examples"] = examples
     for scores, exist in scores_of_batches(objective, params, held, train, **options):
         if top_k is None:
             found.append(scores)
@@ -208,6 +214,7 @@ def scores_of_batches(
     layers: str | None = None,
     state: PyTree | None = None,
     experts: str | None = None,
+    examples: Word | None = None,
 ) -> Iterator[tuple[Float[Array, "..."], Bool[Array, " n"]]]:
     """The scores of each batch as it is read, for what is saved or shown on the way.
 
@@ -220,13 +227,14 @@ def scores_of_batches(
         layers: Likewise.
         state: Likewise.
         experts: Likewise.
+        examples: Likewise.
 
     Yields:
         The scores of one batch, as :func:`influence` returns them, and which of its examples have
         a term that their mask keeps, ``(n,)``.
     """
-    examples = Examples(objective, queries, layers, experts)
-    score = jax.jit(functools.partial(examples.scores, per=per))
+    own = Examples(objective, queries, layers, experts, examples)
+    score = jax.jit(functools.partial(own.scores, per=per))
     for some in batches_of(train):
-        batch = examples.checked(params, some, state)
-        yield score(params, examples.queries, batch, state), examples.exists(batch)
+        batch = own.checked(params, some, state)
+        yield score(params, own.queries, batch, state), own.exists(batch)

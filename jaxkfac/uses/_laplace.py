@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 
 from jaxkfac.curvature import Eigenbases, check_disjoint, owned_blocks, parameters_outside
 from jaxkfac.factors import Gaussian, Objective
-from jaxkfac.interception import check_arrays, partition
+from jaxkfac.interception import Word, check_arrays, partition
 from jaxkfac.uses._examples import Examples
 from jaxkfac.uses._laplace_checks import check_positive, warn_of_empirical
 from jaxkfac.uses._laplace_posterior import LaplacePosterior
@@ -27,6 +27,7 @@ def laplace(
     terms_per_example: float | int | None = None,
     state: PyTree | None = None,
     experts: str | None = None,
+    examples: Word | None = None,
 ) -> LaplacePosterior:
     r"""The Gaussian that has its mode at the parameters and their curvature there.
 
@@ -58,6 +59,8 @@ def laplace(
             average; needed where outputs have more axes than ``(N, C)``.
         state: What a call of the model takes beside its inputs (batch statistics).
         experts: As it was given for the factors.
+        examples: ``"apart"``: your word that no example's output depends on another example, where
+            the program does not prove it; see :func:`value_grad_and_factors`.
 
     Returns:
         A :class:`LaplacePosterior`.
@@ -96,12 +99,12 @@ def laplace(
             f"a Laplace posterior is of one likelihood, and this objective has "
             f"{objective.num_outputs}: give an Objective of the output that is wanted"
         )
-    examples = Examples(objective, bases, layers, experts)
-    warn_of_empirical(examples.bases)
+    own = Examples(objective, bases, layers, experts, examples)
+    warn_of_empirical(own.bases)
     (likelihood,) = jax.tree.leaves(objective.likelihood)
     if not isinstance(likelihood, Gaussian) and (isinstance(noise, Tracer) or noise != 1.0):
         raise ValueError(f"noise={noise}: only a Gaussian likelihood has one")
-    chosen, blocks = raw(examples.bases), owned_blocks(examples.bases)
+    chosen, blocks = raw(own.bases), owned_blocks(own.bases)
     shapes = {path: jnp.shape(leaf) for path, leaf in partition(params)[0].items()}
     check_disjoint(blocks, shapes)
     posterior = LaplacePosterior(
@@ -110,7 +113,7 @@ def laplace(
         prior_precision=prior_precision,
         noise=noise,
         state=state,
-        examples=examples.without_arrays(),
+        examples=own.without_arrays(),
         num_examples=float(num_examples),
         terms_per_example=None if terms_per_example is None else float(terms_per_example),
         layers=tuple(block.layer.name for block in blocks),

@@ -15,7 +15,7 @@ from jaxkfac.curvature import (
     read_many,
 )
 from jaxkfac.factors import Batch, Objective
-from jaxkfac.interception import Layer, fast_convolutions
+from jaxkfac.interception import Layer, Word, fast_convolutions
 from jaxkfac.kinds import LowRankMatrices
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import ByteSize, parse_bytes
@@ -40,6 +40,7 @@ def prepare_queries(
     max_bytes: ByteSize | None = None,
     state: PyTree | None = None,
     experts: str | None = None,
+    examples: Word | None = None,
 ) -> Queries:
     r"""What :func:`influence` holds of its queries, for many streams of examples.
 
@@ -60,6 +61,7 @@ def prepare_queries(
             256 MiB hold, at least one.
         state: Likewise.
         experts: Likewise.
+        examples: Likewise.
 
     Returns:
         The queries, for ``influence(objective, params, None, queries, train)``.
@@ -90,19 +92,19 @@ def prepare_queries(
             "queries: expected one batch, (inputs, targets) or (inputs, targets, mask), got "
             f"{named(queries)}"
         )
-    examples = Examples(objective, bases, layers, experts)
-    check_block_damping(damping, examples.bases)
-    batch = examples.checked(params, queries, state)
+    own = Examples(objective, bases, layers, experts, examples)
+    check_block_damping(damping, own.bases)
+    batch = own.checked(params, queries, state)
 
     def run(params: PyTree, bases: Eigenbases, batch: Batch, state: PyTree, at_once: Any) -> Any:
         def of_some(some: Batch, _: Any) -> Any:
-            gradients = examples.gradients(params, some, state)
+            gradients = own.gradients(params, some, state)
             return _held(precondition_many(gradients, bases, damping), bases.layers, query_rank)
 
         return map_over_chunks(of_some, batch, at_once, in_loop=fast_convolutions)
 
-    given = params, examples.bases, batch, state
-    gradients = jax.eval_shape(lambda: examples.gradients(params, batch, state))
+    given = params, own.bases, batch, state
+    gradients = jax.eval_shape(lambda: own.gradients(params, batch, state))
     each = _GRADIENTS * _nbytes(gradients) // batch.num_examples
     if budget is None:
         at_once = max(1, _AT_ONCE // each) if in_examples(batch) else None
@@ -116,7 +118,7 @@ def prepare_queries(
             remedy="choose fewer layers=" + ("" if query_rank else ", or give a query_rank="),
         )
     whole, low_rank, errors = jax.jit(run, static_argnums=4)(*given, at_once)
-    return Queries(whole, low_rank, errors, examples.bases.layers, examples.bases.origin)
+    return Queries(whole, low_rank, errors, own.bases.layers, own.bases.origin)
 
 
 def _held(

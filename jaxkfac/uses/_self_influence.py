@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxkfac.curvature import BlockDamping, Eigenbases, check_block_damping
 from jaxkfac.factors import Batch, Objective
-from jaxkfac.interception import Layer, fast_convolutions
+from jaxkfac.interception import Layer, Word, fast_convolutions
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.uses._batches import batches_of
@@ -31,6 +31,7 @@ def self_influence(
     state: PyTree | None = None,
     experts: str | None = None,
     max_bytes: ByteSize = 2**28,
+    examples: Word | None = None,
 ) -> Float[Array, " N"]:
     r"""Each example's score with itself, $\nabla \ell_n^\top (F + \delta)^{-1} \nabla \ell_n$.
 
@@ -49,6 +50,7 @@ def self_influence(
         max_bytes: What gradients of examples may take at once where they are held, and elsewhere
             the rows of layers, a number or ``"256MiB"``: a batch is cut into as many examples as
             fit, at least one.
+        examples: As for :func:`influence`.
 
     Returns:
         ``(N,)``, all batches one after the other.
@@ -73,21 +75,21 @@ def self_influence(
         True
     """
     budget = parse_bytes(max_bytes, name="max_bytes")
-    examples = Examples(objective, bases, layers, experts)
-    check_block_damping(damping, examples.bases)
+    own = Examples(objective, bases, layers, experts, examples)
+    check_block_damping(damping, own.bases)
 
     @jax.jit
     def scores(params: PyTree, bases: Eigenbases, batch: Batch, state: PyTree) -> Array:
         def of_some(some: Batch, _: Any) -> Array:
-            return examples.own_products(params, bases, some, state, damping)
+            return own.own_products(params, bases, some, state, damping)
 
         return map_over_chunks(
             of_some, batch, at_once(params, batch, state), in_loop=fast_convolutions
         )
 
     def at_once(params: PyTree, batch: Batch, state: PyTree) -> int:
-        held = examples.own_gradients(params, batch, state)
-        dtypes = [block_dtype(examples.bases, layer) for layer in held]
+        held = own.own_gradients(params, batch, state)
+        dtypes = [block_dtype(own.bases, layer) for layer in held]
         each = GRADIENTS * sum(
             layer.num_parameters * dtype.itemsize for layer, dtype in zip(held, dtypes, strict=True)
         )
@@ -98,14 +100,14 @@ def self_influence(
             return some
         beside = sum(
             min(GRADIENTS * layer.num_parameters, _rows_up_to(layer, batch))
-            * block_dtype(examples.bases, layer).itemsize
-            for layer in examples.layers
+            * block_dtype(own.bases, layer).itemsize
+            for layer in own.layers
             if layer not in held
         )
         return max(1, min(some, budget // max(each + beside, 1)))
 
     found = [
-        scores(params, examples.bases, examples.checked(params, some, state), state)
+        scores(params, own.bases, own.checked(params, some, state), state)
         for some in batches_of(train)
     ]
     return jnp.concatenate(found)

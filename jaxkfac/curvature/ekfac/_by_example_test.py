@@ -104,3 +104,25 @@ def test_squares_of_a_convolution_are_those_of_each_examples_gradient():
     one = jax.vmap(jax.grad(objective), (None, 0))(k, (x[:, None], y[:, None]))
     expected = jnp.square(one).mean(0).reshape(found.raw_values.shape)
     np.testing.assert_allclose(found.raw_values, expected, rtol=1e-10)
+
+
+def test_crops_side_by_side_belong_to_their_examples():
+    """Two views along the batch: the gradient of an example is the sum over both."""
+
+    def crops(p, x):
+        h = jnp.tanh(jnp.concatenate([x, jnp.sin(x)]) @ p["w"] + p["b"])
+        one, other = jnp.split(h, 2)
+        return (one * other) @ p["u"]
+
+    x, y = jnp.asarray(X[:, 0]), jnp.asarray(Y[:, 0])
+    objective = Objective(crops, Gaussian())
+    factors = value_grad_and_factors(objective)(PARAMS, (x, y)).factors
+    bases = rotated(identity_bases(factors))
+    found = correct_eigenvalues(objective, bases)(PARAMS, (x, y))
+    one = lambda p, x, y: objective(p, (x[None], y[None]))
+    each = jax.vmap(jax.grad(one), (None, 0, 0))(PARAMS, x, y)
+    kernel = np.concatenate([each["w"], each["b"][:, None]], 1)
+    for name, gradients in (("w", kernel), ("u", each["u"])):
+        basis = found[name]
+        turned = np.einsum("ia,nij,jb->nab", basis.a_vectors, gradients, basis.g_vectors)
+        np.testing.assert_allclose(basis.raw_values, np.square(turned).mean(0), rtol=1e-10)

@@ -18,11 +18,13 @@ from jaxkfac.factors import (
     Objective,
     Origin,
     Program,
+    apart_remedy,
     check_alone,
+    check_word,
     estimator_of,
     per_example_diagonals,
 )
-from jaxkfac.interception import Layer, LayerTable, Traced, check_function
+from jaxkfac.interception import Layer, LayerTable, Traced, Word, check_function
 
 MeasuredFisher = Literal["empirical", "mc", "exact"]
 
@@ -86,7 +88,7 @@ class EigenvalueCorrector:
                 f"parameter {extra[0].weight.path!r} is covered by no layer, and a scalar loss "
                 "does not run each example by itself: give a jk.Objective"
             )
-        _check_examples(traced, bases, extra, self._per)
+        _check_examples(self._program, traced, bases, extra, self._per)
         squared = SquaredGradients(traced, bases, self._per)
         at = self._program.linearise(
             traced,
@@ -109,10 +111,10 @@ class EigenvalueCorrector:
                 objective, params, batch, extra, estimator, key=key, state=state
             )
             sums = sums | at.poisoned(more)
-        corrections = Corrections(sums, squares.bias_values, at.terms)
+        corrections = Corrections(sums, squares.bias_values, at.all_terms)
         marks = [mark.likelihood for mark in traced.marks]
         likelihoods = jax.tree.leaves(objective.likelihood) if known else marks
-        origin = Origin.of(estimator.name, likelihoods)
+        origin = Origin.of(estimator.name, likelihoods, self._program.examples)
         return dataclasses.replace(bases, corrections=corrections, origin=origin)
 
 
@@ -125,6 +127,7 @@ def correct_eigenvalues(
     experts: str | None = None,
     samples: int = 1,
     chunk: int = 1,
+    examples: Word | None = None,
 ) -> EigenvalueCorrector:
     r"""Build a function that measures eigenvalues in given eigenbases (EKFAC).
 
@@ -155,6 +158,7 @@ def correct_eigenvalues(
         experts: As it was given for the factors.
         samples: How many labels ``"mc"`` samples for each term.
         chunk: How many vector-Jacobian products of ``"mc"`` and ``"exact"`` run at once.
+        examples: As for :func:`value_grad_and_factors`.
 
     Returns:
         An ``EigenvalueCorrector``: call it with ``(params, batch, key=None,
@@ -197,7 +201,8 @@ def correct_eigenvalues(
     _check_vectors(bases)
     names = [layer.name for layer in bases.layers if layer.is_covered]
     finding = {"layers": "|".join(map(re.escape, names)), "experts": experts}
-    program = Program(objective, finding, cover=False)
+    check_word(examples)
+    program = Program(objective, finding, cover=False, examples=examples)
     return EigenvalueCorrector(program, bases, estimator, per)
 
 
@@ -248,18 +253,20 @@ def _check_vectors(bases: Eigenbases) -> None:
                 )
 
 
-def _check_examples(traced: Traced, bases: Eigenbases, extra: list[Layer], per: Per) -> None:
+def _check_examples(
+    program: Program, traced: Traced, bases: Eigenbases, extra: list[Layer], per: Per
+) -> None:
     """Refuse gradients of single examples where an example's output depends on others."""
     if extra:
-        check_alone(traced, extra)
+        check_alone(program, traced, extra)
     whole = [x for x in bases.layers if per == "example" or (x.is_elementwise and x.g_dense)]
-    if whole and traced.coupled:
+    if whole and (met := program.meeting(traced, "derivative")):
         names = ", ".join(repr(layer.name) for layer in whole)
         raise CoupledExamplesError(
-            f"{names}: eigenvalues are measured with gradients of single examples, and the model's "
-            f"examples meet {traced.coupled}. Measure rows by themselves with per='token', or "
-            "leave these layers out of the bases; where the examples meet in batch statistics and "
-            "nowhere else, use evaluation mode (Linen: use_running_average=True; NNX: model.eval())"
+            f"{names}: eigenvalues are measured with gradients of single examples, and {met}. "
+            "Measure rows by themselves with per='token', or leave these layers out of the bases; "
+            "where the examples meet in batch statistics and nowhere else, use evaluation mode "
+            f"(Linen: use_running_average=True; NNX: model.eval()){apart_remedy(met)}"
         )
 
 

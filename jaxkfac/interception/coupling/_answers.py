@@ -1,0 +1,173 @@
+"""Do the examples of a batch meet? Two questions, each answered no, yes or unknown."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._plan import Plan
+from jaxkfac.interception._propagate import Axes
+from jaxkfac.interception.coupling._follow import Follower
+from jaxkfac.interception.coupling._labels import FREE, MIXED, Labels, examples_along, simplified
+from jaxkfac.interception.coupling._values import (
+    QUESTIONS,
+    Dependence,
+    LabeledValue,
+    Question,
+    is_inexact,
+)
+
+Word = Literal["apart"]
+
+
+class Answer(NamedTuple):
+    """Whether an example's output depends on another example.
+
+    Attributes:
+        answer: ``"no"`` is proved; ``"yes"`` is what a rule says; ``"unknown"`` is never no.
+        where: The equation, in words.
+    """
+
+    answer: Literal["no", "yes", "unknown"]
+    where: str = ""
+
+    def lets_pass(self, examples: Word | None) -> bool:
+        """Whether examples may be taken to be apart.
+
+        They may where that is proved, and where it is not known and the caller has said so
+        (``examples="apart"``).
+        """
+        return self.answer == "no" or (self.answer == "unknown" and examples == "apart")
+
+    def __str__(self) -> str:
+        if self.answer == "no":
+            return "the examples do not meet"
+        if self.answer == "yes":
+            return f"the examples meet {self.where}"
+        return f"it is not known whether the examples meet {self.where}"
+
+
+NO = Answer("no")
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """Both answers.
+
+    Attributes:
+        value: Does an example's output depend on another example's value? To run examples alone,
+            this has to be no.
+        derivative: Does it have a derivative in another example's value, or in a row of a layer
+            that is another's? For one backward pass of all examples, this has to be no.
+    """
+
+    value: Answer = NO
+    derivative: Answer = NO
+
+    def of(self, question: Question) -> Answer:
+        return self.value if question == "value" else self.derivative
+
+
+def label_inputs(
+    table: AxisTable,
+    axes_of: dict[int, Axes],
+    shapes: Sequence[tuple[int, ...]],
+    output: Atoms,
+    number: int,
+    *,
+    state: frozenset[int] = frozenset(),
+) -> dict[int, Labels]:
+    """Which example each entry of each input belongs to.
+
+    The axis is that of the output, where the program links the two; elsewhere the first axis that
+    is as long. A state that is not linked has no examples, if an input is. What has no such axis is
+    common to all examples.
+
+    Args:
+        table: The axis atoms.
+        axes_of: Axes of the inputs that are data, by position.
+        shapes: The shapes of all inputs.
+        output: Atoms of the output's leading axis.
+        number: How many examples there are.
+        state: Positions of inputs that a call changes.
+    """
+    wanted = table.atoms(output)
+    labels = {
+        k: linked
+        for k, axes in axes_of.items()
+        if (linked := _linked(table, axes, shapes[k], wanted)) is not None
+    }
+    any_linked = bool(labels)
+    for k in axes_of:
+        if k in labels or (k in state and any_linked):
+            continue
+        axis = next((d for d, size in enumerate(shapes[k]) if size == number), None)
+        if axis is not None:
+            labels[k] = examples_along(axis, len(shapes[k]), number)
+    return labels
+
+
+def _linked(table: AxisTable, axes: Axes, shape: Sequence[int], wanted: Atoms) -> Labels:
+    """Labels of an input that has all atoms of the examples; ``None`` of another."""
+    flat = [(d, a) for d, axis in enumerate(axes) for a in table.atoms(axis)]
+    atoms = [a for _, a in flat]
+    if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(atoms):
+        return None
+    index = np.zeros([table.size(a) for a in atoms], np.int32)
+    for a in wanted:
+        along = [table.size(a) if b == a else 1 for b in atoms]
+        index = index * table.size(a) + np.arange(table.size(a), dtype=np.int32).reshape(along)
+    return simplified(index.reshape(shape))
+
+
+def leading_labels(
+    axes_of: dict[int, Axes],
+    shapes: Sequence[tuple[int, ...]],
+    number: int,
+    *,
+    state: frozenset[int] = frozenset(),
+) -> dict[int, Labels] | None:
+    """Entry ``i`` of every input but a state is example ``i``; ``None`` where one has others."""
+    inputs = [k for k in axes_of if k not in state and shapes[k]]
+    if any(shapes[k][0] != number for k in inputs):
+        return None
+    return {k: examples_along(0, len(shapes[k]), number) for k in inputs}
+
+
+def answers(
+    plan: Plan, number: int, num_parameters: int, labels: dict[int, Labels], outputs: Sequence[int]
+) -> list[Answers]:
+    """Both answers for each of some outputs, whose leading axes are the examples.
+
+    Args:
+        plan: The program, and where its layers are.
+        number: How many examples there are.
+        num_parameters: How many inputs the program begins with are parameters.
+        labels: Of the other inputs, by position; those that are left out have no examples.
+        outputs: Positions of the outputs.
+    """
+    ins = []
+    for k, var in enumerate(plan.jaxpr.invars):
+        own = Dependence(labels.get(k))
+        derivative = own if is_inexact(var) else Dependence()
+        ins.append(LabeledValue(own, derivative, parameter=k < num_parameters))
+    outs = Follower(number).run(plan.jaxpr, plan.consts, ins, plan)
+    return [
+        Answers(*[_answer(outs[k], outs[k].of(question), number) for question in QUESTIONS])
+        for k in outputs
+    ]
+
+
+def _answer(out: LabeledValue, own: Dependence, number: int) -> Answer:
+    if own.labels is None or number == 1:
+        return NO
+    along = examples_along(0, own.labels.ndim, number)
+    if ((own.labels == FREE) | (own.labels == along)).all():
+        return NO
+    if not (own.labels == MIXED).any():  # whole examples, in another order
+        return Answer("yes", f"at `{out.moved}`" if out.moved else "in another axis of the output")
+    if own.reason is None:
+        return Answer("unknown", "somewhere")
+    return Answer("yes" if own.reason.certain else "unknown", own.reason.where)

@@ -1,0 +1,242 @@
+"""Calls with rules of their own: custom derivatives, linear solves, Pallas kernels.
+
+A custom derivative answers the second question by its own program: a rule may mix what the
+function does not, and the function what the rule does not.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex
+
+from jaxkfac.interception._compat import Eqn, Var, body_of, is_var, open_jaxpr
+from jaxkfac.interception._custom import call_of, is_rule, operands_of, shapes_of
+from jaxkfac.interception._plan import Plan
+from jaxkfac.interception.coupling._labels import FREE, Labels, joined, reduced, simplified
+from jaxkfac.interception.coupling._loops import (
+    Follows,
+    collective,
+    scan,
+    shard_map,
+    while_loop,
+)
+from jaxkfac.interception.coupling._values import (
+    Dependence,
+    LabeledValue,
+    Reason,
+    first_reason,
+    is_inexact,
+    joined_examples,
+    joined_values,
+    unknown,
+)
+
+COLLECTIVES = frozenset(
+    "psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_to_all "
+    "reduce_scatter psum_scatter pgather".split()
+)
+MOST_BLOCKS = 4096
+
+
+def custom(
+    follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
+) -> list[LabeledValue]:
+    """The results of a function with a derivative of its own."""
+    outs = follower.run(*body_of(eqn), ins)
+    at = {id(v): x for v, x in zip(eqn.invars, ins, strict=True) if is_var(v)}
+    moving = [v for v in operands_of(eqn)[1] if at[id(v)].derivative.labels is not None]
+    if not moving or not any(map(is_inexact, eqn.outvars)):
+        return outs
+    of_rule = _tangents if is_rule(eqn) else _cotangents
+    try:
+        return of_rule(follower, eqn, at, outs, moving)
+    except Exception as error:  # a rule that cannot be followed proves nothing
+        name = eqn.primitive.name
+        reason = Reason(False, f"in the rule of `{name}`, which is not followed: {error!r:.200}")
+        return [x._replace(derivative=unknown(v, reason).derivative) for v, x in _both(eqn, outs)]
+
+
+def _both(eqn: Eqn, outs: Sequence[LabeledValue]) -> list[tuple[Var, LabeledValue]]:
+    return list(zip(eqn.outvars, outs, strict=True))
+
+
+def _tangents(
+    follower: Follows,
+    eqn: Eqn,
+    at: Mapping[int, LabeledValue],
+    outs: Sequence[LabeledValue],
+    moving: Sequence[Var],
+) -> list[LabeledValue]:
+    """The results of a ``custom_jvp``, whose rule says in which examples they have derivatives."""
+    closed = _program(follower, eqn, moving, forward=True)
+    inside = [at[id(v)]._replace(derivative=Dependence()) for v in operands_of(eqn)[0]]
+    inside += [LabeledValue(at[id(v)].derivative, at[id(v)].derivative) for v in moving]
+    rule = iter(follower.run(closed.jaxpr, closed.consts, inside))
+    reason, results = Reason(True, f"in the rule of `{eqn.primitive.name}`"), []
+    for var, out in _both(eqn, outs):
+        if is_inexact(var):
+            derivative = joined_examples(out.derivative, next(rule).derivative, reason=reason)
+            out = out._replace(derivative=derivative)
+        results.append(out)
+    return results
+
+
+def _cotangents(
+    follower: Follows,
+    eqn: Eqn,
+    at: Mapping[int, LabeledValue],
+    outs: Sequence[LabeledValue],
+    moving: Sequence[Var],
+) -> list[LabeledValue]:
+    """The results of a ``custom_vjp``: the cotangent of an example's results is that example's.
+
+    The rule is followed forward and backward, the cotangents labeled as the results are. Each
+    entry of an operand's cotangent then belongs to the example of that entry, or the rule mixes.
+    """
+    closed = _program(follower, eqn, moving, forward=False)
+    owners = [
+        _one_or_other(x.derivative.labels, x.value.labels)
+        for v, x in _both(eqn, outs)
+        if is_inexact(v)
+    ]
+    inside = [at[id(v)]._replace(derivative=Dependence()) for v in operands_of(eqn)[0]]
+    inside += [LabeledValue(Dependence(x), Dependence(x)) for x in owners]
+    backward, reason = follower.run(closed.jaxpr, closed.consts, inside), None
+    for var, back in zip(moving, backward, strict=True):
+        own, labels = at[id(var)].derivative.labels, back.derivative.labels
+        if own is not None and labels is not None and _unlike(own, labels):
+            where = Reason(True, f"in the rule of `{eqn.primitive.name}`")
+            reason = reason or back.derivative.reason or where
+    if reason is None:
+        return list(outs)
+    return [x._replace(derivative=unknown(v, reason).derivative) for v, x in _both(eqn, outs)]
+
+
+def _program(follower: Follows, eqn: Eqn, moving: Sequence[Var], *, forward: bool) -> Any:
+    """The program of a function's tangents, or of its operands' cotangents.
+
+    Args:
+        follower: Keeps the programs.
+        eqn: The call.
+        moving: The operands that have tangents. A rule may refuse to have others.
+        forward: Which of both.
+    """
+    key = (id(eqn), *map(id, moving))
+    if key in follower.rules:
+        return follower.rules[key][1]
+    primals, run = operands_of(eqn)[0], call_of(eqn)
+    kept, ids = [is_inexact(v) for v in eqn.outvars], set(map(id, moving))
+
+    def derivative(values: list[Any], seeds: list[Any]) -> list[Any]:
+        def of(diff: list[Any]) -> list[Any]:
+            held = {id(v): x for v, x in zip(moving, diff, strict=True)}
+            outs = run(*[held.get(id(v), x) for v, x in zip(primals, values, strict=True)])
+            return [x for x, k in zip(outs, kept, strict=True) if k]
+
+        here = [x for v, x in zip(primals, values, strict=True) if id(v) in ids]
+        return jax.jvp(of, (here,), (seeds,))[1] if forward else jax.vjp(of, here)[1](seeds)[0]
+
+    floats = moving if forward else [v for v, k in zip(eqn.outvars, kept, strict=True) if k]
+    closed = jax.make_jaxpr(derivative)(shapes_of(primals), shapes_of(floats))
+    follower.rules[key] = eqn, closed  # the equation too: its id is taken while it lives
+    return closed
+
+
+def _one_or_other(first: Labels, other: Labels) -> Labels:
+    """Labels, and where there are none those of another."""
+    if first is None or other is None:
+        return other if first is None else first
+    return np.where(first == FREE, other, first)
+
+
+def _unlike(own: np.ndarray, labels: np.ndarray) -> bool:
+    return bool(((own != labels) & (own != FREE) & (labels != FREE)).any())
+
+
+def linear_solve(
+    follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
+) -> list[LabeledValue]:
+    """The results of ``custom_linear_solve``: of its solver, and of the product's derivative."""
+    lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
+    sizes = [lengths.matvec, lengths.vecmat, lengths.solve, lengths.transpose_solve]
+    ends = np.cumsum(sizes)
+    of_matvec, of_solve = list(ins[: ends[0]]), list(ins[ends[1] : ends[2]])
+    right = list(ins[ends[3] :])
+    matvec, solve = jaxprs.matvec, jaxprs.solve
+    outs = follower.run(*open_jaxpr(solve), [*of_solve, *right])
+    # The derivative solves for b' - A' x, with the solver's own constants held.
+    number = len(right)
+    rows = follower.run(*open_jaxpr(matvec), [*of_matvec, *outs[:number]])
+    right = [joined_values(b, r, where="at `custom_linear_solve`") for b, r in zip(right, rows)]
+    again = follower.run(*open_jaxpr(solve), [*of_solve, *right])
+    reason = Reason(True, "at `custom_linear_solve`")
+    return [
+        LabeledValue(
+            out.value,
+            joined_examples(out.derivative, twice.derivative, reason=reason),
+            moved=out.moved,
+        )
+        for out, twice in zip(outs, again, strict=True)
+    ]
+
+
+def pallas(
+    follower: Follows, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None
+) -> list[LabeledValue]:
+    """The results of a Pallas kernel, of which a block reads the operands' blocks of its step.
+
+    The kernel itself is not looked into: a block with several examples in it mixes them.
+    """
+    mapping = eqn.params["grid_mapping"]
+    blocks, grid = list(mapping.block_mappings), tuple(mapping.grid)
+    plain = all(isinstance(n, int) for n in grid) and not getattr(mapping, "num_index_operands", 0)
+    number = len(ins)
+    reason = Reason(False, "at `pallas_call`")
+    if not plain or len(blocks) != number + len(eqn.outvars) or np.prod(grid) > MOST_BLOCKS:
+        return [unknown(v, reason) for v in eqn.outvars]
+    steps = list(np.ndindex(*grid))
+    places = [[_block(b, step) for step in steps] for b in blocks]
+    results = []
+    for k, var in enumerate(eqn.outvars):
+        each = []
+        for question in (0, 1):
+            own = [(x.value, x.derivative)[question] for x in ins]
+            labels = np.full(var.aval.shape, FREE, np.int32)
+            for s, here in enumerate(places[number + k]):
+                block: Labels = None
+                for x, v, at in zip(own, eqn.invars, places, strict=False):
+                    if x.labels is not None:
+                        whole = np.broadcast_to(x.labels, v.aval.shape)[at[s]]
+                        part = reduced(whole, range(whole.ndim))
+                        block = joined(block, None if part is None else part.reshape(()))
+                if block is not None:
+                    labels[here] = joined(labels[here], np.broadcast_to(block, labels[here].shape))
+            why = first_reason(own)
+            out = Dependence(simplified(labels), why)
+            each.append(out._replace(reason=reason) if why is None and out.mixed else out)
+        results.append(LabeledValue(each[0], each[1]))
+    return results
+
+
+def _block(mapping: Any, step: tuple[int, ...]) -> tuple[slice, ...]:
+    """Which entries of an operand a step of the grid sees."""
+    with jax.ensure_compile_time_eval():
+        index = jex.jaxpr_as_fun(mapping.index_map_jaxpr)(*map(np.int32, step))
+    out = []
+    for size, at in zip(mapping.block_shape, index, strict=True):
+        size = int(getattr(size, "block_size", size if isinstance(size, int) else 1))
+        out.append(slice(int(at) * size, (int(at) + 1) * size))
+    return tuple(out)
+
+
+Into = Callable[[Follows, Eqn, Sequence[LabeledValue], "Plan | None"], "list[LabeledValue]"]
+CALLS: dict[str, Into] = {
+    "scan": scan,
+    "while": while_loop,
+    "shard_map": shard_map,
+    "custom": custom,
+    "custom_linear_solve": linear_solve,
+    "pallas_call": pallas,
+} | dict.fromkeys(COLLECTIVES, collective)

@@ -1,0 +1,430 @@
+"""Rules: the labels of a result, from those of the operands, for one primitive each.
+
+A primitive without a rule proves nothing: its results are mixed.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from jaxkfac.interception._axes import ELEMENTWISE, REDUCTIONS
+from jaxkfac.interception._compat import Eqn, read_order
+from jaxkfac.interception.coupling._indexing import (
+    dynamic_slice,
+    dynamic_update_slice,
+    gather,
+    picks_are_known,
+    scatter,
+)
+from jaxkfac.interception.coupling._known import Ask
+from jaxkfac.interception.coupling._labels import (
+    FREE,
+    Labels,
+    accumulated,
+    everywhere,
+    joined,
+    placed,
+    reduced,
+    reshaped,
+    simplified,
+    taken,
+    transposed,
+    windowed,
+)
+
+Rule = Callable[[Eqn, Sequence[Labels], Sequence[Ask]], "list[Labels]"]
+
+_CUMULATIVE = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
+_ELEMENTWISE = (ELEMENTWISE - _CUMULATIVE) | frozenset(
+    "polygamma zeta igamma igammac lgamma digamma igamma_grad_a random_gamma_grad regularized_"
+    "incomplete_beta bessel_i0e bessel_i1e bessel_i0 bessel_i1 clz complex eq_to lt_to le_to "
+    "random_fold_in random_clone threefry2x32 random_seed mesh_cast layout_constraint xla_metadata "
+    "dce_sink copy_p pbroadcast to_edtype from_edtype random_gamma erf_inv".split()
+)
+_INDEXED = frozenset("gather dynamic_slice dynamic_update_slice".split())
+
+
+def rule_of(eqn: Eqn) -> Rule | None:
+    """The rule of a first-order primitive, if there is one."""
+    name = eqn.primitive.name
+    if name in _ELEMENTWISE:
+        return _elementwise
+    if name in REDUCTIONS or name in ("reduce_xor", "reduce"):
+        return _reduce
+    if name in _CUMULATIVE:
+        return _cumulative
+    if name.startswith("scatter"):
+        return scatter
+    if name.startswith("reduce_window"):
+        return _reduce_window
+    return _RULES.get(name)
+
+
+def is_certain(eqn: Eqn, known: Sequence[Ask]) -> bool:
+    """Whether unlike labels that a rule joins do meet, and not only where an index may lead."""
+    name = eqn.primitive.name
+    if name in _INDEXED or name.startswith("scatter"):
+        return picks_are_known(eqn, known)
+    return True
+
+
+def _rank(eqn: Eqn, result: int = 0) -> int:
+    return len(getattr(eqn.outvars[result].aval, "shape", ()))
+
+
+def _ints(axes: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    """Axes as numbers of Python's: ``vmap`` makes some of NumPy's."""
+    return tuple(map(int, axes))
+
+
+def _pairs(numbers: Any) -> tuple[Any, Any]:
+    """The contracted and the shared axes of a product, each of both operands."""
+    contracted, batch = numbers
+    return tuple(map(_ints, contracted)), tuple(map(_ints, batch))
+
+
+def _shapes(eqn: Eqn) -> list[tuple[int, ...]]:
+    return [getattr(v.aval, "shape", ()) for v in eqn.invars]
+
+
+def _elementwise(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    if eqn.primitive.name == "optimization_barrier":
+        return list(ins)
+    if eqn.primitive.name == "jaxkfac_mark_outputs":  # an identity of its first operand
+        return [ins[0]] * len(eqn.outvars)
+    rank = _rank(eqn)
+    out = joined(*ins)
+    if out is not None and out.ndim != rank:  # a scalar predicate, bounds of a clamp
+        out = out.reshape((1,) * rank)
+    return [out] * len(eqn.outvars)
+
+
+def _reduce(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    axes = _ints(eqn.params["axes" if "axes" in eqn.params else "dimensions"])
+    number = len(eqn.outvars)
+    out = joined(*ins[:number]) if number > 1 else ins[0]
+    out = joined(out, *[x for x in ins[number:] if x is None or not x.ndim])
+    out = reduced(out, axes)
+    return [None if out is None else out.squeeze(axes)] * number
+
+
+def _cumulative(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    p = eqn.params
+    return [simplified(accumulated(ins[0], int(p["axis"]), reverse=p["reverse"]))]
+
+
+def _transpose(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    return [transposed(ins[0], eqn.params["permutation"])]
+
+
+def _reshape(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    (before, *_), after = _shapes(eqn), eqn.outvars[0].aval.shape
+    order = read_order(eqn)
+    return [reshaped(transposed(ins[0], order), [before[d] for d in order], after)]
+
+
+def _squeeze(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    x = ins[0]
+    return [None if x is None else x.squeeze(_ints(eqn.params["dimensions"]))]
+
+
+def _broadcast(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    return [placed(ins[0], _ints(eqn.params["broadcast_dimensions"]), _rank(eqn))]
+
+
+def _slice(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    p, out = eqn.params, ins[0]
+    strides = p["strides"] or [1] * len(p["start_indices"])
+    for d, cut in enumerate(zip(p["start_indices"], p["limit_indices"], strides, strict=True)):
+        out = taken(out, np.arange(*cut), d) if out is not None else None
+    return [out]
+
+
+def _pad(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    x, shape = ins[0], _shapes(eqn)[0]
+    for d, (low, _, between) in enumerate(eqn.params["padding_config"]):
+        after = eqn.outvars[0].aval.shape[d]
+        x = windowed(
+            x, d, shape[d], padding=int(low), base_dilation=int(between) + 1, entries=after
+        )
+    return [joined(x, ins[1])]
+
+
+def _rev(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    x = ins[0]
+    return [None if x is None else np.flip(x, _ints(eqn.params["dimensions"]))]
+
+
+def _concatenate(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    return [_side_by_side(ins, _shapes(eqn), int(eqn.params["dimension"]))]
+
+
+def _stack(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    axis, shapes = int(eqn.params["axis"]), _shapes(eqn)
+    each = [None if x is None else np.expand_dims(x, axis) for x in ins]
+    return [_side_by_side(each, [(*s[:axis], 1, *s[axis:]) for s in shapes], axis)]
+
+
+def _side_by_side(each: Sequence[Labels], shapes: Sequence[tuple[int, ...]], axis: int) -> Labels:
+    if all(x is None for x in each):
+        return None
+    rank = len(shapes[0])
+    none = np.full((1,) * rank, FREE, np.int32)
+    filled = [none if x is None else x for x in each]
+    if all(x is filled[0] for x in filled) and filled[0].shape[axis] == 1:
+        return filled[0]
+    others = np.broadcast_shapes(*[(*x.shape[:axis], *x.shape[axis + 1 :]) for x in filled])
+    whole = []
+    for x, shape in zip(filled, shapes, strict=True):
+        x = everywhere(x, shape, [axis])
+        assert x is not None
+        size = shape[axis]
+        whole.append(np.broadcast_to(x, (*others[:axis], size, *others[axis:])))
+    return simplified(np.concatenate(whole, axis))
+
+
+def _split(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    axis, out, start = int(eqn.params["axis"]), [], 0
+    for size in eqn.params["sizes"]:
+        out.append(taken(ins[0], np.arange(start, start + size), axis))
+        start += size
+    return out
+
+
+def _unstack(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    axis, x = int(eqn.params["axis"]), ins[0]
+    parts = [taken(x, np.array([k]), axis) for k in range(len(eqn.outvars))]
+    return [None if p is None else p.squeeze(axis) for p in parts]
+
+
+def _along_one(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    """The result reads everything along an axis: a sort, the best k."""
+    p = eqn.params
+    axis = int(p.get("dimension", p.get("axis", p.get("reduction_dimension", -1))))
+    rank = len(_shapes(eqn)[0])
+    out = joined(*[reduced(x, [axis % rank]) for x in ins if x is None or x.ndim == rank])
+    return [out] * len(eqn.outvars)
+
+
+def _dot(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    contracted, batch = _pairs(eqn.params["dimension_numbers"])
+    return [_product(_shapes(eqn)[:2], ins[:2], contracted, batch)]
+
+
+def _product(shapes: Any, ins: Sequence[Labels], contracted: Any, batch: Any) -> Labels:
+    ranks = [len(s) for s in shapes]
+    free = [
+        [d for d in range(ranks[k]) if d not in contracted[k] and d not in batch[k]] for k in (0, 1)
+    ]
+    number = len(batch[0])
+    rank = number + len(free[0]) + len(free[1])
+    offsets, parts = (number, number + len(free[0])), []
+    for k, x in enumerate(ins):
+        x = reduced(x, contracted[k])
+        if x is None:
+            continue
+        x = x.squeeze(contracted[k])
+        kept = [d for d in range(ranks[k]) if d not in contracted[k]]
+        at = [batch[k].index(d) if d in batch[k] else offsets[k] + free[k].index(d) for d in kept]
+        parts.append(placed(x, at, rank))
+    return joined(*parts)
+
+
+def _ragged_dot(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    contracted, batch = _pairs(numbers.dot_dimension_numbers)
+    groups, ragged = _ints(numbers.rhs_group_dimensions), _ints(numbers.lhs_ragged_dimensions)
+    left, right, sizes = ins
+    if right is not None:
+        right = reduced(right, groups)
+        right = None if right is None else right.squeeze(groups)
+    shape = _shapes(eqn)[1]
+    kept = [d for d in range(len(shape)) if d not in groups]
+    if set(ragged) & set(contracted[0]):  # the result has the groups first
+        out = joined(_flat(left), _flat(right))
+    else:
+        mine = ([kept.index(d) for d in contracted[1]], [kept.index(d) for d in batch[1]])
+        shapes = _shapes(eqn)[0], [shape[d] for d in kept]
+        out = _product(shapes, (left, right), (contracted[0], mine[0]), (batch[0], mine[1]))
+    return [joined(*[_spread(x, _rank(eqn)) for x in (out, _flat(sizes))])]
+
+
+def _flat(x: Labels) -> Labels:
+    """All labels of an array joined."""
+    out = reduced(x, range(0 if x is None else x.ndim))
+    return None if out is None else out.reshape(())
+
+
+def _spread(x: Labels, rank: int) -> Labels:
+    return x.reshape((1,) * rank) if x is not None and not x.ndim else x
+
+
+def _sparse_dot(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    """A sparse matrix times an array: the array's contracted axes are read, all of them.
+
+    The entries of the matrix may stand anywhere in it.
+    """
+    contracted, batch = _pairs(eqn.params["dimension_numbers"])
+    data, indices, right = ins
+    shapes = eqn.params["lhs_spinfo"].shape, _shapes(eqn)[2]
+    out = _product(shapes, (None, right), contracted, batch)
+    return [joined(out, *[_spread(_flat(x), _rank(eqn)) for x in (data, indices)])]
+
+
+def _convolution(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    p, shapes, rank = eqn.params, _shapes(eqn), _rank(eqn)
+    numbers, after = p["dimension_numbers"], eqn.outvars[0].aval.shape
+    (n, c, *space), (_, i, *taps) = _ints(numbers.lhs_spec), _ints(numbers.rhs_spec)
+    out_n, out_c, *out_space = _ints(numbers.out_spec)
+    of_batch, of_channels = p["batch_group_count"], p["feature_group_count"]
+    parts = []
+    left, right = ins
+    if left is not None:
+        for k, d in enumerate(space):  # along the batch too, where it is a dimension of space
+            left = windowed(
+                left,
+                d,
+                shapes[0][d],
+                window=shapes[1][taps[k]],
+                stride=int(p["window_strides"][k]),
+                padding=int(p["padding"][k][0]),
+                base_dilation=int(p["lhs_dilation"][k]),
+                window_dilation=int(p["rhs_dilation"][k]),
+                entries=after[out_space[k]],
+            )
+        goes_to = dict(zip((n, c, *space), (out_n, out_c, *out_space), strict=True))
+        x = placed(left, [goes_to[d] for d in range(rank)], rank)
+        if of_channels > 1:
+            x = _grouped(x, out_c, shapes[0][c], of_channels, after[out_c])
+        elif of_batch > 1:
+            x = reduced(x, [out_n, out_c])
+        else:
+            x = reduced(x, [out_c])
+        parts.append(x)
+    if right is not None:
+        x = reduced(right, [i, *taps])
+        if x is not None:
+            parts.append(placed(x.squeeze((i, *taps)), [out_c], rank))
+    return [simplified(joined(*parts))]
+
+
+def _grouped(x: Labels, axis: int, before: int, groups: int, after: int) -> Labels:
+    """Channels in groups: those of a group are read by the results of that group."""
+    if x is None or x.shape[axis] == 1:
+        return x
+    rows = np.moveaxis(x, axis, -1)
+    rows = rows.reshape(*rows.shape[:-1], groups, before // groups)
+    rows = reduced(rows, [rows.ndim - 1])
+    assert rows is not None
+    return np.moveaxis(np.repeat(rows.squeeze(-1), after // groups, -1), -1, axis)
+
+
+def _reduce_window(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    p, shape, after = eqn.params, _shapes(eqn)[0], eqn.outvars[0].aval.shape
+    rank = len(shape)
+    x = joined(*[v for v in ins if v is None or v.ndim == rank])
+    for d in range(rank):
+        x = windowed(
+            x,
+            d,
+            shape[d],
+            window=int(p["window_dimensions"][d]),
+            stride=int(p["window_strides"][d]),
+            padding=int(p["padding"][d][0]),
+            base_dilation=int(p["base_dilation"][d]) if p.get("base_dilation") else 1,
+            window_dilation=int(p["window_dilation"][d]) if p.get("window_dilation") else 1,
+            entries=after[d],
+        )
+    return [x] * len(eqn.outvars)
+
+
+def _select_and_gather_add(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    return _reduce_window(eqn, ins, known)
+
+
+def _select_and_scatter_add(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    """The gradient of a maximum over windows: along axes that have windows, anywhere."""
+    moved = [d for d, w in enumerate(eqn.params["window_dimensions"]) if w > 1]
+    moved += [d for d, s in enumerate(eqn.params["window_strides"]) if s > 1]
+    return [joined(*[reduced(x, moved) for x in ins])]
+
+
+def _fft(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    rank = _rank(eqn)
+    return [reduced(ins[0], range(rank - len(eqn.params["fft_lengths"]), rank))]
+
+
+def _of_matrices(core: int) -> Rule:
+    """A function of each of a stack of matrices, or of vectors: all of one is read."""
+
+    def rule(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+        stack = len(_shapes(eqn)[0]) - core
+        each = []
+        for x in ins:
+            x = reduced(x, range(stack, 0 if x is None else x.ndim))
+            each.append(None if x is None else x.reshape(x.shape[:stack]))
+        out = joined(*each)
+        return [placed(out, range(stack), _rank(eqn, k)) for k in range(len(eqn.outvars))]
+
+    return rule
+
+
+def _triangular_solve(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    """Each column of the right-hand side is solved by itself."""
+    matrix, columns = ins
+    rank = _rank(eqn)
+    matrix = reduced(matrix, [rank - 2, rank - 1])
+    return [joined(matrix, reduced(columns, [rank - 2 if eqn.params["left_side"] else rank - 1]))]
+
+
+def _leading(eqn: Eqn, ins: Sequence[Labels], known: Sequence[Ask]) -> list[Labels]:
+    """Axes are added at the end, or joined there: bits of a key, keys of bits."""
+    out = []
+    for k in range(len(eqn.outvars)):
+        rank, each = _rank(eqn, k), []
+        for x in ins:
+            if x is not None and x.ndim > rank:
+                x = reduced(x, range(rank, x.ndim))
+                x = None if x is None else x.reshape(x.shape[:rank])
+            each.append(None if x is None else x.reshape(*x.shape, *[1] * (rank - x.ndim)))
+        out.append(joined(*each))
+    return out
+
+
+_RULES: dict[str, Rule] = {
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "squeeze": _squeeze,
+    "broadcast_in_dim": _broadcast,
+    "slice": _slice,
+    "pad": _pad,
+    "rev": _rev,
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "split": _split,
+    "unstack": _unstack,
+    "sort": _along_one,
+    "top_k": _along_one,
+    "approx_top_k": _along_one,
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
+    "bcoo_dot_general": _sparse_dot,
+    "conv_general_dilated": _convolution,
+    "select_and_gather_add": _select_and_gather_add,
+    "select_and_scatter_add": _select_and_scatter_add,
+    "fft": _fft,
+    "gather": gather,
+    "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
+    "triangular_solve": _triangular_solve,
+    "random_wrap": _leading,
+    "random_unwrap": _leading,
+    "random_bits": _leading,
+    "random_split": _leading,
+    "bitcast_convert_type": _leading,
+    "lu_pivots_to_permutation": _of_matrices(1),
+} | dict.fromkeys(
+    "cholesky eigh eig lu qr geqrf svd schur hessenberg tridiagonal householder_product".split(),
+    _of_matrices(2),
+)

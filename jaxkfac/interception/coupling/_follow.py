@@ -1,0 +1,304 @@
+"""Follow every value of a program, and say which examples it depends on.
+
+An interpreter of the jaxpr, from the inputs, whose leading axes are the examples, to the outputs.
+It answers two questions at once. **Value**: which examples' values does an entry depend on?
+**Derivative**: in which examples' values, or rows of layers, does it have a derivative? What is
+stopped, compared or rounded to an integer has no derivative and may still be read, so the two have
+labels of their own (``_labels``); where they agree, they are one object and computed once.
+
+A row of a layer begins with the label of its example. Where its value says none (a constant, or
+something that was stopped and is mixed), any label will do: it only names whose outputs the row may
+reach, and the outputs show whether that is so.
+
+Nothing here is assumed of a primitive that has no rule, of a call that is not followed, or of a
+rule that fails: their results are mixed, and the reason says that this is not known.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkfac.interception._compat import (
+    Eqn,
+    Jaxpr,
+    Literal,
+    Var,
+    body_of,
+    branches_of,
+    call_kind,
+    is_mutable,
+    is_stateful,
+    is_var,
+)
+from jaxkfac.interception._plan import Plan
+from jaxkfac.interception.coupling._calls import CALLS, COLLECTIVES
+from jaxkfac.interception.coupling._first_order import is_certain, rule_of
+from jaxkfac.interception.coupling._known import (
+    KnownArray,
+    asked_once,
+    can_be_known,
+    known_result,
+    nothing,
+)
+from jaxkfac.interception.coupling._labels import (
+    FREE,
+    MIXED,
+    Labels,
+    TooManyLabelsError,
+    examples_along,
+    mixed,
+)
+from jaxkfac.interception.coupling._loops import Follows
+from jaxkfac.interception.coupling._values import (
+    QUESTIONS,
+    Dependence,
+    LabeledValue,
+    Question,
+    Reason,
+    first_reason,
+    is_inexact,
+    joined_examples,
+    joined_values,
+    rank_of,
+    unknown,
+)
+
+_MOVES = frozenset(
+    "gather scatter slice dynamic_slice dynamic_update_slice rev concatenate pad split".split()
+)
+MOST_UNROLLED = 20_000  # equations that loops may be followed for iteration by iteration
+
+
+class Follower(Follows):
+    """The interpreter.
+
+    Args:
+        number: How many examples there are.
+
+    Attributes:
+        next_label: The next one that stands for no example; loops take some.
+        unrolled: How many equations loops may still be followed for iteration by iteration.
+        shards: Of each ``shard_map`` around, the labels that differ from device to device.
+        rules: Programs of custom derivatives, by ``id`` of the equation and of its operands.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.next_label = number
+        self.unrolled = MOST_UNROLLED
+        self.shards: list[Any] = []
+        self.rules: dict[tuple[int, ...], Any] = {}
+
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        ins: Sequence[LabeledValue],
+        plan: Plan | None = None,
+    ) -> list[LabeledValue]:
+        """The values of the results of a jaxpr.
+
+        Args:
+            jaxpr: The program.
+            consts: Its constants.
+            ins: The values of its inputs.
+            plan: Where layers are in it, if that is known.
+        """
+        if plan is not None and list(map(id, plan.jaxpr.eqns)) != list(map(id, jaxpr.eqns)):
+            plan = None  # of another program
+        env: dict[Var, LabeledValue] = dict(zip(jaxpr.invars, ins, strict=True))
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = _constant(var, const)
+
+        def read(operand: Var | Literal) -> LabeledValue:
+            return env[operand] if is_var(operand) else _constant(operand, operand.val)
+
+        for position, eqn in enumerate(jaxpr.eqns):
+            outs = self.equation(eqn, [read(v) for v in eqn.invars], plan, position)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def equation(
+        self, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None, position: int
+    ) -> list[LabeledValue]:
+        """The values of the results of an equation."""
+        name = eqn.primitive.name
+        try:
+            outs = self._followed(eqn, ins, plan, position)
+        except TooManyLabelsError as error:
+            outs = self._unknown(eqn, ins, f"at `{name}` ({error})")
+        except Exception as error:  # a rule that fails proves nothing
+            outs = self._unknown(eqn, ins, f"at `{name}`, whose rule failed: {error!r:.200}")
+        return outs
+
+    def _followed(
+        self, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None, position: int
+    ) -> list[LabeledValue]:
+        kind, name = call_kind(eqn), eqn.primitive.name
+        inner = plan.calls.get(position) if plan is not None else None
+        uses = plan is not None and position in plan.uses
+        if any(map(is_mutable, (*eqn.invars, *eqn.outvars))) or (
+            kind is None and is_stateful(eqn) and name not in COLLECTIVES
+        ):
+            return [unknown(v, Reason(False, f"at `{name}`")) for v in eqn.outvars]
+        has_uses = uses or (inner is not None and bool(inner.all_uses()))
+        if all(x.free for x in ins) and not has_uses:
+            return self._constants(eqn, ins, kind)
+        if kind in ("jit", "checkpoint"):
+            outs = self.run(*body_of(eqn), ins, inner)
+        elif kind == "cond":
+            outs = self._cond(eqn, ins, inner)
+        elif (into := CALLS.get(kind or name)) is not None:
+            outs = into(self, eqn, ins, inner)
+        elif (rule := rule_of(eqn)) is not None:
+            outs = self._by_rule(eqn, ins, rule)
+        else:
+            outs = self._unknown(eqn, ins, f"at `{name}`")
+        parameters = any(x.parameter for x in ins)
+        outs = [
+            self._without_derivative(eqn, v, x, parameters)
+            for v, x in zip(eqn.outvars, outs, strict=True)
+        ]
+        if uses or (kind == "custom" and parameters):
+            outs = [self.as_rows(v, x) for v, x in zip(eqn.outvars, outs, strict=True)]
+        return outs
+
+    def _constants(
+        self, eqn: Eqn, ins: Sequence[LabeledValue], kind: str | None
+    ) -> list[LabeledValue]:
+        """The results of an equation of constants and parameters alone."""
+        parameter = any(x.parameter for x in ins)
+        if kind in ("jit", "checkpoint") and not parameter and _may_know(eqn):
+            return self.run(*body_of(eqn), ins)
+        if parameter or kind is not None or not _may_know(eqn):
+            return [LabeledValue(parameter=parameter) for _ in eqn.outvars]
+        known = [x.known for x in ins]
+        return [LabeledValue(known=known_result(eqn, known, k)) for k in range(len(eqn.outvars))]
+
+    def _by_rule(
+        self, eqn: Eqn, ins: Sequence[LabeledValue], rule: Callable[..., Any]
+    ) -> list[LabeledValue]:
+        known = [x.known for x in ins]
+        each: dict[Question, list[Dependence]] = {}
+        for question in QUESTIONS:
+            own = [x.of(question) for x in ins]
+            if question == "derivative" and all(x.value.labels is x.derivative.labels for x in ins):
+                each[question] = each["value"]
+                continue
+            each[question] = self._one_question(eqn, own, rule, known)
+        moved = next((x.moved for x in ins if x.moved), "")
+        if eqn.primitive.name in _MOVES or eqn.primitive.name.startswith("scatter"):
+            moved = eqn.primitive.name
+        asked = nothing
+        if len(eqn.outvars) == 1 and _may_know(eqn) and eqn.primitive.name == "concatenate":
+            asked = known_result(eqn, known)  # columns of indices of which some are known
+        elif len(eqn.outvars) == 1 and _may_know(eqn) and len(ins) == 1:
+            asked = known_result(eqn, known)
+        return [
+            LabeledValue(x, y, known=asked, moved=moved)
+            for x, y in zip(each["value"], each["derivative"], strict=True)
+        ]
+
+    def _one_question(
+        self, eqn: Eqn, ins: Sequence[Dependence], rule: Callable[..., Any], known: Sequence[Any]
+    ) -> list[Dependence]:
+        if all(x.labels is None for x in ins):
+            return [Dependence() for _ in eqn.outvars]
+        reason, outs = first_reason(ins), []
+        for labels in rule(eqn, [x.labels for x in ins], known):
+            out = Dependence(labels, reason)
+            if reason is None and not any(labels is x.labels for x in ins) and out.mixed:
+                certain = is_certain(eqn, known)
+                out = out._replace(reason=Reason(certain, f"at `{eqn.primitive.name}`"))
+            outs.append(out)
+        return outs
+
+    def _without_derivative(
+        self, eqn: Eqn, var: Any, out: LabeledValue, parameters: bool
+    ) -> LabeledValue:
+        """The value, its derivative dropped where there is none and begun where a row is."""
+        if not is_inexact(var) or eqn.primitive.name == "stop_gradient":
+            return out._replace(derivative=Dependence())
+        if parameters and out.derivative.labels is not out.value.labels:
+            return out._replace(derivative=_filled(out.derivative, out.value.labels))
+        return out
+
+    def as_rows(self, var: Any, out: LabeledValue) -> LabeledValue:
+        """The result of a layer: a row without a label of its own gets one."""
+        if not is_inexact(var) or (
+            out.derivative.labels is not None and not (out.derivative.labels == FREE).any()
+        ):
+            return out
+        shape, guess = var.aval.shape, None
+        for d, size in enumerate(shape):
+            if size == self.number:
+                guess = examples_along(d, len(shape), size)
+                break
+            if guess is None and size > self.number and size % self.number == 0:
+                guess = np.repeat(
+                    examples_along(d, len(shape), self.number), size // self.number, d
+                )
+        reason = None if guess is not None else Reason(False, "in rows without an example axis")
+        guess = mixed(len(shape)) if guess is None else guess
+        derivative = _filled(out.derivative, guess, every=True)
+        if derivative.reason is None and derivative.mixed:
+            derivative = derivative._replace(reason=reason)
+        return out._replace(derivative=derivative)
+
+    def _cond(self, eqn: Eqn, ins: Sequence[LabeledValue], plan: Plan | None) -> list[LabeledValue]:
+        """The results of the branches, any of them; which is taken depends on the index."""
+        index, *operands = ins
+        plans = {} if plan is None else plan.calls
+        each = [
+            self.run(*branch, operands, plans.get(k)) for k, branch in enumerate(branches_of(eqn))
+        ]
+        choice = LabeledValue(index.value._replace(labels=index.value.labels))
+        outs = []
+        for var, results in zip(eqn.outvars, zip(*each, strict=True), strict=True):
+            whole = [_at_rank(choice, rank_of(var)), *results]
+            outs.append(joined_values(*whole, where="at `cond`"))
+        return outs
+
+    def _unknown(self, eqn: Eqn, ins: Sequence[LabeledValue], where: str) -> list[LabeledValue]:
+        """The results of an equation of which nothing is known but what it reads."""
+        reason = Reason(False, where)
+        value = first_reason([x.value for x in ins]) or reason
+        has_derivative = any(x.derivative.labels is not None or x.parameter for x in ins)
+        return [unknown(v, value, derivative=has_derivative) for v in eqn.outvars]
+
+
+def _constant(var: Any, value: Any) -> LabeledValue:
+    if not can_be_known(var):
+        return LabeledValue()
+
+    def ask() -> KnownArray | None:
+        try:
+            return KnownArray.of(np.asarray(value))
+        except Exception:  # a tracer: the constant is not known yet
+            return None
+
+    return LabeledValue(known=asked_once(ask))
+
+
+def _may_know(eqn: Eqn) -> bool:
+    return all(map(can_be_known, (*eqn.invars, *eqn.outvars)))
+
+
+def _at_rank(value: LabeledValue, rank: int) -> LabeledValue:
+    """A scalar's labels at the rank of another value."""
+    labels = value.value.labels
+    if labels is None:
+        return value
+    return LabeledValue(Dependence(labels.reshape((1,) * rank), value.value.reason))
+
+
+def _filled(own: Dependence, labels: Labels, *, every: bool = False) -> Dependence:
+    """Labels where there are none yet; mixed ones only if ``every``."""
+    if labels is None:
+        return own
+    if not every:
+        labels = np.where(labels == MIXED, np.int32(FREE), labels)
+    if own.labels is None:
+        return joined_examples(own, Dependence(labels if (labels != FREE).any() else None))
+    return own._replace(labels=np.where(own.labels == FREE, labels, own.labels))

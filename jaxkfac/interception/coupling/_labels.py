@@ -1,0 +1,203 @@
+"""Labels: for each entry of an array, the one example that it depends on.
+
+A label is the number of an example, ``FREE`` for an entry that depends on no example, or
+``MIXED`` for one that depends on several, or on one that is not known. Labels of an array of shape
+``(s_0, s_1, ...)`` are an integer array of the same rank that broadcasts to it: an axis along
+which they are all equal has length one, so that the labels of a batch of activations ``(N, S, D)``
+are an array ``(N, 1, 1)`` whatever ``S`` and ``D`` are. ``None`` stands for labels that are all
+``FREE``.
+
+Labels are exact through anything that moves entries about (reshapes that merge the batch in either
+order, crops put side by side, a permutation by constant indices), and joining two unlike ones
+gives ``MIXED``. Both are why axes need no names here: where an axis is lost to a reshape, its
+labels are not.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+Labels: TypeAlias = np.ndarray | None
+
+FREE = -1
+MIXED = 2**30  # above every example: a maximum finds it
+MOST_LABELS = 2**25  # of one array; 128 MB
+
+
+class TooManyLabelsError(Exception):
+    """The labels of an array would take more memory than they are worth."""
+
+
+def examples_along(axis: int, rank: int, number: int) -> Labels:
+    """Entry ``i`` along an axis belongs to example ``i``."""
+    return np.arange(number, dtype=np.int32).reshape(
+        [number if d == axis else 1 for d in range(rank)]
+    )
+
+
+def mixed(rank: int) -> Labels:
+    return np.full((1,) * rank, MIXED, np.int32)
+
+
+def joined(*each: Labels) -> Labels:
+    """Labels of what depends on all of these, entry by entry; ranks are equal, or zero."""
+    out = None
+    for labels in each:
+        if labels is None or out is labels:
+            continue
+        if out is None:
+            out = labels
+            continue
+        rank = max(out.ndim, labels.ndim)
+        x, y = (v if v.ndim else v.reshape((1,) * rank) for v in (out, labels))
+        check_size(np.broadcast_shapes(x.shape, y.shape))
+        where_unlike = np.where(y == FREE, x, np.where(x == FREE, y, np.int32(MIXED)))
+        out = np.where(x == y, x, where_unlike)
+    return out
+
+
+def check_size(shape: Sequence[int]) -> None:
+    if math.prod(shape) > MOST_LABELS:
+        raise TooManyLabelsError(f"{math.prod(shape)} labels of one array")
+
+
+def reduced(labels: Labels, axes: Iterable[int]) -> Labels:
+    """Labels of what depends on all entries along some axes, which stay with length one."""
+    if labels is None:
+        return None
+    axes = tuple(d for d in axes if labels.shape[d] > 1)
+    return _join_of(labels, axes) if axes else labels
+
+
+def _join_of(labels: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    high = labels.max(axes, keepdims=True)
+    low = np.where(labels == FREE, np.int32(MIXED), labels).min(axes, keepdims=True)
+    return np.where((high == low) | (high == FREE), high, np.int32(MIXED))
+
+
+def accumulated(labels: Labels, axis: int, *, reverse: bool) -> Labels:
+    """Labels of what depends on all entries before it along an axis, and on itself."""
+    if labels is None or labels.shape[axis] == 1:
+        return labels
+    x = np.flip(labels, axis) if reverse else labels
+    high = np.maximum.accumulate(x, axis)
+    low = np.minimum.accumulate(np.where(x == FREE, np.int32(MIXED), x), axis)
+    out = np.where((high == low) | (high == FREE), high, np.int32(MIXED))
+    return np.flip(out, axis) if reverse else out
+
+
+def simplified(labels: Labels) -> Labels:
+    """The same labels, length one along axes along which they are all equal."""
+    if labels is None or labels.size == 0:
+        return None
+    for d in range(labels.ndim):
+        if labels.shape[d] > 1:
+            first = np.take(labels, [0], d)
+            if (labels == first).all():
+                labels = first
+    return None if labels.size == 1 and labels.flat[0] == FREE else labels
+
+
+def everywhere(labels: Labels, shape: Sequence[int], axes: Iterable[int]) -> Labels:
+    """The labels with some axes at their full length in an array of this shape."""
+    if labels is None:
+        return None
+    axes = set(axes)
+    full = [s if d in axes else n for d, (s, n) in enumerate(zip(shape, labels.shape, strict=True))]
+    check_size(full)
+    return np.broadcast_to(labels, full)
+
+
+def transposed(labels: Labels, order: Sequence[int]) -> Labels:
+    return None if labels is None else labels.transpose([int(d) for d in order])
+
+
+def placed(labels: Labels, at: Sequence[int], rank: int) -> Labels:
+    """Labels whose axis ``d`` is axis ``at[d]`` of a result of this rank; others are new."""
+    if labels is None:
+        return None
+    order = sorted(range(len(at)), key=lambda d: at[d])
+    out = labels.transpose(order)
+    shape = [1] * rank
+    for d in order:
+        shape[at[d]] = labels.shape[d]
+    return out.reshape(shape)
+
+
+def reshaped(labels: Labels, before: Sequence[int], after: Sequence[int]) -> Labels:
+    """Labels after a reshape in row-major order; only axes that it merges or splits are spread."""
+    if labels is None:
+        return None
+    if math.prod(before) == 0:
+        return None
+    spread, out_shape = list(labels.shape), []
+    for ins, outs in _groups(before, after):
+        varied = any(labels.shape[d] > 1 for d in ins)
+        for d in ins:
+            spread[d] = before[d] if varied else labels.shape[d]
+        out_shape += [after[d] if varied else 1 for d in outs]
+    check_size(spread)
+    return simplified(np.broadcast_to(labels, spread).reshape(out_shape))
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> Iterable[tuple[list[int], list[int]]]:
+    """The smallest runs of axes before and after a reshape that hold the same entries."""
+    i = j = 0
+    while i < len(before) or j < len(after):
+        start, stop = i, j
+        i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        while (x := math.prod(before[start:i])) != (y := math.prod(after[stop:j])):
+            i, j = (i + 1, j) if x < y else (i, j + 1)
+        yield list(range(start, i)), list(range(stop, j))
+
+
+def taken(labels: Labels, index: np.ndarray, axis: int) -> Labels:
+    """Labels of the entries at an index along an axis; negative ones are ``FREE``."""
+    if labels is None or labels.shape[axis] == 1:
+        return labels
+    out = np.take(labels, np.maximum(index, 0), axis)
+    if (index < 0).any():
+        shape = [-1 if d == axis else 1 for d in range(labels.ndim)]
+        out = np.where((index < 0).reshape(shape), np.int32(FREE), out)
+    return simplified(out)
+
+
+def windowed(
+    labels: Labels,
+    axis: int,
+    size: int,
+    *,
+    window: int = 1,
+    stride: int = 1,
+    padding: int = 0,
+    base_dilation: int = 1,
+    window_dilation: int = 1,
+    entries: int,
+) -> Labels:
+    """Labels of what reads a window of entries along an axis.
+
+    Args:
+        labels: Of the operand.
+        axis: The axis along which the window moves.
+        size: Its length in the operand.
+        window: How many entries a window has.
+        stride: From window to window.
+        padding: Entries that are padded at the start.
+        base_dilation: From entry to entry of the operand.
+        window_dilation: From entry to entry of a window.
+        entries: The length of the axis in the result.
+    """
+    if labels is None or labels.shape[axis] == 1:
+        return labels
+    at = np.arange(entries)[:, None] * stride - padding
+    at = at + np.arange(window)[None] * window_dilation
+    here = (at >= 0) & (at % base_dilation == 0) & (at // base_dilation < size)
+    index = np.where(here, at // base_dilation, -1)
+    check_size([math.prod(labels.shape), window])
+    rows = np.take(labels, np.maximum(index, 0).ravel(), axis)
+    shape = [-1 if d == axis else 1 for d in range(labels.ndim)]
+    rows = np.where(here.ravel().reshape(shape), rows, np.int32(FREE))
+    split = [*labels.shape[:axis], entries, window, *labels.shape[axis + 1 :]]
+    return simplified(_join_of(rows.reshape(split), (axis + 1,)).squeeze(axis + 1))

@@ -1,0 +1,399 @@
+"""A trial of one's own model: do its examples meet, and are gradient and factors those of it?"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Key, PyTree
+
+from jaxkfac._checks import at_least_one
+from jaxkfac._errors import JaxkfacError
+from jaxkfac.curvature import Eigenbases, correct_eigenvalues, eigendecompose
+from jaxkfac.factors import (
+    Batch,
+    FactorCollector,
+    Objective,
+    Program,
+    as_batch,
+    value_grad_and_factors,
+)
+from jaxkfac.interception import (
+    Answer,
+    Layer,
+    check_arrays,
+    check_function,
+    leaves_by_path,
+    partition,
+    with_leaves,
+)
+
+DRAWS = 2  # of the parameters at which examples are replaced
+_STEP = 0.1  # of a parameter's size, from one draw to the next
+
+
+@dataclasses.dataclass(frozen=True)
+class CoverageCheck:
+    """What :func:`check_coverage` compared, and what came of it. ``print`` it.
+
+    Attributes:
+        value: Whether examples meet in values, as the program proves it.
+        derivative: Whether they meet in derivatives, as the program proves it.
+        seen: ``(replaced example, example whose output changed, relative change)`` of each pair
+            that was seen to meet; the other examples' largest change.
+        tried: How many examples were replaced, over all draws. 0 where none could be.
+        gradient: Largest error of the gradient beside plain JAX's, relative to its largest entry.
+        factors: By layer, the same of the batch's factors beside the sum of single examples'.
+        products: By layer, the same of the diagonal of the Fisher in its eigenbasis beside
+            explicit gradients of single examples.
+        remarks: What was not compared, and why.
+    """
+
+    value: Answer
+    derivative: Answer
+    seen: tuple[tuple[int, int, float], ...]
+    tried: int
+    gradient: float
+    factors: Mapping[str, float]
+    products: Mapping[str, float]
+    remarks: tuple[str, ...]
+
+    @property
+    def examples_meet(self) -> bool:
+        """Whether examples were seen to meet."""
+        return bool(self.seen)
+
+    def __str__(self) -> str:
+        lines = [
+            f"values: {self.value}; derivatives: {self.derivative} (from the program)",
+            self._examples(),
+            f"gradient beside plain JAX: {_digits(self.gradient)}",
+        ]
+        for what, found in (
+            ("factors beside the sum of single examples'", self.factors),
+            ("Fisher's diagonal beside explicit gradients of examples", self.products),
+        ):
+            if found:
+                worst = max(found, key=lambda name: _rank(found[name]))
+                lines.append(
+                    f"{what}: {len(found)} layers, worst {worst!r}, {_digits(found[worst])}"
+                )
+        return "\n".join([*lines, *(f"not compared: {remark}" for remark in self.remarks)])
+
+    def _examples(self) -> str:
+        if self.seen:
+            replaced, changed, by = max(self.seen, key=lambda pair: pair[2])
+            return (
+                f"examples: they meet. With example {replaced} replaced by another one of the "
+                f"batch, the output of example {changed} changed by {by:.1e} of its size"
+            )
+        if not self.tried:
+            return "examples: not tried"
+        return (
+            f"examples: none seen to meet in {self.tried} replacements at {DRAWS} draws of the "
+            "parameters (which proves nothing)"
+        )
+
+
+def check_coverage(
+    objective: Callable[..., Any],
+    params: PyTree,
+    batch: Any,
+    key: Key[Array, ""] | None = None,
+    *,
+    state: PyTree | None = None,
+    layers: str | None = None,
+    experts: str | None = None,
+    max_examples: int = 8,
+    loss_terms: int | None = None,
+) -> CoverageCheck:
+    """Try on your own model what this library says of it. Run it once, on a small batch.
+
+    It replaces each of some examples by another one of the batch, at two draws of the parameters,
+    and looks at the other examples' outputs. It compares the gradient with plain JAX's, the
+    factors with the sum of those of single examples, and the diagonal of the Fisher in the factors'
+    eigenbasis (EKFAC) with explicit gradients of single examples. The factors are those of the
+    given targets (``fisher="empirical"``) of the first ``max_examples`` examples.
+
+    Nothing is raised for what it finds: ``print`` the result.
+
+    Args:
+        objective: The objective. Of a scalar loss the gradient alone is compared.
+        params: Parameters.
+        batch: As for :func:`value_grad_and_factors`, its arrays with the examples first.
+        key: For dropout; the same one every time.
+        state: What a call changes (batch statistics).
+        layers: Full-match pattern over layer names; ``None`` is all.
+        experts: See :func:`find_layers`.
+        max_examples: How many examples are replaced, and how many the factors are of.
+        loss_terms: Of a scalar loss that marks no outputs.
+
+    Returns:
+        A :class:`CoverageCheck`.
+
+    Raises:
+        UnknownLayerError: ``layers`` matches nothing.
+        ValueError: the batch does not fit the objective.
+
+    Memory:
+        The gradients of ``max_examples`` examples, and the batch's own backward pass.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> objective = jk.Objective(lambda p, x: x @ p["w"] - (x @ p["w"]).mean(0), jk.Gaussian())
+        >>> params, batch = {"w": jnp.ones((3, 2))}, (jnp.eye(3), jnp.zeros((3, 2)))
+        >>> print(jk.check_coverage(objective, params, batch).examples_meet)
+        True
+    """
+    at_least_one(max_examples=max_examples)
+    check_arrays("params", params)
+    check_arrays("batch", batch)
+    finding = {"layers": layers, "experts": experts}
+    if not isinstance(objective, Objective):
+        check_function("objective", objective, "loss(params, batch), or a jk.Objective")
+        stats = value_grad_and_factors(
+            objective, loss_terms=loss_terms, uncovered="ignore", **finding
+        )
+        program = Program(objective, finding, cover=False)
+        traced = program.traced(params, batch, key, state)
+        remark = "examples and factors: a scalar loss does not show its examples"
+        answers = [traced.examples_meet(q) for q in ("value", "derivative")]
+        error = _of_gradient(objective, stats, params, batch, key, state)
+        return CoverageCheck(*answers, (), 0, error, {}, {}, (remark,))
+    whole = objective.batch(as_batch(batch))
+    program = Program(objective, finding, cover=False)
+    traced = program.traced(params, whole, key, state)
+    stats = value_grad_and_factors(objective, uncovered="ignore", **finding)
+    own = _Trial(objective, stats, params, whole, key, state, max_examples)
+    seen, tried = own.replaced()
+    gradient = _of_gradient(objective, stats, params, whole, key, state)
+    factors = own.compared("factors", own.summed)
+    products = own.compared("the Fisher's diagonal", lambda: own.explicit(finding))
+    return CoverageCheck(
+        traced.examples_meet("value"),
+        traced.examples_meet("derivative"),
+        tuple(seen),
+        tried,
+        gradient,
+        factors,
+        products,
+        tuple(own.remarks),
+    )
+
+
+@dataclasses.dataclass
+class _Trial:
+    """One model and batch on trial; ``remarks`` grows with what cannot be compared."""
+
+    objective: Objective
+    stats: FactorCollector
+    params: PyTree
+    batch: Batch
+    key: Any
+    state: Any
+    most: int
+    remarks: list[str] = dataclasses.field(default_factory=list)
+
+    def replaced(self) -> tuple[list[tuple[int, int, float]], int]:
+        """The pairs of examples that were seen to meet, and how many were replaced."""
+        number = self.batch.num_examples
+        if number == 1:
+            self.remarks.append("examples: a batch of one has no others")
+            return [], 0
+        others = {i: j for i in range(min(number, self.most)) if (j := self._other(i)) is not None}
+        if not others:
+            self.remarks.append("examples: all inputs are identical, so no replacement shows")
+            return [], 0
+
+        @jax.jit
+        def outputs(params: PyTree, inputs: PyTree) -> list[Array]:
+            found = self.objective.outputs(params, inputs, self.key, self.state)[0]
+            return jax.tree.leaves(found)
+
+        seen, tried = [], 0
+        for draw in range(DRAWS):
+            params = self.params if draw == 0 else drawn(self.params, draw)
+            before = outputs(params, self.batch.inputs)
+            if not all(np.isfinite(np.asarray(x)).all() for x in before):
+                where = "of the parameters" if draw == 0 else "at the second draw of the parameters"
+                self.remarks.append(f"examples: outputs {where} are not all finite")
+                continue
+            for i, j in others.items():
+                after = outputs(params, self._with(i, j))
+                tried += 1
+                for x, y in zip(before, after, strict=True):
+                    seen += _changed(np.asarray(x), np.asarray(y), i)
+        return seen, tried
+
+    def _other(self, i: int) -> int | None:
+        """An example whose inputs are not those of this one."""
+        number = self.batch.num_examples
+        rows = [np.asarray(x) for x in self._rows() if not _is_key(x)]
+        for j in (*range(i + 1, number), *range(i)):
+            if any(not np.array_equal(x[i], x[j], equal_nan=x.dtype.kind == "f") for x in rows):
+                return j
+        return None
+
+    def _rows(self) -> list[Any]:
+        leaves = jax.tree.leaves(self.batch.inputs)
+        return [x for x in leaves if x.shape[:1] == (self.batch.num_examples,)]
+
+    def _with(self, i: int, j: int) -> PyTree:
+        number = self.batch.num_examples
+
+        def one(x: Array) -> Array:
+            return x.at[i].set(x[j]) if x.shape[:1] == (number,) else x
+
+        return jax.tree.map(one, jax.tree.map(jnp.asarray, self.batch.inputs))
+
+    def few(self, start: int, stop: int) -> Batch:
+        """Some of the examples."""
+        number = self.batch.num_examples
+        return jax.tree.map(lambda x: x[start:stop] if x.shape[:1] == (number,) else x, self.batch)
+
+    def compared(self, what: str, compare: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """What a comparison finds; a remark where it cannot be made."""
+        try:
+            return compare()
+        except (JaxkfacError, ValueError, TypeError, NotImplementedError) as error:
+            self.remarks.append(f"{what}: {str(error).splitlines()[0][:300]}")
+            return {}
+
+    def summed(self) -> dict[str, float]:
+        """Factors of some examples beside the sum of those of each alone."""
+        number = min(self.batch.num_examples, self.most)
+        if number == 1:
+            raise ValueError("a batch of one is its own sum")
+        run = jax.jit(lambda p, b: self.stats(p, b, self.key, state=self.state).factors)
+        together = run(self.params, self.few(0, number))
+        total = run(self.params, self.few(0, 1))
+        for n in range(1, number):
+            total = total + run(self.params, self.few(n, n + 1))
+        found = {}
+        for layer in together.layers:
+            pairs = zip(together[layer.name], total[layer.name], strict=True)
+            found[layer.name] = max(_error(x, y) for x, y in pairs)
+        return found
+
+    def explicit(self, finding: Mapping[str, Any]) -> dict[str, float]:
+        """Measured eigenvalues beside squares of explicit gradients of single examples."""
+        if self.objective.num_outputs > 1:
+            raise ValueError("several outputs share an example's gradient among them")
+        batch = self.few(0, min(self.batch.num_examples, self.most))
+        factors = self.stats(self.params, batch, self.key, state=self.state).factors
+        bases = eigendecompose(factors, max_condition=math.inf)
+        measure = correct_eigenvalues(self.objective, bases, experts=finding["experts"])
+        measured = measure(self.params, batch, self.key, state=self.state)
+        free, _ = partition(self.params)
+
+        def terms(free: dict[str, Array]) -> Array:
+            params = with_leaves(self.params, free)
+            outputs, _ = self.objective.outputs(params, batch.inputs, self.key, self.state)
+            (head,) = self.objective.heads(outputs, batch.targets, batch.mask)
+            kept = head.kept_terms()
+            return kept.reshape(len(kept), -1).sum(1)
+
+        gradients = jax.jit(jax.jacrev(terms))(free)
+        read = [layer.weight.path for layer in bases.layers]
+        found = {}
+        for layer in bases.layers:
+            if read.count(layer.weight.path) > 1 or layer.computed_from or not layer.is_covered:
+                continue
+            squares = _squares(layer, measured, gradients)
+            basis = measured[layer.name]
+            values = basis.raw_diagonal if layer.is_diagonal else basis.raw_values
+            expected = squares / np.asarray(factors.terms)
+            found[layer.name] = _error(np.asarray(values).reshape(expected.shape), expected)
+        return found
+
+
+def _squares(layer: Layer, bases: Eigenbases, gradients: Mapping[str, Array]) -> np.ndarray:
+    """The sum over examples of squares, in the layer's eigenbasis."""
+    basis, total = bases[layer.name], 0.0
+    for n in range(len(gradients[layer.weight.path])):
+        kernel = layer.weight.read(gradients[layer.weight.path][n])
+        if layer.is_diagonal:
+            total = total + np.square(np.asarray(gradients[layer.weight.path][n]))
+            continue
+        kernel = kernel.reshape(*layer.stack, -1, layer.out_features)
+        if layer.bias is not None and bases.wants_ones(layer):
+            row = layer.bias.read(gradients[layer.bias.path][n])
+            row = row.reshape(*layer.stack, 1, layer.out_features)
+            kernel = jnp.concatenate([kernel, row], -2)
+        if basis.a_vectors is not None:
+            kernel = jnp.einsum("...ia,...ij->...aj", basis.a_vectors, kernel)
+        if basis.g_vectors is not None:
+            kernel = jnp.einsum("...ij,...jb->...ib", kernel, basis.g_vectors)
+        total = total + np.square(np.asarray(kernel))
+    return np.asarray(total)
+
+
+def drawn(params: PyTree, draw: int) -> PyTree:
+    """Parameters near these: each array moved by a part of its size."""
+    free, _ = partition(params)
+    moved = {}
+    for k, (path, x) in enumerate(leaves_by_path(free).items()):
+        key = jax.random.fold_in(jax.random.key(draw), k)
+        size = jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))) + 1e-3
+        step = _STEP * size * jax.random.normal(key, x.shape, jnp.float32)
+        moved[path] = (x.astype(jnp.float32) + step).astype(x.dtype)
+    return with_leaves(params, moved)
+
+
+def _changed(before: np.ndarray, after: np.ndarray, i: int) -> list[tuple[int, int, float]]:
+    """Of the examples but one, the one whose output changed most, if one did."""
+    size = np.abs(before).max() or 1.0
+    by = np.abs(np.asarray(after, np.float64) - before).reshape(len(before), -1).max(1) / size
+    by[i] = 0.0
+    most = int(by.argmax())
+    rounding = 64 * float(jnp.finfo(before.dtype).eps)
+    return [(i, most, float(by[most]))] if not by[most] <= rounding else []
+
+
+def _of_gradient(
+    objective: Callable[..., Any],
+    stats: FactorCollector,
+    params: PyTree,
+    batch: PyTree,
+    key: Any,
+    state: Any,
+) -> float:
+    named = {} if state is None else {"state": state}
+    named |= {} if key is None or not isinstance(objective, Objective) else {"key": key}
+    beside = state is not None or getattr(objective, "has_aux", False)
+    grads = stats(params, batch, key, **({} if state is None else {"state": state})).grads
+    free, _ = partition(params)
+
+    def loss(free: dict[str, Array]) -> Array:
+        out = objective(with_leaves(params, free), batch, **named)
+        return out[0] if beside else out
+
+    plain = jax.jit(jax.grad(loss))(free)
+    found = partition(grads)[0]
+    return max((_error(found[path], plain[path]) for path in plain), default=0.0)
+
+
+def _error(found: Any, expected: Any) -> float:
+    """The largest difference, relative to the largest entry; NaN where one is no number."""
+    x, y = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    size = np.abs(y).max() if y.size else 0.0
+    return float(np.abs(x - y).max() / (size or 1.0)) if y.size else 0.0
+
+
+def _digits(error: float) -> str:
+    if math.isnan(error):
+        return "not a number"
+    if error == 0:
+        return "equal"
+    return f"{max(0.0, -math.log10(error)):.0f} digits (relative error {error:.1e})"
+
+
+def _rank(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

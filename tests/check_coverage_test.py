@@ -1,0 +1,151 @@
+"""A trial of a model: it finds what meets, and says what it compared."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxkfac as jk
+from jaxkfac.factors import check_word
+from tests import _couplings
+from tests._couplings import APART, EXPECTED, MIXING
+from tests._programs import labels, normal
+
+pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.standard_promotion]
+
+
+def problem(program, x=None):
+    x = _couplings.batch() if x is None else x
+    params = _couplings.params()
+    width = jax.eval_shape(program, params, x).shape[1:]
+    return jk.Objective(program, jk.Gaussian()), params, (x, jnp.zeros((len(x), *width)))
+
+
+# What goes through a loop, or a solver, of which JAX has no reverse derivative.
+NO_GRADIENT = {"while on the batch", "pmax under vmap", "pallas, whole", "matrix exponential"}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", sorted(MIXING.keys() - NO_GRADIENT))
+def test_it_finds_each_program_that_mixes(name):
+    assert jk.check_coverage(*problem(MIXING[name])).examples_meet == EXPECTED[name].value
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", sorted(APART.keys() - {"pallas by rows", "while by example"}))
+def test_it_sees_none_where_none_mix(name):
+    report = jk.check_coverage(*problem(APART[name]))
+    assert not report.examples_meet and report.tried == 12
+    assert report.gradient < 1e-12
+
+
+def mlp(p, x):
+    return jnp.tanh(x @ p["w"] + p["b"]) @ p["u"]
+
+
+def test_gradient_and_factors_agree_to_rounding_and_it_says_so():
+    report = jk.check_coverage(*problem(mlp))
+    assert report.value.answer == report.derivative.answer == "no"
+    assert set(report.factors) == set(report.products) == {"w", "u"}
+    assert max(report.factors.values()) < 1e-12 and max(report.products.values()) < 1e-10
+    said = str(report)
+    assert "none seen to meet in 12 replacements" in said and "which proves nothing" in said
+    assert "gradient beside plain JAX" in said and "2 layers, worst" in said
+
+
+def test_factors_of_coupled_examples_are_not_those_of_single_ones():
+    report = jk.check_coverage(*problem(lambda p, x: mlp(p, x) - mlp(p, x).mean(0)))
+    assert min(report.factors.values()) > 1e-3
+    assert any("the Fisher's diagonal" in remark for remark in report.remarks)
+    assert "examples: they meet" in str(report)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("width", [3, 5])
+def test_stacks_masks_and_scales_are_compared(width):
+    def model(p, x):
+        for w, s in zip(p["w"], p["s"], strict=True):
+            x = jnp.tanh(x @ w) * s
+        return x
+
+    params = {"w": normal(0, 2, width, width), "s": normal(1, 2, width)}
+    batch = normal(2, 4, 3, width), labels(3, 4, 3), normal(4, 4, 3) > -1
+    report = jk.check_coverage(jk.Objective(model, jk.Categorical()), params, batch)
+    assert max(report.factors.values()) < 1e-12 and max(report.products.values()) < 1e-10
+
+
+def test_a_batch_of_one_and_identical_examples_are_not_tried():
+    one = jk.check_coverage(*problem(mlp, _couplings.batch(1)))
+    assert one.tried == 0 and "a batch of one" in str(one)
+    alike = jk.check_coverage(*problem(mlp, jnp.ones((3, _couplings.D))))
+    assert alike.tried == 0 and "identical" in str(alike) and not alike.examples_meet
+
+
+def test_outputs_that_are_no_numbers_are_named():
+    report = jk.check_coverage(*problem(mlp, _couplings.batch().at[0, 0].set(jnp.nan)))
+    assert report.tried == 0 and "not all finite" in str(report)
+    assert "not a number" in str(report)
+
+
+@pytest.mark.slow
+def test_integers_keys_and_state():
+    def model(p, x, key):
+        kept = jax.random.bernoulli(key, 0.5, x["tokens"].shape)
+        return p["table"][x["tokens"]] * kept[..., None] + p["number"] * 0
+
+    params = {"table": normal(0, 7, 3), "number": jnp.arange(3)}
+    inputs = {"tokens": labels(1, 4, 5) % 7, "keys": jax.random.split(jax.random.key(3), 4)}
+    objective = jk.Objective(model, jk.Categorical())
+    batch = inputs, labels(2, 4, 5) % 3
+    report = jk.check_coverage(objective, params, batch, jax.random.key(0))
+    assert report.tried == 8 and not report.examples_meet and report.gradient < 1e-12
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.norm = nnx.Linear(4, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.up(x))
+
+    apply_fn, params = jk.from_nnx(Net(nnx.Rngs(0)), mutable=nnx.BatchStat)
+    objective, batch = jk.Objective(apply_fn, jk.Categorical()), (normal(1, 5, 4), labels(2, 5))
+    report = jk.check_coverage(objective, params, batch, state=apply_fn.state)
+    assert report.examples_meet and report.value.answer == "yes"
+
+
+def test_of_a_scalar_loss_the_gradient_is_compared():
+    loss = lambda p, batch: jnp.mean((batch[0] @ p["w"] - batch[1]) ** 2)
+    batch = normal(1, 5, 3), normal(2, 5, 2)
+    report = jk.check_coverage(loss, {"w": normal(0, 3, 2)}, batch, loss_terms=5)
+    assert report.gradient < 1e-12 and report.tried == 0
+    assert "a scalar loss does not show its examples" in str(report)
+
+
+@pytest.mark.slow
+def test_the_users_word_is_recorded_and_tested():
+    """A gather by value that stays at home, which no rule can know."""
+
+    def model(p, x):
+        at = jnp.clip(jnp.arange(len(x)) + (jnp.abs(x[:, 0]) > 1e9), 0, len(x) - 1)
+        return (jnp.tanh(x @ p["w"]))[at]
+
+    objective, params, batch = problem(model)
+    stats = jk.value_grad_and_factors(objective, fisher="exact", examples="apart")
+    told = stats(params, batch).factors
+    careful = jk.value_grad_and_factors(objective, fisher="exact")(params, batch).factors
+    assert told.origin.examples == "apart" and "examples='apart'" in str(told.origin)
+    assert careful.origin.examples is None
+    np.testing.assert_allclose(told["w"].g, careful["w"].g, rtol=1e-10, atol=1e-14)
+    report = jk.check_coverage(objective, params, batch)
+    assert report.value.answer == "unknown" and not report.examples_meet
+    with pytest.raises(ValueError, match="examples='yes': expected None, or 'apart'"):
+        check_word("yes")
+
+
+def test_the_users_word_does_not_speak_against_a_proof():
+    objective, params, batch = problem(lambda p, x: mlp(p, x) - mlp(p, x).mean(0))
+    factors = jk.value_grad_and_factors(objective)(params, batch).factors
+    bases = jk.eigendecompose(factors)
+    with pytest.raises(jk.CoupledExamplesError, match="the examples meet at"):
+        jk.correct_eigenvalues(objective, bases, examples="apart")(params, batch)
