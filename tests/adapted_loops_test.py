@@ -266,7 +266,8 @@ def test_dropout_is_that_of_the_gradients_key():
 
     def dropped(p, x, key):
         kept = jax.random.bernoulli(key, 0.5, (len(x), 5))
-        return (jnp.tanh(x @ p["up"]["w"] + p["up"]["b"]) * kept) @ p["down"]["w"]
+        hidden = jnp.tanh(x @ p["up"]["w"] + p["up"]["b"])
+        return jnp.where(kept, hidden, 0.0) @ p["down"]["w"]
 
     objective = jk.Objective(dropped, jk.Categorical())
     stats, key = jk.value_grad_and_factors(objective, fisher="mc"), jax.random.key(3)
