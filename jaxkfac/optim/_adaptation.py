@@ -185,8 +185,7 @@ class Adaptation:
         checked_value(value)
         if isinstance(curvature, BatchCurvature):
             curvature.check_params(params)
-            parts = curvature.loss, curvature.params, curvature.batch
-            curvature = ggn(*parts, key=curvature.key, state=curvature.state)
+            curvature = as_operator(curvature)
         check_function("value_fn", value_fn, "value_fn(params), the loss of this batch")
         instance_of(
             "curvature", curvature, Operator, "as jk.operators.ggn(objective, params, batch)"
@@ -447,6 +446,14 @@ class Adaptation:
             ratio=jnp.where(due & fine, ratio, state.ratio),
             rejected=state.rejected + (made & ~fine).astype(jnp.int32),
         )
+
+
+def as_operator(curvature: Any) -> Any:
+    """The operator that ``stats.adaptation`` asks for; another one as it is."""
+    if not isinstance(curvature, BatchCurvature):
+        return curvature
+    parts = curvature.loss, curvature.params, curvature.batch
+    return ggn(*parts, key=curvature.key, state=curvature.state)
 
 
 def check_batch(curvature: Any, terms: Any, left_out: Any = 0) -> None:

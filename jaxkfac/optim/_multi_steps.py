@@ -29,7 +29,7 @@ from jaxkfac.optim._accumulators import (
     check_memory_kind,
     checked_accumulator_dtype,
 )
-from jaxkfac.optim._adaptation import check_batch
+from jaxkfac.optim._adaptation import as_operator, check_batch
 from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfe_adam import KfeAdamState
 from jaxkfac.optim._periods import check_factors_have_come
@@ -241,7 +241,7 @@ def multi_steps(
         some = total["terms"] > 0
         if is_concrete(ended) and ended:
             left_out = state.skipped + (~ok).astype(jnp.int32)
-            check_batch(extra.get("curvature"), total["terms"], left_out)
+            check_batch(as_operator(extra.get("curvature")), total["terms"], left_out)
         # Ahead of the cond, whose operands are arrays: a sum in full width never becomes one.
         divisor = jnp.where(some, total["terms"], 1)
         mean = jax.tree.map(
