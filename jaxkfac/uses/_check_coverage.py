@@ -15,7 +15,6 @@ from jaxkfac._errors import JaxkfacError
 from jaxkfac.curvature import Eigenbases, correct_eigenvalues, eigendecompose
 from jaxkfac.factors import (
     Batch,
-    FactorCollector,
     Objective,
     Program,
     as_batch,
@@ -151,7 +150,7 @@ def check_coverage(
     at_least_one(max_examples=max_examples)
     check_arrays("params", params)
     check_arrays("batch", batch)
-    finding = {"layers": layers, "experts": experts}
+    finding: Any = {"layers": layers, "experts": experts}
     if not isinstance(objective, Objective):
         check_function("objective", objective, "loss(params, batch), or a jk.Objective")
         stats = value_grad_and_factors(
@@ -189,7 +188,7 @@ class _Trial:
     """One model and batch on trial; ``remarks`` grows with what cannot be compared."""
 
     objective: Objective
-    stats: FactorCollector
+    stats: Any
     params: PyTree
     batch: Batch
     key: Any
@@ -303,7 +302,7 @@ class _Trial:
             if read.count(layer.weight.path) > 1 or layer.computed_from or not layer.is_covered:
                 continue
             squares = _squares(layer, measured, gradients)
-            basis = measured[layer.name]
+            basis: Any = measured[layer.name]
             values = basis.raw_diagonal if layer.is_diagonal else basis.raw_values
             expected = squares / np.asarray(factors.terms)
             found[layer.name] = _error(np.asarray(values).reshape(expected.shape), expected)
@@ -312,7 +311,8 @@ class _Trial:
 
 def _squares(layer: Layer, bases: Eigenbases, gradients: Mapping[str, Array]) -> np.ndarray:
     """The sum over examples of squares, in the layer's eigenbasis."""
-    basis, total = bases[layer.name], 0.0
+    basis: Any = bases[layer.name]
+    total: Any = 0.0
     for n in range(len(gradients[layer.weight.path])):
         kernel = layer.weight.read(gradients[layer.weight.path][n])
         if layer.is_diagonal:
@@ -355,7 +355,7 @@ def _changed(before: np.ndarray, after: np.ndarray, i: int) -> list[tuple[int, i
 
 def _of_gradient(
     objective: Callable[..., Any],
-    stats: FactorCollector,
+    stats: Any,
     params: PyTree,
     batch: PyTree,
     key: Any,
