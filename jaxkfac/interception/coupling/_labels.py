@@ -30,7 +30,7 @@ class TooManyLabelsError(Exception):
     """The labels of an array would take more memory than they are worth."""
 
 
-def examples_along(axis: int, rank: int, number: int) -> Labels:
+def examples_along(axis: int, rank: int, number: int) -> np.ndarray:
     """Entry ``i`` along an axis belongs to example ``i``."""
     return np.arange(number, dtype=np.int32).reshape(
         [number if d == axis else 1 for d in range(rank)]
