@@ -1,4 +1,4 @@
-# make run   train on real data with K-FAC and AdamW side by side, and write a report
+# make run   Poisson's equation: K-FAC beside tuned SOAP, L-BFGS and AdamW, a minute, one figure
 # make test  run the test suite
 # Each creates .venv if it is missing and brings it up to date when pyproject.toml or the
 # constraints change. PYTHON=python3.12 make ... chooses another interpreter (3.11 or newer).
@@ -20,14 +20,15 @@ NEWEST_PYTHON ?= python3.12
 # Two workers: JAX uses several threads by itself. PYTEST_ARGS="-x -k factors" make test
 PYTEST_ARGS ?=
 WORKERS ?= 2
-PRESET ?= digits
+PRESET ?= poisson
 # A finished run is never written over by itself: RUN_ARGS=--overwrite or RUN_ARGS=--resume
 RUN_ARGS ?=
 
 .PHONY: help run test test-slow test-exhaustive test-oldest test-newest zoo lint format wheels docs-check site bench bench-quick mutants parity accelerators plan-record gpu-check clean
 
 help:
-	@echo "make run          train --preset $(PRESET): K-FAC beside AdamW, checkpoint and report"
+	@echo "make run          Poisson's equation, K-FAC beside tuned peers: a minute, one figure"
+	@echo "make run PRESET=digits  jaxkfac train --preset digits: K-FAC beside AdamW, checkpoint and report"
 	@echo "make test         the default test suite"
 	@echo "make test-slow    the tests marked slow"
 	@echo "make test-exhaustive  the oracles over every case: layer kinds, Fisher types, EKFAC, curvlinops"
@@ -112,7 +113,11 @@ $(TPU)/.stamp: pyproject.toml constraints.txt
 # ---------------------------------------------------------------- the two commands
 
 run: $(VENV)/.stamp-run
+ifeq ($(PRESET),poisson)
+	$(BIN)/python examples/poisson.py $(RUN_ARGS)
+else
 	$(BIN)/jaxkfac train --preset $(PRESET) $(RUN_ARGS)
+endif
 
 test: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -n $(WORKERS) -p parity_tests.schedule $(PYTEST_ARGS)

@@ -148,8 +148,13 @@ def _share_of_mappings() -> float:
 
 @pytest.fixture
 def users_kernels(monkeypatch):
-    """Processes that the test starts compile as those of users do."""
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=3")
+    """Processes that the test starts compile as those of users do.
+
+    Flags that the caller has set stay, an instruction set among them.
+    """
+    ours = ("--xla_backend_optimization_level", "--xla_cpu_use_fusion_emitters")
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if not flag.startswith(ours)]
+    monkeypatch.setenv("XLA_FLAGS", " ".join([*flags, "--xla_backend_optimization_level=3"]))
 
 
 @pytest.fixture

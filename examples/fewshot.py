@@ -118,7 +118,8 @@ class Training:
         if self.kfac:
             key = jax.random.fold_in(self.seed, number)
             found = self.collect(params, batch, key, state=statistics)
-            (loss, statistics), grads, extra = found.value, found.grads, {"factors": found.factors}
+            (loss, statistics), grads = found.value, found.grads
+            extra = {"factors": found.factors, "value": loss}
         else:
             with_state = jax.value_and_grad(self.objective, has_aux=True)
             (loss, statistics), grads = with_state(params, batch, state=statistics)
@@ -231,6 +232,8 @@ def main() -> None:
         held_out = accuracies(evaluate, carry, validation, 50).mean()
         records["validation"] += [float(held_out)]
         save(path, options, carry, records)
+        if training.kfac:
+            jk.check_state(carry[2])
         spent = time.monotonic() - started
         print(f"epoch {epoch + 1:3d}  loss {records['losses'][-1]:.4f}  validation {held_out:.2%}  "
               f"{spent:.0f} s", flush=True)  # fmt: skip

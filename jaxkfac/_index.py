@@ -52,7 +52,15 @@ from jaxkfac.interception import (
 )
 from jaxkfac.lslora import nf4
 from jaxkfac.memory import MemoryBudgetError, cast_once, load_safetensors, place_once
-from jaxkfac.optim import LevenbergMarquardt, has_updated, kfac, multi_steps, scale_by_bases
+from jaxkfac.optim import (
+    LevenbergMarquardt,
+    check_state,
+    has_updated,
+    kfac,
+    kfe_adam,
+    multi_steps,
+    scale_by_bases,
+)
 from jaxkfac.planning import MemoryPlan, plan_memory
 from jaxkfac.uses import (
     CoverageCheck,
@@ -105,6 +113,7 @@ __all__ = [
     "capacity_metrics",
     "cast_once",
     "check_coverage",
+    "check_state",
     "compare_capacity",
     "correct_eigenvalues",
     "eigendecompose",
@@ -114,6 +123,7 @@ __all__ = [
     "has_updated",
     "influence",
     "kfac",
+    "kfe_adam",
     "laplace",
     "load_safetensors",
     "lslora",

@@ -143,7 +143,10 @@ np.testing.assert_allclose(factors["patch/kernel"].a, rows.T @ rows / len(rows),
 # ## Using them
 #
 # `jk.eigendecompose` and `jk.natural_gradient` make $(A \otimes G + \delta)^{-1} \nabla$ of them.
-# `jk.kfac` does averages, refreshes and preconditioning inside one compiled step.
+# `jk.kfac` does averages, refreshes and preconditioning inside one compiled step, here with a
+# learning rate; `jk.kfac(like=like)` needs none ([loops](../docs/loops.md)). Its labels are
+# sampled, which is what K-FAC's theory asks for; those that are given are cheaper, one backward
+# pass.
 
 # %%
 bases = jk.eigendecompose(factors, max_condition=1e6)
@@ -160,7 +163,7 @@ state, trained = tx.init(params), params
 @jax.jit
 def train_step(params, state, key):
     value, grads, factors = stats(params, batch, key)
-    updates, state = tx.update(grads, state, params, factors=factors)
+    updates, state = tx.update(grads, state, params, factors=factors, value=value)
     return jax.tree.map(jnp.add, params, updates), state, value
 
 
@@ -168,6 +171,7 @@ losses = []
 for key in jax.random.split(jax.random.key(1), 30):
     trained, state, value = train_step(trained, state, key)
     losses.append(float(value))
+jk.check_state(state)
 print("loss at steps 0, 10, 20, 29:", [round(losses[i], 3) for i in (0, 10, 20, 29)])
 assert losses[-1] < 0.5 * losses[0]
 

@@ -109,7 +109,9 @@ assert off(unweighed, grads) > 1e-2
 # `jk.multi_steps` keeps these sums and runs K-FAC on the last micro-batch of a group only.
 # `optax.MultiSteps` around the same K-FAC does not fail, and nothing inside could notice: it
 # takes the mean of means, and hands on the last micro-batch's factors alone. Three trainings, one
-# update for each whole batch.
+# update for each whole batch. The factors are those of the given labels, which are the same in
+# every cut of the batch; a training of your own samples them (`fisher="mc"`), which is what
+# K-FAC's theory asks for.
 
 # %%
 UPDATES = 12
@@ -131,8 +133,10 @@ def train(tx, k):
         carry, _ = jax.lax.scan(one_micro, carry, parts(k))
         return carry, (flat(carry[0]), objective(carry[0], batch))
 
-    run = jax.jit(lambda carry: jax.lax.scan(one_update, carry, length=UPDATES)[1])
-    return run((params, state))
+    run = jax.jit(lambda carry: jax.lax.scan(one_update, carry, length=UPDATES))
+    (_, state), found = run((params, state))
+    jk.check_state(state)
+    return found
 
 
 whole, losses = train(kfac, 1)

@@ -93,7 +93,10 @@ def first_order(name: str) -> Callable[[Sides], Iterable[Pair]]:
 def second_order(sides: Sides) -> Iterable[Pair]:
     stats = jk.value_grad_and_factors(sides.objective)
     like = stats.factor_shapes(sides.params, sides.our_batch(), positions=sides.our_positions())
-    tx = jk.kfac(RATE, like=like, damping=PAIR, decay=DECAY, momentum=MOMENTUM, refresh_every=1)
+    tx = jk.kfac(
+        RATE, like=like, damping=PAIR, decay=DECAY, momentum=MOMENTUM, refresh_every=1,
+        norm_constraint=None,
+    )  # fmt: skip
 
     def statistics(params: Any, batch: Any, positions: Any, terms: Any) -> Any:
         _, grads, found = stats(params, batch, positions=positions)

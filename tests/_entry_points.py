@@ -42,6 +42,7 @@ NOT_EXPORTED = {
     "capacity_metrics": _HOST,
     "compare_capacity": _HOST,
     "cast_once": _DATA,
+    "check_state": "warns outside of jit, from the counters of a state",
     "find_layers": _PYTHON,
     "prepare_queries": "differentiates queries with a program that it compiles itself",
     "influence": "streams batches through programs that it compiles itself",
@@ -274,7 +275,7 @@ def _():
 
 @entry("kfac, adaptive", eigh=3, grams={2: 1})  # of two directions, in a bias
 def _():
-    tx = jk.kfac("quadratic", momentum="quadratic", like=like(), damping=jk.LevenbergMarquardt())
+    tx = jk.kfac(like=like(), damping_mode="exact")
 
     def update(grads, state, params, factors, batch):
         loss = lambda params: OBJECTIVE(params, batch)
@@ -287,8 +288,13 @@ def _():
 
 @entry("kfac, inverses", cholesky=4)
 def _():
-    options = {"damping_mode": "factored", "inverse": "cholesky"}
+    options = {"damping_mode": "factored", "inverse": "cholesky", "norm_constraint": None}
     return updates(jk.kfac(0.1, like=like(), damping=1e-3, **options), factors=like())
+
+
+@entry("kfe_adam", eigh=3)
+def _():
+    return updates(jk.kfe_adam(0.01, like=like(), refresh="eigh"), factors=like())
 
 
 @entry("multi_steps", eigh=3)

@@ -157,9 +157,9 @@ def _trained(
     like = stats.factor_shapes(parameters(), batch_of(0))
     fixed: Any = {"learning_rate": 0.1, "damping": 1e-2, "norm_constraint": 1e-2}
     rule = jk.LevenbergMarquardt(initial=1e-2, every=2)
-    chosen: Any = {"learning_rate": "quadratic", "momentum": "quadratic", "damping": rule}
+    chosen: Any = {"damping": rule, "damping_mode": "exact"}
     numbers = chosen if adaptive else fixed
-    tx = jk.kfac(like=like, refresh_every=2, **numbers, **options)
+    tx = jk.kfac(like=like, refresh_every=2, **(numbers | options))
     whole = NamedSharding(world.mesh, P())
 
     def step(params, state, batch):

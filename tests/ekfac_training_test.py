@@ -75,7 +75,7 @@ def test_what_stats_measures_is_what_correct_eigenvalues_measures(params, batche
 
 def test_steps_use_measured_eigenvalues_begun_anew_at_a_refresh(params, batches):
     decay, every = 0.7, 3
-    options = {"momentum": 0.0, "decay": decay, "refresh_every": every}
+    options = {"momentum": 0.0, "decay": decay, "refresh_every": every, "norm_constraint": None}
     tx = jk.kfac(0.1, like=like_for(params, batches[0]), damping=0.1, **options)
     state = tx.init(params)
     average = bases = measured = None

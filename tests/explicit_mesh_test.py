@@ -271,7 +271,7 @@ def test_adapted_steps_are_those_of_one_device(x64, mesh, split):
     stats = jk.value_grad_and_factors(objective)
     damping = jk.LevenbergMarquardt(initial=0.1, every=2)
     like = stats.factor_shapes(p, batch)
-    tx = jk.kfac("quadratic", momentum="quadratic", damping=damping, like=like, refresh_every=2)
+    tx = jk.kfac(like=like, damping=damping, damping_mode="exact", refresh_every=2)
 
     def step(p, state, batch):
         value, grads, factors = stats(p, batch)

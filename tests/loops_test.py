@@ -187,7 +187,8 @@ def test_injected_numbers_change_in_flight():
 
 
 def test_injected_numbers_outside_of_jit_are_checked():
-    tx = optax.inject_hyperparams(jk.kfac)(0.1, **OPTIONS)
+    numbers = {"damping": 1e-3, "momentum": 0.9, "norm_constraint": None}
+    tx = optax.inject_hyperparams(jk.kfac)(0.1, **numbers, **OPTIONS)
     state = tx.init(PARAMS)
     _, grads, factors = STATS(PARAMS, (X, Y))
     for name, value in {"damping": -1.0, "momentum": 1.0, "decay": 2.0, "floor": -1.0}.items():
@@ -209,7 +210,7 @@ def test_chain_hands_factors_to_kfac_alone():
 @pytest.mark.parametrize("by", ["masked", "partition"])
 def test_the_parameters_of_a_mask_are_stepped_and_the_others_left_to_others(by):
     ours = {"up": True, "scale": False, "down": True}
-    kfac = jk.kfac(0.1, damping=1e-2, **OPTIONS)
+    kfac = jk.kfac(0.1, damping=1e-2, norm_constraint=None, **OPTIONS)  # which spans the leaves
     if by == "masked":
         tx = optax.chain(optax.masked(kfac, ours), optax.masked(optax.sgd(0.3), _not(ours)))
     else:
@@ -336,6 +337,23 @@ def test_the_page_shows_every_loop():
 
 
 @pytest.mark.parametrize(("plain", "with_factors"), PAIRS)
-def test_a_loop_on_the_page_differs_from_the_plain_one_in_at_most_four_lines(plain, with_factors):
-    changes = difflib.ndiff(plain.splitlines(), with_factors.splitlines())
-    assert 0 < sum(line.startswith("+ ") and line != "+ " for line in changes) <= 4
+def test_a_loop_on_the_page_changes_at_most_four_lines_of_the_plain_one_and_adds_two(
+    plain, with_factors
+):
+    """The two are the adaptation and ``jk.check_state``."""
+    changes = list(difflib.ndiff(plain.splitlines(), with_factors.splitlines()))
+    added = [line[2:].strip() for line in changes if line.startswith("+ ") and line != "+ "]
+    new = [x for x in added if x.startswith(("adapt = stats.adaptation(", "jk.check_state("))]
+    assert len(new) == 2 and 0 < len(added) - len(new) <= 4
+
+
+def test_every_loop_on_the_page_with_kfac_samples_labels_is_watched_and_checks_its_loss():
+    blocks = re.findall(BLOCK, PAGE, re.DOTALL)
+    loops = [text for text in blocks if "factors=factors" in text and "in enumerate(keys)" in text]
+    assert len(loops) == len(PAIRS) + 3  # with a learning rate, in a chain, accumulated
+    for text in loops:
+        assert "jk.check_state(" in text and "assert losses[-1] < losses[0]" in text
+        assert ", key" in text and "stats(params, (x, y))" not in text
+    made = re.findall(r"value_grad_and_factors\(.*", PAGE)
+    outside = "jk.Objective(normalised, jk.Categorical())"  # factors alone
+    assert all('fisher="mc"' in x for x in made if outside not in x and "jk.Objective" in x)

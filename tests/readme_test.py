@@ -1,5 +1,6 @@
 """The Python blocks of every README run, in order, as one script; its commands exist."""
 
+import json
 import os
 import re
 import subprocess
@@ -95,3 +96,16 @@ def test_a_block_keeps_its_line_numbers():
     assert script(text).splitlines()[9] == "assert x == 2"
     with pytest.raises(AssertionError):
         exec(compile(script(text), "T", "exec"), {})
+
+
+def test_the_first_figure_is_a_record_in_which_the_default_ends_lowest():
+    folder = ROOT / "benchmarks" / "results" / "poisson"
+    record = json.loads((folder / "poisson.json").read_text())
+    text = (ROOT / "README.md").read_text()
+    assert "results/poisson/poisson.svg" in text and (folder / "poisson.svg").exists()
+    assert f"each for {record['seconds']:g} CPU seconds" in text
+    ends = {name: errors[-1] for name, (_, errors) in record["curves"].items()}
+    assert min(ends, key=ends.__getitem__) == "jk.kfac(like=like)"
+    for factor, name in re.findall(r"(\d+) times below ([\w-]+)", text):
+        (peer,) = (end for other, end in ends.items() if other.startswith(name))
+        assert round(peer / ends["jk.kfac(like=like)"]) == int(factor), name

@@ -186,7 +186,7 @@ def test_the_optimizer_takes_gradients_of_each_device():
     stats = jk.value_grad_and_factors(jk.Objective(model, jk.Categorical()))
     _, grads, factors = stats(PARAMS, (x, y))
     like = stats.factor_shapes(PARAMS, (x, y))
-    tx = jk.kfac(0.1, like=like, norm_constraint=1e-3, damping_mode="pi")
+    tx = jk.kfac(0.1, like=like, damping=1e-3, norm_constraint=1e-3, damping_mode="pi")
     state = tx.init(PARAMS)
     both = jax.tree.map(lambda g: jnp.stack([g, 3 * g[::-1]]), grads)
 

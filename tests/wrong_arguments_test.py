@@ -101,6 +101,11 @@ ENTRIES = {
                         grads, state, params, factors=factors),
                     {"grads": (grads, ARRAYS), "state": (state, set()),
                      "params": (params, {*ARRAYS, "nothing"}), "factors": (factors, {"nothing"})}),
+    "kfac.update(value=)": (lambda value: tx.update(
+                                grads, state, params, factors=factors, value=value),
+                            {"value": (1.0, {"number", "nothing"})}),
+    "stats.adaptation": (stats.adaptation, {"params": (params, ARRAYS), "batch": (batch, set())}),
+    "check_state": (jk.check_state, {"state": (state, {"other_state"})}),
     "scale_by_bases.update": (lambda grads, state, bases: scaling.update(grads, state, bases=bases),
                               {"grads": (grads, ARRAYS), "state": (scaling.init(params), set()),
                                "bases": (bases, set())}),
@@ -172,6 +177,13 @@ WORDS = {
         lambda: jk.kfac("quadratic", like=factors).update(
             grads, jk.kfac("quadratic", like=factors).init(params), params, factors=factors,
             value=0.0, value_fn=apply_fn, curvature=bases), "curvature", "jk.operators.ggn"),
+    "an update without factors": (
+        lambda: tx.update(grads, state, params), "kfac: update needs factors=",
+        "tx.update(grads, state, params, factors=factors)", "factors=None"),
+    "an adaptive update that is told nothing": (
+        lambda: jk.kfac(like=factors).update(
+            grads, jk.kfac(like=factors).init(params), params, factors=factors),
+        "needs value and value_fn and curvature", "**stats.adaptation(params, batch, key)"),
     "a target too many": (
         lambda: two_outputs(params, (x, {"a": y, "b": x, "c": y})), "with 'c'", "no likelihood"),
     "Haiku's own apply": (lambda: jk.Objective(haiku.apply, jk.Categorical()),

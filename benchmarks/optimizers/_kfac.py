@@ -1,7 +1,8 @@
-"""Steps of ``jk.kfac`` on a problem, with rates and damping that are given or adapted."""
+"""Steps of this library's optimizers on a problem."""
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,23 +20,36 @@ _LIKELIHOODS: dict[str, Any] = {
 }
 
 
+class Statistics(NamedTuple):
+    """``loss(params, batch)`` with marks, its gradient with factors, and the factors' shapes."""
+
+    loss: Any
+    collect: Any
+    like: Any
+
+
 def marked(kind: str, outputs: Any, targets: Any, weight: float = 1.0) -> Any:
     """By the library's own marks."""
     return jk.mark_outputs(outputs, _LIKELIHOODS[kind], weight=weight)
 
 
-def steps(problem: Problem, data: Arrays, setting: Setting, **options: Any) -> Steps:
-    """With ``options`` for ``jk.kfac``; where the model chooses a rate, it stands for itself."""
+def statistics(problem: Problem, data: Arrays, *, every: int = 1, fisher: Any = None) -> Statistics:
+    """Of a problem, with a Fisher type, by default the one that the problem names."""
 
     def loss(params: Any, batch: Any) -> Any:
         return problem.loss(params, batch, marked)
 
-    fisher: Any = problem.fisher
+    collect = jk.value_grad_and_factors(loss, fisher=fisher or problem.fisher, every=every)
+    params = jax.tree.map(jnp.asarray, problem.initial(0))
+    like = collect.factor_shapes(params, problem.batch(data, 0, 0), jax.random.key(0))
+    return Statistics(loss, collect, like)
+
+
+def steps(problem: Problem, data: Arrays, setting: Setting, **options: Any) -> Steps:
+    """With ``options`` for ``jk.kfac``; where the model chooses a rate, it stands for itself."""
     period = setting["period"]
     every = max(1, period // 5)  # factors come five times from one refresh to the next
-    stats = jk.value_grad_and_factors(loss, fisher=fisher, every=every)
-    params = jax.tree.map(jnp.asarray, problem.initial(0))
-    like = stats.factor_shapes(params, problem.batch(data, 0, 0), jax.random.key(0))
+    loss, stats, like = statistics(problem, data, every=every)
     tx = jk.kfac(like=like, refresh_every=period, damping_mode="pi", **options)
     adapts = options["learning_rate"] == "quadratic"
 
@@ -52,3 +66,25 @@ def steps(problem: Problem, data: Arrays, setting: Setting, **options: Any) -> S
         return (optax.apply_updates(params, updates), state), value
 
     return Steps(lambda params: (params, tx.init(params)), step)
+
+
+def documented(
+    make: Callable[[Any, Setting], Any], *, adaptive: bool = False, fisher: Any = None
+) -> Callable[[Problem, Arrays, Setting], Steps]:
+    """The documentation's loop, around the optimizer ``make(like, setting)``."""
+
+    def build(problem: Problem, data: Arrays, setting: Setting) -> Steps:
+        _, stats, like = statistics(problem, data, fisher=fisher)
+        tx = make(like, setting)
+
+        def step(carry: Any, batch: Any, key: Any, progress: Any) -> Any:
+            params, state = carry
+            value, grads, factors = stats(params, batch, key)
+            model = stats.adaptation(params, batch, key) if adaptive else {}
+            updates, state = tx.update(grads, state, params, factors=factors, **model)
+            updates = updates if adaptive else optax.tree.scale(anneal(progress), updates)
+            return (optax.apply_updates(params, updates), state), value
+
+        return Steps(lambda params: (params, tx.init(params)), step)
+
+    return build

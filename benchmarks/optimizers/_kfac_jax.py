@@ -2,7 +2,7 @@
 
 Run: python -m benchmarks.optimizers._kfac_jax PROBLEM DATA.npz SETTING
 
-It reads a seed and a budget a line, and answers with a run.
+It reads a seed, CPU seconds and perhaps steps a line, and answers with a run.
 """
 
 import json
@@ -85,13 +85,14 @@ def main() -> None:
     spent = time.process_time() - begun
     versions = {"jax": jax.__version__, "kfac_jax": kfac_jax.__version__}
     for line in sys.stdin:
-        seed, budget, before = int(line.split()[0]), float(line.split()[1]), time.process_time()
+        words, before = line.split(), time.process_time()
+        seed, budget, steps = int(words[0]), float(words[1]), sum(map(int, words[2:]))
         key = jax.random.key(seed)
 
         def timed(carry: Any, batch: Any, number: int, progress: float, key: Any = key) -> Any:
             return step(carry, batch, key, number, progress)
 
-        curve = train(timed, start(seed), problem, data, seed=seed, budget=budget)
+        curve = train(timed, start(seed), problem, data, seed=seed, budget=budget, steps=steps)
         used = {"compile_cpu_s": spent, "run_cpu_s": time.process_time() - before}
         about = {"versions": versions, "xla_flags": os.environ["XLA_FLAGS"].strip()}
         print(json.dumps({**about, **used, **curve}), flush=True)

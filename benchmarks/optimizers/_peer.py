@@ -28,7 +28,13 @@ def in_peer(module: str) -> Callable[..., dict[str, Any]]:
     kept: dict[tuple[Problem, str], _Process] = {}
 
     def run(
-        problem: Problem, data: Arrays, setting: Setting, *, seed: int, budget: float
+        problem: Problem,
+        data: Arrays,
+        setting: Setting,
+        *,
+        seed: int,
+        budget: float,
+        steps: int = 0,
     ) -> dict[str, Any]:
         key = problem, json.dumps(dict(setting))
         if key not in kept:
@@ -36,7 +42,7 @@ def in_peer(module: str) -> Callable[..., dict[str, Any]]:
                 kept.popitem()[1].end()
             kept[key] = _Process(module, problem.name, data, key[1])
         try:
-            return kept[key].run(seed, budget)
+            return kept[key].run(*((seed, budget, steps) if steps else (seed, budget)))
         except RuntimeError:
             kept.pop(key).end()
             raise
@@ -45,7 +51,7 @@ def in_peer(module: str) -> Callable[..., dict[str, Any]]:
 
 
 class _Process:
-    """One that reads a seed and a budget a line, and answers with a line of JSON.
+    """One that reads a seed, CPU seconds and steps a line, and answers with a line of JSON.
 
     It ends with this one: its input does.
     """
@@ -66,7 +72,7 @@ class _Process:
                 env={**os.environ, "XLA_FLAGS": ""},  # ours may not be known to its XLA
             )
 
-    def run(self, seed: int, budget: float) -> dict[str, Any]:
+    def run(self, *numbers: float) -> dict[str, Any]:
         """The answer.
 
         Raises:
@@ -75,7 +81,7 @@ class _Process:
         words, answers = self._process.stdin, self._process.stdout
         assert words is not None and answers is not None  # they are pipes
         try:
-            words.write(f"{seed} {budget}\n")
+            words.write(" ".join(map(str, numbers)) + "\n")
             words.flush()
         except BrokenPipeError:  # it has ended: there is no answer either
             pass

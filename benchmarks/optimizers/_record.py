@@ -15,17 +15,19 @@ GRID = 1 / 3  # of the budget
 
 
 class Key(NamedTuple):
-    """What a run is known by; the setting is its place in the method's grid."""
+    """What a run is known by; it lasts ``budget`` CPU seconds and ``steps`` steps at least."""
 
     method: str
     setting: str
     seed: int
     budget: float
+    steps: int = 0
 
 
 def key_of(line: Mapping[str, Any]) -> Key:
     """Of a line of the record."""
-    return Key(line["method"], json.dumps(line["setting"]), line["seed"], line["budget"])
+    steps = line.get("least_steps", 0)
+    return Key(line["method"], json.dumps(line["setting"]), line["seed"], line["budget"], steps)
 
 
 class Record:
@@ -84,7 +86,7 @@ def chosen(lines: Sequence[Mapping[str, Any]], method: Method, problem: Problem)
     where none has come to its end.
     """
     grid = of_grid(lines, method, problem)
-    if None in grid or not min(map(final, grid)) < float("inf"):
+    if not grid or None in grid or not min(map(final, grid)) < float("inf"):
         return None
     return min(grid, key=final)["setting"]
 
@@ -101,6 +103,7 @@ def seed_runs(
         and line["setting"] == setting
         and line["seed"] in SEEDS
         and line["budget"] == problem.budget
+        and not line.get("least_steps")
     ]
 
 

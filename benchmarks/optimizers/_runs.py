@@ -25,12 +25,12 @@ VERSIONS = ("jax", "optax", "numpy")
 
 
 def missing(record: Record, methods: Sequence[Method], problem: Problem) -> Key | None:
-    """The next run that is not there: grids first, then each seed of every method.
+    """The next run at equal time that is not there: grids first, then each seed of every method.
 
     A method of whose grid nothing came to its end has no seeds; one that fails twice in the same
     way is not tried again.
     """
-    ours = [m for m in methods if m.only is None or problem.name in m.only]
+    ours = [m for m in methods if m.is_for(problem) and m.settings and problem.budget]
     ours = [m for m in ours if not fails_alike(of_grid(record.lines, m, problem))]
     keys = [key for method in ours for key in grid_keys(method, problem)]
     settings = {method.name: chosen(record.lines, method, problem) for method in ours}
@@ -47,8 +47,9 @@ def run_of(problem: Problem, method: Method, data: Arrays, key: Key) -> dict[str
     """A line of the record; a run that fails is one with its error."""
     begun, cpu, load = time.perf_counter(), _cpu(), os.getloadavg()[0]
     setting, error, curve = json.loads(key.setting), None, {}
+    length: dict[str, Any] = {"budget": key.budget} | ({"steps": key.steps} if key.steps else {})
     try:
-        curve = method.run(problem, data, setting, seed=key.seed, budget=key.budget)
+        curve = method.run(problem, data, setting, seed=key.seed, **length)
     except (ImportError, OSError):  # of the environment, not of the method
         raise
     except Exception as failed:  # a row of the table
@@ -60,11 +61,13 @@ def run_of(problem: Problem, method: Method, data: Arrays, key: Key) -> dict[str
         "setting": setting,
         "seed": key.seed,
         "budget": key.budget,
+        "least_steps": key.steps,
         "error": error,
         "load_before": round(load, 2),
         "run_cpu_s": round(_cpu() - cpu, 3),  # of a peer's run the peer tells, behind
         "run_wall_s": round(time.perf_counter() - begun, 3),
-        "command": f"python -m benchmarks.optimizers --problem {problem.name}",
+        "command": f"python -m benchmarks.optimizers --problem {problem.name}"
+        + " --equal-steps" * bool(key.steps),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
         **curve,

@@ -104,7 +104,7 @@ def rows_of(
     lines: Runs, methods: Mapping[str, Method], problem: Problem
 ) -> tuple[float | None, float | None, dict[str, Row]]:
     """The target, the steps of equal steps, and a row for each method of the problem, by name."""
-    ours = [m for m in methods.values() if m.only is None or problem.name in m.only]
+    ours = [m for m in methods.values() if m.is_for(problem) and m.settings]
     goal, equal = target(lines, methods["adamw"], problem), fewest_steps(lines, ours, problem)
     return goal, equal, {x.name: _row(lines, x, problem, goal, equal) for x in ours}
 

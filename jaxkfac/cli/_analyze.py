@@ -12,7 +12,7 @@ from jaxkfac.cli._options import AnalyzeArguments
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._restored import restore
 from jaxkfac.curvature.capacity import legend
-from jaxkfac.files import whole_file, write_text
+from jaxkfac.files import probe_folder, whole_file, write_text
 from jaxkfac.report import (
     CapacityReport,
     RunRecords,
@@ -39,6 +39,9 @@ def run_analyze(arguments: AnalyzeArguments) -> None:
     _check_options(arguments)
     if arguments.batches is not None and arguments.batches < 2:
         raise ValueError(f"batches must be at least 2, not {arguments.batches}")
+    for folder in (arguments.figures, arguments.report and arguments.report.parent):
+        if folder:
+            probe_folder(folder)
     with phase("loading the checkpoint"):
         checkpoint = load_checkpoint(arguments.checkpoint)
         restored = restore(checkpoint)

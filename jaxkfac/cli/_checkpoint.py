@@ -13,7 +13,7 @@ from jaxkfac._errors import DamagedFileError
 from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._orbax_checkpoint import is_orbax_checkpoint, load_orbax_checkpoint
 from jaxkfac.cli._phases import phase
-from jaxkfac.files import PARTIAL, Archive, write_archive
+from jaxkfac.files import PARTIAL, Archive, probe_folder, write_archive
 
 _FORM = "jaxkfac.checkpoint"
 _KEPT = 2  # checkpoints of a run
@@ -173,15 +173,25 @@ def say_nothing_saved(folder: Path) -> None:
     print(f"stopped inside an update: the last checkpoint counts; {last}", file=sys.stderr)
 
 
-def check_output(output: Path, folders: Sequence[Path], *, resume: bool, overwrite: bool) -> None:
+def check_output(
+    output: Path,
+    folders: Sequence[Path],
+    *,
+    resume: bool,
+    overwrite: bool,
+    writes: bool = True,
+) -> None:
     """Refuse a run in ``output``, whose checkpoints go to ``folders``, that would harm another.
 
-    Where ``overwrite`` was asked for, it is left to the caller to remove them.
+    Before anything is read or compiled, the process that ``writes`` also tries whether ``output``
+    can be written to. Where ``overwrite`` was asked for, it is left to the caller to remove
+    checkpoints.
 
     Raises:
         ValueError: there is a run, and neither ``resume`` nor ``overwrite`` was asked for; or
             both were.
         NotADirectoryError: ``output`` is a file, or lies below one.
+        OSError: no file can be written there.
     """
     held = next(path for path in (output, *output.parents) if path.exists())
     if not held.is_dir():
@@ -195,6 +205,8 @@ def check_output(output: Path, folders: Sequence[Path], *, resume: bool, overwri
                 f"{output} already holds a run ({found}): continue it with --resume, "
                 "replace it with --overwrite, or choose another --output"
             )
+    if writes:
+        probe_folder(output)
 
 
 def remove_checkpoints(folder: Path) -> None:

@@ -4,7 +4,14 @@ import signal
 
 import pytest
 
-from jaxkfac.cli._interrupts import interrupts_deferred, nothing_begun, say_interrupted
+from jaxkfac.cli._interrupts import (
+    Stopped,
+    interrupts_deferred,
+    nothing_begun,
+    say_interrupted,
+    signal_of,
+    stopping_signals,
+)
 from jaxkfac.cli._main import main
 
 
@@ -64,6 +71,85 @@ def test_the_command_after_a_ctrl_c_resumes_what_has_begun_and_else_is_the_same(
         raise KeyboardInterrupt
     say_interrupted(words, found.value)
     assert "start with: jaxkfac analyze 'a model' --overwrite\n" in capsys.readouterr().err
+
+
+SIGNALS = pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGHUP])
+
+
+@SIGNALS
+def test_other_signals_stop_as_ctrl_c_does_and_are_told_apart(stop, capsys):
+    went_on = []
+
+    def twice():
+        with interrupts_deferred("saving"):
+            press()
+            os.kill(os.getpid(), stop)
+            went_on.append("after the second")
+
+    def once():
+        with interrupts_deferred("saving"):
+            os.kill(os.getpid(), stop)
+            went_on.append("after the first")
+
+    def looking():
+        with interrupts_deferred("saving") as hold:
+            os.kill(os.getpid(), stop)
+            if hold.pressed:
+                raise KeyboardInterrupt
+
+    with stopping_signals():
+        with pytest.raises(Stopped) as at_once:
+            os.kill(os.getpid(), stop)
+        with pytest.raises(Stopped) as deferred:
+            once()
+        with pytest.raises(Stopped) as second:
+            twice()
+        with pytest.raises(Stopped) as asked:
+            looking()
+    assert went_on == ["after the first"]
+    found = {signal_of(error.value) for error in (at_once, deferred, second, asked)}
+    assert found == {stop} and signal_of(KeyboardInterrupt()) == signal.SIGINT
+    name = signal.Signals(stop).name
+    assert f"{name}: saving, then stopping; a second signal stops now" in capsys.readouterr().err
+    say_interrupted(["train"], deferred.value)
+    assert f"stopped by {name}; continue with: jaxkfac train --resume" in capsys.readouterr().err
+    assert signal.getsignal(stop) == signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    """As SIGHUP is under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopping_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("stop", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+@pytest.mark.parametrize(
+    ("command", "function"),
+    [
+        ("train", "_train.check_output"),
+        ("finetune", "finetune._run.check_output"),
+        ("analyze", "analysis._run.prepare"),
+        ("influence", "influence._run._stages"),
+    ],
+)
+def test_the_exit_code_says_which_signal_came(
+    command, function, stop, code, tmp_path, monkeypatch, capsys
+):
+    module, _, name = function.rpartition(".")
+    module = importlib.import_module(f"jaxkfac.cli.{module}")
+    monkeypatch.setattr(module, name, lambda *args, **options: os.kill(os.getpid(), stop))
+    words = {
+        "analyze": ["smollm2"],
+        "influence": ["model", "--train", "x.jsonl", "--queries", "x.jsonl"],
+    }.get(command, [])
+    assert main([command, *words, "--output", str(tmp_path)]) == code, capsys.readouterr().err
+    assert ("SIGTERM" in capsys.readouterr().err) == (stop == signal.SIGTERM)
 
 
 @pytest.mark.parametrize("room", ["_train", "finetune._run"])

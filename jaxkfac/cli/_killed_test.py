@@ -1,4 +1,4 @@
-"""Runs that are killed at any moment and resumed end with the bits of one that was not."""
+"""Runs that are killed or stopped at any moment and resumed end with the bits of a whole one."""
 
 import json
 import os
@@ -43,7 +43,7 @@ written, fatal, *words = sys.argv[1:]
 fatal, seconds = json.loads(fatal), {}
 
 def die():
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), fatal[3])
 
 def watched(context, counts=lambda doing: True):
     @contextlib.contextmanager
@@ -62,7 +62,7 @@ def watched(context, counts=lambda doing: True):
             try:
                 yield found
             finally:
-                if fatal and fatal[:2] == [doing, number]:
+                if fatal and fatal[:2] == [doing, number] and fatal[3] == signal.SIGKILL:
                     die()
             entries[number] = time.monotonic() - start
     return entered
@@ -113,7 +113,10 @@ def ended(words, folder, *, fatal=None, **variables):
         capture_output=True,
         text=True,
     )
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    stopped = 0 if fatal is None or fatal[3] == signal.SIGKILL else 128 + fatal[3]
+    assert done.returncode in (0, -signal.SIGKILL, stopped), done.stderr
+    if stopped:
+        assert "continue with: jaxkfac" in done.stderr, done.stderr
     return done.returncode, None if done.returncode else json.loads(times.read_text())
 
 
@@ -149,13 +152,39 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(uninterrupted, tmp_path,
         "end": end,
     }[where]
     number = draw.randrange(len(seconds[doing]))
-    fatal = doing, number, draw.random() * seconds[doing][number]
+    fatal = doing, number, draw.random() * seconds[doing][number], signal.SIGKILL
     # JAX writes what it has compiled in place: a kill would leave half of it to every later run.
     anew = {"JAX_ENABLE_COMPILATION_CACHE": "false"} if where == "compilation" else {}
     killed, _ = ended(words, tmp_path / "run", fatal=fatal, **anew)
     assert killed == -signal.SIGKILL
     assert ended([*words, "--resume"], tmp_path / "run")[0] == 0
-    one, other = load_checkpoint(expected / below), load_checkpoint(tmp_path / "run" / below)
+    assert_same_end(expected / below, tmp_path / "run" / below)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("number", [3, 6])
+@pytest.mark.parametrize("command", list(COMMANDS))
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_gets_a_signal_ends_what_is_under_way_and_keeps_it(
+    uninterrupted, tmp_path, stop, command, number
+):
+    """A scheduler's SIGTERM and a terminal's SIGHUP lose no update, as Ctrl-C loses none."""
+    words, below, step, _ = COMMANDS[command]
+    expected, seconds = uninterrupted(command)
+    fatal = step, number, 0.5 * seconds[step][number], stop
+    assert ended(words, tmp_path / "run", fatal=fatal)[0] == 128 + stop
+    kept, last = load_checkpoint(tmp_path / "run" / below), load_checkpoint(expected / below)
+    # A signal may also come a moment after the block: then another one is ended and kept.
+    ends = {round(last.step * n / len(seconds[step])) for n in range(number + 1, number + 4)}
+    assert kept.step in ends
+    assert ended([*words, "--resume"], tmp_path / "run")[0] == 0
+    assert_same_end(expected / below, tmp_path / "run" / below)
+
+
+def assert_same_end(expected, folder):
+    """Two runs ended with the same bits, and the same losses on the way."""
+    one, other = load_checkpoint(expected), load_checkpoint(folder)
     assert one.step == other.step and one.leaves.keys() == other.leaves.keys()
     for path, leaf in one.leaves.items():
         np.testing.assert_array_equal(other.leaves[path], leaf, err_msg=path)

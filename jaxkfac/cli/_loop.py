@@ -16,7 +16,6 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-import jaxkfac as jk
 from jaxkfac._errors import JaxkfacError
 from jaxkfac.cli._devices import ONE_DEVICE, RunDevices
 from jaxkfac.cli._interrupts import interrupts_deferred
@@ -76,15 +75,6 @@ def make_epoch(
         images = shift_batch(shift_key, train.images[indices], experiment.max_shift)
         return (images, train.labels[indices]), label_key
 
-    def of_group(params: PyTree, group: Any) -> dict[str, Any]:
-        """What an adapting update is told of the loss of all its micro-batches."""
-        objective = problem.objective
-        return {
-            "value": objective(params, group),
-            "value_fn": lambda params: objective(params, group),
-            "curvature": jk.operators.ggn(objective, params, group),
-        }
-
     def micro_step(
         carry: tuple[PyTree, PyTree], row: Row, train: Digits, group: Any = None
     ) -> tuple[tuple[PyTree, PyTree], tuple[Float[Array, ""], Float[Array, ""]]]:
@@ -92,7 +82,8 @@ def make_epoch(
         batch, label_key = batch_of(row, train)
         if factors:
             loss, grads, statistics = problem.statistics(params, batch, key=label_key)
-            model = of_group(params, group) if adapts else {}
+            # An adapting update is told the loss of all its micro-batches.
+            model = problem.statistics.adaptation(params, group) if adapts else {}
             updates, state = tx.update(grads, state, params, factors=statistics, **model)
         else:
             loss, grads = jax.value_and_grad(problem.objective)(params, batch)

@@ -36,7 +36,8 @@ _EPILOGUE = """Start with `jaxkfac train --preset digits`, then open runs/digits
 
 `jaxkfac COMMAND --help` shows the options of a command. Compiled programs are kept in
 ~/.cache/jaxkfac: $JAXKFAC_CACHE is another folder, JAX_ENABLE_COMPILATION_CACHE=false keeps none.
-Exit codes: 0, 2 for an error that is explained, 3 where memory ran out, 130 after Ctrl-C.
+Exit codes: 0, 2 for an error that is explained, 3 where memory ran out, 130 after Ctrl-C,
+143 after SIGTERM, 129 after SIGHUP.
 """
 
 
@@ -47,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words after the program's name; by default those of this process.
 
     Returns:
-        The exit code: 0, 2 for an error that was explained, 3 where memory ran out, 130 after
-        Ctrl-C.
+        The exit code: 0, 2 for an error that was explained, 3 where memory ran out, and 128 plus
+        the signal's number where one stopped it: 130 after Ctrl-C, 143 SIGTERM, 129 SIGHUP.
     """
     # Read when JAX first calls LAPACK. With more threads the last bits of a decomposition
     # depend on the machine, and small ones were up to 20 times slower on two busy cores.
@@ -65,8 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(words[0], known, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
         return _fail(f"there is no command {words[0]!r}: {meant}jaxkfac --help shows all of them")
+    from jaxkfac.cli._interrupts import stopping_signals
+
     try:
-        return _dispatch(known[words[0]], words)
+        with stopping_signals():
+            return _dispatch(known[words[0]], words)
     except ModuleNotFoundError as error:
         extra = _EXTRA_OF.get((error.name or "").split(".")[0])
         if "--debug" in words:
@@ -89,11 +93,13 @@ def _dispatch(command: Command, words: list[str]) -> int:
         else:
             _run(command, arguments)
     except KeyboardInterrupt as error:
+        from jaxkfac.cli._interrupts import signal_of
+
         if hasattr(arguments, "resume") and getattr(arguments, "is_pretrained", True):
             from jaxkfac.cli._interrupts import say_interrupted
 
             say_interrupted(words, error)
-        return 130
+        return 128 + signal_of(error)
     except Exception as error:
         if "--debug" in words or isinstance(error, ModuleNotFoundError):
             raise

@@ -6,11 +6,17 @@ from typing import Any, Literal
 Fisher = Literal["empirical", "mc"]
 DampingMode = Literal["exact", "factored", "pi"]
 Optimizer = Literal["kfac", "adamw"]
+_LABELS: dict[Fisher, str] = {"mc": "labels sampled from the model", "empirical": "given labels"}
+
+
+def labels_sentence(fisher: Fisher) -> str:
+    """Which labels K-FAC's factors are of, as the reports say it."""
+    return f"K-FAC's factors use {_LABELS[fisher]}."
 
 
 @dataclasses.dataclass(frozen=True)
 class KfacOptions:
-    """What `jaxkfac.kfac` takes; its defaults are these."""
+    """What `jaxkfac.kfac` takes, with a learning rate."""
 
     learning_rate: float
     """Largest learning rate."""

@@ -27,7 +27,9 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DigitsKfacOptions(KfacOptions):
-    """K-FAC. The learning rate warms up, then falls along a cosine to zero."""
+    """K-FAC, whose factors are of labels sampled from the model (--fisher). The learning rate
+    warms up, then falls along a cosine to zero.
+    """
 
     warmup: float = 0.1
     """Part of the updates in which the learning rate rises."""

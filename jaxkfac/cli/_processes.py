@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxkfac import __version__
 from jaxkfac._errors import JaxkfacError
-from jaxkfac.cli._interrupts import Hold, interrupts_deferred, nothing_begun
+from jaxkfac.cli._interrupts import Hold, Stopped, interrupts_deferred, nothing_begun
 from jaxkfac.memory import ProcessGroup, is_out_of_memory
 
 # A process that fails alone leaves after the first, and the others notice after the second.
@@ -91,7 +91,7 @@ class RunProcesses:
 
     @contextmanager
     def stopping_together(self) -> Iterator[None]:
-        """Training, in which a Ctrl-C in one process stops all of them at the next pause."""
+        """Training, in which a signal to stop in one process stops all at the next pause."""
         if self._group is None:
             yield
             return
@@ -108,7 +108,7 @@ class RunProcesses:
 
         Raises:
             ProcessesDisagreeError: another process has failed, or is at another update.
-            KeyboardInterrupt: Ctrl-C was pressed in one of them.
+            Stopped: Ctrl-C was pressed in one of them, or one got SIGTERM or SIGHUP.
             Exception: ``error``.
         """
         if self._group is None:
@@ -116,10 +116,10 @@ class RunProcesses:
                 raise error
             return
         self._group.agree(f"update {step}", str(step), error)
-        pressed = self._hold is not None and self._hold.pressed
-        if self._group.gathered(np.array([pressed], np.uint8)).any():
+        came = 0 if self._hold is None else self._hold.number
+        if number := int(self._group.gathered(np.array([came], np.uint8)).max()):
             self.stop_together = True
-            raise KeyboardInterrupt
+            raise Stopped(number)
 
     def settled(self, tree: Any) -> Any:
         """``tree`` when it has been computed, where two programs must not run at the same time.
@@ -184,6 +184,8 @@ def _join(address: str, count: int | None, number: int | None) -> None:
             "process_id": number,
             "cluster_detection_method": "deactivate",
         }
+    # JAX's own notifier takes SIGTERM away from Python, and nobody asks it here.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             **words,

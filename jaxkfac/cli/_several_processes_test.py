@@ -220,12 +220,19 @@ def test_a_finetuning_that_is_killed_goes_on_with_other_devices(tmp_path, first,
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_one_process_stops_both_with_a_checkpoint(tmp_path):
+@pytest.mark.parametrize(
+    "stop",
+    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.exhaustive)],
+)
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_signal_to_one_process_stops_all_with_a_checkpoint(tmp_path, stop, count):
     words = [*TRAIN, "--devices", "all", "--epochs", "400", "--output", str(tmp_path / "run")]
-    run = Run(tmp_path / "p", [*words, "--checkpoint-every", "3"])
+    run = Run(tmp_path / "p", [*words, "--checkpoint-every", "3"], count=count)
     run.wait_for(tmp_path / "run" / "kfac" / "9")
-    run.processes[1].send_signal(signal.SIGINT)
-    assert run.codes() == [130, 130], (run.said(0), run.said(1))
+    run.processes[1].send_signal(stop)
+    sent = time.monotonic()
+    assert run.codes() == [128 + stop] * count, (run.said(0), run.said(1))
+    assert time.monotonic() - sent < 30
     assert "continue with: jaxkfac train" in run.said(0)
     stored = load_checkpoint(tmp_path / "run" / "kfac")
     assert 9 <= stored.step < 1200 and len(stored.records["losses"]) == stored.step

@@ -14,7 +14,7 @@ from jaxkfac.cli._checkpoint import check_output, find_checkpoint, remove_checkp
 from jaxkfac.cli._devices import RunDevices, devices_line, run_devices
 from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._interrupts import nothing_begun
-from jaxkfac.cli._optimizers import Optimizer
+from jaxkfac.cli._optimizers import Optimizer, labels_sentence
 from jaxkfac.cli._options import Experiment, TrainArguments
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._problem import DigitsProblem, digits_problem, find_layers
@@ -103,7 +103,7 @@ def _run(
         ("kfac", "adamw") if arguments.optimizer == "both" else (arguments.optimizer,)
     )
     with begins, processes.together("looking at the output folder"):
-        folders = _check(arguments, names)
+        folders = _check(arguments, names, writes=processes.first)
         devices = run_devices(
             arguments.devices,
             arguments.mesh,
@@ -171,12 +171,18 @@ def spectra_of(
     return spectrum_records(bases)
 
 
-def _check(arguments: TrainArguments, names: tuple[Optimizer, ...]) -> list[Path]:
+def _check(arguments: TrainArguments, names: tuple[Optimizer, ...], *, writes: bool) -> list[Path]:
     """The folders of the checkpoints."""
     if arguments.checkpoint_every < 1:
         raise ValueError(f"checkpoint_every must be at least 1, not {arguments.checkpoint_every}")
     folders = [arguments.output / name for name in names]
-    check_output(arguments.output, folders, resume=arguments.resume, overwrite=arguments.overwrite)
+    check_output(
+        arguments.output,
+        folders,
+        resume=arguments.resume,
+        overwrite=arguments.overwrite,
+        writes=writes,
+    )
     return folders
 
 
@@ -212,7 +218,7 @@ def _write_results(
         title="A vision transformer on handwritten digits",
         lead=f"{sum(sizes.values()):,} parameters, {len(problem.train.labels)} training, "
         f"{len(problem.validation.labels)} validation and {len(problem.test.labels)} test images "
-        "of 8 × 8 pixels.",
+        f"of 8 × 8 pixels.{' ' + labels_sentence(experiment.fisher) if 'kfac' in runs else ''}",
         runs=runs,
         spectra=spectra,
         coverage=coverage,

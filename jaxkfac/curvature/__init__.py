@@ -6,7 +6,7 @@ from jaxkfac.curvature._apply import (
     fisher_vector_product,
     natural_gradient,
 )
-from jaxkfac.curvature._coverage import covered_indices, uncovered_mask
+from jaxkfac.curvature._coverage import Owner, covered_indices, owners, uncovered_mask
 from jaxkfac.curvature._damped_gradients import (
     BlockDamping,
     check_block_damping,
@@ -23,7 +23,7 @@ from jaxkfac.curvature._eigenbases import (
     check_bases,
     identity_bases,
 )
-from jaxkfac.curvature._eigendecompose import eigendecompose
+from jaxkfac.curvature._eigendecompose import eigendecompose, iterate_eigenbases
 from jaxkfac.curvature._inverses import (
     Inverses,
     check_separable,
@@ -74,6 +74,7 @@ __all__ = [
     "Missing",
     "OverLayers",
     "OwnedBlock",
+    "Owner",
     "Placement",
     "apply_power",
     "block_eigenvalues",
@@ -93,8 +94,10 @@ __all__ = [
     "identity_bases",
     "identity_inverses",
     "invert",
+    "iterate_eigenbases",
     "natural_gradient",
     "owned_blocks",
+    "owners",
     "parameters_outside",
     "precondition",
     "precondition_blocks",

@@ -29,6 +29,7 @@ from jaxkfac.linalg import (
     eigh_checked,
     eigh_in_turn,
     host_dtype,
+    iterate_eigenvectors,
 )
 from jaxkfac.memory import whole_here
 
@@ -230,3 +231,37 @@ def _batched(matrices: list[Array], *, limit: int | None, vectors: bool) -> list
         results.append(Spectrum(values[start:stop].reshape(matrix.shape[:-1]), own_columns))
         start = stop
     return results
+
+
+def iterate_eigenbases(factors: Factors, bases: Eigenbases) -> Eigenbases:
+    r"""Eigenbases of factors, by one step of orthogonal iteration from those of others nearby.
+
+    A product and a QR decomposition for each side, in place of an eigendecomposition. Columns keep
+    their places; see ``jaxkfac.linalg.iterate_eigenvectors``.
+
+    Args:
+        factors: Sums and counts; their means are decomposed, in the graph.
+        bases: Eigenbases of the same layers with eigenvectors, those of a moment ago; they may be
+            of more layers.
+
+    Returns:
+        The bases, with the ``max_condition`` and ``floor`` of ``bases``.
+
+    References:
+        See ``jaxkfac.linalg.iterate_eigenvectors``.
+    """
+    layout = layout_of(factors.layers, factors.bias)
+    spectra: dict[Place, Any] = {}
+    after: Array | None = None
+    for place, block in layout.blocks.items():
+        mean: Any = jnp.asarray(block_mean(factors, block))
+        if place.table == "diagonals":
+            spectra[place] = mean
+        elif not block.source.dense:
+            spectra[place] = Spectrum(mean, None)
+        else:
+            vectors = getattr(bases, place.table)[place.key].vectors
+            spectra[place] = iterate_eigenvectors(mean, vectors, after=after)
+            after = spectra[place].values
+    clipping = {"max_condition": bases.max_condition, "floor": bases.floor}
+    return Eigenbases.of_blocks(layout, spectra, **clipping, origin=factors.origin)

@@ -8,6 +8,7 @@ from jaxkfac.factors._average import (
     update_average,
     zeros_like,
 )
+from jaxkfac.factors._batch_loss import AdaptationOfBatch, BatchCurvature
 from jaxkfac.factors._budgeted import BudgetedCollector, Budgets, PassResult
 from jaxkfac.factors._build import check_word, value_grad_and_factors
 from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
@@ -55,7 +56,9 @@ __all__ = [
     "FISHER_TYPES",
     "LABEL_FOLD",
     "PLAIN_TERMS",
+    "AdaptationOfBatch",
     "Batch",
+    "BatchCurvature",
     "Bernoulli",
     "BiasMode",
     "BudgetedCollector",

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
+from jaxkfac.factors._batch_loss import AdaptationOfBatch
 from jaxkfac.factors._collect import Call, FactorCollector, ValueGradAndFactors
 from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.factors._origin import Origin
@@ -135,6 +136,11 @@ class BudgetedCollector:
                 service, at = self._sink
                 service.push(part, at if step is None else step, first_iteration=one.start)
         return ValueGradAndFactors(value, grads, whole.factors())
+
+    @property
+    def adaptation(self) -> Callable[..., AdaptationOfBatch]:
+        """See ``FactorCollector``; it needs no factors, and so no budget."""
+        return self._collector.adaptation
 
     def under(self, max_factor_bytes: int) -> "BudgetedCollector":
         """The same under another budget; what is traced already is not traced again."""

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Key, PyTree
 
 from jaxkfac._checks import check_key, instance_of
 from jaxkfac.factors._average import zeros_like
+from jaxkfac.factors._batch_loss import AdaptationOfBatch, adaptation_of
 from jaxkfac.factors._corrections import Corrections, Measurable
 from jaxkfac.factors._diagonal_pass import check_alone, diagonal_layers, per_example_diagonals
 from jaxkfac.factors._estimator import Estimator
@@ -355,6 +356,53 @@ class FactorCollector:
         check_scalar_loss(
             call.estimator, self._sharing, self._scales, self._uncovered, self._loss_terms
         )
+
+    def adaptation(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        key: Key[Array, ""] | None = None,
+        *,
+        state: PyTree | None = None,
+    ) -> AdaptationOfBatch:
+        """What an optimizer that adapts itself needs of a batch, as keywords of its update.
+
+        Args:
+            params: The parameters of the update, before it.
+            batch: The batch of the gradient; under :func:`jaxkfac.multi_steps` the whole group's.
+            key: That of the call that gave the gradient, so that dropout is the same.
+            state: As for that call.
+
+        Returns:
+            ``value``, ``value_fn`` and ``curvature``: ``tx.update(grads, state, params,
+            factors=factors, **stats.adaptation(params, batch, key))``. Inside ``jit`` the value
+            costs nothing beside the curvature, whose forward pass it is.
+
+        Raises:
+            TypeError: a scalar loss that marks no outputs: its curvature is not known.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxkfac as jk
+            >>> params = {"kernel": jnp.ones((3, 2))}
+            >>> objective = jk.Objective(lambda p, x: x @ p["kernel"], jk.Gaussian())
+            >>> stats, batch = jk.value_grad_and_factors(objective), (jnp.eye(3), jnp.zeros((3, 2)))
+            >>> tx = jk.kfac(like=stats.factor_shapes(params, batch))
+            >>> _, grads, factors = stats(params, batch)
+            >>> adaptation = stats.adaptation(params, batch)
+            >>> updates, state = tx.update(
+            ...     grads, tx.init(params), params, factors=factors, **adaptation
+            ... )
+            >>> print(float(adaptation["value"]), int(state.step), int(state.adaptation.rejected))
+            1.0 1 0
+        """
+        objective: Any = self._program.objective
+        if not isinstance(objective, Objective) and self._loss_terms is not None:
+            raise TypeError(
+                "adaptation: a scalar loss whose outputs are not known (loss_terms=) has no "
+                "curvature that could be computed: give a jk.Objective, or mark its outputs with "
+                "jk.mark_outputs"
+            )
+        return adaptation_of(objective, params, batch, key, state, has_aux=self._has_aux)
 
     def factor_shapes(
         self,

@@ -2,7 +2,7 @@
 
 from jaxkfac.files._archive import Archive, write_archive
 from jaxkfac.files._sealed import ZEROS, checksum, is_sealed, read_json, sealed, write_json
-from jaxkfac.files._whole import PARTIAL, whole_file, write_text, write_together
+from jaxkfac.files._whole import PARTIAL, probe_folder, whole_file, write_text, write_together
 
 __all__ = [
     "PARTIAL",
@@ -10,6 +10,7 @@ __all__ = [
     "Archive",
     "checksum",
     "is_sealed",
+    "probe_folder",
     "read_json",
     "sealed",
     "whole_file",

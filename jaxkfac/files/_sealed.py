@@ -76,6 +76,6 @@ def read_json(path: Path, form: str, remedy: str) -> dict[str, Any]:
                 raise ValueError(f"its checksum is not {said!r}")
             if (found := plain.pop(_FORM)) != form:
                 raise ValueError(f"it is {found!r}, expected {form!r}")
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise DamagedFileError(f"{path} is damaged ({error}): {remedy}") from error
     return plain

@@ -93,6 +93,36 @@ def write_together(contents: Mapping[Path, bytes], what: str) -> None:
         raise _explained(error, path, what, nbytes, remains) from error
 
 
+def probe_folder(folder: Path) -> None:
+    """Find out whether files can be written to a folder, which is made for it and taken away.
+
+    Raises:
+        OSError: they cannot; the folder and the reason are said.
+    """
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = _beside(folder / "probe")
+            try:
+                with probe.open("xb") as file:
+                    file.write(bytes(1 << 12))  # a name alone takes no room on a full disk
+                    _to_disk(file)
+            finally:
+                probe.unlink(missing_ok=True)
+        finally:
+            for path in absent:
+                with contextlib.suppress(OSError):  # it was not made, or others write there now
+                    path.rmdir()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise OSError(
+            error.errno,
+            f"no file can be written to {folder} ({reason}): nothing has been begun; make room "
+            "there, or choose another folder",
+        ) from error
+
+
 def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
 

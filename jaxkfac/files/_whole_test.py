@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxkfac.files import PARTIAL, whole_file, write_text, write_together
+from jaxkfac.files import PARTIAL, probe_folder, whole_file, write_text, write_together
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
@@ -95,3 +95,25 @@ def test_every_byte_is_on_the_disk_before_the_name_is_new(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "fsync", synced)
     write_text(path, "text", "a text")
     assert sizes == [4] and path.read_text() == "text"
+
+
+def test_a_folder_that_can_be_written_to_is_left_as_it_was(tmp_path):
+    probe_folder(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "a").mkdir()
+    probe_folder(tmp_path / "a")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "a"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"no file can be written to .*/file/x \(Not a directory\)"):
+        probe_folder(tmp_path / "file" / "x")
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device.*choose another folder"):
+        probe_folder(tmp_path / "a" / "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -44,6 +44,7 @@ from jaxkfac.linalg._kronecker import (
     quadratic_form,
     scale_in_eigenbasis,
 )
+from jaxkfac.linalg._orthogonal_iteration import iterate_eigenvectors
 from jaxkfac.linalg._packed import pack, packed_shape, unpack
 from jaxkfac.linalg._rcond import above_rcond, check_rcond, kronecker_above_rcond
 from jaxkfac.linalg._sums import alike, inner_product, is_all_finite
@@ -85,6 +86,7 @@ __all__ = [
     "into_eigenbasis",
     "is_all_finite",
     "is_separable",
+    "iterate_eigenvectors",
     "kronecker_above_rcond",
     "kronecker_power",
     "map_over_chunks",

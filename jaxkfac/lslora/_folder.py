@@ -61,7 +61,7 @@ def read_folder(
     try:
         text = (folder / CONFIG).read_bytes().decode()
         record = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedFileError(f"{folder / CONFIG} is damaged: {error}") from None
     sums = _checksums(record) if verify else None
     if sums is not None:

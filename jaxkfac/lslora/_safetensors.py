@@ -41,8 +41,19 @@ def parsed(path: Path, data: bytes) -> tuple[dict[str, np.ndarray], dict[str, st
 
 
 def rendered(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
-    """The content of a file."""
-    return _package("safetensors.numpy").save(tensors, metadata)
+    """The content of a file: the same bytes for the same values.
+
+    The package writes metadata in the order of a hash table whose seed differs from process to
+    process. Tensors, which it sorts, keep their places behind the header.
+    """
+    data = _package("safetensors.numpy").save(tensors, metadata)
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    if metadata:
+        header["__metadata__"] = dict(sorted(metadata.items()))
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
 def _package(name: str) -> Any:

@@ -86,7 +86,7 @@ def _files_of(path: Path) -> tuple[dict[str, Path] | None, list[Path]]:
         return None, [path]
     try:
         weight_map = dict(json.loads(path.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path} is no index of shards: expected JSON with a 'weight_map' ({error!r})"
         ) from error

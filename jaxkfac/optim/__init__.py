@@ -2,22 +2,42 @@
 
 from jaxkfac.optim._accumulators import MemoryKind, check_memory_kind, checked_accumulator_dtype
 from jaxkfac.optim._adaptation import AdaptationState
-from jaxkfac.optim._kfac import KfacState, kfac
+from jaxkfac.optim._curvature import Curvature, shapes_of
+from jaxkfac.optim._descent import advance_momentum, descend, norm_scale, taken_where
+from jaxkfac.optim._kfac import kfac
+from jaxkfac.optim._kfac_state import KfacState
+from jaxkfac.optim._kfe_adam import KfeAdamState, kfe_adam
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt
 from jaxkfac.optim._multi_steps import MultiStepsState, has_updated, multi_steps
+from jaxkfac.optim._preconditioner import Preconditioner, preconditioner_of
 from jaxkfac.optim._scale_by_bases import ScaleByBasesState, scale_by_bases
+from jaxkfac.optim._stacks import Stacks
+from jaxkfac.optim._watch import StateWatch, check_state
 
 __all__ = [
     "AdaptationState",
+    "Curvature",
     "KfacState",
+    "KfeAdamState",
     "LevenbergMarquardt",
     "MemoryKind",
     "MultiStepsState",
+    "Preconditioner",
     "ScaleByBasesState",
+    "Stacks",
+    "StateWatch",
+    "advance_momentum",
     "check_memory_kind",
+    "check_state",
     "checked_accumulator_dtype",
+    "descend",
     "has_updated",
     "kfac",
+    "kfe_adam",
     "multi_steps",
+    "norm_scale",
+    "preconditioner_of",
     "scale_by_bases",
+    "shapes_of",
+    "taken_where",
 ]

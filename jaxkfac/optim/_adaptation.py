@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkfac._checks import instance_of, scalar
-from jaxkfac.curvature.operators import Operator
+from jaxkfac.curvature.operators import Operator, ggn
+from jaxkfac.factors import BatchCurvature
 from jaxkfac.interception import (
     check_function,
     fast_convolutions,
@@ -21,7 +22,7 @@ from jaxkfac.optim._explicit import GatheredOperator, sharded_like, whole
 from jaxkfac.optim._injected import may_be_positive
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt
 from jaxkfac.optim._quadratic_model import Leaves, Minimum, QuadraticModel, dot, minimum
-from jaxkfac.optim._trees import all_finite, is_concrete, scaled, sum_dtype
+from jaxkfac.optim._trees import all_finite, checked_value, is_concrete, scaled, sum_dtype
 
 PyTree = Any
 Scalar = Float[Array, ""]
@@ -38,6 +39,8 @@ class AdaptationState(NamedTuple):
             last.
         ratio: $\rho$ of the last trial, the loss's actual change over the model's. 1 before the
             first, and where the model predicts no change.
+        factor_damping: $\gamma^2$, by which the factors are damped, weight decay included; that of
+            the model where there is none of its own.
         learning_rate: Of the last update.
         momentum: Of the last update.
         rejected: Updates not made because the model or the trial was not finite, int32.
@@ -52,6 +55,7 @@ class AdaptationState(NamedTuple):
 
     damping: Scalar
     ratio: Scalar
+    factor_damping: Scalar
     learning_rate: Scalar
     momentum: Scalar
     rejected: Int[Array, ""]
@@ -135,8 +139,13 @@ class Adaptation:
         """Updates that average the factors alone."""
         return 0 if self.rule is None else self.rule.burn_in
 
-    def initial(self, params: PyTree, damping: Any) -> AdaptationState:
-        """Before the first update."""
+    @property
+    def two_dampings(self) -> bool:
+        """Whether the factors have a damping of their own."""
+        return self.by_model and self.rule is not None and self.rule.factor_every > 0
+
+    def initial(self, params: PyTree, damping: Any, decay: Any) -> AdaptationState:
+        """Before the first update; ``decay`` is the weight decay."""
         dtype = sum_dtype(params)
 
         def number(value: Any) -> Scalar:  # a buffer for each: a state may be donated
@@ -148,6 +157,7 @@ class Adaptation:
         return AdaptationState(
             damping=number(damping),
             ratio=number(1),
+            factor_damping=number(damping + (decay if self.by_model else 0.0)),
             learning_rate=number(0),
             momentum=number(0),
             rejected=count(),
@@ -169,11 +179,14 @@ class Adaptation:
         if absent:
             raise ValueError(
                 f"a kfac that adapts itself needs {' and '.join(absent)}: tx.update(grads, state, "
-                "params, factors=factors, value=loss, value_fn=value_fn, curvature=operator), with "
-                "value_fn(params) the loss of the same batch and operator its curvature there, "
-                "jk.operators.ggn(objective, params, batch)"
+                "params, factors=factors, **stats.adaptation(params, batch, key)); or give "
+                "jk.kfac a learning rate, which then needs none of them"
             )
-        scalar("value", value, "the loss of this batch, a number")
+        checked_value(value)
+        if isinstance(curvature, BatchCurvature):
+            curvature.check_params(params)
+            parts = curvature.loss, curvature.params, curvature.batch
+            curvature = ggn(*parts, key=curvature.key, state=curvature.state)
         check_function("value_fn", value_fn, "value_fn(params), the loss of this batch")
         instance_of(
             "curvature", curvature, Operator, "as jk.operators.ggn(objective, params, batch)"
@@ -213,6 +226,55 @@ class Adaptation:
         damping = given if self.rule is None else state.adaptation.damping
         return damping + decay if self.by_model else damping
 
+    def factor_damping_of(self, state: Any, damping: Any) -> Any:
+        """What the factors are damped by, beside the model's ``damping``, before any trial."""
+        return state.adaptation.factor_damping if self.two_dampings else damping
+
+    def is_trial_due(self, step: Any, refresh_every: Any) -> Any:
+        """Whether the factors' damping is tried at an update, if that is one with a refresh."""
+        assert self.rule is not None
+        periods = jnp.maximum(1, jnp.round(self.rule.factor_every / jnp.asarray(refresh_every)))
+        return (step % (refresh_every * periods.astype(jnp.int32)) == 0) & (step > 0)
+
+    def tried_factor_damping(
+        self,
+        state: Any,
+        gradient: PyTree,
+        direction: Callable[[Scalar], PyTree],
+        damping: Any,
+        loss: BatchLoss,
+        numbers: Numbers,
+        *,
+        due: Any,
+    ) -> Scalar:
+        """The factors' damping after a trial, where one is due.
+
+        Args:
+            state: Of ``kfac``.
+            gradient: As :meth:`gradient_of` makes it.
+            direction: From a damping of the factors to the preconditioned gradient, like it.
+            damping: As :meth:`damping_of` makes it.
+            loss: Of the batch.
+            numbers: Those that are given.
+            due: Whether there is a trial.
+        """
+        assert self.rule is not None
+        held: AdaptationState = state.adaptation
+        dampings = self.rule.factor_dampings(held.factor_damping)
+        dtype, last = held.damping.dtype, leaves_by_path(state.momentum)
+
+        def change(factor_damping: Scalar) -> Scalar:
+            steps = _at(direction(factor_damping), last)
+            model = QuadraticModel(_at(gradient, last), loss.curvature, jnp.asarray(damping, dtype))
+            return self._minimum(model, steps, last, numbers).change
+
+        def trial() -> Scalar:
+            # One after the other in a loop, which compiles one of them.
+            changes = jax.lax.map(change, dampings)
+            return dampings[jnp.argmin(jnp.where(jnp.isfinite(changes), changes, jnp.inf))]
+
+        return jax.lax.cond(due, fast_convolutions(trial), lambda: held.factor_damping)
+
     def gradient_of(self, grads: PyTree, params: PyTree, moving: PyTree, decay: Any) -> PyTree:
         """The gradient of what the model is of: with that of the weight decay where it holds it."""
         if not (self.by_model and may_be_positive(decay)):
@@ -251,6 +313,7 @@ class Adaptation:
         damping: Any,
         loss: BatchLoss,
         *,
+        factor_damping: Any,
         upcoming: Any,
         taken: Int[Array, ""],
         made: Bool[Array, ""],
@@ -265,6 +328,7 @@ class Adaptation:
             numbers: Those that are given.
             damping: As :meth:`damping_of` makes it.
             loss: Of the batch.
+            factor_damping: That of the update's factors.
             upcoming: The damping of the next update, where it is given.
             taken: Updates so far, with this one.
             made: Whether there is an update to make.
@@ -304,6 +368,7 @@ class Adaptation:
             momentum=jnp.where(stands, jnp.asarray(used.momentum, dtype), new.momentum),
             position=jnp.where(stands, position, new.position),
             travelled=jnp.where(stands, travelled, new.travelled),
+            factor_damping=jnp.asarray(factor_damping, dtype),
             displaced=new.displaced + displaced.astype(jnp.int32),
         )
         update = where(stands, update, jax.tree.map(jnp.zeros_like, update))
@@ -317,6 +382,17 @@ class Adaptation:
         self, model: QuadraticModel, steps: Leaves, last: Leaves, numbers: Numbers
     ) -> tuple[Leaves, Minimum]:
         """The update where the model is least, over the step and the last update."""
+        found = self._minimum(model, steps, last, numbers)
+        update = {
+            path: scaled(-found.rate, x.astype(old.dtype)) + scaled(found.momentum, old)
+            for (path, x), old in zip(steps.items(), last.values(), strict=True)
+        }
+        return update, found
+
+    def _minimum(
+        self, model: QuadraticModel, steps: Leaves, last: Leaves, numbers: Numbers
+    ) -> Minimum:
+        """Where the model is least over the step and the last update."""
         dtype = model.damping.dtype
         rate, momentum = (
             None if number is None else jnp.asarray(number, dtype)
@@ -326,12 +402,7 @@ class Adaptation:
         second, first = model.along(*((steps,) if alone else (steps, last)))
         # The step is taken downwards: by its sign in numbers, not in a tree.
         signs = jnp.asarray([-1, 1][: len(first)], dtype)
-        found = minimum(signs[:, None] * second * signs, signs * first, rate, momentum)
-        update = {
-            path: scaled(-found.rate, x.astype(old.dtype)) + scaled(found.momentum, old)
-            for (path, x), old in zip(steps.items(), last.values(), strict=True)
-        }
-        return update, found
+        return minimum(signs[:, None] * second * signs, signs * first, rate, momentum)
 
     def _tried(
         self,

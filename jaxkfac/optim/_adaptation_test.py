@@ -47,7 +47,11 @@ def marked(params, batch):
 def training(params, batch, objective=OBJECTIVE, **options):
     """``(tx, state, step)``; a step takes and returns parameters and state."""
     stats = value_grad_and_factors(objective, fisher="exact")
-    options = {"learning_rate": "quadratic", "momentum": "quadratic"} | options
+    options = {
+        "learning_rate": "quadratic",
+        "momentum": "quadratic",
+        "damping_mode": "exact",
+    } | options
     tx = kfac(like=stats.factor_shapes(params, batch), **options)
 
     def step(params, state, batch=batch):
@@ -71,9 +75,13 @@ def with_ones(x):
 
 
 class Paper:
-    """Martens and Grosse (2015), sections 6 and 7 without 6.6, for one tanh layer, in NumPy."""
+    """Martens and Grosse (2015), sections 6 and 7, for one tanh layer, in NumPy."""
 
-    def __init__(self, weights, x, y, *, damping, decay, weight_decay, refresh, every, factor):
+    def __init__(
+        self, weights, x, y, *, damping, decay, weight_decay, refresh, every, factor, factor_every=0
+    ):
+        self.factor_every, self.factor_damping = factor_every, damping + weight_decay
+        self.tried = []
         self.w, self.x, self.y = weights, x, y
         self.damping, self.decay, self.weight_decay = damping, decay, weight_decay
         self.refresh, self.every, self.factor = refresh, every, factor
@@ -104,21 +112,20 @@ class Paper:
         self.sums = [self.decay * old + x for old, x in zip(self.sums, new, strict=True)]
         self.count = self.decay * self.count + 1
         both = self.damping + self.weight_decay
-        if self.steps % self.refresh == 0:
-            self.inverses = []
-            for a, g in zip(self.sums[:2], self.sums[2:], strict=True):
-                a, g, gamma = a / self.count, g / self.count, np.sqrt(both)
-                pi = np.sqrt(np.trace(a) / len(a) / (np.trace(g) / len(g)))
-                self.inverses.append(
-                    (
-                        np.linalg.inv(a + pi * gamma * np.eye(len(a))),
-                        np.linalg.inv(g + gamma / pi * np.eye(len(g))),
-                    )
-                )
+        if not self.factor_every:
+            self.factor_damping = both
         error = (out - self.y) / N
         slopes = [np.einsum("ni,nho,no->ih", first, through, error), second.T @ error]
         grads = [g + self.weight_decay * w for g, w in zip(slopes, self.w, strict=True)]
-        down = [-a @ g @ b for (a, b), g in zip(self.inverses, grads, strict=True)]
+
+        def inverses(damping):
+            found = []
+            for a, g in zip(self.sums[:2], self.sums[2:], strict=True):
+                a, g, gamma = a / self.count, g / self.count, np.sqrt(damping)
+                pi = np.sqrt(np.trace(a) / len(a) / (np.trace(g) / len(g)))
+                left = np.linalg.inv(a + pi * gamma * np.eye(len(a)))
+                found.append((left, np.linalg.inv(g + gamma / pi * np.eye(len(g)))))
+            return found
 
         def pushed(v):
             parts = zip(inputs, v, rows, strict=True)
@@ -127,13 +134,24 @@ class Paper:
         def form(u, v):
             return (pushed(u) * pushed(v)).sum() / N + both * self.inner(u, v)
 
-        directions = [down, self.last] if self.steps else [down]
-        matrix = np.array([[form(u, v) for v in directions] for u in directions])
-        along = np.array([self.inner(grads, d) for d in directions])
-        self.rates = -np.linalg.solve(matrix, along)
-        pairs = zip(self.rates, directions, strict=True)
-        self.last = [sum(x) for x in zip(*([c * u for u in d] for c, d in pairs), strict=True)]
-        change = form(self.last, self.last) / 2 + self.inner(grads, self.last)
+        def least(inverses):
+            down = [-a @ g @ b for (a, b), g in zip(inverses, grads, strict=True)]
+            directions = [down, self.last] if self.steps else [down]
+            matrix = np.array([[form(u, v) for v in directions] for u in directions])
+            along = np.array([self.inner(grads, d) for d in directions])
+            rates = -np.linalg.solve(matrix, along)
+            pairs = zip(rates, directions, strict=True)
+            step = [sum(x) for x in zip(*([c * u for u in d] for c, d in pairs), strict=True)]
+            return form(step, step) / 2 + self.inner(grads, step), rates, step
+
+        if self.factor_every and self.steps and self.steps % self.factor_every == 0:
+            power = self.factor**self.factor_every
+            near = [self.factor_damping * x for x in (1, power, 1 / power)]
+            self.tried.append(int(np.argmin([least(inverses(x))[0] for x in near])))
+            self.factor_damping = near[self.tried[-1]]
+        if self.steps % self.refresh == 0:
+            self.inverses = inverses(self.factor_damping)
+        change, self.rates, self.last = least(self.inverses)
         moved = [w + d for w, d in zip(self.w, self.last, strict=True)]
         self.steps += 1
         if self.steps % self.every == 0:
@@ -145,6 +163,7 @@ class Paper:
         self.w = moved
 
 
+@pytest.mark.parametrize("factor_every", [0, 3])
 @pytest.mark.parametrize(
     ("initial", "weight_decay", "scale", "rises"),
     [
@@ -152,15 +171,16 @@ class Paper:
         pytest.param(1e-3, 0.0, 5.0, True, id="damping rises"),
     ],
 )
-def test_ten_steps_are_those_of_the_paper(initial, weight_decay, scale, rises):
+def test_ten_steps_are_those_of_the_paper(initial, weight_decay, scale, rises, factor_every):
     weights, x, y, params, batch = problem(3 if rises else 0)
     y, batch = scale * y, (batch[0], scale * batch[1])
     numbers = {"decay": 0.9, "weight_decay": weight_decay}
-    paper = Paper(weights, x, y, damping=initial, refresh=3, every=2, factor=0.9, **numbers)
+    shared = {"every": 2, "factor": 0.9, "factor_every": factor_every}
+    paper = Paper(weights, x, y, damping=initial, refresh=3, **shared, **numbers)
     _, state, step = training(
         params,
         batch,
-        damping=LevenbergMarquardt(initial=initial, every=2, factor=0.9),
+        damping=LevenbergMarquardt(initial=initial, **shared),
         damping_mode="pi",
         refresh_every=3,
         max_condition=1e14,
@@ -177,10 +197,12 @@ def test_ten_steps_are_those_of_the_paper(initial, weight_decay, scale, rises):
         np.testing.assert_allclose(found.learning_rate, paper.rates[0], rtol=1e-10)
         np.testing.assert_allclose(found.momentum, [*paper.rates, 0.0][1], rtol=1e-10, atol=1e-12)
         np.testing.assert_allclose(found.damping, paper.damping, rtol=1e-12)
+        np.testing.assert_allclose(found.factor_damping, paper.factor_damping, rtol=1e-12)
         np.testing.assert_allclose(found.ratio, paper.ratio, rtol=1e-9)
         dampings.append(float(found.damping))
     assert (found.rejected, found.displaced, state.skipped) == (0, 0, 0)
     assert any(np.diff(dampings) > 0) is rises
+    assert len(paper.tried) == (3 if factor_every else 0)
 
 
 def linear(params, x):
@@ -441,7 +463,7 @@ def test_kfac_that_is_not_last_in_its_chain_is_seen(options):
 def test_where_the_gradient_is_zero_nothing_is_rejected():
     x = jnp.eye(3)
     params, batch = {"kernel": jnp.ones((3, 2))}, (x, jnp.ones((3, 2)))
-    _, state, step = training(params, batch, LINEAR, damping=LevenbergMarquardt())
+    _, state, step = training(params, batch, LINEAR, damping=LevenbergMarquardt(initial=1.0))
     moved, state = jax.jit(step)(params, state)
     np.testing.assert_array_equal(moved["kernel"], params["kernel"])
     assert (state.adaptation.rejected, state.adaptation.damping) == (0, 1.0)

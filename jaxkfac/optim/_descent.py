@@ -1,6 +1,6 @@
 """The steps of one K-FAC update, each on its own."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -81,6 +81,24 @@ def descend(
     if may_be_positive(weight_decay):
         momentum = jax.tree.map(decayed, params, momentum)
     return jax.tree.map(step, grads, momentum)
+
+
+def taken_where(
+    finite: Bool[Array, ""],
+    burning: Bool[Array, ""] | None,
+    step: Callable[[], Any],
+    skip: Callable[[], Any],
+    average_alone: Callable[[], Any],
+) -> Any:
+    """``step()`` where what came is finite, else ``skip()``; ``average_alone()`` in a burn-in.
+
+    By a cond, not a select of every leaf: XLA copies the reduction over all leaves into each
+    select, and compiles them for minutes (48 layers: 35 s of CPU against 10).
+    """
+    if burning is None:
+        return jax.lax.cond(finite, step, skip)
+    branch = jnp.where(finite, jnp.where(burning, 2, 1), 0)
+    return jax.lax.switch(branch, [skip, step, average_alone])
 
 
 def where(done: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:

@@ -17,7 +17,6 @@ def check_numbers(
     """Refuse what is no number, and numbers out of range where their values are known."""
     _number("refresh_every", refresh_every, "a number of steps, at least 1")
     _number("momentum", momentum, "a number in [0, 1), 0.0 for no momentum")
-    _number("weight_decay", weight_decay, "a number, 0.0 for no weight decay")
     if norm_constraint is not None:
         _number("norm_constraint", norm_constraint, "a positive number, or None for no constraint")
     if not isinstance(refresh_every, Tracer) and refresh_every < 1:
@@ -27,6 +26,12 @@ def check_numbers(
     known = not isinstance(norm_constraint, Tracer)
     if known and norm_constraint is not None and not norm_constraint > 0:
         raise ValueError(f"norm_constraint must be positive or None, got {norm_constraint}")
+    check_weight_decay(weight_decay)
+
+
+def check_weight_decay(weight_decay: Any) -> None:
+    """Refuse what is no number, and a negative one where its value is known."""
+    _number("weight_decay", weight_decay, "a number, 0.0 for no weight decay")
     if not isinstance(weight_decay, Tracer) and not weight_decay >= 0:
         raise ValueError(f"weight_decay must be zero or positive, got {weight_decay}")
 

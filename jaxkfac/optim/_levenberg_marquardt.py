@@ -36,6 +36,10 @@ class LevenbergMarquardt:
         factor: $\omega \in (0, 1)$.
         minimum: $\lambda$ never falls below it.
         maximum: Nor rises above it.
+        factor_every: Updates from one trial of the factors' own damping $\gamma^2$ to the next,
+            rounded to refreshes: it begins at $\lambda + w$, and of $\gamma^2$, $\omega^{T'}
+            \gamma^2$ and $\omega^{-T'} \gamma^2$ the one is kept whose step has the least model
+            value. 0: the factors are damped by $\lambda + w$.
         burn_in: Updates at the beginning that average the factors, and move nothing.
 
     Raises:
@@ -50,19 +54,20 @@ class LevenbergMarquardt:
 
     References:
         Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate
-        curvature, 2015, section 6.5.
+        curvature, 2015, sections 6.5 and 6.6.
     """
 
-    initial: float = 1.0
+    initial: float = 0.03
     every: int = 5
     factor: float = 19 / 20
     minimum: float = 1e-8
     maximum: float = math.inf
     burn_in: int = 0
+    factor_every: int = 20
 
     def __post_init__(self) -> None:
         at_least_one(every=self.every)
-        for name in ("initial", "factor", "minimum", "maximum", "burn_in"):
+        for name in ("initial", "factor", "minimum", "maximum", "burn_in", "factor_every"):
             scalar(name, getattr(self, name), "a number")
             if isinstance(getattr(self, name), Tracer):
                 raise TypeError(f"{name} is traced: LevenbergMarquardt takes numbers of Python's")
@@ -80,8 +85,15 @@ class LevenbergMarquardt:
                 f"initial={self.initial}: expected a positive damping from minimum={self.minimum} "
                 f"to maximum={self.maximum}"
             )
-        if self.burn_in < 0 or self.burn_in != int(self.burn_in):
-            raise ValueError(f"burn_in={self.burn_in}: expected a number of updates, 0 for none")
+        for name in ("burn_in", "factor_every"):
+            number = getattr(self, name)
+            if number < 0 or number != int(number):
+                raise ValueError(f"{name}={number}: expected a number of updates, 0 for none")
+
+    def factor_dampings(self, damping: Float[Array, ""]) -> Float[Array, " 3"]:
+        """The factors' damping and its neighbours, which a trial compares."""
+        step = self.factor**self.factor_every
+        return jnp.clip(damping * jnp.asarray([1, step, 1 / step], damping.dtype), self.minimum)
 
     def adapted(
         self,

@@ -30,7 +30,8 @@ from jaxkfac.optim._accumulators import (
     checked_accumulator_dtype,
 )
 from jaxkfac.optim._adaptation import check_batch
-from jaxkfac.optim._kfac import KfacState
+from jaxkfac.optim._kfac_state import KfacState
+from jaxkfac.optim._kfe_adam import KfeAdamState
 from jaxkfac.optim._periods import check_factors_have_come
 from jaxkfac.optim._trees import (
     all_finite,
@@ -321,9 +322,10 @@ def _kfac_states(state: Any) -> list[KfacState]:
 
 def _factors_in(state: Any) -> Factors | None:
     """The factors that an inner transformation keeps an average of, if any."""
-    kept = (Factors, KfacState)
+    ours = KfacState, KfeAdamState
+    kept = (Factors, *ours)
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kept))
-    nodes = [node.statistics if isinstance(node, KfacState) else node for node in nodes]
+    nodes = [node.statistics if isinstance(node, ours) else node for node in nodes]
     found = [without_loss_terms(node) for node in nodes if isinstance(node, Factors)]
     for other in found[1:]:
         check_same_layers(other, found[0])

@@ -20,6 +20,7 @@ from jaxkfac.curvature import (
     identity_bases,
     identity_inverses,
     invert,
+    iterate_eigenbases,
     natural_gradient,
     precondition,
 )
@@ -28,7 +29,7 @@ from jaxkfac.linalg import Damping, DampingMode, Spectrum, is_separable
 from jaxkfac.optim._injected import Clipping
 
 PyTree = Any
-InverseMethod = Literal["auto", "eigh", "cholesky", "host"]
+InverseMethod = Literal["auto", "eigh", "qr", "cholesky", "host"]
 
 
 class Preconditioner(abc.ABC):
@@ -40,6 +41,7 @@ class Preconditioner(abc.ABC):
 
     kept: type
     on_host = False
+    damps_at_refresh = False
 
     def __init__(self, damping_mode: DampingMode) -> None:
         self._mode = damping_mode
@@ -53,6 +55,18 @@ class Preconditioner(abc.ABC):
         self, average: Factors, damping: Damping, clipping: Clipping, axis: MeshAxis | None
     ) -> Any:
         """Of an average, made by the devices of a mesh axis where there is one."""
+
+    def renewed(
+        self,
+        held: Any,
+        first: Bool[Array, ""],
+        average: Factors,
+        damping: Damping,
+        clipping: Clipping,
+        axis: MeshAxis | None,
+    ) -> Any:
+        """Of an average, with what was held before; ``first`` says that it was of no factors."""
+        return self.fresh(average, damping, clipping, axis)
 
     def with_corrections(self, held: Any, like: Corrections | None) -> Any:
         """With measured eigenvalues of nothing, where ``like`` has their shapes."""
@@ -158,10 +172,35 @@ class _HostEigenvectors(_Eigenvectors):
     on_host = True
 
 
+class _IteratedEigenvectors(_Eigenvectors):
+    """The same, tracked by one step of orthogonal iteration a refresh after the first."""
+
+    def renewed(
+        self,
+        held: Eigenbases,
+        first: Bool[Array, ""],
+        average: Factors,
+        damping: Damping,
+        clipping: Clipping,
+        axis: MeshAxis | None,
+    ) -> Eigenbases:
+        if axis is not None:
+            raise ValueError(
+                'distribute= divides eigendecompositions among devices, and "qr" makes them at the '
+                'first refresh alone: leave it out, or take inverse="eigh"'
+            )
+        return jax.lax.cond(
+            first,
+            lambda: self.fresh(average, damping, clipping, None),
+            lambda: iterate_eigenbases(average, held),
+        )
+
+
 class _CholeskyInverses(Preconditioner):
     """Two products a layer, at the damping of the refresh."""
 
     kept = Inverses
+    damps_at_refresh = True
 
     def initial(self, like: Factors, damping: Damping, clipping: Clipping) -> Inverses:
         return identity_inverses(like, damping=damping, damping_mode=self._mode, **clipping)
@@ -178,6 +217,7 @@ class _CholeskyInverses(Preconditioner):
 
 METHODS: dict[str, type[Preconditioner]] = {
     "eigh": _Eigenvectors,
+    "qr": _IteratedEigenvectors,
     "cholesky": _CholeskyInverses,
     "host": _HostEigenvectors,
 }

@@ -12,7 +12,10 @@ from jaxkfac.optim._kfac_test import assert_close, jitted, run
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-OPTIONS = {"decay": 0.7, "refresh_every": 3, "momentum": 0.0, "max_condition": float("inf")}
+OPTIONS = {
+    "decay": 0.7, "refresh_every": 3, "momentum": 0.0, "max_condition": float("inf"),
+    "norm_constraint": None,
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -61,10 +61,12 @@ class RefreshInGraph:
         return (state.step % self._every == 0) & (average.terms == 0)
 
     def _due(self, state: Any, offset: int) -> Any:
+        return self._is_first(state) | (state.step % self._every == offset)
+
+    def _is_first(self, state: Any) -> Any:
         # Factors may be collected at some steps only, and the first of them later than step 0.
         # After a burn-in the average is not empty at step 0.
-        first = (state.stacked_average.terms == 0) | (state.step == 0)
-        return first | (state.step % self._every == offset)
+        return (state.stacked_average.terms == 0) | (state.step == 0)
 
     def __call__(
         self,
@@ -76,14 +78,14 @@ class RefreshInGraph:
         axis: MeshAxis | None,
     ) -> tuple[Any, Int[Array, ""]]:
         """What holds after this step in place of ``bases``, and how many decompositions failed."""
-        failed = jnp.zeros((), jnp.int32)
+        failed, first = jnp.zeros((), jnp.int32), self._is_first(state)
         for offset, layers in self._parts:
             part = _part_of(average, layers)
 
             # One after the other: each part waits for the number of those that failed before it.
             def renewed(carry: tuple[Any, Array], part: Factors = part) -> tuple[Any, Array]:
                 held, failed = carry
-                new = self._method.fresh(part, damping, clipping, axis)
+                new = self._method.renewed(held, first, part, damping, clipping, axis)
                 new, more = keep_where_not_finite(new, _like(held, new))
                 return _written(held, new), failed + more
 

@@ -83,7 +83,7 @@ def test_left_out_factors_and_counts_of_zero_are_the_same(params, batches):
     """A refresh without new factors takes the average as it is."""
     tx = kfac(0.1, like=batches[0], damping=0.1, refresh_every=2, decay=0.5)
     zeros, left = tx.init(params), tx.init(params)
-    alone = jax.jit(lambda g, s, p: tx.update(g, s, p))
+    alone = jax.jit(lambda g, s, p: tx.update(g, s, p, factors=None))
     for t in range(5):
         factors = batches[t] if t == 1 else None
         if factors is None:

@@ -1,5 +1,6 @@
 """Numbers that may be schedules: checked when built where known, read at a step."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +14,12 @@ Schedule = Callable[[Any], Any]
 
 
 def check_learning_rate(learning_rate: Any) -> None:
-    """Refuse a negative or NaN learning rate where its value is known."""
+    """Refuse a negative learning rate, or one that is not finite, where its value is known."""
     if callable(learning_rate) or isinstance(learning_rate, Tracer):
         return
     scalar("learning_rate", learning_rate, "a number or a schedule")
-    if not float(learning_rate) >= 0:
-        raise ValueError(f"learning_rate must be zero or positive, got {learning_rate}")
+    if not 0 <= float(learning_rate) < math.inf:
+        raise ValueError(f"learning_rate must be finite, zero or positive, got {learning_rate}")
 
 
 def check_scheduled_damping(damping: Any, mode: str) -> None:

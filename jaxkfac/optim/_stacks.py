@@ -82,6 +82,13 @@ class Stacks:
         groups.sort(key=lambda group: place[group.members[0].name])
         return cls(like.layers, tuple(groups))
 
+    @classmethod
+    def of_one(cls, like: Factors) -> "Stacks":
+        """Every layer by itself."""
+        axes = {name: len(x.shape) for name, x in like.diagonals.items()}
+        alone = (SameShape(layer, (layer,), axes.get(layer.name, 0)) for layer in like.layers)
+        return cls(like.layers, tuple(alone))
+
     @functools.cached_property
     def _several(self) -> list[SameShape]:
         return [group for group in self.groups if len(group.members) > 1]

@@ -144,4 +144,6 @@ def test_a_state_of_before_there_were_stacks_is_refused(factors):
             state, {k: x for k, x in written.items() if not k.startswith("stack")}
         )
     with pytest.raises(ValueError, match="earlier version"):
-        tx.update(params, state._replace(stacked_average=state.average, stacks=()), params)
+        tx.update(
+            params, state._replace(stacked_average=state.average, stacks=()), params, factors=None
+        )

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool
 
-from jaxkfac._checks import instance_of, named
+from jaxkfac._checks import instance_of, named, scalar
 from jaxkfac._errors import nearest
 from jaxkfac.interception import check_arrays, is_differentiable, leaves_by_path, path_of
 from jaxkfac.linalg import is_all_finite
@@ -97,3 +97,28 @@ def check_like_momentum(grads: PyTree, momentum: PyTree) -> None:
 def is_concrete(x: Any) -> bool:
     """Whether ``x`` is an array with values: not traced, not a float0, not a number of Python's."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+
+def required_factors(what: str, given: dict[str, Any]) -> Any:
+    """``factors=`` of an update, taken out of its keyword arguments.
+
+    Raises:
+        TypeError: it was left out, which would be plain gradient descent without a word.
+    """
+    if "factors" not in given:
+        raise TypeError(
+            f"{what}: update needs factors=, as in value, grads, factors = stats(params, batch, "
+            "key) and tx.update(grads, state, params, factors=factors); factors=None says that "
+            "none come with this step"
+        )
+    return given.pop("factors")
+
+
+def checked_value(value: Any) -> Any:
+    """``value=`` of an update.
+
+    Raises:
+        TypeError: it is not one number.
+    """
+    scalar("value", value, "the loss of this batch, a number")
+    return value

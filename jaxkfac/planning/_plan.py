@@ -26,7 +26,7 @@ from jaxkfac.planning._memory_plan import MemoryPlan
 from jaxkfac.planning._optimizer import optimizer_state
 from jaxkfac.planning._options import OPTION_NAMES, OPTIONS
 from jaxkfac.planning._placement import placement
-from jaxkfac.planning._program_bytes import Curvature, MicroBatches
+from jaxkfac.planning._program_bytes import CurvatureChoice, MicroBatches
 from jaxkfac.planning._search import MemoryEstimate, Search
 from jaxkfac.planning._setting import TrainingPrograms
 from jaxkfac.planning._shapes import UnavailableError, shapes_of
@@ -231,7 +231,7 @@ def plan_memory(
             ),
             batch,
             optimizer,
-            Curvature(vectors, in_flight_bytes, basis_rank, decay) if curvature else None,
+            CurvatureChoice(vectors, in_flight_bytes, basis_rank, decay) if curvature else None,
             device_bytes=(1 - headroom) * device_bytes,
             host_bytes=host_bytes,
             max_factor_bytes=max_factor_bytes,

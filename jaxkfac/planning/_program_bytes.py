@@ -47,7 +47,7 @@ class MemoryRows(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Curvature:
+class CurvatureChoice:
     """What is done with factors.
 
     Attributes:
@@ -106,7 +106,7 @@ class ProgramBytes:
         self,
         program: TrainingProgram,
         tx: optax.GradientTransformation | None,
-        curvature: Curvature | None,
+        curvature: CurvatureChoice | None,
         micro_batches: MicroBatches,
         *,
         donate: bool,

@@ -13,7 +13,7 @@ from jaxkfac.factors import Categorical, Gaussian, Objective
 from jaxkfac.memory import MemoryBudgetError
 from jaxkfac.planning import OPTION_NAMES
 from jaxkfac.planning import plan_memory as plan_by_default
-from jaxkfac.planning._program_bytes import Curvature, MicroBatches
+from jaxkfac.planning._program_bytes import CurvatureChoice, MicroBatches
 from jaxkfac.planning._search import Search
 from jaxkfac.planning._setting import Setting, TrainingPrograms
 from jaxkfac.planning._shapes import UnavailableError, nbytes
@@ -67,7 +67,7 @@ def search(programs, device_bytes, host_bytes=None, options=OPTION_NAMES, **more
         programs,
         problem()[2],
         optax.adam(1e-3),
-        Curvature(vectors=False, in_flight_bytes=1),
+        CurvatureChoice(vectors=False, in_flight_bytes=1),
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         max_factor_bytes=None,

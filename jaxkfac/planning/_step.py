@@ -8,7 +8,7 @@ import optax
 
 from jaxkfac._errors import CompilerError, JaxkfacError
 from jaxkfac.curvature import Eigenbases, natural_gradient
-from jaxkfac.optim import ScaleByBasesState
+from jaxkfac.optim import AdaptationState, KfacState, KfeAdamState, ScaleByBasesState
 from jaxkfac.planning._program import ExtraInputs, TrainingProgram
 from jaxkfac.planning._shapes import nodes_of
 from jaxkfac.planning._temporaries import Needs
@@ -49,19 +49,30 @@ def step_of(
         accumulates: Whether the optimizer is told the number of loss terms, to weigh sums by.
     """
     update = optax.with_extra_args_support(tx).update
+    adapts, none_come = bool(nodes_of(state, AdaptationState)), _no_factors(state)
 
     def step(trained: Any, state: Any, batch: Any, inputs: ExtraInputs) -> Any:
         extra: dict[str, Any] = {"terms": jnp.float32(1)} if accumulates else {}
         if factors:
             value, grads, found = program.collect(trained, batch, inputs)
             extra["factors"] = found
+            if adapts:
+                of_state = {"state": inputs.state}
+                extra |= program.collector.adaptation(trained, batch, inputs.key, **of_state)
         else:
             value, grads = program.gradient(trained, batch, inputs)
+            extra |= none_come
         updates, state = update(grads, state, trained, **extra)
         return optax.apply_updates(trained, updates), state, value
 
     trained, batch, extra = program.arguments
     return Step(step, (trained, program.divided(state), batch, extra))
+
+
+def _no_factors(state: Any) -> dict[str, None]:
+    """What says that none come, to an optimizer that requires to be told."""
+    requires = nodes_of(state, (KfacState, KfeAdamState))
+    return {"factors": None} if requires else {}
 
 
 def step_needs(program: TrainingProgram, step: Step, *, donate: bool) -> Needs | str:
@@ -99,7 +110,8 @@ def update_alone(
     def run(trained: Any, state: Any, grads: Any, bases: Any) -> Any:
         if bases is not None and not reads_bases:
             grads = natural_gradient(grads, bases, damping=1.0, missing="identity")
-        extra = {"bases": bases} if reads_bases else {}
+        extra: dict[str, Any] = {"bases": bases} if reads_bases else {}
+        extra |= _no_factors(state)
         updates, state = update(grads, state, trained, **extra)
         return optax.apply_updates(trained, updates), state
 

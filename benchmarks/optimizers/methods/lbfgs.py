@@ -25,10 +25,14 @@ def _build(problem: Problem, data: Arrays, setting: Setting) -> Steps:
     return Steps(lambda params: (params, tx.init(params)), jax.jit(step))
 
 
+SETTINGS = tuple({"memory_size": size} for size in (10, 30, 100, 300))
+
 LBFGS = Method(
     name="lbfgs",
     title="L-BFGS",
-    settings=tuple({"memory_size": size} for size in (10, 30, 100, 300)),
+    settings=SETTINGS,
     run=here(_build),
     only=frozenset({"poisson", "burgers"}),
+    documented=SETTINGS[:1],  # the default of optax
+    choices=SETTINGS,
 )

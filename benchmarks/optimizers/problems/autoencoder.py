@@ -60,6 +60,7 @@ AUTOENCODER = Problem(
     title="Autoencoder, 8 layers, digits",
     measure="cross entropy of held-out images, nats",
     fisher="mc",
+    steps=103,
     budget=20.0,
     data=data,
     initial=initial,

@@ -62,6 +62,7 @@ BURGERS = pinn(
     name="burgers",
     title="Burgers' equation, 2-32-32-32-1",
     sizes=(2, 32, 32, 32, 1),
+    steps=1000,
     budget=12.0,
     data=data,
     batch=batch,

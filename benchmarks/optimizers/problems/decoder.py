@@ -96,6 +96,7 @@ DECODER = Problem(
     title="Byte-level decoder, 6 blocks, Moby Dick",
     measure="cross entropy of a held-out byte, nats",
     fisher="mc",
+    steps=71,
     budget=25.0,
     data=data,
     initial=initial,

@@ -52,6 +52,7 @@ POISSON = pinn(
     name="poisson",
     title="Poisson's equation in a square, 2-64-64-1",
     sizes=(2, 64, 64, 1),
+    steps=600,
     budget=4.0,
     data=data,
     batch=batch,

@@ -97,6 +97,7 @@ RESNET = Problem(
     title="ResNet of width 16 with BatchNorm, Fashion-MNIST",
     measure="cross entropy of held-out images, nats",
     fisher="mc",
+    steps=57,
     budget=25.0,
     data=data,
     initial=initial,

@@ -17,7 +17,7 @@ from jaxkfac.cli._run_state import as_config
 from jaxkfac.cli.analysis._allocator import give_blocks_back
 from jaxkfac.cli.analysis._stages import Found, Prepared, prepare, run_stages
 from jaxkfac.curvature.capacity import legend
-from jaxkfac.files import whole_file, write_text
+from jaxkfac.files import probe_folder, whole_file, write_text
 from jaxkfac.report import (
     AnalysisRecord,
     CapacityReport,
@@ -100,6 +100,8 @@ def _check(arguments: AnalyzeArguments) -> None:
     held = next(path for path in (output, *output.parents) if path.exists())
     if not held.is_dir():
         raise NotADirectoryError(f"--output {output}: {held} is a file, and no folder can be there")
+    if not arguments.plan:
+        probe_folder(output)
     if arguments.plan or not (output / "analysis.json").exists():
         return
     if not (arguments.overwrite or arguments.resume):

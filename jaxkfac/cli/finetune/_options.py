@@ -68,7 +68,9 @@ class AdapterAdamwOptions(AdamwOptions):
 
 @dataclasses.dataclass(frozen=True)
 class AdapterKfacOptions(KfacOptions):
-    """K-FAC on A and B of the adapter; AdamW on coefficients and sigma."""
+    """K-FAC on A and B of the adapter, whose factors are of labels sampled from the model; AdamW
+    on coefficients and sigma.
+    """
 
     max_dense: int = 640
     """A larger side of a layer is kept as a diagonal."""

@@ -11,6 +11,7 @@ from jaxkfac.cli._checkpoint import check_output, find_checkpoint, remove_checkp
 from jaxkfac.cli._devices import devices_line, run_devices
 from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._interrupts import nothing_begun
+from jaxkfac.cli._optimizers import labels_sentence
 from jaxkfac.cli._phases import phase
 from jaxkfac.cli._processes import RunProcesses, run_processes
 from jaxkfac.cli._progress import say
@@ -58,7 +59,13 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
     folder = output / "checkpoints"
     with nothing_begun(), processes.together("looking at the output folder"):
         _check(arguments)
-        check_output(output, [folder], resume=arguments.resume, overwrite=arguments.overwrite)
+        check_output(
+            output,
+            [folder],
+            resume=arguments.resume,
+            overwrite=arguments.overwrite,
+            writes=processes.first,
+        )
         arguments = as_begun(arguments, folder)
         experiment = arguments.experiment
         devices = run_devices(
@@ -207,9 +214,12 @@ def _write_results(
     how, trained = "fine-tuned with LS-LoRA", "the adapter"
     if problem.config is None:
         how, trained = "trained", "the model"
+    lead = f"{sum(sizes):,} parameters of {trained}; {read}.{best_words(best, trained)}"
+    if experiment.optimizer == "kfac":
+        lead += f" {labels_sentence(experiment.kfac.fisher)}"
     page = finetune_page(
         title=f"{experiment.model}, {how} on {experiment.data}",
-        lead=f"{sum(sizes):,} parameters of {trained}; {read}.{best_words(best, trained)}",
+        lead=lead,
         records=records,
         comparison=comparison,
         spectra=spectra,

@@ -88,13 +88,12 @@ def start_copy(x: Any) -> Any:
 
 @dataclasses.dataclass
 class Copy:
-    """A copy that has been started: the job that makes it part of the average.
+    """A copy that has been started, on its way into the average.
 
     Attributes:
         entry: What it is of.
         sums: What :func:`start_copy` gave.
         count: Likewise.
-        averages: What it becomes part of.
         first: The first iteration that it holds.
         step: That of the push, for errors.
         age: How many steps had been pushed by then.
@@ -104,17 +103,16 @@ class Copy:
     entry: Entry
     sums: Any
     count: Any
-    averages: Averages
     first: int
     step: int
     age: int
     donated: jax.Array | None
 
-    def __call__(self) -> None:
+    def add_to(self, averages: Averages) -> None:
         """Wait for the copy, add it, and delete what was donated."""
         try:
             sums, count = np.asarray(self.sums), np.asarray(self.count)
-            self.averages.add(self.entry, sums, count, self.first, self.age)
+            averages.add(self.entry, sums, count, self.first, self.age)
             if self.donated is not None:
                 self.donated.delete()
         except BaseException as error:

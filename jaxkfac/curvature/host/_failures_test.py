@@ -90,21 +90,6 @@ def test_an_average_that_overflows_keeps_the_basis_and_then_recovers(factors):
     assert_close(rebuilt["k"].g, factors[2]["k"].g)
 
 
-def test_a_push_that_times_out_says_how_much_of_it_is_averaged(factors, monkeypatch):
-    gate = threading.Event()
-
-    def blocked(*_):
-        assert gate.wait(60)
-
-    monkeypatch.setattr(_average, "_advance", blocked)
-    running = service(in_flight_bytes=1, timeout=0.1)  # one array at a time
-    with pytest.raises(TimeoutError, match="waited 0.1 s for room") as caught:
-        running.push(factors[0], 0)
-    gate.set()
-    assert caught.value.__notes__[0].startswith("1 of the 8 arrays of this push at step 0 had been")
-    running.close()
-
-
 def test_a_first_decomposition_that_fails_raises_at_once(factors):
     with service() as running:
         running.push(with_nan(factors[0], "stacked"), 0)

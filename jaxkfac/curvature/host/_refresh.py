@@ -21,7 +21,7 @@ from jaxkfac.curvature.host._decompose import Decomposer, failure
 from jaxkfac.curvature.host._options import BasesIn, VectorsDtype
 from jaxkfac.curvature.host._shares import Shares
 from jaxkfac.curvature.host._store import Store
-from jaxkfac.curvature.host._threads import Monitor, Workers
+from jaxkfac.curvature.host._threads import Job, Monitor, Workers
 from jaxkfac.factors import Factors, Origin
 from jaxkfac.linalg import HostSpectrum, Spectrum
 from jaxkfac.memory import whole_here
@@ -59,6 +59,7 @@ class Decompositions:
     results: dict[Place, HostSpectrum] = dataclasses.field(default_factory=dict)
     failures: dict[Place, NonFiniteFactorError] = dataclasses.field(default_factory=dict)
     done: bool = False
+    _beginning: Job | None = None
     _exchanged: bool = False
     _dtypes: dict[Place, np.dtype] = dataclasses.field(default_factory=dict)
     _lock: contextlib.AbstractContextManager[Any] = dataclasses.field(
@@ -76,8 +77,14 @@ class Decompositions:
         """What of it is divided among processes; first asked for away from the training loop."""
         return Shares(self.blocks, self.shardings)
 
-    def begin(self, averages: Averages, age: int, workers: Workers) -> None:
-        """Take the snapshots and queue the slices; runs between pushes, in their thread."""
+    def beginning(self, averages: Averages, age: int, workers: Workers) -> Job:
+        """The job that takes the snapshots and queues the slices; always the same one."""
+        if self._beginning is None:
+            self._beginning = Job(functools.partial(self._begin, averages, age, workers))
+        return self._beginning
+
+    def _begin(self, averages: Averages, age: int, workers: Workers) -> None:
+        """Runs between pushes, in their thread."""
         for entry in (entry for block in self.blocks for entry in block.sources):
             if entry.place not in self._snapshots:
                 self._snapshots[entry.place] = averages.snapshot(entry, age)
@@ -95,7 +102,7 @@ class Decompositions:
             with self.monitor.changing():
                 self.done = True
         for block, index in jobs:
-            workers.put(lambda block=block, index=index: self._do(block, index))
+            workers.put(Job(functools.partial(self._do, block, index)))
 
     def _do(self, block: EigenBlock, index: tuple[int, ...]) -> None:
         try:
@@ -308,8 +315,18 @@ class ActiveBases:
                 has been kept for too long.
         """
         for place, error in list(failures.items()):
-            self._keep(place, error, layout.blocks[place].name)
+            name = layout.blocks[place].name
+            count = self.kept.get(name, 0) + 1
+            if place not in self.tables or count > self._keep_previous:
+                raise error
+            self.kept[name] = count
             del failures[place]
+            warnings.warn(
+                f"{error}. The previous basis of {name} is kept, refresh {count} of at most "
+                f"{self._keep_previous}",
+                RuntimeWarning,
+                stacklevel=4,  # whoever called the service
+            )
         self._bases = None
         for place in list(results):
             block = layout.blocks[place]
@@ -325,18 +342,6 @@ class ActiveBases:
                 self.tables[place] = Spectrum(put_result(values, where), columns)
             del results[place], values, vectors
             self.kept.pop(block.name, None)
-
-    def _keep(self, place: Place, error: NonFiniteFactorError, name: str) -> None:
-        count = self.kept.get(name, 0) + 1
-        if place not in self.tables or count > self._keep_previous:
-            raise error
-        self.kept[name] = count
-        warnings.warn(
-            f"{error}. The previous basis of {name} is kept, refresh {count} of at most "
-            f"{self._keep_previous}",
-            RuntimeWarning,
-            stacklevel=5,  # whoever called the service
-        )
 
 
 def _with_mean_rest(values: np.ndarray, rank: int) -> tuple[np.ndarray, float]:

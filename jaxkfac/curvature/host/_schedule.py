@@ -20,7 +20,10 @@ class Refresh(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What to do now. The schedule moves on when the next action is asked for."""
+    """What to do now. The schedule moves on when the next action is asked for.
+
+    One that was interrupted, or done but not moved on from, is given out again.
+    """
 
     kind: Literal["snapshot", "hand over"]
     refresh: Refresh
@@ -60,11 +63,13 @@ class Schedule:
     open: Refresh | None = None
     pending: Refresh | None = None
 
-    def push(self, step: int) -> Iterator[Action]:
+    def due(self, step: int) -> Iterator[Action]:
         """What has to be done before factors of ``step`` are taken in. Consume all of it.
 
+        What is done stays done if the push fails afterwards: ``step`` has been seen then.
+
         Raises:
-            ValueError: the step goes backwards, or its bases were taken with ``lag=0``.
+            ValueError: at once: the step goes backwards, or its bases were taken with ``lag=0``.
         """
         self._check(step, "push")
         if self.lag == 0 and self.last == step and self.open is None:
@@ -72,15 +77,21 @@ class Schedule:
                 f"push at step {step}: with lag=0 its factors have been decomposed already; push "
                 "all of a step before asking for its bases, or use lag >= 1"
             )
-        if self.open is not None and step > self.open.step:
-            yield from self._snapshot()
-        if self.pushed is None or step > self.pushed:
-            self.age += 1
-        self.clock = self.pushed = step
+        over = self.open is not None and step > self.open.step
+        return self._snapshot(step) if over else iter(())
+
+    def pushed_to(self, step: int) -> "Schedule":
+        """The schedule once factors of ``step`` are taken in, with everything due done.
+
+        A copy, so that a push changes the schedule by one assignment.
+        """
+        age = self.age + (self.pushed is None or step > self.pushed)
+        after = dataclasses.replace(self, clock=step, pushed=step, age=age)
         if self.last is None or step >= self.last + self.every:
             group = (self.number - 1) % self.groups if self.number and self.groups > 1 else None
-            self.open = Refresh(step, group, self.age)
-            self.last, self.number = step, self.number + 1
+            after.open = Refresh(step, group, age)
+            after.last, after.number = step, self.number + 1
+        return after
 
     def ask(self, step: int, *, have_bases: bool) -> Iterator[Action]:
         """What has to be done before bases of ``step`` are given out. Consume all of it.
@@ -97,7 +108,7 @@ class Schedule:
             )
         at_once = self.lag == 0 or not have_bases
         if self.open is not None and (step > self.open.step or at_once):
-            yield from self._snapshot()
+            yield from self._snapshot(step)
         if self.pending is not None and (step >= self.pending.step + self.lag or not have_bases):
             yield from self._hand_over()
         self.clock = step
@@ -106,12 +117,13 @@ class Schedule:
         if self.clock is not None and step < self.clock:
             raise ValueError(f"{what} at step {step}, but step {self.clock} has been seen before")
 
-    def _snapshot(self) -> Iterator[Action]:
+    def _snapshot(self, step: int) -> Iterator[Action]:
         if self.pending is not None:
             yield from self._hand_over()
         assert self.open is not None
         yield Action("snapshot", self.open)
-        self.pending, self.open = self.open, None
+        # Together: what is snapshot must not be pushed to again, whatever interrupts this.
+        self.pending, self.open, self.clock = self.open, None, step
 
     def _hand_over(self) -> Iterator[Action]:
         assert self.pending is not None

@@ -16,9 +16,8 @@ from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature._layout import factors_without_arrays, layout_of
 from jaxkfac.curvature._placement import Placement
-from jaxkfac.curvature._sharding import result_sharding
 from jaxkfac.curvature.host._average import Averages
-from jaxkfac.curvature.host._copies import Copy, arrays_of, as_step, start_copy
+from jaxkfac.curvature.host._copies import as_step
 from jaxkfac.curvature.host._decompose import Decomposer
 from jaxkfac.curvature.host._options import (
     BasesIn,
@@ -27,6 +26,7 @@ from jaxkfac.curvature.host._options import (
     VectorsDtype,
     is_double,
 )
+from jaxkfac.curvature.host._push import Push
 from jaxkfac.curvature.host._refresh import ActiveBases
 from jaxkfac.curvature.host._schedule import Action, Schedule
 from jaxkfac.curvature.host._state import FORM, MACHINE, State, restore_state, save_state
@@ -223,6 +223,7 @@ class HostCurvature:
         if like is not None:
             self._state.use_layout(layout_of(like.layers, like.bias), double=is_double(like))
             self._state.complete, self._state.origin = True, like.origin
+        self._push: Push | None = None  # the last one, until its call returns
         self._lock = threading.RLock()  # one call at a time, from whichever thread
         self._monitor = monitor
         limit = options.in_flight_bytes
@@ -237,6 +238,8 @@ class HostCurvature:
         self._monitor.check_process(doing)
         with self._lock:
             self._monitor.check(doing)
+            if self._push is not None:
+                self._push.send()  # what an exception has interrupted
             yield
 
     def __reduce__(self) -> NoReturn:
@@ -257,6 +260,13 @@ class HostCurvature:
     ) -> None:
         """Add factors to the average; returns as soon as their copies have been dispatched.
 
+        A push counts whole or not at all, whatever exception ends it, ``KeyboardInterrupt`` among
+        them, and pushing the same arrays at the same step again counts them once. Where the
+        exception came after the factors had been taken, the next call to the service completes
+        the push. The step has been seen either way. If a copy fails of factors that are
+        larger than ``in_flight_bytes``, some of which are averaged by then, the service ends with
+        that error instead.
+
         Several pushes of one step are added up by count: micro-batches, or parts of one batch.
         A part is ``Factors`` of some of the layers, or whose dictionaries hold some of the
         arrays, each with its own count (``a_counts``, ``terms``), and of a stacked array perhaps
@@ -275,9 +285,7 @@ class HostCurvature:
             ValueError: factors of other layers or shapes; traced or deleted arrays; a step
                 that is smaller than one seen before.
             RuntimeError: the service is closed, or was made before this process was forked.
-            TimeoutError: there was no room for longer than ``timeout``. A note says how many
-                arrays had been sent by then: they are averaged, so that pushing all of them again
-                would count them twice.
+            TimeoutError: there was no room for longer than ``timeout``.
             TypeError: ``factors`` are none.
         """
         if not isinstance(factors, Factors):
@@ -287,46 +295,27 @@ class HostCurvature:
             )
         step = as_step(step)
         with self._one_call("push"):
-            state = self._state
-            layout = (
-                layout_of(factors.layers, factors.bias)
-                if state.layout is None
-                else state.layout.merged(factors, complete=state.complete)
-            )
-            arrays = arrays_of(factors, layout, first_iteration)
-            if layout is not state.layout:
-                state.use_layout(layout, double=is_double(factors))
-            if not state.seen and not state.complete:
-                state.origin = factors.origin
-            averages, averaging = state.averages, self._averaging
-            assert averages is not None
-            # Before the actions: what was loaded from a file does not know where its factors are.
-            state.shardings |= {entry.place: result_sharding(sums) for entry, sums, _ in arrays}
-            for action in state.schedule.push(step):
+            sent = self._push is not None and self._push.is_of(factors, step, first_iteration)
+            if not sent:  # else the call before was interrupted, and this one has completed it
+                self._new_push(factors, step, first_iteration, donate)
+        # Nothing can interrupt between this and the return: from here on the same push is another.
+        self._push = None
+
+    def _new_push(self, factors: Factors, step: int, first_iteration: int, donate: bool) -> None:
+        state = self._state
+        due = state.schedule.due(step)
+        push = Push(state, self._averaging, factors, step, first_iteration, donate)
+        try:
+            push.prepare()
+            for action in due:
                 self._do(action)
-            # An array that stands for two of them goes with the last one.
-            last_use = {id(sums): i for i, (_, sums, _) in enumerate(arrays)} if donate else {}
-            for i, (entry, sums, count) in enumerate(arrays):
-                state.seen.add(entry.place)
-                last = donate and last_use[id(sums)] == i
-                donated = sums if last and isinstance(sums, jax.Array) else None
-                try:
-                    averaging.take(sums.nbytes, entry.name)
-                except TimeoutError as error:
-                    error.add_note(
-                        f"{i} of the {len(arrays)} arrays of this push at step {step} had been "
-                        "sent and are averaged: push the others alone, or the next step"
-                    )
-                    raise
-                try:
-                    copies = start_copy(sums), start_copy(count)
-                except BaseException:
-                    averaging.give_back(sums.nbytes)
-                    raise
-                age = state.schedule.age
-                job = Copy(entry, *copies, averages, first_iteration, step, age, donated)
-                averaging.put(job, sums.nbytes)
-                del copies, job
+            push.after(state.schedule)
+            self._push = push  # before this line the factors never were; after it they count
+        except BaseException:
+            if self._push is not push:
+                push.withdraw()
+            raise
+        push.send()
 
     @contextlib.contextmanager
     def room(self, factors: Factors | ByteSize) -> Iterator[None]:
@@ -352,9 +341,7 @@ class HostCurvature:
         """Wait until everything pushed is in the average, and its arrays are let go of."""
         with self._one_call("flush"):
             averaging = self._averaging
-            self._monitor.wait_for(
-                lambda: not averaging.unfinished, "pushed factors to reach the average"
-            )
+            self._monitor.wait_for(lambda: averaging.idle, "pushed factors to reach the average")
 
     # ------------------------------------------------------------ out
 
@@ -386,14 +373,18 @@ class HostCurvature:
 
     def _do(self, action: Action) -> None:
         state, refresh = self._state, action.refresh
+        # Each may have been done before, if an exception kept the schedule from moving on.
         if action.kind == "snapshot":
-            averages, workers, work = state.averages, self._workers, state.new_work(refresh.group)
-            assert averages is not None
-            self._averaging.put(lambda: work.begin(averages, refresh.age, workers))
-            state.work = work
+            assert state.averages is not None
+            if state.work is None:
+                state.work = state.new_work(refresh.group)
+            beginning = state.work.beginning(state.averages, refresh.age, self._workers)
+            self._averaging.put(beginning)
+            return
+        if state.work is None:
             return
         self._finish_work()
-        assert state.work is not None and state.layout is not None
+        assert state.layout is not None
         state.active.hand_over(
             state.work.results, state.work.failures, state.shardings, state.layout
         )

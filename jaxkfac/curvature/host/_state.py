@@ -18,7 +18,7 @@ from jaxkfac.curvature.host._refresh import ActiveBases, Decompositions
 from jaxkfac.curvature.host._schedule import Refresh, Schedule
 from jaxkfac.curvature.host._store import Store
 from jaxkfac.curvature.host._threads import Monitor
-from jaxkfac.factors import Origin
+from jaxkfac.factors import Factors, Origin
 from jaxkfac.files import Archive, write_archive
 from jaxkfac.interception import Layer, ParameterMatrix, Range
 from jaxkfac.linalg import HostSpectrum, Spectrum
@@ -54,8 +54,14 @@ class State:
     shardings: dict[Place, ResultSharding] = dataclasses.field(default_factory=dict)
     origin: Origin | None = None  # of ``like``, else of the first push
 
-    def use_layout(self, layout: Layout, *, double: bool) -> None:
-        """Make room for the averages of ``layout``, if the budget has it.
+    def layout_with(self, factors: Factors) -> Layout:
+        """The layout once factors are pushed, which may bring new layers."""
+        if self.layout is None:
+            return layout_of(factors.layers, factors.bias)
+        return self.layout.merged(factors, complete=self.complete)
+
+    def check_budget(self, layout: Layout, *, double: bool) -> None:
+        """Refuse a layout for whose averages the budget has no room.
 
         Args:
             layout: The entries.
@@ -64,8 +70,17 @@ class State:
         Raises:
             ValueError: it has not.
         """
-        needed = layout_bytes(layout, self.options, double=double)
-        self.store.require(needed.fixed, needed.movable)
+        if layout is not self.layout:
+            needed = layout_bytes(layout, self.options, double=double)
+            self.store.require(needed.fixed, needed.movable)
+
+    def use_layout(self, layout: Layout, *, double: bool) -> None:
+        """Make room for the averages of ``layout``; may be called again.
+
+        Raises:
+            ValueError: as :meth:`check_budget`.
+        """
+        self.check_budget(layout, double=double)
         self.layout = layout
         if self.averages is None:
             decay, storage = self.options.decay, self.options.storage
@@ -127,7 +142,7 @@ def save_state(state: State, path: Path) -> None:
         about["left_out"] = state.averages.left_out
         about["averages"] = list(_describe_averages(state.averages, arrays))
     about["bases"] = list(_describe_spectra("bases", state.active.tables, arrays))
-    if state.work is not None:
+    if state.work is not None and state.schedule.pending is not None:
         about["results"] = list(_describe_spectra("results", state.work.results, arrays))
         about["failures"] = [[list(p), str(e)] for p, e in state.work.failures.items()]
     # One by one: bases of an accelerator are on the host only while they are written.

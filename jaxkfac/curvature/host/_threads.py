@@ -2,15 +2,27 @@
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import os
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-Job = Callable[[], None]
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A call to be made once, however often it is queued.
+
+    A caller that was interrupted cannot know whether its job is queued; it queues it again.
+
+    Attributes:
+        call: What to do; ``None`` once it has been done.
+    """
+
+    call: Callable[[], None] | None
 
 
 class Monitor:
@@ -111,16 +123,18 @@ class Monitor:
 
 
 class _Ahead(threading.local):
-    """Bytes that a thread has taken before it queues the jobs that hold them."""
+    """Keys of the bytes that a thread has taken before it queues the jobs that hold them."""
 
-    left = 0
+    keys: tuple[object, ...] = ()
 
 
 class Workers:
     """A first-in, first-out queue of jobs and its threads; with one thread they run in order.
 
-    Jobs may hold bytes, taken before a job is queued and given back when it has been done and
-    let go of. What is larger than the limit goes alone.
+    Jobs may hold bytes, taken under keys before a job is queued and given back when it has been
+    done and let go of. What is larger than the limit goes alone. An exception that interrupts a
+    call at any point leaves nothing half done: bytes are taken or not, and a job that is queued
+    twice is done once.
 
     An exception in a job, of whatever kind, stops all workers of the monitor and reaches the
     caller at the next call.
@@ -137,16 +151,16 @@ class Workers:
         limit: Bytes that jobs may hold together.
 
     Attributes:
-        taken: Bytes that are taken.
-        most: The most that were ever taken.
-        unfinished: How many jobs are queued or being done.
+        most: The most bytes that were ever taken.
     """
 
     def __init__(self, name: str, threads: int, monitor: Monitor, limit: int = 0) -> None:
-        self.taken = self.most = self.unfinished = 0
+        self.most = 0
+        self._held: dict[object, int] = {}
+        self._queued: set[Job] = set()
         self._limit, self._monitor, self._ahead = limit, monitor, _Ahead()
         # Simple: its ``put`` is safe in a finalizer, which may interrupt another ``put``.
-        self._jobs: queue.SimpleQueue[tuple[Job, int] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
             for i in range(threads)
@@ -156,55 +170,61 @@ class Workers:
             _stop_at_exit(thread, monitor)
             thread.start()
 
-    def take(self, nbytes: int, what: str) -> None:
-        """Wait until ``nbytes`` fit beside what is taken, and take them.
+    @property
+    def taken(self) -> int:
+        """Bytes that are taken."""
+        return sum(self._held.values())
+
+    @property
+    def idle(self) -> bool:
+        """Whether every job has been done; ask under the monitor's condition."""
+        return all(job.call is None for job in self._queued)
+
+    def take(self, sizes: Mapping[object, int], what: str) -> None:
+        """Wait until bytes fit beside what is taken, and take them, each size under its key.
 
         What this thread has taken ahead with :meth:`room` is used up first.
         """
-        ahead = min(self._ahead.left, nbytes)
-        self._ahead.left -= ahead
-        if not (wanted := nbytes - ahead):
-            return
-
-        def fits() -> bool:
-            return self.taken == 0 or self.taken + wanted <= self._limit
-
-        message = f"room for {what}: {wanted} bytes beside those in flight, limit {self._limit}"
         with self._monitor.changing():
-            try:
-                self._monitor.wait_for(fits, message)
-            except BaseException:
-                self._ahead.left += ahead  # nothing was taken, so that room() gives all of it back
-                raise
-            self.taken += wanted
+            wanted, after = sum(sizes.values()), dict(sizes)
+            for key in reversed(self._ahead.keys):
+                used = min(self._held[key], wanted)
+                after[key] = self._held[key] - used
+                wanted -= used
+
+            def fits() -> bool:
+                return self.taken == 0 or self.taken + wanted <= self._limit
+
+            if wanted:
+                message = f"room for {what}: {wanted} bytes beside those in flight"
+                self._monitor.wait_for(fits, f"{message}, limit {self._limit}")
+            self._held.update(after)  # in one step, so that no interrupt takes a part of it
             self.most = max(self.most, self.taken)
 
-    def give_back(self, nbytes: int) -> None:
-        """Give back bytes that no job holds."""
+    def give_back(self, key: object) -> None:
+        """Give back what was taken under ``key``, if it was."""
         with self._monitor.changing():
-            self.taken -= nbytes
+            self._held.pop(key, None)
 
     @contextlib.contextmanager
     def room(self, nbytes: int) -> Iterator[None]:
         """Take ``nbytes`` for what this thread takes in the block; the rest is given back."""
-        before, self._ahead.left = self._ahead.left, 0
+        outer, key = self._ahead.keys, object()
         try:
-            self.take(nbytes, "factors about to be dispatched")
-        finally:
-            self._ahead.left = before
-        self._ahead.left += nbytes
-        try:
+            self._ahead.keys = ()
+            self.take({key: nbytes}, "factors about to be dispatched")
+            self._ahead.keys = (*outer, key)
             yield
         finally:
-            rest = max(self._ahead.left - before, 0)
-            self._ahead.left -= rest
-            self.give_back(rest)
+            self._ahead.keys = outer
+            self.give_back(key)
 
-    def put(self, job: Job, nbytes: int = 0) -> None:
-        """Queue a job that holds ``nbytes`` of those taken."""
+    def put(self, job: Job) -> None:
+        """Queue a job; one that has been queued before is done once all the same."""
+        self._jobs.put(job)
         with self._monitor.changing():
-            self.unfinished += 1
-        self._jobs.put((job, nbytes))
+            if job.call is not None:
+                self._queued.add(job)
 
     def join(self, deadline: float) -> list[str]:
         """Wait until ``deadline`` (``time.monotonic``); the names of threads that still run."""
@@ -217,16 +237,16 @@ class Workers:
         self._jobs.put(None)
 
     def _run(self) -> None:
-        while (queued := self._jobs.get()) and not self._monitor.stopped:
-            job, nbytes = queued
+        while (job := self._jobs.get()) and not self._monitor.stopped:
             try:
-                job()
+                if job.call is not None:
+                    job.call()
             except BaseException as error:
                 self._monitor.fail(error)
-            del job, queued  # they hold arrays, and whoever waits may count on the memory
             with self._monitor.changing():
-                self.taken -= nbytes
-                self.unfinished -= 1
+                job.call = None  # it holds arrays, and whoever waits may count on the memory
+                self._queued.discard(job)
+            del job
         try:
             while True:
                 self._jobs.get_nowait()  # jobs that will not be done hold arrays too

@@ -12,6 +12,7 @@ from jaxkfac.data.few_shot._class_images import ClassImages, Splits, split_class
 _ENDINGS = frozenset(
     (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 )
+_LONGEST = 256  # the longer side over the shorter
 _SPLITS = (("train",), ("validation", "val", "valid", "dev"), ("novel", "test"))
 
 
@@ -108,9 +109,13 @@ def _pillow() -> Any:
 def _decoded(decoder: Any, path: Path, size: int, channels: int) -> np.ndarray:
     try:
         with decoder.open(path) as file:
+            width, height = file.size
+            if max(width, height) > _LONGEST * min(width, height):  # a square of it would be huge
+                raise ValueError(f"it has {width} x {height} pixels")
             image = _eight_bits(file).convert("L" if channels == 1 else "RGB")
     except Exception as error:  # a decoder of a hundred formats raises what it likes
-        raise ValueError(f"{path} does not decode as an image ({error})") from error
+        (what, *_) = str(error).splitlines() or [type(error).__name__]
+        raise ValueError(f"{path} does not decode as an image ({what})") from error
     scale = size / min(image.size)
     width, height = (max(size, round(scale * side)) for side in image.size)
     image = image.resize((width, height), decoder.Resampling.BILINEAR)

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxkfac.data.readers._packages import pyarrow
-from jaxkfac.data.readers._reader import BadRow, Reader, RowPlace, register_reader
+from jaxkfac.data.readers._reader import (
+    TOO_DEEP,
+    BadRow,
+    Reader,
+    RowPlace,
+    damaged,
+    is_too_deep,
+    register_reader,
+)
 
 _CHUNK = 1 << 20  # bytes
 
@@ -39,7 +47,7 @@ class JsonLines(Reader):
                     if line.strip():
                         yield RowPlace(offset, number), _row(line)
         except (EOFError, OSError, zlib.error) as error:
-            raise explained(path, f" behind line {number}", error) from error
+            raise damaged(path, f" behind line {number}", error) from error
 
     def count(self, path: Path) -> int:
         """Lines that are not empty, unparsed."""
@@ -47,7 +55,7 @@ class JsonLines(Reader):
             with opened(path) as file:
                 return sum(1 for line in file if not line.isspace())
         except (EOFError, OSError, zlib.error) as error:
-            raise explained(path, "", error) from error
+            raise damaged(path, "", error) from error
 
 
 def opened(path: Path) -> io.BufferedReader:
@@ -74,7 +82,7 @@ def _row(line: bytes) -> Any:
         row = json.loads(line.decode("utf-8"))
         if b"\\u" in line:  # half of a pair of surrogates is JSON, and no text
             json.dumps(row, ensure_ascii=False).encode("utf-8")
-        return row
+        return TOO_DEEP if is_too_deep(row) else row
     except UnicodeError as error:
         return BadRow(f"not UTF-8 ({error})")
     except json.JSONDecodeError as error:
@@ -85,12 +93,4 @@ def _row(line: bytes) -> Any:
     except ValueError as error:  # a number of thousands of digits
         return BadRow(f"not JSON that can be read ({error})")
     except RecursionError:
-        return BadRow("JSON that is nested too deeply")
-
-
-def explained(path: Path, where: str, error: Exception) -> Exception:
-    """What to raise where a file cannot be read on."""
-    if isinstance(error, OSError) and error.errno is not None:  # not of what unpacks
-        return error
-    (what, *_) = str(error).splitlines() or [type(error).__name__]
-    return ValueError(f"{path} is damaged or cut short{where} ({what}): get it again")
+        return TOO_DEEP

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkfac.data.readers._packages import pyarrow
-from jaxkfac.data.readers._reader import Reader, RowPlace, register_reader
+from jaxkfac.data.readers._reader import Reader, RowPlace, damaged, register_reader
 
 _ROWS = 512  # that are Python objects at one time
 
@@ -35,8 +35,8 @@ class Parquet(Reader):
 def _opened(parquet: Any, path: Path) -> Any:
     try:
         return parquet.ParquetFile(path)
-    except pyarrow("").ArrowInvalid as error:
-        raise ValueError(f"{path} is no whole Parquet file ({error}): get it again") from error
+    except Exception as error:  # OSError without a number and UnicodeDecodeError are among them
+        raise damaged(path, "", error) from error
 
 
 def _group(
@@ -45,12 +45,11 @@ def _group(
     number = before
     try:
         for batch in file.iter_batches(_ROWS, row_groups=[group]):
+            batch.validate(full=True)
             skipped = min(max(start - number, 0), len(batch))
             number += skipped
             for row in batch.slice(skipped).to_pylist():
                 number += 1
                 yield RowPlace(number, number), row
-    except (OSError, pyarrow("").ArrowInvalid) as error:
-        raise ValueError(
-            f"{path} is damaged behind row {number} ({error}): get it again"
-        ) from error
+    except Exception as error:
+        raise damaged(path, f" behind row {number}", error) from error

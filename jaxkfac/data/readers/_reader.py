@@ -59,6 +59,42 @@ class Reader(abc.ABC):
         return sum(1 for _ in self.read(path, RowPlace()))
 
 
+DEEPEST = 100  # lists and objects of JSON in one another
+
+
+def damaged(path: Path, where: str, error: Exception) -> Exception:
+    """What to raise where a file cannot be read on: one sentence with the file and the place.
+
+    Args:
+        path: The file.
+        where: Words such as ``" behind row 3"``.
+        error: Of whatever kind the package that reads it has raised.
+    """
+    if isinstance(error, OSError) and error.errno is not None:  # of the system, with the file
+        return error
+    (what, *_) = str(error).splitlines() or [type(error).__name__]
+    return ValueError(f"{path} is damaged or cut short{where} ({what}): get it again")
+
+
+def is_too_deep(row: Any, limit: int = DEEPEST) -> bool:
+    """Whether lists and dictionaries are nested deeper, so that what looks into them may fail."""
+    level = [row]
+    for _ in range(limit):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += value.values()
+            elif isinstance(value, list):
+                inner += value
+        level = [value for value in inner if isinstance(value, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+TOO_DEEP = BadRow("JSON that is nested too deeply")
+
+
 _READERS: dict[str, Reader] = {}
 
 

@@ -1,6 +1,7 @@
 """Files of every format: their rows from any place, and what is said of files that are none."""
 
 import gzip
+import io
 import json
 
 import numpy as np
@@ -8,7 +9,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from jaxkfac.data.readers import Bad, FilePlace, FileRows, find_files, known_suffixes, read_rows
+from jaxkfac.data.readers import (
+    Bad,
+    FilePlace,
+    FileRows,
+    _json_array,
+    find_files,
+    known_suffixes,
+    read_rows,
+)
 
 ROWS = [{"text": f"the {i}th\u2028 row", "turns": [{"a": i, "b": None}]} for i in range(23)]
 
@@ -116,6 +125,54 @@ def test_an_array_is_read_as_lines_are(tmp_path):
         path.write_text(broken)
         with pytest.raises(ValueError, match=r"x.json is damaged .* behind element [01] .*again"):
             list(rows_of(path).read())
+
+
+@pytest.mark.parametrize("deep", [101, 200_000])
+def test_rows_that_are_nested_too_deeply_are_refused(tmp_path, deep):
+    shallow, value = "[" * 99 + "]" * 99, "[" * deep + "]" * deep
+    (tmp_path / "x.json").write_text(f'[{{"a": {shallow}}}]')
+    assert len(list(rows_of(tmp_path / "x.json").read())) == 1
+    (tmp_path / "x.jsonl").write_text(f'{{"a": {value}}}\n{{"a": 1}}\n')
+    (tmp_path / "x.json").write_text(f'[{{"a": {value}}}, {{"a": 1}}]')
+    bad, good = [row for _, row in rows_of(tmp_path / "x.jsonl", strict=False).read()]
+    assert good == {"a": 1} and "1: JSON that is nested too deeply" in str(bad)
+    # In an array, reading on would take memory by the square of the depth.
+    with pytest.raises(ValueError, match=r"x.json is damaged.*element 0 \(JSON that is nested"):
+        list(rows_of(tmp_path / "x.json", strict=False).read())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
+def test_brackets_in_strings_are_no_depth_wherever_a_chunk_ends(tmp_path, size):
+    strings = ['[[{"', "\\", '\\"', "{" * 300, 'a\\\\"[[[', "é]]]"]
+    text = json.dumps([strings * 9, {"[": "]"}]).encode()
+    shallow = _json_array._Shallow(io.BufferedReader(io.BytesIO(text)))
+    read = b"".join(iter(lambda: shallow.read(size), b""))
+    assert read == text and shallow._depth == 0
+    deep = _json_array._Shallow(io.BufferedReader(io.BytesIO(b'["]]]]", ' + b"[" * 120)))
+    with pytest.raises(ValueError, match="nested too deeply"):
+        b"".join(iter(lambda: deep.read(size), b""))
+
+
+def test_an_integer_without_end_in_an_array_is_named(tmp_path):
+    (tmp_path / "x.json").write_text('[{"a": 1}, {"a": ' + 5000 * "9" + "}]")
+    with pytest.raises(
+        ValueError, match=r"x.json is damaged or cut short behind element 1 .*again"
+    ):
+        list(rows_of(tmp_path / "x.json").read())
+
+
+@pytest.mark.parametrize("suffix", [".arrow", ".feather"])
+def test_arrow_whose_offsets_point_outside_is_named(suffix, tmp_path):
+    """Reading such a string ends the process by SIGBUS or SIGSEGV."""
+    path = write(tmp_path / f"x{suffix}")
+    offsets = np.cumsum([0, *(len(row["text"].encode()) for row in ROWS[:4])], dtype=np.int32)
+    data = path.read_bytes()
+    at = data.index(offsets.tobytes())
+    path.write_bytes(data[: at + 8] + np.int32(1 << 30).tobytes() + data[at + 12 :])
+    with pytest.raises(
+        ValueError, match=rf"x{suffix} is damaged or cut short behind row 0 .*again"
+    ):
+        list(rows_of(path).read())
 
 
 @pytest.mark.parametrize("at", [20, 30_000])

@@ -43,9 +43,11 @@ def render(
         tools: Descriptions of functions, which templates may read.
 
     Raises:
-        ValueError: the template is no Jinja, or refuses these messages.
+        ValueError: the template is no Jinja, refuses these messages, fails, or computes more than
+            templates may, which depends on nothing but the template and the messages.
     """
-    jinja2, _ = _environment()
+    environment = _environment()
+    environment.begin()
     try:
         text = _compiled(template).render(
             messages=[dict(message) for message in messages],
@@ -53,8 +55,11 @@ def render(
             add_generation_prompt=add_generation_prompt,
             **tokens,
         )
-    except (jinja2.exceptions.TemplateError, TypeError) as error:
-        raise ValueError(f"the chat template refuses these messages: {error}") from error
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # it is a program: division by zero, recursion, an index
+        (what, *_) = str(error).splitlines() or [type(error).__name__]
+        raise ValueError(f"the chat template refuses these messages: {what}") from error
     if not _marks_answers(template):
         return Rendered(text, None)
     return _without_marks(text)
@@ -78,16 +83,17 @@ def _without_marks(text: str) -> Rendered:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str) -> Any:
-    return _environment()[1].from_string(template)
+    return _environment().from_string(template)
 
 
 @functools.cache
-def _environment() -> tuple[Any, Any]:
+def _environment() -> Any:
     try:
         import jinja2
         import jinja2.ext
         import jinja2.nodes
-        import jinja2.sandbox
+
+        from jaxkfac.models.checkpoint._template_limits import LimitedEnvironment
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f'{error.name} is not installed: pip install "jaxkfac[pretrained]"', name=error.name
@@ -113,10 +119,10 @@ def _environment() -> tuple[Any, Any]:
     def tojson(value: Any, indent: int | None = None) -> str:  # Jinja's own escapes for HTML
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return jinja2, environment
+    return environment

@@ -13,5 +13,5 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is no JSON object: {error}; download it again") from error

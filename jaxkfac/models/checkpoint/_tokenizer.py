@@ -59,9 +59,17 @@ class Tokenizer:
         special = {k: _text(v) for k, v in config.items() if k.endswith("_token") and _text(v)}
         template = config.get("chat_template")
         if isinstance(template, list):  # several by name
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            try:
+                template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            except (LookupError, TypeError) as error:
+                raise ValueError(f"{extra} has a chat_template of no known form") from error
         if (jinja := folder / "chat_template.jinja").is_file():
-            template = jinja.read_text(encoding="utf-8")
+            try:
+                template = jinja.read_text(encoding="utf-8")
+            except UnicodeError as error:
+                raise ValueError(f"{jinja} is no text ({error}): download it again") from error
+        if not isinstance(template, str | None):
+            raise ValueError(f"{extra} has a chat_template of no known form")
         ends = [*eos_ids, *_ids(tokenizer, special.get("eos_token"))]
         pad = [*_ids(tokenizer, special.get("pad_token")), None][0]
         return cls(
@@ -106,8 +114,19 @@ class Tokenizer:
         Args:
             text: Any; special tokens in it (``<|im_end|>``) become those tokens.
             add_special_tokens: What the tokenizer puts around a text, as a beginning.
+
+        Raises:
+            ValueError: ``tokenizer.json`` lacks what the text needs.
         """
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._encoded(text, add_special_tokens).ids
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> Any:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # the package raises nothing narrower
+            raise ValueError(
+                f"tokenizer.json cannot encode a text ({error}): download it again"
+            ) from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
@@ -164,7 +183,7 @@ class Tokenizer:
         text, answers = self._rendered(messages, False, tools)
         if answers is None:
             return None
-        found = self._tokenizer.encode(text, add_special_tokens=False)
+        found = self._encoded(text, False)
         first, end = np.reshape(found.offsets, (-1, 2)).T
         generated = np.zeros(len(first), bool)
         for start, stop in answers:

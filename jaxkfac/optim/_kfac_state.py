@@ -1,0 +1,147 @@
+"""State of K-FAC: what it holds, and whether it is that of the model at hand."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Int
+
+from jaxkfac.curvature import Eigenbases, Inverses
+from jaxkfac.factors import Factors
+from jaxkfac.optim._adaptation import AdaptationState
+from jaxkfac.optim._explicit import sharded_like
+from jaxkfac.optim._stacks import Stacks
+from jaxkfac.optim._watch import StateWatch
+
+PyTree = Any
+
+
+class KfacState(NamedTuple):
+    """State of :func:`kfac`.
+
+    Layers of one shape are kept stacked; ``average`` and ``bases`` read as those of the model.
+
+    Attributes:
+        step: Updates made so far, int32; skipped ones do not count. Schedules and the
+            refresh read it.
+        stacked_average: Exponential average of the factors of the stacked model, as sums and
+            counts.
+        stacked_bases: Eigenbases of that average at the last refresh, or the inverses of its
+            damped factors.
+        momentum: Like the parameters, without those that ``others`` looks after; the last update
+            where the quadratic model chooses a rate.
+        others: State of the ``others`` transformation.
+        skipped: Updates left out because a gradient or a factor was not finite, int32.
+        kept: Decompositions that were not finite and left what was before them in
+            place, int32.
+        missed: Refreshes that were due before any factor had come, int32: the first, and each
+            ``refresh_every`` steps later. Above 1, collection and accumulation do not meet.
+        stacks: Which layers are stacked; it holds no arrays.
+        watch: Counters that :func:`check_state` reads; ``diverged`` is one of them.
+        adaptation: Damping, rates and the last trial, where ``kfac`` adapts them; else ``()``.
+    """
+
+    step: Int[Array, ""]
+    stacked_average: Factors
+    stacked_bases: Eigenbases | Inverses
+    momentum: PyTree
+    others: Any
+    skipped: Int[Array, ""]
+    kept: Int[Array, ""]
+    missed: Int[Array, ""]
+    stacks: Stacks
+    watch: StateWatch
+    adaptation: AdaptationState | tuple[()] = ()
+
+    @property
+    def diverged(self) -> Int[Array, ""]:
+        """Updates in a row whose ``value=`` was not finite, or far above the first one."""
+        return self.watch.diverged
+
+    @property
+    def average(self) -> Factors:
+        """Exponential average of the factors, as sums and counts."""
+        return _read(self.stacks.unstacked_factors, self.stacked_average)
+
+    @property
+    def statistics(self) -> Factors:
+        """The average, and of measured eigenvalues those since the last refresh."""
+        corrections = None
+        if isinstance(self.stacked_bases, Eigenbases):
+            corrections = self.stacked_bases.corrections
+        stacked = dataclasses.replace(self.stacked_average, corrections=corrections)
+        return _read(self.stacks.unstacked_factors, stacked)
+
+    @property
+    def bases(self) -> Eigenbases:
+        """Eigenbases of the average at the last refresh.
+
+        Raises:
+            ValueError: the state keeps inverses.
+        """
+        if isinstance(self.stacked_bases, Inverses):
+            raise ValueError(
+                "this state keeps inverses of damped factors, not eigenbases: build "
+                "jk.kfac(..., inverse='eigh'), or take jk.eigendecompose(state.average)"
+            )
+        return _read(self.stacks.unstacked_bases, self.stacked_bases)
+
+
+def _read(function: Callable[[Any], Any], stacked: Any) -> Any:
+    """``function(stacked)``, also of shapes."""
+    shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(stacked))
+    return jax.eval_shape(function, stacked) if shapes else function(stacked)
+
+
+def state_sharded_like(new: KfacState, old: KfacState) -> KfacState:
+    """Sharded as it was. Measured eigenvalues that it gains are whole on every device."""
+    held, before = new.stacked_bases, old.stacked_bases
+    if not (_measures(held) and not _measures(before)):
+        return sharded_like(new, old)
+    assert isinstance(held, Eigenbases)
+    bare = dataclasses.replace(held, corrections=None)
+    same = sharded_like(new._replace(stacked_bases=bare), old)
+    both = dataclasses.replace(same.stacked_bases, corrections=held.corrections)
+    return same._replace(stacked_bases=both)
+
+
+def warn_of_growth(state: KfacState, factors: Factors, *, stacklevel: int) -> None:
+    """Say what ``lax.scan`` is going to refuse, in words that name the remedy."""
+    if factors.corrections is not None and not _measures(state.stacked_bases):
+        warnings.warn(
+            "kfac: the factors hold eigenvalues measured in eigenbases (bases=), and like= has "
+            "none, so that the state gains their average in this call: jit compiles it once more, "
+            "and lax.scan refuses a carry that changes its form. Make like= of the bases of a "
+            "first state: like=stats.factor_shapes(params, batch, bases=jax.eval_shape(tx.init, "
+            "params).bases)",
+            stacklevel=stacklevel,
+        )
+
+
+def _measures(held: Eigenbases | Inverses) -> bool:
+    return isinstance(held, Eigenbases) and held.corrections is not None
+
+
+def check_kept(state: KfacState, stacks: Stacks, kept: type, *, adapts: bool) -> None:
+    """Refuse a state of another model, or with another preconditioner."""
+    if not isinstance(state.stacks, Stacks):
+        raise ValueError(
+            "kfac: the state was saved by an earlier version, which kept each layer by itself: "
+            "make a new one with tx.init(params), and give it the momentum and step of the old"
+        )
+    if state.stacks != stacks:
+        raise ValueError(
+            "kfac: the state is of another model than like=: make one with tx.init(params)"
+        )
+    if not isinstance(state.stacked_bases, kept):
+        raise ValueError(
+            f"kfac: the state keeps {type(state.stacked_bases).__name__}, and with this inverse= "
+            f"and damping_mode= expected {kept.__name__}: make a new one with tx.init(params)"
+        )
+    if isinstance(state.adaptation, AdaptationState) is not adapts:
+        raise ValueError(
+            f"kfac: the state {'does not adapt' if adapts else 'adapts'} itself, and this kfac "
+            f"{'does' if adapts else 'does not'}: make a new one with tx.init(params)"
+        )

@@ -1,0 +1,623 @@
+"""Adam in the Kronecker-factored eigenbasis, as an optax transformation."""
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int
+
+from jaxkfac._checks import at_least_one, one_of, scalar
+from jaxkfac._serialization import serializable
+from jaxkfac.curvature import Eigenbases, owners, parameters_outside
+from jaxkfac.factors import Factors
+from jaxkfac.interception import Layer
+from jaxkfac.linalg import into_eigenbasis, out_of_eigenbasis
+from jaxkfac.optim._curvature import Curvature, Others, shapes_of
+from jaxkfac.optim._descent import descend, taken_where, where, zero_momentum
+from jaxkfac.optim._explicit import is_sharded, on_mesh_of, sharded_like, whole
+from jaxkfac.optim._injected import check_weight_decay, may_be_positive
+from jaxkfac.optim._preconditioner import preconditioner_of
+from jaxkfac.optim._schedules import Schedule, at_step, check_learning_rate
+from jaxkfac.optim._stacks import Stacks
+from jaxkfac.optim._trees import (
+    all_finite,
+    cast_like,
+    check_like_momentum,
+    check_some_covered,
+    check_state,
+    checked_value,
+    gradients_only,
+    required_factors,
+    scaled,
+    with_constants,
+)
+from jaxkfac.optim._watch import StateWatch, warn_if_diverged
+
+PyTree = Any
+Covariance = Literal["factors", "gradient"]
+
+
+@serializable
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FactorShapes:
+    """Which factors an optimizer takes. A pytree without arrays.
+
+    Attributes:
+        leaves: Their shapes and dtypes, static.
+        tree: Their structure, static.
+    """
+
+    leaves: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(metadata={"static": True})
+    tree: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, like: Factors) -> "FactorShapes":
+        """Of shapes."""
+        leaves, tree = jax.tree.flatten(like)
+        return cls(tuple(leaves), tree)
+
+    @property
+    def like(self) -> Factors:
+        """The shapes."""
+        return jax.tree.unflatten(self.tree, self.leaves)
+
+
+class KfeAdamState(NamedTuple):
+    """State of :func:`kfe_adam`.
+
+    Layers of one shape are kept stacked.
+
+    Attributes:
+        step: Updates made so far, int32; skipped ones do not count.
+        stacked_average: Exponential average of the covariances that are decomposed: of the
+            factors, and of the gradient for the sides that these leave diagonal.
+        stacked_bases: Eigenbases of that average at the last refresh.
+        first: First moments, like the parameters, not rotated.
+        second: Second moments of the rotated gradient, ``{layer: (stack..., in[+1], out)}`` of the
+            stacked model, and of plain Adam's ``{parameter: leaf}``.
+        others: State of the ``others`` transformation.
+        skipped: Updates left out because a gradient or a factor was not finite, int32.
+        kept: Decompositions that were not finite and left what was before them in place, int32.
+        missed: Refreshes that were due before any factor had come, int32.
+        stacks: Which layers are stacked; it holds no arrays.
+        shapes: Which factors it takes; it holds no arrays.
+        watch: Counters that :func:`check_state` reads; ``diverged`` is one of them.
+    """
+
+    step: Int[Array, ""]
+    stacked_average: Factors
+    stacked_bases: Eigenbases
+    first: PyTree
+    second: dict[str, Array]
+    others: Any
+    skipped: Int[Array, ""]
+    kept: Int[Array, ""]
+    missed: Int[Array, ""]
+    stacks: Stacks
+    shapes: FactorShapes
+    watch: StateWatch
+
+    @property
+    def diverged(self) -> Int[Array, ""]:
+        """Updates in a row whose ``value=`` was not finite, or far above the first one."""
+        return self.watch.diverged
+
+    @property
+    def statistics(self) -> Factors:
+        """Shapes of the factors that an update takes."""
+        return self.shapes.like
+
+
+def kfe_adam(
+    learning_rate: ArrayLike | Schedule,
+    *,
+    like: Factors,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    eps: float = 1e-8,
+    weight_decay: ArrayLike = 0.0,
+    decay: ArrayLike = 0.95,
+    refresh_every: int = 10,
+    refresh: Literal["qr", "eigh"] = "qr",
+    max_side: int = 1024,
+    covariance: Covariance = "factors",
+    others: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adam whose second moments are those of the gradient in K-FAC's eigenvectors.
+
+    With $Q_A, Q_G$ the eigenvectors of the averaged factors of a layer, $\nabla$ its gradient as
+    a matrix ``(in[+1], out)`` and $m, v$ Adam's moments,
+
+    $$ m \leftarrow \beta_1 m + (1 - \beta_1) \nabla, \qquad
+       v \leftarrow \beta_2 v + (1 - \beta_2) (Q_A^\top \nabla Q_G)^2, \qquad
+       \Delta = -\eta \Bigl(Q_A \frac{Q_A^\top \hat m\, Q_G}{\sqrt{\hat v} + \epsilon} Q_G^\top
+       + w\,\theta\Bigr), $$
+
+    with $\hat m, \hat v$ debiased. There is no damping to choose: a learning rate for Adam, or a
+    few times that, is one for this. A refresh changes $Q$ and keeps $v$.
+
+    Parameters without two factors (scales, lone biases), and parts of parameters that no layer
+    covers, follow plain Adam. A side that factors keep as a diagonal (the vocabulary of an
+    embedding) takes the average of the gradient's own covariance, $\nabla \nabla^\top$ or
+    $\nabla^\top \nabla$, up to ``max_side``; above it, that side is not rotated. With
+    ``covariance="gradient"`` every side does so, in SOAP's order (the first gradient only fills the
+    covariances, and a refresh comes before the step's own gradient): then this is SOAP.
+
+    Args:
+        learning_rate: $\eta$, a number or a schedule of the step.
+        like: ``stats.factor_shapes(params, batch)``: which factors there are.
+        b1: $\beta_1 \in [0, 1)$.
+        b2: $\beta_2 \in [0, 1)$.
+        eps: $\epsilon > 0$, in units of the gradient.
+        weight_decay: $w \ge 0$, decoupled; with ``others`` only for the parameters covered.
+        decay: Of the average of the factors, in $[0, 1)$.
+        refresh_every: Steps between refreshes, at least 1. The first step that has factors always
+            decomposes.
+        refresh: ``"eigh"``: eigendecompositions. ``"qr"``: after the first of these, one step of
+            orthogonal iteration, which takes 0.6 of the time.
+        max_side: Largest side of a gradient's covariance.
+        covariance: What sides are rotated by: ``"factors"``, or the ``"gradient"``'s own
+            covariance.
+        others: An optax transformation for the parameters that no factor covers, complete with
+            its own learning rate and sign.
+
+    Returns:
+        A transformation used as ``tx.update(grads, state, params, factors=factors)``, inside
+        ``jit``, ``lax.scan`` and :func:`multi_steps`. ``factors`` are required; ``None`` says that
+        none come with this step. It takes optax's ``value=`` too, for ``state.diverged``. A call
+        with a non-finite gradient or factor returns zeros and changes nothing but
+        ``state.skipped``.
+
+    Raises:
+        ValueError: when built, naming the argument out of range; in ``update``, if ``factors`` or
+            the state are of another model, or ``weight_decay`` has no parameters.
+        TypeError: in ``update``, ``factors`` are left out.
+
+    Memory:
+        First and second moments, as Adam; for each side of size ``n``, ``n**2`` for its average
+        and ``n**2 + n`` for its eigenvectors.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> params = {"kernel": jnp.ones((3, 2))}
+        >>> objective = jk.Objective(lambda p, x: x @ p["kernel"], jk.Gaussian())
+        >>> stats, batch = jk.value_grad_and_factors(objective), (jnp.eye(3), jnp.zeros((3, 2)))
+        >>> value, grads, factors = stats(params, batch)
+        >>> tx = jk.kfe_adam(0.01, like=stats.factor_shapes(params, batch))
+        >>> updates, state = tx.update(grads, tx.init(params), params, factors=factors, value=value)
+        >>> updates["kernel"].shape, int(state.step), int(state.diverged)
+        ((3, 2), 1, 0)
+
+    References:
+        George et al., Fast approximate natural gradient descent in a Kronecker-factored
+        eigenbasis, 2018 (the basis). Vyas et al., SOAP: Improving and stabilizing Shampoo using
+        Adam, 2024 (the same in Shampoo's).
+    """
+    check_learning_rate(learning_rate)
+    for name, beta in (("b1", b1), ("b2", b2)):
+        scalar(name, beta, "a number in [0, 1)")
+        if not 0 <= beta < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {beta}")
+    scalar("eps", eps, "a positive number")
+    if not 0 < eps < math.inf:
+        raise ValueError(f"eps must be positive, got {eps}")
+    check_weight_decay(weight_decay)
+    one_of("refresh", refresh, ("qr", "eigh"))
+    one_of("covariance", covariance, ("factors", "gradient"))
+    at_least_one(refresh_every=refresh_every)
+    if max_side < 0:
+        raise ValueError(f"max_side={max_side}: expected a size, 0 for no gradient's covariance")
+    shapes = dataclasses.replace(shapes_of(like), corrections=None)
+    stacks = Stacks.of(shapes)
+    method = preconditioner_of(refresh, 0.0, "exact", measures=False)
+    options = (decay, refresh_every, False, {"max_condition": math.inf, "floor": 0.0})
+    given = Curvature(shapes, stacks, method, *options)
+    sides = Covariances.of(given.stacked_like, covariance, max_side)
+    tx = _KfeAdam(
+        given=given,
+        sides=sides,
+        curvature=Curvature(sides.like, Stacks.of_one(sides.like), method, *options),
+        others=Others.of(others, given.covered),
+        rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+    )
+    return optax.GradientTransformationExtraArgs(cast(Any, tx.init), cast(Any, tx.update))
+
+
+class Block(NamedTuple):
+    """The parameters of a layer as one matrix, or as two.
+
+    Attributes:
+        layer: The layer, with the sides that are rotated as dense ones.
+        weight: Whether it answers for its weight.
+        bias: Whether it answers for its bias.
+        joint: Whether the bias is the last row of the weight's matrix.
+    """
+
+    layer: Layer
+    weight: bool
+    bias: bool
+    joint: bool
+
+    def read(self, leaves: dict[str, Array], dtype: Any) -> dict[str, Array]:
+        """``{name of its second moment: (stack..., in[+1], out)}``, of what is in the tree."""
+        layer = self.layer
+        shapes = (layer.in_features, layer.out_features), (1, layer.out_features)
+        weight, row = (
+            None
+            if matrix is None or matrix.path not in leaves
+            else matrix.read(leaves[matrix.path]).reshape(*layer.stack, *shape).astype(dtype)
+            for matrix, shape in zip((layer.weight, layer.bias), shapes, strict=True)
+        )
+        if self.joint:
+            if weight is None and row is None:
+                return {}
+            halves = [
+                jnp.zeros((*layer.stack, *shape), dtype) if half is None else half
+                for half, shape in zip((weight, row), shapes, strict=True)
+            ]
+            return {layer.name: jnp.concatenate(halves, -2)}
+        both = {layer.name: weight if self.weight else None}
+        both[self.name_of_bias] = row if self.bias else None
+        return {name: x for name, x in both.items() if x is not None}
+
+    def write(self, leaves: dict[str, Array], steps: dict[str, Array]) -> None:
+        """The inverse of :meth:`read`, over the parts of ``leaves`` that it answers for."""
+        layer, weight = self.layer, steps.get(self.layer.name)
+        row = steps.get(self.name_of_bias)
+        if self.joint and weight is not None:
+            weight, row = weight[..., :-1, :], weight[..., -1:, :]
+        parts = (layer.weight, weight, self.weight), (layer.bias, row, self.bias)
+        for matrix, part, mine in parts:
+            if mine and matrix is not None and part is not None and matrix.path in leaves:
+                leaves[matrix.path] = matrix.write(leaves[matrix.path], part)
+
+    @property
+    def name_of_bias(self) -> str:
+        """What the second moment of a bias with a matrix of its own is called."""
+        return f"{self.layer.name} (bias)"
+
+    def vectors(self, bases: Eigenbases, name: str) -> tuple[Array | None, Array | None]:
+        """Eigenvectors of both sides of one of its matrices; ``None`` is the identity."""
+        a, g = bases.spectra(self.layer)
+        return a.vectors if name == self.layer.name else None, g.vectors
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Covariances:
+    """What is averaged and decomposed: the factors, some of their sides replaced by the gradient's.
+
+    Attributes:
+        like: Shapes.
+        blocks: What is rotated.
+        a: Names of the layers whose input side is the gradient's covariance.
+        g: Names of those whose output side is.
+        alone: Whether all sides are, so that no factors have to come.
+    """
+
+    like: Factors
+    blocks: tuple[Block, ...]
+    a: frozenset[str]
+    g: frozenset[str]
+    alone: bool
+
+    @classmethod
+    def of(cls, stacked: Factors, covariance: Covariance, max_side: int) -> "Covariances":
+        """Of the shapes of the factors of a stacked model."""
+        alone = covariance == "gradient"
+        owned = {owner.layer.name: owner for owner in owners(stacked.layers)}
+        paths = [(layer.weight.path, layer.weight.index) for layer in stacked.layers]
+
+        def may_be_rotated(layer: Layer) -> bool:
+            # Another reading of the parameter has factors of its own, from which both are made.
+            single = paths.count((layer.weight.path, layer.weight.index)) == 1
+            return layer.name in owned and owned[layer.name].writes_weight and (single or alone)
+
+        shared = {layer.input for layer in stacked.layers if not may_be_rotated(layer)}
+        layers, blocks, a, g = [], [], set(), set()
+        for layer in stacked.layers:
+            owner = owned.get(layer.name)
+            if layer.is_diagonal or (owner is None and alone):
+                continue
+            joint, may = stacked.wants_ones(layer), may_be_rotated(layer)
+            if (alone or not layer.a_dense) and layer.input not in shared and may:
+                a |= {layer.name} if 1 < layer.in_features + joint <= max_side else set()
+            if (alone or not layer.g_dense) and may:
+                g |= {layer.name} if 1 < layer.out_features <= max_side else set()
+            rotated = dataclasses.replace(
+                layer,
+                input=layer.name if layer.name in a or alone else layer.input,
+                a_dense=layer.name in a or (layer.a_dense and not alone),
+                g_dense=layer.name in g or (layer.g_dense and not alone),
+            )
+            layers.append(rotated)
+            if owner is not None:
+                blocks.append(Block(rotated, owner.writes_weight, owner.writes_bias, joint))
+        parts = frozenset(a), frozenset(g)
+        like = _with_sides(stacked, tuple(layers), *parts, alone=alone)
+        return cls(like, tuple(blocks), *parts, alone)
+
+    def of_gradient(self, grads: dict[str, Array], factors: Factors | None) -> Factors | None:
+        """What a step adds to the average.
+
+        Args:
+            grads: Leaves of the gradient of the stacked model.
+            factors: Of the stacked model, or ``None`` where none come.
+        """
+        if factors is None and not self.alone:
+            return None
+        like, dtype = self.like, self.like.terms.dtype
+        terms = jnp.ones((), dtype) if self.alone or factors is None else factors.terms
+        came = (terms > 0).astype(dtype)
+        tables = {table: {} for table in ("a_sums", "a_counts", "g_sums")}
+        for block in self.blocks:
+            layer, name = block.layer, block.layer.name
+            matrix = block.read(grads, dtype).get(name)
+            if name in self.a and matrix is not None:
+                product = jnp.matmul(matrix, matrix.mT, precision=jax.lax.Precision.HIGHEST)
+                tables["a_sums"][layer.input] = came * product
+                tables["a_counts"][layer.input] = jnp.broadcast_to(came, layer.stack)
+            if name in self.g and matrix is not None:
+                product = jnp.matmul(matrix.mT, matrix, precision=jax.lax.Precision.HIGHEST)
+                tables["g_sums"][name] = terms * product
+        found = {}
+        for table, new in tables.items():
+            held = {} if factors is None else getattr(factors, table)
+            found[table] = {
+                key: new[key] if key in new else held.get(key, jnp.zeros(x.shape, x.dtype))
+                for key, x in getattr(like, table).items()
+            }
+        return dataclasses.replace(like, terms=terms, **found)
+
+
+def _with_sides(
+    stacked: Factors,
+    layers: tuple[Layer, ...],
+    a: frozenset[str],
+    g: frozenset[str],
+    *,
+    alone: bool,
+) -> Factors:
+    """Shapes of the factors of some layers, dense where the gradient gives a side."""
+    dtype = stacked.terms.dtype
+
+    def side(layer: Layer, size: int, *, dense: bool) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*layer.stack, *[size] * (1 + dense)), dtype)
+
+    a_sums, a_counts, g_sums = {}, {}, {}
+    for layer in layers:
+        size = layer.in_features + stacked.wants_ones(layer)
+        own_a = side(layer, size, dense=layer.a_dense)
+        own_g = side(layer, layer.out_features, dense=layer.g_dense)
+        known = layer.input in stacked.a_sums and layer.name not in a and not alone
+        a_sums[layer.input] = stacked.a_sums[layer.input] if known else own_a
+        a_counts[layer.input] = jax.ShapeDtypeStruct(layer.stack, dtype)
+        g_sums[layer.name] = own_g if alone or layer.name in g else stacked.g_sums[layer.name]
+    return dataclasses.replace(
+        stacked, a_sums=a_sums, a_counts=a_counts, g_sums=g_sums, diagonals={}, layers=layers
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _KfeAdam:
+    """The parts of an update.
+
+    Attributes:
+        given: The factors that come: which layers they are of, and which of these are stacked.
+        sides: What is averaged of them and of the gradient.
+        curvature: The average and the refresh of that.
+        others: Looks after the parameters that no factor covers.
+        rate: Number or schedule.
+        b1: Decay of the first moments.
+        b2: Decay of the second moments.
+        eps: What is added to their root.
+        weight_decay: Number.
+    """
+
+    given: Curvature
+    sides: Covariances
+    curvature: Curvature
+    others: Others
+    rate: Any
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: ArrayLike
+
+    def init(self, params: PyTree) -> KfeAdamState:
+        """The state before the first update."""
+        check_some_covered("params", params, self.given.covered, "like=")
+        average, bases = self.curvature.initial(0.0)
+        first = zero_momentum(params, self.given.covered, everywhere=self.others.tx is None)
+        leaves, dtype = self.given.stacks.tree(first), average.terms.dtype
+        second = {}
+        for block in self.sides.blocks:
+            second |= block.read(leaves, dtype)
+        second |= {path: leaves[path].astype(dtype) for path in self._plain(leaves)}
+        state = KfeAdamState(
+            step=jnp.zeros((), jnp.int32),
+            stacked_average=average,
+            stacked_bases=bases,
+            first=first,
+            second={name: jnp.zeros_like(x) for name, x in second.items()},
+            others=self.others.init(params),
+            skipped=jnp.zeros((), jnp.int32),
+            kept=jnp.zeros((), jnp.int32),
+            missed=jnp.zeros((), jnp.int32),
+            stacks=self.given.stacks,
+            shapes=FactorShapes.of(self.given.like),
+            watch=StateWatch.initial(params),
+        )
+        return on_mesh_of(params, state)
+
+    def _plain(self, leaves: dict[str, Any]) -> tuple[str, ...]:
+        """Paths of the leaves of which a part is in no block."""
+        layers = [block.layer for block in self.sides.blocks]
+        return parameters_outside(layers, {path: x.shape for path, x in leaves.items()})
+
+    def update(
+        self,
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        value: ArrayLike | None = None,
+        value_fn: Any = None,
+        curvature: Any = None,
+        **extra: Any,
+    ) -> tuple[PyTree, KfeAdamState]:
+        """Check what comes, and advance; ``value_fn`` and ``curvature`` are not read."""
+        grads, factors = updates, required_factors("kfe_adam", extra)
+        if params is None and may_be_positive(self.weight_decay):
+            raise ValueError("weight_decay needs the parameters: tx.update(grads, state, params)")
+        check_state("kfe_adam", state, KfeAdamState)
+        if state.stacks != self.given.stacks:
+            raise ValueError(
+                "kfe_adam: the state is of another model than like=: make one with tx.init(params)"
+            )
+        if state.stacked_average.layers != self.sides.like.layers:
+            raise ValueError(
+                "kfe_adam: the state was made with another covariance= or max_side=: make a new "
+                "one with tx.init(params)"
+            )
+        if factors is not None:
+            factors = self.given.checked(factors)
+        check_like_momentum(grads, state.first)
+        if params is not None:
+            check_some_covered("params", params, self.given.covered, "like=")
+        extra |= self.others.extra(value=value, value_fn=value_fn)
+        if value is not None:
+            value = jnp.asarray(checked_value(value))
+        rate = at_step(self.rate, state.step)
+        given: tuple[Any, ...] = (grads, state, params, factors, rate, value, extra)
+        if is_sharded(given):
+            out, new = self.advance(*cast(Any, whole(given)))
+            out, new = sharded_like(out, grads), sharded_like(new, state)
+        else:
+            out, new = self.advance(*given)
+        warn_if_diverged(new, stacklevel=3)
+        return out, new
+
+    def advance(
+        self,
+        grads: PyTree,
+        state: KfeAdamState,
+        params: PyTree | None,
+        factors: Factors | None,
+        rate: Any,
+        value: Any,
+        extra: dict[str, Any],
+    ) -> tuple[PyTree, KfeAdamState]:
+        """One update: average, refresh, moments, rotated step; skipped where not finite."""
+        curvature, others, own = self.curvature, self.others, gradients_only(grads)
+        stacks = self.given.stacks
+        stacked = stacks.tree(own)
+        new = self.sides.of_gradient(stacked, self.given.stacked(factors))
+        finite = all_finite(stacked, new)
+
+        def step() -> Any:
+            average = curvature.averaged(state, new)
+            decomposed = state.stacked_average if self.sides.alone else average
+            bases, kept = curvature.refreshed(state, decomposed, new, 0.0)
+            taken = jnp.asarray(optax.safe_increment(state.step))
+            first = jax.tree.map(
+                lambda m, g: (
+                    m
+                    if isinstance(m, optax.MaskedNode)
+                    else scaled(self.b1, m) + scaled(1 - self.b1, g.astype(m.dtype))
+                ),
+                state.first,
+                own,
+                is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+            )
+            steps, second = self._moved(stacked, stacks.tree(first), state.second, bases, taken)
+            out = ((), state.others)
+            if others.tx is not None:
+                out = others.tx.update(grads, state.others, params, **extra)
+                out = cast_like(grads, out[0]), out[1]
+            return (
+                steps,
+                average,
+                bases,
+                first,
+                second,
+                out,
+                taken,
+                state.skipped,
+                state.kept + kept,
+            )
+
+        def skip() -> Any:
+            steps = {path: stacked[path] for path in stacks.tree(state.first)}
+            out = () if others.tx is None else jax.tree.map(jnp.zeros_like, own)
+            skipped = jnp.asarray(optax.safe_increment(state.skipped))
+            held = state.stacked_average, curvature.unchanged(state, new), state.first
+            return steps, *held, state.second, (out, state.others), state.step, skipped, state.kept
+
+        def average_alone() -> Any:
+            steps, _, *held, _, kept = skip()
+            return steps, curvature.averaged(state, new), *held, state.skipped, kept
+
+        # SOAP's own order: the first gradient fills the covariances, a later one comes after the
+        # refresh.
+        filling = state.stacked_average.terms == 0 if self.sides.alone else None
+        results = taken_where(finite, filling, step, skip, average_alone)
+        steps, average, bases, first, second, (rest_out, rest_state), taken, skipped, kept = results
+        done, down = taken != state.step, stacks.unstacked_tree(steps, own)
+        came = jnp.asarray(False) if new is None else finite & (new.terms > 0)
+        due = done & curvature.refresh.is_due(state)
+        missed = done & curvature.refresh.is_missed(state, average)
+        out = descend(down, own, params, rate, self.weight_decay)
+        out = others.joined(out, rest_out)
+        out = where(done, out, jax.tree.map(jnp.zeros_like, out))
+        return with_constants(grads, out), KfeAdamState(
+            step=taken,
+            stacked_average=average,
+            stacked_bases=bases,
+            first=first,
+            second=second,
+            others=rest_state,
+            skipped=skipped,
+            kept=kept,
+            missed=state.missed + missed.astype(jnp.int32),
+            stacks=stacks,
+            shapes=state.shapes,
+            watch=state.watch.after(value, came=came, due=due, begun=average.terms > 0),
+        )
+
+    def _moved(
+        self,
+        grads: dict[str, Array],
+        first: dict[str, Array],
+        second: dict[str, Array],
+        bases: Eigenbases,
+        taken: Int[Array, ""],
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Adam's steps, before the learning rate, and the new second moments."""
+        dtype, steps, moments = self.curvature.like.terms.dtype, dict(first), {}
+        count = taken.astype(dtype)
+        debias_first, debias_second = 1 - self.b1**count, 1 - self.b2**count
+
+        def adam(name: str, g: Array, m: Array) -> Array:
+            moments[name] = self.b2 * second[name] + (1 - self.b2) * jnp.square(g)
+            return m / debias_first / (jnp.sqrt(moments[name] / debias_second) + self.eps)
+
+        for path in self._plain(first):
+            down = adam(path, grads[path].astype(dtype), first[path].astype(dtype))
+            steps[path] = down.astype(first[path].dtype)
+        for block in self.sides.blocks:
+            slopes, found = block.read(grads, dtype), {}
+            for name, m in block.read(first, dtype).items():
+                vectors = block.vectors(bases, name)
+                rotated = (into_eigenbasis(x, *vectors) for x in (slopes[name], m))
+                found[name] = out_of_eigenbasis(adam(name, *rotated), *vectors)
+            block.write(steps, found)
+        return steps, moments

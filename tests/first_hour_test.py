@@ -1,0 +1,58 @@
+"""What the pages say trains: nothing ends above its first loss, at the default and around it."""
+
+from typing import Any
+
+import pytest
+
+import jaxkfac as jk
+from benchmarks.optimizers._kfac import documented
+from benchmarks.optimizers._method import here
+from benchmarks.optimizers.methods import METHODS
+from benchmarks.optimizers.problems import PROBLEMS
+
+# Steps of a run here. The small problems take their own hundred; of the others these show whether
+# an optimizer that diverges does so at once.
+STEPS = {"poisson": 60, "burgers": 60, "decoder": 6, "autoencoder": 4}
+QUICK = ("perceptron", "scaled_regression")
+NEEDS_DOWNLOAD = ("resnet",)  # Fashion-MNIST
+
+
+def losses_of(problem: Any, method: Any, setting: Any, data: Any) -> list[float]:
+    """The first loss of a training and its last, of one seed."""
+    curve = method.run(
+        problem, data, setting, seed=0, budget=0.0, steps=STEPS.get(problem.name, problem.steps)
+    )
+    found = [x for x in curve["loss"][1:] if x is not None]
+    assert len(found) == len(curve["loss"]) - 1, "a loss was not finite"
+    return [found[0], found[-1]]
+
+
+@pytest.mark.parametrize("method", ["kfac", "kfac_rate", "kfe_adam"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in PROBLEMS
+        if name not in NEEDS_DOWNLOAD
+    ],
+)
+def test_no_training_ends_above_its_first_loss(name, method):
+    problem, data = PROBLEMS[name], PROBLEMS[name].data()
+    settings = METHODS[method].documented
+    rates = [setting.get("learning_rate") for setting in settings]
+    assert rates == [None] or max(rates) / min(rates) == pytest.approx(10)  # a decade
+    for setting in settings:
+        first, last = losses_of(problem, METHODS[method], setting, data)
+        assert last < first, setting
+
+
+def test_a_training_that_diverges_would_be_seen():
+    """The settings that the pages gave before: damping 1e-3, no constraint."""
+    before = here(
+        documented(
+            lambda like, setting: jk.kfac(1e-2, like=like, damping=1e-3, norm_constraint=None)
+        )
+    )
+    problem = PROBLEMS["perceptron"]
+    curve = before(problem, problem.data(), {}, seed=0, budget=0.0, steps=30)
+    assert not (curve["loss"][-1] or float("inf")) < curve["loss"][1]
