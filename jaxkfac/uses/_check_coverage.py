@@ -159,9 +159,9 @@ def check_coverage(
         program = Program(objective, finding, cover=False)
         traced = program.traced(params, batch, key, state)
         remark = "examples and factors: a scalar loss does not show its examples"
-        answers = [traced.examples_meet(q) for q in ("value", "derivative")]
+        value, derivative = (traced.examples_meet(q) for q in ("value", "derivative"))
         error = _of_gradient(objective, stats, params, batch, key, state)
-        return CoverageCheck(*answers, (), 0, error, {}, {}, (remark,))
+        return CoverageCheck(value, derivative, (), 0, error, {}, {}, (remark,))
     whole = objective.batch(as_batch(batch))
     program = Program(objective, finding, cover=False)
     traced = program.traced(params, whole, key, state)
