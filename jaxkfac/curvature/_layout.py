@@ -206,7 +206,8 @@ def layout_of(layers: tuple[Layer, ...], bias: BiasMode) -> Layout:
     for layer, turned in turned_pairs(layers):
         places = [Place(t, k) for x in (layer, turned) for t, k in (("a", x.input), ("g", x.name))]
         turned_ones = like.has_ones(turned.input)
-        both = Orientations(*(entries[place] for place in places), turned_ones)
+        a, g, turned_a, turned_g = (entries[place] for place in places)
+        both = Orientations(a, g, turned_a, turned_g, turned_ones)
         if bias == "joint" or layer.bias is None:  # else the bias's block is G alone
             for place in places[:2]:
                 blocks[place] = dataclasses.replace(blocks[place], both=both)

@@ -206,6 +206,8 @@ class Program:
         if traced.marks:
             each = (meeting_at(traced, mark, self.examples) for mark in range(len(traced.marks)))
             met = next(filter(None, each), "")
+            if met and "not known" not in met:
+                met = f"examples meet on their way to a jk.mark_outputs: {met}"
         else:
             met = self.meeting(traced, "value", alone=True)
         return f"{behind} one of single examples' gradients, and {met}" if met else ""

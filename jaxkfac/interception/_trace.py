@@ -133,7 +133,8 @@ class Traced:
     @functools.cached_property
     def _answers(self) -> list[Answers]:
         """Both answers, output by output."""
-        table, found = self.analysis.table, {}
+        table = self.analysis.table
+        found: dict[tuple[tuple[int, ...], Atoms], list[int]] = {}
         for k in range(max(1, self.num_outputs)):
             shape, axes = self.out_shapes[k].shape, self.output_axes(k)
             atoms = table.atoms(axes[0]) if axes else ()
@@ -142,11 +143,12 @@ class Traced:
         for (shape, atoms), outputs in found.items():
             if shape in ((), (1,)):  # a single example
                 continue
+            (number,) = shape
             labels = label_inputs(
-                table, self.analysis.axes_of_input, self._in_shapes, atoms, *shape,
+                table, self.analysis.axes_of_input, self._in_shapes, atoms, number,
                 state=self.state,
             )  # fmt: skip
-            each = answers(self.analysis.plan, *shape, len(self.shapes), labels, outputs)
+            each = answers(self.analysis.plan, number, len(self.shapes), labels, outputs)
             for k, both in zip(outputs, each, strict=True):
                 results[k] = both
         return results

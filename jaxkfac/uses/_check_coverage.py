@@ -15,9 +15,9 @@ from jaxkfac._errors import JaxkfacError
 from jaxkfac.curvature import Eigenbases, correct_eigenvalues, eigendecompose
 from jaxkfac.factors import (
     Batch,
-    FactorCollector,
     Objective,
     Program,
+    ValueGradAndFactors,
     as_batch,
     value_grad_and_factors,
 )
@@ -151,7 +151,7 @@ def check_coverage(
     at_least_one(max_examples=max_examples)
     check_arrays("params", params)
     check_arrays("batch", batch)
-    finding = {"layers": layers, "experts": experts}
+    finding: Any = {"layers": layers, "experts": experts}  # keywords of unlike types
     if not isinstance(objective, Objective):
         check_function("objective", objective, "loss(params, batch), or a jk.Objective")
         stats = value_grad_and_factors(
@@ -160,9 +160,9 @@ def check_coverage(
         program = Program(objective, finding, cover=False)
         traced = program.traced(params, batch, key, state)
         remark = "examples and factors: a scalar loss does not show its examples"
-        answers = [traced.examples_meet(q) for q in ("value", "derivative")]
+        value, derivative = (traced.examples_meet(q) for q in ("value", "derivative"))
         error = _of_gradient(objective, stats, params, batch, key, state)
-        return CoverageCheck(*answers, (), 0, error, {}, {}, (remark,))
+        return CoverageCheck(value, derivative, (), 0, error, {}, {}, (remark,))
     whole = objective.batch(as_batch(batch))
     program = Program(objective, finding, cover=False)
     traced = program.traced(params, whole, key, state)
@@ -189,7 +189,7 @@ class _Trial:
     """One model and batch on trial; ``remarks`` grows with what cannot be compared."""
 
     objective: Objective
-    stats: FactorCollector
+    stats: Callable[..., ValueGradAndFactors]
     params: PyTree
     batch: Batch
     key: Any
@@ -303,7 +303,7 @@ class _Trial:
             if read.count(layer.weight.path) > 1 or layer.computed_from or not layer.is_covered:
                 continue
             squares = _squares(layer, measured, gradients)
-            basis = measured[layer.name]
+            basis: Any = measured[layer.name]  # its class follows from ``is_diagonal``
             values = basis.raw_diagonal if layer.is_diagonal else basis.raw_values
             expected = squares / np.asarray(factors.terms)
             found[layer.name] = _error(np.asarray(values).reshape(expected.shape), expected)
@@ -312,7 +312,8 @@ class _Trial:
 
 def _squares(layer: Layer, bases: Eigenbases, gradients: Mapping[str, Array]) -> np.ndarray:
     """The sum over examples of squares, in the layer's eigenbasis."""
-    basis, total = bases[layer.name], 0.0
+    basis: Any = bases[layer.name]  # has vectors where the layer is not diagonal
+    total: Any = 0.0
     for n in range(len(gradients[layer.weight.path])):
         kernel = layer.weight.read(gradients[layer.weight.path][n])
         if layer.is_diagonal:
@@ -355,7 +356,7 @@ def _changed(before: np.ndarray, after: np.ndarray, i: int) -> list[tuple[int, i
 
 def _of_gradient(
     objective: Callable[..., Any],
-    stats: FactorCollector,
+    stats: Callable[..., ValueGradAndFactors],
     params: PyTree,
     batch: PyTree,
     key: Any,

@@ -94,7 +94,7 @@ def label_inputs(
         state: Positions of inputs that a call changes.
     """
     wanted = table.atoms(output)
-    labels = {
+    labels: dict[int, Labels] = {
         k: linked
         for k, axes in axes_of.items()
         if (linked := _linked(table, axes, shapes[k], wanted)) is not None

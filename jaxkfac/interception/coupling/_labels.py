@@ -15,7 +15,7 @@ labels are not.
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, overload
 
 import numpy as np
 
@@ -30,7 +30,7 @@ class TooManyLabelsError(Exception):
     """The labels of an array would take more memory than they are worth."""
 
 
-def examples_along(axis: int, rank: int, number: int) -> Labels:
+def examples_along(axis: int, rank: int, number: int) -> np.ndarray:
     """Entry ``i`` along an axis belongs to example ``i``."""
     return np.arange(number, dtype=np.int32).reshape(
         [number if d == axis else 1 for d in range(rank)]
@@ -41,6 +41,10 @@ def mixed(rank: int) -> Labels:
     return np.full((1,) * rank, MIXED, np.int32)
 
 
+@overload
+def joined(first: np.ndarray, /, *others: Labels) -> np.ndarray: ...
+@overload
+def joined(*each: Labels) -> Labels: ...
 def joined(*each: Labels) -> Labels:
     """Labels of what depends on all of these, entry by entry; ranks are equal, or zero."""
     out = None
@@ -63,6 +67,10 @@ def check_size(shape: Sequence[int]) -> None:
         raise TooManyLabelsError(f"{math.prod(shape)} labels of one array")
 
 
+@overload
+def reduced(labels: np.ndarray, axes: Iterable[int]) -> np.ndarray: ...
+@overload
+def reduced(labels: None, axes: Iterable[int]) -> None: ...
 def reduced(labels: Labels, axes: Iterable[int]) -> Labels:
     """Labels of what depends on all entries along some axes, which stay with length one."""
     if labels is None:

@@ -334,7 +334,7 @@ def shard_map(
     names += [n for spec in p["out_specs"] for n in _names(spec) if n not in names]
     devices = [dict(zip(names, at, strict=True)) for at in np.ndindex(*[sizes[n] for n in names])]
     labels = [
-        None if x.of(q).labels is None else _shards(x.of(q).labels, dims, devices, sizes)
+        None if (own := x.of(q).labels) is None else _shards(own, dims, devices, sizes)
         for x, dims in zip(ins, split, strict=True)
         for q in QUESTIONS
     ]
