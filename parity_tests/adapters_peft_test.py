@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import pytest
 import torch
 
 from jaxkfac import lslora
@@ -28,30 +26,16 @@ from parity_tests.adapters_files_test import (
 )
 from parity_tests.cases import cases, over
 from parity_tests.compare import Pair
+from parity_tests.packages import imported
 from parity_tests.sides import Sides
 from torch_ref import lslora as reference
-
-
-def stock_peft() -> Any:
-    """PEFT; without it the case is skipped.
-
-    It imports torchvision wherever that is. One that was built for another torch fails; then it
-    is hidden, since no test here needs it.
-    """
-    if importlib.util.find_spec("peft") is None:
-        pytest.skip("peft is not installed; extra: peft")
-    try:
-        importlib.import_module("torchvision")
-    except (ImportError, RuntimeError):
-        sys.modules["torchvision"] = None  # pyright: ignore[reportArgumentType]
-    return importlib.import_module("peft")
 
 
 def with_the_plug_in(placement: Any) -> Callable[[Sides], Iterable[Pair]]:
     """PEFT reads what was written here, computes the same, and writes it again."""
 
     def pairs(sides: Sides) -> Iterable[Pair]:
-        peft, pair = stock_peft(), linked(sides, Setting(placement))
+        peft, pair = imported("peft"), linked(sides, Setting(placement))
         plugin = importlib.import_module("torch_ref.lslora.peft_plugin")
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -72,7 +56,7 @@ def with_the_plug_in(placement: Any) -> Callable[[Sides], Iterable[Pair]]:
 
 def plain(sides: Sides) -> Iterable[Pair]:
     """Plain rsLoRA of stock PEFT with ranks by module, read on both sides, and taken back."""
-    peft = stock_peft()
+    peft = imported("peft")
     settings = peft.LoraConfig(
         r=4,
         lora_alpha=3,
@@ -109,7 +93,7 @@ def plain(sides: Sides) -> Iterable[Pair]:
 
 def saved_whole(sides: Sides) -> Iterable[Pair]:
     """Modules that stock PEFT trains and saves whole."""
-    peft = stock_peft()
+    peft = imported("peft")
     settings = peft.LoraConfig(r=2, target_modules=["up"], modules_to_save=["down"])
     model = peft.get_peft_model(base(sides), settings)
     with torch.no_grad():

@@ -6,22 +6,23 @@ import numpy as np
 import optax
 import pytest
 import torch
-from pytorch_optimizer import SOAP
 
 import jaxkfac as jk
+from parity_tests.packages import imported
 
 RATE, BETA, EVERY, STEPS = 1e-2, 0.9, 3, 11
 
 
 @pytest.mark.usefixtures("x64")
 def test_kfe_adam_of_the_gradients_covariance_is_published_soap():
+    published = imported("pytorch_optimizer")
     rng = np.random.default_rng(0)
     # Square, so that the first covariances have full rank: LAPACK may choose any basis of a kernel.
     params = {name: rng.normal(size=(6, 6)) / 3 for name in ("up", "down")}
     x, y = rng.normal(size=(2, STEPS, 20, 6))
 
     theirs = {name: torch.nn.Parameter(torch.tensor(value)) for name, value in params.items()}
-    soap = SOAP(
+    soap = published.SOAP(
         theirs.values(), lr=RATE, betas=(BETA, BETA), precondition_frequency=EVERY,
         weight_decay=0.0, eps=1e-15,
     )  # fmt: skip

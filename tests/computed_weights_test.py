@@ -283,7 +283,7 @@ def test_beside_a_mark_of_coupled_examples_the_parameters_are_not_covered():
         return -jnp.diagonal(jax.nn.log_softmax(logits)).mean()
 
     kept, x = tree(0, v=(4, 5), g=(5,)), (normal(6, 4, 4), normal(7, 4, 4))
-    with pytest.raises(jk.UncoveredParameterError, match="examples meet on their way to a jk.mark"):
+    with pytest.raises(jk.UncoveredParameterError, match="the examples meet at `dot_general`"):
         jk.value_grad_and_factors(contrastive)(kept, x)
 
 

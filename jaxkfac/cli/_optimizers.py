@@ -20,7 +20,7 @@ class KfacOptions:
 
     learning_rate: float
     """Largest learning rate."""
-    damping: float = 1e-3
+    damping: float = 0.1
     """In units of the squared gradient."""
     damping_mode: DampingMode = "exact"
     """Added to each product of eigenvalues, or its root to both factors; pi balances them."""
@@ -30,7 +30,7 @@ class KfacOptions:
     """Updates between two eigendecompositions."""
     momentum: float = 0.9
     """Of the preconditioned gradient."""
-    norm_constraint: float | None = None
+    norm_constraint: float | None = 1e-2
     """Bound on a step's squared length in the Fisher metric, before momentum."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""

@@ -6,15 +6,20 @@ import jaxkfac as jk
 from jaxkfac.cli._optimizers import DampingMode, KfacOptions
 from jaxkfac.cli._options import DigitsKfacOptions
 from jaxkfac.linalg import DampingMode as LibraryDampingMode
+from jaxkfac.optim import SAFE_DAMPING, SAFE_NORM
 
 
 def test_every_option_of_kfac_has_the_librarys_name_and_default():
     library = inspect.signature(jk.kfac).parameters
     own = {field.name: field for field in dataclasses.fields(KfacOptions)}
     assert own.pop("learning_rate").default is dataclasses.MISSING
-    assert {name: field.default for name, field in own.items()} == {
-        name: library[name].default for name in own
-    }
+    automatic = {  # with a learning rate
+        "damping": SAFE_DAMPING, "damping_mode": "exact", "momentum": 0.9,
+        "norm_constraint": SAFE_NORM,
+    }  # fmt: skip
+    defaults = {name: library[name].default for name in own}
+    assert [name for name, x in defaults.items() if x == "auto"] == list(automatic)
+    assert {name: field.default for name, field in own.items()} == defaults | automatic
     assert KfacOptions(1.0).arguments().keys() == own.keys()
 
 

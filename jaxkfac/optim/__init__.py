@@ -4,7 +4,7 @@ from jaxkfac.optim._accumulators import MemoryKind, check_memory_kind, checked_a
 from jaxkfac.optim._adaptation import AdaptationState
 from jaxkfac.optim._curvature import Curvature, shapes_of
 from jaxkfac.optim._descent import advance_momentum, descend, norm_scale, taken_where
-from jaxkfac.optim._kfac import kfac
+from jaxkfac.optim._kfac import SAFE_DAMPING, SAFE_NORM, kfac
 from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfe_adam import KfeAdamState, kfe_adam
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt
@@ -15,6 +15,8 @@ from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._watch import StateWatch, check_state
 
 __all__ = [
+    "SAFE_DAMPING",
+    "SAFE_NORM",
     "AdaptationState",
     "Curvature",
     "KfacState",

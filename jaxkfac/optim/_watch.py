@@ -99,7 +99,8 @@ _CAUTIOUS = "jk.LevenbergMarquardt with a larger initial="
 def warn_if_diverged(state: Watched, *, stacklevel: int) -> None:
     """Warn at the tenth loss in a row that is out of bounds, where values are known."""
     diverged = state.watch.diverged
-    if is_concrete(diverged) and diverged == PATIENCE:
+    tenth = diverged == PATIENCE  # traced inside shard_map, where the state may be concrete
+    if is_concrete(tenth) and tenth:
         warnings.warn(_diverged(state), stacklevel=stacklevel)
 
 
