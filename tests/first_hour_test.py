@@ -10,10 +10,11 @@ from benchmarks.optimizers._method import here
 from benchmarks.optimizers.methods import METHODS
 from benchmarks.optimizers.problems import PROBLEMS
 
-# Steps of a run here; the small problems take their own hundred. The records have the whole runs of
-# the others. The first steps may overshoot: of Burgers' equation with a rate of 0.03 the loss is
+# Steps of a run here; the small problems take their own hundred. Whole runs of the others are for
+# benchmarks.optimizers. The first steps may overshoot: of Burgers' equation with a rate of 0.03 the loss is
 # above its first at step 60, and at 0.09 of it at step 150.
-STEPS = {"poisson": 60, "burgers": 150, "decoder": 6, "autoencoder": 12}
+STEPS = {"poisson": 60, "burgers": 150, "decoder": 6, "autoencoder": 30}
+LARGE = ("autoencoder", "decoder", "vit")  # the documented rate alone: the decade takes minutes
 QUICK = ("perceptron", "scaled_regression")
 NEEDS_DOWNLOAD = ("resnet",)  # Fashion-MNIST
 
@@ -42,7 +43,7 @@ def test_no_training_ends_above_its_first_loss(name, method):
     settings = METHODS[method].documented
     rates = [setting.get("learning_rate") for setting in settings]
     assert rates == [None] or max(rates) / min(rates) == pytest.approx(10)  # a decade
-    for setting in settings:
+    for setting in settings[:1] if name in LARGE else settings:
         first, last = losses_of(problem, METHODS[method], setting, data)
         assert last < first, setting
 
