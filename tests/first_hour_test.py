@@ -11,8 +11,8 @@ from benchmarks.optimizers.methods import METHODS
 from benchmarks.optimizers.problems import PROBLEMS
 
 # Steps of a run here; the small problems take their own hundred. Whole runs of the others are for
-# benchmarks.optimizers. The first steps may overshoot: of Burgers' equation with a rate of 0.03 the loss is
-# above its first at step 60, and at 0.09 of it at step 150.
+# benchmarks.optimizers. The first steps may overshoot: with a rate of 0.03 the loss of Burgers'
+# equation is above its first at step 60, and at 0.09 of it at step 150.
 STEPS = {"poisson": 60, "burgers": 150, "decoder": 6, "autoencoder": 30}
 LARGE = ("autoencoder", "decoder", "vit")  # the documented rate alone: the decade takes minutes
 QUICK = ("perceptron", "scaled_regression")
