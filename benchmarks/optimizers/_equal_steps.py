@@ -13,7 +13,7 @@ Lines = Sequence[Mapping[str, Any]]
 
 
 def run_key(method: Method, setting: Setting, seed: int, problem: Problem) -> Key:
-    """Of a run that takes the problem's steps, and where it is timed its CPU seconds too."""
+    """Key of a run that takes the problem's steps, and its CPU seconds too where it is timed."""
     goes_on = method.timed and setting == method.documented[0]
     budget = problem.budget if goes_on else 0.0
     return Key(method.name, json.dumps(dict(setting)), seed, budget, problem.steps)

@@ -34,7 +34,7 @@ def marked(kind: str, outputs: Any, targets: Any, weight: float = 1.0) -> Any:
 
 
 def statistics(problem: Problem, data: Arrays, *, every: int = 1, fisher: Any = None) -> Statistics:
-    """Of a problem, with a Fisher type, by default the one that the problem names."""
+    """A problem's statistics; the Fisher type is the problem's own unless another is given."""
 
     def loss(params: Any, batch: Any) -> Any:
         return problem.loss(params, batch, marked)
