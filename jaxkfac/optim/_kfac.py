@@ -57,8 +57,8 @@ from jaxkfac.optim._watch import StateWatch, warn_if_diverged
 
 PyTree = Any
 
-# With rates of 0.03, 0.1 and 0.3 none of the problems that benchmarks/results/optimizers has runs of
-# ended above its first loss. With a damping of 1e-3 and no constraint the perceptron does, at 0.01
+# With rates of 0.03, 0.1 and 0.3 no recorded run (benchmarks/results/optimizers) ended above its
+# first loss. With a damping of 1e-3 and no constraint the perceptron does, at 0.01
 # (tests/first_hour_test.py).
 SAFE_DAMPING, SAFE_NORM = 0.1, 1e-2
 
