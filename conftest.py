@@ -189,12 +189,25 @@ def _promotion(request: pytest.FixtureRequest):
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave tests marked ``gpu`` out where there is none, and most cases of ``sampled`` ones."""
+    """Leave out what cannot run here (``gpu``, ``float16``) and most cases of ``sampled`` tests."""
     _leave_to_exhaustive(items)
+    narrow = [item for item in items if item.get_closest_marker("float16")]
+    if narrow and not _compiles_float16():
+        for item in narrow:
+            item.add_marker(pytest.mark.skip(reason="XLA compiles no float16 for this processor"))
     if jax.default_backend() != "gpu":
         twins = [item for item in items if item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=twins)
         items[:] = [item for item in items if item not in set(twins)]
+
+
+def _compiles_float16() -> bool:
+    """Whether the processor has the instructions (F16C) that XLA:CPU needs for float16."""
+    try:
+        jax.numpy.ones(2).astype(jax.numpy.float16).block_until_ready()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 def _leave_to_exhaustive(items: list[pytest.Item]) -> None:

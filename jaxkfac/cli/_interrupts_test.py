@@ -15,6 +15,20 @@ from jaxkfac.cli._interrupts import (
 from jaxkfac.cli._main import main
 
 
+@pytest.fixture(autouse=True)
+def usual_handlers():
+    """A shell's background job ignores SIGINT, and nohup SIGHUP: these tests do not."""
+    usual = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def press():
     os.kill(os.getpid(), signal.SIGINT)
 

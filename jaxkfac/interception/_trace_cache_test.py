@@ -39,7 +39,7 @@ def test_one_trace_serves_all_arguments_of_its_types(times_made):
     "other",
     [
         lambda x: (x, jnp.ones((2, 3))),
-        lambda x: (x, x.astype(jnp.bfloat16).astype(jnp.float16)),
+        lambda x: (x, x.astype(jnp.bfloat16)),
         lambda x: (jnp.ones(2), x),
     ],
 )

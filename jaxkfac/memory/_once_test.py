@@ -94,14 +94,22 @@ def test_cast_keeps_where_an_array_is_and_whether_it_is_committed(devices):
     assert not done["free"].committed
 
 
-def test_values_are_those_of_a_conversion_on_the_device():
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        jnp.bfloat16,
+        # XLA converts to eight bits by way of float16.
+        *(
+            pytest.param(dtype, marks=pytest.mark.float16)
+            for dtype in (jnp.float16, jnp.float8_e5m2, jnp.float8_e4m3fn)
+        ),
+    ],
+)
+def test_values_are_those_of_a_conversion_on_the_device(dtype):
     values = np.array([1.0, 1 / 3, -2.7, 70000.0, 3e38, np.inf, np.nan, 1e-8, 0.0], np.float32)
-    for dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e5m2, jnp.float8_e4m3fn):
-        expected = jax.lax.convert_element_type(jnp.asarray(values), dtype)
-        (found,) = cast_once([jnp.asarray(values)], dtype)
-        np.testing.assert_array_equal(
-            np.asarray(found, np.float32), np.asarray(expected, np.float32)
-        )
+    expected = jax.lax.convert_element_type(jnp.asarray(values), dtype)
+    (found,) = cast_once([jnp.asarray(values)], dtype)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
 
 
 def test_cast_inside_a_program_is_a_conversion():

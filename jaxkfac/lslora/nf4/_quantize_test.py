@@ -115,7 +115,9 @@ def test_a_jitted_decoding_is_the_decoding_to_the_last_bit():
     np.testing.assert_array_equal(jax.jit(nf4.dequantize)(kernel), kernel.decode())
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.float16)]
+)
 def test_narrow_kernels_decode_to_their_dtype(dtype):
     kernel = weights(64, 4, dtype=dtype)
     decoded = nf4.dequantize(nf4.quantize({"kernel": kernel}))["kernel"]
