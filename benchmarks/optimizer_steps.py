@@ -1,6 +1,6 @@
 """Cost of a K-FAC step: beside kfac-jax, and of its preconditioning with four and two products.
 
-Run: python -m benchmarks.optimizer_steps [--peer ENV/bin/python] [--blocks 12] [--json FILE]
+Run: python -m benchmarks.optimizer_steps [--peer ENV/bin/python] [--first] [--blocks 12] [--json FILE]
 
 The program is the autoencoder of the K-FAC papers, 784-1000-500-250-30 and mirrored, tanh, on
 the embedded digits enlarged to 28 x 28: Bernoulli pixels, batches of 256, sampled Fisher, a
@@ -10,11 +10,13 @@ process of its own when it is told to, so that the two never run at the same tim
 XNNPACK, whose products there read what a donated parameter held before. Settings are "fixed"
 (learning rate 0.1, damping 0.1, norm constraint 1, momentum 0.9) and "adaptive" (damping from 0.1
 on, learning rate and momentum chosen by the quadratic model); the rows say ours, then the peer's.
+"default" is ``jk.kfac(like=like)``.
 
 Times are of blocks of 5 steps, so that each holds one refresh. Ours and the peer's alternate,
 and a ratio is the median over pairs of blocks. ``first_step_s`` is the first call, compilation
 and all. Beside wall time there is the CPU time of all threads, which other work on the machine
-blurs less. Of an update of 48 unrolled layers there is the CPU time of tracing and compiling;
+blurs less. ``--first`` measures the CPU time of the first step, and of the first ten with every
+program that they compile, and nothing else. Of an update of 48 unrolled layers there is the CPU time of tracing and compiling;
 ``python -m benchmarks.accelerators --target h100 --size others`` compiles it for an H100.
 """
 
@@ -92,8 +94,9 @@ class Ours:
         batch = self._batch()
         like = stats.factor_shapes(params, batch, jax.random.key(0))
         shared: Any = {"like": like, "refresh_every": PERIOD, "damping_mode": "pi"}
-        adapts = settings == "adaptive"
-        if adapts:
+        if settings == "default":
+            tx = jk.kfac(like=like)
+        elif settings == "adaptive":
             damping = jk.LevenbergMarquardt(initial=DAMPING)
             tx = jk.kfac("quadratic", momentum="quadratic", damping=damping, **shared)
         else:
@@ -102,7 +105,9 @@ class Ours:
         def step(params: Any, state: Any, batch: Any, key: Any) -> Any:
             value, grads, factors = stats(params, batch, key)
             model: dict[str, Any] = {}
-            if adapts:
+            if settings == "default":
+                model = stats.adaptation(params, batch, key)
+            elif settings == "adaptive":
                 loss = functools.partial(objective, batch=batch)
                 model = {"value": value, "value_fn": loss}
                 model["curvature"] = jk.operators.ggn(objective, params, batch)
@@ -193,6 +198,27 @@ def beside_peer(
     }
 
 
+def first_steps(python: Path, data: Problem, settings: tuple[str, str]) -> dict[str, Any]:
+    """CPU seconds of the first step, and of the first ten, of both; compilation included.
+
+    What comes before the first step, the shapes of the factors and the state, counts for neither.
+    """
+    ours = Ours(data, settings[0])
+    mine = [ours.block(1).cpu, ours.block(2 * PERIOD - 1).cpu]
+    peer = Peer(python, data, settings[1])
+    theirs = [peer.block(1).cpu, peer.block(2 * PERIOD - 1).cpu]
+    peer.close()
+    return {
+        "versions": peer.versions,
+        "first_step_cpu_s": mine[0],
+        "peer_first_step_cpu_s": theirs[0],
+        "first_step_cpu_ratio": mine[0] / theirs[0],
+        "ten_steps_cpu_s": sum(mine),
+        "peer_ten_steps_cpu_s": sum(theirs),
+        "ten_steps_cpu_ratio": sum(mine) / sum(theirs),
+    }
+
+
 def preconditioning(data: Problem, pairs: int) -> dict[str, float]:
     """Two products with stored inverses against four with eigenvectors, in interleaved pairs."""
     params = [{"w": jnp.asarray(w), "b": jnp.zeros(w.shape[1])} for w in data.weights]
@@ -252,10 +278,21 @@ def compilation(mode: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peer", type=Path, help="the Python of an environment with kfac-jax")
+    parser.add_argument("--first", action="store_true", help="the first steps alone")
     parser.add_argument("--blocks", type=int, default=12, help="pairs of blocks (default 12)")
     parser.add_argument("--pairs", type=int, default=21, help="of preconditionings (default 21)")
     parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args()
+    if args.first and args.peer is None:
+        parser.error("--first needs --peer")
+    if args.first:
+        record, data = stamp(), problem()
+        for settings in (("fixed", "fixed"), ("default", "adaptive"), ("adaptive", "adaptive")):
+            name = ", ".join(settings)
+            record[name] = first_steps(args.peer, data, settings)
+            shown(name, record[name])
+        write(record, args.json)
+        return
     record, data = stamp(blocks=args.blocks, pairs=args.pairs), problem()
     record["preconditioning"] = preconditioning(data, args.pairs)
     shown("preconditioning", record["preconditioning"])

@@ -66,6 +66,8 @@ class Traced:
         num_outputs: How many leaves the result begins with are outputs of the model.
         marks: The marks that these outputs stand for, of a loss that names them itself.
         state: Positions of the inputs that a call changes.
+        isolated: Whether cotangents of the outputs are one example's at a time, so that all rows
+            are that example's.
     """
 
     closed: Any
@@ -78,6 +80,7 @@ class Traced:
     num_outputs: int = 1
     marks: tuple[OutputMark, ...] = ()
     state: frozenset[int] = frozenset()
+    isolated: bool = False
 
     def output_axes(self, index: int = 0) -> Axes | None:
         """Axis atoms of an output leaf, or ``None`` if it does not depend on data."""
@@ -91,12 +94,13 @@ class Traced:
     @property
     def num_examples(self) -> int:
         """Length of the first output's leading axis."""
-        return self.out_shapes[0].shape[0] if self.out_shapes[0].shape else 1
+        shape = self.out_shapes[0].shape
+        return shape[0] if shape and not self.isolated else 1
 
     @property
     def examples(self) -> Atoms:
         """Atoms of the first output's leading axis, the examples; none for a single one."""
-        axes = self.output_axes()
+        axes = () if self.isolated else self.output_axes()
         return self.analysis.table.atoms(axes[0]) if axes else ()
 
     def examples_meet(
@@ -190,6 +194,8 @@ class Traced:
 
         There are several where marks name outputs of different examples.
         """
+        if self.isolated:
+            return [((), 1)]
         found: dict[Atoms, int] = {}
         for index, shape in enumerate(self.out_shapes[: self.num_outputs]):
             axes = self.output_axes(index)

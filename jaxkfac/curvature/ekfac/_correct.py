@@ -2,19 +2,22 @@
 
 import dataclasses
 import re
+import sys
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
-from jaxtyping import Array, Bool, Key, PyTree
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from jaxkfac._checks import at_least_one, one_of
-from jaxkfac._errors import CoupledExamplesError, UnknownLayerError, nearest
+from jaxkfac._errors import CoupledExamplesError, LostRowsError, UnknownLayerError, nearest
 from jaxkfac.curvature._eigenbases import Eigenbases, check_bases
-from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients
+from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients, Squares
 from jaxkfac.factors import (
     Corrections,
     Estimator,
+    Linearised,
     Objective,
     Origin,
     Program,
@@ -24,7 +27,15 @@ from jaxkfac.factors import (
     estimator_of,
     per_example_diagonals,
 )
-from jaxkfac.interception import Layer, LayerTable, Traced, Word, check_function
+from jaxkfac.interception import (
+    Layer,
+    LayerTable,
+    Traced,
+    Word,
+    check_function,
+    fast_convolutions,
+)
+from jaxkfac.linalg import sum_over_chunks
 
 MeasuredFisher = Literal["empirical", "mc", "exact"]
 
@@ -64,8 +75,8 @@ class EigenvalueCorrector:
             UnknownLayerError: the program lacks a layer of the bases.
             CoupledExamplesError: an example's output depends on other examples, and gradients
                 of single ones are measured.
-            LostRowsError: the rows of a layer cannot be told apart by example, or
-                ``positions`` cannot be followed to it.
+            LostRowsError: ``positions`` cannot be followed to a layer; or, of a scalar loss, the
+                rows of a layer cannot be told apart by example.
             ValueError: a layer is not the one of the bases, or the batch does not fit.
         """
         objective, bases = self._program.objective, self._bases
@@ -89,20 +100,25 @@ class EigenvalueCorrector:
                 "does not run each example by itself: give a jk.Objective"
             )
         _check_examples(self._program, traced, bases, extra, self._per)
-        squared = SquaredGradients(traced, bases, self._per)
-        at = self._program.linearise(
-            traced,
-            squared,
-            params,
-            batch,
-            key,
-            state,
-            positions=positions,
-            differentiate=False,
-        )
-        squares = estimator.gathered(
-            objective, at, batch, lambda emitted: squared.outputs(emitted, bases)
-        )
+
+        def linearised(traced: Traced) -> tuple[Linearised, Callable[..., Squares]]:
+            squared = SquaredGradients(traced, bases, self._per)
+            at = self._program.linearise(
+                traced, squared, params, batch, key, state,
+                positions=positions, differentiate=False,
+            )  # fmt: skip
+            return at, lambda emitted: squared.outputs(emitted, bases)
+
+        try:
+            at, outputs = linearised(traced)
+            squares = estimator.gathered(objective, at, batch, outputs)
+        except LostRowsError as error:
+            if not known or traced.num_examples == 1:
+                raise
+            number = traced.num_examples
+            _say_isolated(error, number)
+            at, outputs = linearised(dataclasses.replace(traced, isolated=True))
+            squares = _isolated(estimator, at, outputs, number)
         scale = at.squares_to_sums
         squares = jax.tree.map(lambda x: x * scale.astype(x.dtype), squares)
         sums = squares.values
@@ -116,6 +132,37 @@ class EigenvalueCorrector:
         likelihoods = jax.tree.leaves(objective.likelihood) if known else marks
         origin = Origin.of(estimator.name, likelihoods, self._program.examples)
         return dataclasses.replace(bases, corrections=corrections, origin=origin)
+
+
+def _say_isolated(error: LostRowsError, number: int) -> None:
+    lost = str(error).partition(",")[0]
+    print(
+        f"jaxkfac: {lost}; so gradients of whole examples take a backward pass for each of "
+        f"the {number} examples, and per='token' takes one for all",
+        file=sys.stderr,
+    )
+
+
+def _isolated(
+    estimator: Estimator, at: Linearised, outputs: Callable[..., Squares], number: int
+) -> Squares:
+    """Squares of single examples' gradients, each from a backward pass of its loss terms alone.
+
+    Which rows are an example's need not be known: the cotangents of all others are zero.
+    """
+    assert at.terms_of is not None
+
+    def contribution(cotangent: PyTree) -> Squares:
+        def one(examples: Int[Array, " 1"], _: Any) -> Squares:
+            def alone(x: Array) -> Array:
+                mine = jnp.arange(number) == examples
+                return jnp.where(mine.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+
+            return outputs(at.vjp(jax.tree.map(alone, cotangent)))
+
+        return sum_over_chunks(one, jnp.arange(number), 1, in_loop=fast_convolutions)
+
+    return estimator.expectation(at.terms_of, at.outputs, at.batch, contribution)
 
 
 def correct_eigenvalues(
@@ -175,7 +222,9 @@ def correct_eigenvalues(
         The forward pass and the backward pass to the inputs of layers; no gradient of the
         parameters, and one row-sized copy of each layer's inputs and outputs at a time. By
         example, with more than four positions, gradients of as many examples as fit in
-        32 MiB (on the CPU, of one). A layer that an example passes several times (tied, shared,
+        32 MiB (on the CPU, of one). Where the rows of a layer cannot be told apart by example (a
+        ``lax.map`` over micro-batches), each example takes a backward pass of its own, which is
+        said once on stderr. A layer that an example passes several times (tied, shared,
         in a recurrent loop) holds ``N in out`` elements, but not with ``per="token"``.
 
     Example:

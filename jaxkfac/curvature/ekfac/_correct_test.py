@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxkfac._errors import LostRowsError, UnknownLayerError
+from jaxkfac._errors import UnknownLayerError
 from jaxkfac.curvature._apply import apply_power, fisher_vector_product
 from jaxkfac.curvature._coverage import owners
 from jaxkfac.curvature._eigenbases import Eigenbases, KroneckerEigenbasis, identity_bases
@@ -730,15 +730,13 @@ def test_identity_bases_are_measured_along_the_parameters():
 # ------------------------------------------------------------------- bad input
 
 
-def test_examples_that_a_loop_runs_over_are_lost_by_example_only():
+def test_positions_of_examples_that_a_loop_runs_over_are_measured():
     def fn(p, x):
         return lax.map(lambda row: jnp.tanh(row @ p["w"]), x)
 
     objective, params = Objective(fn, Gaussian()), tree(0, w=(3, 2))
     batch = (normal(1, N, 6, 3), normal(2, N, 6, 2), jnp.ones((N, 6), bool))
     bases = bases_of(objective, params, batch)
-    with pytest.raises(LostRowsError, match="'w': example axis lost"):
-        correct(objective, bases, params, batch)
     found = correct(objective, bases, params, batch, per="token")
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
     plain = Objective(lambda p, x: jnp.tanh(x @ p["w"]), Gaussian())

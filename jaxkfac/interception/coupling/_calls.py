@@ -96,13 +96,17 @@ def _cotangents(
     entry of an operand's cotangent then belongs to the example of that entry, or the rule mixes.
     """
     closed = _program(follower, eqn, moving, forward=False)
+    # Where it is not known whether a result mixes, the same is not known of its cotangent.
     owners = [
-        _one_or_other(x.derivative.labels, x.value.labels)
+        Dependence(
+            _one_or_other(x.derivative.labels, x.value.labels),
+            first_reason([x.derivative, x.value]),
+        )
         for v, x in _both(eqn, outs)
         if is_inexact(v)
     ]
     inside = [at[id(v)]._replace(derivative=Dependence()) for v in operands_of(eqn)[0]]
-    inside += [LabeledValue(Dependence(x), Dependence(x)) for x in owners]
+    inside += [LabeledValue(x, x) for x in owners]
     backward, reason = follower.run(closed.jaxpr, closed.consts, inside), None
     for var, back in zip(moving, backward, strict=True):
         own, labels = at[id(var)].derivative.labels, back.derivative.labels
