@@ -8,7 +8,7 @@ import pytest
 from benchmarks.optimizers._equal_steps import best_choice, ends_above_its_start, missing_at_steps
 from benchmarks.optimizers._method import Method, Steps, constant, here
 from benchmarks.optimizers._reach import OURS, defaults_table, reach_table
-from benchmarks.optimizers._record import SEEDS, Record
+from benchmarks.optimizers._record import GRID, SEEDS, Record
 from benchmarks.optimizers.methods import METHODS
 from benchmarks.optimizers.problems import PROBLEMS
 
@@ -40,6 +40,23 @@ def test_documented_settings_run_on_every_seed_and_seed_0_chooses_among_the_othe
         *((3.0, seed) for seed in (0, *SEEDS)), (1.0, 0), (2.0, 0), *((2.0, seed) for seed in SEEDS)
     ]  # fmt: skip
     assert best_choice(record.lines, method, problem) == rates[1]
+
+
+def test_a_costly_problem_takes_what_seed_0_chose_at_equal_time(tmp_path):
+    problem, rates = PROBLEMS["decoder"], ({"learning_rate": 1.0}, {"learning_rate": 2.0})
+    usual = constant([{"learning_rate": 3.0}])
+    method = Method("soap", "A", rates, dict, documented=usual, choices=rates)
+    record = Record(tmp_path / "a.jsonl")
+    for rate in rates:
+        worse = [9.0, rate["learning_rate"]]
+        record.add(line("soap", rate, 0, worse, budget=GRID * problem.budget, steps=0))
+    made = []
+    while key := missing_at_steps(record, [method], problem):
+        setting = json.loads(key.setting)
+        made.append((setting["learning_rate"], key.seed))
+        record.add(line("soap", setting, key.seed, [9.0, 5.0], steps=problem.steps))
+    assert made == [*((3.0, s) for s in (0, *SEEDS)), *((1.0, s) for s in SEEDS)]
+    assert best_choice(record.lines, method, problem) == rates[0]
 
 
 def test_runs_of_ours_go_on_to_the_seconds_of_the_other_comparison(tmp_path):

@@ -17,7 +17,8 @@ At equal steps (all problems, ``--equal-steps``) every optimizer runs with the s
 documentation gives, on seed 0 and on the five others: nothing is tuned. Documentation gives
 constant rates, so nothing is annealed there. Beside that, the peers are tuned: seed 0 chooses among
 their rates, each constant and annealed over the second half of the steps, and the best one runs on
-the five other seeds. Runs of ``jk.kfac(like=like)`` and ``jk.kfe_adam`` go on to the CPU seconds of
+the five other seeds. On the three costly problems a peer takes the setting that it has from the
+first comparison, unless all of its choices have run. Runs of ``jk.kfac(like=like)`` and ``jk.kfe_adam`` go on to the CPU seconds of
 the first comparison, where a problem has them. Settings that differ only in rates share a program.
 
 A run is a line of ``benchmarks/results/optimizers/<problem>.jsonl``, written when it is finished;

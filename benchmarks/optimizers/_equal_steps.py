@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.optimizers._method import Method, Setting
 from benchmarks.optimizers._problem import Problem
-from benchmarks.optimizers._record import SEEDS, Key, Record, key_of
+from benchmarks.optimizers._record import SEEDS, Key, Record, chosen, key_of
 from benchmarks.optimizers._summary import at
 
 Lines = Sequence[Mapping[str, Any]]
@@ -29,7 +29,8 @@ def missing_at_steps(record: Record, methods: Sequence[Method], problem: Problem
         if not method.is_for(problem):
             continue
         runs = [(setting, seed) for setting in method.documented for seed in (0, *SEEDS)]
-        runs += [(setting, 0) for setting in method.choices]
+        if not problem.costly:
+            runs += [(setting, 0) for setting in method.choices]
         best = best_choice(record.lines, method, problem)
         runs += [(best, seed) for seed in SEEDS if best is not None]
         keys = (run_key(method, setting, seed, problem) for setting, seed in runs)
@@ -42,11 +43,13 @@ def missing_at_steps(record: Record, methods: Sequence[Method], problem: Problem
 def best_choice(lines: Lines, method: Method, problem: Problem) -> Setting | None:
     """The choice with the least validation of seed 0 at equal steps; ``None`` before all have run,
     or where all have failed.
+
+    Of a costly problem it is the one that seed 0 chose at equal time, unless all have run.
     """
     found = {key_of(line): at(line, "steps", problem.steps) for line in lines}
     ends = [found.get(run_key(method, s, 0, problem)) for s in method.choices]
     if not ends or any(end is None for end in ends):
-        return None
+        return chosen(lines, method, problem) if problem.costly and method.choices else None
     known = [end for end in ends if end is not None]
     return method.choices[known.index(min(known))] if min(known) < float("inf") else None
 

@@ -38,6 +38,8 @@ class Problem(NamedTuple):
             equal time before, it is what each of its kinds took within that time (71 of the
             decoder's, 57 of the ResNet's, 103 of the autoencoder's; of Burgers' 1,024 and Poisson's
             582 the round numbers beside them), so that the first comparisons can be read beside it.
+        costly: Whether a run at equal steps takes so long that peers are given the setting that
+            seed 0 chose at equal time, in place of a choice among all of theirs.
         budget: CPU seconds after which they are compared at equal time; 0 where they are not.
     """
 
@@ -51,6 +53,7 @@ class Problem(NamedTuple):
     loss: Callable[[Any, Any, Mark], Any]
     validate: Callable[[Any, Any], Any]
     steps: int = 100
+    costly: bool = False
     budget: float = 0.0
 
 

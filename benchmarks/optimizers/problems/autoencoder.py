@@ -61,6 +61,7 @@ AUTOENCODER = Problem(
     measure="cross entropy of held-out images, nats",
     fisher="mc",
     steps=103,
+    costly=True,
     budget=20.0,
     data=data,
     initial=initial,

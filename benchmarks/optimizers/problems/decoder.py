@@ -97,6 +97,7 @@ DECODER = Problem(
     measure="cross entropy of a held-out byte, nats",
     fisher="mc",
     steps=71,
+    costly=True,
     budget=25.0,
     data=data,
     initial=initial,

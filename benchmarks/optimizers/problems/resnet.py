@@ -98,6 +98,7 @@ RESNET = Problem(
     measure="cross entropy of held-out images, nats",
     fisher="mc",
     steps=57,
+    costly=True,
     budget=25.0,
     data=data,
     initial=initial,
