@@ -94,7 +94,9 @@ def layer_rows(
             else:
                 rows = np.broadcast_to(rows, j.shape[1:])
                 g = g * rows if use.kind == "scale" else g
-                g = g.reshape(len(vs), keep.size, *use.shape)
+                # Features that share one element: the gradient of a row is their sum.
+                g = g.reshape(len(vs), keep.size, -1, *use.shape).sum(2)
+                rows = rows.reshape(keep.size, -1, *use.shape).sum(1)
             if use.kind == "embedding":
                 rows = rows.reshape(-1)
             else:

@@ -46,6 +46,8 @@ class Elementwise(Kind):
             gradient = gradient * derivative.astype(dtype)
         gradient = masked(gradient, weights)
         if "diagonal" in like:
+            gradient = gradient.sum(use.features, keepdims=True)
+            ones = ones.max(use.features, keepdims=True)
             parts = {"diagonal": jnp.square(gradient), "count": ones}
             return {key: sum_to(parts[key], part.shape) for key, part in like.items()}
         parts = {"gradient": gradient, "counts": ones}

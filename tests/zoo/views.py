@@ -28,10 +28,11 @@ def tokens(i=4):
     return normal(8, 2, 3, i), labels(9, 2, 3)
 
 
-def times(tap, name, x, value, derivative):
+def times(tap, name, x, value, derivative, row_axes=None):
     """``x`` times a function of a parameter, whose rows are ``x`` times its derivative."""
     x_times = x * derivative
-    y = tap.scale(name, x_times, jnp.zeros_like(x_times), shape=derivative.shape)
+    zeros = jnp.zeros_like(x_times)
+    y = tap.scale(name, x_times, zeros, shape=derivative.shape, row_axes=row_axes)
     return x * value + y
 
 
@@ -42,7 +43,8 @@ def times(tap, name, x, value, derivative):
 def _temperature():
     def model(p, x, tap):
         y = tap.dense("head", x, x @ p["head"])
-        return times(tap, "logit_scale", y, jnp.exp(p["logit_scale"]), jnp.exp(p["logit_scale"]))
+        scale = jnp.exp(p["logit_scale"])
+        return times(tap, "logit_scale", y, scale, scale, row_axes=y.ndim - 1)  # classes are none
 
     params = {"head": normal(0, 4, 3), "logit_scale": normal(1)}
     return Case(objective_of(model), params, rows(), model)

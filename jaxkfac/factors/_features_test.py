@@ -1,0 +1,64 @@
+"""Positions and features: a parameter that all classes share has one gradient at each position."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkfac.factors import Bernoulli, Categorical, Gaussian, Objective, value_grad_and_factors
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+N, S = 6, 4
+RNG = np.random.default_rng(0)
+SHAPES = {"w": (5, 4), "v": (4, 3), "t": (), "one": (1,)}
+TARGETS = {
+    Categorical(): RNG.integers(0, 3, (N, S)),
+    Gaussian(): RNG.normal(size=(N, S, 3)),
+    Bernoulli(): RNG.integers(0, 2, (N, S, 3)).astype(float),
+}
+PLACES = {
+    "logits": lambda p, x: (jnp.tanh(x @ p["w"]) @ p["v"]) * jnp.exp(p["t"]) * p["one"],
+    "hidden": lambda p, x: (jnp.tanh(x @ p["w"]) * p["t"] + p["one"]) @ p["v"],
+}
+
+
+@pytest.fixture
+def params():
+    return {k: jax.random.normal(jax.random.key(i), n) for i, (k, n) in enumerate(SHAPES.items())}
+
+
+@pytest.fixture
+def batch(likelihood):
+    x = jax.random.normal(jax.random.key(9), (N, S, 5))
+    return x, jnp.asarray(TARGETS[likelihood])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("likelihood", TARGETS, ids=repr)
+def test_a_scalar_has_one_gradient_at_each_position(likelihood, place, params, batch):
+    """It is the gradient of a copy of the scalar at that position: features are summed first."""
+    objective = Objective(PLACES[place], likelihood)
+    _, _, factors = value_grad_and_factors(objective)(params, batch)
+    copies = {k: jnp.broadcast_to(params[k], (N, S, 1)) for k in ("t", "one")}
+    grads = jax.grad(lambda copies: objective(params | copies, batch))(copies)
+    terms = N * S
+    for name, gradient in grads.items():
+        expected = jnp.square(terms * gradient).sum() / terms
+        np.testing.assert_allclose(factors[name].diagonal.sum(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("likelihood", TARGETS, ids=repr)
+def test_with_one_position_all_modes_agree(likelihood, params, batch):
+    objective, batch = (
+        Objective(PLACES["logits"], likelihood),
+        jax.tree.map(lambda x: x[:, 0], batch),
+    )
+    by_position, by_example = (
+        value_grad_and_factors(objective, scales=scales)(params, batch).factors
+        for scales in ("diagonal", "exact_diagonal")
+    )
+    for name in ("t", "one"):
+        np.testing.assert_allclose(
+            by_position[name].diagonal, by_example[name].diagonal, rtol=1e-12
+        )
