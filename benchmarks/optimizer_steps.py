@@ -1,6 +1,7 @@
 """Cost of a K-FAC step: beside kfac-jax, and of its preconditioning with four and two products.
 
-Run: python -m benchmarks.optimizer_steps [--peer ENV/bin/python] [--first] [--blocks 12] [--json FILE]
+Run: python -m benchmarks.optimizer_steps [--peer ENV/bin/python] [--blocks 12] [--json FILE]
+     python -m benchmarks.optimizer_steps --peer ENV/bin/python --first [--json FILE]
 
 The program is the autoencoder of the K-FAC papers, 784-1000-500-250-30 and mirrored, tanh, on
 the embedded digits enlarged to 28 x 28: Bernoulli pixels, batches of 256, sampled Fisher, a
@@ -16,8 +17,9 @@ Times are of blocks of 5 steps, so that each holds one refresh. Ours and the pee
 and a ratio is the median over pairs of blocks. ``first_step_s`` is the first call, compilation
 and all. Beside wall time there is the CPU time of all threads, which other work on the machine
 blurs less. ``--first`` measures the CPU time of the first step, and of the first ten with every
-program that they compile, and nothing else. Of an update of 48 unrolled layers there is the CPU time of tracing and compiling;
-``python -m benchmarks.accelerators --target h100 --size others`` compiles it for an H100.
+program that they compile, and nothing else. Of an update of 48 unrolled layers there is the CPU
+time of tracing and compiling; ``python -m benchmarks.accelerators --target h100 --size others``
+compiles it for an H100.
 """
 
 import argparse

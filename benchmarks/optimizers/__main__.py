@@ -18,8 +18,9 @@ documentation gives, on seed 0 and on the five others: nothing is tuned. Documen
 constant rates, so nothing is annealed there. Beside that, the peers are tuned: seed 0 chooses among
 their rates, each constant and annealed over the second half of the steps, and the best one runs on
 the five other seeds. On the three costly problems a peer takes the setting that it has from the
-first comparison, unless all of its choices have run. Runs of ``jk.kfac(like=like)`` and ``jk.kfe_adam`` go on to the CPU seconds of
-the first comparison, where a problem has them. Settings that differ only in rates share a program.
+first comparison, unless all of its choices have run. Runs of ``jk.kfac(like=like)`` and
+``jk.kfe_adam`` go on to the CPU seconds of the first comparison, where a problem has them. Settings
+that differ only in rates share a program.
 
 A run is a line of ``benchmarks/results/optimizers/<problem>.jsonl``, written when it is finished;
 runs that are there are not made again, so a comparison can be made in parts. A run that fails is a
