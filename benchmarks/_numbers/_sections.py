@@ -216,6 +216,17 @@ def _influence(record: Any) -> Iterator[Row]:
     yield Row("peak of main memory", f"{peak:.2f} GB", "", Goal(peak, 6, unit=" GB"))
 
 
+def _first_steps(record: Any) -> Iterator[Row]:
+    titles = {"first_step": "first step", "ten_steps": "first ten steps, every program compiled"}
+    for settings in ("fixed, fixed", "default, adaptive", "one damping, adaptive"):
+        found = record[settings]
+        for key, title in titles.items():
+            asked = (settings, key) == ("default, adaptive", "first_step")
+            goal = Goal(found[f"{key}_cpu_ratio"], 1.0, unit=" ×") if asked else None
+            here, beside = (f"{found[f'{x}{key}_cpu_s']:.1f} CPU s" for x in ("", "peer_"))
+            yield Row(f"{title}, {settings.partition(', ')[0]}", here, beside, goal)
+
+
 def _documents(record: Any) -> Iterator[Row]:
     verdicts = [claim["verdict"] for claim in record["claims"]]
     for verdict in ("true", "partly", "false", "needs a GPU"):
@@ -268,6 +279,18 @@ SECTIONS = (
         "their products alone take, without a check, an average or a refresh.",
         "kfac-jax",
         _steps,
+    ),
+    Section(
+        "First steps of K-FAC, beside kfac-jax's head on the same jax",
+        "first_steps-cpu",
+        "python -m benchmarks.optimizer_steps --first --peer ENV/bin/python --json "
+        "benchmarks/results/first_steps-cpu.json",
+        "CPU seconds of all threads, compilation included, on a machine that other work shared. "
+        "kfac-jax is its revision babd853 (2026-08-19) with jax 0.10.2. Its adaptive optimizer "
+        "compiles a second program at a later step; ours is one program, which holds the trial of "
+        "the factors' damping too unless `factor_every=0`.",
+        "kfac-jax",
+        _first_steps,
     ),
     Section(
         "Adapters, beside PEFT and qwix",

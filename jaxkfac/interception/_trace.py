@@ -34,7 +34,7 @@ from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._reach import leading_to
 from jaxkfac.interception._recomputed import split_recomputed
 from jaxkfac.interception._rewrite import Around, Handler, Rewriter
-from jaxkfac.interception._row_masks import RowMask, own_axes
+from jaxkfac.interception._row_masks import RowMask
 from jaxkfac.interception._slots import Entries, Slot, check_entries
 from jaxkfac.interception._table import LayerTable
 from jaxkfac.interception._values import CoverageNote, Data, Use
@@ -385,7 +385,7 @@ def trace(
 
 
 def _mark_features(analysis: Analysis, uses: list[Use], *, num_outputs: int) -> None:
-    """Set ``Use.features``: axes of an elementwise use that are neither its own nor positions.
+    """Set ``Use.features``: the axes of an elementwise use's result that are no positions.
 
     A position is an index along the rows of a product, or along an output's axes but the last. A
     scalar that multiplies logits has one gradient at each position, the sum over the classes: they
@@ -397,14 +397,12 @@ def _mark_features(analysis: Analysis, uses: list[Use], *, num_outputs: int) -> 
     along += [axis for use in uses if not use.kind.elementwise for axis in use.rows]
     positions = {a for axis in along for a in table.atoms(axis)}
     for use in uses:
-        if not use.kind.elementwise or use.whole_examples:
-            continue
-        own = own_axes(table, use)
-        use.features = tuple(
-            d
-            for d, axis in enumerate(use.result)
-            if d not in own and (atoms := table.atoms(axis)) and positions.isdisjoint(atoms)
-        )
+        if use.kind.elementwise and not use.whole_examples:
+            use.features = tuple(
+                d
+                for d, axis in enumerate(use.result)
+                if (atoms := table.atoms(axis)) and positions.isdisjoint(atoms)
+            )
 
 
 def _is_unknown(answer: Answer) -> bool:

@@ -220,7 +220,8 @@ class Use:
         whole_examples: Of an elementwise use: whether its gradient has to be summed over an example
             before it is squared, because it is a sum at every row already.
         features: Of an elementwise use: the axes of the result that are features (of logits the
-            classes), along which its gradient is summed before it is squared.
+            classes); where it has no elements of its own along them, its gradient is summed
+            before it is squared.
         parts: Where the parameter is a part of an array: the uses of all its parts.
         join: For a bias: the product it is added to, if nothing else reads that product.
         layer: Name of the layer this use belongs to, or ``None`` while it is not tapped.

@@ -46,8 +46,11 @@ class Elementwise(Kind):
             gradient = gradient * derivative.astype(dtype)
         gradient = masked(gradient, weights)
         if "diagonal" in like:
-            gradient = gradient.sum(use.features, keepdims=True)
-            ones = ones.max(use.features, keepdims=True)
+            shape = like["diagonal"].shape
+            lead = gradient.ndim - len(shape)
+            shared = tuple(d for d in use.features if d < lead or shape[d - lead] == 1)
+            gradient = gradient.sum(shared, keepdims=True)
+            ones = ones.max(shared, keepdims=True)
             parts = {"diagonal": jnp.square(gradient), "count": ones}
             return {key: sum_to(parts[key], part.shape) for key, part in like.items()}
         parts = {"gradient": gradient, "counts": ones}

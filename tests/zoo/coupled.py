@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import sparse  # noqa: TID251
 
 import jaxkfac as jk
+from tests._checks import squares
 from tests._programs import labels, normal, tree
 from tests._taps import PLAIN
 from tests.zoo import Case, program
@@ -149,3 +150,45 @@ def _diffrax_direct():
          needs=("diffrax",))  # fmt: skip
 def _diffrax_default():
     return Case(*_solved_by_diffrax("RecursiveCheckpointAdjoint"))
+
+
+# ------------------------------------------------------------------ gradients in the forward pass
+
+
+def network(p, x):
+    return jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]
+
+
+def adapted(p, tasks, *, first_order):
+    """MAML: the network of each task is a gradient step away, taken on the task's support."""
+
+    def one(support, classes, query):
+        def inner(p):
+            chosen = jax.nn.log_softmax(network(p, support))[jnp.arange(len(classes)), classes]
+            return -chosen.mean()
+
+        step = jax.grad(inner)(p)
+        step = lax.stop_gradient(step) if first_order else step
+        return network(jax.tree.map(lambda w, s: w - 0.5 * s, p, step), query)
+
+    return jax.vmap(one)(*tasks)
+
+
+def _maml(*, first_order):
+    objective = jk.Objective(
+        lambda p, tasks: adapted(p, tasks, first_order=first_order), jk.Categorical()
+    )
+    tasks = normal(1, N, 4, D), labels(2, N, 4), normal(3, N, 2, D)
+    return objective, tree(0, up=(D, H), bias=(H,), down=(H, 3)), (tasks, labels(4, N, 2))
+
+
+@program("MAML, first order: a step of its own for each task", family=FAMILY,
+         checked="squares of each task's gradient")  # fmt: skip
+def _maml_first_order():
+    objective, params, batch = _maml(first_order=True)
+    return Case(objective, params, batch, factors=squares(objective, params, batch, params))
+
+
+@program("MAML", family=FAMILY, checked="gradient")
+def _maml_of_both_orders():
+    return Case(*_maml(first_order=False))

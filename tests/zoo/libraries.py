@@ -1,6 +1,7 @@
 """Models of libraries that the tests' environment need not have: ``make zoo``."""
 
 import importlib
+import os
 from typing import Any
 
 import flax.linen as nn
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkfac as jk
-from tests._programs import labels, normal
+from tests._oracle import oracle
+from tests._programs import labels, normal, tree
+from tests._taps import PLAIN
 from tests.zoo import Case, program
 from tests.zoo._inside import (
     INSIDE,
@@ -250,3 +253,74 @@ def _memax_lru():
     from memax.equinox.semigroups.lru import LRU
 
     return _memax("LRU", through(LRU, "backward_map", _skipped), tolerance=1e-6)
+
+
+# ------------------------------------------------------------------ NumPyro, Keras
+
+
+@program("NumPyro: a Bayesian network, its log density", family=FAMILY, checked="brute force",
+         needs=("numpyro",))  # fmt: skip
+def _numpyro():
+    import numpyro
+    from numpyro.infer.util import log_density
+
+    dist = numpyro.distributions
+    shapes = {"up": (4, 5), "down": (5, 3)}
+
+    def model(x, y):
+        p = {
+            name: numpyro.sample(name, dist.Normal(0, 1).expand(shape).to_event(2))
+            for name, shape in shapes.items()
+        }
+        logits = jk.mark_outputs(two_layers(p, x, PLAIN), jk.Categorical())
+        with numpyro.plate("examples", len(x)):
+            numpyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+    def loss(params, batch):
+        return -log_density(model, batch, {}, params)[0] / len(batch[0])
+
+    params, batch = tree(0, **shapes), (normal(1, 5, 4), labels(2, 5))
+    return Case(loss, params, batch, factors=oracle(two_layers, params, batch))
+
+
+def two_layers(p, x, tap):
+    h = jnp.tanh(tap.dense("up", x, x @ p["up"]))
+    return tap.dense("down", h, h @ p["down"])
+
+
+@program(
+    "Keras: dense layers and a normalization, stateless",
+    family=FAMILY,
+    checked="brute force, to 1e-6: its normalization rounds to float32",
+    needs=("keras",),
+)
+def _keras():
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    import keras
+
+    layers = keras.layers
+    kinds = {"dtype": "float64"}
+    net = keras.Sequential(
+        [
+            layers.Input((4,), **kinds),
+            layers.Dense(5, activation="tanh", **kinds),
+            layers.LayerNormalization(**kinds),
+            layers.Dense(3, **kinds),
+        ]
+    )
+    shapes = [v.shape for v in net.trainable_variables]
+    params = [normal(i, *shape) for i, shape in enumerate(shapes)]
+    fixed = [v.value for v in net.non_trainable_variables]
+
+    def apply_fn(params, x):
+        return net.stateless_call(params, fixed, x)[0]
+
+    def twin(p, x, tap):
+        h = jnp.tanh(tap.dense("0", x, x @ p[0] + p[1], bias=True))
+        h = (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1e-3)
+        h = tap.scale("2", h, h * p[2], shape=p[2].shape)
+        h = tap.lone_bias("3", h + p[3], shape=p[3].shape)
+        return tap.dense("4", h, h @ p[4] + p[5], bias=True)
+
+    objective, batch = jk.Objective(apply_fn, jk.Categorical()), (normal(9, 5, 4), labels(2, 5))
+    return Case(objective, params, batch, twin, tolerance=1e-6)
