@@ -44,6 +44,8 @@ class CoverageCheck:
         derivative: Whether they meet in derivatives, as the program proves it.
         seen: ``(replaced example, example whose output changed, relative change)`` of each pair
             that was seen to meet; the other examples' largest change.
+        pulled: ``(example, another one, relative size)`` of each pair of which the one's output was
+            seen to have a derivative in the other's inputs.
         tried: How many examples were replaced, over all draws. 0 where none could be.
         gradient: Largest error of the gradient beside plain JAX's, relative to its largest entry.
         factors: By layer, the same of the batch's factors beside the sum of single examples'.
@@ -55,6 +57,7 @@ class CoverageCheck:
     value: Answer
     derivative: Answer
     seen: tuple[tuple[int, int, float], ...]
+    pulled: tuple[tuple[int, int, float], ...]
     tried: int
     gradient: float
     factors: Mapping[str, float]
@@ -63,8 +66,8 @@ class CoverageCheck:
 
     @property
     def examples_meet(self) -> bool:
-        """Whether examples were seen to meet."""
-        return bool(self.seen)
+        """Whether examples were seen to meet, in values or in derivatives."""
+        return bool(self.seen or self.pulled)
 
     def __str__(self) -> str:
         lines = [
@@ -90,6 +93,12 @@ class CoverageCheck:
                 f"examples: they meet. With example {replaced} replaced by another one of the "
                 f"batch, the output of example {changed} changed by {by:.1e} of its size"
             )
+        if self.pulled:
+            one, other, by = max(self.pulled, key=lambda pair: pair[2])
+            return (
+                f"examples: they meet in derivatives. The output of example {one} has one in the "
+                f"inputs of example {other}, {by:.1e} of the size of that in its own"
+            )
         if not self.tried:
             return "examples: not tried"
         return (
@@ -113,7 +122,8 @@ def check_coverage(
     """Try on your own model what this library says of it. Run it once, on a small batch.
 
     It replaces each of some examples by another one of the batch, at two draws of the parameters,
-    and looks at the other examples' outputs. It compares the gradient with plain JAX's, the
+    and looks at the other examples' outputs; and it takes the derivative of each one's outputs in
+    the inputs of the others, where inputs are floating. It compares the gradient with plain JAX's, the
     factors with the sum of those of single examples, and the diagonal of the Fisher in the factors'
     eigenbasis (EKFAC) with explicit gradients of single examples. The factors are those of the
     given targets (``fisher="empirical"``) of the first ``max_examples`` examples.
@@ -162,13 +172,14 @@ def check_coverage(
         remark = "examples and factors: a scalar loss does not show its examples"
         value, derivative = (traced.examples_meet(q) for q in ("value", "derivative"))
         error = _of_gradient(objective, stats, params, batch, key, state)
-        return CoverageCheck(value, derivative, (), 0, error, {}, {}, (remark,))
+        return CoverageCheck(value, derivative, (), (), 0, error, {}, {}, (remark,))
     whole = objective.batch(as_batch(batch))
     program = Program(objective, finding, cover=False)
     traced = program.traced(params, whole, key, state)
     stats = value_grad_and_factors(objective, uncovered="ignore", **finding)
     own = _Trial(objective, stats, params, whole, key, state, max_examples)
     seen, tried = own.replaced()
+    pulled = own.compared("derivatives between examples", own.derivatives)
     gradient = _of_gradient(objective, stats, params, whole, key, state)
     factors = own.compared("factors", own.summed)
     products = own.compared("the Fisher's diagonal", lambda: own.explicit(finding))
@@ -176,6 +187,7 @@ def check_coverage(
         traced.examples_meet("value"),
         traced.examples_meet("derivative"),
         tuple(seen),
+        tuple((i, j, by) for (i, j), by in pulled.items()),
         tried,
         gradient,
         factors,
@@ -254,7 +266,51 @@ class _Trial:
         number = self.batch.num_examples
         return jax.tree.map(lambda x: x[start:stop] if x.shape[:1] == (number,) else x, self.batch)
 
-    def compared(self, what: str, compare: Callable[[], dict[str, float]]) -> dict[str, float]:
+    def derivatives(self) -> dict[tuple[int, int], float]:
+        """For each of some examples, the other one in whose inputs its output's derivative is most.
+
+        Only those that are more than rounding.
+        """
+        number = self.batch.num_examples
+        leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, self.batch.inputs))
+        free = [
+            k
+            for k, x in enumerate(leaves)
+            if x.shape[:1] == (number,) and jnp.issubdtype(x.dtype, jnp.floating)
+        ]
+        if number == 1 or not free:
+            return {}
+
+        def outputs(inputs: list[Array]) -> list[Array]:
+            held = dict(zip(free, inputs, strict=True))
+            every = [held.get(k, x) for k, x in enumerate(leaves)]
+            whole = jax.tree.unflatten(tree, every)
+            found = self.objective.outputs(self.params, whole, self.key, self.state)[0]
+            return jax.tree.leaves(found)
+
+        @jax.jit
+        def sizes(i: Array) -> Array:
+            """By example, the largest entry of the derivatives of one's outputs in its inputs."""
+            out, vjp = jax.vjp(outputs, [leaves[k] for k in free])
+            keys = jax.random.split(jax.random.key(0), len(out))
+            cotangents = [
+                jnp.zeros_like(x).at[i].set(jax.random.normal(key, x.shape[1:], x.dtype))
+                for key, x in zip(keys, out, strict=True)
+            ]
+            return jnp.stack(
+                [abs(x).reshape(number, -1).max(1).astype(jnp.float32) for x in vjp(cotangents)[0]]
+            ).max(0)
+
+        found = {}
+        rounding = 64 * max(float(jnp.finfo(leaves[k].dtype).eps) for k in free)
+        for i in range(min(number, self.most)):
+            by = np.asarray(sizes(jnp.asarray(i)), np.float64)
+            size, by[i] = by.max() or 1.0, 0.0
+            if by.max() > rounding * size:
+                found[i, int(by.argmax())] = float(by.max() / size)
+        return found
+
+    def compared(self, what: str, compare: Callable[[], dict[Any, float]]) -> dict[Any, float]:
         """What a comparison finds; a remark where it cannot be made."""
         try:
             return compare()
