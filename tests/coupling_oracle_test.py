@@ -69,6 +69,28 @@ def test_a_stopped_gradient_couples_values_alone():
     assert traced.examples_meet("derivative").answer == "no"
 
 
+def test_the_layer_table_names_the_equation_where_examples_meet():
+    params, x = _couplings.params(), _couplings.batch()
+
+    def said(program):
+        of_model = str(jk.find_layers(program, params, x))
+        targets = jnp.zeros(jax.eval_shape(program, params, x).shape)
+        of_loss = str(jk.find_layers(jk.Objective(program, jk.Gaussian()), params, (x, targets)))
+        lines = [
+            [line for line in table.splitlines() if line.startswith("examples:")]
+            for table in (of_model, of_loss)
+        ]
+        assert lines[0] == lines[1]
+        return lines[0]
+
+    assert said(MIXING["solve"]) == ["examples: the examples meet at `sub`"]
+    assert said(MIXING["stopped mean"]) == [
+        "examples: in values, the examples meet at `reduce_sum`; in derivatives, "
+        "the examples do not meet"
+    ]
+    assert said(next(iter(APART.values()))) == []
+
+
 WALLS = {
     "jit": jax.jit,
     "remat": jax.checkpoint,

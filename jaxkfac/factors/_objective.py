@@ -13,7 +13,7 @@ from jaxtyping import Array, Key, PyTree
 
 from jaxkfac.factors._likelihoods import Likelihood
 from jaxkfac.factors._loss_terms import Head, LossTerms, shares, times
-from jaxkfac.interception import check_function, check_likelihood, leaves_by_path
+from jaxkfac.interception import check_function, check_likelihood, leaves_by_path, trace
 
 
 class Batch(NamedTuple):
@@ -292,6 +292,26 @@ class Objective(LossTerms):
         for head in self.heads(outputs):
             _check_outputs(head)
         return outputs, beside
+
+    def meeting(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
+        state: PyTree | None = None,
+    ) -> str:
+        """Where examples of a batch meet, or may, in words: what ``find_layers`` says of them."""
+        traced = trace(
+            lambda params, *args: self.outputs(params, *args),
+            params,
+            self.batch(batch).inputs,
+            key,
+            state,
+            num_outputs=self.num_outputs,
+            state=state,
+        )
+        traced.join_examples()
+        return traced.meeting()
 
     def __call__(
         self,

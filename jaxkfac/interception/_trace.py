@@ -132,7 +132,7 @@ class Traced:
         value, derivative = (self.examples_meet(q, output=0) for q in ("value", "derivative"))
         if value == derivative:
             return "" if value.answer == "no" else str(value)
-        return f"of values, {value}; of derivatives, {derivative}"
+        return f"in values, {value}; in derivatives, {derivative}"
 
     @functools.cached_property
     def _answers(self) -> list[Answers]:
@@ -495,7 +495,12 @@ def find_layers(
         return fn(params, *args, **named)
 
     options: Any = {"layers": layers, "max_dense": max_dense, "experts": experts}
-    called_fn, args = (called, (named, *args)) if named else (fn, args)
+    called_fn, inputs = (called, (named, *args)) if named else (fn, args)
     options["state"] = named.get("state")
-    traced = trace(called_fn, params, *args, **options)
-    return trace_marked(traced, params, *args, **options).table
+    traced = trace(called_fn, params, *inputs, **options)
+    table = trace_marked(traced, params, *inputs, **options).table
+    # A loss returns no outputs of examples; an objective knows those behind it.
+    meeting = getattr(fn, "meeting", None)
+    if meeting is None:
+        return table
+    return dataclasses.replace(table, meeting=lambda: meeting(params, *args, **named))

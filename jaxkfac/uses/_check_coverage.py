@@ -123,10 +123,10 @@ def check_coverage(
 
     It replaces each of some examples by another one of the batch, at two draws of the parameters,
     and looks at the other examples' outputs; and it takes the derivative of each one's outputs in
-    the inputs of the others, where inputs are floating. It compares the gradient with plain JAX's, the
-    factors with the sum of those of single examples, and the diagonal of the Fisher in the factors'
-    eigenbasis (EKFAC) with explicit gradients of single examples. The factors are those of the
-    given targets (``fisher="empirical"``) of the first ``max_examples`` examples.
+    the inputs of the others, where inputs are floating. It compares the gradient with plain JAX's,
+    the factors with the sum of those of single examples, and the diagonal of the Fisher in the
+    factors' eigenbasis (EKFAC) with explicit gradients of single examples. The factors are those of
+    the given targets (``fisher="empirical"``) of the first ``max_examples`` examples.
 
     Nothing is raised for what it finds: ``print`` the result.
 
