@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from jaxkfac._checks import at_least_one
-from jaxkfac._errors import JaxkfacError
 from jaxkfac.curvature import Eigenbases, correct_eigenvalues, eigendecompose
 from jaxkfac.factors import (
     Batch,
@@ -314,8 +313,9 @@ class _Trial:
         """What a comparison finds; a remark where it cannot be made."""
         try:
             return compare()
-        except (JaxkfacError, ValueError, TypeError, NotImplementedError) as error:
-            self.remarks.append(f"{what}: {str(error).splitlines()[0][:300]}")
+        except Exception as error:  # whatever the model raises where it is transformed
+            words = str(error).splitlines() or [type(error).__name__]
+            self.remarks.append(f"{what}: {words[0][:300]}")
             return {}
 
     def summed(self) -> dict[str, float]:
