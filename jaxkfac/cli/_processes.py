@@ -117,6 +117,12 @@ class RunProcesses:
             self.stop_together = True
             raise Stopped(number)
 
+    def slowest(self, seconds: float) -> float:
+        """The longest of what it took in each of them."""
+        if self._group is None:
+            return seconds
+        return float(self._group.gathered(np.array([seconds], np.float32)).max())
+
     def settled(self, tree: Any) -> Any:
         """``tree`` when it has been computed, where two programs must not run at the same time.
 
