@@ -51,7 +51,13 @@ from jaxkfac.interception import (
     mark_rows,
 )
 from jaxkfac.lslora import nf4
-from jaxkfac.memory import MemoryBudgetError, cast_once, load_safetensors, place_once
+from jaxkfac.memory import (
+    MemoryBudgetError,
+    cast_once,
+    join_processes,
+    load_safetensors,
+    place_once,
+)
 from jaxkfac.optim import (
     LevenbergMarquardt,
     check_state,
@@ -122,6 +128,7 @@ __all__ = [
     "from_nnx",
     "has_updated",
     "influence",
+    "join_processes",
     "kfac",
     "kfe_adam",
     "laplace",

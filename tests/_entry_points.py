@@ -48,6 +48,7 @@ NOT_EXPORTED = {
     "prepare_queries": "differentiates queries with a program that it compiles itself",
     "influence": "streams batches through programs that it compiles itself",
     "laplace": "its result reads batches, and compiles what it computes itself",
+    "join_processes": "starts processes, before anything is compiled",
     "load_safetensors": _DATA,
     "place_once": _DATA,
     "plan_memory": _PYTHON,

@@ -3,6 +3,7 @@
 Each complaint is of a training that really has what it names.
 """
 
+import dataclasses
 import functools
 import re
 import warnings
@@ -146,11 +147,20 @@ def stale(loop):
         loop.update(GRADS, None)
 
 
+def outsized(loop):
+    """Finite factors, whose average of three was infinite."""
+    loop.update(GRADS, FACTORS)
+    for _ in range(3):
+        sums = {name: 4.8e36 * x for name, x in FACTORS.a_sums.items()}
+        loop.update(GRADS, dataclasses.replace(FACTORS, a_sums=sums))
+
+
 SITUATIONS = {
     healthy: None,
     diverged: r"state\.diverged.*tx\.init\(params\).*jk\.kfac\(like=like\)",
     skipped: r"state\.skipped.*not finite.*NaN in the batches",
     missed: r"state\.missed.*gradient descent: pass factors=",
+    outsized: r"above the square root.*out of all proportion",
     stale: r"state\.watch\.stale.*curvature is old: pass factors=",
 }
 
@@ -211,6 +221,16 @@ def test_the_adaptive_optimizer_has_a_remedy_of_its_own():
     (said,) = complaints(state._replace(watch=watch))
     assert re.search(r"jk\.LevenbergMarquardt with a larger initial=", said)
     assert "learning rate" not in said
+
+
+def test_an_average_that_began_anew_is_named():
+    tx = jk.kfac(0.1, like=LIKE)
+    _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS, factors=FACTORS)
+    average = jax.tree.map(lambda x: x * jnp.inf, state.stacked_average.a_sums)
+    lost = dataclasses.replace(state.stacked_average, a_sums=average)
+    _, state = tx.update(GRADS, state._replace(stacked_average=lost), PARAMS, factors=FACTORS)
+    (said,) = complaints(state)
+    assert re.search(r"began anew \(state\.watch\.restarted\)", said)
 
 
 def test_a_traced_state_is_refused():

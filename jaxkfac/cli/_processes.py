@@ -1,7 +1,6 @@
 """`--coordinator`: one run in several processes, which go on, stop and fail together."""
 
 import dataclasses
-import os
 import sys
 import zlib
 from collections.abc import Iterator
@@ -14,10 +13,7 @@ import numpy as np
 from jaxkfac import __version__
 from jaxkfac._errors import JaxkfacError
 from jaxkfac.cli._interrupts import Hold, Stopped, interrupts_deferred, nothing_begun
-from jaxkfac.memory import ProcessGroup, is_out_of_memory
-
-# A process that fails alone leaves after the first, and the others notice after the second.
-_SHUTDOWN_SECONDS, _HEARTBEAT_SECONDS = 30, 60
+from jaxkfac.memory import ProcessGroup, initialize_distributed, is_out_of_memory, note_on_cpus
 
 
 class LostProcessError(JaxkfacError, RuntimeError):
@@ -121,6 +117,12 @@ class RunProcesses:
             self.stop_together = True
             raise Stopped(number)
 
+    def slowest(self, seconds: float) -> float:
+        """The longest of what it took in each of them."""
+        if self._group is None:
+            return seconds
+        return float(self._group.gathered(np.array([seconds], np.float32)).max())
+
     def settled(self, tree: Any) -> Any:
         """``tree`` when it has been computed, where two programs must not run at the same time.
 
@@ -157,8 +159,8 @@ def run_processes(arguments: Any) -> Iterator[RunProcesses]:
     with nothing_begun():
         _join(address, arguments.processes, arguments.process)
         processes = RunProcesses(ProcessGroup.everywhere())
-    if processes.first:
-        print(unordered_exchanges(jax.devices()[0].platform), end="", file=sys.stderr)
+    if processes.first and (note := note_on_cpus(jax.devices()[0].platform)):
+        print(f"note: {note}", file=sys.stderr)
     try:
         with nothing_begun(), processes.together("comparing options") as same:
             same += [type(arguments).__name__, __version__, jax.__version__, _shared(arguments)]
@@ -184,14 +186,8 @@ def _join(address: str, count: int | None, number: int | None) -> None:
             "process_id": number,
             "cluster_detection_method": "deactivate",
         }
-    # JAX's own notifier takes SIGTERM away from Python, and nobody asks it here.
-    jax.config.update("jax_enable_preemption_service", False)
     try:
-        jax.distributed.initialize(
-            **words,
-            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
-        )
+        initialize_distributed(**words)
     except ValueError as error:
         if words:
             raise
@@ -200,16 +196,6 @@ def _join(address: str, count: int | None, number: int | None) -> None:
             "command by srun, mpirun of Open MPI or on each host of a TPU pod, or give "
             "--coordinator HOST:PORT, --processes and --process"
         ) from error
-
-
-def unordered_exchanges(platform: str) -> str:
-    """A warning where XLA's CPU runtime may mix exchanges of a loop with later ones, or nothing."""
-    if platform != "cpu" or os.environ.get("PJRT_NPROC") == "1":
-        return ""
-    return (
-        "warning: on CPUs XLA does not order what processes exchange: set PJRT_NPROC=1 in the "
-        "environment of each process, or start one with many devices\n"
-    )
 
 
 def _shared(arguments: Any) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 import pytest
 
 from jaxkfac.cli import main
-from jaxkfac.cli._processes import ALONE, unordered_exchanges
+from jaxkfac.cli._processes import ALONE
+from jaxkfac.memory import note_on_cpus
 
 
 @pytest.mark.parametrize(
@@ -38,10 +39,10 @@ def test_one_process_alone_raises_its_own_errors_and_waits_for_nobody():
     ("platform", "threads", "said"),
     [("cpu", None, True), ("cpu", "8", True), ("cpu", "1", False), ("cuda", None, False)],
 )
-def test_processes_on_cpus_are_told_how_their_exchanges_keep_an_order(
+def test_processes_on_cpus_are_told_what_to_do_about_aborts_of_gloo(
     platform, threads, said, monkeypatch
 ):
     monkeypatch.delenv("PJRT_NPROC", raising=False)
     if threads:
         monkeypatch.setenv("PJRT_NPROC", threads)
-    assert ("set PJRT_NPROC=1" in unordered_exchanges(platform)) == said
+    assert ("set PJRT_NPROC=1" in note_on_cpus(platform)) == said

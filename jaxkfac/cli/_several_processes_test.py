@@ -239,6 +239,21 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(tmp_path, stop, cou
 
 
 @pytest.mark.slow
+def test_a_signal_stops_a_finetuning_of_two_processes_between_two_readings(tmp_path):
+    words = [*FINETUNE, "--devices", "all", "--steps", "100000", "--log-every", "100000"]
+    words += ["--checkpoint-every", "3", "--output", str(tmp_path / "run")]
+    run = Run(tmp_path / "p", words)
+    run.wait_for(tmp_path / "run" / "checkpoints" / "6")
+    run.processes[1].send_signal(signal.SIGTERM)
+    sent = time.monotonic()
+    assert run.codes(120) == [128 + signal.SIGTERM] * 2, (run.said(0), run.said(1))
+    assert time.monotonic() - sent < 30
+    assert "continue with: jaxkfac finetune" in run.said(0)
+    stored = load_checkpoint(tmp_path / "run" / "checkpoints")
+    assert 6 <= stored.step < 100000 and len(stored.records["losses"]) == stored.step
+
+
+@pytest.mark.slow
 def test_a_checkpoint_that_one_process_cannot_write_stops_both(tmp_path):
     words = [*TRAIN, "--devices", "all", "--epochs", "4", "--output", str(tmp_path / "run")]
     run = Run(tmp_path / "p", words, variables={"FILE_BYTES": "10000"})

@@ -177,7 +177,7 @@ class Analysis(EquationRules):
         around = self.around
         try:
             return self._followed(eqn, position, ins, plan, scope)
-        except JaxkfacError:  # said on purpose
+        except (JaxkfacError, RecursionError):  # said on purpose; nested too deep, as a whole
             raise
         except Exception as error:
             self.around = around

@@ -175,6 +175,14 @@ def recomputes(eqn: Eqn) -> bool:
     return call_kind(eqn) == "checkpoint" and eqn.params["differentiated"]
 
 
+def states_placement(eqn: Eqn) -> bool:
+    """Whether a jit equation says where something lies, or what is donated."""
+    p = eqn.params
+    stated = (*p.get("in_shardings", ()), *p.get("out_shardings", ()))
+    placed = any(isinstance(s, jax.sharding.Sharding) for s in stated)
+    return placed or any(p.get("donated_invars", ()))
+
+
 def jit_like(eqn: Eqn, fn: Callable[..., Any], num_extra: int) -> Callable[..., Any]:
     """``jax.jit`` with the name, shardings and donation of a jit equation.
 

@@ -72,6 +72,9 @@ class Site:
 Handler = Callable[[Site, list[Any]], Any]
 
 
+_NESTED_JITS = 24  # so many are kept in one another: people write fewer
+
+
 class Around(NamedTuple):
     """What holds at one place of the program.
 
@@ -79,11 +82,13 @@ class Around(NamedTuple):
         masks: Which rows exist.
         active: For layers in a window: whether it covers this iteration.
         computed: The slots of weights that are computed from parameters.
+        depth: Calls around it.
     """
 
     masks: list[RowMask]
     active: dict[str, Bool[Array, ""]]
     computed: dict[str, Slot]
+    depth: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +153,10 @@ class Rewriter:
                 rule = SlotRule(eqn, run, values, index, into, self.entries, rows, picks)
                 out_slots = rule.propagate(in_slots)
                 slot_env.update((v, s) for v, s in zip(eqn.outvars, out_slots, strict=True) if s)
-            elif plan.calls[step].exports_views:  # a jitted indexing helper: run it in place
-                out, out_slots = self._run(plan.calls[step], values, in_slots, around)
+            elif plan.calls[step].exports_views or _is_too_deep(eqn, around):
+                # A jitted indexing helper, or a jit that is nested deep: run it in place.
+                deeper = around._replace(depth=around.depth + 1)
+                out, out_slots = self._run(plan.calls[step], values, in_slots, deeper)
                 slot_env.update((v, s) for v, s in zip(eqn.outvars, out_slots, strict=True) if s)
             else:
                 inner = plan.calls[step]
@@ -234,7 +241,8 @@ class Rewriter:
                 RowMask(v, m.axes, complete=m.complete)
                 for v, m in zip(mask_values, masks, strict=True)
             ]
-            return self.run(plan, operands, slots, Around(inside, active, computed))
+            around_it = Around(inside, active, computed, around.depth + 1)
+            return self._run(plan, operands, slots, around_it)[0]
 
         if kind == "cond":
             branches = [functools.partial(run, inner.calls[k]) for k in sorted(inner.calls)]
@@ -294,7 +302,7 @@ class Rewriter:
                 after.append({k: buffer for k, (_, buffer) in taken.items()})
                 active.update({k: self.windows[k].covers(iteration) for k in windowed})
             computed = around.computed | slots.pop()
-            inside = around._replace(active=active, computed=computed)
+            inside = around._replace(active=active, computed=computed, depth=around.depth + 1)
             out = self.run(inner, [*values[:nc], *state, *xs], [*fixed, *slots], inside)
             return (out[:nk], after), out[nk:]
 
@@ -305,6 +313,16 @@ class Rewriter:
             eqn, body, (values[nc : nc + nk], buffers), (scanned, rows, iterations)
         )
         return [*state, *ys]
+
+
+def _is_too_deep(eqn: Eqn, around: Around) -> bool:
+    """Whether a jit is called in place, so that a level of calls takes one frame of Python's.
+
+    As a jit of its own it takes 13, and 10 more where it is differentiated: 1,000 frames, Python's
+    limit, would be at an end with 77 of them, where JAX traces 120.
+    """
+    deep = around.depth >= _NESTED_JITS and _compat.call_kind(eqn) == "jit"
+    return deep and not _compat.states_placement(eqn)
 
 
 def _at_use(slot: Slot | Elements) -> Slot:

@@ -16,6 +16,7 @@ from jaxkfac.interception._analysis import Analysis
 from jaxkfac.interception._arguments import check_arrays, check_function
 from jaxkfac.interception._axes import Atoms
 from jaxkfac.interception._compat import varying_axes
+from jaxkfac.interception._depth import depth_explained
 from jaxkfac.interception._elements import Elements
 from jaxkfac.interception._encoded import (
     DeferredParameter,
@@ -306,15 +307,17 @@ def trace(
     encoded, params = encoded_paths(params), decoded_shapes(params)
     check_arrays("params", params)
     check_arrays("the arguments beside params", args)
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, *args)
+    with depth_explained():
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, *args)
     paths = leaves_by_path(params)
     num_args = len(closed.jaxpr.invars) - len(paths)
     changing = {id(leaf) for leaf in jax.tree.leaves(state)}
     states = [k for k, x in enumerate(jax.tree.leaves(args)) if id(x) in changing]
     of_state = frozenset(k + len(paths) for k in states)
-    closed, analysis = analyse(
-        closed, [*paths, *[None] * num_args], num_outputs=num_outputs, state=of_state
-    )
+    with depth_explained():
+        closed, analysis = analyse(
+            closed, [*paths, *[None] * num_args], num_outputs=num_outputs, state=of_state
+        )
     # What leads to no output has no gradient: derivatives of a function leave its value behind.
     live = {id(use) for use in leading_to(analysis.plan, *range(len(analysis.outputs)))[0]}
     uses, lost = split_lost(analysis, num_outputs=num_outputs)

@@ -9,6 +9,8 @@ from jax.core import Tracer
 from jax.extend import core as jex
 from jaxtyping import PyTree
 
+from jaxkfac.interception._depth import depth_explained
+
 
 @runtime_checkable
 class Closed(Protocol):
@@ -73,7 +75,8 @@ class Staged(NamedTuple):
     @classmethod
     def of(cls, fn: Callable[..., PyTree], *args: PyTree) -> "Staged":
         """Stage a function out for arguments of these types; nothing is computed."""
-        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        with depth_explained():
+            closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         return cls(closed, jax.tree.structure(shapes))
 
     def __call__(self, *args: PyTree) -> PyTree:

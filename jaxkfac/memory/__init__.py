@@ -19,6 +19,7 @@ from jaxkfac.memory._exhausted import (
     is_out_of_memory,
     what_was_short,
 )
+from jaxkfac.memory._join import initialize_distributed, join_processes, note_on_cpus
 from jaxkfac.memory._leaves import Target, check_targets
 from jaxkfac.memory._load import LeafSharding, load_safetensors
 from jaxkfac.memory._place import as_sharding, place_once, put_leaf
@@ -55,9 +56,12 @@ __all__ = [
     "free_bytes",
     "free_host_bytes",
     "in_equal_shares",
+    "initialize_distributed",
     "inspect_environment",
     "is_out_of_memory",
+    "join_processes",
     "load_safetensors",
+    "note_on_cpus",
     "parse_bytes",
     "place_once",
     "put_leaf",

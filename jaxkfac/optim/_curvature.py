@@ -26,6 +26,7 @@ from jaxkfac.factors import (
 )
 from jaxkfac.linalg import Damping
 from jaxkfac.optim._injected import Clipping, clipping_of, clipping_of_init
+from jaxkfac.optim._overflow import begun_anew
 from jaxkfac.optim._periods import check_measured_between
 from jaxkfac.optim._preconditioner import Preconditioner
 from jaxkfac.optim._refresh import RefreshInGraph
@@ -130,11 +131,12 @@ class Curvature:
             return None
         return jax.lax.optimization_barrier(self.stacks.factors(factors))
 
-    def averaged(self, state: Any, new: Factors | None) -> Factors:
-        """The average with a step's factors."""
+    def averaged(self, state: Any, new: Factors | None) -> tuple[Factors, Int[Array, ""]]:
+        """The average with a step's factors, and how many of its matrices began anew."""
         if new is None:
-            return state.stacked_average
-        return update_average(state.stacked_average, without_corrections(new), self.decay)
+            return state.stacked_average, jnp.zeros((), jnp.int32)
+        new = without_corrections(new)
+        return begun_anew(update_average(state.stacked_average, new, self.decay), new)
 
     def refreshed(
         self,
@@ -169,7 +171,8 @@ class Curvature:
 
     def from_host(self, state: Any, factors: Factors | None) -> Any:
         """What the host makes of the average where a refresh is due; else ``None``."""
-        average = self.averaged(state, None if factors is None else self.stacks.factors(factors))
+        new = None if factors is None else self.stacks.factors(factors)
+        average, _ = self.averaged(state, new)
         if not (self.refresh.is_due(state) and average.terms > 0):
             return None
         clipping = clipping_of(state.stacked_bases, self.clipping)

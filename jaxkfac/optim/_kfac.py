@@ -30,6 +30,7 @@ from jaxkfac.optim._explicit import is_sharded, on_mesh_of, sharded_like, whole
 from jaxkfac.optim._injected import check_numbers, known_clipping, may_be_positive
 from jaxkfac.optim._kfac_state import KfacState, check_kept, state_sharded_like, warn_of_growth
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt, initial_damping
+from jaxkfac.optim._overflow import is_in_range
 from jaxkfac.optim._periods import check_factors_have_come
 from jaxkfac.optim._preconditioner import InverseMethod, preconditioner_of
 from jaxkfac.optim._schedules import (
@@ -185,7 +186,10 @@ def kfac(
         stays, and a refresh that is due takes it as it is. Until the first ones come, steps are
         those of gradient descent; ``state.missed`` above 1 says that they come too late
         (``every=``) or never. A call with a non-finite gradient or factor returns zeros and changes
-        nothing but ``state.skipped``. ``value=``, optax's name for the loss of the batch, is
+        nothing but ``state.skipped``; one whose factors have a sum above the square root of the
+        largest number (1.8e19 in float32) is also counted in ``state.watch.outsized``. An average
+        that is not finite all the same begins anew with the next factors
+        (``state.watch.restarted``). ``value=``, optax's name for the loss of the batch, is
         watched: ``state.diverged`` counts updates in a row at which it is not finite or has risen
         far above its first value, ten of them warn outside of ``jit``, and
         :func:`jaxkfac.check_state` says what to do.
@@ -419,7 +423,9 @@ class _Kfac:
                 "inverse='host' decomposes outside of jit, and this update is traced: call "
                 "tx.update outside of jit, scan and jk.multi_steps, or build with inverse='eigh'"
             )
-        if self._is_burning(state) or not all_finite(gradients_only(grads), factors):
+        if self._is_burning(state) or not is_in_range(factors):
+            return None
+        if not all_finite(gradients_only(grads), factors):
             return None
         return self.curvature.from_host(state, factors)
 
@@ -450,9 +456,10 @@ class _Kfac:
         # Stacked ahead of the cond, which then has few operands.
         stacked, new = curvature.stacks.tree(own), curvature.stacked(factors)
         finite, burning = all_finite(stacked, new), self._is_burning(state)
+        sound = finite & is_in_range(new)
 
         def step() -> Any:
-            average, chosen = curvature.averaged(state, new), gamma
+            (average, restarted), chosen = curvature.averaged(state, new), gamma
             refreshed = functools.partial(
                 curvature.refreshed, state, average, new, axis=axis, from_host=from_host
             )
@@ -480,25 +487,26 @@ class _Kfac:
                 out = others.tx.update(grads, state.others, params, **extra)
                 out = cast_like(grads, out[0]), out[1]
             taken = jnp.asarray(optax.safe_increment(state.step))
-            counts = taken, state.skipped, state.kept + kept
+            counts = taken, state.skipped, state.kept + kept, restarted
             return (steps, scale), average, bases, out, chosen, *counts
 
         def skip() -> Any:
             # Any numbers will do for steps that are not taken: those that are there cost nothing.
-            scale = None if self.norm_constraint is None else finite.astype(sum_dtype(stacked))
+            scale = None if self.norm_constraint is None else sound.astype(sum_dtype(stacked))
             out = () if others.tx is None else jax.tree.map(jnp.zeros_like, own)
             skipped = jnp.asarray(optax.safe_increment(state.skipped))
             held = state.stacked_average, curvature.unchanged(state, new), (out, state.others)
-            return (stacked, scale), *held, gamma, state.step, skipped, state.kept
+            counts = state.step, skipped, state.kept, jnp.zeros((), jnp.int32)
+            return (stacked, scale), *held, gamma, *counts
 
         def average_alone() -> Any:
-            steps, _, bases, rest, _, taken, _, kept = skip()
-            average = curvature.averaged(state, new)
-            return steps, average, bases, rest, gamma, taken, state.skipped, kept
+            steps, _, bases, rest, _, taken, _, kept, _ = skip()
+            average, restarted = curvature.averaged(state, new)
+            return steps, average, bases, rest, gamma, taken, state.skipped, kept, restarted
 
-        results = taken_where(finite, burning, step, skip, average_alone)
+        results = taken_where(sound, burning, step, skip, average_alone)
         (steps, scale), average, bases, (rest_out, rest_state), gamma, *counts = results
-        taken, skipped, kept = counts
+        taken, skipped, kept, restarted = counts
         # Its results may be selected and scaled by: what they are made of is behind the cond.
         done, steps = skipped == state.skipped, curvature.stacks.unstacked_tree(steps, own)
         if scale is not None:
@@ -506,6 +514,7 @@ class _Kfac:
         came = jnp.asarray(False) if new is None else done & (new.terms > 0)
         due = done & curvature.refresh.is_due(state)
         watch = state.watch.after(value, came=came, due=due, begun=average.terms > 0)
+        watch = watch.counting(outsized=finite & ~sound, restarted=restarted)
         missed = (taken != state.step) & curvature.refresh.is_missed(state, average)
         if loss is None or adaptation is None:
             velocity = advance_momentum(self.momentum, state.momentum, steps)

@@ -33,7 +33,8 @@ class KfacState(NamedTuple):
         momentum: Like the parameters, without those that ``others`` looks after; the last update
             where the quadratic model chooses a rate.
         others: State of the ``others`` transformation.
-        skipped: Updates left out because a gradient or a factor was not finite, int32.
+        skipped: Updates left out because a gradient or a factor was not finite, or a factor was
+            too large to be averaged (``watch.outsized``), int32.
         kept: Decompositions that were not finite and left what was before them in
             place, int32.
         missed: Refreshes that were due before any factor had come, int32: the first, and each

@@ -20,6 +20,7 @@ from jaxkfac.optim._curvature import Curvature, Others, shapes_of
 from jaxkfac.optim._descent import descend, taken_where, where, zero_momentum
 from jaxkfac.optim._explicit import is_sharded, on_mesh_of, sharded_like, whole
 from jaxkfac.optim._injected import check_weight_decay, may_be_positive
+from jaxkfac.optim._overflow import is_in_range
 from jaxkfac.optim._preconditioner import preconditioner_of
 from jaxkfac.optim._schedules import Schedule, at_step, check_learning_rate
 from jaxkfac.optim._stacks import Stacks
@@ -81,7 +82,8 @@ class KfeAdamState(NamedTuple):
         second: Second moments of the rotated gradient, ``{layer: (stack..., in[+1], out)}`` of the
             stacked model, and of plain Adam's ``{parameter: leaf}``.
         others: State of the ``others`` transformation.
-        skipped: Updates left out because a gradient or a factor was not finite, int32.
+        skipped: Updates left out because a gradient or a factor was not finite, or a factor was
+            too large to be averaged (``watch.outsized``), int32.
         kept: Decompositions that were not finite and left what was before them in place, int32.
         missed: Refreshes that were due before any factor had come, int32.
         stacks: Which layers are stacked; it holds no arrays.
@@ -170,8 +172,8 @@ def kfe_adam(
         A transformation used as ``tx.update(grads, state, params, factors=factors)``, inside
         ``jit``, ``lax.scan`` and :func:`multi_steps`. ``factors`` are required; ``None`` says that
         none come with this step. It takes optax's ``value=`` too, for ``state.diverged``. A call
-        with a non-finite gradient or factor returns zeros and changes nothing but
-        ``state.skipped``.
+        with a non-finite gradient or factor, or one above the square root of the largest number,
+        returns zeros and changes nothing but ``state.skipped`` and ``state.watch``.
 
     Raises:
         ValueError: when built, naming the argument out of range; in ``update``, if ``factors`` or
@@ -522,9 +524,10 @@ class _KfeAdam:
         stacked = stacks.tree(own)
         new = self.sides.of_gradient(stacked, self.given.stacked(factors))
         finite = all_finite(stacked, new)
+        sound = finite & is_in_range(new)
 
         def step() -> Any:
-            average = curvature.averaged(state, new)
+            average, restarted = curvature.averaged(state, new)
             decomposed = state.stacked_average if self.sides.alone else average
             bases, kept = curvature.refreshed(state, decomposed, new, 0.0)
             taken = jnp.asarray(optax.safe_increment(state.step))
@@ -553,6 +556,7 @@ class _KfeAdam:
                 taken,
                 state.skipped,
                 state.kept + kept,
+                restarted,
             )
 
         def skip() -> Any:
@@ -560,21 +564,26 @@ class _KfeAdam:
             out = () if others.tx is None else jax.tree.map(jnp.zeros_like, own)
             skipped = jnp.asarray(optax.safe_increment(state.skipped))
             held = state.stacked_average, curvature.unchanged(state, new), state.first
-            return steps, *held, state.second, (out, state.others), state.step, skipped, state.kept
+            counts = state.step, skipped, state.kept, jnp.zeros((), jnp.int32)
+            return steps, *held, state.second, (out, state.others), *counts
 
         def average_alone() -> Any:
-            steps, _, *held, _, kept = skip()
-            return steps, curvature.averaged(state, new), *held, state.skipped, kept
+            steps, _, *held, _, kept, _ = skip()
+            average, restarted = curvature.averaged(state, new)
+            return steps, average, *held, state.skipped, kept, restarted
 
         # SOAP's own order: the first gradient fills the covariances, a later one comes after the
         # refresh.
         filling = state.stacked_average.terms == 0 if self.sides.alone else None
-        results = taken_where(finite, filling, step, skip, average_alone)
-        steps, average, bases, first, second, (rest_out, rest_state), taken, skipped, kept = results
+        results = taken_where(sound, filling, step, skip, average_alone)
+        steps, average, bases, first, second, (rest_out, rest_state), *counts = results
+        taken, skipped, kept, restarted = counts
         done, down = taken != state.step, stacks.unstacked_tree(steps, own)
-        came = jnp.asarray(False) if new is None else finite & (new.terms > 0)
+        came = jnp.asarray(False) if new is None else sound & (new.terms > 0)
         due = done & curvature.refresh.is_due(state)
         missed = done & curvature.refresh.is_missed(state, average)
+        watch = state.watch.after(value, came=came, due=due, begun=average.terms > 0)
+        watch = watch.counting(outsized=finite & ~sound, restarted=restarted)
         out = descend(down, own, params, rate, self.weight_decay)
         out = others.joined(out, rest_out)
         out = where(done, out, jax.tree.map(jnp.zeros_like, out))
@@ -590,7 +599,7 @@ class _KfeAdam:
             missed=state.missed + missed.astype(jnp.int32),
             stacks=stacks,
             shapes=state.shapes,
-            watch=state.watch.after(value, came=came, due=due, begun=average.terms > 0),
+            watch=watch,
         )
 
     def _moved(

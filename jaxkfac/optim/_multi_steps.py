@@ -32,6 +32,7 @@ from jaxkfac.optim._accumulators import (
 from jaxkfac.optim._adaptation import as_operator, check_batch
 from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfe_adam import KfeAdamState
+from jaxkfac.optim._overflow import is_in_range
 from jaxkfac.optim._periods import check_factors_have_come
 from jaxkfac.optim._trees import (
     all_finite,
@@ -62,7 +63,8 @@ class MultiStepsState(NamedTuple):
             counts are arrays in that memory; a restored state goes back there at its next
             update, or is put there by the shardings of ``tx.init(params)``.
         inner: State of the inner transformation.
-        skipped: Micro-batches left out because a gradient or factor was not finite, int32.
+        skipped: Micro-batches left out because a gradient or factor was not finite, or a factor
+            too large, int32.
         empty: Groups that ended without a single loss term, and so without an update,
             int32.
     """
@@ -95,7 +97,8 @@ def multi_steps(
     $\sum R_i \nabla_i / \sum R_i$. So micro-batches of unequal masks weigh as they do in
     one large batch. ``tx`` runs under ``lax.cond``, on the last micro-step of a group only.
 
-    A micro-batch with a non-finite gradient or factor is left out with its count, and
+    A micro-batch with a non-finite gradient or factor, or a factor above the square root of the
+    largest number (1.8e19 in float32), is left out with its count, and
     counted in ``state.skipped``; it still is one of the ``k``. One without a loss term
     (count 0) adds no gradient and no output statistics, even if its gradient is the NaN
     of 0/0; its input rows exist and stay in A. A group without any loss term makes no
@@ -276,7 +279,7 @@ def multi_steps(
 def _sums(
     grads: PyTree, factors: Factors | None, count: Array, dtype: Any
 ) -> tuple[dict[str, Any], Bool[Array, ""]]:
-    """What a micro-batch adds, all zero if it is not finite, and whether it is finite."""
+    """What a micro-batch adds, all zero if it is left out, and whether it counts."""
     some = count > 0
     grads = jax.tree.map(lambda g: jnp.where(some, g, jnp.zeros_like(g)), grads)
     if factors is not None:
@@ -293,7 +296,7 @@ def _sums(
     def weighted(grads: PyTree) -> PyTree:
         return jax.tree.map(lambda g: count * g.astype(dtype), grads)
 
-    ok = all_finite(weighted(grads), factors, count)
+    ok = all_finite(weighted(grads), factors, count) & is_in_range(factors)
     found = (grads, factors, count)
     # A cond, not a select of every leaf: see kfac. Of what came, which may be narrower than sums.
     grads, factors, count = jax.lax.cond(

@@ -26,12 +26,17 @@ class StateWatch(NamedTuple):
         stale: Refreshes in a row that were due and found no new factors since the one before,
             int32.
         fresh: Whether factors have come since the last refresh.
+        outsized: Updates among ``skipped`` whose gradient and factors were finite, but had a sum
+            above the square root of the dtype's largest number (1.8e19 in float32), int32.
+        restarted: Averages of one factor that were not finite and began anew, int32.
     """
 
     first_value: Float[Array, ""]
     diverged: Int[Array, ""]
     stale: Int[Array, ""]
     fresh: Bool[Array, ""]
+    outsized: Int[Array, ""]
+    restarted: Int[Array, ""]
 
     @classmethod
     def initial(cls, params: PyTree) -> "StateWatch":
@@ -41,6 +46,8 @@ class StateWatch(NamedTuple):
             jnp.zeros((), jnp.int32),
             jnp.zeros((), jnp.int32),
             jnp.zeros((), jnp.bool_),
+            jnp.zeros((), jnp.int32),
+            jnp.zeros((), jnp.int32),
         )
 
     def after(self, value: ArrayLike | None, *, came: Any, due: Any, begun: Any) -> "StateWatch":
@@ -66,6 +73,13 @@ class StateWatch(NamedTuple):
         diverged = jnp.where(beyond, self.diverged + 1, 0).astype(jnp.int32)
         return new._replace(first_value=first, diverged=diverged)
 
+    def counting(self, *, outsized: Any, restarted: Any) -> "StateWatch":
+        """With an update whose factors were too large, and the averages that began anew in it."""
+        return self._replace(
+            outsized=self.outsized + outsized.astype(jnp.int32),
+            restarted=self.restarted + restarted,
+        )
+
 
 @runtime_checkable
 class Watched(Protocol):
@@ -85,8 +99,9 @@ _DIVERGED = (
 )
 _LEFT_OUT = (
     "micro-batches were left out of their groups (state.skipped of jk.multi_steps), because a "
-    "gradient or a factor was not finite: look for NaN in the batches, and for sums that overflow "
-    "in half precision"
+    "gradient or a factor was not finite, or a factor above the square root of the dtype's largest "
+    "number: look for NaN in the batches, for examples out of all proportion, and for sums that "
+    "overflow in half precision"
 )
 _SMALLER_RATE = "a learning rate three times smaller"
 _ADAPTIVE = (
@@ -115,7 +130,7 @@ def _diverged(state: Any) -> str:
 def check_state(state: PyTree) -> None:
     """Warn, with the remedy, if training goes on and something in the optimizer's state is wrong.
 
-    Call it after a logging interval, outside of ``jit``: it waits for the state's counters, four
+    Call it after a logging interval, outside of ``jit``: it waits for the state's counters, a few
     numbers. Python shows a warning once for each line that calls it.
 
     Args:
@@ -177,9 +192,20 @@ def _complaints(state: Any) -> list[str]:
     rows = (
         (counters["diverged"] >= PATIENCE, _diverged(state)),
         (
-            counters["skipped"] > 0,
+            counters["skipped"] > counters["outsized"],
             "updates were skipped (state.skipped), because a gradient or a factor was not finite: "
             "look for NaN in the batches, and for sums that overflow in half precision",
+        ),
+        (
+            counters["outsized"] > 0,
+            "updates were skipped because their factors had sums above the square root of the "
+            "dtype's largest number (state.watch.outsized): look for examples out of all "
+            "proportion, and scale inputs and loss",
+        ),
+        (
+            counters["restarted"] > 0,
+            "averages of factors were not finite and began anew (state.watch.restarted): their "
+            "curvature is of fewer steps than that of the other layers",
         ),
         (
             counters["missed"] > 1,

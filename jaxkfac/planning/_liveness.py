@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxkfac.planning._equations import DEAR, Equation, EquationList, Value
 
@@ -198,11 +199,15 @@ class _Lives:
         end = len(self._equations)
         lives = {v: [(v.maker, end)] for v in places if v.maker >= 0}
         found: set[Value] = set()
+        # Most places are too small or made too early; without Python's loop over them.
+        order, sizes = list(lives), np.array([v.nbytes for v in lives], np.int64)
+        makers = np.array([v.maker for v in lives], np.int64)
         rest = [v for e in self._equations for v in e.makes if v in self._held and v not in inside]
         for v in sorted(rest, key=lambda v: -v.nbytes):
             start, stop = v.maker, self._last.get(v, v.maker)
-            for place, taken in lives.items():
-                if v.nbytes <= place.nbytes and all(stop < a or b < start for a, b in taken):
+            for i in np.flatnonzero((sizes >= v.nbytes) & (makers > stop)):
+                taken = lives[order[i]]
+                if all(stop < a or b < start for a, b in taken):
                     taken.append((start, stop))
                     found.add(v)
                     break

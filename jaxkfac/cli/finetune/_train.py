@@ -1,6 +1,7 @@
 """Training: from the checkpoint, or from the start, to the end."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from jaxkfac.cli.finetune._watch import Watch, words_of
 from jaxkfac.interception import leaves_by_path
 from jaxkfac.report import FinetuneRecords
 
+_PAUSE_SECONDS = 10  # of updates between two looks of several processes for a signal
 _MEASURED = 3  # updates whose time says how long the run will take; the one before warms up
 
 
@@ -148,6 +150,7 @@ def _to_the_end(
             return
         with progress("finetune", total, start=first, quiet=not processes.first) as shown:
             said = False
+            pause_at, paused, since = first + 1, first, time.monotonic()
             for step in range(first + 1, total + 1):
                 reads = watch.reads(step)
                 with interrupts_deferred("finishing the update"):
@@ -164,8 +167,12 @@ def _to_the_end(
                     save()
                 if ends:
                     writer.wait()
-                if reads or not processes.several:  # several wait for one another there
+                # Several wait for one another there, and so look for a signal only now and then.
+                if reads or not processes.several or step >= pause_at:
                     processes.pause(step, writer.error)
+                    each = processes.slowest((time.monotonic() - since) / (step - paused))
+                    pause_at = step + max(1, int(_PAUSE_SECONDS / max(each, 1e-6)))
+                    paused, since = step, time.monotonic()
                 if ends:
                     break
     except KeyboardInterrupt:

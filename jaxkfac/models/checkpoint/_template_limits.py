@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.compiler
+import jinja2.filters
 import jinja2.nodes
 import jinja2.sandbox
 
@@ -36,6 +37,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters["replace"] = _checked(
             self.filters["replace"], lambda values: _check_replaced(*values[1:4])
         )
+        self.filters["join"] = self._join_filter(self.filters["join"])
 
     def begin(self) -> None:
         """Count from zero in this thread."""
@@ -53,6 +55,25 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         texts = [str(part) for part in parts]
         _check_size(sum(map(len, texts)))
         return "".join(texts)
+
+    def _join_filter(self, function: Any) -> Any:
+        """``join``, with a step for each part, and refused a text that is too long."""
+
+        @functools.wraps(function)
+        def join(context: Any, value: Any, d: Any = "", attribute: Any = None) -> Any:
+            parts = []
+            for part in value:
+                self.step()
+                parts.append(part)
+            if attribute is not None:
+                parts = list(map(jinja2.filters.make_attrgetter(self, attribute), parts))
+            size = len(str(d)) * max(len(parts) - 1, 0)
+            for part in parts:
+                size += len(str(part))
+                _check_size(size)
+            return function(context, parts, d)
+
+        return join
 
     concat = joined  # Jinja's name for what a block, a macro or all of a template writes
 

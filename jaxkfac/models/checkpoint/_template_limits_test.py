@@ -30,6 +30,9 @@ def rendered(template):
         (DOUBLING % "{% set ns.s = ns.s + ns.s %}", "33554432 elements"),
         (DOUBLING % "{% set x %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s = x %}", "elements"),
         (DOUBLING % "{% set ns.s = ns.s|replace('a', 'aaaa') %}", "elements"),
+        (DOUBLING % "{% set ns.s = [ns.s, ns.s]|join %}", "elements"),
+        ("{{ range(99999)|join('a' * 9999) }}", "elements"),
+        ("{{ ([{'a': 'b' * 9999}] * 9999)|join(attribute='a') }}", "elements"),
         (DOUBLING % "{% set ns.s = ns.s.replace('a', 'aaaa') %}", "elements"),
         ("{% set ns = namespace(s=3) %}{% for i in range(99) %}{% set ns.s = ns.s * ns.s %}"
          "{% endfor %}", "an integer of"),
@@ -49,6 +52,8 @@ def test_what_is_too_large_or_fails_is_refused(template, reason):
     [
         "{% for a in range(99) %}{% for b in range(99) %}{% endfor %}{% endfor %}",
         "{% for a in range(9999) if a < 5000 %}{% endfor %}",
+        "{{ range(9999)|join }}",
+        "{{ range(9999)|map('string')|join(',') }}",
         "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
         "{% macro f() %}{{ caller() }}{% endmacro %}"
         "{% for i in range(999) %}{% call f() %}x{% endcall %}{% endfor %}",
@@ -64,6 +69,11 @@ def test_each_conversation_counts_its_own_rounds(monkeypatch):
     monkeypatch.setattr(_template_limits, "MAX_STEPS", 40)
     for _ in range(3):
         assert rendered("{% for i in range(30) %}{{ i % 10 }}{% endfor %}") == "0123456789" * 3
+
+
+def test_texts_are_joined_as_jinja_joins_them():
+    template = "{{ [1, 'b']|join('-') }}{{ messages|join(',', attribute='content') }}{{ []|join }}"
+    assert rendered(template) == "1-bhello"
 
 
 def test_what_templates_do_gives_what_jinja_gives():
