@@ -1,6 +1,7 @@
 """A trial of one's own model: do its examples meet, and are gradient and factors those of it?"""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -166,7 +167,10 @@ def check_coverage(
     whole = objective.batch(as_batch(batch))
     program = Program(objective, finding, cover=False)
     traced = program.traced(params, whole, key, state)
-    stats = value_grad_and_factors(objective, uncovered="ignore", **finding)
+    stats = objective.programs.get(
+        (check_coverage, layers, experts),
+        lambda: value_grad_and_factors(objective, uncovered="ignore", **finding),
+    )
     own = _Trial(objective, stats, params, whole, key, state, max_examples)
     seen, tried = own.replaced()
     gradient = _of_gradient(objective, stats, params, whole, key, state)
@@ -208,10 +212,10 @@ class _Trial:
             self.remarks.append("examples: all inputs are identical, so no replacement shows")
             return [], 0
 
-        @jax.jit
+        run = self.compiled(_outputs)
+
         def outputs(params: PyTree, inputs: PyTree) -> list[Array]:
-            found = self.objective.outputs(params, inputs, self.key, self.state)[0]
-            return jax.tree.leaves(found)
+            return run(params, inputs, self.key, self.state)
 
         seen, tried = [], 0
         for draw in range(DRAWS):
@@ -254,6 +258,12 @@ class _Trial:
         number = self.batch.num_examples
         return jax.tree.map(lambda x: x[start:stop] if x.shape[:1] == (number,) else x, self.batch)
 
+    def compiled(self, run: Callable[..., Any], *static: Any) -> Callable[..., Any]:
+        """``run(objective, *static, ...)``, compiled once for the objective."""
+        return self.objective.programs.get(
+            (run, *static), lambda: jax.jit(functools.partial(run, self.objective, *static))
+        )
+
     def compared(self, what: str, compare: Callable[[], dict[str, float]]) -> dict[str, float]:
         """What a comparison finds; a remark where it cannot be made."""
         try:
@@ -267,11 +277,11 @@ class _Trial:
         number = min(self.batch.num_examples, self.most)
         if number == 1:
             raise ValueError("a batch of one is its own sum")
-        run = jax.jit(lambda p, b: self.stats(p, b, self.key, state=self.state).factors)
-        together = run(self.params, self.few(0, number))
-        total = run(self.params, self.few(0, 1))
+        run, rest = self.compiled(_factors, self.stats), (self.key, self.state)
+        together = run(self.params, self.few(0, number), *rest)
+        total = run(self.params, self.few(0, 1), *rest)
         for n in range(1, number):
-            total = total + run(self.params, self.few(n, n + 1))
+            total = total + run(self.params, self.few(n, n + 1), *rest)
         found = {}
         for layer in together.layers:
             pairs = zip(together[layer.name], total[layer.name], strict=True)
@@ -287,16 +297,8 @@ class _Trial:
         bases = eigendecompose(factors, max_condition=math.inf)
         measure = correct_eigenvalues(self.objective, bases, experts=finding["experts"])
         measured = measure(self.params, batch, self.key, state=self.state)
-        free, _ = partition(self.params)
-
-        def terms(free: dict[str, Array]) -> Array:
-            params = with_leaves(self.params, free)
-            outputs, _ = self.objective.outputs(params, batch.inputs, self.key, self.state)
-            (head,) = self.objective.heads(outputs, batch.targets, batch.mask)
-            kept = head.kept_terms()
-            return kept.reshape(len(kept), -1).sum(1)
-
-        gradients = jax.jit(jax.jacrev(terms))(free)
+        run = self.compiled(_example_gradients)
+        gradients = run(self.params, batch, self.key, self.state)
         read = [layer.weight.path for layer in bases.layers]
         found = {}
         for layer in bases.layers:
@@ -308,6 +310,30 @@ class _Trial:
             expected = squares / np.asarray(factors.terms)
             found[layer.name] = _error(np.asarray(values).reshape(expected.shape), expected)
         return found
+
+
+def _outputs(
+    objective: Objective, params: PyTree, inputs: PyTree, key: Any, state: Any
+) -> list[Array]:
+    return jax.tree.leaves(objective.outputs(params, inputs, key, state)[0])
+
+
+def _factors(
+    objective: Objective, stats: Any, params: PyTree, batch: Batch, key: Any, state: Any
+) -> Any:
+    return stats(params, batch, key, state=state).factors
+
+
+def _example_gradients(
+    objective: Objective, params: PyTree, batch: Batch, key: Any, state: Any
+) -> dict[str, Array]:
+    def terms(free: dict[str, Array]) -> Array:
+        outputs, _ = objective.outputs(with_leaves(params, free), batch.inputs, key, state)
+        (head,) = objective.heads(outputs, batch.targets, batch.mask)
+        kept = head.kept_terms()
+        return kept.reshape(len(kept), -1).sum(1)
+
+    return jax.jacrev(terms)(partition(params)[0])
 
 
 def _squares(layer: Layer, bases: Eigenbases, gradients: Mapping[str, Array]) -> np.ndarray:
@@ -366,13 +392,18 @@ def _of_gradient(
     named |= {} if key is None or not isinstance(objective, Objective) else {"key": key}
     beside = state is not None or getattr(objective, "has_aux", False)
     grads = stats(params, batch, key, **({} if state is None else {"state": state})).grads
-    free, _ = partition(params)
 
-    def loss(free: dict[str, Array]) -> Array:
-        out = objective(with_leaves(params, free), batch, **named)
-        return out[0] if beside else out
+    def gradient(params: PyTree, batch: PyTree, named: dict[str, Any]) -> dict[str, Array]:
+        def loss(free: dict[str, Array]) -> Array:
+            out = objective(with_leaves(params, free), batch, **named)
+            return out[0] if beside else out
 
-    plain = jax.jit(jax.grad(loss))(free)
+        return jax.grad(loss)(partition(params)[0])
+
+    run = jax.jit(gradient)
+    if isinstance(objective, Objective):  # a scalar loss has no place to keep it
+        run = objective.programs.get((_of_gradient, beside), lambda: run)
+    plain = run(params, batch, named)
     found = partition(grads)[0]
     return max((_error(found[path], plain[path]) for path in plain), default=0.0)
 

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -47,6 +47,7 @@ _NOT_F = (
     "factors with fisher='mc', 'empirical' or 'exact'"
 )
 Source = TypeVar("Source", Eigenbases, Queries)
+Result = TypeVar("Result")
 
 
 class Examples:
@@ -92,10 +93,11 @@ class Examples:
             _check_blocks(self._source)
             _warn_of_forward(self._source, jax.tree.leaves(objective.likelihood))
         names = "|".join(re.escape(layer.name) for layer in self.layers)
-        finding = {"layers": names, "experts": experts}
         check_word(word)
-        self._program = Program(objective, finding, cover=False, examples=word)
-        self._whole_program = Program(objective, {"experts": experts}, cover=False)
+        self._finding = names, experts, word
+        self._program, self._whole_program = objective.programs.get(
+            (Examples, self._finding), lambda: _programs(objective, *self._finding)
+        )
 
     @property
     def bases(self) -> Eigenbases:
@@ -208,11 +210,51 @@ class Examples:
         return at, at.vjp(jax.grad(total)(fixed))
 
     def without_arrays(self) -> "Examples":
-        """The same with shapes in place of the bases' arrays: static data of compiled functions."""
-        other = copy.copy(self)
+        """The same with shapes in place of the bases' arrays: static data of compiled functions.
+
+        Equal ones compare equal, so that what is compiled for one serves the others.
+        """
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._source)
-        other._source = shapes
+        return self._of(shapes)
+
+    def _of(self, source: Any) -> "Examples":
+        other = copy.copy(self)
+        other._source, other.layers = source, source.layers
         return other
+
+    def _identity(self) -> tuple[Hashable, ...]:
+        leaves, structure = jax.tree.flatten(self._source)
+        shapes = tuple((x.shape, x.dtype) for x in leaves)
+        return self.objective, self._finding, structure, shapes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Examples) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def compiled(self, run: Callable[..., Result], *static: Hashable) -> Callable[..., Result]:
+        """``run(examples, params, batch, state, *rest, *static)``, compiled once.
+
+        It is kept with the objective and holds no array: bases or queries are its second argument.
+
+        Args:
+            run: A function of a module, so that it is the same one at every call.
+            static: What else it takes, the last ones.
+
+        Returns:
+            ``f(params, source, batch, state, *rest)``.
+        """
+
+        def make() -> Callable[..., Result]:
+            shell = self.without_arrays()
+
+            def call(params: PyTree, source: Any, batch: Batch, state: PyTree, *rest: Any) -> Any:
+                return run(shell._of(source), params, batch, state, *rest, *static)
+
+            return jax.jit(call)
+
+        return self.objective.programs.get((run, self._finding, *static), make)
 
     def traced(self, params: PyTree, batch: Batch, state: PyTree) -> Traced:
         """The program for a checked batch."""
@@ -239,6 +281,17 @@ class Examples:
         masks = self.objective.parts(batch.mask, "batch: the mask")
         kept = [every if x is None else x.reshape(len(x), -1).any(1) for x in masks]
         return jnp.stack(kept).any(0)
+
+
+def _programs(
+    objective: Objective, names: str, experts: str | None, word: Word | None
+) -> tuple[Program, Program]:
+    """The program of the layers that are read, and the one of all layers."""
+    finding = {"layers": names, "experts": experts}
+    return (
+        Program(objective, finding, cover=False, examples=word),
+        Program(objective, {"experts": experts}, cover=False),
+    )
 
 
 def chosen(source: Source, layers: str | None) -> Source:

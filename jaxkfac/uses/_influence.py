@@ -1,6 +1,5 @@
 """Influence functions: what training on an example does to the loss of another."""
 
-import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
@@ -12,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxkfac._checks import at_least_one, one_of
 from jaxkfac.curvature import BlockDamping, Eigenbases
-from jaxkfac.factors import Objective
+from jaxkfac.factors import Batch, Objective
 from jaxkfac.interception import Word
 from jaxkfac.memory import ByteSize
 from jaxkfac.uses._batches import batches_of
@@ -234,7 +233,13 @@ def scores_of_batches(
         a term that their mask keeps, ``(n,)``.
     """
     own = Examples(objective, queries, layers, experts, examples)
-    score = jax.jit(functools.partial(own.scores, per=per))
+    score = own.compiled(_scores, per)
     for some in batches_of(train):
         batch = own.checked(params, some, state)
         yield score(params, own.queries, batch, state), own.exists(batch)
+
+
+def _scores(
+    own: Examples, params: PyTree, batch: Batch, state: PyTree, per: Per
+) -> Float[Array, "..."]:
+    return own.scores(params, own.queries, batch, state, per=per)
