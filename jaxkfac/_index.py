@@ -65,6 +65,7 @@ from jaxkfac.planning import MemoryPlan, plan_memory
 from jaxkfac.uses import (
     CoverageCheck,
     LaplacePosterior,
+    QuadraticPenalty,
     Queries,
     TopK,
     TruncatedScores,
@@ -72,6 +73,7 @@ from jaxkfac.uses import (
     influence,
     laplace,
     prepare_queries,
+    quadratic_penalty,
     self_influence,
 )
 
@@ -102,6 +104,7 @@ __all__ = [
     "NonFiniteFactorError",
     "Objective",
     "ProcessesDisagreeError",
+    "QuadraticPenalty",
     "Queries",
     "TopK",
     "TruncatedScores",
@@ -138,6 +141,7 @@ __all__ = [
     "plan_memory",
     "plot",
     "prepare_queries",
+    "quadratic_penalty",
     "reconstruct",
     "scale_by_bases",
     "self_influence",
