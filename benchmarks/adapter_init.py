@@ -53,7 +53,10 @@ def descend(loss: Any, params: Any, batch: Any, rate: Any, steps: int, *more: An
     def step(carry: Any, _: None) -> Any:
         params, state = carry
         updates, state = tx.update(jax.grad(loss)(params, batch, *more), state)
-        return (optax.apply_updates(params, jax.tree.map(lambda x: -rate * x, updates)), state), None
+        return (
+            optax.apply_updates(params, jax.tree.map(lambda x: -rate * x, updates)),
+            state,
+        ), None
 
     return jax.lax.scan(step, (params, tx.init(params)), length=steps)[0][0]
 
@@ -97,8 +100,8 @@ def run(seed: int) -> dict[str, list[float]]:
 def table(record: dict[str, Any]) -> str:
     runs = np.array([[run[kind] for kind in INITS] for run in record["runs"]])
     rows = [
-        f"Made by `python -m benchmarks.adapter_init --write` in {record['cpu_seconds']:.0f} s of CPU "
-        f"time, {len(runs)} seeds: test loss in nats after {STEPS} steps, plain LoRA of rank {RANK}; "
+        "Made by `python -m benchmarks.adapter_init --write` in "
+        f"{record['cpu_seconds']:.0f} s of CPU time, {len(runs)} seeds: test loss in nats after {STEPS} steps, plain LoRA of rank {RANK}; "
         "in parentheses the mean difference to the default and its range over seeds.",
         "",
         "| rate | default | EVA | gradient |",

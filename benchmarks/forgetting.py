@@ -175,8 +175,8 @@ def picture(runs: dict[str, Any], path: Path) -> None:
 
 def table(record: dict[str, Any]) -> str:
     rows = [
-        f"Made by `python -m benchmarks.forgetting --write` in {record['cpu_seconds']:.0f} s of CPU "
-        f"time: {record['tasks']} tasks, seeds {record['seeds']}. Strengths are the best of their "
+        "Made by `python -m benchmarks.forgetting --write` in "
+        f"{record['cpu_seconds']:.0f} s of CPU time: {record['tasks']} tasks, seeds {record['seeds']}. Strengths are the best of their "
         f"grids on seed {CHOOSING}, which is not among them.",
         "",
         "| penalty | strength | mean accuracy | by seed | grid |",

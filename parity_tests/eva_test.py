@@ -12,12 +12,12 @@ RANK = 2
 SCALES = np.array([3.0, 2.0, 0.3, 0.2, 0.1, 0.05])
 RNG = np.random.default_rng(0)
 X = (RNG.normal(size=(64, 6)) * SCALES + 1.5).astype(np.float32)
-UP, DOWN = (RNG.normal(size=shape).astype(np.float32) for shape in ((6, 6), (6, 4)))
+UP, DOWN = (RNG.normal(size=shape).astype(np.float32) / 9 for shape in ((6, 6), (6, 4)))
 BIASES = [RNG.normal(size=n).astype(np.float32) for n in (6, 4)]
 
 
 def model(params, x):
-    h = jnp.tanh(x @ params["up"]["kernel"] / 9 + params["up"]["bias"])
+    h = jnp.tanh(x @ params["up"]["kernel"] + params["up"]["bias"])
     return h @ params["down"]["kernel"] + params["down"]["bias"]
 
 
@@ -25,7 +25,7 @@ class Twin(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.down = torch.nn.Linear(6, 6), torch.nn.Linear(6, 4)
-        for layer, kernel, bias in ((self.up, UP / 9, BIASES[0]), (self.down, DOWN, BIASES[1])):
+        for layer, kernel, bias in ((self.up, UP, BIASES[0]), (self.down, DOWN, BIASES[1])):
             layer.weight.data = torch.tensor(kernel.T.copy())
             layer.bias.data = torch.tensor(bias)
 

@@ -36,7 +36,7 @@ def check_source(init: Init, factors: Factors | None, gradient: PyTree) -> None:
 
 
 def covariance(factors: Factors, layer: Layer) -> Any:
-    r"""``(stack..., in, in)``: $\sum_n (x_n - \bar x)(x_n - \bar x)^\top$ of a layer's inputs, to a factor.
+    r"""$\sum_n (x_n - \bar x)(x_n - \bar x)^\top$ of a layer's inputs, ``(stack..., in, in)``.
 
     The mean is known where the factor has the ones of a bias; elsewhere it counts as zero.
     """

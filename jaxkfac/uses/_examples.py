@@ -42,6 +42,7 @@ from jaxkfac.uses._held import Queries
 from jaxkfac.uses._own_products import OwnProducts, whole_gradients
 
 Per = Literal["sum", "layer", "token"]
+Measurement = Callable[[PyTree, Batch], Float[Array, ""]]
 _NOT_F = (
     "they hold no curvature of the loss, and what comes of them is not the Fisher's. Collect "
     "factors with fisher='mc', 'empirical' or 'exact'"
@@ -147,13 +148,23 @@ class Examples:
             )
         return batch
 
-    def gradients(self, params: PyTree, batch: Batch, state: PyTree) -> dict[str, Array]:
-        """``{path: (N, *parameter)}``: of the sum over each example's terms."""
+    def gradients(
+        self, params: PyTree, batch: Batch, state: PyTree, measurement: Measurement | None = None
+    ) -> dict[str, Array]:
+        """``{path: (N, *parameter)}``: of the sum over each example's terms, or of a measurement.
+
+        Raises:
+            ValueError: the measurement of one example is no floating scalar.
+        """
         traced = self._program.traced(params, batch, None, state)
         rows = traced.examples, traced.num_examples
         taps = ExampleGradients(traced, self.layers, self._dtype, *rows)
-        at, emitted = self._emitted(traced, taps, params, batch, state)
-        return {path: x * _scale(at, x) for path, x in taps.gradients(emitted).items()}
+        if measurement is None:
+            at, emitted = self._emitted(traced, taps, params, batch, state)
+            return {path: x * _scale(at, x) for path, x in taps.gradients(emitted).items()}
+        outputs, vjp = self.outputs_and_vjp(traced, taps, params, batch, state)
+        each = jax.vmap(jax.grad(_checked_measurement(measurement)))
+        return taps.gradients(vjp(each(jax.lax.stop_gradient(outputs), batch)))
 
     def own_products(
         self, params: PyTree, bases: Eigenbases, batch: Batch, state: PyTree, damping: BlockDamping
@@ -281,6 +292,24 @@ class Examples:
         masks = self.objective.parts(batch.mask, "batch: the mask")
         kept = [every if x is None else x.reshape(len(x), -1).any(1) for x in masks]
         return jnp.stack(kept).any(0)
+
+
+def _checked_measurement(measurement: Measurement) -> Measurement:
+    """The same, refused where it does not give one number."""
+
+    def measure(outputs: PyTree, query: Batch) -> Any:
+        found = measurement(outputs, query)
+        shape = getattr(found, "shape", None)
+        if shape != () or not jnp.issubdtype(found.dtype, jnp.floating):
+            got = type(found).__name__ if shape is None else f"{found.dtype} of shape {shape}"
+            raise ValueError(
+                "measurement: expected one floating scalar of each query, got "
+                f"{got}. It sees one query, without the axis of examples: outputs "
+                f"{jax.tree.map(jnp.shape, outputs)}"
+            )
+        return found
+
+    return measure
 
 
 def _programs(

@@ -19,7 +19,7 @@ from jaxkfac.interception import Layer, Word, fast_convolutions
 from jaxkfac.kinds import LowRankMatrices
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import ByteSize, parse_bytes
-from jaxkfac.uses._examples import Examples
+from jaxkfac.uses._examples import Examples, Measurement
 from jaxkfac.uses._fitting import fitting, in_examples
 from jaxkfac.uses._held import Queries
 from jaxkfac.uses._truncated import truncated
@@ -41,6 +41,7 @@ def prepare_queries(
     state: PyTree | None = None,
     experts: str | None = None,
     examples: Word | None = None,
+    measurement: Measurement | None = None,
 ) -> Queries:
     r"""What :func:`influence` holds of its queries, for many streams of examples.
 
@@ -62,6 +63,7 @@ def prepare_queries(
         state: Likewise.
         experts: Likewise.
         examples: Likewise.
+        measurement: Likewise.
 
     Returns:
         The queries, for ``influence(objective, params, None, queries, train)``.
@@ -96,7 +98,12 @@ def prepare_queries(
     check_block_damping(damping, own.bases)
     batch = own.checked(params, queries, state)
 
-    gradients = jax.eval_shape(lambda: own.gradients(params, batch, state))
+    if measurement is not None and not in_examples(batch):
+        raise ValueError(
+            "measurement: it sees one query at a time, and an array of the queries does not have "
+            "the examples first"
+        )
+    gradients = jax.eval_shape(lambda: own.gradients(params, batch, state, measurement))
     each = _GRADIENTS * _nbytes(gradients) // batch.num_examples
     if budget is None:
         at_once = max(1, _AT_ONCE // each) if in_examples(batch) else None
@@ -106,7 +113,9 @@ def prepare_queries(
             each=each,
             kept=_nbytes(
                 jax.eval_shape(
-                    lambda: _run(own, params, batch, state, damping, None, query_rank, None)[:2]
+                    lambda: _run(own, params, batch, state, damping, None, query_rank, None, None)[
+                        :2
+                    ]
                 )
             ),
             max_bytes=budget,
@@ -114,7 +123,7 @@ def prepare_queries(
             remedy="choose fewer layers=" + ("" if query_rank else ", or give a query_rank="),
         )
     word, number = (damping, None) if isinstance(damping, str) else (None, damping)
-    run = own.compiled(_run, word, query_rank, at_once)
+    run = own.compiled(_run, word, query_rank, at_once, measurement)
     whole, low_rank, errors = run(params, own.bases, batch, state, number)
     return Queries(whole, low_rank, errors, own.bases.layers, own.bases.origin)
 
@@ -128,11 +137,12 @@ def _run(
     word: str | None,
     rank: int | None,
     at_once: int | None,
+    measurement: Measurement | None,
 ) -> Any:
     """What is held of all queries, ``at_once`` in work; ``word`` is a damping that is no number."""
 
     def of_some(some: Batch, _: Any) -> Any:
-        gradients = own.gradients(params, some, state)
+        gradients = own.gradients(params, some, state, measurement)
         solved = precondition_many(gradients, own.bases, damping if word is None else word)
         return _held(solved, own.bases.layers, rank)
 
