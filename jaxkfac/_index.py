@@ -71,6 +71,7 @@ from jaxkfac.planning import MemoryPlan, plan_memory
 from jaxkfac.uses import (
     CoverageCheck,
     LaplacePosterior,
+    QuadraticPenalty,
     Queries,
     TopK,
     TruncatedScores,
@@ -78,6 +79,7 @@ from jaxkfac.uses import (
     influence,
     laplace,
     prepare_queries,
+    quadratic_penalty,
     self_influence,
 )
 
@@ -108,6 +110,7 @@ __all__ = [
     "NonFiniteFactorError",
     "Objective",
     "ProcessesDisagreeError",
+    "QuadraticPenalty",
     "Queries",
     "TopK",
     "TruncatedScores",
@@ -145,6 +148,7 @@ __all__ = [
     "plan_memory",
     "plot",
     "prepare_queries",
+    "quadratic_penalty",
     "reconstruct",
     "scale_by_bases",
     "self_influence",

@@ -75,6 +75,8 @@ NAMES = {
     "BlockDamping": _TYPE,
     "influence": _NO_TWIN,
     "self_influence": _NO_TWIN,
+    "QuadraticPenalty": _TYPE,
+    "quadratic_penalty": "half of d F d with apply_power's F, held to it by tests",
     "precondition_many": "apply_power for many gradients, held to it by tests of influence",
     "read_many": _PIECE,
     "write_many": _PIECE,

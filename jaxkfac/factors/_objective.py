@@ -1,6 +1,7 @@
 """An objective: a model's apply function and a likelihood."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
+from jaxkfac.factors._kept_programs import KeptPrograms
 from jaxkfac.factors._likelihoods import Likelihood
 from jaxkfac.factors._loss_terms import Head, LossTerms, shares, times
 from jaxkfac.interception import check_function, check_likelihood, leaves_by_path, trace
@@ -199,6 +201,15 @@ class Objective(LossTerms):
 
     def __hash__(self) -> int:
         return hash((self.apply_fn, *self._likelihoods, self._form, self.has_aux))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Compiled programs are neither pickled nor copied with the fields.
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @functools.cached_property
+    def programs(self) -> KeptPrograms:
+        """What was compiled for this objective; it goes with the objective."""
+        return KeptPrograms()
 
     @property
     def num_outputs(self) -> int:

@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
+from jaxkfac._checks import one_of
 from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac.factors import Factors
 from jaxkfac.interception import (
     Layer,
     LayerTable,
@@ -21,6 +23,7 @@ from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora._adapter import Adapter, Adapters
 from jaxkfac.lslora._attach import attach
 from jaxkfac.lslora._config import ALL_LINEAR, Config, RmsSigma
+from jaxkfac.lslora._directions import Init, check_source, directions
 from jaxkfac.lslora._sigma import measured_sigmas
 
 
@@ -32,8 +35,15 @@ def init(
     *,
     key: Key[Array, ""],
     dtype: Any = None,
+    init: Init = "default",
+    factors: Factors | None = None,
+    gradient: PyTree = None,
 ) -> Adapters:
     r"""Adapters that change nothing yet: A uniform in $\pm 1/\sqrt{\text{in}}$, B zero.
+
+    ``init="eva"`` takes the orthonormal directions in which a layer's inputs vary most for A, and
+    ``"gradient"`` those from which its gradient is largest, the input side of LoRA-GA. B is zero
+    all the same, so that the base stays as it is, and folders are those of any adapter.
 
     With B = 0 the placement ``"bottleneck"`` has zero gradients for A, $\sigma$ and the
     coefficients at the first step; in ``"output"`` $c_0$ and $c_3$ have equal ones, since
@@ -47,6 +57,11 @@ def init(
         key: For A.
         dtype: Of A and B; that of the layer's parameter by default. Coefficients and $\sigma$
             are float32 at the least.
+        init: ``"default"``, ``"eva"`` or ``"gradient"``.
+        factors: For ``"eva"``: factors of the base model on the data. Their inputs are centred
+            where A has the ones of a bias (``bias="joint"``), as in PEFT; a layer without a bias
+            has no mean in its factor, and takes the uncentred second moment.
+        gradient: For ``"gradient"``: of the loss in ``params``, a tree like them.
 
     Returns:
         ``{layer: Adapter}``, and the parameters of ``modules_to_save`` by path.
@@ -55,7 +70,9 @@ def init(
         UnknownLayerError: the target, or ``modules_to_save``, matches nothing.
         ValueError: the target matches something that cannot be adapted, ``modules_to_save``
             something quantised or a target as well (but with ``"all-linear"``, which leaves it
-            out), or the rank is larger than a layer; each named.
+            out), or the rank is larger than a layer; each named. Or ``init`` lacks its source, the
+            source has no such leaf, or has fewer directions than the rank (zeros have none).
+        NonFiniteFactorError: factors or a gradient that are not finite.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora
@@ -64,7 +81,14 @@ def init(
         ...     {"kernel": jnp.ones((3, 4))}, jnp.ones((5, 3)), key=jax.random.key(0))
         >>> jax.tree.map(jnp.shape, adapters["kernel"])
         Adapter(a=(3, 2), b=(2, 4), coefficients=(4,), sigma=())
+
+    References:
+        Fabian Paischer et al., "One Initialization to Rule them All: Fine-tuning via Explained
+        Variance Adaptation", 2024. Shaowen Wang et al., "LoRA-GA: Low-Rank Adaptation with
+        Gradient Approximation", 2024.
     """
+    one_of("init", init, get_args(Init))
+    check_source(init, factors, gradient)
     adapted = attach(apply_fn, config)
     leaves = leaves_by_path(decoded_shapes(params))
     layers = targeted(config, adapted.traced(params, inputs, key).table)
@@ -73,6 +97,9 @@ def init(
         mine = jax.random.fold_in(key, number)
         own = leaves[layer.weight.path].dtype if dtype is None else dtype
         adapters[layer.name] = _fresh(config, layer, mine, own)
+        if init != "default":
+            a = directions(init, layer, config.rank_of(layer.name), factors, gradient)
+            adapters[layer.name] = adapters[layer.name]._replace(a=a.astype(own))
     if config.modules_to_save is not None:
         whole = selector(config.modules_to_save, list(leaves))
         if quantised := sorted(whole & encoded_paths(params)):

@@ -8,6 +8,7 @@ from jaxkfac.uses._kronfluence import load_kronfluence
 from jaxkfac.uses._laplace import laplace
 from jaxkfac.uses._laplace_posterior import LaplacePosterior
 from jaxkfac.uses._predictive import GaussianPrediction
+from jaxkfac.uses._quadratic_penalty import QuadraticPenalty, quadratic_penalty
 from jaxkfac.uses._queries import prepare_queries
 from jaxkfac.uses._self_influence import self_influence
 from jaxkfac.uses._top_k import TopK
@@ -17,6 +18,7 @@ __all__ = [
     "GaussianPrediction",
     "LaplacePosterior",
     "LogLikelihood",
+    "QuadraticPenalty",
     "Queries",
     "TopK",
     "TruncatedScores",
@@ -25,6 +27,7 @@ __all__ = [
     "laplace",
     "load_kronfluence",
     "prepare_queries",
+    "quadratic_penalty",
     "scores_of_batches",
     "self_influence",
 ]

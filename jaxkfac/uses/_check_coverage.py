@@ -1,6 +1,7 @@
 """A trial of one's own model: do its examples meet, and are gradient and factors those of it?"""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -175,7 +176,10 @@ def check_coverage(
     whole = objective.batch(as_batch(batch))
     program = Program(objective, finding, cover=False)
     traced = program.traced(params, whole, key, state)
-    stats = value_grad_and_factors(objective, uncovered="ignore", **finding)
+    stats = objective.programs.get(
+        (check_coverage, layers, experts),
+        lambda: value_grad_and_factors(objective, uncovered="ignore", **finding),
+    )
     own = _Trial(objective, stats, params, whole, key, state, max_examples)
     seen, tried = own.replaced()
     pulled = own.compared("derivatives between examples", own.derivatives)
@@ -219,10 +223,10 @@ class _Trial:
             self.remarks.append("examples: all inputs are identical, so no replacement shows")
             return [], 0
 
-        @jax.jit
+        run = self.compiled(_outputs)
+
         def outputs(params: PyTree, inputs: PyTree) -> list[Array]:
-            found = self.objective.outputs(params, inputs, self.key, self.state)[0]
-            return jax.tree.leaves(found)
+            return run(params, inputs, self.key, self.state)
 
         seen, tried = [], 0
         for draw in range(DRAWS):
@@ -271,43 +275,28 @@ class _Trial:
         Only those that are more than rounding.
         """
         number = self.batch.num_examples
-        leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, self.batch.inputs))
-        free = [
+        inputs = jax.tree.map(jnp.asarray, self.batch.inputs)
+        free = tuple(
             k
-            for k, x in enumerate(leaves)
+            for k, x in enumerate(jax.tree.leaves(inputs))
             if x.shape[:1] == (number,) and jnp.issubdtype(x.dtype, jnp.floating)
-        ]
+        )
         if number == 1 or not free:
             return {}
-
-        def outputs(inputs: list[Array]) -> list[Array]:
-            held = dict(zip(free, inputs, strict=True))
-            every = [held.get(k, x) for k, x in enumerate(leaves)]
-            whole = jax.tree.unflatten(tree, every)
-            found = self.objective.outputs(self.params, whole, self.key, self.state)[0]
-            return jax.tree.leaves(found)
-
-        @jax.jit
-        def sizes(i: Array) -> Array:
-            """By example, the largest entry of the derivatives of one's outputs in its inputs."""
-            out, vjp = jax.vjp(outputs, [leaves[k] for k in free])
-            keys = jax.random.split(jax.random.key(0), len(out))
-            cotangents = [
-                jnp.zeros_like(x).at[i].set(jax.random.normal(key, x.shape[1:], x.dtype))
-                for key, x in zip(keys, out, strict=True)
-            ]
-            return jnp.stack(
-                [abs(x).reshape(number, -1).max(1).astype(jnp.float32) for x in vjp(cotangents)[0]]
-            ).max(0)
-
-        found = {}
-        rounding = 64 * max(float(jnp.finfo(leaves[k].dtype).eps) for k in free)
+        run, found = self.compiled(_derivative_sizes, free), {}
+        eps = [float(jnp.finfo(jax.tree.leaves(inputs)[k].dtype).eps) for k in free]
         for i in range(min(number, self.most)):
-            by = np.asarray(sizes(jnp.asarray(i)), np.float64)
+            by = np.array(run(self.params, inputs, self.key, self.state, i), np.float64)
             size, by[i] = by.max() or 1.0, 0.0
-            if by.max() > rounding * size:
+            if by.max() > 64 * max(eps) * size:
                 found[i, int(by.argmax())] = float(by.max() / size)
         return found
+
+    def compiled(self, run: Callable[..., Any], *static: Any) -> Callable[..., Any]:
+        """``run(objective, *static, ...)``, compiled once for the objective."""
+        return self.objective.programs.get(
+            (run, *static), lambda: jax.jit(functools.partial(run, self.objective, *static))
+        )
 
     def compared(self, what: str, compare: Callable[[], dict[Any, float]]) -> dict[Any, float]:
         """What a comparison finds; a remark where it cannot be made."""
@@ -323,11 +312,11 @@ class _Trial:
         number = min(self.batch.num_examples, self.most)
         if number == 1:
             raise ValueError("a batch of one is its own sum")
-        run = jax.jit(lambda p, b: self.stats(p, b, self.key, state=self.state).factors)
-        together = run(self.params, self.few(0, number))
-        total = run(self.params, self.few(0, 1))
+        run, rest = self.compiled(_factors, self.stats), (self.key, self.state)
+        together = run(self.params, self.few(0, number), *rest)
+        total = run(self.params, self.few(0, 1), *rest)
         for n in range(1, number):
-            total = total + run(self.params, self.few(n, n + 1))
+            total = total + run(self.params, self.few(n, n + 1), *rest)
         found = {}
         for layer in together.layers:
             pairs = zip(together[layer.name], total[layer.name], strict=True)
@@ -343,16 +332,8 @@ class _Trial:
         bases = eigendecompose(factors, max_condition=math.inf)
         measure = correct_eigenvalues(self.objective, bases, experts=finding["experts"])
         measured = measure(self.params, batch, self.key, state=self.state)
-        free, _ = partition(self.params)
-
-        def terms(free: dict[str, Array]) -> Array:
-            params = with_leaves(self.params, free)
-            outputs, _ = self.objective.outputs(params, batch.inputs, self.key, self.state)
-            (head,) = self.objective.heads(outputs, batch.targets, batch.mask)
-            kept = head.kept_terms()
-            return kept.reshape(len(kept), -1).sum(1)
-
-        gradients = jax.jit(jax.jacrev(terms))(free)
+        run = self.compiled(_example_gradients)
+        gradients = run(self.params, batch, self.key, self.state)
         read = [layer.weight.path for layer in bases.layers]
         found = {}
         for layer in bases.layers:
@@ -364,6 +345,56 @@ class _Trial:
             expected = squares / np.asarray(factors.terms)
             found[layer.name] = _error(np.asarray(values).reshape(expected.shape), expected)
         return found
+
+
+def _outputs(
+    objective: Objective, params: PyTree, inputs: PyTree, key: Any, state: Any
+) -> list[Array]:
+    return jax.tree.leaves(objective.outputs(params, inputs, key, state)[0])
+
+
+def _factors(
+    objective: Objective, stats: Any, params: PyTree, batch: Batch, key: Any, state: Any
+) -> Any:
+    return stats(params, batch, key, state=state).factors
+
+
+def _example_gradients(
+    objective: Objective, params: PyTree, batch: Batch, key: Any, state: Any
+) -> dict[str, Array]:
+    def terms(free: dict[str, Array]) -> Array:
+        outputs, _ = objective.outputs(with_leaves(params, free), batch.inputs, key, state)
+        (head,) = objective.heads(outputs, batch.targets, batch.mask)
+        kept = head.kept_terms()
+        return kept.reshape(len(kept), -1).sum(1)
+
+    return jax.jacrev(terms)(partition(params)[0])
+
+
+def _derivative_sizes(
+    objective: Objective, free: tuple[int, ...], params: PyTree, inputs: PyTree, key: Any,
+    state: Any, i: Array,
+) -> Array:  # fmt: skip
+    """By example, the largest derivative of example ``i``'s outputs in its inputs.
+
+    The outputs are weighed by normal numbers; the inputs are the leaves at ``free``.
+    """
+    leaves, tree = jax.tree.flatten(inputs)
+
+    def outputs(moving: list[Array]) -> list[Array]:
+        held = dict(zip(free, moving, strict=True))
+        every = [held.get(k, x) for k, x in enumerate(leaves)]
+        found, _ = objective.outputs(params, jax.tree.unflatten(tree, every), key, state)
+        return jax.tree.leaves(found)
+
+    out, vjp = jax.vjp(outputs, [leaves[k] for k in free])
+    keys = jax.random.split(jax.random.key(0), len(out))
+    cotangents = [
+        jnp.zeros_like(x).at[i].set(jax.random.normal(key, x.shape[1:], x.dtype))
+        for key, x in zip(keys, out, strict=True)
+    ]
+    sizes = [abs(x).reshape(len(x), -1).max(1).astype(jnp.float32) for x in vjp(cotangents)[0]]
+    return jnp.stack(sizes).max(0)
 
 
 def _squares(layer: Layer, bases: Eigenbases, gradients: Mapping[str, Array]) -> np.ndarray:
@@ -422,13 +453,18 @@ def _of_gradient(
     named |= {} if key is None or not isinstance(objective, Objective) else {"key": key}
     beside = state is not None or getattr(objective, "has_aux", False)
     grads = stats(params, batch, key, **({} if state is None else {"state": state})).grads
-    free, _ = partition(params)
 
-    def loss(free: dict[str, Array]) -> Array:
-        out = objective(with_leaves(params, free), batch, **named)
-        return out[0] if beside else out
+    def gradient(params: PyTree, batch: PyTree, named: dict[str, Any]) -> dict[str, Array]:
+        def loss(free: dict[str, Array]) -> Array:
+            out = objective(with_leaves(params, free), batch, **named)
+            return out[0] if beside else out
 
-    plain = jax.jit(jax.grad(loss))(free)
+        return jax.grad(loss)(partition(params)[0])
+
+    run = jax.jit(gradient)
+    if isinstance(objective, Objective):  # a scalar loss has no place to keep it
+        run = objective.programs.get((_of_gradient, beside), lambda: run)
+    plain = run(params, batch, named)
     found = partition(grads)[0]
     return max((_error(found[path], plain[path]) for path in plain), default=0.0)
 

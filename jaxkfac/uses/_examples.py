@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -42,11 +42,13 @@ from jaxkfac.uses._held import Queries
 from jaxkfac.uses._own_products import OwnProducts, whole_gradients
 
 Per = Literal["sum", "layer", "token"]
+Measurement = Callable[[PyTree, Batch], Float[Array, ""]]
 _NOT_F = (
     "they hold no curvature of the loss, and what comes of them is not the Fisher's. Collect "
     "factors with fisher='mc', 'empirical' or 'exact'"
 )
 Source = TypeVar("Source", Eigenbases, Queries)
+Result = TypeVar("Result")
 
 
 class Examples:
@@ -92,10 +94,11 @@ class Examples:
             _check_blocks(self._source)
             _warn_of_forward(self._source, jax.tree.leaves(objective.likelihood))
         names = "|".join(re.escape(layer.name) for layer in self.layers)
-        finding = {"layers": names, "experts": experts}
         check_word(word)
-        self._program = Program(objective, finding, cover=False, examples=word)
-        self._whole_program = Program(objective, {"experts": experts}, cover=False)
+        self._finding = names, experts, word
+        self._program, self._whole_program = objective.programs.get(
+            (Examples, self._finding), lambda: _programs(objective, *self._finding)
+        )
 
     @property
     def bases(self) -> Eigenbases:
@@ -145,13 +148,23 @@ class Examples:
             )
         return batch
 
-    def gradients(self, params: PyTree, batch: Batch, state: PyTree) -> dict[str, Array]:
-        """``{path: (N, *parameter)}``: of the sum over each example's terms."""
+    def gradients(
+        self, params: PyTree, batch: Batch, state: PyTree, measurement: Measurement | None = None
+    ) -> dict[str, Array]:
+        """``{path: (N, *parameter)}``: of the sum over each example's terms, or of a measurement.
+
+        Raises:
+            ValueError: the measurement of one example is no floating scalar.
+        """
         traced = self._program.traced(params, batch, None, state)
         rows = traced.examples, traced.num_examples
         taps = ExampleGradients(traced, self.layers, self._dtype, *rows)
-        at, emitted = self._emitted(traced, taps, params, batch, state)
-        return {path: x * _scale(at, x) for path, x in taps.gradients(emitted).items()}
+        if measurement is None:
+            at, emitted = self._emitted(traced, taps, params, batch, state)
+            return {path: x * _scale(at, x) for path, x in taps.gradients(emitted).items()}
+        outputs, vjp = self.outputs_and_vjp(traced, taps, params, batch, state)
+        each = jax.vmap(jax.grad(_checked_measurement(measurement)))
+        return taps.gradients(vjp(each(jax.lax.stop_gradient(outputs), batch)))
 
     def own_products(
         self, params: PyTree, bases: Eigenbases, batch: Batch, state: PyTree, damping: BlockDamping
@@ -208,11 +221,51 @@ class Examples:
         return at, at.vjp(jax.grad(total)(fixed))
 
     def without_arrays(self) -> "Examples":
-        """The same with shapes in place of the bases' arrays: static data of compiled functions."""
-        other = copy.copy(self)
+        """The same with shapes in place of the bases' arrays: static data of compiled functions.
+
+        Equal ones compare equal, so that what is compiled for one serves the others.
+        """
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._source)
-        other._source = shapes
+        return self._of(shapes)
+
+    def _of(self, source: Any) -> "Examples":
+        other = copy.copy(self)
+        other._source, other.layers = source, source.layers
         return other
+
+    def _identity(self) -> tuple[Hashable, ...]:
+        leaves, structure = jax.tree.flatten(self._source)
+        shapes = tuple((x.shape, x.dtype) for x in leaves)
+        return self.objective, self._finding, structure, shapes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Examples) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def compiled(self, run: Callable[..., Result], *static: Hashable) -> Callable[..., Result]:
+        """``run(examples, params, batch, state, *rest, *static)``, compiled once.
+
+        It is kept with the objective and holds no array: bases or queries are its second argument.
+
+        Args:
+            run: A function of a module, so that it is the same one at every call.
+            static: What else it takes, the last ones.
+
+        Returns:
+            ``f(params, source, batch, state, *rest)``.
+        """
+
+        def make() -> Callable[..., Result]:
+            shell = self.without_arrays()
+
+            def call(params: PyTree, source: Any, batch: Batch, state: PyTree, *rest: Any) -> Any:
+                return run(shell._of(source), params, batch, state, *rest, *static)
+
+            return jax.jit(call)
+
+        return self.objective.programs.get((run, self._finding, *static), make)
 
     def traced(self, params: PyTree, batch: Batch, state: PyTree) -> Traced:
         """The program for a checked batch."""
@@ -239,6 +292,35 @@ class Examples:
         masks = self.objective.parts(batch.mask, "batch: the mask")
         kept = [every if x is None else x.reshape(len(x), -1).any(1) for x in masks]
         return jnp.stack(kept).any(0)
+
+
+def _checked_measurement(measurement: Measurement) -> Measurement:
+    """The same, refused where it does not give one number."""
+
+    def measure(outputs: PyTree, query: Batch) -> Any:
+        found = measurement(outputs, query)
+        shape = getattr(found, "shape", None)
+        if shape != () or not jnp.issubdtype(found.dtype, jnp.floating):
+            got = type(found).__name__ if shape is None else f"{found.dtype} of shape {shape}"
+            raise ValueError(
+                "measurement: expected one floating scalar of each query, got "
+                f"{got}. It sees one query, without the axis of examples: outputs "
+                f"{jax.tree.map(jnp.shape, outputs)}"
+            )
+        return found
+
+    return measure
+
+
+def _programs(
+    objective: Objective, names: str, experts: str | None, word: Word | None
+) -> tuple[Program, Program]:
+    """The program of the layers that are read, and the one of all layers."""
+    finding = {"layers": names, "experts": experts}
+    return (
+        Program(objective, finding, cover=False, examples=word),
+        Program(objective, {"experts": experts}, cover=False),
+    )
 
 
 def chosen(source: Source, layers: str | None) -> Source:

@@ -1,22 +1,20 @@
 """Influence functions: what training on an example does to the loss of another."""
 
-import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
-import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxkfac._checks import at_least_one, one_of
 from jaxkfac.curvature import BlockDamping, Eigenbases
-from jaxkfac.factors import Objective
+from jaxkfac.factors import Batch, Objective
 from jaxkfac.interception import Word
 from jaxkfac.memory import ByteSize
 from jaxkfac.uses._batches import batches_of
-from jaxkfac.uses._examples import Examples, Per, chosen
+from jaxkfac.uses._examples import Examples, Measurement, Per, chosen
 from jaxkfac.uses._held import Queries
 from jaxkfac.uses._queries import prepare_queries
 from jaxkfac.uses._top_k import TopK, check_top_k, count_nan, joined, none_yet
@@ -52,6 +50,7 @@ def influence(
     state: PyTree | None = None,
     experts: str | None = None,
     examples: Word | None = None,
+    measurement: Measurement | None = None,
 ) -> Float[Array, "..."] | TopK | TruncatedScores:
     r"""How much training on each example lowers the loss of each query.
 
@@ -99,6 +98,11 @@ def influence(
         experts: As it was given for the factors.
         examples: ``"apart"``: your word that no example's output depends on another example, where
             the program does not prove it; see :func:`value_grad_and_factors`.
+        measurement: ``measurement(outputs, query)``, a scalar of one query in place of its loss: a
+            margin, or the log likelihood of some tokens. It sees the outputs and the batch
+            ``(inputs, targets, mask)`` of that query without the axis of examples, and
+            $\nabla \ell_q$ is its gradient: positive scores mean that training on an example lowers
+            the measurement. Pass the same function each time, or each call compiles.
 
     Returns:
         ``(Q, N)``, with ``per="layer"`` ``(Q, layers, N)``, with ``"token"`` ``(Q, N, S)`` (where
@@ -115,7 +119,8 @@ def influence(
         ValueError: bases of another model, of another likelihood (where ``bases.origin`` tells) or
             without vectors, a batch that does not fit, an iterable that is empty, zero damping of a
             block that is singular, ``layers`` that leave out another reading of the same elements
-            of a parameter, or a ``TopK`` of other queries or without ``start``.
+            of a parameter, a ``TopK`` of other queries or without ``start``, or a measurement that
+            is no floating scalar, or is given beside prepared queries.
         TypeError: a scalar loss in place of an ``Objective``, or queries that are no tuple.
 
     Warns:
@@ -152,6 +157,8 @@ def influence(
                 "examples in it, or indices would begin again at 0"
             )
     held, prepared = queries, isinstance(queries, Queries)
+    if prepared and measurement is not None:
+        raise ValueError("measurement: the queries are prepared: pass it to jk.prepare_queries")
     if not prepared:
         if bases is None:
             raise TypeError("bases: None goes with queries of jk.prepare_queries only")
@@ -167,6 +174,7 @@ def influence(
             state=state,
             experts=experts,
             examples=examples,
+            measurement=measurement,
         )
     found, best, start, bad = [], None, start or 0, []
     if isinstance(top_k, TopK):
@@ -234,7 +242,13 @@ def scores_of_batches(
         a term that their mask keeps, ``(n,)``.
     """
     own = Examples(objective, queries, layers, experts, examples)
-    score = jax.jit(functools.partial(own.scores, per=per))
+    score = own.compiled(_scores, per)
     for some in batches_of(train):
         batch = own.checked(params, some, state)
         yield score(params, own.queries, batch, state), own.exists(batch)
+
+
+def _scores(
+    own: Examples, params: PyTree, batch: Batch, state: PyTree, per: Per
+) -> Float[Array, "..."]:
+    return own.scores(params, own.queries, batch, state, per=per)

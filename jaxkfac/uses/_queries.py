@@ -19,13 +19,13 @@ from jaxkfac.interception import Layer, Word, fast_convolutions
 from jaxkfac.kinds import LowRankMatrices
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import ByteSize, parse_bytes
-from jaxkfac.uses._examples import Examples
+from jaxkfac.uses._examples import Examples, Measurement
 from jaxkfac.uses._fitting import fitting, in_examples
 from jaxkfac.uses._held import Queries
 from jaxkfac.uses._truncated import truncated
 
 _GRADIENTS = 3  # of each query in work: its own, the same by layer, the preconditioned
-_AT_ONCE = 2**28  # bytes of them, where no budget was given
+_AT_ONCE = 2**24  # bytes of them, where no budget was given
 
 
 def prepare_queries(
@@ -41,6 +41,7 @@ def prepare_queries(
     state: PyTree | None = None,
     experts: str | None = None,
     examples: Word | None = None,
+    measurement: Measurement | None = None,
 ) -> Queries:
     r"""What :func:`influence` holds of its queries, for many streams of examples.
 
@@ -58,10 +59,11 @@ def prepare_queries(
             is smaller.
         max_bytes: What queries may take, a number or ``"4GB"``: those that are held, and those in
             work, as many at once as fit. By default there is no bound, and as many are in work as
-            256 MiB hold, at least one.
+            16 MiB hold, at least one.
         state: Likewise.
         experts: Likewise.
         examples: Likewise.
+        measurement: Likewise.
 
     Returns:
         The queries, for ``influence(objective, params, None, queries, train)``.
@@ -96,15 +98,12 @@ def prepare_queries(
     check_block_damping(damping, own.bases)
     batch = own.checked(params, queries, state)
 
-    def run(params: PyTree, bases: Eigenbases, batch: Batch, state: PyTree, at_once: Any) -> Any:
-        def of_some(some: Batch, _: Any) -> Any:
-            gradients = own.gradients(params, some, state)
-            return _held(precondition_many(gradients, bases, damping), bases.layers, query_rank)
-
-        return map_over_chunks(of_some, batch, at_once, in_loop=fast_convolutions)
-
-    given = params, own.bases, batch, state
-    gradients = jax.eval_shape(lambda: own.gradients(params, batch, state))
+    if measurement is not None and not in_examples(batch):
+        raise ValueError(
+            "measurement: it sees one query at a time, and an array of the queries does not have "
+            "the examples first"
+        )
+    gradients = jax.eval_shape(lambda: own.gradients(params, batch, state, measurement))
     each = _GRADIENTS * _nbytes(gradients) // batch.num_examples
     if budget is None:
         at_once = max(1, _AT_ONCE // each) if in_examples(batch) else None
@@ -112,13 +111,42 @@ def prepare_queries(
         at_once = fitting(
             batch,
             each=each,
-            kept=_nbytes(jax.eval_shape(lambda: run(*given, None)[:2])),
+            kept=_nbytes(
+                jax.eval_shape(
+                    lambda: _run(own, params, batch, state, damping, None, query_rank, None, None)[
+                        :2
+                    ]
+                )
+            ),
             max_bytes=budget,
             name="queries",
             remedy="choose fewer layers=" + ("" if query_rank else ", or give a query_rank="),
         )
-    whole, low_rank, errors = jax.jit(run, static_argnums=4)(*given, at_once)
+    word, number = (damping, None) if isinstance(damping, str) else (None, damping)
+    run = own.compiled(_run, word, query_rank, at_once, measurement)
+    whole, low_rank, errors = run(params, own.bases, batch, state, number)
     return Queries(whole, low_rank, errors, own.bases.layers, own.bases.origin)
+
+
+def _run(
+    own: Examples,
+    params: PyTree,
+    batch: Batch,
+    state: PyTree,
+    damping: Any,
+    word: str | None,
+    rank: int | None,
+    at_once: int | None,
+    measurement: Measurement | None,
+) -> Any:
+    """What is held of all queries, ``at_once`` in work; ``word`` is a damping that is no number."""
+
+    def of_some(some: Batch, _: Any) -> Any:
+        gradients = own.gradients(params, some, state, measurement)
+        solved = precondition_many(gradients, own.bases, damping if word is None else word)
+        return _held(solved, own.bases.layers, rank)
+
+    return map_over_chunks(of_some, batch, at_once, in_loop=fast_convolutions)
 
 
 def _held(

@@ -78,14 +78,7 @@ def self_influence(
     own = Examples(objective, bases, layers, experts, examples)
     check_block_damping(damping, own.bases)
 
-    @jax.jit
-    def scores(params: PyTree, bases: Eigenbases, batch: Batch, state: PyTree) -> Array:
-        def of_some(some: Batch, _: Any) -> Array:
-            return own.own_products(params, bases, some, state, damping)
-
-        return map_over_chunks(
-            of_some, batch, at_once(params, batch, state), in_loop=fast_convolutions
-        )
+    word, number = (damping, None) if isinstance(damping, str) else (None, damping)
 
     def at_once(params: PyTree, batch: Batch, state: PyTree) -> int:
         held = own.own_gradients(params, batch, state)
@@ -106,11 +99,30 @@ def self_influence(
         )
         return max(1, min(some, budget // max(each + beside, 1)))
 
-    found = [
-        scores(params, own.bases, own.checked(params, some, state), state)
-        for some in batches_of(train)
-    ]
+    found = []
+    for some in batches_of(train):
+        batch = own.checked(params, some, state)
+        scores = own.compiled(_products, word, at_once(params, batch, state))
+        found.append(scores(params, own.bases, batch, state, number))
     return jnp.concatenate(found)
+
+
+def _products(
+    own: Examples,
+    params: PyTree,
+    batch: Batch,
+    state: PyTree,
+    damping: Any,
+    word: str | None,
+    at_once: int,
+) -> Float[Array, " N"]:
+    """Of one batch, so many examples at once; ``word`` is a damping that is no number."""
+
+    def of_some(some: Batch, _: Any) -> Array:
+        delta = damping if word is None else word
+        return own.own_products(params, own.bases, some, state, delta)
+
+    return map_over_chunks(of_some, batch, at_once, in_loop=fast_convolutions)
 
 
 def _rows_up_to(layer: Layer, batch: Batch) -> int:

@@ -1,0 +1,161 @@
+"""A loss that remembers an earlier one: its quadratic model around an anchor."""
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, ArrayLike, Float, PyTree
+
+from jaxkfac._checks import instance_of, one_of
+from jaxkfac._errors import NonFiniteFactorError, UncoveredParameterError, nearest
+from jaxkfac.curvature import covered_indices, uncovered_mask
+from jaxkfac.factors import DiagonalFactor, Factors, KroneckerFactor
+from jaxkfac.interception import Layer, check_arrays, partition
+from jaxkfac.uses._laplace_checks import check_positive
+
+_EXACT = jax.lax.Precision.HIGHEST
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuadraticPenalty:
+    """A function of the parameters, as :func:`quadratic_penalty` gives it; a pytree."""
+
+    anchor: dict[str, Any]  # {path: parameter}, those with a gradient
+    blocks: dict[str, Any]  # {layer name: A and G, or a diagonal}, means
+    strength: Any
+    layers: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})
+    joint: frozenset[str] = dataclasses.field(metadata={"static": True})  # A ends in a bias's ones
+
+    def __call__(self, params: PyTree) -> Float[Array, ""]:
+        """The penalty, in the factors' dtype; a ``ValueError`` where the anchor is of others."""
+        check_arrays("params", params)
+        leaves = partition(params)[0]
+        shapes = {path: x.shape for path, x in leaves.items()}
+        if shapes != (expected := {path: x.shape for path, x in self.anchor.items()}):
+            path = min(p for p in {*shapes, *expected} if shapes.get(p) != expected.get(p))
+            raise ValueError(
+                f"params: leaf {path!r} has shape {shapes.get(path, 'none')}, and the anchor's "
+                f"has {expected.get(path, 'none')}"
+            )
+        parts = [x for layer in self.layers for x in self._of_layer(layer, leaves)]
+        dtype = jnp.result_type(*[x.dtype for x in parts])
+        total = jnp.stack([x.astype(dtype) for x in parts]).sum()
+        return 0.5 * jnp.asarray(self.strength, dtype) * total
+
+    def _of_layer(self, layer: Layer, leaves: dict[str, Array]) -> list[Array]:
+        factor = self.blocks[layer.name]
+        dtype = jax.tree.leaves(factor)[0].dtype
+        paths = {m.path for m in (layer.weight, layer.bias) if m is not None}
+        moved = {p: leaves[p].astype(dtype) - self.anchor[p].astype(dtype) for p in paths}
+        if isinstance(factor, DiagonalFactor):
+            part = moved[layer.weight.path][layer.weight.at]
+            return [(jnp.square(part) * factor.diagonal.reshape(part.shape)).sum()]
+        kernel, alone = layer.weight.read(moved[layer.weight.path]), []
+        if layer.bias is not None:
+            row = layer.bias.read(moved[layer.bias.path])
+            row = row.reshape(*layer.stack, 1, layer.out_features)
+            if layer.name in self.joint:
+                kernel = jnp.concatenate([kernel, row], -2)
+            else:
+                alone = [(row * _times(row, factor.g, dense=layer.g_dense)).sum()]
+        product = _times(kernel, factor.g, dense=layer.g_dense).mT
+        product = _times(product, factor.a, dense=layer.a_dense).mT
+        return [(kernel * product).sum(), *alone]
+
+
+def _times(rows: Array, side: Array, *, dense: bool) -> Array:
+    return jnp.matmul(rows, side, precision=_EXACT) if dense else rows * side[..., None, :]
+
+
+def quadratic_penalty(
+    factors: Factors,
+    anchor: PyTree,
+    *,
+    strength: ArrayLike = 1.0,
+    missing: Literal["raise", "zero"] = "raise",
+) -> QuadraticPenalty:
+    r"""$\tfrac s2 \sum_l \langle \Delta W_l, A_l\, \Delta W_l\, G_l \rangle$, a term of any loss.
+
+    With $\Delta W$ the parameters minus the anchor, it is the quadratic model of the loss that the
+    factors are of. Training on a second task with it stays where the first task's loss is low; EWC
+    is the same with a diagonal. A parameter that two layers read has the terms of both. Scales, and
+    a bias that is not joint with its weight, have terms of their own.
+
+    Args:
+        factors: Of the earlier loss at the anchor, summed over its data set.
+        anchor: Parameters after the earlier task; a tree like the parameters.
+        strength: $s > 0$: 1 weighs both mean losses alike. May be traced.
+        missing: ``"raise"`` refuses parameters that no layer covers; ``"zero"`` leaves them free.
+
+    Returns:
+        A function of the parameters, a scalar in the loss's units. It is a pytree: pass it to a
+        jitted step as an argument, so that no factor becomes a constant of the program.
+
+    Raises:
+        ValueError: an anchor that lacks a parameter of the factors or has another shape, factors
+            that are all zero, or a strength that is not positive.
+        NonFiniteFactorError: naming the layer of a factor that is not finite.
+        UncoveredParameterError: naming them, with ``missing="raise"``.
+        TypeError: ``factors`` are none.
+
+    Memory:
+        The factors' means and the anchor; a call takes three copies of the largest layer.
+
+    Example:
+        >>> factors = jk.value_grad_and_factors(objective)(params, batch).factors
+        >>> penalty = jk.quadratic_penalty(factors, params, strength=0.5)
+        >>> float(penalty(params)), bool(penalty(jax.tree.map(lambda x: x + 1, params)) > 0)
+        (0.0, True)
+
+    References:
+        Hippolyt Ritter et al., "Online Structured Laplace Approximations for Overcoming
+        Catastrophic Forgetting", 2018.
+    """
+    instance_of("factors", factors, Factors, "as jk.value_grad_and_factors gives them")
+    one_of("missing", missing, get_args(Literal["raise", "zero"]))
+    check_positive("strength", strength)
+    check_arrays("anchor", anchor)
+    leaves, covered = partition(anchor)[0], covered_indices(factors.layers)
+    if absent := [path for path in covered if path not in leaves]:
+        raise ValueError(
+            f"anchor: no leaf {absent[0]!r}, which the factors cover; the nearest paths are "
+            f"{nearest(absent[0], leaves)}"
+        )
+    free = [
+        p for p in leaves if p not in covered or uncovered_mask(leaves[p].shape, covered[p]).any()
+    ]
+    if free and missing == "raise":
+        raise UncoveredParameterError(
+            f"no layer of the factors covers all of {', '.join(map(repr, free))}; with "
+            "missing='zero' these leaves are free"
+        )
+    _check_values(factors)
+    blocks: dict[str, Any] = {}
+    for layer in factors.layers:
+        if layer.computed_from:
+            raise ValueError(f"{layer.name!r} is computed from parameters: leave it out (layers=)")
+        for matrix in filter(None, (layer.weight, layer.bias)):
+            jax.eval_shape(matrix.read, leaves[matrix.path])  # raises where the shape is another
+        found = factors[layer.name]
+        diagonal = isinstance(found, DiagonalFactor)
+        blocks[layer.name] = found if diagonal else KroneckerFactor(found.a, found.g)
+    joint = frozenset(x.name for x in factors.layers if factors.wants_ones(x))
+    return QuadraticPenalty(leaves, blocks, strength, factors.layers, joint)
+
+
+def _check_values(factors: Factors) -> None:
+    """Refuse factors that are not finite, or all zero, where their values are known."""
+    leaves = jax.tree.leaves(factors)
+    if any(isinstance(x, Tracer) for x in leaves):
+        return
+    for name in factors:
+        sums = [factors.g_sums.get(name), factors.diagonals.get(name)]
+        sums.append(factors.a_sums.get(factors.layer(name).input))
+        if not all(np.isfinite(np.asarray(x)).all() for x in sums if x is not None):
+            raise NonFiniteFactorError(f"the factors of layer {name!r} are not finite")
+    if not any(np.asarray(x).any() for x in leaves):
+        raise ValueError("factors: all are zero, like the penalty: add the factors of a batch")

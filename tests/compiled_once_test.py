@@ -1,0 +1,162 @@
+"""A second call with the same objective, layers and shapes compiles nothing, and changes no bit."""
+
+import gc
+import pickle
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkfac as jk
+from jaxkfac.factors._kept_programs import MOST
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+PARAMS = {
+    "up": jax.random.normal(KEYS[0], (5, 4)),
+    "bias": jnp.zeros(4),
+    "down": jax.random.normal(KEYS[1], (4, 3)),
+}
+BATCH = (jax.random.normal(KEYS[2], (6, 5)), jax.random.randint(KEYS[3], (6,), 0, 3))
+KEY = jax.random.key(7)
+
+
+def model(params, x):
+    return jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"]
+
+
+def loss(params, batch):
+    return jnp.square(model(params, batch[0])).mean()
+
+
+OBJECTIVE = jk.Objective(model, jk.Categorical())
+
+
+@pytest.fixture(scope="module")
+def bases():
+    stats = jax.jit(jk.value_grad_and_factors(OBJECTIVE, fisher="exact"))
+    return jk.eigendecompose(stats(PARAMS, BATCH).factors)
+
+
+@pytest.fixture(scope="module")
+def counted():
+    """How many programs the backend has compiled so far."""
+    events = []
+
+    def listen(name, duration, **_):
+        if name == "/jax/core/compile/backend_compile_duration":
+            events.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield lambda: len(events)
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def posterior(bases):
+    return jk.laplace(OBJECTIVE, PARAMS, bases, num_examples=6)
+
+
+def ggn():
+    return jk.operators.ggn(OBJECTIVE, PARAMS, BATCH)
+
+
+OPERATORS = jk.operators
+CASES = {
+    "prepare_queries": lambda b: jk.prepare_queries(OBJECTIVE, PARAMS, b, BATCH, query_rank=1),
+    "influence": lambda b: jk.influence(OBJECTIVE, PARAMS, b, BATCH, BATCH),
+    "influence, by layer, a number": lambda b: jk.influence(
+        OBJECTIVE, PARAMS, b, BATCH, BATCH, per="layer", damping=0.1, layers="up"
+    ),
+    "influence, the best": lambda b: jk.influence(
+        OBJECTIVE, PARAMS, b, BATCH, iter([BATCH, BATCH]), top_k=2
+    ),
+    "self_influence": lambda b: jk.self_influence(OBJECTIVE, PARAMS, b, BATCH),
+    "self_influence, in parts": lambda b: jk.self_influence(
+        OBJECTIVE, PARAMS, b, BATCH, damping=0.1, max_bytes=600
+    ),
+    "check_coverage": lambda b: str(jk.check_coverage(OBJECTIVE, PARAMS, BATCH, max_examples=2)),
+    "laplace, evidence": lambda b: posterior(b).tune_prior().log_marginal_likelihood(BATCH),
+    "laplace, predict": lambda b: posterior(b).predict(BATCH[0]),
+    "laplace, validation": lambda b: (
+        posterior(b).tune_prior(validation=BATCH, grid=[0.1, 1.0]).prior_precision
+    ),
+    "laplace, sample": lambda b: posterior(b).sample(KEY, 2),
+    "ggn": lambda b: ggn() @ PARAMS,
+    "ggn, inner products": lambda b: ggn().inner_products([PARAMS, PARAMS]),
+    "ggn, dense": lambda b: ggn().to_dense(),
+    "fisher": lambda b: OPERATORS.fisher(OBJECTIVE, PARAMS, BATCH, fisher="mc", key=KEY) @ PARAMS,
+    "hessian": lambda b: OPERATORS.hessian(OBJECTIVE, PARAMS, BATCH) @ PARAMS,
+    "hessian of a scalar loss": lambda b: OPERATORS.hessian(loss, PARAMS, BATCH) @ PARAMS,
+    "kronecker": lambda b: OPERATORS.kronecker(b, PARAMS) @ PARAMS,
+    "spectrum": lambda b: jk.spectrum(ggn(), 1, key=KEY, num_steps=3).eigenvalues,
+    "trace": lambda b: OPERATORS.trace(ggn(), key=KEY, num_samples=3),
+    "log_determinant": lambda b: OPERATORS.log_determinant(
+        ggn(), damping=0.1, key=KEY, num_samples=3
+    ),
+    "spectral_density": lambda b: OPERATORS.spectral_density(ggn(), key=KEY),
+    "solve": lambda b: OPERATORS.solve(ggn(), PARAMS, damping=0.1),
+    "capacity": lambda b: str(jk.capacity_metrics(b, num_examples=6)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_second_call_compiles_nothing_and_returns_the_same_bits(name, bases, counted):
+    first = CASES[name](bases)
+    before = counted()
+    second = CASES[name](bases)
+    assert counted() == before
+    for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_the_count_sees_what_is_compiled(counted):
+    before = counted()
+    jax.jit(lambda x: x * 3)(1.0)
+    assert counted() > before
+
+
+def test_an_equal_shape_takes_other_values(bases):
+    """What is kept is a program, and not the arrays it first ran with."""
+    twice = jax.tree.map(lambda x: 2 * x, PARAMS)
+    found = [jk.self_influence(OBJECTIVE, params, bases, BATCH) for params in (PARAMS, twice)]
+    again = jk.Objective(lambda p, x: model(p, x), jk.Categorical())
+    np.testing.assert_array_equal(found[1], jk.self_influence(again, twice, bases, BATCH))
+    assert not np.allclose(found[0], found[1])
+    smaller = [jk.self_influence(OBJECTIVE, PARAMS, bases, BATCH, damping=d) for d in (0.1, 10.0)]
+    assert (smaller[0] > smaller[1]).all()
+
+
+def test_programs_go_with_their_objective_and_arrays_with_the_call(bases):
+    class Closed:
+        def __init__(self):
+            self.scale = jnp.full(5, 2.0)
+
+        def __call__(self, params, x):
+            return model(params, x * self.scale)
+
+    function = Closed()
+    objective = jk.Objective(function, jk.Categorical())
+    params = jax.tree.map(lambda x: x + 0, PARAMS)
+    inputs = BATCH[0] + 0
+    bases = jax.tree.map(lambda x: x + 0, bases)
+    jk.influence(objective, params, bases, (inputs, BATCH[1]), (inputs, BATCH[1]))
+    jk.self_influence(objective, params, bases, (inputs, BATCH[1]))
+    arrays = [weakref.ref(x) for x in (*params.values(), *jax.tree.leaves(bases), inputs)]
+    owned = [weakref.ref(function), weakref.ref(function.scale)]
+    del params, inputs, bases
+    gc.collect()
+    assert not any(ref() is not None for ref in arrays)
+    assert all(ref() is not None for ref in owned)
+    del objective, function
+    gc.collect()
+    assert not any(ref() is not None for ref in owned)
+
+
+def test_few_programs_are_kept_and_none_is_pickled(bases):
+    objective = jk.Objective(model, jk.Categorical())
+    for number in range(MOST + 5):
+        objective.programs.get(number, object)
+    assert len(objective.programs) == MOST
+    other = pickle.loads(pickle.dumps(objective))
+    assert other == objective and len(other.programs) == 0
