@@ -50,7 +50,7 @@ def join_processes(
 def initialize_distributed(**options: Any) -> None:
     """``jax.distributed.initialize`` with shorter limits, and SIGTERM left to Python."""
     jax.config.update("jax_enable_preemption_service", False)
-    limits = {
+    limits: dict[str, Any] = {
         "shutdown_timeout_seconds": SHUTDOWN_SECONDS,
         "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
     }

@@ -36,15 +36,29 @@ def whole(model, texts, tmp_path_factory):
     return found(output)
 
 
+STOPS = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped by SIGTERM"}
+STOPS[signal.SIGHUP] = "stopped by SIGHUP"
+USUAL = "the last batch", signal.SIGINT
+OTHERS = [(moment, stop) for moment in MOMENTS for stop in STOPS if (moment, stop) != USUAL]
+
+
+@pytest.fixture
+def unheld():
+    """SIGTERM and SIGHUP as a process has them that nobody started with ``nohup``."""
+    numbers = [number for number in STOPS if number != signal.SIGINT]
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("unheld")
 @pytest.mark.parametrize(
-    "moment",
-    [
-        "the last batch",
-        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in MOMENTS if x != "the last batch"),
-    ],
+    ("moment", "stop"),
+    [USUAL, *(pytest.param(*other, marks=pytest.mark.exhaustive) for other in OTHERS)],
 )
-def test_ctrl_c_is_answered_with_the_command_that_goes_on(
-    analyze, whole, monkeypatch, tmp_path, capsys, moment
+def test_a_signal_is_answered_with_the_command_that_goes_on(
+    analyze, whole, monkeypatch, tmp_path, capsys, moment, stop
 ):
     module, name, number, kept = MOMENTS[moment]
     original, calls = getattr(module, name), []
@@ -52,14 +66,14 @@ def test_ctrl_c_is_answered_with_the_command_that_goes_on(
     def pressed(*args, **kwargs):
         calls.append(None)
         if len(calls) == number:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), stop)
         return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr(module, name, pressed)
-        assert analyze(*WORDS) == 130
+        assert analyze(*WORDS) == 128 + stop
     said = capsys.readouterr().err
-    assert "interrupted; continue with: jaxkfac analyze" in said and "--resume" in said
+    assert f"{STOPS[stop]}; continue with: jaxkfac analyze" in said and "--resume" in said
     assert "Traceback" not in said
     if module is _gather:
         assert "the batch under way is ended and kept, then stopping" in said

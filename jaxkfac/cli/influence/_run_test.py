@@ -255,7 +255,15 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_ends_as_one_that_was_not(run, tmp_path):
+@pytest.mark.parametrize(
+    ("stop", "code"),
+    [
+        (signal.SIGKILL, -signal.SIGKILL),
+        pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGHUP, 128 + signal.SIGHUP, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_run_that_was_killed_or_stopped_ends_as_one_that_was_not(run, tmp_path, stop, code):
     assert run() == 0
     files = ["--train", str(tmp_path / "train.jsonl"), "--queries", str(tmp_path / "queries.jsonl")]
     words = ["influence", *files, *TINY, "--output", str(tmp_path / "parts")]
@@ -263,8 +271,8 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(run, tmp_path):
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not (tmp_path / "parts" / "stages" / "bases").exists():
         assert process.poll() is None
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.send_signal(stop)
+    assert process.wait() == code
     subprocess.run([*command, "--resume"], check=True, capture_output=True)
     scores = [(tmp_path / name / "scores.npy").read_bytes() for name in ("run", "parts")]
     assert scores[0] == scores[1]
