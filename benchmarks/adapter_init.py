@@ -101,7 +101,8 @@ def table(record: dict[str, Any]) -> str:
     runs = np.array([[run[kind] for kind in INITS] for run in record["runs"]])
     rows = [
         "Made by `python -m benchmarks.adapter_init --write` in "
-        f"{record['cpu_seconds']:.0f} s of CPU time, {len(runs)} seeds: test loss in nats after {STEPS} steps, plain LoRA of rank {RANK}; "
+        f"{record['cpu_seconds']:.0f} s of CPU time, {len(runs)} seeds: "
+        f"test loss in nats after {STEPS} steps, plain LoRA of rank {RANK}; "
         "in parentheses the mean difference to the default and its range over seeds.",
         "",
         "| rate | default | EVA | gradient |",
