@@ -11,7 +11,7 @@ test loss at the end, the mean over seeds, and the paired differences to the def
 import argparse
 import resource
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,8 @@ from benchmarks._record import stamp, write
 from jaxkfac.data import load_digits
 
 RESULTS = Path(__file__).parent / "results"
-INITS, RATES, STEPS, RANK = ("default", "eva", "gradient"), (1e-3, 3e-3, 1e-2), 150, 4
+INITS: tuple[Literal["default", "eva", "gradient"], ...] = ("default", "eva", "gradient")
+RATES, STEPS, RANK = (1e-3, 3e-3, 1e-2), 150, 4
 
 
 def apply_fn(params: Any, x: Any) -> jax.Array:
@@ -87,7 +88,11 @@ def run(seed: int) -> dict[str, list[float]]:
     key, own = jax.random.split(jax.random.key(seed))
     params = base_of(initial(own), base)
     _, gradient, factors = STATS(params, train)
-    sources = {"default": {}, "eva": {"factors": factors}, "gradient": {"gradient": gradient}}
+    sources: dict[str, Any] = {
+        "default": {},
+        "eva": {"factors": factors},
+        "gradient": {"gradient": gradient},
+    }
     found = {}
     for kind in INITS:
         adapters = jk.lslora.init(
@@ -101,7 +106,8 @@ def table(record: dict[str, Any]) -> str:
     runs = np.array([[run[kind] for kind in INITS] for run in record["runs"]])
     rows = [
         "Made by `python -m benchmarks.adapter_init --write` in "
-        f"{record['cpu_seconds']:.0f} s of CPU time, {len(runs)} seeds: test loss in nats after {STEPS} steps, plain LoRA of rank {RANK}; "
+        f"{record['cpu_seconds']:.0f} s of CPU time, {len(runs)} seeds: "
+        f"test loss in nats after {STEPS} steps, plain LoRA of rank {RANK}; "
         "in parentheses the mean difference to the default and its range over seeds.",
         "",
         "| rate | default | EVA | gradient |",

@@ -3,9 +3,9 @@ r"""Six tasks one after the other: what a network still knows of the earlier one
 Run: python -m benchmarks.forgetting [--seeds 5] [--tasks 6] [--write]
 
 Permuted digits: each task is the UCI digits with the 64 pixels in an order of its own. A perceptron
-64-100-100-10 learns one task after the other, 600 steps of Adam each (1e-3, batches of 64), with the
-penalties of all earlier tasks added to the loss. Reported is the mean test accuracy over all tasks
-after the last one. Methods: no penalty; L2 around each task's parameters; EWC, the diagonal of
+64-100-100-10 learns one task after the other, 600 steps of Adam each (1e-3, batches of 64), with
+the penalties of all earlier tasks added to the loss. Reported is the mean test accuracy over all
+tasks after the last one. Methods: none; L2 around each task's parameters; EWC, the diagonal of
 the Fisher; and ``jk.quadratic_penalty``. Curvature is that of sampled labels (``fisher="mc"``) for
 the last two. The strength of each method is the best of its grid on seed 1000, which is not among
 those reported; where the best is the grid's end, the record says so.
@@ -176,7 +176,8 @@ def picture(runs: dict[str, Any], path: Path) -> None:
 def table(record: dict[str, Any]) -> str:
     rows = [
         "Made by `python -m benchmarks.forgetting --write` in "
-        f"{record['cpu_seconds']:.0f} s of CPU time: {record['tasks']} tasks, seeds {record['seeds']}. Strengths are the best of their "
+        f"{record['cpu_seconds']:.0f} s of CPU time: {record['tasks']} tasks, "
+        f"seeds {record['seeds']}. Strengths are the best of their "
         f"grids on seed {CHOOSING}, which is not among them.",
         "",
         "| penalty | strength | mean accuracy | by seed | grid |",

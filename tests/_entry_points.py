@@ -52,7 +52,6 @@ NOT_EXPORTED = {
     "load_safetensors": _DATA,
     "place_once": _DATA,
     "plan_memory": _PYTHON,
-    "QuadraticPenalty": "what quadratic_penalty returns, a term of the loss that is exported",
     "quadratic_penalty": "looks at the factors' values once, and returns a function of parameters",
     "self_influence": "streams batches through programs that it compiles itself",
     "lslora.Adapted": "what lslora.attach returns, which is exported",

@@ -140,9 +140,11 @@ def quadratic_penalty(
             raise ValueError(f"{layer.name!r} is computed from parameters: leave it out (layers=)")
         for matrix in filter(None, (layer.weight, layer.bias)):
             jax.eval_shape(matrix.read, leaves[matrix.path])  # raises where the shape is another
-        found = factors[layer.name]
-        diagonal = isinstance(found, DiagonalFactor)
-        blocks[layer.name] = found if diagonal else KroneckerFactor(found.a, found.g)
+        found: Any = factors[layer.name]  # its class follows from ``is_diagonal``
+        diagonal = layer.is_diagonal  # measured eigenvalues (``bases=``) are left out
+        blocks[layer.name] = (
+            DiagonalFactor(found.diagonal) if diagonal else KroneckerFactor(found.a, found.g)
+        )
     joint = frozenset(x.name for x in factors.layers if factors.wants_ones(x))
     return QuadraticPenalty(leaves, blocks, strength, factors.layers, joint)
 

@@ -1,6 +1,6 @@
 """Gradients of queries, preconditioned once for all examples."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +134,7 @@ def _run(
     batch: Batch,
     state: PyTree,
     damping: Any,
-    word: str | None,
+    word: Literal["heuristic"] | None,
     rank: int | None,
     at_once: int | None,
     measurement: Measurement | None,

@@ -1,7 +1,7 @@
 """Self-influence: what training on an example does to its own loss."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +113,7 @@ def _products(
     batch: Batch,
     state: PyTree,
     damping: Any,
-    word: str | None,
+    word: Literal["heuristic"] | None,
     at_once: int,
 ) -> Float[Array, " N"]:
     """Of one batch, so many examples at once; ``word`` is a damping that is no number."""
