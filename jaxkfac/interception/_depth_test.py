@@ -30,7 +30,7 @@ def statistics(depth):
 
 
 def test_statistics_of_eighty_five_nested_jits_are_those_of_none():
-    """In a short script 118 work, where ``jax.grad`` works in 95."""
+    """In a short script at least 115 work, where ``jax.grad`` works in 95."""
     assert len(jk.find_layers(nested(85), PARAMS, BATCH[0])) == 1
     found, expected = statistics(85)(PARAMS, BATCH), statistics(0)(PARAMS, BATCH)
     assert jax.tree.all(jax.tree.map(lambda x, y: bool(jnp.allclose(x, y)), found, expected))
