@@ -54,6 +54,7 @@ from jaxkfac.lslora import nf4
 from jaxkfac.memory import (
     MemoryBudgetError,
     cast_once,
+    check_same_batch,
     join_processes,
     load_safetensors,
     place_once,
@@ -122,6 +123,7 @@ __all__ = [
     "capacity_metrics",
     "cast_once",
     "check_coverage",
+    "check_same_batch",
     "check_state",
     "compare_capacity",
     "correct_eigenvalues",

@@ -43,6 +43,7 @@ NOT_EXPORTED = {
     "compare_capacity": _HOST,
     "cast_once": _DATA,
     "check_coverage": "prints what it finds out about a model, and runs it eagerly",
+    "check_same_batch": "compares processes, and compiles nothing of its own",
     "check_state": "warns outside of jit, from the counters of a state",
     "find_layers": _PYTHON,
     "prepare_queries": "differentiates queries with a program that it compiles itself",

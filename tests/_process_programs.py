@@ -219,6 +219,26 @@ def disagree(world: World) -> dict[str, Any]:
     return {}
 
 
+def first_batches(world: World) -> dict[str, Any]:
+    """What is said of first batches that are equal, of other values, and of another length."""
+    rank = jax.process_index()
+    rows = np.arange(24.0).reshape(8, 3)
+    tried = {
+        "the same": (rows, False),
+        "other values": (rows + rank, False),
+        "rows of its own": (rows + rank, True),
+        "a row more": (np.ones((8 + rank, 3)), True),
+    }
+    said = {}
+    for name, (batch, local) in tried.items():
+        try:
+            jk.check_same_batch({"x": batch, "y": np.zeros(2, int)}, local=local)
+            said[name] = ""
+        except jk.ProcessesDisagreeError as error:
+            said[name] = str(error)
+    return said
+
+
 def silent(world: World) -> dict[str, Any]:
     """One process has no data: it pushes nothing and asks for nothing."""
     _, _, factors = world.stats()(world.put(parameters()), world.put(batch_of(0), "data"))

@@ -47,7 +47,7 @@ PROGRAM = """
 import sys
 import jax
 import jaxkfac as jk
-from jaxkfac.interception._depth_test import BATCH, PARAMS, nested, statistics
+from tests.depth_test import BATCH, PARAMS, nested, statistics
 sys.setrecursionlimit(4000)
 assert len(jk.find_layers(nested(200), PARAMS, BATCH[0])) == 1
 print(float(statistics(200)(PARAMS, BATCH)[0]) - float(statistics(0)(PARAMS, BATCH)[0]))
@@ -57,7 +57,7 @@ print(float(statistics(200)(PARAMS, BATCH)[0]) - float(statistics(0)(PARAMS, BAT
 @pytest.mark.slow
 def test_with_a_higher_limit_two_hundred_nested_jits_have_statistics():
     """In a process of its own: the limit is everybody's."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     words = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -137,6 +137,15 @@ def test_a_base_that_lies_over_the_processes_can_be_closed_over(tmp_path):
         assert found == {"layers": ["down", "up"], "uncovered": 0}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_process_that_feeds_another_batch_is_refused_in_all(tmp_path, count):
+    for said in run("first_batches", count, tmp_path):
+        assert said["the same"] == said["rows of its own"] == ""
+        assert said["other values"].startswith("the first batch, its values: processes [0] and")
+        assert said["a row more"].startswith("the first batch, its structure, shapes and dtypes:")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_processes_with_other_options_are_told_so(tmp_path):

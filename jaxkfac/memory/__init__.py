@@ -29,6 +29,7 @@ from jaxkfac.memory._processes import (
     whole_here,
 )
 from jaxkfac.memory._resident import resident_bytes
+from jaxkfac.memory._same_batch import check_same_batch
 from jaxkfac.memory._track import Peak, Stage, track
 from jaxkfac.memory._units import ByteSize, parse_bytes
 
@@ -48,6 +49,7 @@ __all__ = [
     "as_sharding",
     "bytes_text",
     "cast_once",
+    "check_same_batch",
     "check_targets",
     "checked_dtype",
     "divided_shardings",
