@@ -39,8 +39,8 @@ def test_a_process_that_raises_in_its_input_ends_all_within_a_minute(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    variables = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
-    environment = os.environ | variables | {"PJRT_NPROC": "2"}
+    variables = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PJRT_NPROC": "2"}
+    environment = os.environ | variables | {"PYTHONPATH": str(Path(__file__).parents[2])}
     said = [tmp_path / "0", tmp_path / "1"]
     processes = []
     for rank, path in enumerate(said):
