@@ -9,6 +9,7 @@ each peer.
 """
 
 import argparse
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from benchmarks._uses.jobs import TOLERANCE, difference, job, ours, ratios, thei
 from benchmarks._uses.problems import Problem
 
 LAPLACE = ["probit", "variance", "bridge"]
+STORE: dict[str, Any] = {"keep": False, "store": "bfloat16"}
+FEW = 100  # examples, where compiling is most of the time
 Commands = tuple[list[str], list[str]]
 
 
@@ -74,7 +77,55 @@ def beside_kronfluence(python: Path, arguments: argparse.Namespace) -> dict[str,
         record["timed"][kind] = timed(commands, problem, "kronfluence", keep=False)
         if kind == "transformer":
             record["floor"] = floor(problem, record["timed"][kind])
+            record["store"] = {}
+            for number in sorted({problem.examples, min(FEW, problem.examples)}):
+                some = problem._replace(examples=number)
+                peer, found = job(commands[1], some, "float32", keep=False)
+                record["store"][str(number)] = {
+                    "kronfluence": peer,
+                    **stored(some, peer, found),
+                }
     return record
+
+
+def stored(problem: Problem, theirs: dict[str, Any], scores: Any) -> dict[str, Any]:
+    """Scores from a store of gradients, cold and with a warm compile cache, over kronfluence.
+
+    Args:
+        problem: The problem.
+        theirs: What kronfluence's job of it took.
+        scores: Its scores, with which ours are correlated.
+    """
+    said: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        cache = {
+            "JAX_COMPILATION_CACHE_DIR": folder,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        rows = {"cold": {}, "filling": cache, "warm": cache}  # the second one fills the cache
+        for name, environment in rows.items():
+            one, found = job(
+                ours("influence"), problem, "float32", environment=environment, **STORE
+            )
+            said[name] = {"ours": one, "ratios": store_ratios(one, theirs)}
+            shown(f"{problem.examples} examples, a store, {name}", said[name]["ratios"])
+    said["correlation"] = {
+        name: float(np.corrcoef(found[name].ravel(), scores[name].ravel())[0, 1]) for name in found
+    }
+    shown("its scores, correlation with kronfluence's", said["correlation"])
+    return said
+
+
+def store_ratios(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """Processor time over that of the other's stages; of new queries over our own."""
+    cpu, theirs = ({k: x for k, (_, x) in said["seconds"].items()} for said in (one, other))
+    new = cpu.pop("new queries")
+    return {
+        "cpu": sum(cpu.values()) / sum(theirs.values()),
+        "new queries": new / sum(cpu.values()),
+        "peak": one["peak_bytes"] / other["peak_bytes"],
+    }
 
 
 def floor(problem: Problem, found: dict[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,10 @@ def counted():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+def store(bases):
+    return jk.gradient_store(OBJECTIVE, PARAMS, bases, BATCH, dtype="float32")
+
+
 def posterior(bases):
     return jk.laplace(OBJECTIVE, PARAMS, bases, num_examples=6)
 
@@ -74,6 +78,14 @@ CASES = {
     "self_influence": lambda b: jk.self_influence(OBJECTIVE, PARAMS, b, BATCH),
     "self_influence, in parts": lambda b: jk.self_influence(
         OBJECTIVE, PARAMS, b, BATCH, damping=0.1, max_bytes=600
+    ),
+    "gradient_store": lambda b: jk.gradient_store(OBJECTIVE, PARAMS, b, BATCH).bases,
+    "influence of a store": lambda b: jk.influence(
+        OBJECTIVE, PARAMS, b, BATCH, store(b), query_rank=1, layers="up"
+    ),
+    "self_influence of a store": lambda b: (
+        jk.self_influence(OBJECTIVE, PARAMS, b, store(b)),
+        jk.self_influence(OBJECTIVE, PARAMS, b, store(b), damping=0.1),
     ),
     "check_coverage": lambda b: str(jk.check_coverage(OBJECTIVE, PARAMS, BATCH, max_examples=2)),
     "laplace, evidence": lambda b: posterior(b).tune_prior().log_marginal_likelihood(BATCH),

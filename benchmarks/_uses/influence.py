@@ -1,4 +1,9 @@
-"""The same with this library: ``python -m benchmarks._uses.influence PROBLEM.npz OUTPUT.npz``."""
+"""The same with this library: ``python -m benchmarks._uses.influence PROBLEM.npz OUTPUT.npz``.
+
+With the setting ``store``, a dtype, eigenvalues are measured while gradients of the training set
+are stored, and all scores are taken from the store; a last stage scores other queries on it.
+``part`` takes the covariances from that part of the batches, drawn without replacement.
+"""
 
 import operator
 from typing import Any
@@ -22,13 +27,22 @@ def main() -> None:
     stats = jk.value_grad_and_factors(objective, fisher=fisher)
     collect = jax.jit(lambda *given: stats(*given).factors)
     add, factors = jax.jit(operator.add, donate_argnums=0), None
-    for number, batch in enumerate(given.batches()):
+    batches = list(given.batches())
+    part = max(1, round(settings.get("part", 1.0) * len(batches)))
+    chosen = np.sort(np.random.default_rng(0).permutation(len(batches))[:part])
+    for number in chosen.tolist():
+        batch = batches[number]
         new = call(collect, number, batch)
         factors = new if factors is None else add(factors, new)
     given.stage("covariance", factors)
     assert factors is not None
     bases = jk.eigendecompose(factors, max_condition=float("inf"))
     given.stage("decomposition", bases)
+    queries = given.data["q_inputs"], given.data["q_targets"]
+    if "store" in settings:
+        found = from_store(given, bases, queries)
+        given.finish(found)
+        return
     measure = jax.jit(jk.correct_eigenvalues(objective, bases, fisher=fisher))
     corrected = None
     for number, batch in enumerate(given.batches(), start=1 << 20):
@@ -36,7 +50,6 @@ def main() -> None:
         corrected = new if corrected is None else add(corrected, new)
     given.stage("lambda", corrected)
     assert corrected is not None
-    queries = given.data["q_inputs"], given.data["q_targets"]
     held = jk.prepare_queries(objective, params, corrected, queries)
     pairwise = jk.influence(objective, params, None, held, given.batches())
     given.stage("pairwise", pairwise)
@@ -53,6 +66,23 @@ def main() -> None:
             found |= sides(name, factor, places, taps)
             found[f"lambda/{name}"] = terms * corrected[layer.name].raw_values.T  # type: ignore
     given.finish(found)
+
+
+def from_store(given: Given, bases: jk.Eigenbases, queries: Any) -> dict[str, Any]:
+    """Scores from stored gradients, and those of other queries in the same process."""
+    objective, params, settings = given.objective, given.params, given.settings
+    batches, folder = given.batches(), settings.get("folder")
+    store = jk.gradient_store(objective, params, bases, batches, folder, settings["store"])
+    given.stage("lambda", store.bases)
+    args = objective, params, store.bases
+    pairwise = jk.influence(*args, queries, store)
+    given.stage("pairwise", pairwise)
+    own = jk.self_influence(*args, store)
+    given.stage("self", own)
+    others = queries[0], np.roll(queries[1], 1, 0)
+    given.stage("new queries", jk.influence(*args, others, store))
+    terms = given.data["targets"][0].size
+    return {"pairwise": pairwise / terms, "self": own / terms}
 
 
 def sides(name: str, factor: Any, places: Any, taps: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def job(
     dtype: str,
     *,
     arrays: dict[str, np.ndarray] | None = None,
+    environment: Mapping[str, str] | None = None,
     **more: Any,
 ) -> tuple[Any, Any]:
     """What one process says of a problem, and the arrays that it found.
@@ -41,6 +43,7 @@ def job(
         problem: Its sizes.
         dtype: Of its arrays.
         arrays: Weights and data in place of the problem's own.
+        environment: Variables beside this process's own.
         more: Settings.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +51,12 @@ def job(
         settings = problem._asdict() | {"dtype": dtype} | more
         given: Any = problem.arrays(dtype) if arrays is None else arrays
         np.savez(files[0], settings=json.dumps(settings), **given)
-        process = subprocess.Popen([*command, *files], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [*command, *files],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | dict(environment or {}),
+        )
         assert process.stdout is not None
         said = process.stdout.read().splitlines()
         _, status, used = os.wait4(process.pid, 0)

@@ -41,6 +41,15 @@ from jaxkfac.curvature._owned_blocks import (
 from jaxkfac.curvature._placement import Placement, solver_scratch
 from jaxkfac.curvature._quadratic_forms import block_powers, quadratic_forms
 from jaxkfac.curvature._reconstruct import reconstruct
+from jaxkfac.curvature._rotated_blocks import (
+    PartPower,
+    RotatedPart,
+    rotated,
+    rotated_block,
+    rotated_parts,
+    rotated_powers,
+    rotated_squares,
+)
 from jaxkfac.curvature.capacity import (
     CapacityComparison,
     CapacityInterval,
@@ -75,7 +84,9 @@ __all__ = [
     "OverLayers",
     "OwnedBlock",
     "Owner",
+    "PartPower",
     "Placement",
+    "RotatedPart",
     "apply_power",
     "block_eigenvalues",
     "block_powers",
@@ -105,6 +116,11 @@ __all__ = [
     "quadratic_forms",
     "read_many",
     "reconstruct",
+    "rotated",
+    "rotated_block",
+    "rotated_parts",
+    "rotated_powers",
+    "rotated_squares",
     "solver_scratch",
     "uncovered_mask",
     "write_many",

@@ -87,7 +87,7 @@ def by_block(
         if layer.bias is not None:
             row = read_many(gradients[layer.bias.path], layer.bias, layer)
         if isinstance(basis, DiagonalEigenbasis):
-            scaled = kernel * _diagonal_power(layer, basis, delta, power)
+            scaled = kernel * diagonal_power_of(layer, basis, delta, power)
             yield layer, (scaled if apply is solve else (kernel * scaled).sum((-2, -1)), None)
             continue
         form = Form(bases.wants_ones(layer), owner.writes_weight, owner.writes_bias)
@@ -169,7 +169,7 @@ def _share_of(mean: Array, damping: BlockDamping) -> Any:
     return HEURISTIC * mean if isinstance(damping, str) else damping
 
 
-def _diagonal_power(
+def diagonal_power_of(
     layer: Layer, basis: DiagonalEigenbasis, damping: BlockDamping, power: float
 ) -> Array:
     """``(stack..., 1, 1, n)``, for each slice with its own damping."""

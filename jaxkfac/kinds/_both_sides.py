@@ -91,12 +91,16 @@ class BothSides:
             return chunked(self.arrays, at_once)
         return one_by_one_on_cpu(chunked, self.arrays, at_once)
 
-    def gradients(self, like: dict[str, Any]) -> dict[str, Any]:
-        """Gradients by example, in the parameters' own coordinates."""
+    def gradients(self, like: dict[str, Any], basis: Basis | None = None) -> dict[str, Any]:
+        """Gradients by example, in a basis, or in the parameters' own coordinates.
+
+        A bias that is not joint is in its own coordinates either way.
+        """
+        own = Basis() if basis is None else basis
 
         def part(example: Any) -> dict[str, Any]:
             x, g = self._rows(jax.tree.map(lambda y: y[None], example))
-            out = {"gradients": gradients(x, g, Basis())[..., 0, :, :]}
+            out = {"gradients": gradients(x, g, own)[..., 0, :, :]}
             if "bias_gradients" in like:
                 out["bias_gradients"] = g.sum((0, 1), dtype=like["bias_gradients"].dtype)
             return out

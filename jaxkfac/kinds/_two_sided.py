@@ -119,8 +119,9 @@ class TwoSided(Kind):
 
 def stack_of_slot(like: Mapping[str, Any]) -> tuple[int, ...]:
     """Shape of the stacked axes of a layer, from its slot."""
-    if "gradients" in like:
-        return like["gradients"].shape[:-3]
+    for key in ("gradients", "rotated"):
+        if key in like:
+            return like[key].shape[:-3]
     return next(
         like[key] for key in ("squares", "scores", "outputs", "products") if key in like
     ).shape[:-2]

@@ -2,6 +2,7 @@
 
 from jaxkfac.uses._check_coverage import CoverageCheck, check_coverage
 from jaxkfac.uses._evidence import LogLikelihood
+from jaxkfac.uses._gradient_store import GradientStore, gradient_store
 from jaxkfac.uses._held import Queries
 from jaxkfac.uses._influence import TruncatedScores, influence, scores_of_batches
 from jaxkfac.uses._kronfluence import load_kronfluence
@@ -16,6 +17,7 @@ from jaxkfac.uses._top_k import TopK
 __all__ = [
     "CoverageCheck",
     "GaussianPrediction",
+    "GradientStore",
     "LaplacePosterior",
     "LogLikelihood",
     "QuadraticPenalty",
@@ -23,6 +25,7 @@ __all__ = [
     "TopK",
     "TruncatedScores",
     "check_coverage",
+    "gradient_store",
     "influence",
     "laplace",
     "load_kronfluence",

@@ -40,6 +40,7 @@ from jaxkfac.interception import Atoms, Layer, Traced, Word
 from jaxkfac.uses._example_gradients import ExampleGradients, block_dtype
 from jaxkfac.uses._held import Queries
 from jaxkfac.uses._own_products import OwnProducts, whole_gradients
+from jaxkfac.uses._rotated_gradients import RotatedGradients
 
 Per = Literal["sum", "layer", "token"]
 Measurement = Callable[[PyTree, Batch], Float[Array, ""]]
@@ -165,6 +166,15 @@ class Examples:
         outputs, vjp = self.outputs_and_vjp(traced, taps, params, batch, state)
         each = jax.vmap(jax.grad(_checked_measurement(measurement)))
         return taps.gradients(vjp(each(jax.lax.stop_gradient(outputs), batch)))
+
+    def rotated_gradients(
+        self, params: PyTree, batch: Batch, state: PyTree
+    ) -> tuple[list[Array], Float[Array, ""]]:
+        """The same in the eigenbasis, block by block, and how many loss terms the batch has."""
+        traced = self._program.traced(params, batch, None, state)
+        taps = RotatedGradients(traced, self.bases)
+        at, emitted = self._emitted(traced, taps, params, batch, state)
+        return taps.rotated(emitted, lambda x: _scale(at, x)), at.terms
 
     def own_products(
         self, params: PyTree, bases: Eigenbases, batch: Batch, state: PyTree, damping: BlockDamping

@@ -15,6 +15,7 @@ from jaxkfac.interception import Word
 from jaxkfac.memory import ByteSize
 from jaxkfac.uses._batches import batches_of
 from jaxkfac.uses._examples import Examples, Measurement, Per, chosen
+from jaxkfac.uses._gradient_store import GradientStore
 from jaxkfac.uses._held import Queries
 from jaxkfac.uses._queries import prepare_queries
 from jaxkfac.uses._top_k import TopK, check_top_k, count_nan, joined, none_yet
@@ -77,7 +78,9 @@ def influence(
         queries: ``(inputs, targets)`` or ``(inputs, targets, mask)``; masked terms count nowhere.
             Or what :func:`prepare_queries` has made of them; then ``damping``, ``query_rank`` and
             ``max_bytes`` have done their work.
-        train: Such a tuple, or an iterable of them, read once.
+        train: Such a tuple, or an iterable of them, read once. Or what :func:`gradient_store` has
+            made of them: then no backward pass is taken over them, and ``experts`` and
+            ``examples`` have done their work.
         damping: $\delta \ge 0$ in the units of the squared gradient, or ``"heuristic"``: for each
             block, and each slice of a stack, a tenth of its mean eigenvalue.
         layers: A pattern of layer names or parameter paths, matched whole; ``None`` takes all
@@ -156,6 +159,8 @@ def influence(
                 "top_k is a TopK, of an earlier part of the stream: pass start=, the number of "
                 "examples in it, or indices would begin again at 0"
             )
+    if isinstance(train, GradientStore):
+        train.check(objective, params, bases, state)
     held, prepared = queries, isinstance(queries, Queries)
     if prepared and measurement is not None:
         raise ValueError("measurement: the queries are prepared: pass it to jk.prepare_queries")
@@ -241,6 +246,12 @@ def scores_of_batches(
         The scores of one batch, as :func:`influence` returns them, and which of its examples have
         a term that their mask keeps, ``(n,)``.
     """
+    if isinstance(train, GradientStore):
+        if per == "token":
+            raise ValueError("per='token': a gradient store holds whole gradients of examples")
+        train.check(objective, params, None, state)
+        yield from train.scores(queries, layers, by_layer=per == "layer")
+        return
     own = Examples(objective, queries, layers, experts, examples)
     score = own.compiled(_scores, per)
     for some in batches_of(train):

@@ -16,6 +16,7 @@ from jaxkfac.uses._batches import batches_of
 from jaxkfac.uses._example_gradients import block_dtype
 from jaxkfac.uses._examples import Examples
 from jaxkfac.uses._fitting import fitting, in_examples
+from jaxkfac.uses._gradient_store import GradientStore
 
 GRADIENTS = 3  # of each example alive at once: its own, the same by layer, the rotated
 
@@ -42,7 +43,8 @@ def self_influence(
         objective: As for :func:`influence`, like all that is not named here.
         params: Parameters.
         bases: The eigenbases.
-        train: ``(inputs, targets)`` or ``(inputs, targets, mask)``, or an iterable of such tuples.
+        train: ``(inputs, targets)`` or ``(inputs, targets, mask)``, or an iterable of such tuples;
+            or what :func:`gradient_store` has made of them.
         damping: As for :func:`influence`.
         layers: Likewise.
         state: Likewise.
@@ -75,6 +77,9 @@ def self_influence(
         True
     """
     budget = parse_bytes(max_bytes, name="max_bytes")
+    if isinstance(train, GradientStore):
+        train.check(objective, params, bases, state)
+        return train.own_products(bases, damping, layers)
     own = Examples(objective, bases, layers, experts, examples)
     check_block_damping(damping, own.bases)
 

@@ -79,6 +79,10 @@ class InfluenceArguments:
     bases: Path | None = None
     """The output folder of another run, whose bases are taken: the model, the training texts and
     the options of the factors must be its own."""
+    store: Path | None = None
+    """A folder for the training texts' gradients, in bfloat16: as many numbers for each text as
+    the layers have parameters, which is printed first. Where it holds them already, no text takes
+    a backward pass for its score, whatever the queries are."""
     output: Path = Path("runs/influence")
     """Folder for everything that is written."""
     resume: bool = False
@@ -116,4 +120,6 @@ class InfluenceArguments:
 
     def options(self) -> dict[str, object]:
         """What decides the scores."""
-        return self.options_of_bases() | {"damping": self.damping, "query_rank": self.query_rank}
+        own = {"damping": self.damping, "query_rank": self.query_rank}
+        own |= {} if self.store is None else {"store": True}  # its scores are rounded
+        return self.options_of_bases() | own

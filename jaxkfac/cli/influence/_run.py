@@ -26,6 +26,7 @@ from jaxkfac.cli.influence._score import (
     factor_shapes,
     prepared,
     scored,
+    stored,
 )
 from jaxkfac.cli.influence._stages import STAGES, Stages
 from jaxkfac.cli.influence._texts import PairReader, RecordReader, ScoredTexts
@@ -44,11 +45,13 @@ def run_influence(arguments: InfluenceArguments) -> None:
         _say(scoring.train, scoring.queries)
         with jk.memory.track("factors and bases"):
             bases = _bases(scoring, stages)
+        with jk.memory.track("gradients of the training texts"):
+            store = stored(scoring, bases)
         with jk.memory.track("queries"):
             held = prepared(scoring, bases)
             del bases  # as large as the factors
         with jk.memory.track("scores"):
-            scores = scored(scoring, held, stages)
+            scores = scored(scoring, held, stages, store)
             _save(arguments.output / "scores.npy", scores)
         with jk.memory.track("tokens of the texts that are shown"), phase("scoring tokens"):
             queries = _records(scoring, held, scores)

@@ -134,6 +134,29 @@ def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
     assert run("--resume", "--damping", "0.5", output=parts) == 2
 
 
+def test_a_store_gives_the_scores_and_serves_other_queries(run, tmp_path, monkeypatch, capsys):
+    words = ("--store", str(tmp_path / "store"), "--query-rank", "None")
+    assert run(*words[2:], output=tmp_path / "plain") == 0
+    bases = ("--bases", str(tmp_path / "plain"))
+    assert run(*words, *bases) == 0
+    assert "gradient store in" in capsys.readouterr().err
+    expected, scores = (found(tmp_path / name)[1] for name in ("plain", "run"))
+    assert scores.shape == expected.shape == (2, 11)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=0.02 * np.abs(expected).max())
+    other = write(tmp_path / "other.jsonl", QUERIES[::-1])
+
+    def never(*args, **options):
+        raise AssertionError("no gradient of a training text is taken")
+
+    monkeypatch.setattr("jaxkfac.uses._gradient_store._Writer._of", never)
+    assert run(*words, *bases, output=tmp_path / "other", queries=other) == 0
+    np.testing.assert_allclose(found(tmp_path / "other")[1], scores[::-1], rtol=1e-4, atol=1e-4)
+    assert run(*words, "--seed", "1", output=tmp_path / "third") == 2
+    assert "holds gradients of something else: eigenvectors" in capsys.readouterr().err.replace(
+        "\n", " "
+    )
+
+
 @pytest.mark.exhaustive
 def test_another_run_takes_the_bases_for_other_queries(run, tmp_path, monkeypatch, capsys):
     assert run() == 0

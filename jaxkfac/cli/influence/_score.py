@@ -230,7 +230,27 @@ def prepared(scoring: Scoring, bases: jk.Eigenbases) -> Queries:
         )
 
 
-def scored(scoring: Scoring, held: Queries, stages: Stages) -> np.ndarray:
+def stored(scoring: Scoring, bases: jk.Eigenbases) -> jk.GradientStore | None:
+    """The gradients of the training texts, where ``--store`` asks for them."""
+    given, texts = scoring.arguments, scoring.train.texts
+    if given.store is None:
+        return None
+    with phase("storing gradients"), progress("gradients", len(texts)) as shown:
+
+        def batches() -> Iterator[Any]:
+            for done, batch in enumerate(scoring.batches(texts)):
+                shown.advance(min(done * given.batch_size, len(texts)), "texts")
+                yield batch
+
+        params = scoring.pretrained.params
+        return jk.gradient_store(
+            scoring.objective, params, bases, batches(), given.store, num_examples=len(texts)
+        )
+
+
+def scored(
+    scoring: Scoring, held: Queries, stages: Stages, store: jk.GradientStore | None = None
+) -> np.ndarray:
     """``(queries, texts)``; what has been scored is stored every now and then, and at the end.
 
     The file holds all scores: written after every batch, a run would be quadratic in its texts.
@@ -240,7 +260,9 @@ def scored(scoring: Scoring, held: Queries, stages: Stages) -> np.ndarray:
     if stages.holds("scores"):
         found = stages.read("scores", config)["scores"]
     done = stored = found.shape[1]
-    batches = scoring.batches(texts, start=done)
+    batches: Any = scoring.batches(texts, start=done)
+    if store is not None and done < len(texts):  # it is read from its first example on
+        batches, found, done, stored = store, found[:, :0], 0, 0
     args = scoring.objective, scoring.pretrained.params, held
     if done == len(texts):
         return found

@@ -1,0 +1,255 @@
+"""The folder of a gradient store: parts in files of their own, and a journal of those there are.
+
+While it is written the folder ends in ``.partial``; it is renamed when the last part is there. A
+part counts once the journal names it, with its checksum, and the journal is written after it.
+"""
+
+import dataclasses
+import itertools
+import os
+import shutil
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkfac._errors import DamagedFileError
+from jaxkfac.files import (
+    PARTIAL,
+    Archive,
+    probe_folder,
+    read_json,
+    whole_file,
+    write_archive,
+    write_json,
+)
+
+_JOURNAL = "store.json"
+_FORM = "jaxkfac.gradient_store"
+_SUMS = "jaxkfac.gradient_store.sums"
+_VERSION = 1
+_REMAINS = (
+    "what was written before it is kept: make room, and call gradient_store with the same "
+    "arguments to go on from there"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredPart:
+    """One batch of a store.
+
+    Attributes:
+        number: Examples in it.
+        crc32: Of its rows.
+        data: Digest of the batch that it is of.
+        exists: Which examples have a loss term that counts, ``"1"`` or ``"0"`` each.
+    """
+
+    number: int
+    crc32: int
+    data: str
+    exists: str
+
+
+class StoreFolder:
+    """Rows of examples in a folder, written part by part.
+
+    Args:
+        path: Where the store is to be.
+        about: All that decides its numbers, as plain values.
+        width: Numbers in a row.
+        dtype: Of the rows.
+
+    Attributes:
+        path: Where the store is to be.
+        parts: Those that are there.
+        is_whole: Whether all are.
+
+    Raises:
+        ValueError: there is a store of something else at the path; what differs is named.
+        DamagedFileError: its journal is damaged.
+        OSError: nothing can be written there.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any], width: int, dtype: np.dtype) -> None:
+        self.path, self._about = path, dict(about)
+        self._width, self._dtype = width, dtype
+        self.parts: list[StoredPart] = []
+        self._compared: set[int] = set()  # parts whose checksums were found to be right
+        self.is_whole = path.exists()
+        self._folder = path if self.is_whole else path.with_name(path.name + PARTIAL)
+        if not self.is_whole and not self._folder.exists():
+            probe_folder(self._folder)
+            return
+        if not (self._folder / _JOURNAL).is_file():
+            if self.is_whole:
+                raise ValueError(f"{path} is no gradient store: it has no {_JOURNAL}")
+            return
+        remedy = "remove the folder, and make the store anew"
+        plain = read_json(self._folder / _JOURNAL, _FORM, remedy)
+        if plain["version"] != _VERSION:
+            raise ValueError(f"{path} is of version {plain['version']}, expected {_VERSION}")
+        self._check_about(plain["about"])
+        self.parts = [StoredPart(**part) for part in plain["parts"]]
+        self.check_sizes()
+
+    def _check_about(self, found: Mapping[str, Any]) -> None:
+        different = [
+            f"{name} is {found.get(name)}, expected {self._about.get(name)}"
+            for name in {**self._about, **found}
+            if found.get(name) != self._about.get(name)
+        ]
+        if different:
+            raise ValueError(
+                f"{self._folder} holds gradients of something else: {'; '.join(different)}. Give "
+                "what they were made with, or choose another path="
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows that are there."""
+        return sum(part.number for part in self.parts) * self._width * self._dtype.itemsize
+
+    def append(
+        self, rows: np.ndarray, data: str, exists: np.ndarray, sums: Mapping[str, np.ndarray]
+    ) -> None:
+        """Write one part, and the sums of all so far; then it counts.
+
+        Raises:
+            OSError: it cannot be written: the parts before it are there.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        index, view = len(self.parts), np.ascontiguousarray(rows).view(np.uint8).data
+        words: Any = {"remains": _REMAINS}
+        with whole_file(self._rows(index), "gradients", nbytes=view.nbytes, **words) as file:
+            file.write(view)
+        nbytes = sum(x.nbytes for x in sums.values())
+        words |= {"what": "sums of squares", "nbytes": nbytes}
+        write_archive(self._sums(index + 1), _SUMS, {}, sums.items(), **words)
+        bits = "".join("01"[bool(x)] for x in exists)
+        part = StoredPart(len(rows), zlib.crc32(view), data, bits)
+        self._write([*self.parts, part])
+        self.parts.append(part)
+        self._sums(index).unlink(missing_ok=True)
+
+    def _write(self, parts: Sequence[StoredPart]) -> None:
+        plain = {
+            "version": _VERSION,
+            "about": self._about,
+            "parts": [dataclasses.asdict(part) for part in parts],
+        }
+        path = self._folder / _JOURNAL
+        write_json(path, _FORM, plain, "the journal of a gradient store", remains=_REMAINS)
+
+    def finish(self) -> None:
+        """Rename the folder: the store is whole."""
+        for path in self._folder.glob(f".*{PARTIAL}"):  # of a writer that was killed
+            path.unlink()
+        os.replace(self._folder, self.path)
+        self._folder, self.is_whole = self.path, True
+
+    def sums(self) -> dict[str, np.ndarray]:
+        """The sums over all parts.
+
+        Raises:
+            FileNotFoundError: they are not there.
+            DamagedFileError: a byte is not what was written.
+        """
+        path = self._sums(len(self.parts))
+        if not path.is_file():
+            raise DamagedFileError(
+                f"{self._folder} has lost {path.name}: remove the folder, and make the store anew"
+            )
+        with Archive(path, _SUMS, "file of sums") as stored:
+            return {name: stored.read(name) for name in stored.names}
+
+    def rows(self, index: int) -> np.ndarray:
+        """The rows of one part, mapped from its file; its checksum is compared the first time.
+
+        Raises:
+            DamagedFileError: the file is not what was written.
+        """
+        rows = self._mapped(index)
+        if index not in self._compared:
+            if zlib.crc32(rows.view(np.uint8).data) != self.parts[index].crc32:
+                raise DamagedFileError(
+                    f"{self._rows(index)} is damaged, its checksum is another one: remove "
+                    f"{self._folder}, and make the store anew"
+                )
+            self._compared.add(index)
+        return rows
+
+    def _mapped(self, index: int) -> np.ndarray:
+        part, path = self.parts[index], self._rows(index)
+        expected = part.number * self._width * self._dtype.itemsize
+        found = path.stat().st_size if path.is_file() else None
+        if found != expected:
+            said = "is not there" if found is None else f"has {found} bytes, expected {expected}"
+            raise DamagedFileError(f"{path} {said}: remove {self._folder}, and make the store anew")
+        shape = part.number, self._width
+        return np.memmap(path, np.uint8, "r").view(self._dtype).reshape(shape)
+
+    def check_sizes(self) -> None:
+        """See that every file is there, and as long as it was.
+
+        Raises:
+            DamagedFileError: naming the first one that is not.
+        """
+        for index in range(len(self.parts)):
+            self._mapped(index)
+
+    def free_bytes(self) -> int:
+        """Room on the disk."""
+        existing = next(x for x in (self._folder, *self._folder.parents) if x.exists())
+        return shutil.disk_usage(existing).free
+
+    def _rows(self, index: int) -> Path:
+        return self._folder / f"{index:06d}.rows"
+
+    def _sums(self, number: int) -> Path:
+        return self._folder / f"{number:06d}.sums"
+
+
+class StoreInMemory:
+    """The same in host memory."""
+
+    is_whole = False
+
+    def __init__(self) -> None:
+        self.parts: list[StoredPart] = []
+        self._rows: list[np.ndarray] = []
+        self._sums: dict[str, np.ndarray] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows that are there."""
+        return sum(x.nbytes for x in self._rows)
+
+    def append(
+        self, rows: np.ndarray, data: str, exists: np.ndarray, sums: Mapping[str, np.ndarray]
+    ) -> None:
+        """Keep one part, and the sums of all so far."""
+        bits = "".join("01"[bool(x)] for x in exists)
+        self.parts.append(StoredPart(len(rows), 0, data, bits))
+        self._rows.append(np.array(rows))
+        self._sums = dict(sums)
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+        self.is_whole = True
+
+    def sums(self) -> dict[str, np.ndarray]:
+        """The sums over all parts."""
+        return self._sums
+
+    def rows(self, index: int) -> np.ndarray:
+        """The rows of one part."""
+        return self._rows[index]
+
+
+def chunks(number: int, size: int) -> list[slice]:
+    """``range(number)`` in slices of at most ``size``."""
+    cuts = [*range(0, number, size), number]
+    return [slice(*pair) for pair in itertools.pairwise(cuts)]

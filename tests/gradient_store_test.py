@@ -1,0 +1,382 @@
+"""Scores from a store of gradients are those of the streamed training set; what it refuses."""
+
+import dataclasses
+import errno
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkfac as jk
+from jaxkfac.uses import scores_of_batches
+from tests._cases import CASES, case
+from tests._checks import objective_of
+from tests.influence_test import PROGRAMS, assert_close, bases_of, first
+
+
+def problem(likelihood=None, examples=24, sides=(7, 6, 4)):
+    """A perceptron with biases, and bases of it in the dtype that is on."""
+    inputs, hidden, outputs = sides
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    params = {
+        "up": {"kernel": jax.random.normal(next(keys), (inputs, hidden))},
+        "down": {"kernel": jax.random.normal(next(keys), (hidden, outputs))},
+    }
+    params["up"]["bias"] = jax.random.normal(next(keys), (hidden,))
+    params["down"]["bias"] = jax.random.normal(next(keys), (outputs,))
+    objective = jk.Objective(network, likelihood or jk.Categorical())
+    x = jax.random.normal(next(keys), (examples, inputs))
+    y = jax.random.randint(next(keys), (examples,), 0, outputs)
+    return objective, params, (x, y)
+
+
+def network(params, x):
+    x = jnp.tanh(x @ params["up"]["kernel"] + params["up"]["bias"])
+    return x @ params["down"]["kernel"] + params["down"]["bias"]
+
+
+def cut(batch, size):
+    """A batch as a list of batches."""
+    return [
+        jax.tree.map(lambda x, i=i: x[i : i + size], batch) for i in range(0, len(batch[1]), size)
+    ]
+
+
+def check_equal(objective, params, batch, bases):
+    """Pairwise scores, self-influence and measured eigenvalues beside the streamed ones."""
+    store = jk.gradient_store(objective, params, bases, batch, dtype="float64")
+    queries = first(batch)
+    for some in (bases, store.bases):
+        streamed = jk.influence(objective, params, some, queries, batch, damping=0.1)
+        assert_close(jk.influence(objective, params, some, queries, store, damping=0.1), streamed)
+        own = jk.self_influence(objective, params, some, batch)
+        assert_close(jk.self_influence(objective, params, some, store), own)
+    if bases.corrections is None and objective.num_outputs == 1:
+        measured = jk.correct_eigenvalues(objective, bases, fisher="empirical")(params, batch)
+        owned = {x.layer.name for x in jk.curvature.owned_blocks(bases)}
+        for name in owned:
+            pairs = zip(store.bases[name], measured[name], strict=True)
+            for found, expected in pairs:
+                if expected is not None and not isinstance(expected, tuple):
+                    assert_close(found, expected)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("corrected", [False, True], ids=["factors", "measured"])
+@pytest.mark.parametrize("name", CASES)
+def test_scores_from_a_store_are_the_streamed_ones(x64, name, corrected):
+    model, _, params, batch = case(name)
+    objective = objective_of(model)
+    check_equal(objective, params, batch, bases_of(objective, params, batch, corrected=corrected))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_scores_of_programs_that_are_no_matrix_product_of_rows(x64, name):
+    model, params, batch = PROGRAMS[name]
+    objective = jk.Objective(model, jk.Categorical(ignore_index=-100))
+    check_equal(objective, params, batch, bases_of(objective, params, batch))
+
+
+# ------------------------------------------------------------ precision
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Objective, parameters, bases, queries and training set, in float32."""
+    objective, params, batch = problem(examples=120)
+    factors = jk.value_grad_and_factors(objective, fisher="exact")(params, batch).factors
+    return objective, params, jk.eigendecompose(factors), first(batch, 5), batch
+
+
+def stored(trained, **options):
+    objective, params, bases, _, batch = trained
+    return jk.gradient_store(objective, params, bases, batch, **options)
+
+
+@pytest.fixture(scope="module")
+def in_float32(trained):
+    return stored(trained, dtype="float32")
+
+
+def test_float32_loses_nothing(trained, in_float32):
+    objective, params, bases, queries, batch = trained
+    args = objective, params, bases
+    expected = jk.influence(*args, queries, batch)
+    assert_close(jk.influence(*args, queries, in_float32), expected, 1e-5)
+    own = jk.self_influence(*args, batch)
+    assert_close(jk.self_influence(*args, in_float32), own, 1e-5)
+    # in the measured eigenvalues, which the store's bases have
+    args = objective, params, in_float32.bases
+    expected = jk.influence(*args, queries, batch)
+    assert_close(jk.influence(*args, queries, in_float32), expected, 1e-5)
+
+
+def test_bfloat16_is_the_default_and_correlates(trained):
+    objective, params, bases, queries, batch = trained
+    store = stored(trained)
+    assert store.dtype.name == "bfloat16"
+    assert store.nbytes == 2 * len(store) * sum(x.size for x in jax.tree.leaves(params))
+    expected = np.asarray(jk.influence(objective, params, bases, queries, batch))
+    found = np.asarray(jk.influence(objective, params, bases, queries, store))
+    assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] >= 0.99999
+    assert np.abs(found - expected).max() > 0  # it was rounded
+    own = np.asarray(jk.self_influence(objective, params, bases, batch))
+    found = np.asarray(jk.self_influence(objective, params, bases, store))
+    assert np.corrcoef(found, own)[0, 1] >= 0.99999
+
+
+# ------------------------------------------------------------ options of influence
+
+
+@pytest.mark.parametrize("bias", ["joint", "separate"])
+@pytest.mark.parametrize("options", [{"query_rank": 1}, {"per": "layer"}, {"layers": "up/.*"}])
+def test_options_mean_the_same_of_a_store(trained, bias, options):
+    objective, params, _, queries, batch = trained
+    stats = jk.value_grad_and_factors(objective, fisher="exact", bias=bias)
+    bases = jk.eigendecompose(stats(params, batch).factors)
+    store = jk.gradient_store(objective, params, bases, batch, dtype="float32")
+    found, expected = (
+        jax.tree.leaves(jk.influence(objective, params, bases, queries, train, **options))
+        for train in (store, batch)
+    )
+    for x, y in zip(found, expected, strict=True):
+        assert_close(x, y, 1e-5)
+
+
+def test_the_best_examples_are_those_of_the_stream(trained):
+    objective, params, bases, queries, (x, y) = trained
+    mask = jnp.arange(len(x)) % 7 > 0  # examples without a term are not among the best
+    batches = cut((x, y, mask), 50)
+    store = jk.gradient_store(objective, params, bases, batches, dtype="float32")
+    assert len(store) == len(x)
+    found, expected = (
+        jk.influence(objective, params, bases, queries, train, top_k=9)
+        for train in (store, batches)
+    )
+    np.testing.assert_array_equal(found.indices, expected.indices)
+    assert_close(found.scores, expected.scores, 1e-5)
+
+
+def test_prepared_queries_are_scored_without_bases(trained, in_float32):
+    objective, params, bases, queries, batch = trained
+    held = jk.prepare_queries(objective, params, bases, queries)
+    found = jk.influence(objective, params, None, held, in_float32)
+    assert_close(found, jk.influence(objective, params, None, held, batch), 1e-5)
+    (scores, exist) = next(iter(scores_of_batches(objective, params, held, in_float32)))
+    assert_close(scores, found) and exist.all()
+
+
+def test_no_backward_pass_is_taken_over_the_training_set(trained, in_float32, monkeypatch):
+    objective, params, bases, queries, _ = trained
+    held = jk.prepare_queries(objective, params, bases, queries)
+
+    def never(*args, **options):
+        raise AssertionError("the model is not run")
+
+    monkeypatch.setattr(jk.Objective, "outputs", never)
+    jk.influence(objective, params, None, held, in_float32, top_k=3)
+    jk.self_influence(objective, params, bases, in_float32)
+
+
+# ------------------------------------------------------------ files
+
+
+def test_a_store_is_opened_again_with_and_without_its_data(trained, tmp_path, capsys):
+    objective, params, bases, queries, batch = trained
+    batches, path = cut(batch, 50), tmp_path / "store"
+    made = jk.gradient_store(objective, params, bases, batches, path)
+    said = "152 B an example in bfloat16, 17.8 KiB for 120 examples"
+    assert said in capsys.readouterr().err
+    for train in (None, batches):
+        opened = jk.gradient_store(objective, params, bases, train, path)
+        args = objective, params, opened.bases, queries
+        np.testing.assert_array_equal(jk.influence(*args, opened), jk.influence(*args, made))
+    assert [x.name for x in tmp_path.iterdir()] == ["store"]
+
+
+def stopped_after(batches, number):
+    """A training set that ends in an error."""
+    yield from batches[:number]
+    raise KeyboardInterrupt
+
+
+def test_what_was_stopped_is_gone_on_with_to_the_same_bits(trained, tmp_path, monkeypatch):
+    objective, params, bases, queries, batch = trained
+    batches, path = cut(batch, 30), tmp_path / "store"
+    whole = jk.gradient_store(objective, params, bases, batches)
+    with pytest.raises(KeyboardInterrupt):
+        jk.gradient_store(objective, params, bases, stopped_after(batches, 2), path)
+    assert not path.exists()
+    with pytest.raises(FileNotFoundError, match="no whole store"):
+        jk.gradient_store(objective, params, bases, None, path)
+    made = jk.gradient_store(objective, params, bases, batches, path)
+    args = objective, params, made.bases, queries
+    np.testing.assert_array_equal(jk.influence(*args, made), jk.influence(*args, whole))
+    for x, y in zip(jax.tree.leaves(made.bases), jax.tree.leaves(whole.bases), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_batches_that_are_there_take_no_backward_pass(trained, tmp_path, monkeypatch):
+    objective, params, bases, _, batch = trained
+    batches, path = cut(batch, 40), tmp_path / "store"
+    with pytest.raises(KeyboardInterrupt):
+        jk.gradient_store(objective, params, bases, stopped_after(batches, 3), path)
+
+    def never(*args, **options):
+        raise AssertionError("the model is not run")
+
+    monkeypatch.setattr(jk.Objective, "outputs", never)
+    assert len(jk.gradient_store(objective, params, bases, batches, path)) == 120
+
+
+def full_disk(monkeypatch, parts):
+    """The disk is full once so many files of rows are written."""
+    from jaxkfac.uses import _store_files
+
+    plain, written = _store_files.whole_file, []
+
+    def whole_file(path, *args, **options):
+        if path.suffix == ".rows":
+            written.append(path)
+            if len(written) > parts:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(path, *args, **options)
+
+    monkeypatch.setattr(_store_files, "whole_file", whole_file)
+
+
+def test_a_disk_that_fills_leaves_what_is_gone_on_with(trained, tmp_path):
+    objective, params, bases, _, batch = trained
+    batches, path = cut(batch, 40), tmp_path / "store"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        full_disk(monkeypatch, 2)
+        with pytest.raises(OSError, match="No space left"):
+            jk.gradient_store(objective, params, bases, batches, path)
+    assert not path.exists()
+    assert len(jk.gradient_store(objective, params, bases, batches, path)) == 120
+    assert [x.name for x in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_plan_that_the_disk_has_no_room_for_is_refused(trained, tmp_path, monkeypatch):
+    objective, params, bases, _, batch = trained
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(OSError, match="needs 17.8 KiB more, and the disk of .* has 0.977 KiB free"):
+        jk.gradient_store(objective, params, bases, batch, tmp_path / "store")
+
+
+# ------------------------------------------------------------ what is refused
+
+
+@pytest.fixture
+def on_disk(trained, tmp_path):
+    path = tmp_path / "store"
+    stored(trained, path=path)
+    return path
+
+
+CHANGES = {
+    "parameters": lambda o, p, b, t: (o, jax.tree.map(lambda x: x + 1, p), b, t, {}),
+    "eigenvectors": lambda o, p, b, t: (o, p, rotated_bases(b), t, {}),
+    "layers": lambda o, p, b, t: (o, p, b, t, {"layers": "up/.*"}),
+    "dtype": lambda o, p, b, t: (o, p, b, t, {"dtype": "float32"}),
+    "likelihood": lambda o, p, b, t: (
+        jk.Objective(network, jk.Categorical(ignore_index=-1)),
+        p,
+        b,
+        t,
+        {},
+    ),
+    "train: batch 0 is not": lambda o, p, b, t: (o, p, b, (t[0] + 1, t[1]), {}),
+    "train: batch 0 is not the one": lambda o, p, b, t: (o, p, b, cut(t, 60), {}),
+    "more than the 1 batches": lambda o, p, b, t: (o, p, b, [t, t], {}),
+}
+
+
+def rotated_bases(bases):
+    """Other eigenvectors of the same shapes."""
+    g = {k: x._replace(vectors=x.vectors[:, ::-1]) for k, x in bases.g.items()}
+    return dataclasses.replace(bases, g=g)
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_folder_of_something_else_is_refused(trained, on_disk, what):
+    objective, params, bases, _, batch = trained
+    *args, options = CHANGES[what](objective, params, bases, batch)
+    with pytest.raises(ValueError, match=what):
+        jk.gradient_store(*args, on_disk, **options)
+
+
+def test_scores_of_something_else_are_refused(trained, in_float32):
+    objective, params, bases, queries, batch = trained
+    other = jk.Objective(lambda p, x: network(p, x) ** 3, jk.Categorical())
+    with pytest.raises(ValueError, match="another objective"):
+        jk.influence(other, params, bases, queries, in_float32)
+    moved = jax.tree.map(lambda x: x + 1, params)
+    for use in (
+        lambda p, b: jk.influence(objective, p, b, queries, in_float32),
+        lambda p, b: jk.self_influence(objective, p, b, in_float32),
+    ):
+        use(params, bases)
+        with pytest.raises(ValueError, match="other parameters, with digest"):
+            use(moved, bases)
+        with pytest.raises(ValueError, match="other eigenbases"):
+            use(params, rotated_bases(bases))
+    with pytest.raises(ValueError, match="per='token'"):
+        jk.influence(objective, params, bases, queries, in_float32, per="token")
+    with pytest.raises(TypeError, match=r"outside jax\.jit"):
+        jax.jit(lambda p: jk.self_influence(objective, p, bases, in_float32))(params)
+
+
+def test_layers_that_are_not_stored_are_named(trained):
+    objective, params, bases, queries, _ = trained
+    store = stored(trained, layers="up/.*", dtype="float32")
+    with pytest.raises(ValueError, match="'down/kernel'"):
+        jk.influence(objective, params, bases, queries, store)
+    found = jk.influence(objective, params, bases, queries, store, layers="up/.*")
+    assert found.shape == (5, 120)
+
+
+def test_layers_of_one_parameter_are_not_told_apart(x64):
+    model, params, batch = PROGRAMS["tied, some targets left out"]
+    objective = jk.Objective(model, jk.Categorical(ignore_index=-100))
+    bases = bases_of(objective, params, batch)
+    store = jk.gradient_store(objective, params, bases, batch)
+    with pytest.raises(ValueError, match="stored as their sum"):
+        jk.influence(objective, params, bases, batch, store, per="layer")
+
+
+def test_a_store_that_is_cut_short_or_damaged_is_named(trained, on_disk):
+    objective, params, bases, queries, _ = trained
+    (rows,) = on_disk.glob("*.rows")
+    whole = rows.read_bytes()
+    rows.write_bytes(whole[:-2])
+    with pytest.raises(jk.DamagedFileError, match=r"000000\.rows has .* bytes, expected"):
+        jk.gradient_store(objective, params, bases, None, on_disk)
+    rows.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    store = jk.gradient_store(objective, params, bases, None, on_disk)
+    with pytest.raises(jk.DamagedFileError, match="checksum"):
+        jk.influence(objective, params, bases, queries, store)
+    rows.unlink()
+    with pytest.raises(jk.DamagedFileError, match="is not there"):
+        jk.gradient_store(objective, params, bases, None, on_disk)
+    journal = on_disk / "store.json"
+    journal.write_text(journal.read_text().replace("bfloat16", "bfloat61"))
+    with pytest.raises(jk.DamagedFileError, match="checksum"):
+        jk.gradient_store(objective, params, bases, None, on_disk)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int32"])
+def test_other_dtypes_are_refused(trained, dtype):
+    with pytest.raises(ValueError, match="expected one of bfloat16, float32, float64"):
+        stored(trained, dtype=dtype)
+
+
+def test_bases_without_all_vectors_are_refused(trained):
+    objective, params, bases, _, batch = trained
+    g = {k: x._replace(vectors=x.vectors[:, 1:], values=x.values[1:]) for k, x in bases.g.items()}
+    with pytest.raises(ValueError, match="need all of them"):
+        jk.gradient_store(objective, params, dataclasses.replace(bases, g=g), batch)
