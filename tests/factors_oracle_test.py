@@ -316,9 +316,9 @@ def test_a_bias_whose_product_has_another_reader_is_lone(x64):
 
 
 def test_a_bias_over_fewer_axes_than_the_product_is_lone(x64):
-    def model(p, x, tap):  # one bias for both heads: not the product's free axes
+    def model(p, x, tap):  # one bias for both heads, which are features
         y = tap.dense("w", x, jnp.einsum("nd,dhk->nhk", x, p["w"]).reshape(x.shape[0], -1))
-        y = tap.lone_bias("b", y.reshape(-1, 2, 3) + p["b"], shape=(3,), row_axes=2)
+        y = tap.lone_bias("b", y.reshape(-1, 2, 3) + p["b"], shape=(3,), row_axes=1)
         return y.sum(axis=1)
 
     check(model, tree(17, w=(4, 2, 3), b=(3,)), (normal(1, 5, 4), labels(2, 5)))
