@@ -76,7 +76,8 @@ def test_a_staggered_refresh_of_every_step_is_a_refresh_of_every_step(params, ba
             states(kfac(0.1, damping_mode=mode, stagger=on, **options), params, batches)[-1]
             for on in (False, True)
         )
-        assert_close(parts, whole, 0.0)
+        # Two programs: XLA fuses the averages with what reads them, differently in each.
+        assert_close(parts, whole, 1e-13)
 
 
 def test_left_out_factors_and_counts_of_zero_are_the_same(params, batches):
