@@ -117,5 +117,8 @@ def documented_table(lines: list[dict[str, Any]]) -> list[str]:
         updates, cpu = (statistics.median(x[k] for x in needed) for k in (0, 1))
         beside = cpu if name == ADAMW else beside
         each = ", ".join(f"{x[1]:.1f}" if math.isfinite(x[1]) else "–" for x in needed)
-        table.append(f"| {name} | {updates:.0f} | {cpu:.2f} ({each}) | {cpu / beside:.2f} |")
+        cells = [f"{updates:.0f}", f"{cpu:.2f}", f"{cpu / beside:.2f}"]
+        if not math.isfinite(cpu):  # more than half of the seeds do not reach it
+            cells = ["–"] * 3
+        table.append(f"| {name} | {cells[0]} | {cells[1]} ({each}) | {cells[2]} |")
     return table
