@@ -47,6 +47,7 @@ NOT_EXPORTED = {
     "check_state": "warns outside of jit, from the counters of a state",
     "find_layers": _PYTHON,
     "prepare_queries": "differentiates queries with a program that it compiles itself",
+    "GradientStore": "what gradient_store has written: it reads files",
     "gradient_store": "streams batches to files, by programs that it compiles itself",
     "influence": "streams batches through programs that it compiles itself",
     "laplace": "its result reads batches, and compiles what it computes itself",
