@@ -4,6 +4,9 @@ An answer may be "unknown" for a program that does not mix its examples, and is 
 that does. What a program does is decided by ``truth``, which knows nothing of our analysis.
 """
 
+import gc
+import weakref
+
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -89,6 +92,17 @@ def test_the_layer_table_names_the_equation_where_examples_meet():
         "the examples do not meet"
     ]
     assert said(next(iter(APART.values()))) == []
+
+
+def test_the_table_of_an_objective_holds_none_of_its_arrays():
+    params, x = _couplings.params(), jnp.array(_couplings.batch())
+    objective = jk.Objective(MIXING["stopped mean"], jk.Gaussian())
+    targets = jnp.zeros(jax.eval_shape(MIXING["stopped mean"], params, x).shape)
+    table = jk.find_layers(objective, params, (x, targets))
+    held = weakref.ref(x)
+    del x
+    gc.collect()
+    assert held() is None and "examples: in values" in str(table)
 
 
 WALLS = {

@@ -321,6 +321,17 @@ def _check_same_shapes(new: Eigenbases, expected: Eigenbases) -> None:
             )
 
 
+def check_all_vectors(bases: Eigenbases, layer: Layer, wanted: str) -> None:
+    """Refuse bases that lack eigenvectors of a layer (``rank=``), where all are wanted."""
+    for spectrum in bases.spectra(layer):
+        if spectrum.vectors is not None and len(set(spectrum.vectors.shape[-2:])) > 1:
+            rows, columns = spectrum.vectors.shape[-2:]
+            raise ValueError(
+                f"a factor of layer {layer.name!r} has {columns} eigenvectors of {rows}: {wanted} "
+                "need all of them, that is bases without rank="
+            )
+
+
 def check_bases(bases: Any) -> None:
     """Refuse what are no eigenbases: factors, say.
 

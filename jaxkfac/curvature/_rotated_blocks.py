@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkfac.curvature._damped_gradients import BlockDamping, diagonal_power_of, read_many
-from jaxkfac.curvature._eigenbases import DiagonalEigenbasis, Eigenbases
+from jaxkfac.curvature._eigenbases import DiagonalEigenbasis, Eigenbases, check_all_vectors
 from jaxkfac.curvature._owned_blocks import OwnedBlock, owned_blocks
 from jaxkfac.curvature._quadratic_forms import block_powers
 from jaxkfac.interception import Layer
@@ -49,13 +49,7 @@ def rotated_parts(bases: Eigenbases) -> tuple[RotatedPart, ...]:
             columns = layer.weight.size // math.prod(stack)
             parts.append(RotatedPart(layer, (*stack, 1, columns), is_bias=False))
             continue
-        for spectrum in bases.spectra(layer):
-            if spectrum.vectors is not None and len(set(spectrum.vectors.shape[-2:])) > 1:
-                rows, columns = spectrum.vectors.shape[-2:]
-                raise ValueError(
-                    f"a factor of layer {layer.name!r} has {columns} eigenvectors of {rows}: "
-                    "rotated gradients need all of them, that is bases without rank="
-                )
+        check_all_vectors(bases, layer, "rotated gradients")
         joint, out = bases.wants_ones(layer), layer.out_features
         if layer.weight in block.parameters:
             parts.append(RotatedPart(layer, (*stack, layer.in_features + joint, out), False))
@@ -89,7 +83,7 @@ def rotated(
 def rotated_block(
     gradients: Mapping[str, Float[Array, "many ..."]], bases: Eigenbases, block: OwnedBlock
 ) -> tuple[Array | None, Array | None]:
-    """The same of one block: its weight, with a joint bias both, and a bias by itself.
+    """Rotate one block: its weight, together with a joint bias, and a bias of its own.
 
     ``None`` for what the block does not have, and for a weight that ``gradients`` lacks.
     """

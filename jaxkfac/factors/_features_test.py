@@ -19,6 +19,7 @@ TARGETS = {
 }
 PLACES = {
     "logits": lambda p, x: (jnp.tanh(x @ p["w"]) @ p["v"]) * jnp.exp(p["t"]) * p["one"],
+    "inputs": lambda p, x: jnp.tanh((x * p["t"] + p["one"]) @ p["w"]) @ p["v"],
     "hidden": lambda p, x: (jnp.tanh(x @ p["w"]) * p["t"] + p["one"]) @ p["v"],
 }
 
@@ -62,3 +63,15 @@ def test_with_one_position_all_modes_agree(likelihood, params, batch):
         np.testing.assert_allclose(
             by_position[name].diagonal, by_example[name].diagonal, rtol=1e-12
         )
+
+
+def test_pixels_that_no_product_reads_are_positions(params):
+    """Each pixel has a gradient of the scale of a channel, also where it is pooled afterwards."""
+    pixels = jax.random.normal(jax.random.key(8), (N, 3, 3, 4))
+    objective = Objective(lambda p, x: (x * p["gain"]).mean((1, 2)) @ p["v"], Gaussian())
+    params, targets = params | {"gain": jnp.linspace(0.5, 1.5, 4)}, jnp.ones((N, 3))
+    _, _, factors = value_grad_and_factors(objective)(params, (pixels, targets))
+    each = jnp.broadcast_to(params["gain"], pixels.shape)
+    gradients = jax.grad(lambda each: objective(params | {"gain": each}, (pixels, targets)))(each)
+    expected = N * jnp.square(gradients).sum((0, 1, 2))
+    np.testing.assert_allclose(factors["gain"].diagonal, expected, rtol=1e-12)

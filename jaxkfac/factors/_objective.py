@@ -15,7 +15,13 @@ from jaxtyping import Array, Key, PyTree
 from jaxkfac.factors._kept_programs import KeptPrograms
 from jaxkfac.factors._likelihoods import Likelihood
 from jaxkfac.factors._loss_terms import Head, LossTerms, shares, times
-from jaxkfac.interception import check_function, check_likelihood, leaves_by_path, trace
+from jaxkfac.interception import (
+    check_function,
+    check_likelihood,
+    decoded_shapes,
+    leaves_by_path,
+    trace,
+)
 
 
 class Batch(NamedTuple):
@@ -310,19 +316,29 @@ class Objective(LossTerms):
         batch: PyTree,
         key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
         state: PyTree | None = None,
-    ) -> str:
-        """Where examples of a batch meet, or may, in words: what ``find_layers`` says of them."""
-        traced = trace(
-            lambda params, *args: self.outputs(params, *args),
-            params,
-            self.batch(batch).inputs,
-            key,
-            state,
-            num_outputs=self.num_outputs,
-            state=state,
-        )
-        traced.join_examples()
-        return traced.meeting()
+    ) -> Callable[[], str]:
+        """Says where examples of such a batch meet, or may: for ``find_layers``.
+
+        What is returned holds shapes alone, and traces the model when it is called.
+        """
+
+        def shape(x: Any) -> Any:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x
+
+        given = decoded_shapes(params), as_batch(batch).inputs, key, state
+        shapes = jax.tree.map(shape, given)
+
+        def said() -> str:
+            traced = trace(
+                lambda params, *args: self.outputs(params, *args),
+                *shapes,
+                num_outputs=self.num_outputs,
+                state=shapes[-1],
+            )
+            traced.join_examples()
+            return traced.meeting()
+
+        return said
 
     def __call__(
         self,

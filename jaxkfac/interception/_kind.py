@@ -109,6 +109,10 @@ class Kind(abc.ABC):
     def place(self, use: Use, axes: Axes) -> None:
         """Take note of the axes of the result."""
 
+    def contracted(self, use: Use) -> Axes:
+        """The axes of the data operand that the product sums over; none where it has no such."""
+        return ()
+
     def product_axes(self, use: Use, ndim: int) -> tuple[Atoms | None, ...] | None:
         """For each axis of a product, the parameter axis it comes from; ``None`` if it is none."""
         return None

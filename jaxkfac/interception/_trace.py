@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -388,23 +388,33 @@ def trace(
 
 
 def _mark_features(analysis: Analysis, uses: list[Use], *, num_outputs: int) -> None:
-    """Set ``Use.features``: the axes of an elementwise use's result that are no positions.
+    """Set ``Use.features``: the axes of an elementwise use's result that are features.
 
-    A position is an index along the rows of a product, or along an output's axes but the last. A
-    scalar that multiplies logits has one gradient at each position, the sum over the classes: they
-    are no positions, whatever the scale's own shape is.
+    These are what a product takes in or gives out, and the last axis of an output. What is also an
+    axis of a product's rows, or another axis of an output, counts as positions (the tokens of a
+    layer that mixes tokens), and so does an axis that no product knows (pixels that are pooled). A
+    scalar that multiplies logits has one gradient at each position, the sum over the classes.
     """
-    table = analysis.table
+    table, products = analysis.table, [use for use in uses if not use.kind.elementwise]
     outputs = [v.axes for v in analysis.outputs[: max(1, num_outputs)] if isinstance(v, Data)]
-    along = [axis for axes in outputs for axis in axes[: max(1, len(axes) - 1)]]
-    along += [axis for use in uses if not use.kind.elementwise for axis in use.rows]
-    positions = {a for axis in along for a in table.atoms(axis)}
+
+    def atoms_of(axes: Iterable[Atoms]) -> set[int]:
+        return {a for axis in axes for a in table.atoms(axis)}
+
+    positions = atoms_of(axis for axes in outputs for axis in axes[: max(1, len(axes) - 1)])
+    positions |= atoms_of(axis for use in products for axis in use.rows)
+    features = atoms_of(axis for axes in outputs for axis in axes[1:][-1:])
+    features |= atoms_of(axis for use in products for axis in use.kind.contracted(use))
+
+    def is_feature(a: int) -> bool:
+        return a not in positions and (a in features or "feature" in table.kinds(a))
+
     for use in uses:
         if use.kind.elementwise and not use.whole_examples:
             use.features = tuple(
                 d
                 for d, axis in enumerate(use.result)
-                if (atoms := table.atoms(axis)) and positions.isdisjoint(atoms)
+                if (atoms := table.atoms(axis)) and all(map(is_feature, atoms))
             )
 
 
@@ -506,4 +516,4 @@ def find_layers(
     meeting = getattr(fn, "meeting", None)
     if meeting is None:
         return table
-    return dataclasses.replace(table, meeting=lambda: meeting(params, *args, **named))
+    return dataclasses.replace(table, meeting=meeting(params, *args, **named))

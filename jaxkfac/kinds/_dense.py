@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxkfac.interception import (
     Atoms,
+    Axes,
     AxisTable,
     Eqn,
     Site,
@@ -67,6 +68,11 @@ class Dense(TwoSided):
         use.out_axes = tuple(a for d, a in enumerate(view.axes) if d not in mine)
         use.rows = tuple(a for d, a in enumerate(data.axes) if d not in theirs)
         return [use]
+
+    def contracted(self, use: Use) -> Axes:
+        contract, _ = use.eqn.params["dimension_numbers"]
+        assert use.data is not None
+        return tuple(use.data.axes[d] for d in contract[1 - use.operand])
 
     def product_axes(self, use: Use, ndim: int) -> tuple[Atoms | None, ...]:
         shared = use.eqn.params["dimension_numbers"][1][0]

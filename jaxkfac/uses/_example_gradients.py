@@ -6,7 +6,7 @@ tied parameter emit adds up, and no gradient has to be whole before it is multip
 
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,8 @@ class ExampleGradients:
         queries: With which each row's gradient is multiplied; ``None``: it is kept.
     """
 
+    more_entries: ClassVar[Mapping[str, Any]] = {}  # of a subclass, beside those of gradients
+
     def __init__(
         self,
         traced: Traced,
@@ -92,7 +94,10 @@ class ExampleGradients:
         """How the entries of slots follow their parameter."""
         elements = [x for x in self._layers.values() if x.is_elementwise]
         own = (kind_named(layer.kind).entries for layer in elements)
-        return {k: v for entries in (_ENTRIES, *own) for k, v in entries.items()}
+        every = (_ENTRIES, *own, self.more_entries)
+        found = {key: entry for entries in every for key, entry in entries.items()}
+        constants = _ENTRIES["constants"] | self.more_entries.get("constants", {})
+        return found | {"constants": constants}
 
     def slots(self) -> dict[str, Slot]:
         """Zeros, whose cotangents are what is gathered, and the queries for the taps."""

@@ -534,7 +534,7 @@ def _digest(tree: PyTree) -> str:
 
 
 def _vectors_digest(bases: Eigenbases) -> str:
-    """Of the eigenvectors alone: other eigenvalues go with the same store."""
+    """Digest of the eigenvectors; the store is the same for other eigenvalues."""
     vectors = {
         layer.name: [spectrum.vectors for spectrum in bases.spectra(layer)]
         for layer in bases.layers

@@ -1,7 +1,7 @@
 """Gradients of examples multiplied with themselves where they stand, in the eigenbasis."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -31,6 +31,8 @@ class OwnProducts(ExampleGradients):
         damping: $\delta$.
     """
 
+    more_entries: ClassVar = _ENTRIES
+
     def __init__(self, traced: Traced, bases: Eigenbases, damping: BlockDamping) -> None:
         def dtype(layer: Layer) -> Any:
             return block_dtype(bases, layer)
@@ -44,12 +46,6 @@ class OwnProducts(ExampleGradients):
     def others(self) -> tuple[Layer, ...]:
         """The layers that emit gradients."""
         return tuple(x for name, x in self._layers.items() if name not in self._alone)
-
-    @property
-    def entries(self) -> Any:
-        """How the entries of slots follow their parameter."""
-        both = super().entries["constants"] | _ENTRIES["constants"]
-        return super().entries | _ENTRIES | {"constants": both}
 
     def _slot(self, layer: Layer) -> Slot:
         if layer.name not in self._alone:

@@ -1,7 +1,7 @@
 """Gradients of examples, rotated into the eigenbasis where they stand."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -29,18 +29,14 @@ class RotatedGradients(ExampleGradients):
         bases: The eigenbases.
     """
 
+    more_entries: ClassVar = _ENTRIES
+
     def __init__(self, traced: Traced, bases: Eigenbases) -> None:
         def dtype(layer: Layer) -> Any:
             return block_dtype(bases, layer)
 
         super().__init__(traced, bases.layers, dtype, traced.examples, traced.num_examples)
         self._bases, self._alone = bases, whole_gradients(traced, bases)
-
-    @property
-    def entries(self) -> Any:
-        """How the entries of slots follow their parameter."""
-        both = super().entries["constants"] | _ENTRIES["constants"]
-        return super().entries | _ENTRIES | {"constants": both}
 
     def _slot(self, layer: Layer) -> Slot:
         if layer.name not in self._alone:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from jaxkfac._checks import at_least_one, one_of
 from jaxkfac._errors import CoupledExamplesError, LostRowsError, UnknownLayerError, nearest
-from jaxkfac.curvature._eigenbases import Eigenbases, check_bases
+from jaxkfac.curvature._eigenbases import Eigenbases, check_all_vectors, check_bases
 from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients, Squares
 from jaxkfac.factors import (
     Corrections,
@@ -293,13 +293,7 @@ def _check_vectors(bases: Eigenbases) -> None:
                 f"the bases hold no eigenvectors of layer {layer.name!r}; decompose with "
                 "vectors=True"
             )
-        for spectrum in bases.spectra(layer):
-            if spectrum.vectors is not None and len(set(spectrum.vectors.shape[-2:])) > 1:
-                rows, columns = spectrum.vectors.shape[-2:]
-                raise ValueError(
-                    f"a factor of layer {layer.name!r} has {columns} eigenvectors of {rows}: "
-                    "measured eigenvalues need all of them, that is bases without rank="
-                )
+        check_all_vectors(bases, layer, "measured eigenvalues")
 
 
 def _check_examples(
