@@ -214,8 +214,9 @@ endif
 	if test "$$backend" = gpu; then \
 	  export XLA_PYTHON_CLIENT_PREALLOCATE=false; \
 	  $(GPU_PYTHON) -m pytest -m gpu -p parity_tests.report --parity-report parity_report_gpu $(PYTEST_ARGS); \
+	  cp parity_report_gpu.json benchmarks/results/parity-gpu.json; \
 	  $(GPU_PYTHON) -m benchmarks.documents --device cuda --write; \
-	  for part in memory host overlap; do $(GPU_PYTHON) -m benchmarks.$$part; done; \
+	  for part in gpu_steps memory host overlap; do $(GPU_PYTHON) -m benchmarks.$$part; done; \
 	else \
 	  echo "no GPU: jax.default_backend() is '$$backend', so nothing is checked; install the extra gpu and a PyTorch with CUDA"; \
 	fi

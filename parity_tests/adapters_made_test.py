@@ -37,7 +37,9 @@ def fresh(sides: Sides) -> Iterable[Pair]:
         stack = found.sigma.shape
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         yield Pair(twin.name, "shape of A", found.a.shape, (*stack, *a.mT.shape))
-        yield Pair(twin.name, "B", found.b, np.broadcast_to(b.mT.detach().cpu(), (*stack, *b.mT.shape)))
+        yield Pair(
+            twin.name, "B", found.b, np.broadcast_to(b.mT.detach().cpu(), (*stack, *b.mT.shape))
+        )
         phi = layer.fourier_params["default"]
         first = np.broadcast_to(phi.weight.detach().cpu(), (*stack, 4))
         yield Pair(twin.name, "coefficients", found.coefficients, first)

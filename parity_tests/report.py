@@ -1,10 +1,14 @@
-"""A pytest plug-in that writes parity_report.md and .html: ``-p parity_tests.report``.
+"""A pytest plug-in that writes parity_report.md, .html and .json: ``-p parity_tests.report``.
 
 Workers of pytest-xdist send what a test has found with its report, so that one process writes.
 """
 
+import datetime
 import html
+import json
+import platform
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--parity-report",
         default="parity_report",
         metavar="PATH",
-        help="where to write the report, without .md and .html",
+        help="where to write the report, without .md, .html and .json",
     )
 
 
@@ -64,7 +68,7 @@ class _Report:
     def pytest_sessionfinish(self) -> None:
         records = sorted(self._records, key=_place)
         summary = _summary(records, self._skipped, self._broken)
-        for suffix, write in ((".md", markdown), (".html", page)):
+        for suffix, write in ((".md", markdown), (".html", page), (".json", record_of)):
             self._path.with_suffix(suffix).write_text(write(records, summary))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -130,6 +134,29 @@ def markdown(records: Sequence[dict[str, Any]], summary: Sequence[str]) -> str:
 
 def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def record_of(records: Sequence[dict[str, Any]], summary: Sequence[str]) -> str:
+    """The report as JSON, a line for each case, with date, versions and devices."""
+    import jax
+    import torch
+
+    head = {
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("jax", "flax", "optax", "torch", "numpy")},
+        "device": jax.devices()[0].device_kind,
+        "torch device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "summary": list(summary),
+    }
+    lines = [json.dumps(_line(record)) for record in records]
+    whole = json.dumps(head, indent=1)
+    return f'{whole[:-2]},\n "cases": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
+
+
+def _line(record: dict[str, Any]) -> dict[str, Any]:
+    keys = ("part", "name", "problem", "dtype", "device", "error", "tolerance", "where", "passed")
+    return {key: record[key] for key in keys} | {"error": float(f"{record['error']:.3g}")}
 
 
 STYLE = """

@@ -3,16 +3,16 @@
 HEAD = """# Numbers
 
 This page is made from the records by `python -m benchmarks.numbers --write docs/numbers.md`, and a
-test holds it to them. Each section says what made its record, when, and where. Nothing here has run
-on a GPU: there are times of two CPU cores, shared with other work, and bytes from the compilers of
-[devices that were not there](accelerators.md). Times vary from run to run. Measure them again on
-your own machine before you rely on one.
+test holds it to them. Each section says what made its record, when, and where. On a GPU only
+[parity](repository.md#how-far-to-trust-it) and one timeline have run: there are times of two CPU
+cores, shared with other work, and bytes from the compilers of [other devices](accelerators.md).
+Times vary from run to run. Measure them again on your own machine before you rely on one.
 """
 MISSED = """## What was not reached
 
 Goals were set before the measurements. These were missed:
 """
-UNMEASURED = """Not measured at all: any time on a GPU or TPU; a run of a 7B model; speed and memory
+UNMEASURED = """Not measured at all: times on a GPU or TPU; a run of a 7B model; speed and memory
 beside kronfluence on large models.
 """
 OTHERS = """## Other records

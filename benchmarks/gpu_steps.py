@@ -1,0 +1,146 @@
+"""The steps that ``make accelerators`` compiles, run on a GPU: milliseconds, and bytes at the peak.
+
+Run: python -m benchmarks.gpu_steps [--size real] [--dtype float32] [--json FILE]
+
+Each step has a process of its own, whose allocator's highest mark is the step's. All of them are
+compiled first, at the same time, into a cache of the run; times are then taken one after another.
+``peak`` is the highest mark, ``planned`` what the compiler said: arguments, outputs that share no
+argument's bytes, and temporaries; scratch that cuSOLVER takes when it runs is in the first alone.
+A K-FAC step donates parameters and state; every tenth decomposes, and its time stands apart.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks._record import shown, stamp, write
+from benchmarks.accelerators._programs import SIZES
+from benchmarks.accelerators._steps import DTYPES, decoder_steps
+
+STEPS = (
+    "gradient",
+    "factors, empirical",
+    "factors, mc",
+    "factors, mc, reduce",
+    "EKFAC pass",
+    "decomposition",
+    "natural gradient",
+    "K-FAC step",
+)
+KFAC, REFRESH_EVERY = "K-FAC step", 10
+REPEATS, SECONDS = 20, 3  # of each other step, at most; at least three times
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--size", choices=sorted(SIZES), default="real")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--measure", metavar="STEP", help=argparse.SUPPRESS)  # what a process does
+    arguments = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        print("there is no GPU here, so nothing is measured")
+        return 0
+    if arguments.measure:
+        print(json.dumps(measured(arguments.measure, arguments.size, arguments.dtype)))
+        return 0
+    record = {**stamp(**_versions()), "size": arguments.size, "dtype": arguments.dtype, "steps": {}}
+    with tempfile.TemporaryDirectory() as cache:
+        begun = [_process(name, arguments, cache) for name in STEPS]
+        for process in begun:
+            process.communicate()
+        for name in STEPS:
+            process = _process(name, arguments, cache)
+            out, error = process.communicate()
+            if process.returncode:
+                row = {"stopped": error.strip().rpartition("\n")[2][:200]}
+            else:
+                row = json.loads(out.strip().rpartition("\n")[2])
+            record["steps"][name] = row
+            shown(name, row)
+            write(record, arguments.json)
+    return 0
+
+
+def _process(name: str, arguments: argparse.Namespace, cache: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu_steps", "--measure", name]
+    command += ["--size", arguments.size, "--dtype", arguments.dtype]
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def measured(name: str, size: str, dtype: str) -> dict[str, Any]:
+    """One step, compiled and run on the first device."""
+    fn, shapes = decoder_steps(size, DTYPES[dtype])[name]()
+    is_kfac = name == KFAC
+    step = jax.jit(fn, donate_argnums=(0, 1) if is_kfac else ()).lower(*shapes).compile()
+    args, seconds = _filled(name, shapes), []
+    while len(seconds) < (REFRESH_EVERY + 2 if is_kfac else 3) or (
+        sum(seconds[1:]) < SECONDS and len(seconds) <= REPEATS and not is_kfac
+    ):
+        start = time.perf_counter()
+        out = jax.block_until_ready(step(*args))
+        seconds.append(time.perf_counter() - start)
+        if is_kfac:
+            args = (out[1], out[2], args[2])
+    assert all(bool(jnp.isfinite(x).all()) for x in _floats(out)), name
+    memory, stats = step.memory_analysis(), jax.devices()[0].memory_stats() or {}
+    planned = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    planned += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    between = seconds[1:REFRESH_EVERY] if is_kfac else seconds[1:]
+    row = {
+        "ms": 1e3 * statistics.median(between),
+        "temporaries_mib": memory.temp_size_in_bytes / 2**20,
+        "planned_mib": planned / 2**20,
+        "peak_mib": stats.get("peak_bytes_in_use", math.nan) / 2**20,
+    }
+    return row | ({"refresh_ms": 1e3 * seconds[REFRESH_EVERY]} if is_kfac else {})
+
+
+def _filled(name: str, shapes: Any) -> Any:
+    """Small normal entries, token ids, a key; what is new in a training is zero."""
+    rng = np.random.default_rng(0)
+
+    def drawn(x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.key(0)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.asarray(0.02 * rng.standard_normal(x.shape, np.float32), x.dtype)
+        return jnp.asarray(rng.integers(0, 256, x.shape), x.dtype)
+
+    if name != KFAC:
+        return jax.tree.map(drawn, shapes)
+    params, state, batch = shapes
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
+    return jax.tree.map(drawn, params), state, jax.tree.map(drawn, batch)
+
+
+def _floats(tree: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+def _versions() -> dict[str, Any]:
+    kind = jax.devices()[0].device_kind
+    return {"gpu": kind, "python": sys.version.split()[0]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
