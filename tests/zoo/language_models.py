@@ -83,7 +83,7 @@ def _experts(inside, theirs, self, x):
     return out
 
 
-def _tunix(family: str, name: str, tolerance: float = 1e-6, **options: Any) -> Case:
+def _tunix_model(family: str, name: str, **options: Any) -> nnx.Module:
     module = importlib.import_module(f"tunix.models.{family}.model")
     known = {field.name for field in dataclasses.fields(module.ModelConfig)}
     words = "num_embed" if "num_embed" in known else "vocab_size"
@@ -91,9 +91,17 @@ def _tunix(family: str, name: str, tolerance: float = 1e-6, **options: Any) -> C
     sizes |= {"head_dim": 4, "num_kv_heads": 1, "rope_theta": 10_000, "norm_eps": 1e-6}
     sizes |= {"param_dtype": jnp.float32}
     sizes = {key: value for key, value in (sizes | options).items() if key in known}
-    model = getattr(module, name)(module.ModelConfig(**sizes), rngs=nnx.Rngs(0))
-    apply_fn, params = jk.from_nnx(_Reads(model))
+    return _Reads(getattr(module, name)(module.ModelConfig(**sizes), rngs=nnx.Rngs(0)))
+
+
+def _tokens() -> tuple[jax.Array, jax.Array]:
     tokens = labels(1, 2, 5, classes=17)
+    return tokens, jnp.roll(tokens, -1, 1)
+
+
+def _tunix(family: str, name: str, tolerance: float = 1e-6, **options: Any) -> Case:
+    module = importlib.import_module(f"tunix.models.{family}.model")
+    apply_fn, params = jk.from_nnx(_tunix_model(family, name, **options))
     layers = [
         through(module.Embedder, "encode", _embedded),
         through(module.Embedder, "decode", _unembedded),
@@ -104,8 +112,7 @@ def _tunix(family: str, name: str, tolerance: float = 1e-6, **options: Any) -> C
     if hasattr(module, "MoELayer"):
         layers.append(through(module.MoELayer, "__call__", _experts))
     objective, params = jk.Objective(apply_fn, jk.Categorical()), drawn(params)
-    batch = (tokens, jnp.roll(tokens, -1, 1))
-    return Case(objective, params, batch, tapped(apply_fn, *layers), tolerance=tolerance)
+    return Case(objective, params, _tokens(), tapped(apply_fn, *layers), tolerance=tolerance)
 
 
 SINGLE = f"{INSIDE}, to 1e-6: norms and routing are of float32"
@@ -139,6 +146,22 @@ def _qwen3():
 )
 def _qwen3_experts():
     return _tunix("qwen3", "Qwen3", num_experts=4, num_experts_per_tok=2)
+
+
+@program(
+    "Tunix: Llama 3, adapters of qwix",
+    family=FAMILY,
+    checked="coverage and gradient; tests/qwix_test.py has the factors of such adapters",
+    needs=("tunix", "qwix"),
+)
+def _adapted_llama3():
+    qwix = importlib.import_module("qwix")
+    model, batch = _tunix_model("llama3", "Llama3"), _tokens()
+    provider = qwix.LoraProvider(module_path=".*(q_proj|kv_proj|up_proj)", rank=2, alpha=4.0)
+    model = qwix.apply_lora_to_model(model, provider, batch[0], rngs=nnx.Rngs(1))
+    graph, lora, rest = nnx.split(model, nnx.LoRAParam, ...)
+    objective = jk.Objective(lambda a, x: nnx.merge(graph, a, rest)(x), jk.Categorical())
+    return Case(objective, drawn(lora), batch, tolerance=1e-6)
 
 
 # ------------------------------------------------------------------ Penzai
