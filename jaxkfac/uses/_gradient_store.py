@@ -1,9 +1,7 @@
 """Gradients of training examples in the eigenbasis, computed once for all queries."""
 
 import dataclasses
-import hashlib
 import os
-import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,19 +26,21 @@ from jaxkfac.curvature import (
     check_disjoint,
     owned_blocks,
     rotated_parts,
-    rotated_squares,
 )
-from jaxkfac.factors import Batch, Corrections, Objective, Origin
+from jaxkfac.factors import Objective
 from jaxkfac.interception import Layer, Word, partition
 from jaxkfac.memory import ByteSize, bytes_text, parse_bytes
-from jaxkfac.uses._batches import batches_of
-from jaxkfac.uses._example_gradients import block_dtype
 from jaxkfac.uses._examples import Examples, chosen
-from jaxkfac.uses._fitting import fitting, in_examples
 from jaxkfac.uses._held import Queries
-from jaxkfac.uses._store_files import StoreFolder, StoreInMemory, chunks
+from jaxkfac.uses._store_files import (
+    StoreFolder,
+    StoreInMemory,
+    chunks,
+    digest_of,
+    short_hash,
+)
+from jaxkfac.uses._store_writer import StoreWriter, known_number, measured
 from jaxkfac.uses._stored_products import (
-    as_rows,
     heuristic_weights_of,
     own_products,
     products,
@@ -50,7 +50,6 @@ from jaxkfac.uses._stored_products import (
     width,
 )
 
-_GRADIENTS = 4  # of each example alive at once: its own, the same by layer, the rotated, its row
 _READ = 2**26  # bytes of rows, widened, that are multiplied at once
 _DTYPES = ("bfloat16", "float32", "float64")
 
@@ -127,7 +126,7 @@ class GradientStore:
         if len(leaves) != len(self._seen) or any(
             seen() is not leaf for seen, leaf in zip(self._seen, leaves, strict=True)
         ):
-            found = {"parameters": _digest(partition(params)[0]), "state": _digest(state)}
+            found = {"parameters": digest_of(partition(params)[0]), "state": digest_of(state)}
             for what, digest in found.items():
                 if digest != self._about[what]:
                     raise ValueError(
@@ -319,10 +318,10 @@ def gradient_store(
     shapes = {name: jnp.shape(leaf) for name, leaf in partition(params)[0].items()}
     check_disjoint(owned_blocks(bases), shapes)
     about = {
-        "parameters": _digest(partition(params)[0]),
-        "state": _digest(state),
+        "parameters": digest_of(partition(params)[0]),
+        "state": digest_of(state),
         "eigenvectors": _vectors_digest(bases),
-        "layers": f"{len(bases.layers)} layers {_hash(repr(bases.layers).encode())}",
+        "layers": f"{len(bases.layers)} layers {short_hash(repr(bases.layers).encode())}",
         "likelihood": str(objective.likelihood),
         "dtype": kind.name,
     }
@@ -333,171 +332,12 @@ def gradient_store(
         if not files.is_whole:
             raise FileNotFoundError(f"train is None, and there is no whole store at {path}")
     else:
-        writer = _Writer(own, params, state, parts, kind, files, budget)
-        writer.plan(_known_number(train) if num_examples is None else num_examples)
+        writer = StoreWriter(own, params, state, parts, kind, files, budget)
+        writer.plan(known_number(train) if num_examples is None else num_examples)
         writer.run(train)
     if bases.corrections is None and objective.num_outputs == 1:
-        bases = _measured(bases, parts, files.sums())
+        bases = measured(bases, parts, files.sums())
     return GradientStore(objective, bases, files, about, kind)
-
-
-class _Writer:
-    """Writes the parts of a store; those that are there are compared with the data."""
-
-    def __init__(
-        self,
-        own: Examples,
-        params: PyTree,
-        state: PyTree,
-        parts: tuple[RotatedPart, ...],
-        dtype: np.dtype,
-        files: StoreFolder | StoreInMemory,
-        max_bytes: int,
-    ) -> None:
-        self._own, self._params, self._state = own, params, state
-        self._parts, self._dtype, self._files = parts, dtype, files
-        self._max_bytes = max_bytes
-        self._each = width(parts) * dtype.itemsize
-
-        self._rows = own.compiled(_rotated_rows, parts, dtype.name)
-
-    def plan(self, number: int | None) -> None:
-        """Print the bytes; refuse what the disk has no room for, where the number is known.
-
-        Raises:
-            OSError: the disk has less free.
-        """
-        if self._files.is_whole:
-            return
-        done = sum(part.number for part in self._files.parts)
-        where, each = "memory", f"{bytes_text(self._each)} an example in {self._dtype.name}"
-        if isinstance(self._files, StoreFolder):
-            where = str(self._files.path)
-        whole = (
-            "" if number is None else f", {bytes_text(number * self._each)} for {number} examples"
-        )
-        print(f"jaxkfac: gradient store in {where}: {each}{whole}", file=sys.stderr)
-        if number is None or not isinstance(self._files, StoreFolder):
-            return
-        needed, free = (number - done) * self._each, self._files.free_bytes()
-        if needed > free:
-            raise OSError(
-                f"the gradient store needs {bytes_text(needed)} more, and the disk of "
-                f"{self._files.path} has {bytes_text(free)} free: choose another path=, fewer "
-                'layers=, or dtype="bfloat16"'
-            )
-
-    def run(self, train: Any) -> None:
-        """Go through the data, and write what is not there yet.
-
-        Raises:
-            ValueError: data of another store, or less or more than it has.
-        """
-        there, sums = list(self._files.parts), None
-        if there and not self._files.is_whole:
-            sums = self._files.sums()
-        index = -1
-        for index, some in enumerate(batches_of(train)):
-            data = _digest(some)
-            if index < len(there):
-                if there[index].data != data:
-                    raise ValueError(
-                        f"train: batch {index} is not the one that the store at "
-                        f"{getattr(self._files, 'path', None)} has there: give the data that it "
-                        "was made of, in the same batches, or choose another path="
-                    )
-                continue
-            if self._files.is_whole:
-                raise ValueError(
-                    f"train has more than the {len(there)} batches that the store holds: choose "
-                    "another path="
-                )
-            rows, new, exists = self._of(some)
-            sums = (
-                new
-                if sums is None
-                else {name: np.asarray(sums[name] + x) for name, x in new.items()}
-            )
-            self._files.append(rows, data, exists, sums)
-        if index + 1 < len(there):
-            raise ValueError(f"train has {index + 1} batches, and the store holds {len(there)}")
-        if not self._files.is_whole:
-            self._files.finish()
-
-    def _of(self, some: Any) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
-        """Rows of one batch, sums of squares, and which examples exist."""
-        own = self._own
-        batch = own.checked(self._params, some, self._state)
-        size = max(block_dtype(own.bases, layer).itemsize for layer in own.layers)
-        at_once = fitting(
-            batch,
-            each=_GRADIENTS * width(self._parts) * size,
-            max_bytes=self._max_bytes,
-            name="train",
-            remedy="choose fewer layers=",
-        )
-        cuts: list[Any] = [slice(None)]
-        if in_examples(batch) and at_once < batch.num_examples:
-            cuts = chunks(batch.num_examples, at_once)
-        rows, sums = [], {}
-        for cut in cuts:
-            part = jax.tree.map(lambda x, cut=cut: x[cut], batch) if len(cuts) > 1 else batch
-            found, squares, terms = self._rows(self._params, own.bases, part, self._state)
-            rows.append(np.asarray(found))
-            new = {f"{i:06d}": x for i, x in enumerate(squares)} | {"terms": terms}
-            for name, x in new.items():
-                sums[name] = np.asarray(sums.get(name, 0) + np.asarray(x, np.float64))
-        return np.concatenate(rows), sums, np.asarray(own.exists(batch))
-
-
-def _rotated_rows(
-    own: Examples,
-    params: PyTree,
-    batch: Batch,
-    state: PyTree,
-    parts: tuple[RotatedPart, ...],
-    dtype: str,
-) -> tuple[Array, list[Array], Array]:
-    """Rows of the examples, sums of their squares by part, and the number of loss terms."""
-    blocks, terms = own.rotated_gradients(params, batch, state)
-    return as_rows(blocks, parts).astype(dtype), rotated_squares(blocks, own.bases), terms
-
-
-def _measured(
-    bases: Eigenbases, parts: tuple[RotatedPart, ...], stored: Mapping[str, np.ndarray]
-) -> Eigenbases:
-    """The bases with the eigenvalues of the sums."""
-    terms = stored["terms"]
-    sums, bias_sums = {}, {}
-    for layer in bases.layers:  # of blocks that answer for nothing the values are not measured
-        if not layer.is_diagonal:
-            a, g = bases.spectra(layer)
-            root = bases.block_root(layer)
-            unit = (a.values[..., :, None] / root) * (g.values[..., None, :] / root)
-            sums[layer.name] = unit * terms.astype(unit.dtype)
-            if layer.bias is not None and not bases.wants_ones(layer):
-                bias_sums[layer.name] = g.values * terms.astype(g.values.dtype)
-        else:
-            diagonal = bases.diagonals[layer.name]
-            sums[layer.name] = diagonal * terms.astype(diagonal.dtype)
-    for index, part in enumerate(parts):
-        layer, found = part.layer, stored[f"{index:06d}"]
-        dtype = block_dtype(bases, layer)
-        new = jnp.asarray(found.astype(dtype))
-        if part.is_bias:
-            bias_sums[layer.name] = new[..., 0, :]
-        elif layer.is_diagonal:
-            whole = dataclasses.replace(layer.weight, index=())
-            matrix = whole if sums[layer.name].size == whole.size else layer.weight
-            shape = matrix.read(sums[layer.name]).shape
-            sums[layer.name] = matrix.write(sums[layer.name], new.reshape(shape))
-        else:
-            sums[layer.name] = new
-    corrections = Corrections(sums, bias_sums, jnp.asarray(terms, jnp.result_type(float)))
-    origin = bases.origin
-    if origin is not None:
-        origin = Origin("empirical", origin.likelihoods, origin.examples)
-    return dataclasses.replace(bases, corrections=corrections, origin=origin)
 
 
 def _checked_dtype(dtype: DTypeLike) -> np.dtype:
@@ -507,32 +347,6 @@ def _checked_dtype(dtype: DTypeLike) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def _known_number(train: Any) -> int | None:
-    """How many examples there are, where that can be seen without reading them."""
-    if isinstance(train, tuple):
-        return len(jax.tree.leaves(train[1])[0]) if len(train) > 1 else None
-    if isinstance(train, list) and all(isinstance(x, tuple) and len(x) > 1 for x in train):
-        return sum(len(jax.tree.leaves(x[1])[0]) for x in train)
-    return None
-
-
-def _hash(data: Any) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
-
-
-def _digest(tree: PyTree) -> str:
-    """Of paths, dtypes, shapes and bytes."""
-    found = hashlib.blake2b(digest_size=8)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        array = np.ascontiguousarray(np.asarray(leaf))
-        about = jax.tree_util.keystr(path), array.dtype.name, np.shape(leaf)
-        found.update(repr(about).encode())
-        found.update(array.reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
-
-
 def _vectors_digest(bases: Eigenbases) -> str:
     """Digest of the eigenvectors; the store is the same for other eigenvalues."""
     vectors = {
@@ -540,4 +354,4 @@ def _vectors_digest(bases: Eigenbases) -> str:
         for layer in bases.layers
         if not layer.is_diagonal
     }
-    return _digest(vectors)
+    return digest_of(vectors)

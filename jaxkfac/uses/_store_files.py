@@ -5,6 +5,7 @@ part counts once the journal names it, with its checksum, and the journal is wri
 """
 
 import dataclasses
+import hashlib
 import itertools
 import os
 import shutil
@@ -13,7 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from jaxkfac._errors import DamagedFileError
 from jaxkfac.files import (
@@ -253,3 +257,21 @@ def chunks(number: int, size: int) -> list[slice]:
     """``range(number)`` in slices of at most ``size``."""
     cuts = [*range(0, number, size), number]
     return [slice(*pair) for pair in itertools.pairwise(cuts)]
+
+
+def short_hash(data: Any) -> str:
+    """Sixteen hexadecimal digits of bytes."""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def digest_of(tree: PyTree) -> str:
+    """A digest of a tree's paths, dtypes, shapes and bytes."""
+    found = hashlib.blake2b(digest_size=8)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.ascontiguousarray(np.asarray(leaf))
+        about = jax.tree_util.keystr(path), array.dtype.name, np.shape(leaf)
+        found.update(repr(about).encode())
+        found.update(array.reshape(-1).view(np.uint8).data)
+    return found.hexdigest()
