@@ -79,3 +79,12 @@ def test_three_thousand_layers_are_found_and_have_statistics():
     assert len(stats.factor_shapes(params, batch).layers) == 3000
     _, grads, factors = jax.eval_shape(stats, params, batch)
     assert len(grads) == len(factors.layers) == 3000
+
+
+@pytest.mark.exhaustive
+def test_a_plan_of_four_hundred_layers_counts_them_all():
+    """It takes a quarter of a CPU second for each layer, since it traces some twenty programs."""
+    params = [jax.ShapeDtypeStruct((2, 2), jnp.float32)] * 400
+    batch = (jax.ShapeDtypeStruct((4, 2), jnp.float32),) * 2
+    plan = jk.plan_memory(jk.Objective(chain, jk.Gaussian()), params, batch, device_bytes="1GiB")
+    assert plan.now.device["parameters"] == 400 * 4 * 4
