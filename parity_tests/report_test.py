@@ -1,5 +1,6 @@
 """The report says what was compared, what failed, and what was skipped."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -119,3 +120,13 @@ def test_records_of_a_worker_reach_the_report(tmp_path: Path):
     text = (tmp_path / "found.md").read_text()
     assert "| few steps | classifier | float64 | cpu |" in text
     assert "<h2>Lanczos</h2>" in (tmp_path / "found.html").read_text()
+
+
+def test_the_page_says_what_the_record_of_a_gpu_holds():
+    root = Path(__file__).parents[1]
+    record = json.loads((root / "benchmarks" / "results" / "parity-gpu.json").read_text())
+    passed = sum(case["passed"] for case in record["cases"])
+    assert all(case["device"] == "gpu" for case in record["cases"])
+    assert all(case["passed"] == (case["error"] <= case["tolerance"]) for case in record["cases"])
+    page = (root / "docs" / "repository.md").read_text()
+    assert f"[{passed:,} of {len(record['cases']):,} cases]" in page
