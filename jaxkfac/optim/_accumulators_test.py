@@ -203,7 +203,7 @@ def test_a_donated_state_is_consumed_and_keeps_its_types(options):
     assert types(after) == types(tx.init(params))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [HALF, HOST, {**HALF, **HOST}], ids=["bf16", "host", "both"])
 def test_a_non_finite_micro_batch_leaves_the_accumulators_as_they_were(options):
     params, batches = net_params(jax.random.key(0)), group(0, (3, 2))

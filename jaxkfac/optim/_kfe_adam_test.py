@@ -116,6 +116,7 @@ def test_scan_equals_a_loop_and_a_saved_state_goes_on_bit_for_bit(problem):
     assert_close(scanned, looped)
 
 
+@pytest.mark.exhaustive  # see parity_tests/soap_test.py
 def test_tracked_eigenvectors_are_those_of_eigh_for_a_matrix_that_stays(problem):
     """So are kfac's: the first refresh decomposes, later ones iterate."""
     params, batches, like = problem
@@ -148,6 +149,7 @@ def test_what_is_not_finite_is_skipped(problem):
         assert int(after.skipped) == 1
 
 
+@pytest.mark.exhaustive
 def test_micro_batches_are_one_batch(problem):
     params, batches, like = problem
     tx = kfe_adam(0.1, like=like, refresh_every=1)
@@ -248,6 +250,7 @@ def test_a_layer_that_gets_no_gradient_stays_and_others_look_after_what_is_not_c
     np.testing.assert_allclose(updates["free"], -0.5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("start", [2.3, -5.0, 0.0])
 def test_a_loss_out_of_bounds_is_counted_and_said_once(problem, start):
     params, batches, like = problem

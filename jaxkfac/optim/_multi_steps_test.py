@@ -84,7 +84,7 @@ def test_micro_batches_weigh_by_their_terms_for_plain_transformations():
     assert int(state.skipped) == 0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
 def test_gradients_count_by_terms_where_factors_are_of_some_micro_batches(params, dtype):
     """As between the collections of ``every=``: factors of nothing beside a gradient."""

@@ -45,6 +45,7 @@ def written_out(params, damping, mode, batches, refreshes=(0, 3)):
     return params
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["pi", "factored"])
 def test_stored_inverses_step_like_eigenvectors_with_the_damping_of_the_refresh(
     params, batches, mode
@@ -56,7 +57,7 @@ def test_stored_inverses_step_like_eigenvectors_with_the_damping_of_the_refresh(
     assert_close(found, written_out(params, damping, mode, batches))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("inverse", "mode", "damping"),
     [
@@ -77,6 +78,7 @@ def test_every_way_of_keeping_a_refresh_gives_the_same_steps(
     assert int(state.step) == len(batches)
 
 
+@pytest.mark.exhaustive
 def test_stored_inverses_go_through_scan_multi_steps_and_injected_numbers(params, batches):
     tx = kfac(0.1, like=like_for(params), damping=0.2, damping_mode="pi", **OPTIONS)
     expected, _ = run(jitted(tx), params, tx.init(params), batches)

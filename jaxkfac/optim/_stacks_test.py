@@ -105,6 +105,7 @@ def test_a_large_layer_stays_by_itself():
     assert len(Stacks.of(like).groups) == 2
 
 
+@pytest.mark.exhaustive
 def test_states_of_several_seeds_read_as_each():
     """``vmap`` puts an axis before that of a stack."""
     alike = tuple(layer(f"{i}/experts", (2, 3, 4), stack=1) for i in range(2))
