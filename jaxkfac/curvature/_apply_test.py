@@ -448,6 +448,7 @@ def test_products_of_eigenvalues_below_the_smallest_float32_are_not_lost(
         assert jnp.abs(double(got[path]) - exact).max() < 1e-3 * size, path
 
 
+@pytest.mark.exhaustive
 def test_a_damping_far_above_the_eigenvalues_is_a_plain_division():
     factors = small_factors()
     tree = {k: x.astype(jnp.float32) for k, x in tree_for(factors.layers).items()}

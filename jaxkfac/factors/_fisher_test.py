@@ -39,7 +39,7 @@ def assert_equal(left, right, rtol=1e-12):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-14), left, right)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("chunk", [2, 4, 6, 100])
 def test_exact_does_not_depend_on_the_chunk(x64, chunk, sharing):
@@ -51,7 +51,7 @@ def test_exact_does_not_depend_on_the_chunk(x64, chunk, sharing):
     assert_equal(one, other)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()], ids=repr)
 def test_mc_over_every_label_weighted_by_its_probability_is_exact(x64, likelihood, sharing):
@@ -74,6 +74,7 @@ def test_mc_over_every_label_weighted_by_its_probability_is_exact(x64, likelihoo
         )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_several_samples_are_the_mean_over_them(x64, sharing):
     objective, params, batch = program()
@@ -167,6 +168,7 @@ def test_memory_of_exact_is_bounded_by_the_chunk(sharing):
     assert temporaries(fisher="exact", chunk=256) > 16 * one_pull  # all pulls at once
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["mc", "exact"])
 def test_masked_terms_are_in_no_sum_and_no_count(x64, fisher):
     objective, params, (x, y) = program(t=3)
@@ -186,7 +188,7 @@ def test_masked_terms_are_in_no_sum_and_no_count(x64, fisher):
         np.testing.assert_allclose(masked[name].g * 6, expected[name].g * 9, rtol=1e-10)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact", "exact_if_terms_do_not_mix"])
 def test_the_second_pass_uses_the_same_fisher_type(x64, fisher):
     # exp of a parameter is no layer; exp(s) x is the scale exp(s): its diagonal is known.
@@ -265,7 +267,7 @@ def test_labels_that_are_no_class_are_refused(labels):
         stats(params, batch, labels=labels[:0])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
 @pytest.mark.parametrize("likelihood", [Gaussian(), Bernoulli()], ids=repr)
 def test_targets_of_masked_terms_may_be_nan(x64, likelihood, fisher):

@@ -97,6 +97,7 @@ def test_xnystrace_of_an_indefinite_operator_is_not_a_number(x64, negative):
     assert jnp.isnan(found.value) and jnp.isnan(found.standard_error)
 
 
+@pytest.mark.exhaustive  # as _spectrum_test.py has it
 def test_lanczos_estimates_refuse_an_operator_that_is_not_symmetric(x64):
     operator = matrix_operator(jax.random.normal(KEY, (30, 30)) + 30 * jnp.eye(30))
     for estimate in (spectral_density, functools.partial(log_determinant, damping=1.0)):
@@ -122,6 +123,7 @@ def test_the_log_determinant_is_within_its_standard_error(x64, damping):
     assert_estimates(found, jnp.log(decaying(60) + damping).sum())
 
 
+@pytest.mark.exhaustive
 def test_the_log_determinant_of_a_network_matches_the_dense_one(x64):
     operator = ggn(*mlp_problem())
     _, true = jnp.linalg.slogdet(operator.to_dense() + 0.1 * jnp.eye(operator.size))

@@ -185,6 +185,7 @@ def test_only_what_is_named_is_quantised_and_nf4_stays():
     assert isinstance(twice["head"]["kernel"], nf4.NF4) and twice["step"] is params["step"]
 
 
+@pytest.mark.exhaustive
 def test_a_slice_is_gone_before_the_next_is_read():
     alive = []
 

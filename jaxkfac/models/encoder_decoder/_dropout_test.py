@@ -102,6 +102,7 @@ def test_numbers_are_dropped_where_t5_drops_them(monkeypatch):
     assert places == expected * (len(places) // len(expected))  # it may be traced again
 
 
+@pytest.mark.exhaustive
 def test_curvature_under_dropout_is_that_of_the_same_draws(built):
     dropping, params = built(0.3)
     objective = jk.Objective(dropping, jk.Categorical())
