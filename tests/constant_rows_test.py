@@ -57,7 +57,7 @@ def _with_bias(p, x, tap, state):
     return tap.dense("head", h, h @ p["head"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("state", STATES)
@@ -147,6 +147,7 @@ def test_a_convolution_of_zeros(x64):
         np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.exhaustive
 def test_corrected_eigenvalues_of_the_loop_and_the_scan(x64):
     p, batch = _params(), _batch()
     bases = jk.eigendecompose(
@@ -267,7 +268,7 @@ def _bert(p, ids, tap, look=LOOKUPS["index"]):
     return tap.dense("head", x, x @ p["head"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"sharing": "reduce"}, {"fisher": "exact"}], ids=str)
 @pytest.mark.parametrize("wall", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
 @pytest.mark.parametrize("look", LOOKUPS)

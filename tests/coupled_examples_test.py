@@ -95,6 +95,7 @@ def check(model, twin, params, batch, *, wrap=lambda f: f, labels=None, **option
     return factors
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("norm", [batch_norm_folded, batch_norm_divided])
 def test_a_residual_net_with_batch_statistics_has_the_factors_of_its_rows(x64, norm):
     batch = normal(1, 5, 4, 4, 2), labels(2, 5)
@@ -117,6 +118,7 @@ def mlp_batch():
     return normal(1, 6, 4), labels(2, 6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "remat"])
 def test_batch_statistics_inside_walls(x64, wrap):
     def wrapped(model):

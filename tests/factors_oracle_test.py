@@ -757,6 +757,7 @@ def _samples(model, p, batch, likelihood, count):
     return jax.jit(jax.vmap(lambda k: stats(p, batch, key=k)[2]))(keys)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("likelihood", list(LIKELIHOODS))
 def test_sampled_labels_are_unbiased_when_outputs_mix_tokens(x64, likelihood):
     """Mean over keys against the exact Fisher factor; labels shared by the terms of one
@@ -975,6 +976,7 @@ def test_factor_shapes_computes_nothing_and_agrees(x64):
 # ----------------------------------------------- independence of how it is run
 
 
+@pytest.mark.exhaustive
 def test_micro_batches_with_unequal_masks_add_up_to_the_whole(x64):
     p, x, y = attention_params(), normal(1, 4, 4, 4), labels(2, 4, 4)
     mask = jnp.asarray(np.arange(4) < np.array([[4], [1], [3], [2]]))

@@ -118,6 +118,7 @@ def test_scores_of_programs_that_are_no_matrix_product_of_rows(name):
         check(objective, params, batch, bases_of(objective, params, batch, corrected=corrected))
 
 
+@pytest.mark.exhaustive
 def test_a_weight_that_one_layer_answers_for_with_biases_of_two():
     def model(p, x):
         h = jnp.tanh(x @ p["w"] + p["b"])
@@ -417,6 +418,7 @@ def test_scores_by_token_of_shorter_batches_end_in_zeros():
     np.testing.assert_array_equal(found[:, :3, 2:], 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pattern", ["table@embedding", "table@embedding|w"])
 def test_one_reading_of_a_tied_table_is_no_gradient_of_it_and_is_refused(pattern):
     model, params, batch = PROGRAMS["tied, some targets left out"]
@@ -470,6 +472,7 @@ def test_self_influence_is_the_same_whatever_fits_at_once():
         jk.self_influence(*args, BATCH, max_bytes=one - 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("queries", [None, 1, 2])
 def test_gradients_of_a_layer_that_is_passed_once_are_not_held(monkeypatch, queries):
     """Of 128 examples these would be more than all that the program takes."""
@@ -489,6 +492,7 @@ def test_gradients_of_a_layer_that_is_passed_once_are_not_held(monkeypatch, quer
     assert taken < 128 * 8 * 48 * 48
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pattern", ["u", "w"])
 def test_layers_picks_what_counts(pattern):
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
@@ -506,6 +510,7 @@ def test_parameters_outside_the_bases_count_as_fixed():
     assert_close(found, jk.influence(*args, bases, QUERIES, BATCH, layers="u"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_scores_of_few_bits_are_near_those_of_many(dtype):
     def cast(tree):
@@ -591,6 +596,7 @@ def test_of_a_linear_gaussian_every_layers_gradients_are_the_identity(recwarn):
     assert not recwarn
 
 
+@pytest.mark.exhaustive
 def test_zero_damping_says_which_bound_of_the_condition_number_is_enough():
     small = jax.tree.map(lambda x: x.astype(jnp.float32), PARAMS)
     batch = BATCH[0].astype(jnp.float32).at[:, 0].set(0), BATCH[1]

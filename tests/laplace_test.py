@@ -263,7 +263,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_variance_of_programs_that_are_no_matrix_product_of_rows(name):
     model, params, batch = PROGRAMS[name]
@@ -494,6 +494,7 @@ def test_parameters_outside_the_layers_are_fixed_and_named():
     assert np.ptp(samples["u"], 0).min() > 0
 
 
+@pytest.mark.exhaustive
 def test_bayes_over_adapters_leaves_the_model_as_it_is():
     config = jk.lslora.Config(rank=2, alpha=1.0, target="w|u")
     adapters = jk.lslora.init(config, perceptron, PARAMS, BATCH[0], key=jax.random.key(0))
@@ -507,7 +508,7 @@ def test_bayes_over_adapters_leaves_the_model_as_it_is():
     assert variance.shape == (6, 3, 3) and (jnp.linalg.eigvalsh(variance) > 0).all()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_few_bits_are_near_many(dtype):
     def cast(tree):

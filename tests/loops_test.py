@@ -86,6 +86,7 @@ class Net(nnx.Module):
         return hidden @ self.down["w"][...]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["dictionary", "state"])
 def test_nnx_optimizer_steps_as_the_plain_loop_does(form):
     model = Net()
@@ -207,6 +208,7 @@ def test_chain_hands_factors_to_kfac_alone():
     assert_close(trained(tx)[0], expected())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("by", ["masked", "partition"])
 def test_the_parameters_of_a_mask_are_stepped_and_the_others_left_to_others(by):
     ours = {"up": True, "scale": False, "down": True}
@@ -288,6 +290,7 @@ def test_a_state_goes_through_jax_tree_and_trains_on():
 # ------------------------------------------------------------------ precision
 
 
+@pytest.mark.exhaustive
 def test_updates_that_bfloat16_would_lose_are_kept_by_float32_masters():
     def half(p, x):
         return apply_fn(optax.tree.cast(p, jnp.bfloat16), x.astype(jnp.bfloat16))

@@ -63,6 +63,7 @@ def check(objective, batch, queries, measurement):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
+@pytest.mark.exhaustive
 def test_a_margin_scores_as_its_explicit_gradient():
     check(OBJECTIVE, BATCH, QUERIES, margin)
 

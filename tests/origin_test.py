@@ -126,7 +126,7 @@ def updates_of(tx, given):
     return updates, state, new
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("inverse", ["eigh", "cholesky", "host"])
 @pytest.mark.parametrize("fisher", ["empirical", "exact", None])
 def test_kfac_takes_factors_of_another_type_than_like(fisher, inverse):
@@ -153,6 +153,7 @@ def test_kfac_takes_factors_of_another_type_than_like(fisher, inverse):
     same_structure(carried, state)
 
 
+@pytest.mark.exhaustive
 def test_multi_steps_takes_factors_of_another_type_than_like():
     like, given = collected("exact").factors, collected("mc")
     tx = jk.multi_steps(jk.kfac(0.1, like=like, damping=0.1), every_k_schedule=2)

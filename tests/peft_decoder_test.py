@@ -41,6 +41,7 @@ def logits_of(model):
         return model(torch.from_numpy(IDS).long()).logits.numpy()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
 def test_lora_that_stock_peft_trained_on_llama_runs_on_the_fused_decoder(targets, tmp_path):
     model = saved_model("llama", tmp_path / "base")
@@ -61,6 +62,7 @@ def test_lora_that_stock_peft_trained_on_llama_runs_on_the_fused_decoder(targets
     np.testing.assert_allclose(found, logits_of(adapted), atol=2e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "kind, placement",
     [

@@ -248,6 +248,7 @@ class LinenStacked(nn.Module):
         return nn.Dense(3, use_bias=False, name="head")(x)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.standard_promotion  # Flax and jax.nn mix float32 constants into float64
 def test_linen_scan_and_remat(x64):
     model = LinenStacked()
@@ -935,6 +936,7 @@ def test_grouped_convolution(x64):
 
 
 @pytest.mark.standard_promotion  # Flax and jax.nn mix float32 constants into float64
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_dot_product_attention(x64, grouped):
     kv = 1 if grouped else 2
@@ -1058,7 +1060,7 @@ COMPUTED = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", list(COMPUTED))
 def test_what_is_behind_a_computed_weight_has_squares_of_each_examples_gradient(x64, case):
     apply_fn, shapes, behind = COMPUTED[case]

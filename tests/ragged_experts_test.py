@@ -73,6 +73,7 @@ def test_an_expert_has_the_rows_that_reach_it():
     assert jax.tree.map(jnp.shape, steps) == jax.tree.map(jnp.shape, p)
 
 
+@pytest.mark.exhaustive
 def test_experts_in_a_list_are_the_slices_of_a_stack():
     def stacked(p):
         each = {name: [p[f"{name}{e}"] for e in range(EXPERTS)] for name in ("up", "down")}

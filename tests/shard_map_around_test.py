@@ -23,6 +23,7 @@ def marked(p, batch):
     return -jnp.take_along_axis(jax.nn.log_softmax(z), batch[1][:, None], -1).mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("loss", [jk.Objective(model, jk.Categorical()), marked])
 def test_equal_parameters_have_the_gradients_sum_and_the_factors_of_all(loss, every):
@@ -160,6 +161,7 @@ def test_a_rematted_convolution_is_collected_at_times_inside(every):
     np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.exhaustive
 def test_uses_of_curvature_see_each_devices_examples_alone():
     """Their gradients are of one example: no sum over devices is theirs."""
     data = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4

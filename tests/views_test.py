@@ -90,6 +90,7 @@ def test_padding_that_is_no_number_stays_outside():
 CASES = ["q, k, v concatenated into one product", "a list of layers stacked for a scan"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_parts_are_measured_as_parameters_of_their_own(name):
     """EKFAC of the joined program against that of each example's gradient."""
@@ -109,6 +110,7 @@ def test_parts_are_measured_as_parameters_of_their_own(name):
         np.testing.assert_allclose(got, want.values, rtol=1e-8, atol=1e-12, err_msg=layer)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name",
     ["parameters as one flat vector", "a kernel under a constant mask, and a triangle"]
@@ -237,6 +239,7 @@ def test_an_adapter_of_a_range_of_a_kernel():
 
 
 @pytest.mark.standard_promotion
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["parameters as one flat vector", "Haiku: GRU"])
 def test_a_saved_service_knows_ranges(name, tmp_path):
     """`jnp.split`, as in Haiku, says its sizes in NumPy's integers."""

@@ -28,6 +28,7 @@ def bases_of(row, case):
 
 
 @pytest.mark.standard_promotion
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SCORED)
 def test_scores_are_those_of_each_examples_gradient(name, x64):
     row = all_programs()[name]
