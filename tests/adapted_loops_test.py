@@ -134,7 +134,7 @@ class Net(nnx.Module):
         return jnp.tanh(x @ self.up["w"][...] + self.up["b"][...]) @ self.down["w"][...]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive  # tests/loops_test.py has it without adaptation
 @pytest.mark.parametrize("form", ["dictionary", "state"])
 def test_nnx_optimizer(form):
     model, (_, batch) = Net(), start()
@@ -229,7 +229,7 @@ def test_multi_steps_of_the_whole_group():
     assert state.inner.adaptation.damping != jk.LevenbergMarquardt().initial
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_devices(kind):
     first, batch = start()

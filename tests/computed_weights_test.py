@@ -48,7 +48,7 @@ def test_factors_are_those_of_the_product(sharing):
     assert factors.layer("v@effective").computed_from == ("g", "v")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wall", [jax.checkpoint, jax.jit], ids=["remat", "jit"])
 def test_inside_walls(wall):
     plain = objective_of(model)
@@ -168,6 +168,7 @@ def test_micro_batches_are_one_batch():
     assert_tree_close(several, first(jk.kfac(0.1, like=like), [tokens()]), 1e-10)
 
 
+@pytest.mark.exhaustive
 def test_measured_eigenvalues():
     factors = collected().factors
     bases = jk.eigendecompose(factors)

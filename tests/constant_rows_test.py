@@ -69,7 +69,7 @@ def test_any_constant_is_a_row_beside_the_ones_of_a_bias(x64, state, sharing, bi
     assert factors.layer("u").bias.path == "b"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fisher", ["mc", "exact"])
 def test_every_step_has_a_term(x64, fisher):
     def model(p, x, tap):
@@ -105,6 +105,7 @@ def test_gates_that_read_one_state_share_its_factor(x64):
     assert factors.layer("v").shares_input_with == "u"
 
 
+@pytest.mark.exhaustive
 def test_one_product_for_all_gates_is_split_before_it_meets_data(x64):
     def model(p, x, tap):
         h = jnp.zeros((x.shape[0], D), x.dtype)
@@ -119,6 +120,7 @@ def test_one_product_for_all_gates_is_split_before_it_meets_data(x64):
     check(model, tree(26, w=(D, 2 * D), u=(D, 2 * D), head=(D, 3)), _batch(), sharing="reduce")
 
 
+@pytest.mark.exhaustive
 def test_a_convolution_of_zeros(x64):
     def convolve(x, k):
         return lax.conv_general_dilated(

@@ -118,7 +118,7 @@ def mlp_batch():
     return normal(1, 6, 4), labels(2, 6)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "remat"])
 def test_batch_statistics_inside_walls(x64, wrap):
     def wrapped(model):
@@ -127,6 +127,7 @@ def test_batch_statistics_inside_walls(x64, wrap):
     check(mlp(batch_norm_folded), mlp(batch_norm), mlp_params(), mlp_batch(), wrap=wrapped)
 
 
+@pytest.mark.exhaustive
 def test_batch_statistics_inside_a_scan_over_layers(x64):
     def scanned(p, x, tap):
         def layer(x, w):
@@ -173,6 +174,7 @@ def test_sampled_labels_are_right_one_by_one(x64):
     )
 
 
+@pytest.mark.exhaustive
 def test_drawn_labels_are_unbiased(x64):
     """Over keys, within four standard errors of the expectation."""
     objective, number = objective_of(mlp(batch_norm_folded)), 4000

@@ -73,6 +73,7 @@ def test_the_network_marked_in_the_loss_or_its_rule_has_its_fisher(place, wall):
     assert not jk.find_layers(loss, params, x).problems
 
 
+@pytest.mark.exhaustive
 def test_given_targets_are_refused_and_sampled_ones_are_unbiased():
     params, x = problem()
     with pytest.raises(ValueError, match='mark 0 stands in .*custom_jvp.*"mc" or "exact"'):

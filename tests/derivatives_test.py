@@ -292,6 +292,7 @@ def test_both_readings_of_a_kernel_are_refreshed_together(x64, damping_mode):
         np.testing.assert_allclose(staggered, whole, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.exhaustive
 def test_coordinates_may_be_stacked(x64):
     """Reverse mode ends in an ``unstack``, whose parts keep the points."""
     keys = jax.random.split(jax.random.key(0), 4)

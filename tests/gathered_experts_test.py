@@ -118,7 +118,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", WAYS)
 def test_an_expert_has_the_rows_that_pick_it(name):
     p, data = params(), batch()

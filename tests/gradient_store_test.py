@@ -132,7 +132,7 @@ def test_bfloat16_is_the_default_and_correlates(trained):
 # ------------------------------------------------------------ options of influence
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("options", [{"query_rank": 1}, {"per": "layer"}, {"layers": "up/.*"}])
 def test_options_mean_the_same_of_a_store(trained, bias, options):

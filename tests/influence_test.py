@@ -65,7 +65,7 @@ def check(objective, params, batch, bases, damping=0.1):
 # ------------------------------------------------------------ whole gradients
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("corrected", [False, True], ids=["factors", "measured"])
 @pytest.mark.parametrize("name", CASES)
 def test_scores_are_products_of_whole_gradients(name, corrected):
@@ -163,7 +163,7 @@ def rows(gradient, name):
     return np.concatenate(parts, 1).reshape(len(parts[0]), -1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("damping", ["heuristic", 0.3])
 @pytest.mark.parametrize("corrected", [False, True], ids=["factors", "measured"])
 def test_each_layer_is_solved_with_the_inverse_of_its_dense_block(corrected, damping):
@@ -186,7 +186,9 @@ def test_each_layer_is_solved_with_the_inverse_of_its_dense_block(corrected, dam
     assert_close(whole, sum(expected))
 
 
-def test_a_stack_has_the_damping_of_each_of_its_slices():
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("corrected", [False, True], ids=["factors", "measured"])
+def test_a_stack_has_the_damping_of_each_of_its_slices(corrected):
     params = {"w": normal(3, 4, 4), "s": normal(3, 4), "head": normal(4, 2)}
     batch = (normal(4, 4), jnp.asarray([0, 1, 1, 0]))
 
@@ -203,11 +205,9 @@ def test_a_stack_has_the_damping_of_each_of_its_slices():
     scores = []
     for model, p in ((scanned, params), (unrolled, apart)):
         objective = jk.Objective(model, jk.Categorical())
-        for corrected in (False, True):
-            bases = bases_of(objective, p, batch, corrected=corrected)
-            scores.append(jk.influence(objective, p, bases, batch, batch))
-    assert_close(scores[0], scores[2])
-    assert_close(scores[1], scores[3])
+        bases = bases_of(objective, p, batch, corrected=corrected)
+        scores.append(jk.influence(objective, p, bases, batch, batch))
+    assert_close(*scores)
 
 
 def test_scores_by_token_are_those_of_a_copy_of_the_weights_for_each_position():
@@ -345,6 +345,7 @@ def test_on_ridge_regression_a_score_is_the_derivative_in_an_examples_weight_tim
     assert_close(-scores / 9, jax.grad(loss)(jnp.ones(9)))
 
 
+@pytest.mark.exhaustive
 def test_leaving_an_example_out_changes_a_prediction_by_one_over_one_minus_its_leverage():
     w, scores, own = ridge_scores()
     residual = (FEATURES @ w - ANSWERS)[:, 0]
@@ -441,6 +442,7 @@ def test_one_reading_of_a_tied_table_is_no_gradient_of_it_and_is_refused(pattern
     assert_close(found, flat(jax.jit(solve)(each)) @ flat(each).T)
 
 
+@pytest.mark.exhaustive
 def test_one_slice_of_a_stack_is_read_by_no_other():
     def model(p, x):
         return jnp.tanh(x @ p["w"][0]) @ p["w"][1]
@@ -472,7 +474,7 @@ def test_self_influence_is_the_same_whatever_fits_at_once():
         jk.self_influence(*args, BATCH, max_bytes=one - 1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("queries", [None, 1, 2])
 def test_gradients_of_a_layer_that_is_passed_once_are_not_held(monkeypatch, queries):
     """Of 128 examples these would be more than all that the program takes."""
@@ -574,6 +576,7 @@ def test_factors_without_gradients_are_no_curvature_and_it_is_said():
         jk.influence(OBJECTIVE, PARAMS, bases, QUERIES, BATCH)
 
 
+@pytest.mark.exhaustive
 def test_of_a_gaussian_only_the_last_layers_gradients_are_the_identity(recwarn):
     batch = BATCH[0], normal(6, 2)
     objective = jk.Objective(perceptron, jk.Gaussian())

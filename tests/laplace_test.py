@@ -147,7 +147,7 @@ def log_likelihood(objective, params, batch, noise=1.0):
 @pytest.mark.parametrize("corrected", [False, True], ids=["factors", "measured"])
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("net", NETS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_evidence_and_variance_are_those_of_the_dense_posterior(net, bias, corrected):
     model, params = NETS[net]
     objective = jk.Objective(model, jk.Categorical())

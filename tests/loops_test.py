@@ -171,6 +171,7 @@ def test_injected_numbers_are_those_that_were_given():
     assert_close(trained(tx)[0], expected())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.standard_promotion  # a float divided by the step
 def test_injected_numbers_change_in_flight():
     """As schedules of the same values change them."""

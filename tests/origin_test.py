@@ -53,6 +53,7 @@ def same_structure(one, other):
 # ------------------------------------------------------------ what carries it on
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fisher", TYPES)
 def test_bases_are_of_what_their_factors_are(fisher):
     factors = collected(fisher).factors
@@ -201,6 +202,7 @@ def test_queries_know_of_which_likelihood_their_bases_were():
         jk.influence(GAUSSIAN, PARAMS, None, held, NUMBERS)
 
 
+@pytest.mark.exhaustive
 def test_a_loss_that_marks_its_outputs_fits_the_objective_of_the_same_likelihood():
     def loss(params, batch):
         outputs = jk.mark_outputs(net(params, batch[0]), jk.Categorical())
@@ -238,6 +240,7 @@ def test_a_fisher_type_that_does_not_fit_is_warned_of_with_the_reason(call, fish
     assert all(expected in str(x.message) for x in said)
 
 
+@pytest.mark.exhaustive
 def test_forward_is_known_of_several_gaussian_heads_whose_every_g_is_the_identity():
     """By their G alone they could be of "exact": each head adds to its output as it is."""
     params = {"a": PARAMS["up"], "b": PARAMS["up"][:, :2]}

@@ -147,6 +147,7 @@ def test_stock_peft_does_not_open_a_nonlinear_folder_as_a_linear_one(dialect, tm
         np.testing.assert_allclose(logits_of(opened.eval()), expected, atol=2e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_quantised_decoder_takes_a_stock_folder_too(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 64}  # NF4's blocks
     model = saved_model("llama", tmp_path / "base", **sizes)

@@ -179,6 +179,7 @@ class BatchNormed(nnx.Module):
         return self.head(jnp.tanh(self.norm(self.linear(x))))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("training", [False, True])
 def test_nnx_batch_norm_keeps_its_statistics_and_leaves_the_model_alone(training):
     model = BatchNormed(nnx.Rngs(0))
@@ -273,6 +274,7 @@ def test_lax_map_over_examples(x64):
     assert factors.layer("up/kernel").stack == ()
 
 
+@pytest.mark.exhaustive
 def test_lax_map_in_batches(x64):
     def model(p, x, tap):
         row = lambda x: jnp.tanh(x @ p["up"]["kernel"] + p["up"]["bias"])
@@ -281,6 +283,7 @@ def test_lax_map_in_batches(x64):
     check(model, mlp_params(), BATCH(), oracle_model=mlp)
 
 
+@pytest.mark.exhaustive
 def test_fori_loop_over_data(x64):
     def model(p, x, tap):
         def body(t, h):
@@ -469,6 +472,7 @@ def test_inner_jit_shardings_and_constraints_are_kept(x64):
         )
 
 
+@pytest.mark.exhaustive  # tests/explicit_mesh_test.py
 def test_data_parallel_placement_leaves_the_factors_unchanged(x64):
     with two_devices() as devices:
         mesh = jax.sharding.Mesh(np.array(devices), ("data",))
@@ -501,6 +505,7 @@ def test_shard_map_inside_the_model_counts_globally(x64):
         assert all(float(c) == 4 for c in factors.a_counts.values())
 
 
+@pytest.mark.exhaustive
 def test_shard_map_with_scan_and_explicit_cast(x64):
     """A cast of varying axes is a view: the parameter is still a parameter behind it."""
     with two_devices() as devices:
@@ -895,6 +900,7 @@ def test_parameter_sliced_into_two_layers(x64):
 # ------------------------------------------------- convolution and attention
 
 
+@pytest.mark.exhaustive
 def test_convolution_inside_vmap(x64):
     def model(p, x, tap):
         def one(x):
@@ -1060,7 +1066,7 @@ COMPUTED = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", list(COMPUTED))
 def test_what_is_behind_a_computed_weight_has_squares_of_each_examples_gradient(x64, case):
     apply_fn, shapes, behind = COMPUTED[case]

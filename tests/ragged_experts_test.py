@@ -116,6 +116,7 @@ def test_rows_behind_the_last_run_reach_nobody(wall):
     np.testing.assert_allclose(factors["w"].a[0, 2], a, rtol=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_single_rows_are_measured_in_the_eigenbases():
     p, (x, y) = params(), batch()
     objective = jk.Objective(routed, jk.Categorical())

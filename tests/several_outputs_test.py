@@ -204,7 +204,7 @@ def test_marks_have_the_factors_of_their_weighted_means(fisher, sharing, how):
     assert_factors(factors, brute(fisher, WEIGHTS, sharing, labels))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
 @pytest.mark.parametrize("by", ["objective", "marks"])
 def test_measured_eigenvalues_are_of_the_whole_loss(by, fisher):

@@ -47,7 +47,7 @@ ELEMENTWISE = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elements_have_one_diagonal_whatever_reads_them(name):
     apply_fn, shape = ELEMENTWISE[name]
@@ -72,6 +72,7 @@ TURNED = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TURNED)
 def test_a_kernel_turned_round_before_it_is_put_beside_others_is_no_matrix(name):
     join, q, r = TURNED[name]

@@ -159,6 +159,7 @@ def test_passes_under_a_budget_return_one_changed_state(make):
     assert_close(found.factors, expected.factors)
 
 
+@pytest.mark.exhaustive
 @MOSTLY_NNX
 def test_a_scalar_loss_returns_its_changed_state(make):
     apply_fn, params, state = make()

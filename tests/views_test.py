@@ -56,6 +56,7 @@ def test_diagonals_are_squares_of_each_examples_gradient(wall):
         np.testing.assert_allclose(factors[name].diagonal, expected[name], rtol=1e-10, err_msg=name)
 
 
+@pytest.mark.exhaustive
 def test_in_a_scan_over_stacked_parameters_and_over_constant_ones():
     def apply_fn(p, x):
         def step(x, w):
@@ -90,7 +91,7 @@ def test_padding_that_is_no_number_stays_outside():
 CASES = ["q, k, v concatenated into one product", "a list of layers stacked for a scan"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_parts_are_measured_as_parameters_of_their_own(name):
     """EKFAC of the joined program against that of each example's gradient."""
@@ -252,6 +253,7 @@ def test_a_saved_service_knows_ranges(name, tmp_path):
         assert service.average().layers == factors.layers
 
 
+@pytest.mark.exhaustive
 def test_stacks_put_one_after_the_other_for_a_scan_have_diagonals():
     def apply_fn(p, x):
         w = jnp.concatenate([p["first"], p["second"]])

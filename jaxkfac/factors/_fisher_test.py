@@ -74,7 +74,7 @@ def test_mc_over_every_label_weighted_by_its_probability_is_exact(x64, likelihoo
         )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_several_samples_are_the_mean_over_them(x64, sharing):
     objective, params, batch = program()
@@ -138,6 +138,7 @@ def test_value_gradient_and_input_side_are_those_of_the_given_targets(x64, fishe
     assert not np.allclose(factors["in"].g, given["in"].g)
 
 
+@pytest.mark.exhaustive
 def test_one_type_more_costs_one_backward_pass_and_no_forward_pass():
     objective, params, batch = program(n=64, t=4, d=64, classes=64)
 
@@ -280,6 +281,7 @@ def test_targets_of_masked_terms_may_be_nan(x64, likelihood, fisher):
     jax.tree.map(np.testing.assert_array_equal, found, clean)
 
 
+@pytest.mark.exhaustive
 def test_exact_in_bfloat16_divides_by_the_true_number_of_terms():
     """256 is the last number before which bfloat16 holds them all."""
     keys = jax.random.split(jax.random.key(0), 2)

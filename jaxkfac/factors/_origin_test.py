@@ -43,7 +43,7 @@ def marked(params, batch):
     return nll.mean() + 0.5 * jnp.square(second).sum(-1).mean()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", TYPES)
 def test_factors_know_their_fisher_type_and_likelihood_and_so_do_their_shapes(fisher):
     stats = value_grad_and_factors(CATEGORICAL, fisher=fisher)
@@ -55,7 +55,7 @@ def test_factors_know_their_fisher_type_and_likelihood_and_so_do_their_shapes(fi
         assert jax.tree.structure(found) == jax.tree.structure(shapes)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", TYPES)
 def test_a_loss_with_marks_has_the_likelihoods_of_its_heads(fisher):
     found = factors(fisher, marked)

@@ -77,7 +77,7 @@ def test_a_border_is_one_more_row_and_column(x64):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 33, 50])
 def test_panels_are_written_as_they_are_gathered(size):
     """What other devices do, bit for bit."""

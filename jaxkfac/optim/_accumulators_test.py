@@ -138,7 +138,7 @@ def test_bfloat16_halves_the_bytes_of_gradients_and_of_large_factors():
     assert sizes[1]["factors"] == pytest.approx(sizes[0]["factors"] / 2, rel=0.02)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{}, HALF], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["of float32", "of bfloat16"])
 def test_accumulators_on_the_host_equal_those_on_the_device_bit_for_bit(options, dtype):
@@ -187,7 +187,7 @@ def spaces(tree):
     return {jax.typeof(x).memory_space for x in jax.tree.leaves(tree)}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [HALF, HOST, {**HALF, **HOST}], ids=["bf16", "host", "both"])
 def test_a_donated_state_is_consumed_and_keeps_its_types(options):
     params, batches = net_params(jax.random.key(0)), group(0)

@@ -213,6 +213,7 @@ def linear(params, x):
 LINEAR = Objective(linear, Gaussian())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 def test_one_step_reaches_the_minimum_of_a_quadratic(weight_decay):
     rng = np.random.default_rng(1)
@@ -345,6 +346,7 @@ def test_a_trial_that_is_not_finite_is_rejected_and_counted(bad):
     assert state.adaptation.rejected == 1
 
 
+@pytest.mark.exhaustive
 def test_a_state_can_be_donated():
     _, _, _, params, batch = problem()
     _, state, step = training(params, batch, damping=LevenbergMarquardt(initial=0.5))
@@ -499,6 +501,7 @@ def two_heads(params, x):
     return {"label": h @ out["kernel"] + out["bias"], "box": h}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("boxes", [0, 5])
 def test_terms_of_a_masked_output_are_counted_as_the_factors_count_them(boxes):
     _, _, _, params, (x, _) = problem()

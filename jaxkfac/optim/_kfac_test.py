@@ -281,6 +281,7 @@ def test_a_failed_decomposition_keeps_the_basis_before_it(problem, monkeypatch):
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(updates))
 
 
+@pytest.mark.exhaustive
 def test_uncovered_parameters_follow_plain_descent_with_momentum(problem):
     params, batches, like = problem
     params["extra"] = {"x": jnp.ones(3)}
@@ -326,7 +327,7 @@ def test_updates_keep_the_gradients_dtype_and_the_state_its_own():
     assert shapes(after) == shapes(state)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("key", [jnp.arange(3), jax.random.key(0), "float0"])
 def test_integer_key_and_float0_leaves_pass_unchanged(problem, key):
     params, batches, like = problem
@@ -344,6 +345,7 @@ def test_integer_key_and_float0_leaves_pass_unchanged(problem, key):
     assert_close(updates, expected, 1e-12)
 
 
+@pytest.mark.exhaustive  # tests/loops_test.py has it
 def test_kfac_composes_in_a_chain(problem):
     params, batches, like = problem
     grads, factors = net_statistics(params, batches[0])
@@ -354,6 +356,7 @@ def test_kfac_composes_in_a_chain(problem):
     assert_close(updates, jax.tree.map(lambda x: 0.5 * x, expected))
 
 
+@pytest.mark.exhaustive
 def test_one_full_step_solves_linear_least_squares():
     """With G = I the block A (x) I is the exact Hessian, whatever the inputs' scale."""
     key = jax.random.key(0)

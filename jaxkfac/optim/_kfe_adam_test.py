@@ -319,6 +319,7 @@ def test_what_does_not_belong_is_refused(problem):
         kfe_adam(0.1, like=like, weight_decay=0.1).update(grads, state, factors=factors)
 
 
+@pytest.mark.exhaustive
 def test_one_step_of_bfloat16_parameters_stays_bfloat16():
     x = jax.random.normal(jax.random.key(0), (16, 6), jnp.float32)
     params = {"w": jax.random.normal(jax.random.key(1), (6, 3), jnp.bfloat16)}

@@ -250,6 +250,7 @@ def test_bases_of_the_last_micro_step_reach_the_inner_chain(params):
     assert_close(updates, expected)
 
 
+@pytest.mark.exhaustive
 def test_factors_are_found_in_a_chain_and_given_by_like(params):
     like = like_for(params)
     batch = net_batch(jax.random.key(0), N)

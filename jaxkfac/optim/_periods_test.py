@@ -73,7 +73,7 @@ def test_optax_multi_steps_that_hands_on_the_last_micro_batch_alone_shows_in_the
         assert int(kept.step) == 2 and int(kept.missed) == missed
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("steps", "missed"), [(range(6), 0), ([1, 4, 5], 1), ([1, 2, 3, 4, 5], 2)])
 def test_factors_that_come_later_than_the_first_step_are_no_error(steps, missed):
     """Nor where they come with the very call ahead of which two refreshes had none."""

@@ -143,6 +143,7 @@ def test_vmap_refreshes_each_state_when_it_is_due(params, batches, mode, stagger
     assert stagger or renewed == [True, False, False, True, False]
 
 
+@pytest.mark.exhaustive  # _kfe_adam_test.py has it
 @pytest.mark.parametrize(("mode", "stagger"), KEPT)
 def test_a_state_saved_between_two_refreshes_goes_on_bit_for_bit(params, batches, mode, stagger):
     options = {"damping": 0.1, "damping_mode": mode, "refresh_every": 3, "stagger": stagger}

@@ -35,6 +35,7 @@ def test_the_trace_is_within_its_standard_error(x64, method):
     assert_estimates(trace(operator, key=KEY, num_samples=12, method=method), decaying().sum())
 
 
+@pytest.mark.exhaustive
 def test_xtrace_is_far_better_than_hutchinson_where_eigenvalues_decay(x64):
     operator, true = matrix_operator(with_eigenvalues(decaying())), decaying().sum()
     found = {m: trace(operator, key=KEY, num_samples=24, method=m) for m in METHODS}
@@ -168,7 +169,7 @@ def test_the_density_is_that_of_the_dense_eigenvalues_within_its_error(x64):
     assert found.standard_error.max() < 0.05
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("factor", [0.0, 1.0, 1e-20])
 def test_the_density_of_scalar_operators_is_finite(factor):
     found = spectral_density(matrix_operator(factor * jnp.eye(5)), key=KEY)

@@ -88,6 +88,7 @@ def test_breakdown_on_a_low_rank_operator_gives_its_eigenvalues(x64, steps):
         np.testing.assert_allclose(found.eigenvalues, true[:2], rtol=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_repeated_eigenvalues_come_with_their_multiplicity(x64):
     true = jnp.array([2.0, 2, 2, 1, 1, 0, 0, 0])
     found = spectrum(matrix_operator(with_eigenvalues(true)), 8, key=KEY)

@@ -229,6 +229,7 @@ class FeedForward(nnx.Module):
         return x + self.down(nnx.gelu(self.up(x)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("framework", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_a_flax_model_with_every_kernel_quantised(framework):
     if framework == "linen":
@@ -281,6 +282,7 @@ def test_a_bank_by_row_and_forward_mode_work_on_a_quantised_base():
     close(*tangents, 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_sigma_is_measured_on_a_quantised_base():
     _, params4, adapted, adapters = case("scan of a remat")
     found = [calibrate(adapted, p, adapters, X) for p in (params4, nf4.dequantize(params4))]

@@ -156,6 +156,7 @@ def test_large_kernels_take_four_and_an_eighth_bits():
         assert 8 * quantised.nbytes / quantised.size == pytest.approx(bits, abs=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_axes_of_a_kernel_are_those_of_the_program():
     params = {"q": weights(64, 2, 32), "o": weights(2, 32, 5), "e": weights(3, 64, 4)}
 

@@ -135,6 +135,7 @@ def test_a_cache_gives_what_reading_everything_gives(name):
     assert int(cache.filled) == 10
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("window", ["mixed", "all blocks"])
 def test_blocks_with_and_without_the_window_see_what_theirs_says(window):
     """In two blocks of which one sees 4 places and one sees all, everything reaches the last."""
@@ -148,6 +149,7 @@ def test_blocks_with_and_without_the_window_see_what_theirs_says(window):
     assert seen == ([True] * 12 if window == "mixed" else [False] * 5 + [True] * 7)
 
 
+@pytest.mark.exhaustive
 def test_half_precision_stays_half_and_close():
     apply_fn, params = built(MIXED)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
@@ -222,6 +224,7 @@ def test_curvature_of_padded_and_packed_rows():
         close(factors[name].g, same[name].g, 1e-6)
 
 
+@pytest.mark.exhaustive
 def test_remat_changes_neither_value_nor_gradient():
     ids = ids_of(2, 6)
     results = []

@@ -159,6 +159,7 @@ def test_remat_changes_neither_value_nor_gradient():
     jax.tree.map(lambda a, b: close(a, b, 1e-4), *results)
 
 
+@pytest.mark.exhaustive
 def test_parameters_in_bfloat16_compute_in_bfloat16():
     apply_fn, params = built(FLAN)
     small = apply_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), pairs_of())
