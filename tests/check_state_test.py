@@ -178,7 +178,7 @@ def test_each_complaint_is_made_once_and_by_its_cause_alone(situation, kind):
         assert len(said) == 1 and re.search(words, said[0]), said
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_healthy_adaptive_training_is_not_complained_of(kind):
     loop = KINDS[kind](jk.kfac(like=LIKE, refresh_every=1))

@@ -72,6 +72,7 @@ def test_sampled_and_exact_labels():
     assert_factors_close(kernels(exact), oracle(model, params(), tokens(), fisher="exact"), 1e-10)
 
 
+@pytest.mark.exhaustive
 def test_masked_terms_have_no_gradient():
     mask = jnp.asarray([[True, False], [True, True], [False, True]])
     x, y = tokens()

@@ -90,6 +90,7 @@ def test_a_single_example(x64):
     check(recurrent_unrolled, _params(), batch, sharing="reduce")
 
 
+@pytest.mark.exhaustive
 def test_gates_that_read_one_state_share_its_factor(x64):
     """The state is constant at the first step, and then data: one input all the same."""
 
@@ -201,6 +202,7 @@ def test_a_scalar_loss_shows_no_examples_and_its_state_may_start_from_data(x64):
         np.testing.assert_allclose(factors[name].g, expected[name].g, rtol=1e-10)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("positions", [S, N])
 def test_a_projected_table_of_positions_is_read_by_each_example(x64, positions):
     """Its rows are positions, even where there are as many of them as examples."""

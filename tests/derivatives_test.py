@@ -237,6 +237,7 @@ def test_a_linear_model_has_its_gauss_newton_matrix(form):
     np.testing.assert_allclose(found, hessian, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.exhaustive  # see tests/tied_weights_test.py
 def test_both_orientations_of_a_kernel_make_one_block():
     """Of one output each G is a number, so that the block is the sum of both."""
     factors = check(residual("grad"))

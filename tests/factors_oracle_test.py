@@ -221,6 +221,7 @@ def test_tokens_out_of_range_count_for_the_rows_that_are_read(x64, mode, dtype):
     np.testing.assert_allclose(corrected["table"].raw_values.sum(1), by_row, rtol=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_tied_embedding_and_head_have_one_block_per_orientation(x64):
     def model(p, ids, tap):
         h = tap.embedding("embedding", ids, p["table"][ids], size=6)
@@ -429,6 +430,7 @@ def test_dilated_convolution(x64):
 # ------------------------------------------------------------- loops and walls
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("jit", [True, False])
 def test_scan_of_remat_of_jit(x64, jit):
     batch = (normal(1, 3, 5, 4), labels(2, 3, 5))
@@ -477,6 +479,7 @@ def test_parameters_constant_in_a_scan_have_one_block(x64):
     assert factors["u"].a.shape == (4, 4) and factors.layer("u").stack == ()
 
 
+@pytest.mark.exhaustive
 def test_scanned_embedding_scale_and_lone_bias(x64):
     def model(p, x, tap):
         def step(x, w):
@@ -642,6 +645,7 @@ def test_positions_and_loss_mask_are_different_things(x64):
     check(mlp, mlp_params(), (normal(1, 3, 5, 4), labels(2, 3, 5), mask), positions=here)
 
 
+@pytest.mark.exhaustive
 def test_positions_through_scan_remat_and_jit(x64):
     here = _positions()
     batch = (normal(1, 3, 5, 4), labels(2, 3, 5), here)
@@ -828,6 +832,7 @@ def test_sampled_labels_follow_the_key(x64):
     assert np.abs(np.asarray(other - same[0])).max() > 0
 
 
+@pytest.mark.exhaustive
 def test_masked_terms_are_not_sampled_into_g(x64):
     p, x, y = mlp_params(), normal(1, 3, 2, 4), labels(2, 3, 2)
     mask = jnp.asarray([[1, 0], [1, 1], [0, 0]], bool)

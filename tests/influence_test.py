@@ -376,6 +376,7 @@ def test_a_stream_gives_the_scores_of_one_batch_and_top_k_their_largest():
         assert_close(best.scores, np.take_along_axis(np.asarray(scores), order, -1))
 
 
+@pytest.mark.exhaustive
 def test_examples_that_pad_the_last_batch_score_zero_and_are_not_among_the_best():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     mask = jnp.arange(6) < 4
@@ -419,7 +420,7 @@ def test_scores_by_token_of_shorter_batches_end_in_zeros():
     np.testing.assert_array_equal(found[:, :3, 2:], 0)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive  # tests/laplace_test.py
 @pytest.mark.parametrize("pattern", ["table@embedding", "table@embedding|w"])
 def test_one_reading_of_a_tied_table_is_no_gradient_of_it_and_is_refused(pattern):
     model, params, batch = PROGRAMS["tied, some targets left out"]
@@ -589,6 +590,7 @@ def test_of_a_gaussian_only_the_last_layers_gradients_are_the_identity(recwarn):
         jk.influence(objective, PARAMS, forward, batch, batch)
 
 
+@pytest.mark.exhaustive
 def test_of_a_linear_gaussian_every_layers_gradients_are_the_identity(recwarn):
     params = {"a": normal(3, 2), "b": normal(4, 2)}
     batch = (normal(6, 3), normal(6, 4)), normal(6, 2)

@@ -181,6 +181,7 @@ def test_a_log_likelihood_of_many_batches_keeps_its_digits(monkeypatch):
     assert abs(float(found.loss) / expected - 1) < 2e-7 < 2e-6 < abs(plain / expected - 1)
 
 
+@pytest.mark.exhaustive
 def test_variance_is_the_same_whatever_fits_at_once():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     posterior = jk.laplace(OBJECTIVE, PARAMS, bases, num_examples=6, prior_precision=0.3)

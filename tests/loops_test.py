@@ -278,6 +278,7 @@ def test_bytes_with_and_without_what_is_optional_are_told_apart():
     assert_same(flax.serialization.from_state_dict(bases, earlier), bases)
 
 
+@pytest.mark.exhaustive
 def test_a_state_goes_through_jax_tree_and_trains_on():
     tx = jk.kfac(0.1, damping=1e-2, **OPTIONS)
     params, state = trained(tx, steps=2)

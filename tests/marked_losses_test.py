@@ -222,6 +222,7 @@ def test_mapped_outputs_are_terms_like_any_other():
     assert_equal(of(mapped), of(marked))
 
 
+@pytest.mark.exhaustive
 def test_a_layer_in_a_loop_leads_to_the_mark_behind_it():
     params = {"w": normal(3, 3), "v": normal(3, 3)}
     batch = net()[1]

@@ -262,6 +262,7 @@ def test_of_bases_of_which_nothing_is_known_their_g_is_looked_at():
         jk.laplace(OBJECTIVE, PARAMS, unknown, num_examples=6)
 
 
+@pytest.mark.exhaustive
 def test_eigenvalues_that_are_measured_fit_whatever_their_eigenvectors_are_of(recwarn):
     bases = bases_of("forward")
     measured = jk.correct_eigenvalues(OBJECTIVE, bases, fisher="exact")(PARAMS, BATCH)

@@ -201,7 +201,7 @@ def test_nnx_batch_norm_keeps_its_statistics_and_leaves_the_model_alone(training
     assert_tree_close(after, before, 0.0)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("cell", [nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell])
 def test_nnx_recurrent_cells_have_one_block_per_parameter(cell):
     class Net(nnx.Module):
@@ -265,6 +265,7 @@ def test_linen_scan_and_remat(x64):
 # ------------------------------------------------------------ loops over data
 
 
+@pytest.mark.exhaustive
 def test_lax_map_over_examples(x64):
     def model(p, x, tap):
         row = lambda x: jnp.tanh(x @ p["up"]["kernel"] + p["up"]["bias"])
@@ -534,7 +535,7 @@ def test_shard_map_with_scan_and_explicit_cast(x64):
         )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("split", ["rows", "outputs"])
 def test_meshes_with_explicit_axis_types(x64, split):
     with two_devices():
@@ -826,6 +827,7 @@ def _handled_or_reported(model, p, batch, path, primitive, **options):
     return True
 
 
+@pytest.mark.exhaustive
 def test_dynamic_slices_in_a_loop(x64):
     p = tree(12, w=(3, 4, 4), head=(4, 3))
     _handled_or_reported(

@@ -200,7 +200,7 @@ def routed(p, x):
     return lax.cond(x[0] > 0, *steps, x)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", [(5, 3, 4), (1, 5, 4), (5, 1, 4), (1, 1, 4)], ids=str)
 def test_a_cond_under_two_vmaps_counts_the_rows_that_take_it(shape):
     params, x = tree(0, a=(4, 4), b=(4, 4)), normal(1, *shape)

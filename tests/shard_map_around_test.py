@@ -86,6 +86,7 @@ def test_a_mask_inside_is_refused_by_name():
         jax.jit(split)(x, y, jnp.arange(8) % 3 > 0)
 
 
+@pytest.mark.exhaustive
 def test_parameters_of_each_device_have_the_same_factors():
     """Their gradients are their own; factors are always those of all devices."""
     x, y = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4

@@ -111,7 +111,7 @@ def test_parts_are_measured_as_parameters_of_their_own(name):
         np.testing.assert_allclose(got, want.values, rtol=1e-8, atol=1e-12, err_msg=layer)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     ["parameters as one flat vector", "a kernel under a constant mask, and a triangle"]
@@ -139,6 +139,7 @@ def test_a_masked_kernel_is_not_measured_and_its_name_is_said():
         jk.correct_eigenvalues(case.objective, bases)(case.params, case.batch)
 
 
+@pytest.mark.exhaustive
 def test_flat_preconditioning_is_that_of_the_tree():
     """The same network as a tree and as one vector: the same natural gradient."""
     params = tree(0, w=(4, 5), b=(5,), head=(5, 3))

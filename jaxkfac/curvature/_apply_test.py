@@ -93,6 +93,7 @@ def test_separate_bias_has_the_block_g(damping):
     assert_trees_close({k: got[k] for k in "wb"}, {"w": w.reshape(3, 4), "b": b})
 
 
+@pytest.mark.exhaustive
 def test_stacked_layer_is_one_block_per_slice():
     tree, factors, bases = setup(STACKED)
     got = apply_power(tree, bases, -1.0, 0.3, "pi")
@@ -133,7 +134,7 @@ def test_any_real_power_is_that_of_the_dense_block(power, damping, mode):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize(("mode", "damping"), MODES)
 def test_the_damped_inverse_undoes_the_damped_fisher(mode, damping, bias):

@@ -246,6 +246,7 @@ def test_a_sink_without_a_budget_is_refused():
         value_grad_and_factors(nested()[0], sink=(None, 0))
 
 
+@pytest.mark.exhaustive
 def test_passes_by_themselves_add_up_to_the_whole_and_carry_the_loss():
     def apply(p, x):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["blocks"])[0] @ p["head"]

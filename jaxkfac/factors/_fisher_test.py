@@ -125,7 +125,7 @@ def test_devices_draw_labels_of_their_own(x64):
     assert not np.allclose(both[0], drawn([base]))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["mc", "exact", "forward", "exact_if_terms_do_not_mix"])
 def test_value_gradient_and_input_side_are_those_of_the_given_targets(x64, fisher):
     objective, params, batch = program()

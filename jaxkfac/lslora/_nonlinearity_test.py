@@ -112,6 +112,7 @@ def close(got, want, tolerance=1e-10):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_fresh_adapter_starts_at_its_own_coefficients_and_changes_nothing(x64):
     params, x = model(jnp.float64)
     fresh = init(CONFIG, scanned, params, x, key=KEY)

@@ -218,6 +218,7 @@ def test_a_non_finite_micro_batch_leaves_the_accumulators_as_they_were(options):
     assert int(after.skipped) == 1 and int(after.accumulation.mini_step) == 2
 
 
+@pytest.mark.exhaustive
 def test_rows_before_the_first_loss_term_are_kept_in_bfloat16():
     params, batches = net_params(jax.random.key(0)), group(0, (0, 0, 2))
     (_, wide), _ = pooled(params, batches)
@@ -227,7 +228,7 @@ def test_rows_before_the_first_loss_term_are_kept_in_bfloat16():
     assert jnp.allclose(kept.a_sums[name], wide.a_sums[name], rtol=1e-6)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [HALF, HOST], ids=["bf16", "host"])
 def test_a_state_goes_through_plain_arrays_and_back(options):
     params, batches = net_params(jax.random.key(0)), group(0, (3, 2))

@@ -224,6 +224,7 @@ def test_stacks_slices_ties_and_convolutions_move_as_one_rotated_adam_step():
     assert state.second["kernel"].shape == (19, 5) and state.second["free"].shape == ()
 
 
+@pytest.mark.exhaustive
 def test_a_tied_parameter_is_moved_once_in_the_heads_bases():
     def net(p, ids):
         return jnp.tanh(p["table"][ids]).mean(1) @ p["table"].T

@@ -179,6 +179,7 @@ def test_a_non_finite_micro_batch_is_left_out_with_its_count(params):
         assert all(not x.any() for x in jax.tree.leaves(state.accumulation.acc_grads))
 
 
+@pytest.mark.exhaustive
 def test_output_statistics_of_a_fully_masked_micro_batch_are_dropped_even_if_nan(params):
     tx = multi_steps(kfac(0.1, like=like_for(params)), every_k_schedule=2)
     step, state = jitted(tx), tx.init(params)

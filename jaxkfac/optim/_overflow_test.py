@@ -121,6 +121,7 @@ def test_an_average_that_is_infinite_begins_anew_and_the_others_go_on(name, tabl
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(lost.stacked_bases))
 
 
+@pytest.mark.exhaustive
 def test_an_average_without_new_rows_waits_for_some():
     tx = TRANSFORMS["fixed"](LIKE)
     state = lose(tx.update(GRADS, tx.init(PARAMS), PARAMS, factors=FACTORS[0])[1], "g_sums", "b")

@@ -97,6 +97,7 @@ def test_a_start_of_another_placement_is_refused(tmp_path):
         problem_of(start=str(tmp_path))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

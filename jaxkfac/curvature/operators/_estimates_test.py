@@ -44,6 +44,7 @@ def test_xtrace_is_far_better_than_hutchinson_where_eigenvalues_decay(x64):
         np.testing.assert_allclose(found[method].value, true, rtol=0.02)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["xtrace", "hutchinson"])
 def test_the_standard_error_is_that_of_repeated_estimates(x64, method):
     operator = matrix_operator(with_eigenvalues(1.0 / jnp.arange(1.0, 41)))
@@ -73,6 +74,7 @@ def test_the_trace_of_a_low_rank_operator_is_exact_at_every_size(method, size):
     np.testing.assert_allclose(found.value, 6 * size, rtol=1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_small_operator_is_not_taken_for_one_of_low_rank(method):
     # matfree alone finds every product below one unit of rounding, and the remainder empty

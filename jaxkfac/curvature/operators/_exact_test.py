@@ -36,7 +36,7 @@ def test_ggn_is_the_sum_over_terms_of_jacobian_hessian_jacobian(x64, name):
     assert_close(ggn(*problem).to_dense(), dense_gauss_newton(*problem))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @every_problem
 def test_hessian_is_the_one_of_jax(x64, name):
     problem = build(name)
@@ -68,7 +68,7 @@ def test_empirical_fisher_is_the_mean_of_outer_products(x64, name):
     assert_close(fisher(*problem, fisher="empirical").to_dense(), dense_empirical(*problem))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @every_problem
 def test_mc_fisher_is_the_mean_of_empirical_ones_at_its_labels(x64, name):
     objective, params, batch = build(name)
@@ -121,6 +121,7 @@ class Own:
         return Bernoulli().fisher_column(outputs, index)
 
 
+@pytest.mark.exhaustive
 def test_fisher_by_columns_in_bfloat16_divides_by_the_true_number_of_terms():
     """256 is the last number before which bfloat16 holds them all; 1 / 256 is 0.4 % too much."""
     keys = jax.random.split(jax.random.key(0), 2)

@@ -108,6 +108,7 @@ def test_zero_tiny_and_scalar_operators_are_exact(n, factor):
         assert not found.eigenvalues.any()
 
 
+@pytest.mark.exhaustive
 def test_leaves_without_gradient_change_nothing(x64):
     # most of the Krylov vectors' entries are exactly zero after the first product
     matrix = jnp.zeros((30, 30)).at[:3, :3].set(with_eigenvalues(jnp.array([1.0, 2, 3])))
@@ -139,6 +140,7 @@ def test_rounding_is_not_taken_for_asymmetry():
     np.testing.assert_allclose(found.eigenvalues, exact.eigenvalues, rtol=0.05)
 
 
+@pytest.mark.exhaustive
 def test_the_same_key_gives_the_same_bits_inside_jit_and_out(x64):
     operator = ggn(*mlp_problem())
     once, again = (spectrum(operator, 3, key=KEY) for _ in range(2))

@@ -269,6 +269,7 @@ def test_a_base_from_shapes_has_the_shapes_of_a_base_from_arrays():
     assert all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
 
 
+@pytest.mark.exhaustive
 def test_a_bank_by_row_and_forward_mode_work_on_a_quantised_base():
     fn, params4, adapted, adapters = case("scan of a remat")
     bank = stack({"a": adapters, "b": jax.tree.map(lambda x: -x, adapters)})

@@ -202,6 +202,7 @@ def test_a_slice_is_gone_before_the_next_is_read():
     assert nf4.quantize_slices(slices(), length=4).shape == (4, 64, 4)
 
 
+@pytest.mark.exhaustive
 def test_curvature_of_adapters_is_that_on_the_decoded_base(x64):
     params = {"s": weights(2, 6, 6, dtype=jnp.float64), "w": weights(6, 3, dtype=jnp.float64)}
     batch = (weights(5, 6, dtype=jnp.float64), weights(5, 3, seed=1, dtype=jnp.float64))

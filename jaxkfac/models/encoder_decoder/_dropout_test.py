@@ -60,6 +60,7 @@ def test_a_rate_that_is_no_probability_is_refused():
         EncoderDecoder(CONFIG, dropout=1, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.exhaustive
 def test_no_key_and_rate_0_give_the_bits_of_the_model_without_dropout(built):
     plain, params = built(0.0)
     dropping, _ = built(0.3)
