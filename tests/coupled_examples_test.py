@@ -149,6 +149,7 @@ def test_batch_statistics_inside_a_scan_over_layers(x64):
     check(scanned, unrolled, params, mlp_batch())
 
 
+@pytest.mark.exhaustive
 def test_a_weight_times_a_batch_statistic_is_a_layer_of_the_product(x64):
     """Its inputs are those of the weight itself: times the statistic."""
 

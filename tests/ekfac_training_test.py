@@ -56,7 +56,7 @@ def assert_close(a, b, tol=1e-12):
         assert jnp.allclose(x, y, rtol=tol, atol=tol)
 
 
-@pytest.mark.exhaustive  # the steps above do
+@pytest.mark.exhaustive  # the steps below do
 @pytest.mark.parametrize("fisher", ["empirical", "mc"])
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 def test_what_stats_measures_is_what_correct_eigenvalues_measures(params, batches, fisher, bias):

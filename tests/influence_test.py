@@ -420,7 +420,7 @@ def test_scores_by_token_of_shorter_batches_end_in_zeros():
     np.testing.assert_array_equal(found[:, :3, 2:], 0)
 
 
-@pytest.mark.exhaustive  # tests/laplace_test.py
+@pytest.mark.exhaustive  # tests/laplace_test.py has the refusal
 @pytest.mark.parametrize("pattern", ["table@embedding", "table@embedding|w"])
 def test_one_reading_of_a_tied_table_is_no_gradient_of_it_and_is_refused(pattern):
     model, params, batch = PROGRAMS["tied, some targets left out"]

@@ -473,7 +473,7 @@ def test_inner_jit_shardings_and_constraints_are_kept(x64):
         )
 
 
-@pytest.mark.exhaustive  # tests/explicit_mesh_test.py
+@pytest.mark.exhaustive  # tests/explicit_mesh_test.py has it
 def test_data_parallel_placement_leaves_the_factors_unchanged(x64):
     with two_devices() as devices:
         mesh = jax.sharding.Mesh(np.array(devices), ("data",))

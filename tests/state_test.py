@@ -253,6 +253,7 @@ def test_a_changed_state_of_another_form_raises_in_words():
         stats(jnp.ones((4, 3)), (jnp.ones((2, 4)), jnp.zeros(2, int)), state={"mean": jnp.ones(3)})
 
 
+@pytest.mark.exhaustive
 def test_the_axes_of_a_state_are_not_taken_for_a_single_example():
     """A weight that is computed needs examples that do not meet; one alone meets no other."""
 

@@ -47,7 +47,7 @@ def both(factors):
     return np.kron(*first) + np.kron(np.pad(turned.g, (0, rows)), a2)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @models
 def test_operators_are_those_of_the_whole_parameter(name):
     objective, params, batch, each = problem(name)
@@ -60,7 +60,7 @@ def test_operators_are_those_of_the_whole_parameter(name):
     np.testing.assert_allclose(ggn, rows.T @ rows / N, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @models
 def test_kfac_solves_with_one_block(name):
     """Of two orientations it is the Kronecker product nearest to their sum."""
@@ -91,7 +91,7 @@ def test_kfac_solves_with_one_block(name):
         np.testing.assert_allclose(found["c"], expected[-1], rtol=1e-8)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @models
 def test_measured_eigenvalues(name):
     """They are the diagonal of the Fisher in the block's eigenbases."""

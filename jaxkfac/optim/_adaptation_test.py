@@ -738,7 +738,7 @@ def test_inner_products_of_a_marked_loss_are_those_of_products(likelihood):
     np.testing.assert_allclose(operator.inner_products(vectors), expected, rtol=1e-12)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("large", [-1e200, -np.inf, np.finfo(np.float64).min])
 def test_a_parameter_whose_square_is_out_of_range_stops_no_update(large):
     """A mask among the parameters: its gradient is zero, and so is its update."""

@@ -113,7 +113,7 @@ def test_every_step_equals_the_algorithm_written_out(problem):
     assert int(state.step) == 6 and int(state.skipped) == 0 and int(state.kept) == 0
 
 
-@pytest.mark.exhaustive  # as the algorithm written out does
+@pytest.mark.exhaustive  # it binds in the algorithm written out
 def test_norm_constraint_bounds_the_quadratic_form(problem):
     params, batches, like = problem
     grads, factors = net_statistics(params, batches[0])

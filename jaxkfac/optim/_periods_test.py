@@ -40,6 +40,7 @@ def test_outside_of_jit_kfac_raises_where_no_factors_came_by_the_second_refresh(
         run(tx, ODD[:4])
 
 
+@pytest.mark.exhaustive
 def test_outside_of_jit_multi_steps_raises_where_its_groups_hold_no_factors():
     tx = multi_steps(kfac(0.1, like=LIKE, refresh_every=1), 2)
     assert int(run(tx, ODD[:4]).inner.missed) == 2

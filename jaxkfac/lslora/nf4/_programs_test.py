@@ -229,8 +229,13 @@ class FeedForward(nnx.Module):
         return x + self.down(nnx.gelu(self.up(x)))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("framework", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
+@pytest.mark.parametrize(
+    "framework",
+    [
+        pytest.param("linen", marks=pytest.mark.slow),
+        pytest.param("nnx", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_flax_model_with_every_kernel_quantised(framework):
     if framework == "linen":
         fn = AttentionNet().apply
