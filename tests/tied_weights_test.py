@@ -47,7 +47,7 @@ def both(factors):
     return np.kron(*first) + np.kron(np.pad(turned.g, (0, rows)), a2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @models
 def test_operators_are_those_of_the_whole_parameter(name):
     objective, params, batch, each = problem(name)
