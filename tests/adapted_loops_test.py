@@ -109,6 +109,7 @@ def test_plain_loop():
     assert_tree_close(found, expected(), TOLERANCE)
 
 
+@pytest.mark.exhaustive
 def test_outside_of_jit():
     params, batch = start()
     tx = adaptive(STATS, params, batch)
@@ -133,6 +134,7 @@ class Net(nnx.Module):
         return jnp.tanh(x @ self.up["w"][...] + self.up["b"][...]) @ self.down["w"][...]
 
 
+@pytest.mark.exhaustive  # tests/loops_test.py has it without adaptation
 @pytest.mark.parametrize("form", ["dictionary", "state"])
 def test_nnx_optimizer(form):
     model, (_, batch) = Net(), start()
@@ -156,6 +158,7 @@ def test_nnx_optimizer(form):
     assert_tree_close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), expected(), TOLERANCE)
 
 
+@pytest.mark.exhaustive
 def test_train_state_that_hands_keywords_on():
     class State(TrainState):
         def apply_gradients(self, *, grads, **extra):
@@ -177,6 +180,7 @@ def test_train_state_that_hands_keywords_on():
     assert_tree_close(state.params, expected(), TOLERANCE)
 
 
+@pytest.mark.exhaustive
 def test_equinox_filtered_loop():
     class Module(eqx.Module):
         up: dict
@@ -225,6 +229,7 @@ def test_multi_steps_of_the_whole_group():
     assert state.inner.adaptation.damping != jk.LevenbergMarquardt().initial
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_devices(kind):
     first, batch = start()

@@ -131,6 +131,7 @@ for name, call in calls.items():
 """
 
 
+@pytest.mark.exhaustive  # tests/wrong_arguments_test.py refuses them too
 def test_arguments_of_another_kind_raise_in_words_in_a_users_process():
     """Without the type hook of the tests: what was wanted, what came."""
     done = subprocess.run(

@@ -64,7 +64,7 @@ def batch(*k):
     return {"x": normal(1, n, 4), "k": ks}, labels(2, n)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", [with_cond, with_switch])
 @pytest.mark.parametrize("k", [0, 1])
 @pytest.mark.parametrize("bias", ["joint", pytest.param("separate", marks=pytest.mark.exhaustive)])
@@ -152,6 +152,7 @@ def test_what_a_branch_returns_of_a_parameter_is_reported(x64):
     assert_reported(model, tree(0, w=(4, 3)), (normal(1, 5, 4),), "w", "returned by a branch")
 
 
+@pytest.mark.exhaustive
 def test_kfac_steps_through_branches(x64):
     stats = jk.value_grad_and_factors(objective_of(routed))
     params, data = experts_params(), batch(0, 1, 1, 0, 0, 1)

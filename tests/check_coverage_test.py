@@ -72,7 +72,7 @@ def test_factors_of_coupled_examples_are_not_those_of_single_ones():
     assert "examples: they meet" in str(report)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("width", [3, 5])
 def test_stacks_masks_and_scales_are_compared(width):
     def model(p, x):

@@ -165,6 +165,7 @@ SITUATIONS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda f: f.__name__)
 def test_each_complaint_is_made_once_and_by_its_cause_alone(situation, kind):
@@ -177,6 +178,7 @@ def test_each_complaint_is_made_once_and_by_its_cause_alone(situation, kind):
         assert len(said) == 1 and re.search(words, said[0]), said
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_healthy_adaptive_training_is_not_complained_of(kind):
     loop = KINDS[kind](jk.kfac(like=LIKE, refresh_every=1))
@@ -209,6 +211,7 @@ def adapted(after):
     return state
 
 
+@pytest.mark.exhaustive
 def test_a_transformation_after_the_adaptive_one_is_named():
     assert complaints(adapted(optax.identity())) == []
     (said,) = complaints(adapted(optax.scale(0.5)))

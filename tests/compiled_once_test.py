@@ -112,6 +112,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES)
 def test_a_second_call_compiles_nothing_and_returns_the_same_bits(name, bases, counted):
     first = CASES[name](bases)

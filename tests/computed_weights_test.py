@@ -48,6 +48,7 @@ def test_factors_are_those_of_the_product(sharing):
     assert factors.layer("v@effective").computed_from == ("g", "v")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wall", [jax.checkpoint, jax.jit], ids=["remat", "jit"])
 def test_inside_walls(wall):
     plain = objective_of(model)
@@ -71,6 +72,7 @@ def test_sampled_and_exact_labels():
     assert_factors_close(kernels(exact), oracle(model, params(), tokens(), fisher="exact"), 1e-10)
 
 
+@pytest.mark.exhaustive
 def test_masked_terms_have_no_gradient():
     mask = jnp.asarray([[True, False], [True, True], [False, True]])
     x, y = tokens()
@@ -149,6 +151,7 @@ def test_kfac_keeps_no_average_of_it():
     assert objective_of(model)(trained, tokens()) < before
 
 
+@pytest.mark.exhaustive
 def test_micro_batches_are_one_batch():
     """The accumulator is what K-FAC keeps."""
     stats = jk.value_grad_and_factors(objective_of(model))
@@ -166,6 +169,7 @@ def test_micro_batches_are_one_batch():
     assert_tree_close(several, first(jk.kfac(0.1, like=like), [tokens()]), 1e-10)
 
 
+@pytest.mark.exhaustive
 def test_measured_eigenvalues():
     factors = collected().factors
     bases = jk.eigendecompose(factors)
@@ -238,6 +242,7 @@ def two_marks(p, batch):
     return -0.5 * log_p.mean() + jnp.square(error).mean() + 0.1 * jnp.square(p["v"]).sum()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "fisher", ["empirical", "exact", pytest.param("mc", marks=pytest.mark.exhaustive)]
 )
@@ -287,6 +292,7 @@ def test_beside_a_mark_of_coupled_examples_the_parameters_are_not_covered():
         jk.value_grad_and_factors(contrastive)(kept, x)
 
 
+@pytest.mark.exhaustive
 def test_an_operation_without_batches_is_run_example_by_example():
     """A grouped product, behind a weight whose diagonal takes each example by itself."""
 

@@ -57,7 +57,7 @@ def _with_bias(p, x, tap, state):
     return tap.dense("head", h, h @ p["head"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("state", STATES)
@@ -69,7 +69,7 @@ def test_any_constant_is_a_row_beside_the_ones_of_a_bias(x64, state, sharing, bi
     assert factors.layer("u").bias.path == "b"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fisher", ["mc", "exact"])
 def test_every_step_has_a_term(x64, fisher):
     def model(p, x, tap):
@@ -90,6 +90,7 @@ def test_a_single_example(x64):
     check(recurrent_unrolled, _params(), batch, sharing="reduce")
 
 
+@pytest.mark.exhaustive
 def test_gates_that_read_one_state_share_its_factor(x64):
     """The state is constant at the first step, and then data: one input all the same."""
 
@@ -105,6 +106,7 @@ def test_gates_that_read_one_state_share_its_factor(x64):
     assert factors.layer("v").shares_input_with == "u"
 
 
+@pytest.mark.exhaustive
 def test_one_product_for_all_gates_is_split_before_it_meets_data(x64):
     def model(p, x, tap):
         h = jnp.zeros((x.shape[0], D), x.dtype)
@@ -119,6 +121,7 @@ def test_one_product_for_all_gates_is_split_before_it_meets_data(x64):
     check(model, tree(26, w=(D, 2 * D), u=(D, 2 * D), head=(D, 3)), _batch(), sharing="reduce")
 
 
+@pytest.mark.exhaustive
 def test_a_convolution_of_zeros(x64):
     def convolve(x, k):
         return lax.conv_general_dilated(
@@ -147,6 +150,7 @@ def test_a_convolution_of_zeros(x64):
         np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.exhaustive
 def test_corrected_eigenvalues_of_the_loop_and_the_scan(x64):
     p, batch = _params(), _batch()
     bases = jk.eigendecompose(
@@ -198,6 +202,7 @@ def test_a_scalar_loss_shows_no_examples_and_its_state_may_start_from_data(x64):
         np.testing.assert_allclose(factors[name].g, expected[name].g, rtol=1e-10)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("positions", [S, N])
 def test_a_projected_table_of_positions_is_read_by_each_example(x64, positions):
     """Its rows are positions, even where there are as many of them as examples."""
@@ -267,7 +272,7 @@ def _bert(p, ids, tap, look=LOOKUPS["index"]):
     return tap.dense("head", x, x @ p["head"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"sharing": "reduce"}, {"fisher": "exact"}], ids=str)
 @pytest.mark.parametrize("wall", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
 @pytest.mark.parametrize("look", LOOKUPS)

@@ -95,6 +95,7 @@ def check(model, twin, params, batch, *, wrap=lambda f: f, labels=None, **option
     return factors
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("norm", [batch_norm_folded, batch_norm_divided])
 def test_a_residual_net_with_batch_statistics_has_the_factors_of_its_rows(x64, norm):
     batch = normal(1, 5, 4, 4, 2), labels(2, 5)
@@ -117,6 +118,7 @@ def mlp_batch():
     return normal(1, 6, 4), labels(2, 6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "remat"])
 def test_batch_statistics_inside_walls(x64, wrap):
     def wrapped(model):
@@ -125,6 +127,7 @@ def test_batch_statistics_inside_walls(x64, wrap):
     check(mlp(batch_norm_folded), mlp(batch_norm), mlp_params(), mlp_batch(), wrap=wrapped)
 
 
+@pytest.mark.exhaustive
 def test_batch_statistics_inside_a_scan_over_layers(x64):
     def scanned(p, x, tap):
         def layer(x, w):
@@ -146,6 +149,7 @@ def test_batch_statistics_inside_a_scan_over_layers(x64):
     check(scanned, unrolled, params, mlp_batch())
 
 
+@pytest.mark.exhaustive
 def test_a_weight_times_a_batch_statistic_is_a_layer_of_the_product(x64):
     """Its inputs are those of the weight itself: times the statistic."""
 
@@ -171,6 +175,7 @@ def test_sampled_labels_are_right_one_by_one(x64):
     )
 
 
+@pytest.mark.exhaustive
 def test_drawn_labels_are_unbiased(x64):
     """Over keys, within four standard errors of the expectation."""
     objective, number = objective_of(mlp(batch_norm_folded)), 4000

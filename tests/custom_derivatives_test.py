@@ -90,7 +90,7 @@ WALLS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wall", WALLS.values(), ids=WALLS.keys())
 def test_the_rules_give_the_gradient_and_the_statistics(x64, wall):
     params, batch = problem()
@@ -124,6 +124,7 @@ def test_inside_a_scan_of_layers(x64):
     assert_factors_close(factors, oracle(unrolled, params, batch), 1e-10)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fisher", ["mc", "exact"])
 def test_other_fisher_types_go_through_the_rules(x64, fisher):
     params, batch = problem()
@@ -134,6 +135,7 @@ def test_other_fisher_types_go_through_the_rules(x64, fisher):
     assert_factors_close(factors, oracle(twin, params, batch, **options, **drawn), 1e-10)
 
 
+@pytest.mark.exhaustive
 def test_kfac_steps_through_custom_derivatives(x64):
     params, batch = problem()
     stats = jk.value_grad_and_factors(objective_of(model))

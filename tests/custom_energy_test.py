@@ -49,7 +49,7 @@ def problem():
     return tree(1, w=(3, 4), b=(4,), v=(4,)), normal(2, 6, 3, scale=1.0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wall", [lambda f: f, jax.jit], ids=["bare", "jit"])
 @pytest.mark.parametrize("place", ["rule", "function"])
 def test_the_network_marked_in_the_loss_or_its_rule_has_its_fisher(place, wall):
@@ -73,6 +73,7 @@ def test_the_network_marked_in_the_loss_or_its_rule_has_its_fisher(place, wall):
     assert not jk.find_layers(loss, params, x).problems
 
 
+@pytest.mark.exhaustive
 def test_given_targets_are_refused_and_sampled_ones_are_unbiased():
     params, x = problem()
     with pytest.raises(ValueError, match='mark 0 stands in .*custom_jvp.*"mc" or "exact"'):

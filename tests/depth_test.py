@@ -29,6 +29,7 @@ def statistics(depth):
     return jk.value_grad_and_factors(jk.Objective(nested(depth), jk.Gaussian()))
 
 
+@pytest.mark.exhaustive
 def test_statistics_of_eighty_five_nested_jits_are_those_of_none():
     """In a short script at least 115 work, where ``jax.grad`` works in 95."""
     assert len(jk.find_layers(nested(85), PARAMS, BATCH[0])) == 1

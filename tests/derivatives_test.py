@@ -79,13 +79,13 @@ def check(inside, fisher="exact", wall=lambda f: f, loss=None):
     return factors
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_factors_of_a_derivative_are_those_of_brute_force(form):
     check(residual(form))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "forward"])
 def test_every_fisher_type_of_a_second_derivative(fisher):
     check(residual("forward over reverse"), fisher)
@@ -139,7 +139,7 @@ def scanned_params():
     return tree(3, **sizes, m=(LENGTH, HIDDEN, HIDDEN), c=(LENGTH, HIDDEN))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 def test_a_network_that_scans_over_its_layers(form):
     """In reverse the last kernel times the cotangent 1 is the carry with which the scan begins."""
@@ -219,7 +219,7 @@ ALONG_ONE = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ALONG_ONE)
 def test_a_linear_model_has_its_gauss_newton_matrix(form):
     """Whichever way it is differentiated, and so in whichever orientation its kernel is read."""
@@ -237,6 +237,7 @@ def test_a_linear_model_has_its_gauss_newton_matrix(form):
     np.testing.assert_allclose(found, hessian, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.exhaustive  # see tests/tied_weights_test.py
 def test_both_orientations_of_a_kernel_make_one_block():
     """Of one output each G is a number, so that the block is the sum of both."""
     factors = check(residual("grad"))
@@ -251,6 +252,7 @@ def test_both_orientations_of_a_kernel_make_one_block():
     np.testing.assert_allclose(np.kron(*held), expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.exhaustive  # see tests/tied_weights_test.py
 def test_measured_eigenvalues_are_of_the_sum_of_both_orientations():
     params, (x, _) = net_params(), points()
 
@@ -267,6 +269,7 @@ def test_measured_eigenvalues_are_of_the_sum_of_both_orientations():
     np.testing.assert_allclose(values.sum(), np.trace(fisher[np.ix_(own, own)]), rtol=1e-10)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "damping_mode", [pytest.param("exact", marks=pytest.mark.exhaustive), "pi"]
 )
@@ -290,6 +293,7 @@ def test_both_readings_of_a_kernel_are_refreshed_together(x64, damping_mode):
         np.testing.assert_allclose(staggered, whole, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.exhaustive
 def test_coordinates_may_be_stacked(x64):
     """Reverse mode ends in an ``unstack``, whose parts keep the points."""
     keys = jax.random.split(jax.random.key(0), 4)

@@ -56,7 +56,7 @@ def assert_close(a, b, tol=1e-12):
         assert jnp.allclose(x, y, rtol=tol, atol=tol)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.exhaustive  # the steps below do
 @pytest.mark.parametrize("fisher", ["empirical", "mc"])
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 def test_what_stats_measures_is_what_correct_eigenvalues_measures(params, batches, fisher, bias):
@@ -133,6 +133,7 @@ def test_what_a_scan_is_going_to_refuse_is_said_in_words(params, batches):
         jax.lax.scan(step, (params, tx.init(params)), stacked)
 
 
+@pytest.mark.exhaustive
 def test_micro_batches_measure_like_one_batch(params, batches):
     x, y = batches[4]
     like = measuring_like(params, batches[0])

@@ -90,6 +90,7 @@ def test_factors_of_a_split_batch_are_those_of_one_device(x64, mesh, name, optio
     _assert_same(found, expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_positions_may_be_split_too(x64, mesh, sharing):
     model, p, batch = _case("mlp")

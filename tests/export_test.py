@@ -108,6 +108,7 @@ def test_a_wide_output_side_is_whole_before_its_cotangent_is_propagated():
     assert f"tensor<{wide}x{wide}xf32>" in types and f"tensor<{ROWS}x{wide}xf32>" in types
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_every_entry_point_is_a_module_of_its_own_without_callbacks(name):
     """Products of rows, in full precision; all that it calls are the platforms' solvers."""

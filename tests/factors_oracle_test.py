@@ -50,7 +50,7 @@ def test_rows_with_positions(x64):
     check(mlp, mlp_params(), (normal(1, 3, 5, 4), labels(2, 3, 5)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("likelihood", ["bernoulli", "gaussian"])
 @pytest.mark.parametrize("terms", [(), (3,)])
 def test_other_likelihoods(x64, likelihood, terms):
@@ -144,6 +144,7 @@ def test_parameter_as_left_operand_with_outputs_first(x64):
     check(model, tree(8, w=(3, 4)), (normal(1, 5, 4), labels(2, 5)))
 
 
+@pytest.mark.exhaustive
 def test_attention_with_norm_and_head(x64):
     check(attention, attention_params(), (normal(1, 3, 4, 4), labels(2, 3, 4)))
 
@@ -196,7 +197,7 @@ def test_embedding_by_take(x64):
 OUT_OF_RANGE = ((0, 6, 9), (-1, -7, 100), (-8, 3, -30))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int64])
 @pytest.mark.parametrize("mode", ["clip", "fill"])
 def test_tokens_out_of_range_count_for_the_rows_that_are_read(x64, mode, dtype):
@@ -220,6 +221,7 @@ def test_tokens_out_of_range_count_for_the_rows_that_are_read(x64, mode, dtype):
     np.testing.assert_allclose(corrected["table"].raw_values.sum(1), by_row, rtol=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_tied_embedding_and_head_have_one_block_per_orientation(x64):
     def model(p, ids, tap):
         h = tap.embedding("embedding", ids, p["table"][ids], size=6)
@@ -267,6 +269,7 @@ def test_wide_layers(x64):
     check(mlp, mlp_params(i=515, h=513, o=3), (normal(1, 4, 515), labels(2, 4)))
 
 
+@pytest.mark.exhaustive
 def test_wide_layers_in_a_scan(x64):
     def model(p, x, tap):
         x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, p["w"])
@@ -427,6 +430,7 @@ def test_dilated_convolution(x64):
 # ------------------------------------------------------------- loops and walls
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("jit", [True, False])
 def test_scan_of_remat_of_jit(x64, jit):
     batch = (normal(1, 3, 5, 4), labels(2, 3, 5))
@@ -435,6 +439,7 @@ def test_scan_of_remat_of_jit(x64, jit):
     assert factors.layer("blocks/kernel").stack == (3,)
 
 
+@pytest.mark.exhaustive
 def test_nested_scans_stack_twice(x64):
     def model(p, x, tap):
         outer = lambda x, w: (lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0], None)
@@ -467,12 +472,14 @@ def test_reverse_and_partly_unrolled_scan(x64):
     check(model, p, batch, oracle_model=plain)
 
 
+@pytest.mark.exhaustive
 def test_parameters_constant_in_a_scan_have_one_block(x64):
     p, batch = tree(26, w=(2, 4), u=(4, 4), b=(4,), head=(4, 3)), (normal(1, 3, 6, 2), labels(2, 3))
     *_, factors = check(recurrent, p, batch, oracle_model=recurrent_unrolled)
     assert factors["u"].a.shape == (4, 4) and factors.layer("u").stack == ()
 
 
+@pytest.mark.exhaustive
 def test_scanned_embedding_scale_and_lone_bias(x64):
     def model(p, x, tap):
         def step(x, w):
@@ -595,6 +602,7 @@ def test_loss_mask_changes_g_and_its_count_only(x64):
     assert float(masked.terms) == float(mask.sum())
 
 
+@pytest.mark.exhaustive
 def test_loss_mask_through_attention(x64):
     mask = jnp.asarray(np.random.default_rng(6).random((3, 4)) < 0.6)
     check(attention, attention_params(), (normal(1, 3, 4, 4), labels(2, 3, 4), mask))
@@ -637,12 +645,14 @@ def test_positions_and_loss_mask_are_different_things(x64):
     check(mlp, mlp_params(), (normal(1, 3, 5, 4), labels(2, 3, 5), mask), positions=here)
 
 
+@pytest.mark.exhaustive
 def test_positions_through_scan_remat_and_jit(x64):
     here = _positions()
     batch = (normal(1, 3, 5, 4), labels(2, 3, 5), here)
     check(scanned, scanned_params(), batch, oracle_model=unrolled, positions=here)
 
 
+@pytest.mark.exhaustive
 def test_positions_with_scale_bias_and_embedding(x64):
     def model(p, ids, tap):
         h = tap.embedding("table", ids, p["table"][ids], size=7)
@@ -757,6 +767,7 @@ def _samples(model, p, batch, likelihood, count):
     return jax.jit(jax.vmap(lambda k: stats(p, batch, key=k)[2]))(keys)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("likelihood", list(LIKELIHOODS))
 def test_sampled_labels_are_unbiased_when_outputs_mix_tokens(x64, likelihood):
     """Mean over keys against the exact Fisher factor; labels shared by the terms of one
@@ -821,6 +832,7 @@ def test_sampled_labels_follow_the_key(x64):
     assert np.abs(np.asarray(other - same[0])).max() > 0
 
 
+@pytest.mark.exhaustive
 def test_masked_terms_are_not_sampled_into_g(x64):
     p, x, y = mlp_params(), normal(1, 3, 2, 4), labels(2, 3, 2)
     mask = jnp.asarray([[1, 0], [1, 1], [0, 0]], bool)
@@ -975,6 +987,7 @@ def test_factor_shapes_computes_nothing_and_agrees(x64):
 # ----------------------------------------------- independence of how it is run
 
 
+@pytest.mark.exhaustive
 def test_micro_batches_with_unequal_masks_add_up_to_the_whole(x64):
     p, x, y = attention_params(), normal(1, 4, 4, 4), labels(2, 4, 4)
     mask = jnp.asarray(np.arange(4) < np.array([[4], [1], [3], [2]]))

@@ -30,7 +30,7 @@ def drawn(number, count, dtype):
 
 
 @pytest.mark.standard_promotion  # flax.nnx.LayerNorm in float64
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["prototypes", "cosine"])
 def test_accumulated_episodes_are_one_batch_of_them(x64, name):
     """Gradient, factors and the optimizer's step; only the running statistics go in turns."""

@@ -33,7 +33,7 @@ def losses_of(problem: Any, method: Any, setting: Any, data: Any) -> list[float]
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        pytest.param(name, marks=pytest.mark.sampled(2) if name in QUICK else pytest.mark.slow)
         for name in PROBLEMS
         if name not in NEEDS_DOWNLOAD
     ],

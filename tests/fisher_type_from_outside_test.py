@@ -63,7 +63,7 @@ def assert_close(found, expected):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("build", [problem, two_outputs])
 @pytest.mark.parametrize("of", ["empirical", "exact", "mc"])
 def test_an_operator_is_that_of_the_type_it_restates(x64, of, build):
@@ -79,6 +79,7 @@ def test_an_operator_is_that_of_the_type_it_restates(x64, of, build):
         assert_close(found.to_dense(), expected.to_dense())
 
 
+@pytest.mark.exhaustive
 def test_an_operator_draws_the_same_labels_whatever_the_chunk(x64):
     draws = Restated(of="mc", samples=2)
     whole, cut = (

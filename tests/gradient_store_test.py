@@ -63,7 +63,7 @@ def check_equal(objective, params, batch, bases):
                     assert_close(found, expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("corrected", [False, True], ids=["factors", "measured"])
 @pytest.mark.parametrize("name", CASES)
 def test_scores_from_a_store_are_the_streamed_ones(x64, name, corrected):
@@ -72,7 +72,7 @@ def test_scores_from_a_store_are_the_streamed_ones(x64, name, corrected):
     check_equal(objective, params, batch, bases_of(objective, params, batch, corrected=corrected))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_scores_of_programs_that_are_no_matrix_product_of_rows(x64, name):
     model, params, batch = PROGRAMS[name]
@@ -101,6 +101,7 @@ def in_float32(trained):
     return stored(trained, dtype="float32")
 
 
+@pytest.mark.exhaustive
 def test_float32_loses_nothing(trained, in_float32):
     objective, params, bases, queries, batch = trained
     args = objective, params, bases
@@ -131,6 +132,7 @@ def test_bfloat16_is_the_default_and_correlates(trained):
 # ------------------------------------------------------------ options of influence
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("options", [{"query_rank": 1}, {"per": "layer"}, {"layers": "up/.*"}])
 def test_options_mean_the_same_of_a_store(trained, bias, options):

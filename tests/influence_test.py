@@ -65,7 +65,7 @@ def check(objective, params, batch, bases, damping=0.1):
 # ------------------------------------------------------------ whole gradients
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("corrected", [False, True], ids=["factors", "measured"])
 @pytest.mark.parametrize("name", CASES)
 def test_scores_are_products_of_whole_gradients(name, corrected):
@@ -118,6 +118,7 @@ def test_scores_of_programs_that_are_no_matrix_product_of_rows(name):
         check(objective, params, batch, bases_of(objective, params, batch, corrected=corrected))
 
 
+@pytest.mark.exhaustive
 def test_a_weight_that_one_layer_answers_for_with_biases_of_two():
     def model(p, x):
         h = jnp.tanh(x @ p["w"] + p["b"])
@@ -162,7 +163,7 @@ def rows(gradient, name):
     return np.concatenate(parts, 1).reshape(len(parts[0]), -1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("damping", ["heuristic", 0.3])
 @pytest.mark.parametrize("corrected", [False, True], ids=["factors", "measured"])
 def test_each_layer_is_solved_with_the_inverse_of_its_dense_block(corrected, damping):
@@ -185,7 +186,9 @@ def test_each_layer_is_solved_with_the_inverse_of_its_dense_block(corrected, dam
     assert_close(whole, sum(expected))
 
 
-def test_a_stack_has_the_damping_of_each_of_its_slices():
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("corrected", [False, True], ids=["factors", "measured"])
+def test_a_stack_has_the_damping_of_each_of_its_slices(corrected):
     params = {"w": normal(3, 4, 4), "s": normal(3, 4), "head": normal(4, 2)}
     batch = (normal(4, 4), jnp.asarray([0, 1, 1, 0]))
 
@@ -202,11 +205,9 @@ def test_a_stack_has_the_damping_of_each_of_its_slices():
     scores = []
     for model, p in ((scanned, params), (unrolled, apart)):
         objective = jk.Objective(model, jk.Categorical())
-        for corrected in (False, True):
-            bases = bases_of(objective, p, batch, corrected=corrected)
-            scores.append(jk.influence(objective, p, bases, batch, batch))
-    assert_close(scores[0], scores[2])
-    assert_close(scores[1], scores[3])
+        bases = bases_of(objective, p, batch, corrected=corrected)
+        scores.append(jk.influence(objective, p, bases, batch, batch))
+    assert_close(*scores)
 
 
 def test_scores_by_token_are_those_of_a_copy_of_the_weights_for_each_position():
@@ -344,6 +345,7 @@ def test_on_ridge_regression_a_score_is_the_derivative_in_an_examples_weight_tim
     assert_close(-scores / 9, jax.grad(loss)(jnp.ones(9)))
 
 
+@pytest.mark.exhaustive
 def test_leaving_an_example_out_changes_a_prediction_by_one_over_one_minus_its_leverage():
     w, scores, own = ridge_scores()
     residual = (FEATURES @ w - ANSWERS)[:, 0]
@@ -374,6 +376,7 @@ def test_a_stream_gives_the_scores_of_one_batch_and_top_k_their_largest():
         assert_close(best.scores, np.take_along_axis(np.asarray(scores), order, -1))
 
 
+@pytest.mark.exhaustive
 def test_examples_that_pad_the_last_batch_score_zero_and_are_not_among_the_best():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     mask = jnp.arange(6) < 4
@@ -417,6 +420,7 @@ def test_scores_by_token_of_shorter_batches_end_in_zeros():
     np.testing.assert_array_equal(found[:, :3, 2:], 0)
 
 
+@pytest.mark.exhaustive  # tests/laplace_test.py has the refusal
 @pytest.mark.parametrize("pattern", ["table@embedding", "table@embedding|w"])
 def test_one_reading_of_a_tied_table_is_no_gradient_of_it_and_is_refused(pattern):
     model, params, batch = PROGRAMS["tied, some targets left out"]
@@ -439,6 +443,7 @@ def test_one_reading_of_a_tied_table_is_no_gradient_of_it_and_is_refused(pattern
     assert_close(found, flat(jax.jit(solve)(each)) @ flat(each).T)
 
 
+@pytest.mark.exhaustive
 def test_one_slice_of_a_stack_is_read_by_no_other():
     def model(p, x):
         return jnp.tanh(x @ p["w"][0]) @ p["w"][1]
@@ -470,6 +475,7 @@ def test_self_influence_is_the_same_whatever_fits_at_once():
         jk.self_influence(*args, BATCH, max_bytes=one - 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("queries", [None, 1, 2])
 def test_gradients_of_a_layer_that_is_passed_once_are_not_held(monkeypatch, queries):
     """Of 128 examples these would be more than all that the program takes."""
@@ -489,6 +495,7 @@ def test_gradients_of_a_layer_that_is_passed_once_are_not_held(monkeypatch, quer
     assert taken < 128 * 8 * 48 * 48
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pattern", ["u", "w"])
 def test_layers_picks_what_counts(pattern):
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
@@ -506,6 +513,7 @@ def test_parameters_outside_the_bases_count_as_fixed():
     assert_close(found, jk.influence(*args, bases, QUERIES, BATCH, layers="u"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_scores_of_few_bits_are_near_those_of_many(dtype):
     def cast(tree):
@@ -569,6 +577,7 @@ def test_factors_without_gradients_are_no_curvature_and_it_is_said():
         jk.influence(OBJECTIVE, PARAMS, bases, QUERIES, BATCH)
 
 
+@pytest.mark.exhaustive
 def test_of_a_gaussian_only_the_last_layers_gradients_are_the_identity(recwarn):
     batch = BATCH[0], normal(6, 2)
     objective = jk.Objective(perceptron, jk.Gaussian())
@@ -581,6 +590,7 @@ def test_of_a_gaussian_only_the_last_layers_gradients_are_the_identity(recwarn):
         jk.influence(objective, PARAMS, forward, batch, batch)
 
 
+@pytest.mark.exhaustive
 def test_of_a_linear_gaussian_every_layers_gradients_are_the_identity(recwarn):
     params = {"a": normal(3, 2), "b": normal(4, 2)}
     batch = (normal(6, 3), normal(6, 4)), normal(6, 2)
@@ -591,6 +601,7 @@ def test_of_a_linear_gaussian_every_layers_gradients_are_the_identity(recwarn):
     assert not recwarn
 
 
+@pytest.mark.exhaustive
 def test_zero_damping_says_which_bound_of_the_condition_number_is_enough():
     small = jax.tree.map(lambda x: x.astype(jnp.float32), PARAMS)
     batch = BATCH[0].astype(jnp.float32).at[:, 0].set(0), BATCH[1]

@@ -46,6 +46,7 @@ def test_a_rate_of_zero_holds_the_parameters_still_as_in_optax():
 # ------------------------------------------------------------------ defaults
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["exact", "factored"])
 def test_a_rate_brings_a_damping_and_a_constraint_that_can_be_undone(mode):
     named = {"damping": 0.1, "norm_constraint": 1e-2, "momentum": 0.9}

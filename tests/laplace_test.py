@@ -147,7 +147,7 @@ def log_likelihood(objective, params, batch, noise=1.0):
 @pytest.mark.parametrize("corrected", [False, True], ids=["factors", "measured"])
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("net", NETS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_evidence_and_variance_are_those_of_the_dense_posterior(net, bias, corrected):
     model, params = NETS[net]
     objective = jk.Objective(model, jk.Categorical())
@@ -181,6 +181,7 @@ def test_a_log_likelihood_of_many_batches_keeps_its_digits(monkeypatch):
     assert abs(float(found.loss) / expected - 1) < 2e-7 < 2e-6 < abs(plain / expected - 1)
 
 
+@pytest.mark.exhaustive
 def test_variance_is_the_same_whatever_fits_at_once():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     posterior = jk.laplace(OBJECTIVE, PARAMS, bases, num_examples=6, prior_precision=0.3)
@@ -263,7 +264,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_variance_of_programs_that_are_no_matrix_product_of_rows(name):
     model, params, batch = PROGRAMS[name]
@@ -494,6 +495,7 @@ def test_parameters_outside_the_layers_are_fixed_and_named():
     assert np.ptp(samples["u"], 0).min() > 0
 
 
+@pytest.mark.exhaustive
 def test_bayes_over_adapters_leaves_the_model_as_it_is():
     config = jk.lslora.Config(rank=2, alpha=1.0, target="w|u")
     adapters = jk.lslora.init(config, perceptron, PARAMS, BATCH[0], key=jax.random.key(0))
@@ -507,7 +509,7 @@ def test_bayes_over_adapters_leaves_the_model_as_it_is():
     assert variance.shape == (6, 3, 3) and (jnp.linalg.eigvalsh(variance) > 0).all()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_few_bits_are_near_many(dtype):
     def cast(tree):

@@ -86,6 +86,7 @@ class Net(nnx.Module):
         return hidden @ self.down["w"][...]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["dictionary", "state"])
 def test_nnx_optimizer_steps_as_the_plain_loop_does(form):
     model = Net()
@@ -170,6 +171,7 @@ def test_injected_numbers_are_those_that_were_given():
     assert_close(trained(tx)[0], expected())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.standard_promotion  # a float divided by the step
 def test_injected_numbers_change_in_flight():
     """As schedules of the same values change them."""
@@ -207,6 +209,7 @@ def test_chain_hands_factors_to_kfac_alone():
     assert_close(trained(tx)[0], expected())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("by", ["masked", "partition"])
 def test_the_parameters_of_a_mask_are_stepped_and_the_others_left_to_others(by):
     ours = {"up": True, "scale": False, "down": True}
@@ -275,6 +278,7 @@ def test_bytes_with_and_without_what_is_optional_are_told_apart():
     assert_same(flax.serialization.from_state_dict(bases, earlier), bases)
 
 
+@pytest.mark.exhaustive
 def test_a_state_goes_through_jax_tree_and_trains_on():
     tx = jk.kfac(0.1, damping=1e-2, **OPTIONS)
     params, state = trained(tx, steps=2)
@@ -288,6 +292,7 @@ def test_a_state_goes_through_jax_tree_and_trains_on():
 # ------------------------------------------------------------------ precision
 
 
+@pytest.mark.exhaustive
 def test_updates_that_bfloat16_would_lose_are_kept_by_float32_masters():
     def half(p, x):
         return apply_fn(optax.tree.cast(p, jnp.bfloat16), x.astype(jnp.bfloat16))

@@ -41,7 +41,7 @@ def assert_equal(x, y, rtol=1e-12):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-14), x, y)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact", "forward"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_one_mark_of_weight_one_is_an_objective(fisher, sharing):
@@ -51,6 +51,7 @@ def test_one_mark_of_weight_one_is_an_objective(fisher, sharing):
     assert_equal(of(jax.jit(marked)), of(jk.Objective(model, jk.Categorical())))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wall", [lambda f: f, jax.jit, jax.checkpoint])
 def test_what_a_loss_holds_beside_its_marks_is_in_no_factor(wall):
     """A penalty on activations has no likelihood: G is that of the mark, as of mc and exact."""
@@ -82,6 +83,7 @@ def test_only_what_leads_past_the_marks_takes_a_second_pass(extra):
     assert (len(products) > len(alone)) == extra
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["number", "array"])
 def test_a_linear_loss_of_two_terms_has_its_gauss_newton_matrix(form):
     """A weighs rows by weight / T: pooled by their number it would be another."""
@@ -118,6 +120,7 @@ def clip(p, batch, marks=True):
     return 0.5 * one_way(z) + 0.5 * one_way(z.T)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
 def test_a_contrastive_loss_in_both_directions(fisher, sharing):
@@ -149,6 +152,7 @@ def test_a_contrastive_loss_in_both_directions(fisher, sharing):
         np.testing.assert_allclose(factors[name].g, expected, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.exhaustive
 def test_sampled_labels_of_a_contrastive_loss_expect_its_exact_factors():
     params, batch = {"i": normal(3, 4), "t": normal(2, 4)}, (normal(N, 3), normal(N, 2))
     sampled = jk.value_grad_and_factors(clip, fisher="mc")
@@ -218,6 +222,7 @@ def test_mapped_outputs_are_terms_like_any_other():
     assert_equal(of(mapped), of(marked))
 
 
+@pytest.mark.exhaustive
 def test_a_layer_in_a_loop_leads_to_the_mark_behind_it():
     params = {"w": normal(3, 3), "v": normal(3, 3)}
     batch = net()[1]
@@ -370,6 +375,7 @@ def test_a_mean_over_a_number_in_the_batch_is_no_sum():
         collect(mean, params=params, batch={"x": x, "y": y, "n": jnp.asarray(5.0)}, loss_terms=N)
 
 
+@pytest.mark.exhaustive
 def test_a_contrastive_loss_is_no_sum():
     """On two rows it is log 2, and on these twice 2 log 2: three times tells."""
     params = {"i": jnp.zeros((3, 4)), "t": jnp.zeros((2, 4))}

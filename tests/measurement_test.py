@@ -63,6 +63,7 @@ def check(objective, batch, queries, measurement):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
+@pytest.mark.exhaustive
 def test_a_margin_scores_as_its_explicit_gradient():
     check(OBJECTIVE, BATCH, QUERIES, margin)
 
@@ -73,6 +74,7 @@ def test_a_log_likelihood_of_some_tokens_scores_as_its_explicit_gradient():
     check(objective, batch, (normal(3, 2, 4), batch[1][:3], MASK), chosen_tokens)
 
 
+@pytest.mark.exhaustive
 def test_the_loss_as_a_measurement_scores_as_the_loss():
     bases = bases_of(OBJECTIVE, PARAMS, BATCH)
     plain = jk.influence(OBJECTIVE, PARAMS, bases, QUERIES, BATCH)

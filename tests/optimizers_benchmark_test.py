@@ -56,7 +56,7 @@ def regression(name="regression"):
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["adamw", "muon", "soap", "lbfgs", "kfac_fixed", "kfac_adaptive"])
 def test_every_optimizer_lowers_the_loss(name):
     problem, method = regression(), METHODS[name]
@@ -99,6 +99,7 @@ def test_losses_with_marks_are_those_without_and_data_are_as_described(name):
     assert all(map(np.array_equal, jax.tree.leaves(batch), jax.tree.leaves(again)))
 
 
+@pytest.mark.exhaustive
 def test_the_resnet_with_marks_has_the_loss_and_gradient_of_the_one_without():
     problem, data = PROBLEMS["resnet"], random_images()
     params, batch = problem.initial(0), problem.batch(data, 0, 0)

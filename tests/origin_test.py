@@ -53,6 +53,7 @@ def same_structure(one, other):
 # ------------------------------------------------------------ what carries it on
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fisher", TYPES)
 def test_bases_are_of_what_their_factors_are(fisher):
     factors = collected(fisher).factors
@@ -126,7 +127,7 @@ def updates_of(tx, given):
     return updates, state, new
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("inverse", ["eigh", "cholesky", "host"])
 @pytest.mark.parametrize("fisher", ["empirical", "exact", None])
 def test_kfac_takes_factors_of_another_type_than_like(fisher, inverse):
@@ -153,6 +154,7 @@ def test_kfac_takes_factors_of_another_type_than_like(fisher, inverse):
     same_structure(carried, state)
 
 
+@pytest.mark.exhaustive
 def test_multi_steps_takes_factors_of_another_type_than_like():
     like, given = collected("exact").factors, collected("mc")
     tx = jk.multi_steps(jk.kfac(0.1, like=like, damping=0.1), every_k_schedule=2)
@@ -200,6 +202,7 @@ def test_queries_know_of_which_likelihood_their_bases_were():
         jk.influence(GAUSSIAN, PARAMS, None, held, NUMBERS)
 
 
+@pytest.mark.exhaustive
 def test_a_loss_that_marks_its_outputs_fits_the_objective_of_the_same_likelihood():
     def loss(params, batch):
         outputs = jk.mark_outputs(net(params, batch[0]), jk.Categorical())
@@ -237,6 +240,7 @@ def test_a_fisher_type_that_does_not_fit_is_warned_of_with_the_reason(call, fish
     assert all(expected in str(x.message) for x in said)
 
 
+@pytest.mark.exhaustive
 def test_forward_is_known_of_several_gaussian_heads_whose_every_g_is_the_identity():
     """By their G alone they could be of "exact": each head adds to its output as it is."""
     params = {"a": PARAMS["up"], "b": PARAMS["up"][:, :2]}
@@ -258,6 +262,7 @@ def test_of_bases_of_which_nothing_is_known_their_g_is_looked_at():
         jk.laplace(OBJECTIVE, PARAMS, unknown, num_examples=6)
 
 
+@pytest.mark.exhaustive
 def test_eigenvalues_that_are_measured_fit_whatever_their_eigenvectors_are_of(recwarn):
     bases = bases_of("forward")
     measured = jk.correct_eigenvalues(OBJECTIVE, bases, fisher="exact")(PARAMS, BATCH)

@@ -41,6 +41,7 @@ def logits_of(model):
         return model(torch.from_numpy(IDS).long()).logits.numpy()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
 def test_lora_that_stock_peft_trained_on_llama_runs_on_the_fused_decoder(targets, tmp_path):
     model = saved_model("llama", tmp_path / "base")
@@ -61,6 +62,7 @@ def test_lora_that_stock_peft_trained_on_llama_runs_on_the_fused_decoder(targets
     np.testing.assert_allclose(found, logits_of(adapted), atol=2e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "kind, placement",
     [
@@ -122,6 +124,7 @@ def test_a_folder_written_here_opens_by_itself_in_stock_peft(kind, tmp_path):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dialect", ["lslora", "peft"])
 def test_stock_peft_does_not_open_a_nonlinear_folder_as_a_linear_one(dialect, tmp_path):
     saved_model("phi3", tmp_path / "base")
@@ -145,6 +148,7 @@ def test_stock_peft_does_not_open_a_nonlinear_folder_as_a_linear_one(dialect, tm
         np.testing.assert_allclose(logits_of(opened.eval()), expected, atol=2e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_quantised_decoder_takes_a_stock_folder_too(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 64}  # NF4's blocks
     model = saved_model("llama", tmp_path / "base", **sizes)

@@ -55,6 +55,7 @@ def test_eight_devices_with_a_part_of_the_parameters_exchange_what_is_planned(na
     assert found == training.collectives("cpu") and found["all-gather"] > 0
 
 
+@pytest.mark.exhaustive
 def test_two_devices_with_a_part_of_the_parameters_hold_and_exchange_what_is_planned():
     """Arrays that are there, and the program that takes them."""
     objective, params, batch = TRAININGS["dense"]().problem
@@ -197,6 +198,7 @@ def test_each_micro_batch_is_summed_over_devices_and_one_device_exchanges_nothin
     assert dataclasses.replace(plan[8, 1], exchanged={}) == plan[1, 1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("named", [False, True])
 def test_a_device_of_a_mesh_has_its_batch_whole_unless_the_objective_divides_it(monkeypatch, named):
     monkeypatch.setattr("jaxkfac.kinds._patches.AT_ONCE", 2**8)  # several runs of positions

@@ -44,6 +44,7 @@ def _closed():
     pyplot.close("all")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["spectra", "coverage", "capacity", "plan", "nonlinearities"])
 def test_a_figure_is_drawn_where_it_is_asked_for(things, name):
     draw = getattr(jk.plot, name)

@@ -179,6 +179,7 @@ class BatchNormed(nnx.Module):
         return self.head(jnp.tanh(self.norm(self.linear(x))))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("training", [False, True])
 def test_nnx_batch_norm_keeps_its_statistics_and_leaves_the_model_alone(training):
     model = BatchNormed(nnx.Rngs(0))
@@ -200,7 +201,7 @@ def test_nnx_batch_norm_keeps_its_statistics_and_leaves_the_model_alone(training
     assert_tree_close(after, before, 0.0)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("cell", [nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell])
 def test_nnx_recurrent_cells_have_one_block_per_parameter(cell):
     class Net(nnx.Module):
@@ -248,6 +249,7 @@ class LinenStacked(nn.Module):
         return nn.Dense(3, use_bias=False, name="head")(x)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.standard_promotion  # Flax and jax.nn mix float32 constants into float64
 def test_linen_scan_and_remat(x64):
     model = LinenStacked()
@@ -263,6 +265,7 @@ def test_linen_scan_and_remat(x64):
 # ------------------------------------------------------------ loops over data
 
 
+@pytest.mark.exhaustive
 def test_lax_map_over_examples(x64):
     def model(p, x, tap):
         row = lambda x: jnp.tanh(x @ p["up"]["kernel"] + p["up"]["bias"])
@@ -272,6 +275,7 @@ def test_lax_map_over_examples(x64):
     assert factors.layer("up/kernel").stack == ()
 
 
+@pytest.mark.exhaustive
 def test_lax_map_in_batches(x64):
     def model(p, x, tap):
         row = lambda x: jnp.tanh(x @ p["up"]["kernel"] + p["up"]["bias"])
@@ -280,6 +284,7 @@ def test_lax_map_in_batches(x64):
     check(model, mlp_params(), BATCH(), oracle_model=mlp)
 
 
+@pytest.mark.exhaustive
 def test_fori_loop_over_data(x64):
     def model(p, x, tap):
         def body(t, h):
@@ -468,6 +473,7 @@ def test_inner_jit_shardings_and_constraints_are_kept(x64):
         )
 
 
+@pytest.mark.exhaustive  # tests/explicit_mesh_test.py has it
 def test_data_parallel_placement_leaves_the_factors_unchanged(x64):
     with two_devices() as devices:
         mesh = jax.sharding.Mesh(np.array(devices), ("data",))
@@ -500,6 +506,7 @@ def test_shard_map_inside_the_model_counts_globally(x64):
         assert all(float(c) == 4 for c in factors.a_counts.values())
 
 
+@pytest.mark.exhaustive
 def test_shard_map_with_scan_and_explicit_cast(x64):
     """A cast of varying axes is a view: the parameter is still a parameter behind it."""
     with two_devices() as devices:
@@ -528,7 +535,7 @@ def test_shard_map_with_scan_and_explicit_cast(x64):
         )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("split", ["rows", "outputs"])
 def test_meshes_with_explicit_axis_types(x64, split):
     with two_devices():
@@ -820,6 +827,7 @@ def _handled_or_reported(model, p, batch, path, primitive, **options):
     return True
 
 
+@pytest.mark.exhaustive
 def test_dynamic_slices_in_a_loop(x64):
     p = tree(12, w=(3, 4, 4), head=(4, 3))
     _handled_or_reported(
@@ -894,6 +902,7 @@ def test_parameter_sliced_into_two_layers(x64):
 # ------------------------------------------------- convolution and attention
 
 
+@pytest.mark.exhaustive
 def test_convolution_inside_vmap(x64):
     def model(p, x, tap):
         def one(x):
@@ -935,6 +944,7 @@ def test_grouped_convolution(x64):
 
 
 @pytest.mark.standard_promotion  # Flax and jax.nn mix float32 constants into float64
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_dot_product_attention(x64, grouped):
     kv = 1 if grouped else 2
@@ -1058,7 +1068,7 @@ COMPUTED = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", list(COMPUTED))
 def test_what_is_behind_a_computed_weight_has_squares_of_each_examples_gradient(x64, case):
     apply_fn, shapes, behind = COMPUTED[case]

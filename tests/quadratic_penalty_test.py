@@ -43,7 +43,7 @@ def check(factors, params):
     assert penalty(params) == 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("name", CASES)
 def test_value_and_derivative_are_those_of_the_dense_matrix(name, bias):

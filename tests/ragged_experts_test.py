@@ -73,6 +73,7 @@ def test_an_expert_has_the_rows_that_reach_it():
     assert jax.tree.map(jnp.shape, steps) == jax.tree.map(jnp.shape, p)
 
 
+@pytest.mark.exhaustive
 def test_experts_in_a_list_are_the_slices_of_a_stack():
     def stacked(p):
         each = {name: [p[f"{name}{e}"] for e in range(EXPERTS)] for name in ("up", "down")}
@@ -115,6 +116,7 @@ def test_rows_behind_the_last_run_reach_nobody(wall):
     np.testing.assert_allclose(factors["w"].a[0, 2], a, rtol=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_single_rows_are_measured_in_the_eigenbases():
     p, (x, y) = params(), batch()
     objective = jk.Objective(routed, jk.Categorical())

@@ -160,7 +160,7 @@ def options_of(fisher):
     return labels, {"fisher": fisher}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
 def test_a_dictionary_of_likelihoods_has_the_factors_of_the_sum_of_means(fisher, sharing):
@@ -179,7 +179,7 @@ def test_a_dictionary_of_likelihoods_has_the_factors_of_the_sum_of_means(fisher,
 HOW = {"plain": lambda f: f, "jit": jax.jit, "remat": jax.checkpoint}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "fisher, sharing, how",
     [
@@ -204,7 +204,7 @@ def test_marks_have_the_factors_of_their_weighted_means(fisher, sharing, how):
     assert_factors(factors, brute(fisher, WEIGHTS, sharing, labels))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
 @pytest.mark.parametrize("by", ["objective", "marks"])
 def test_measured_eigenvalues_are_of_the_whole_loss(by, fisher):
@@ -228,7 +228,7 @@ def test_measured_eigenvalues_are_of_the_whole_loss(by, fisher):
         np.testing.assert_allclose(found[k].raw_values, expected, rtol=1e-9, atol=1e-13)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["ggn", "fisher", "empirical", "marked ggn", "marked fisher"])
 def test_operators_are_of_the_whole_loss(kind):
     params, x, targets, mask = problem()

@@ -47,7 +47,7 @@ ELEMENTWISE = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elements_have_one_diagonal_whatever_reads_them(name):
     apply_fn, shape = ELEMENTWISE[name]
@@ -72,6 +72,7 @@ TURNED = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TURNED)
 def test_a_kernel_turned_round_before_it_is_put_beside_others_is_no_matrix(name):
     join, q, r = TURNED[name]
@@ -199,7 +200,7 @@ def routed(p, x):
     return lax.cond(x[0] > 0, *steps, x)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", [(5, 3, 4), (1, 5, 4), (5, 1, 4), (1, 1, 4)], ids=str)
 def test_a_cond_under_two_vmaps_counts_the_rows_that_take_it(shape):
     params, x = tree(0, a=(4, 4), b=(4, 4)), normal(1, *shape)

@@ -23,6 +23,7 @@ def marked(p, batch):
     return -jnp.take_along_axis(jax.nn.log_softmax(z), batch[1][:, None], -1).mean()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("loss", [jk.Objective(model, jk.Categorical()), marked])
 def test_equal_parameters_have_the_gradients_sum_and_the_factors_of_all(loss, every):
@@ -85,6 +86,7 @@ def test_a_mask_inside_is_refused_by_name():
         jax.jit(split)(x, y, jnp.arange(8) % 3 > 0)
 
 
+@pytest.mark.exhaustive
 def test_parameters_of_each_device_have_the_same_factors():
     """Their gradients are their own; factors are always those of all devices."""
     x, y = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4
@@ -119,6 +121,7 @@ def _on_two_devices(stats, x, y):
     return jax.jit(split)(PARAMS, x, y)
 
 
+@pytest.mark.exhaustive
 def test_the_second_pass_squares_before_it_sums_over_devices():
     x, y = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4
     stats = jk.value_grad_and_factors(jk.Objective(unit, jk.Categorical()))
@@ -160,6 +163,7 @@ def test_a_rematted_convolution_is_collected_at_times_inside(every):
     np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.exhaustive
 def test_uses_of_curvature_see_each_devices_examples_alone():
     """Their gradients are of one example: no sum over devices is theirs."""
     data = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4
@@ -180,6 +184,7 @@ def test_uses_of_curvature_see_each_devices_examples_alone():
         np.testing.assert_allclose(value, whole, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.exhaustive
 def test_the_optimizer_takes_gradients_of_each_device():
     """Inside ``shard_map``, with factors that are alike on all: each device's own update."""
     x, y = jnp.sin(jnp.arange(24.0)).reshape(8, 3), jnp.arange(8) % 4

@@ -159,6 +159,7 @@ def test_passes_under_a_budget_return_one_changed_state(make):
     assert_close(found.factors, expected.factors)
 
 
+@pytest.mark.exhaustive
 @MOSTLY_NNX
 def test_a_scalar_loss_returns_its_changed_state(make):
     apply_fn, params, state = make()
@@ -252,6 +253,7 @@ def test_a_changed_state_of_another_form_raises_in_words():
         stats(jnp.ones((4, 3)), (jnp.ones((2, 4)), jnp.zeros(2, int)), state={"mean": jnp.ones(3)})
 
 
+@pytest.mark.exhaustive
 def test_the_axes_of_a_state_are_not_taken_for_a_single_example():
     """A weight that is computed needs examples that do not meet; one alone meets no other."""
 

@@ -83,6 +83,7 @@ def test_linen_multi_head_attention(x64):
     assert len(inputs) == 1
 
 
+@pytest.mark.exhaustive
 def test_nnx_multi_head_attention(x64):
     class Net(nnx.Module):
         def __init__(self, rngs):

@@ -60,6 +60,7 @@ def test_operators_are_those_of_the_whole_parameter(name):
     np.testing.assert_allclose(ggn, rows.T @ rows / N, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.sampled(2)
 @models
 def test_kfac_solves_with_one_block(name):
     """Of two orientations it is the Kronecker product nearest to their sum."""
@@ -90,6 +91,7 @@ def test_kfac_solves_with_one_block(name):
         np.testing.assert_allclose(found["c"], expected[-1], rtol=1e-8)
 
 
+@pytest.mark.sampled(2)
 @models
 def test_measured_eigenvalues(name):
     """They are the diagonal of the Fisher in the block's eigenbases."""

@@ -56,6 +56,7 @@ def test_diagonals_are_squares_of_each_examples_gradient(wall):
         np.testing.assert_allclose(factors[name].diagonal, expected[name], rtol=1e-10, err_msg=name)
 
 
+@pytest.mark.exhaustive
 def test_in_a_scan_over_stacked_parameters_and_over_constant_ones():
     def apply_fn(p, x):
         def step(x, w):
@@ -90,6 +91,7 @@ def test_padding_that_is_no_number_stays_outside():
 CASES = ["q, k, v concatenated into one product", "a list of layers stacked for a scan"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_parts_are_measured_as_parameters_of_their_own(name):
     """EKFAC of the joined program against that of each example's gradient."""
@@ -109,6 +111,7 @@ def test_parts_are_measured_as_parameters_of_their_own(name):
         np.testing.assert_allclose(got, want.values, rtol=1e-8, atol=1e-12, err_msg=layer)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     ["parameters as one flat vector", "a kernel under a constant mask, and a triangle"]
@@ -136,6 +139,7 @@ def test_a_masked_kernel_is_not_measured_and_its_name_is_said():
         jk.correct_eigenvalues(case.objective, bases)(case.params, case.batch)
 
 
+@pytest.mark.exhaustive
 def test_flat_preconditioning_is_that_of_the_tree():
     """The same network as a tree and as one vector: the same natural gradient."""
     params = tree(0, w=(4, 5), b=(5,), head=(5, 3))
@@ -237,6 +241,7 @@ def test_an_adapter_of_a_range_of_a_kernel():
 
 
 @pytest.mark.standard_promotion
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["parameters as one flat vector", "Haiku: GRU"])
 def test_a_saved_service_knows_ranges(name, tmp_path):
     """`jnp.split`, as in Haiku, says its sizes in NumPy's integers."""
@@ -249,6 +254,7 @@ def test_a_saved_service_knows_ranges(name, tmp_path):
         assert service.average().layers == factors.layers
 
 
+@pytest.mark.exhaustive
 def test_stacks_put_one_after_the_other_for_a_scan_have_diagonals():
     def apply_fn(p, x):
         w = jnp.concatenate([p["first"], p["second"]])

@@ -26,6 +26,7 @@ def test_the_table_is_printed_and_what_fits_is_said(capsys):
     assert "it fits as it is" in shown and "~: temporaries are for NVIDIA H100" in shown
 
 
+@pytest.mark.exhaustive
 def test_with_compiled_none_the_compiler_that_is_named_is_not_asked(capsys, monkeypatch):
     def fail(*_, **__):
         raise CompilerError("asked")

@@ -186,6 +186,7 @@ def test_analyze_prints_tables(finished, capsys):
         assert word in shown
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -345,6 +346,7 @@ def test_the_words_about_a_damaged_checkpoint_lead_to_the_end_of_the_run(
     assert_same_end(finished, tmp_path, "kfac")
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_is_one_line_and_the_checkpoint_before_counts(
     finished, tmp_path, no_page, capsys
 ):
@@ -390,6 +392,7 @@ def test_a_run_that_is_killed_and_then_damaged_comes_to_its_end(tmp_path):
     assert load_checkpoint(folder).step == 120
 
 
+@pytest.mark.exhaustive
 @pytest.mark.standard_promotion
 def test_a_loss_that_stays_non_finite_names_its_step(tmp_path, capsys):
     wild = ["--optimizer", "adamw", "--adamw.learning-rate", "1e25", "--adamw.warmup", "0"]

@@ -243,7 +243,7 @@ def test_measured_eigenvalues_need_all_eigenvectors(problem):
         correct_eigenvalues(Objective(apply_fn, Gaussian()), bases_of(factors, rank=9))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{}, {"vectors_dtype": "bfloat16"}, {"rank": 2}])
 def test_small_layers_are_solved_together_wherever_their_eigenvectors_are(options):
     keys = jax.random.split(jax.random.key(0), 4)

@@ -64,7 +64,7 @@ def test_only_the_reading_that_answers_for_a_parameter_has_inverses():
     assert_close(precondition(grads, held), natural_gradient(grads, bases, **options))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.exhaustive  # jaxkfac/optim/_preconditioner_test.py has it
 @damped
 @sharing
 def test_two_products_equal_the_eigenvectors(damping, mode, bias):

@@ -106,7 +106,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())) or "-")
 def test_passes_gather_what_one_pass_gathers(x64, options):
     objective, params, batch = nested()
@@ -184,6 +184,7 @@ def test_a_pass_stays_under_the_gradient_and_the_budget(kept):
         assert now.temp_size_in_bytes + outputs <= before.temp_size_in_bytes + budget + ROWS[kept]
 
 
+@pytest.mark.exhaustive
 def test_windows_of_one_size_run_one_compiled_program():
     objective, params, batch = transformer(6, 8)
     stats = value_grad_and_factors(objective, max_factor_bytes=18_000)
@@ -245,6 +246,7 @@ def test_a_sink_without_a_budget_is_refused():
         value_grad_and_factors(nested()[0], sink=(None, 0))
 
 
+@pytest.mark.exhaustive
 def test_passes_by_themselves_add_up_to_the_whole_and_carry_the_loss():
     def apply(p, x):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["blocks"])[0] @ p["head"]

@@ -32,6 +32,7 @@ def emitted(monkeypatch):
     return calls
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_equal_layers_are_traced_once_and_give_the_same_numbers(sharing, emitted, monkeypatch):
     def run():

@@ -42,6 +42,7 @@ def assert_same(a, b):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("objective", "options"),
     [

@@ -35,6 +35,7 @@ def batch(likelihood):
     return x, jnp.asarray(TARGETS[likelihood])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("likelihood", TARGETS, ids=repr)
 def test_a_scalar_has_one_gradient_at_each_position(likelihood, place, params, batch):

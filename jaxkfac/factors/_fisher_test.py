@@ -39,7 +39,7 @@ def assert_equal(left, right, rtol=1e-12):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-14), left, right)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("chunk", [2, 4, 6, 100])
 def test_exact_does_not_depend_on_the_chunk(x64, chunk, sharing):
@@ -51,7 +51,7 @@ def test_exact_does_not_depend_on_the_chunk(x64, chunk, sharing):
     assert_equal(one, other)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()], ids=repr)
 def test_mc_over_every_label_weighted_by_its_probability_is_exact(x64, likelihood, sharing):
@@ -74,6 +74,7 @@ def test_mc_over_every_label_weighted_by_its_probability_is_exact(x64, likelihoo
         )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_several_samples_are_the_mean_over_them(x64, sharing):
     objective, params, batch = program()
@@ -124,7 +125,7 @@ def test_devices_draw_labels_of_their_own(x64):
     assert not np.allclose(both[0], drawn([base]))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["mc", "exact", "forward", "exact_if_terms_do_not_mix"])
 def test_value_gradient_and_input_side_are_those_of_the_given_targets(x64, fisher):
     objective, params, batch = program()
@@ -137,6 +138,7 @@ def test_value_gradient_and_input_side_are_those_of_the_given_targets(x64, fishe
     assert not np.allclose(factors["in"].g, given["in"].g)
 
 
+@pytest.mark.exhaustive
 def test_one_type_more_costs_one_backward_pass_and_no_forward_pass():
     objective, params, batch = program(n=64, t=4, d=64, classes=64)
 
@@ -167,6 +169,7 @@ def test_memory_of_exact_is_bounded_by_the_chunk(sharing):
     assert temporaries(fisher="exact", chunk=256) > 16 * one_pull  # all pulls at once
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["mc", "exact"])
 def test_masked_terms_are_in_no_sum_and_no_count(x64, fisher):
     objective, params, (x, y) = program(t=3)
@@ -186,7 +189,7 @@ def test_masked_terms_are_in_no_sum_and_no_count(x64, fisher):
         np.testing.assert_allclose(masked[name].g * 6, expected[name].g * 9, rtol=1e-10)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact", "exact_if_terms_do_not_mix"])
 def test_the_second_pass_uses_the_same_fisher_type(x64, fisher):
     # exp of a parameter is no layer; exp(s) x is the scale exp(s): its diagonal is known.
@@ -265,7 +268,7 @@ def test_labels_that_are_no_class_are_refused(labels):
         stats(params, batch, labels=labels[:0])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
 @pytest.mark.parametrize("likelihood", [Gaussian(), Bernoulli()], ids=repr)
 def test_targets_of_masked_terms_may_be_nan(x64, likelihood, fisher):
@@ -278,6 +281,7 @@ def test_targets_of_masked_terms_may_be_nan(x64, likelihood, fisher):
     jax.tree.map(np.testing.assert_array_equal, found, clean)
 
 
+@pytest.mark.exhaustive
 def test_exact_in_bfloat16_divides_by_the_true_number_of_terms():
     """256 is the last number before which bfloat16 holds them all."""
     keys = jax.random.split(jax.random.key(0), 2)

@@ -19,6 +19,7 @@ def targets_of(likelihood):
     return likelihood.sample(jax.random.key(1), outputs())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=repr)
 def test_fisher_columns_and_products_are_those_of_the_hessian_of_a_term(likelihood):
     y, targets = outputs(), targets_of(likelihood)
@@ -36,6 +37,7 @@ def test_fisher_columns_and_products_are_those_of_the_hessian_of_a_term(likeliho
     np.testing.assert_allclose(found, product, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=repr)
 def test_gradients_at_sampled_labels_have_the_fisher_as_second_moment(likelihood):
     y, number = outputs()[:1, :1], 40_000
@@ -75,7 +77,7 @@ def test_a_class_out_of_range_gives_nan_where_values_are_traced(dtype, bad):
     assert jnp.isnan(jax.jit(objective)(jnp.ones(()), (y, targets)))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "exact", "forward"])
 @pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()], ids=repr)
 def test_an_invalid_target_poisons_value_gradient_and_factors_alike(likelihood, fisher):
@@ -93,6 +95,7 @@ def test_an_invalid_target_poisons_value_gradient_and_factors_alike(likelihood, 
     assert jnp.isfinite(stats(params, (x, targets, kept), jax.random.key(2)).value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["mc", "exact"])
 def test_an_invalid_target_poisons_the_second_pass(fisher):
     """Sampled labels and columns do not show it."""
@@ -105,6 +108,7 @@ def test_an_invalid_target_poisons_the_second_pass(fisher):
         assert bool(jnp.isfinite(factors["s"].diagonal).all()) == finite
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_ignored_classes_are_masked_terms(fisher, masked):

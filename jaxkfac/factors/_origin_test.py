@@ -43,6 +43,7 @@ def marked(params, batch):
     return nll.mean() + 0.5 * jnp.square(second).sum(-1).mean()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", TYPES)
 def test_factors_know_their_fisher_type_and_likelihood_and_so_do_their_shapes(fisher):
     stats = value_grad_and_factors(CATEGORICAL, fisher=fisher)
@@ -54,6 +55,7 @@ def test_factors_know_their_fisher_type_and_likelihood_and_so_do_their_shapes(fi
         assert jax.tree.structure(found) == jax.tree.structure(shapes)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fisher", TYPES)
 def test_a_loss_with_marks_has_the_likelihoods_of_its_heads(fisher):
     found = factors(fisher, marked)
@@ -93,6 +95,7 @@ def test_factors_of_a_step_without_collection_have_the_same_structure(options):
         assert run(0).origin == run(1).origin == Origin("exact", ("Categorical",))
 
 
+@pytest.mark.exhaustive
 def test_inside_shard_map_it_is_the_same():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 

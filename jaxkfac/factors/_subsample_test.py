@@ -118,6 +118,7 @@ def test_every_row_is_the_full_factors(sharing):
         assert (a == b).all()
 
 
+@pytest.mark.exhaustive
 def test_the_block_of_a_joint_bias_stays_positive_under_a_mask():
     """Its sums are of the same rows, and its last element is the number of rows there are."""
     objective, params = scanned()

@@ -30,6 +30,7 @@ def test_panels_unpack_to_the_full_product(x64, size):
     np.testing.assert_allclose(unpack_panels(panels), x.T @ x, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("number", [1, 2, 64])
 def test_rows_computed_in_the_same_program_have_a_symmetric_product(number, dtype):
@@ -76,6 +77,7 @@ def test_a_border_is_one_more_row_and_column(x64):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 33, 50])
 def test_panels_are_written_as_they_are_gathered(size):
     """What other devices do, bit for bit."""

@@ -63,6 +63,7 @@ def test_damped_power_equals_the_dense_kronecker_matrix(mode, damping, power):
     assert jnp.allclose(got.reshape(-1), expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_a_stack_is_its_slices_even_for_pi():
     a, g, w = pair(stack=(3,))
     whole = apply(a, g, w, power=-1.0, damping=TAU, mode="pi")
@@ -79,6 +80,7 @@ def test_no_vectors_is_the_identity_basis():
     assert jnp.allclose(scale_in_eigenbasis(w, scale, None, g_vectors), dense, rtol=1e-10)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kept", [(3, 4), (2, 4), (3, 2), (1, 3)])
 def test_a_quadratic_form_is_the_matrix_times_what_scaling_makes_of_it(kept):
     a, g, w = pair(stack=(2,))

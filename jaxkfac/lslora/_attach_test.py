@@ -157,6 +157,7 @@ def test_curvature_of_the_adapters_covers_every_part_of_them():
         np.testing.assert_allclose(factors[f"{name}/{part}"].diagonal, squares, rtol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_forward_mode_lets_jvp_through_and_leaves_nothing_uncovered(x64):
     def fn(p, x):
         return x @ p["kernel"]
@@ -204,6 +205,7 @@ def test_slices_of_a_scan_drop_different_inputs():
     assert {0.0, 32.0} == set(np.unique(out)) and not np.array_equal(out[0], out[1])
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_models_stay_bfloat16_and_phi_is_computed_in_float32():
     apply, params, config, adapters = linen(jnp.bfloat16)
     got = jax.jit(attach(apply, config))(params, adapters, X)
@@ -253,6 +255,7 @@ def test_scanned_rematted_nnx_models_and_their_own_dropout_key():
     )
 
 
+@pytest.mark.exhaustive
 def test_shards_of_a_batch_give_the_gradients_of_the_whole():
     def inside(p, x):
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, p["s"])[0]

@@ -348,6 +348,7 @@ def test_adapters_that_the_config_contradicts_are_not_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_adapters_out_of_a_bank_split_fused_and_started_warm_are_written(tmp_path):
     config = Config(rank=2, target=("mlp",))
     wide, plain = (dataclasses.replace(config, **x) for x in (WIDE, PLAIN))

@@ -133,6 +133,7 @@ def test_a_kernel_that_something_else_reads_is_not_merged():
         merge(attach(scaled, config), params, adapters, X)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("placement", ["output", "bottleneck"])
 def test_a_warm_start_is_plain_lora_up_to_a_third_of_the_squared_ratio(placement, x64):
     config = Config(rank=2, alpha=3, fourier_placement="none", target="w")

@@ -112,6 +112,7 @@ def close(got, want, tolerance=1e-10):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_fresh_adapter_starts_at_its_own_coefficients_and_changes_nothing(x64):
     params, x = model(jnp.float64)
     fresh = init(CONFIG, scanned, params, x, key=KEY)
@@ -148,6 +149,7 @@ def test_the_backward_pass_keeps_one_array():
     assert [(x.shape, x.dtype) for x in large] == [((64, 32), jnp.bfloat16)]
 
 
+@pytest.mark.exhaustive
 def test_a_bank_mixes_it_with_plain_lora_by_row(x64):
     configs = {"cubic": CONFIG, "plain": PLAIN}
     params, x = model(jnp.float64)
@@ -267,6 +269,7 @@ def test_a_split_adapter_computes_the_same_and_fuses_back():
     assert whole.nonlinearity == "cubic"
 
 
+@pytest.mark.exhaustive
 def test_curvature_of_a_and_b_is_that_of_the_plain_formula(x64):
     config = dataclasses.replace(CONFIG, fourier_placement="bottleneck")
     params, adapters, x = made(config, jnp.float64)

@@ -99,7 +99,7 @@ def merged(fn, config, adapters):
     return with_leaves(PARAMS, leaves)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "experts"), [*((n, None) for n in PROGRAMS), ("experts as outputs", "e")]
 )

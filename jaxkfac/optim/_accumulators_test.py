@@ -138,7 +138,7 @@ def test_bfloat16_halves_the_bytes_of_gradients_and_of_large_factors():
     assert sizes[1]["factors"] == pytest.approx(sizes[0]["factors"] / 2, rel=0.02)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{}, HALF], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["of float32", "of bfloat16"])
 def test_accumulators_on_the_host_equal_those_on_the_device_bit_for_bit(options, dtype):
@@ -187,7 +187,7 @@ def spaces(tree):
     return {jax.typeof(x).memory_space for x in jax.tree.leaves(tree)}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [HALF, HOST, {**HALF, **HOST}], ids=["bf16", "host", "both"])
 def test_a_donated_state_is_consumed_and_keeps_its_types(options):
     params, batches = net_params(jax.random.key(0)), group(0)
@@ -203,7 +203,7 @@ def test_a_donated_state_is_consumed_and_keeps_its_types(options):
     assert types(after) == types(tx.init(params))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [HALF, HOST, {**HALF, **HOST}], ids=["bf16", "host", "both"])
 def test_a_non_finite_micro_batch_leaves_the_accumulators_as_they_were(options):
     params, batches = net_params(jax.random.key(0)), group(0, (3, 2))
@@ -218,6 +218,7 @@ def test_a_non_finite_micro_batch_leaves_the_accumulators_as_they_were(options):
     assert int(after.skipped) == 1 and int(after.accumulation.mini_step) == 2
 
 
+@pytest.mark.exhaustive
 def test_rows_before_the_first_loss_term_are_kept_in_bfloat16():
     params, batches = net_params(jax.random.key(0)), group(0, (0, 0, 2))
     (_, wide), _ = pooled(params, batches)
@@ -227,7 +228,7 @@ def test_rows_before_the_first_loss_term_are_kept_in_bfloat16():
     assert jnp.allclose(kept.a_sums[name], wide.a_sums[name], rtol=1e-6)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [HALF, HOST], ids=["bf16", "host"])
 def test_a_state_goes_through_plain_arrays_and_back(options):
     params, batches = net_params(jax.random.key(0)), group(0, (3, 2))

@@ -163,6 +163,7 @@ class Paper:
         self.w = moved
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("factor_every", [0, 3])
 @pytest.mark.parametrize(
     ("initial", "weight_decay", "scale", "rises"),
@@ -212,6 +213,7 @@ def linear(params, x):
 LINEAR = Objective(linear, Gaussian())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 def test_one_step_reaches_the_minimum_of_a_quadratic(weight_decay):
     rng = np.random.default_rng(1)
@@ -228,7 +230,7 @@ def test_one_step_reaches_the_minimum_of_a_quadratic(weight_decay):
     np.testing.assert_allclose(state.adaptation.learning_rate, 1, atol=1e-9)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.exhaustive  # the ten steps of the paper are there
 @pytest.mark.parametrize(
     "given", [{}, {"learning_rate": 0.3}, {"momentum": 0.4}, {"momentum": 0.0}], ids=str
 )
@@ -275,6 +277,7 @@ def test_damping_alone_is_adapted_to_the_steps_that_are_made():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10), update, expected)
 
 
+@pytest.mark.exhaustive
 def test_scan_equals_a_loop():
     _, _, _, params, batch = problem()
     rule = LevenbergMarquardt(initial=0.3, every=2)
@@ -288,6 +291,7 @@ def test_scan_equals_a_loop():
     )
 
 
+@pytest.mark.exhaustive  # tests/adapted_loops_test.py has it
 def test_accumulated_steps_are_those_of_the_whole_batch():
     _, _, _, params, batch = problem()
     rule = LevenbergMarquardt(initial=0.3, every=1)
@@ -321,6 +325,7 @@ def test_accumulated_steps_are_those_of_the_whole_batch():
     np.testing.assert_allclose(state.inner.adaptation.ratio, one.adaptation.ratio, rtol=1e-8)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 def test_a_trial_that_is_not_finite_is_rejected_and_counted(bad):
     _, _, _, params, batch = problem()
@@ -341,6 +346,7 @@ def test_a_trial_that_is_not_finite_is_rejected_and_counted(bad):
     assert state.adaptation.rejected == 1
 
 
+@pytest.mark.exhaustive
 def test_a_state_can_be_donated():
     _, _, _, params, batch = problem()
     _, state, step = training(params, batch, damping=LevenbergMarquardt(initial=0.5))
@@ -358,27 +364,29 @@ def test_damping_stays_within_its_bounds():
     assert state.adaptation.damping == 0.2
 
 
-def test_burn_in_averages_the_factors_and_moves_nothing():
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    "options", [{}, {"inverse": "host"}, {"stagger": True, "damping_mode": "pi"}], ids=str
+)
+def test_burn_in_averages_the_factors_and_moves_nothing(options):
     _, _, _, params, batch = problem()
     rule = LevenbergMarquardt(initial=0.5, burn_in=2)
-    for options in ({}, {"inverse": "host"}, {"stagger": True, "damping_mode": "pi"}):
-        _, state, step = training(params, batch, damping=rule, **options)
-        first = params
-        for _ in range(2):
-            moved, state = step(first, state)
-            jax.tree.map(np.testing.assert_array_equal, moved, params)
-        assert (state.step, state.adaptation.burned_in) == (0, 2)
-        assert state.average.terms == N * (1 + 0.95)
-        moved, state = step(params, state)
-        assert (state.step, state.adaptation.burned_in) == (1, 2)
-        # The factors are of one batch, so that their average is that of one update without it.
-        _, plain, unburned = training(
-            params, batch, damping=LevenbergMarquardt(initial=0.5), **options
-        )
-        expected, _ = unburned(params, plain)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9), moved, expected)
+    _, state, step = training(params, batch, damping=rule, **options)
+    first = params
+    for _ in range(2):
+        moved, state = step(first, state)
+        jax.tree.map(np.testing.assert_array_equal, moved, params)
+    assert (state.step, state.adaptation.burned_in) == (0, 2)
+    assert state.average.terms == N * (1 + 0.95)
+    moved, state = step(params, state)
+    assert (state.step, state.adaptation.burned_in) == (1, 2)
+    # The factors are of one batch, so that their average is that of one update without it.
+    _, plain, unburned = training(params, batch, damping=LevenbergMarquardt(initial=0.5), **options)
+    expected, _ = unburned(params, plain)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9), moved, expected)
 
 
+@pytest.mark.exhaustive
 def test_parameters_of_others_are_left_to_them():
     rng = np.random.default_rng(2)
     params = {"kernel": jnp.asarray(rng.normal(size=(4, 2)))}
@@ -493,6 +501,7 @@ def two_heads(params, x):
     return {"label": h @ out["kernel"] + out["bias"], "box": h}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("boxes", [0, 5])
 def test_terms_of_a_masked_output_are_counted_as_the_factors_count_them(boxes):
     _, _, _, params, (x, _) = problem()
@@ -504,6 +513,7 @@ def test_terms_of_a_masked_output_are_counted_as_the_factors_count_them(boxes):
     assert state.average.terms == N + boxes
 
 
+@pytest.mark.exhaustive
 def test_a_micro_batch_that_is_not_finite_is_left_out_of_the_group():
     _, _, _, params, batch = problem()
     tx, _, _ = training(params, batch, damping=0.1)
@@ -674,6 +684,7 @@ class TestRefused:
             step(params, state)
 
 
+@pytest.mark.exhaustive
 def test_inner_products_are_those_of_products():
     _, _, _, params, batch = problem()
     labels = batch[0], (batch[1] > 0).astype(jnp.float64)
@@ -727,6 +738,7 @@ def test_inner_products_of_a_marked_loss_are_those_of_products(likelihood):
     np.testing.assert_allclose(operator.inner_products(vectors), expected, rtol=1e-12)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("large", [-1e200, -np.inf, np.finfo(np.float64).min])
 def test_a_parameter_whose_square_is_out_of_range_stops_no_update(large):
     """A mask among the parameters: its gradient is zero, and so is its update."""

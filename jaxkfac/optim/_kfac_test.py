@@ -53,6 +53,7 @@ def inner_product(left, right):
     return sum(float((x * y).sum()) for x, y in pairs)
 
 
+@pytest.mark.exhaustive
 def test_one_plain_step_is_the_natural_gradient(problem):
     params, batches, like = problem
     grads, factors = net_statistics(params, batches[0])
@@ -112,6 +113,7 @@ def test_every_step_equals_the_algorithm_written_out(problem):
     assert int(state.step) == 6 and int(state.skipped) == 0 and int(state.kept) == 0
 
 
+@pytest.mark.exhaustive  # it binds in the algorithm written out
 def test_norm_constraint_bounds_the_quadratic_form(problem):
     params, batches, like = problem
     grads, factors = net_statistics(params, batches[0])
@@ -125,6 +127,7 @@ def test_norm_constraint_bounds_the_quadratic_form(problem):
         assert (scale < 1) == (limit == 1e-4)
 
 
+@pytest.mark.exhaustive
 def test_a_constraint_that_does_not_bind_has_no_part_in_derivatives(problem):
     params, batches, like = problem
     grads, factors = net_statistics(params, batches[0])
@@ -228,6 +231,7 @@ def broken_at(where, grads, factors):
 
 
 @pytest.mark.standard_promotion  # optax.adam multiplies floats by an integer count
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_non_finite_step_changes_nothing_and_is_counted(problem, at):
     params, batches, like = problem
@@ -277,6 +281,7 @@ def test_a_failed_decomposition_keeps_the_basis_before_it(problem, monkeypatch):
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(updates))
 
 
+@pytest.mark.exhaustive
 def test_uncovered_parameters_follow_plain_descent_with_momentum(problem):
     params, batches, like = problem
     params["extra"] = {"x": jnp.ones(3)}
@@ -322,6 +327,7 @@ def test_updates_keep_the_gradients_dtype_and_the_state_its_own():
     assert shapes(after) == shapes(state)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("key", [jnp.arange(3), jax.random.key(0), "float0"])
 def test_integer_key_and_float0_leaves_pass_unchanged(problem, key):
     params, batches, like = problem
@@ -339,6 +345,7 @@ def test_integer_key_and_float0_leaves_pass_unchanged(problem, key):
     assert_close(updates, expected, 1e-12)
 
 
+@pytest.mark.exhaustive  # tests/loops_test.py has it
 def test_kfac_composes_in_a_chain(problem):
     params, batches, like = problem
     grads, factors = net_statistics(params, batches[0])
@@ -349,6 +356,7 @@ def test_kfac_composes_in_a_chain(problem):
     assert_close(updates, jax.tree.map(lambda x: 0.5 * x, expected))
 
 
+@pytest.mark.exhaustive
 def test_one_full_step_solves_linear_least_squares():
     """With G = I the block A (x) I is the exact Hessian, whatever the inputs' scale."""
     key = jax.random.key(0)

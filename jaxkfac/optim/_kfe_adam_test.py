@@ -116,6 +116,7 @@ def test_scan_equals_a_loop_and_a_saved_state_goes_on_bit_for_bit(problem):
     assert_close(scanned, looped)
 
 
+@pytest.mark.exhaustive  # see parity_tests/soap_test.py
 def test_tracked_eigenvectors_are_those_of_eigh_for_a_matrix_that_stays(problem):
     """So are kfac's: the first refresh decomposes, later ones iterate."""
     params, batches, like = problem
@@ -148,6 +149,7 @@ def test_what_is_not_finite_is_skipped(problem):
         assert int(after.skipped) == 1
 
 
+@pytest.mark.exhaustive
 def test_micro_batches_are_one_batch(problem):
     params, batches, like = problem
     tx = kfe_adam(0.1, like=like, refresh_every=1)
@@ -222,6 +224,7 @@ def test_stacks_slices_ties_and_convolutions_move_as_one_rotated_adam_step():
     assert state.second["kernel"].shape == (19, 5) and state.second["free"].shape == ()
 
 
+@pytest.mark.exhaustive
 def test_a_tied_parameter_is_moved_once_in_the_heads_bases():
     def net(p, ids):
         return jnp.tanh(p["table"][ids]).mean(1) @ p["table"].T
@@ -248,6 +251,7 @@ def test_a_layer_that_gets_no_gradient_stays_and_others_look_after_what_is_not_c
     np.testing.assert_allclose(updates["free"], -0.5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("start", [2.3, -5.0, 0.0])
 def test_a_loss_out_of_bounds_is_counted_and_said_once(problem, start):
     params, batches, like = problem
@@ -316,6 +320,7 @@ def test_what_does_not_belong_is_refused(problem):
         kfe_adam(0.1, like=like, weight_decay=0.1).update(grads, state, factors=factors)
 
 
+@pytest.mark.exhaustive
 def test_one_step_of_bfloat16_parameters_stays_bfloat16():
     x = jax.random.normal(jax.random.key(0), (16, 6), jnp.float32)
     params = {"w": jax.random.normal(jax.random.key(1), (6, 3), jnp.bfloat16)}

@@ -84,7 +84,7 @@ def test_micro_batches_weigh_by_their_terms_for_plain_transformations():
     assert int(state.skipped) == 0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
 def test_gradients_count_by_terms_where_factors_are_of_some_micro_batches(params, dtype):
     """As between the collections of ``every=``: factors of nothing beside a gradient."""
@@ -179,6 +179,7 @@ def test_a_non_finite_micro_batch_is_left_out_with_its_count(params):
         assert all(not x.any() for x in jax.tree.leaves(state.accumulation.acc_grads))
 
 
+@pytest.mark.exhaustive
 def test_output_statistics_of_a_fully_masked_micro_batch_are_dropped_even_if_nan(params):
     tx = multi_steps(kfac(0.1, like=like_for(params)), every_k_schedule=2)
     step, state = jitted(tx), tx.init(params)
@@ -250,6 +251,7 @@ def test_bases_of_the_last_micro_step_reach_the_inner_chain(params):
     assert_close(updates, expected)
 
 
+@pytest.mark.exhaustive
 def test_factors_are_found_in_a_chain_and_given_by_like(params):
     like = like_for(params)
     batch = net_batch(jax.random.key(0), N)

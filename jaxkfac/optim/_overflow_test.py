@@ -51,6 +51,7 @@ def trained(tx, inputs, keys, *, adapts=False):
     return jax.jit(lambda: jax.lax.scan(step, first, (inputs, keys))[0])()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_batches_of_outsized_factors_leave_training_as_if_they_had_not_come(name):
     tx, keys = TRANSFORMS[name](LIKE), jax.random.split(jax.random.key(1), ORDINARY)
@@ -67,6 +68,7 @@ def test_batches_of_outsized_factors_leave_training_as_if_they_had_not_come(name
         assert not np.array_equal(x, PARAMS[path])
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_whose_covariance_is_outsized_is_skipped():
     """In SOAP's order, where the gradient is what is averaged."""
     tx = kfe_adam(0.01, like=LIKE, covariance="gradient")
@@ -86,6 +88,7 @@ def lose(state, table, name):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("table", ["a_sums", "g_sums"])
 @pytest.mark.parametrize("name", ["fixed", "eigh", "kfe_adam"])
 def test_an_average_that_is_infinite_begins_anew_and_the_others_go_on(name, table):
@@ -118,6 +121,7 @@ def test_an_average_that_is_infinite_begins_anew_and_the_others_go_on(name, tabl
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(lost.stacked_bases))
 
 
+@pytest.mark.exhaustive
 def test_an_average_without_new_rows_waits_for_some():
     tx = TRANSFORMS["fixed"](LIKE)
     state = lose(tx.update(GRADS, tx.init(PARAMS), PARAMS, factors=FACTORS[0])[1], "g_sums", "b")
@@ -130,6 +134,7 @@ def test_an_average_without_new_rows_waits_for_some():
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(state.stacked_average))
 
 
+@pytest.mark.exhaustive
 def test_a_micro_batch_of_outsized_factors_is_left_out_of_its_group():
     def end(sequence):
         tx = multi_steps(TRANSFORMS["fixed"](LIKE), len(sequence))

@@ -40,6 +40,7 @@ def test_outside_of_jit_kfac_raises_where_no_factors_came_by_the_second_refresh(
         run(tx, ODD[:4])
 
 
+@pytest.mark.exhaustive
 def test_outside_of_jit_multi_steps_raises_where_its_groups_hold_no_factors():
     tx = multi_steps(kfac(0.1, like=LIKE, refresh_every=1), 2)
     assert int(run(tx, ODD[:4]).inner.missed) == 2
@@ -73,6 +74,7 @@ def test_optax_multi_steps_that_hands_on_the_last_micro_batch_alone_shows_in_the
         assert int(kept.step) == 2 and int(kept.missed) == missed
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("steps", "missed"), [(range(6), 0), ([1, 4, 5], 1), ([1, 2, 3, 4, 5], 2)])
 def test_factors_that_come_later_than_the_first_step_are_no_error(steps, missed):
     """Nor where they come with the very call ahead of which two refreshes had none."""

@@ -45,6 +45,7 @@ def written_out(params, damping, mode, batches, refreshes=(0, 3)):
     return params
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["pi", "factored"])
 def test_stored_inverses_step_like_eigenvectors_with_the_damping_of_the_refresh(
     params, batches, mode
@@ -56,7 +57,7 @@ def test_stored_inverses_step_like_eigenvectors_with_the_damping_of_the_refresh(
     assert_close(found, written_out(params, damping, mode, batches))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("inverse", "mode", "damping"),
     [
@@ -77,6 +78,7 @@ def test_every_way_of_keeping_a_refresh_gives_the_same_steps(
     assert int(state.step) == len(batches)
 
 
+@pytest.mark.exhaustive
 def test_stored_inverses_go_through_scan_multi_steps_and_injected_numbers(params, batches):
     tx = kfac(0.1, like=like_for(params), damping=0.2, damping_mode="pi", **OPTIONS)
     expected, _ = run(jitted(tx), params, tx.init(params), batches)
@@ -100,6 +102,7 @@ def test_stored_inverses_go_through_scan_multi_steps_and_injected_numbers(params
     assert_close(one, run(jitted(tx), params, tx.init(params), batches[:3])[0], 0.0)
 
 
+@pytest.mark.exhaustive
 def test_a_nan_batch_changes_neither_average_nor_inverses(params, batches):
     tx = kfac(0.1, like=like_for(params), damping=0.2, damping_mode="pi", **OPTIONS)
     grads, factors = net_statistics(params, batches[0])
@@ -124,6 +127,7 @@ def test_an_inverse_that_fails_leaves_the_one_before_it(params, batches):
     assert np.array_equal(held(after), held(state))
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_parameters_keep_their_dtype(params, batches):
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     tx = kfac(0.1, like=like_for(params), damping=0.2, damping_mode="pi")

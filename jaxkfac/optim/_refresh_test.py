@@ -41,7 +41,7 @@ def states(tx, params, steps):
     return out
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["exact", "pi"])
 @pytest.mark.parametrize("every", [2, 3, 7])
 def test_staggered_layers_are_refreshed_in_turn_each_after_the_same_time(
@@ -69,6 +69,7 @@ def test_staggered_layers_are_refreshed_in_turn_each_after_the_same_time(
     assert len({tuple(steps) for steps in changed.values()}) == min(every, 4)
 
 
+@pytest.mark.exhaustive
 def test_a_staggered_refresh_of_every_step_is_a_refresh_of_every_step(params, batches):
     options = {"like": batches[0], "damping": 0.1, "refresh_every": 1}
     for mode in ("exact", "pi"):
@@ -80,6 +81,7 @@ def test_a_staggered_refresh_of_every_step_is_a_refresh_of_every_step(params, ba
         assert_close(parts, whole, 1e-13)
 
 
+@pytest.mark.exhaustive
 def test_left_out_factors_and_counts_of_zero_are_the_same(params, batches):
     """A refresh without new factors takes the average as it is."""
     tx = kfac(0.1, like=batches[0], damping=0.1, refresh_every=2, decay=0.5)
@@ -121,6 +123,7 @@ KEPT = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mode", "stagger"), KEPT)
 def test_vmap_refreshes_each_state_when_it_is_due(params, batches, mode, stagger):
     """States of several ages, of which some are due for a refresh and some are not."""
@@ -140,6 +143,7 @@ def test_vmap_refreshes_each_state_when_it_is_due(params, batches, mode, stagger
     assert stagger or renewed == [True, False, False, True, False]
 
 
+@pytest.mark.exhaustive  # _kfe_adam_test.py has it
 @pytest.mark.parametrize(("mode", "stagger"), KEPT)
 def test_a_state_saved_between_two_refreshes_goes_on_bit_for_bit(params, batches, mode, stagger):
     options = {"damping": 0.1, "damping_mode": mode, "refresh_every": 3, "stagger": stagger}

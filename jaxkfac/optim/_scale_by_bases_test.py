@@ -81,6 +81,7 @@ def test_bad_arguments_are_named(problem):
         tx.update(grads, tx.init(grads))
 
 
+@pytest.mark.exhaustive
 def test_measured_eigenvalues_scale_as_they_precondition():
     x, y = jax.random.normal(jax.random.key(2), (8, 3)), jnp.arange(8) % 2
     params = {"kernel": jax.random.normal(jax.random.key(3), (3, 2))}

@@ -91,6 +91,7 @@ def test_leaves_that_are_not_there_count_as_zeros_and_stay_away(factors):
     same(stacks.unstacked_tree(stacked, some), some)
 
 
+@pytest.mark.exhaustive
 def test_mixed_dtypes_of_one_stack_come_back(factors):
     stacks, grads = Stacks.of(factors), tree(jax.random.key(1), jnp.float32)
     grads["1/q"] = grads["1/q"].astype(jnp.bfloat16)
@@ -105,6 +106,7 @@ def test_a_large_layer_stays_by_itself():
     assert len(Stacks.of(like).groups) == 2
 
 
+@pytest.mark.exhaustive
 def test_states_of_several_seeds_read_as_each():
     """``vmap`` puts an axis before that of a stack."""
     alike = tuple(layer(f"{i}/experts", (2, 3, 4), stack=1) for i in range(2))

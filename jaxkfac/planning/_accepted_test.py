@@ -102,6 +102,7 @@ def parameters(names):
     return [pytest.param(x, marks=() if x in QUICK else pytest.mark.exhaustive) for x in names]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", parameters(CASES))
 def test_its_factors_and_its_state_are_in_the_plan(name):
     objective, batch, options = CASES[name]

@@ -67,6 +67,7 @@ def test_donated_arguments_are_counted_once_in_the_peak():
     assert kept.peak - donated.peak == 4000
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_of_integers_and_an_unused_argument_go_along():
     step = jax.grad(lambda p, unused: p["w"].sum().astype(F32), allow_int=True)
     args = {"w": of(7, dtype=jnp.int32)}, of(3)

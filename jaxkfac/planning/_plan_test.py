@@ -146,7 +146,7 @@ def test_accumulation_has_the_buffers_of_multi_steps_and_a_micro_batchs_activati
     assert estimate.device["activations"] == pytest.approx(measured.temp_size_in_bytes, rel=WITHIN)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_accumulators_are_those_of_multi_steps_in_their_dtype_and_memory(dtype, memory):
@@ -196,6 +196,7 @@ def test_host_rows_are_what_the_service_needs_and_holds(case):
     assert estimate.device["factors"] == pytest.approx(2 * size(case.out.factors), rel=0.02)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("decay", "pushes", "steps"), [(0.99, 3, 260), (0.999, 1, 350), (0.95, 12, 25)]
 )
@@ -274,6 +275,7 @@ def test_bfloat16_halves_what_follows_the_parameters_and_not_the_factors(case):
     assert half["factors"] == now["factors"]
 
 
+@pytest.mark.exhaustive
 def test_remat_has_the_activations_of_the_program_with_checkpoints():
     case, scan = decoder(), jax.lax.scan
 
@@ -294,6 +296,7 @@ def test_remat_has_the_activations_of_the_program_with_checkpoints():
     assert "rematted already" in already.unavailable["remat"]
 
 
+@pytest.mark.exhaustive
 def test_half_precision_takes_fewer_bytes_where_it_is_not_computed_in_float32_as_on_a_cpu():
     half_of_now = {}
     for target in ("h100", "cpu"):
@@ -305,6 +308,7 @@ def test_half_precision_takes_fewer_bytes_where_it_is_not_computed_in_float32_as
     assert half_of_now["cpu"] == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["exact", "pi"])
 def test_kfac_has_its_average_and_bases_in_their_own_rows(case, mode):
     tx = kfac(1e-3, like=case.like, damping_mode=mode)
@@ -448,6 +452,7 @@ def test_an_unknown_option_and_an_uncovered_parameter_are_named():
         )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(1e-3)])
 def test_what_just_fits_as_it_is_needs_no_option(tx):
     params = {name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in "abc"}
@@ -477,6 +482,7 @@ def test_an_update_that_cannot_be_traced_is_said():
     assert "update are not counted: TypeError" in " ".join(str(found).split())
 
 
+@pytest.mark.exhaustive
 def test_by_default_the_training_as_it_stands_and_the_chosen_set_are_compiled():
     objective, params, batch = decoder().objects3
     asked = {"optimizer": optax.adam(1e-3), "headroom": 0.0, "options": ("remat", "host")}
@@ -513,6 +519,7 @@ def test_a_compiler_that_is_not_installed_is_needed_only_where_it_is_asked(monke
         plan_by_default(*mlp().objects3, **asked)
 
 
+@pytest.mark.exhaustive
 def test_an_optimizer_of_the_base_leaves_adapters_out():
     params = {"up": jnp.ones((32, 48)), "down": jnp.ones((48, 10))}
     batch = jnp.ones((64, 32)), jnp.zeros(64, jnp.int32)

@@ -92,6 +92,7 @@ def test_shares_of_covered_and_uncovered_parameters_add_up_to_one(coverage):
     assert free.name == "free" and free.reason and free.inputs is None
 
 
+@pytest.mark.exhaustive
 def test_figures_are_the_same_bytes_for_the_same_numbers(runs, spectra):
     assert curves_figure(runs) == curves_figure(runs)
     figures = factor_figures(spectra)

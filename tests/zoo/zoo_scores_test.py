@@ -28,6 +28,7 @@ def bases_of(row, case):
 
 
 @pytest.mark.standard_promotion
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SCORED)
 def test_scores_are_those_of_each_examples_gradient(name, x64):
     row = all_programs()[name]
@@ -37,6 +38,7 @@ def test_scores_are_those_of_each_examples_gradient(name, x64):
 
 
 @pytest.mark.standard_promotion
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_gradients_of_single_examples_is_refused(name, x64):
     row = all_programs()[name]

@@ -89,6 +89,7 @@ def test_a_disk_that_fills_up_says_how_to_go_on(analyze, monkeypatch, capsys):
     refused(capsys, analyze("--lanczos", "0"), "make room and continue with --resume")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.standard_promotion  # rows of bfloat16 among float32 counts
 def test_the_first_layer_whose_inputs_overflow_is_named(analyze, tmp_path, capsys):
     def change(tensors):

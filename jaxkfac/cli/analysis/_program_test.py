@@ -69,6 +69,7 @@ def test_a_pass_takes_most_of_the_room_and_no_more(analysis):
     assert analysis.fit(smallest, held=0).total <= smallest
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0, 1.3])
 def test_a_plan_is_that_of_a_run_with_fewer_programs(analysis, share):
     smallest, whole = ends(analysis)
@@ -81,6 +82,7 @@ def test_a_plan_is_that_of_a_run_with_fewer_programs(analysis, share):
     assert analysis.fit(room, held=0) == planned  # where every pass has been compiled
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_a_plan_finds_the_passes_of_a_run_near_the_edge_of_a_budget(analysis, share):
     smallest, whole = ends(analysis)

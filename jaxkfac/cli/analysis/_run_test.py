@@ -201,6 +201,7 @@ def test_bad_rows_before_the_last_text_are_counted(analyze, texts, tmp_path):
     assert (counts["texts"], counts["left out"]) == (3, 2)
 
 
+@pytest.mark.exhaustive
 def test_two_models_are_compared_and_one_block_is_a_layer_of_its_own(analyze, tmp_path):
     louder = write_model(tmp_path / "other", scale=2.0)
     chosen = f"{DOWN}\\[1\\]"

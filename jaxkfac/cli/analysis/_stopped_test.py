@@ -53,6 +53,7 @@ def unheld():
 
 
 @pytest.mark.usefixtures("unheld")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("moment", "stop"),
     [USUAL, *(pytest.param(*other, marks=pytest.mark.exhaustive) for other in OTHERS)],

@@ -42,6 +42,7 @@ def test_ranks_and_alphas_follow_their_patterns_and_rslora_divides_by_the_root()
     assert problem.config.scaling(other) == pytest.approx(3.0 / 2**0.5)
 
 
+@pytest.mark.exhaustive
 def test_modules_to_save_are_trained_and_the_base_keeps_its_own():
     experiment, problem = problem_of(modules_to_save=HEAD)
     tx = build_optimizer(experiment, problem, 3)
@@ -96,6 +97,7 @@ def test_a_start_of_another_placement_is_refused(tmp_path):
         problem_of(start=str(tmp_path))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

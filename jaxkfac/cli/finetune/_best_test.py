@@ -88,6 +88,7 @@ def metrics(output):
     return json.loads((output / "metrics.json").read_text())
 
 
+@pytest.mark.exhaustive
 def test_the_best_of_the_evaluations_is_saved_and_named(run, monkeypatch, tmp_path, capsys):
     """Update 0 does not count, and the first of two equal ones does."""
     pretend(monkeypatch, [0.5, 3.0, 2.0, 2.5, 2.0, 2.2, 2.6])

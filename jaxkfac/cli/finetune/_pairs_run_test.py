@@ -77,6 +77,7 @@ def metrics(tmp_path):
     return json.loads((tmp_path / "run" / "metrics.json").read_text())
 
 
+@pytest.mark.exhaustive
 def test_an_adapter_of_a_folder_is_trained_and_saved_for_its_kind(run, folder, tmp_path, capsys):
     assert run("--evaluate-every", "3") == 0
     found = metrics(tmp_path)

@@ -35,6 +35,7 @@ def test_a_config_is_enough(train, folder, monkeypatch, capsys):
     assert sorted(path.name for path in folder.iterdir()) == ["config.json"]
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_fit_is_said_with_options_by_which_it_does(folder, capsys):
     words = ["--model", str(folder), "--data", "nowhere", "--train", "all", "--batch-size", "64"]
     assert main(["finetune", "--plan", "--device-bytes", "16MB", *words]) == 0

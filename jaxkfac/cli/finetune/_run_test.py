@@ -199,6 +199,7 @@ def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
     assert_same_end(whole, parts)
 
 
+@pytest.mark.exhaustive
 def test_a_logging_interval_is_read_once_and_the_next_batch_is_there_before(
     run, plain, tmp_path, monkeypatch, reads
 ):
@@ -226,6 +227,7 @@ def test_a_logging_interval_is_read_once_and_the_next_batch_is_there_before(
     assert [x["step"] for x in records(tmp_path)["fourier"]] == [0, 2, 4, 6, 8, 10, 12, 13]
 
 
+@pytest.mark.exhaustive
 def test_the_state_is_donated_to_the_step(run, plain, monkeypatch):
     found = []
     original = MicroStep.program

@@ -134,6 +134,7 @@ def test_a_run_resumed_after_ctrl_c_gives_the_bits_of_an_uninterrupted_one(
     assert run("--resume", "--damping", "0.5", output=parts) == 2
 
 
+@pytest.mark.exhaustive
 def test_a_store_gives_the_scores_and_serves_other_queries(run, tmp_path, monkeypatch, capsys):
     words = ("--store", str(tmp_path / "store"), "--query-rank", "None")
     assert run(*words[2:], output=tmp_path / "plain") == 0
@@ -209,6 +210,7 @@ def folder(tmp_path):
     return folder
 
 
+@pytest.mark.exhaustive
 def test_an_encoder_decoder_is_scored_on_pairs(folder, tmp_path):
     rows = [{"source": f"number {i}", "target": f"Zahl {i}"} for i in range(6)]
     train = write(tmp_path / "train.jsonl", rows)
@@ -222,6 +224,7 @@ def test_an_encoder_decoder_is_scored_on_pairs(folder, tmp_path):
     assert len(text["tokens"]) == 7 and any(part for _, part in text["tokens"])
 
 
+@pytest.mark.exhaustive
 def test_tokens_are_not_shaded_where_the_layers_are_of_an_encoder(folder, tmp_path):
     rows = [{"source": f"number {i}", "target": f"Zahl {i}"} for i in range(4)]
     train, output = write(tmp_path / "train.jsonl", rows), tmp_path / "run"

@@ -64,7 +64,7 @@ def rotated(bases):
     return dataclasses.replace(bases, **sides)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 @pytest.mark.parametrize("per", ["example", "token"])
 def test_squares_are_of_whole_gradients_of_what_exists(bias, per):
@@ -88,6 +88,7 @@ def test_squares_are_of_whole_gradients_of_what_exists(bias, per):
         np.testing.assert_allclose(basis.raw_values, expected, rtol=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_squares_of_a_convolution_are_those_of_each_examples_gradient():
     rng = np.random.default_rng(1)
     k, x, y = (jnp.asarray(rng.normal(size=s)) for s in ((2, 3, 2, 3), (N, 5, 4, 2), (N, 3)))
@@ -106,6 +107,7 @@ def test_squares_of_a_convolution_are_those_of_each_examples_gradient():
     np.testing.assert_allclose(found.raw_values, expected, rtol=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_crops_side_by_side_belong_to_their_examples():
     """Two views along the batch: the gradient of an example is the sum over both."""
 

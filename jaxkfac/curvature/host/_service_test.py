@@ -467,7 +467,7 @@ def factors_of_condition(condition, stack):
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stack", [(), (2,)])
 @pytest.mark.parametrize("where", ["auto", "host", "service"])
 def test_the_natural_gradient_is_that_of_a_rounded_float64_decomposition(where, stack):

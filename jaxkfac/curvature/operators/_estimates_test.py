@@ -35,6 +35,7 @@ def test_the_trace_is_within_its_standard_error(x64, method):
     assert_estimates(trace(operator, key=KEY, num_samples=12, method=method), decaying().sum())
 
 
+@pytest.mark.exhaustive
 def test_xtrace_is_far_better_than_hutchinson_where_eigenvalues_decay(x64):
     operator, true = matrix_operator(with_eigenvalues(decaying())), decaying().sum()
     found = {m: trace(operator, key=KEY, num_samples=24, method=m) for m in METHODS}
@@ -43,6 +44,7 @@ def test_xtrace_is_far_better_than_hutchinson_where_eigenvalues_decay(x64):
         np.testing.assert_allclose(found[method].value, true, rtol=0.02)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["xtrace", "hutchinson"])
 def test_the_standard_error_is_that_of_repeated_estimates(x64, method):
     operator = matrix_operator(with_eigenvalues(1.0 / jnp.arange(1.0, 41)))
@@ -72,6 +74,7 @@ def test_the_trace_of_a_low_rank_operator_is_exact_at_every_size(method, size):
     np.testing.assert_allclose(found.value, 6 * size, rtol=1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_small_operator_is_not_taken_for_one_of_low_rank(method):
     # matfree alone finds every product below one unit of rounding, and the remainder empty
@@ -97,6 +100,7 @@ def test_xnystrace_of_an_indefinite_operator_is_not_a_number(x64, negative):
     assert jnp.isnan(found.value) and jnp.isnan(found.standard_error)
 
 
+@pytest.mark.exhaustive  # as _spectrum_test.py has it
 def test_lanczos_estimates_refuse_an_operator_that_is_not_symmetric(x64):
     operator = matrix_operator(jax.random.normal(KEY, (30, 30)) + 30 * jnp.eye(30))
     for estimate in (spectral_density, functools.partial(log_determinant, damping=1.0)):
@@ -122,6 +126,7 @@ def test_the_log_determinant_is_within_its_standard_error(x64, damping):
     assert_estimates(found, jnp.log(decaying(60) + damping).sum())
 
 
+@pytest.mark.exhaustive
 def test_the_log_determinant_of_a_network_matches_the_dense_one(x64):
     operator = ggn(*mlp_problem())
     _, true = jnp.linalg.slogdet(operator.to_dense() + 0.1 * jnp.eye(operator.size))
@@ -166,7 +171,7 @@ def test_the_density_is_that_of_the_dense_eigenvalues_within_its_error(x64):
     assert found.standard_error.max() < 0.05
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("factor", [0.0, 1.0, 1e-20])
 def test_the_density_of_scalar_operators_is_finite(factor):
     found = spectral_density(matrix_operator(factor * jnp.eye(5)), key=KEY)

@@ -29,20 +29,21 @@ def assert_close(a, b, rtol=1e-10):
     np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * scale)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @every_problem
 def test_ggn_is_the_sum_over_terms_of_jacobian_hessian_jacobian(x64, name):
     problem = build(name)
     assert_close(ggn(*problem).to_dense(), dense_gauss_newton(*problem))
 
 
+@pytest.mark.sampled(1)
 @every_problem
 def test_hessian_is_the_one_of_jax(x64, name):
     problem = build(name)
     assert_close(hessian(*problem).to_dense(), dense_hessian(*problem))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [n for n in PROBLEMS if "gaussian" not in n])
 def test_exact_fisher_is_the_expectation_over_every_labelling(x64, name):
     objective, params, batch = build(name)
@@ -60,13 +61,14 @@ def test_exact_gaussian_fisher_is_jacobian_transposed_jacobian(x64):
     assert_close(fisher(objective, params, (x, y)).to_dense(), jacobian.T @ jacobian / len(x))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @every_problem
 def test_empirical_fisher_is_the_mean_of_outer_products(x64, name):
     problem = build(name)
     assert_close(fisher(*problem, fisher="empirical").to_dense(), dense_empirical(*problem))
 
 
+@pytest.mark.sampled(1)
 @every_problem
 def test_mc_fisher_is_the_mean_of_empirical_ones_at_its_labels(x64, name):
     objective, params, batch = build(name)
@@ -119,6 +121,7 @@ class Own:
         return Bernoulli().fisher_column(outputs, index)
 
 
+@pytest.mark.exhaustive
 def test_fisher_by_columns_in_bfloat16_divides_by_the_true_number_of_terms():
     """256 is the last number before which bfloat16 holds them all; 1 / 256 is 0.4 % too much."""
     keys = jax.random.split(jax.random.key(0), 2)

@@ -50,6 +50,7 @@ def test_the_inverse_undoes_the_damped_operator(x64):
     jax.tree.map(assert_close, product, problem[1])
 
 
+@pytest.mark.exhaustive
 def test_kronecker_is_the_ggn_of_a_linear_model_with_squared_error(x64):
     x = jax.random.normal(jax.random.key(0), (6, 3))
     params = {"w": jax.random.normal(jax.random.key(1), (3, 2))}

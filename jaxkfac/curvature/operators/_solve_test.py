@@ -41,6 +41,7 @@ def test_the_solution_is_that_of_the_dense_system(x64):
     np.testing.assert_allclose(rough.residual_norm, jnp.linalg.norm(residual), rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_marked_loss_is_solved_as_its_objective_is(x64):
     objective, params, batch = ill_conditioned()
 

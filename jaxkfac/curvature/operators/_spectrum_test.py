@@ -88,13 +88,14 @@ def test_breakdown_on_a_low_rank_operator_gives_its_eigenvalues(x64, steps):
         np.testing.assert_allclose(found.eigenvalues, true[:2], rtol=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_repeated_eigenvalues_come_with_their_multiplicity(x64):
     true = jnp.array([2.0, 2, 2, 1, 1, 0, 0, 0])
     found = spectrum(matrix_operator(with_eigenvalues(true)), 8, key=KEY)
     np.testing.assert_allclose(found.eigenvalues, true, atol=1e-12)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("n", [1, 2, 7])
 @pytest.mark.parametrize("factor", [0.0, 1.0, 1e-30])
 def test_zero_tiny_and_scalar_operators_are_exact(n, factor):
@@ -107,6 +108,7 @@ def test_zero_tiny_and_scalar_operators_are_exact(n, factor):
         assert not found.eigenvalues.any()
 
 
+@pytest.mark.exhaustive
 def test_leaves_without_gradient_change_nothing(x64):
     # most of the Krylov vectors' entries are exactly zero after the first product
     matrix = jnp.zeros((30, 30)).at[:3, :3].set(with_eigenvalues(jnp.array([1.0, 2, 3])))
@@ -129,6 +131,7 @@ def test_products_that_are_not_finite_are_refused():
         spectrum(matrix_operator(jnp.full((3, 3), jnp.nan)), key=KEY)
 
 
+@pytest.mark.exhaustive
 def test_rounding_is_not_taken_for_asymmetry():
     objective, params, (x, y) = mlp_problem()
     params, x = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, x))
@@ -137,6 +140,7 @@ def test_rounding_is_not_taken_for_asymmetry():
     np.testing.assert_allclose(found.eigenvalues, exact.eigenvalues, rtol=0.05)
 
 
+@pytest.mark.exhaustive
 def test_the_same_key_gives_the_same_bits_inside_jit_and_out(x64):
     operator = ggn(*mlp_problem())
     once, again = (spectrum(operator, 3, key=KEY) for _ in range(2))

@@ -54,6 +54,7 @@ def test_forward_holds_one_layer(remat):
     assert temporaries(remat, False) < FORWARD
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("remat", [False, True])
 def test_gradients_of_the_adapters_hold_no_stack(remat):
     assert temporaries(remat, True) < GRADIENT

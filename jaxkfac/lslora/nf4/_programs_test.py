@@ -229,7 +229,13 @@ class FeedForward(nnx.Module):
         return x + self.down(nnx.gelu(self.up(x)))
 
 
-@pytest.mark.parametrize("framework", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
+@pytest.mark.parametrize(
+    "framework",
+    [
+        pytest.param("linen", marks=pytest.mark.slow),
+        pytest.param("nnx", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_flax_model_with_every_kernel_quantised(framework):
     if framework == "linen":
         fn = AttentionNet().apply
@@ -268,6 +274,7 @@ def test_a_base_from_shapes_has_the_shapes_of_a_base_from_arrays():
     assert all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
 
 
+@pytest.mark.exhaustive
 def test_a_bank_by_row_and_forward_mode_work_on_a_quantised_base():
     fn, params4, adapted, adapters = case("scan of a remat")
     bank = stack({"a": adapters, "b": jax.tree.map(lambda x: -x, adapters)})
@@ -281,6 +288,7 @@ def test_a_bank_by_row_and_forward_mode_work_on_a_quantised_base():
     close(*tangents, 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_sigma_is_measured_on_a_quantised_base():
     _, params4, adapted, adapters = case("scan of a remat")
     found = [calibrate(adapted, p, adapters, X) for p in (params4, nf4.dequantize(params4))]

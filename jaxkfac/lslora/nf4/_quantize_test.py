@@ -156,6 +156,7 @@ def test_large_kernels_take_four_and_an_eighth_bits():
         assert 8 * quantised.nbytes / quantised.size == pytest.approx(bits, abs=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_axes_of_a_kernel_are_those_of_the_program():
     params = {"q": weights(64, 2, 32), "o": weights(2, 32, 5), "e": weights(3, 64, 4)}
 
@@ -185,6 +186,7 @@ def test_only_what_is_named_is_quantised_and_nf4_stays():
     assert isinstance(twice["head"]["kernel"], nf4.NF4) and twice["step"] is params["step"]
 
 
+@pytest.mark.exhaustive
 def test_a_slice_is_gone_before_the_next_is_read():
     alive = []
 
@@ -200,6 +202,7 @@ def test_a_slice_is_gone_before_the_next_is_read():
     assert nf4.quantize_slices(slices(), length=4).shape == (4, 64, 4)
 
 
+@pytest.mark.exhaustive
 def test_curvature_of_adapters_is_that_on_the_decoded_base(x64):
     params = {"s": weights(2, 6, 6, dtype=jnp.float64), "w": weights(6, 3, dtype=jnp.float64)}
     batch = (weights(5, 6, dtype=jnp.float64), weights(5, 3, seed=1, dtype=jnp.float64))

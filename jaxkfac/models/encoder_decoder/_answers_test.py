@@ -64,6 +64,7 @@ def test_adapted_targets_are_those_of_the_adapted_forward():
     assert answers != generate_targets(model(), SOURCES, max_new_tokens=4)
 
 
+@pytest.mark.exhaustive
 def test_saved_adapters_load_onto_the_model(tmp_path):
     apply_fn, params = model()[1:3]
     pairs = Pairs(jnp.zeros((1, 3), int), None, jnp.zeros((1, 2), int))
@@ -76,6 +77,7 @@ def test_saved_adapters_load_onto_the_model(tmp_path):
         np.testing.assert_allclose(read, expected, rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_drawn_targets_follow_the_key_and_the_temperature():
     draw = functools.partial(generate_targets, model(), SOURCES, max_new_tokens=5)
     keys = jax.random.split(jax.random.key(0), 2)

@@ -60,6 +60,7 @@ def test_a_rate_that_is_no_probability_is_refused():
         EncoderDecoder(CONFIG, dropout=1, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.exhaustive
 def test_no_key_and_rate_0_give_the_bits_of_the_model_without_dropout(built):
     plain, params = built(0.0)
     dropping, _ = built(0.3)
@@ -102,6 +103,7 @@ def test_numbers_are_dropped_where_t5_drops_them(monkeypatch):
     assert places == expected * (len(places) // len(expected))  # it may be traced again
 
 
+@pytest.mark.exhaustive
 def test_curvature_under_dropout_is_that_of_the_same_draws(built):
     dropping, params = built(0.3)
     objective = jk.Objective(dropping, jk.Categorical())

@@ -139,6 +139,7 @@ def test_adapters_leave_padding_of_the_source_out_of_their_factors_too():
     same_factors(jk.Objective(read, jk.Categorical()), adapters)
 
 
+@pytest.mark.exhaustive
 def test_a_base_in_four_bits_gives_what_its_values_give():
     config = dataclasses.replace(CONFIG, width=64, hidden=64, num_heads=2, head_size=32)
     apply_fn, params = jk.from_nnx(EncoderDecoder(config, rngs=nnx.Rngs(0)))
@@ -148,6 +149,7 @@ def test_a_base_in_four_bits_gives_what_its_values_give():
     close(found, jax.jit(apply_fn)(jk.nf4.dequantize(packed), pairs_of()))
 
 
+@pytest.mark.exhaustive
 def test_remat_changes_neither_value_nor_gradient():
     results = []
     for remat in (False, True):
@@ -157,6 +159,7 @@ def test_remat_changes_neither_value_nor_gradient():
     jax.tree.map(lambda a, b: close(a, b, 1e-4), *results)
 
 
+@pytest.mark.exhaustive
 def test_parameters_in_bfloat16_compute_in_bfloat16():
     apply_fn, params = built(FLAN)
     small = apply_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), pairs_of())

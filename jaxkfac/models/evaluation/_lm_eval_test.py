@@ -116,6 +116,7 @@ def test_requests_that_cannot_be_answered_are_refused(pretrained, options):
         Requests(pretrained, None, None, 2).generate_until(asked(("ab", options)))
 
 
+@pytest.mark.exhaustive
 def test_an_adapted_model_is_evaluated_with_its_adapters(pretrained):
     config = Config(rank=2, target=".*_proj/kernel")
     ids = jax.ShapeDtypeStruct((1, 4), jnp.int32)

@@ -42,6 +42,7 @@ def test_a_batch_of_episodes_is_each_episode_by_itself(build):
         np.testing.assert_allclose(together[i : i + 1], alone, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @BOTH
 def test_classes_in_another_order_have_their_logits_in_that_order(build):
     support, query = episodes()
