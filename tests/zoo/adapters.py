@@ -51,7 +51,7 @@ def written_out(config: DecoderConfig):
         x = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + config.norm_epsilon)
         scale = leaf["scale"][at] if at else leaf["scale"]
         y = x * (1 + scale) if config.unit_offset else x * scale
-        return tap.scale(f"{path}/scale", x, y, shape=scale.shape, at=at)
+        return tap.scale(f"{path}/scale", x, y, shape=scale.shape, at=at, row_axes=2)  # no heads
 
     def dense(leaf, path, x, tap, i):
         y = x @ leaf["kernel"][i]

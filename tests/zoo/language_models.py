@@ -48,7 +48,8 @@ def _unembedded(inside, theirs, self, x):
 def _normed(inside, theirs, self, x):
     weight = self.w if hasattr(self, "w") else self.scale
     rows = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + getattr(self, "norm_eps", 1e-6))
-    return inside.tap.scale(inside.name(weight), rows, theirs(self, x), shape=weight.shape)
+    y = theirs(self, x)  # heads of queries and keys are features
+    return inside.tap.scale(inside.name(weight), rows, y, shape=weight.shape, row_axes=2)
 
 
 def _einsum(inside, theirs, self, x):

@@ -123,7 +123,7 @@ def _cosine():
         y = y / jnp.linalg.norm(y, axis=-1, keepdims=True)
         w = p["head"] / jnp.linalg.norm(p["head"], axis=0, keepdims=True)
         y = tap.dense("head@effective", y, y @ w)
-        return tap.scale("scale", 10 * y, 10 * y * p["scale"], shape=())
+        return tap.scale("scale", 10 * y, 10 * y * p["scale"], shape=(), row_axes=y.ndim - 1)
 
     params = tree(0, up=(4, 5), head=(5, 3), scale=())
     batch, objective = (normal(8, 6, 4), labels(9, 6)), objective_of(model)
