@@ -14,8 +14,9 @@ Run: python -m benchmarks.quick [--rounds 9] [--write]
 
 The contestants take turns, and a ratio is the median over the rounds of the ratio of their CPU
 times (all threads, which other work on the machine blurs less than wall time). A ratio above 1.5
-times that in ``benchmarks/results/quick-cpu.json`` is measured once more; where it is above again,
-it is named, and the command fails. ``--write`` makes the record anew.
+times that in ``benchmarks/results/quick-cpu.json`` (``BOUNDS``: two of them more) is measured once
+more; where it is above again, it is named, and the command fails. ``--write`` makes the record
+anew.
 """
 
 import argparse
@@ -38,6 +39,9 @@ from jaxkfac.curvature import invert
 
 RECORD = Path(__file__).parent / "results" / "quick-cpu.json"
 BOUND = 1.5
+# Processors differ more in products of few rows: on an AMD EPYC one commit took 3.1 to 3.7 and 1.64
+# to 2.0 where the record's machine has 2.4 and 1.01.
+BOUNDS = {"factors, sampled": 1.8, "factors, quarter": 2.4}
 WIDTH, DEPTH, ROWS = 256, 4, 1024
 Run = Callable[[], Any]
 RATIOS = {
@@ -162,9 +166,10 @@ def exceeded(found: Mapping[str, float], recorded: Mapping[str, float]) -> list[
     """A line for each ratio above its bound, or without one."""
     lines = []
     for name, ratio in found.items():
-        bound = BOUND * recorded.get(name, 0.0)
+        times = BOUNDS.get(name, BOUND)
+        bound = times * recorded.get(name, 0.0)
         if not ratio <= bound:
-            known = f"{BOUND:g} x the record's {recorded[name]:.3g}" if bound else "no record"
+            known = f"{times:g} x the record's {recorded[name]:.3g}" if bound else "no record"
             lines.append(f"{name}: {ratio:.3g}, above {bound:.3g} ({known})")
     return lines
 
