@@ -2,10 +2,9 @@
 
 Run: python -m benchmarks.gpu_steps [--size real] [--dtype float32] [--json FILE]
 
-Each step has a process of its own, whose allocator's highest mark is the step's. All of them are
-compiled first, at the same time, into a cache of the run; times are then taken one after another.
-``peak`` is the highest mark, ``planned`` what the compiler said: arguments, outputs that share no
-argument's bytes, and temporaries; scratch that cuSOLVER takes when it runs is in the first alone.
+Each step is compiled and run in a process of its own. ``peak`` is the highest mark of its
+allocator, ``planned`` what the compiler said: arguments, temporaries, and outputs that do not take
+an argument's place. Scratch that cuSOLVER takes when it runs is in the first alone.
 A K-FAC step donates parameters and state; every tenth decomposes, and its time stands apart.
 """
 
@@ -16,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -57,34 +55,19 @@ def main() -> int:
         print(json.dumps(measured(arguments.measure, arguments.size, arguments.dtype)))
         return 0
     record = {**stamp(**_versions()), "size": arguments.size, "dtype": arguments.dtype, "steps": {}}
-    with tempfile.TemporaryDirectory() as cache:
-        begun = [_process(name, arguments, cache) for name in STEPS]
-        for process in begun:
-            process.communicate()
-        for name in STEPS:
-            process = _process(name, arguments, cache)
-            out, error = process.communicate()
-            if process.returncode:
-                row = {"stopped": error.strip().rpartition("\n")[2][:200]}
-            else:
-                row = json.loads(out.strip().rpartition("\n")[2])
-            record["steps"][name] = row
-            shown(name, row)
-            write(record, arguments.json)
+    words = ["--size", arguments.size, "--dtype", arguments.dtype]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    for name in STEPS:
+        command = [sys.executable, "-m", "benchmarks.gpu_steps", *words, "--measure", name]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            row = {"stopped": done.stderr.strip().rpartition("\n")[2][:200]}
+        else:
+            row = json.loads(done.stdout.strip().rpartition("\n")[2])
+        record["steps"][name] = row
+        shown(name, row)
+        write(record, arguments.json)
     return 0
-
-
-def _process(name: str, arguments: argparse.Namespace, cache: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.gpu_steps", "--measure", name]
-    command += ["--size", arguments.size, "--dtype", arguments.dtype]
-    environment = os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": cache,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    }
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
 
 
 def measured(name: str, size: str, dtype: str) -> dict[str, Any]:
@@ -92,17 +75,18 @@ def measured(name: str, size: str, dtype: str) -> dict[str, Any]:
     fn, shapes = decoder_steps(size, DTYPES[dtype])[name]()
     is_kfac = name == KFAC
     step = jax.jit(fn, donate_argnums=(0, 1) if is_kfac else ()).lower(*shapes).compile()
-    args, seconds = _filled(name, shapes), []
+    args, seconds, out = _filled(name, shapes), [], None
     while len(seconds) < (REFRESH_EVERY + 2 if is_kfac else 3) or (
         sum(seconds[1:]) < SECONDS and len(seconds) <= REPEATS and not is_kfac
     ):
+        del out  # else two steps' outputs are alive at once
         start = time.perf_counter()
         out = jax.block_until_ready(step(*args))
         seconds.append(time.perf_counter() - start)
         if is_kfac:
             args = (out[1], out[2], args[2])
-    assert all(bool(jnp.isfinite(x).all()) for x in _floats(out)), name
     memory, stats = step.memory_analysis(), jax.devices()[0].memory_stats() or {}
+    assert all(bool(jnp.isfinite(x).all()) for x in _floats(out)), name
     planned = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     planned += memory.output_size_in_bytes - memory.alias_size_in_bytes
     between = seconds[1:REFRESH_EVERY] if is_kfac else seconds[1:]

@@ -13,10 +13,10 @@ Run: python -m benchmarks.quick [--rounds 9] [--write]
 - ``adapters, gradient``: the same, over those of the net's own parameters.
 
 The contestants take turns, and a ratio is the median over the rounds of the ratio of their CPU
-times (all threads, which other work on the machine blurs less than wall time). A ratio above 1.5
-times that in ``benchmarks/results/quick-cpu.json`` (``BOUNDS``: two of them more) is measured once
-more; where it is above again, it is named, and the command fails. ``--write`` makes the record
-anew.
+times (all threads, which other work on the machine blurs less than wall time). A ratio is compared
+with that in ``benchmarks/results/quick-cpu.json``. Above ``BOUND`` times it (two have a bound of
+their own in ``BOUNDS``) it is measured once more; where it is above again, it is named, and the
+command fails. ``--write`` makes the record anew.
 """
 
 import argparse

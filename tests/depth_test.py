@@ -84,7 +84,7 @@ def test_three_thousand_layers_are_found_and_have_statistics():
 
 @pytest.mark.exhaustive
 def test_a_plan_of_four_hundred_layers_counts_them_all():
-    """It takes a quarter of a CPU second for each layer, since it traces some twenty programs."""
+    """It takes a fifth of a second for each layer, since it traces some twenty programs."""
     params = [jax.ShapeDtypeStruct((2, 2), jnp.float32)] * 400
     batch = (jax.ShapeDtypeStruct((4, 2), jnp.float32),) * 2
     plan = jk.plan_memory(jk.Objective(chain, jk.Gaussian()), params, batch, device_bytes="1GiB")

@@ -12,8 +12,8 @@ MISSED = """## What was not reached
 
 Goals were set before the measurements. These were missed:
 """
-UNMEASURED = """Not measured at all: times on a GPU or TPU; a run of a 7B model; speed and memory
-beside kronfluence on large models.
+UNMEASURED = """Not measured at all: times of steps on a GPU or TPU; a run of a 7B model; speed
+and memory beside kronfluence on large models.
 """
 OTHERS = """## Other records
 
