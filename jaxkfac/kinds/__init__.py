@@ -13,14 +13,14 @@ from jaxkfac.kinds._ragged import Ragged
 from jaxkfac.kinds._reparameterised import Reparameterised
 from jaxkfac.kinds._rows import Rows, by_example, in_own_order
 from jaxkfac.kinds._scale import Scale
-from jaxkfac.kinds._squares import Array, Basis, in_unit, rotate_gradients
+from jaxkfac.kinds._squares import ArrayOrShape, Basis, in_unit, rotate_gradients
 from jaxkfac.kinds._transformed import Transformed
 from jaxkfac.kinds._two_sided import TwoSided
 from jaxkfac.kinds._uncovered import Uncovered
 
 __all__ = [
     "EVERY_ROW",
-    "Array",
+    "ArrayOrShape",
     "Basis",
     "Bias",
     "Convolution",

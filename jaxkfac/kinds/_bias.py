@@ -16,7 +16,7 @@ from jaxkfac.interception import (
     register_kind,
 )
 from jaxkfac.kinds._elementwise import Elementwise
-from jaxkfac.kinds._rows import Array
+from jaxkfac.kinds._rows import ArrayOrShape
 
 
 @register_kind
@@ -43,7 +43,7 @@ class Bias(Elementwise):
             return "is the predicate of `select_n`"
         return [self._insertion(table, eqn, ins, position, scope) for position in positions]
 
-    def gradient(self, use: Use, operands: Sequence[Any], cotangent: Array) -> Array:
+    def gradient(self, use: Use, operands: Sequence[Any], cotangent: ArrayOrShape) -> ArrayOrShape:
         return cotangent
 
     def _insertion(

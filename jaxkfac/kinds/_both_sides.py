@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxkfac.kinds._chunks import CHUNK_BYTES, one_by_one_on_cpu, sum_over_strided_chunks
 from jaxkfac.kinds._squares import (
-    Array,
+    ArrayOrShape,
     Basis,
     gradients,
     over_pairs,
@@ -39,8 +39,8 @@ class LowRankMatrices(NamedTuple):
         right: ``(stack..., queries, rank, out)``.
     """
 
-    left: Array
-    right: Array
+    left: ArrayOrShape
+    right: ArrayOrShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class BothSides:
 
     arrays: Any
     by_example: bool
-    rows: Callable[[Any], tuple[Array, Array]] | None = None
+    rows: Callable[[Any], tuple[ArrayOrShape, ArrayOrShape]] | None = None
 
     def squares(self, like: dict[str, Any], basis: Basis) -> dict[str, Any]:
         """Sums of squares in a basis.
@@ -117,7 +117,7 @@ class BothSides:
         }
 
     def scores(
-        self, like: dict[str, Any], queries: Array | LowRankMatrices, bias_queries: Array | None
+        self, like: dict[str, Any], queries: ArrayOrShape | LowRankMatrices, bias_queries: ArrayOrShape | None
     ) -> dict[str, Any]:
         r"""Inner products $\langle W_q, \Gamma_n \rangle$ with the examples' gradients.
 
@@ -138,22 +138,22 @@ class BothSides:
         first = queries.left if isinstance(queries, LowRankMatrices) else queries
         dtype, number = first.dtype, first.shape[-3]
 
-        def cast_rows(chunk: Any) -> tuple[Array, Array]:
+        def cast_rows(chunk: Any) -> tuple[ArrayOrShape, ArrayOrShape]:
             x, g = (jnp.moveaxis(y.astype(dtype), (0, 1), (-3, -2)) for y in self._rows(chunk))
             return x, g
 
-        def by_rows(chunk: Any) -> Array:
+        def by_rows(chunk: Any) -> ArrayOrShape:
             x, g = cast_rows(chunk)
             moved = jnp.einsum("...nsi,...qio->...qnso", x, queries, precision=_EXACT)
             return jnp.einsum("...qnso,...nso->...qn", moved, g, precision=_EXACT)
 
-        def by_two_factors(chunk: Any) -> Array:
+        def by_two_factors(chunk: Any) -> ArrayOrShape:
             x, g = cast_rows(chunk)
             x = jnp.einsum("...nsi,...qir->...nsqr", x, queries.left, precision=_EXACT)
             g = jnp.einsum("...nso,...qro->...nsqr", g, queries.right, precision=_EXACT)
             return jnp.einsum("...nsqr,...nsqr->...qn", x, g, precision=_EXACT)
 
-        def by_gradients(chunk: Any) -> Array:
+        def by_gradients(chunk: Any) -> ArrayOrShape:
             some = dataclasses.replace(self, arrays=chunk)
             shape = (*first.shape[:-3], len(jax.tree.leaves(chunk)[0]), n_in, n_out)
             wanted = {"gradients": jax.ShapeDtypeStruct(shape, dtype)}
@@ -167,7 +167,7 @@ class BothSides:
         else:
             product, size = by_gradients, n_in * n_out
 
-        def part(chunk: Any, _: Any) -> dict[str, Array]:
+        def part(chunk: Any, _: Any) -> dict[str, ArrayOrShape]:
             out = {"scores": product(chunk)}
             if bias_queries is not None:
                 g = self._rows(chunk)[1].sum(1, dtype=dtype)
@@ -183,7 +183,7 @@ class BothSides:
         return {key: jnp.moveaxis(found[key], 0, -1) for key in like}
 
     def own_products(
-        self, like: dict[str, Any], basis: Basis, scale: Array, bias_scale: Array | None
+        self, like: dict[str, Any], basis: Basis, scale: ArrayOrShape, bias_scale: ArrayOrShape | None
     ) -> dict[str, Any]:
         r"""$\sum_{ij} s_{ij} \Gamma_{n,ij}^2$: each example's gradient multiplied with itself.
 
@@ -197,7 +197,7 @@ class BothSides:
             ``CHUNK_BYTES``, or the gradient of one example; of one position some copies of rows.
         """
 
-        def part(arrays: Any) -> Array:
+        def part(arrays: Any) -> ArrayOrShape:
             x, g = self._rows(arrays)
             found = weighed_squares(x, g, basis, scale)
             if bias_scale is None:
@@ -207,7 +207,7 @@ class BothSides:
             own = jnp.square(g) * bias_scale[..., None, :].astype(g.dtype)
             return found + own.sum(-1).astype(found.dtype)
 
-        def one(example: Any) -> Array:
+        def one(example: Any) -> ArrayOrShape:
             return part(jax.tree.map(lambda y: y[None], example))[..., 0]
 
         x, g = jax.eval_shape(self._rows, self.arrays)
@@ -223,7 +223,7 @@ class BothSides:
         return {"products": found[..., None].astype(like["products"].dtype)}
 
     def scaled_outputs(
-        self, like: dict[str, Any], basis: Basis, scale: Array, bias_scale: Array | None
+        self, like: dict[str, Any], basis: Basis, scale: ArrayOrShape, bias_scale: ArrayOrShape | None
     ) -> dict[str, Any]:
         r"""Output rows $\sqrt{w} \odot \tilde g$ in place of gradients, of one position each.
 
@@ -243,10 +243,10 @@ class BothSides:
             weights = weights + bias_scale.astype(x.dtype)[..., None, :]
         return {"outputs": jnp.sqrt(weights) * g.astype(weights.dtype)}
 
-    def _rows(self, chunk: Any) -> tuple[Array, Array]:
+    def _rows(self, chunk: Any) -> tuple[ArrayOrShape, ArrayOrShape]:
         return chunk if self.rows is None else self.rows(chunk)
 
-    def _at_once(self, x: Array, g: Array, *, gradients: bool) -> int:
+    def _at_once(self, x: ArrayOrShape, g: ArrayOrShape, *, gradients: bool) -> int:
         size = (x.size + g.size) // len(x)
         if gradients:
             size = max(size, math.prod(g.shape[2:]) * x.shape[-1])

@@ -1,11 +1,9 @@
 """Examples that a mesh axis divides, apart: each device's own, so that nothing is summed yet."""
 
-from typing import Any
-
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-Array = Any
+from jaxkfac.kinds._rows import ArrayOrShape
 
 
 def axis_of_devices(examples: int) -> str | None:
@@ -23,7 +21,7 @@ def axis_of_devices(examples: int) -> str | None:
     return None
 
 
-def by_device(x: Array | None, examples: int, axis: str) -> Array | None:
+def by_device(x: ArrayOrShape | None, examples: int, axis: str) -> ArrayOrShape | None:
     """The axis ``examples`` of an array cut into one part for each device, those first."""
     if x is None:
         return None

@@ -21,7 +21,7 @@ from jaxkfac.interception import (
 from jaxkfac.kinds import _moments
 from jaxkfac.kinds._both_sides import BothSides
 from jaxkfac.kinds._patches import over_patches, patches_of, summed_patches
-from jaxkfac.kinds._rows import Array, Rows, aligned, part_of_rows, split_examples
+from jaxkfac.kinds._rows import ArrayOrShape, Rows, aligned, part_of_rows, split_examples
 from jaxkfac.kinds._two_sided import TwoSided
 
 
@@ -97,7 +97,7 @@ class Convolution(TwoSided):
         """All patches: give it a few examples at a time."""
         return patches_of(site.eqn, use, operands)
 
-    def outputs(self, site: Site, use: Use, cotangent: Array) -> Rows:
+    def outputs(self, site: Site, use: Use, cotangent: ArrayOrShape) -> Rows:
         examples, channels, *spatial = site.eqn.params["dimension_numbers"].out_spec
         groups, shape = len(use.groups), cotangent.shape
         x = cotangent.reshape(*shape[:channels], *use.groups, -1, *shape[channels + 1 :])
@@ -110,18 +110,18 @@ class Convolution(TwoSided):
         site: Site,
         use: Use,
         operands: Sequence[Any],
-        weights: Array | None,
-        statistic: Callable[[Rows, Array | None], Any],
+        weights: ArrayOrShape | None,
+        statistic: Callable[[Rows, ArrayOrShape | None], Any],
     ) -> Any:
-        def of_part(side: Rows, there: Array | None) -> Any:
+        def of_part(side: Rows, there: ArrayOrShape | None) -> Any:
             return statistic(part_of_rows(site, use, side), there)
 
         return over_patches(site.eqn, use, operands, weights, of_part)
 
-    def summed_input_rows(self, site: Site, use: Use, operands: Any, weights: Array | None) -> Rows:
+    def summed_input_rows(self, site: Site, use: Use, operands: Any, weights: ArrayOrShape | None) -> Rows:
         return part_of_rows(site, use, summed_patches(site.eqn, use, operands, weights))
 
-    def second_moment(self, side: Rows, precision: Any) -> Array:
+    def second_moment(self, side: Rows, precision: Any) -> ArrayOrShape:
         return _moments.sum_over_patches(side, precision)
 
     def both_sides(
@@ -129,8 +129,8 @@ class Convolution(TwoSided):
         site: Site,
         use: Use,
         operands: Sequence[Any],
-        cotangent: Array,
-        weights: Array | None,
+        cotangent: ArrayOrShape,
+        weights: ArrayOrShape | None,
         examples: Atoms | None,
         like: Mapping[str, Any],
     ) -> BothSides:
@@ -139,7 +139,7 @@ class Convolution(TwoSided):
         first = (numbers.lhs_spec[0], numbers.out_spec[0], 0)
         kernel, number = operands[1], use.rows[0]
 
-        def apart(x: Array, axis: int) -> Array:
+        def apart(x: ArrayOrShape, axis: int) -> ArrayOrShape:
             """The axis of the batch first, split into examples and what else lies in it."""
             x = jnp.moveaxis(x, axis, 0)
             alone = dataclasses.replace(use, rows=(number,))
@@ -150,7 +150,7 @@ class Convolution(TwoSided):
             None if x is None else apart(x, axis) for x, axis in zip(parts, first, strict=True)
         )
 
-        def rows(chunk: Any) -> tuple[Array, Array]:
+        def rows(chunk: Any) -> tuple[ArrayOrShape, ArrayOrShape]:
             size = len(chunk[0])
             signal, outputs, there = (
                 None if x is None else jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, axis)

@@ -17,7 +17,7 @@ from jaxkfac.interception import (
     order_problem,
     register_kind,
 )
-from jaxkfac.kinds._rows import Array, Rows
+from jaxkfac.kinds._rows import ArrayOrShape, Rows
 from jaxkfac.kinds._two_sided import TwoSided
 
 
@@ -99,7 +99,7 @@ class Dense(TwoSided):
         rows = tuple(d for d in range(x.ndim) if d not in taken)
         return Rows(x, rows, batch, tuple(features))
 
-    def outputs(self, site: Site, use: Use, cotangent: Array) -> Rows:
+    def outputs(self, site: Site, use: Use, cotangent: ArrayOrShape) -> Rows:
         contract, shared = site.eqn.params["dimension_numbers"]
         other, num_batch, num_free = 1 - use.operand, len(shared[0]), len(use.out_axes)
         num_rows = len(use.rows) - len(use.row_batch)

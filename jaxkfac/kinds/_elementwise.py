@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxkfac.interception import Atoms, Axes, Kind, Site, Slot, SlotEntry, Use
 from jaxkfac.kinds._moments import sum_to
-from jaxkfac.kinds._rows import Array, Rows, by_example, masked
+from jaxkfac.kinds._rows import ArrayOrShape, Rows, by_example, masked
 
 
 class Elementwise(Kind):
@@ -34,10 +34,10 @@ class Elementwise(Kind):
         use: Use,
         like: Mapping[str, Any],
         operands: Sequence[Any],
-        cotangent: Array,
-        weights: Array | None,
+        cotangent: ArrayOrShape,
+        weights: ArrayOrShape | None,
         examples: Atoms,
-        derivative: Array | None,
+        derivative: ArrayOrShape | None,
     ) -> Slot:
         dtype = cotangent.dtype
         ones = masked(jnp.ones(cotangent.shape, dtype), weights)
@@ -61,8 +61,8 @@ class Elementwise(Kind):
 
 
 def gradients_by_example(
-    site: Site, use: Use, gradient: Array, examples: Atoms, like: Any
-) -> Array:
+    site: Site, use: Use, gradient: ArrayOrShape, examples: Atoms, like: Any
+) -> ArrayOrShape:
     """Elementwise gradients summed over the positions of each example.
 
     Args:

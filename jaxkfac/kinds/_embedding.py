@@ -23,7 +23,7 @@ from jaxkfac.interception import (
     register_kind,
 )
 from jaxkfac.kinds._products import Products
-from jaxkfac.kinds._rows import Array, Rows, aligned, split_examples
+from jaxkfac.kinds._rows import ArrayOrShape, Rows, aligned, split_examples
 from jaxkfac.kinds._token_rows import TokenRows
 from jaxkfac.kinds._two_sided import TwoSided, stack_of_slot
 
@@ -68,7 +68,7 @@ class Embedding(TwoSided):
         shapes = tuple(v.aval.shape for v in use.eqn.invars if is_var(v))
         return repr((shapes[-1:], _lookup(use.eqn).column))
 
-    def outputs(self, site: Site, use: Use, cotangent: Array) -> Rows:
+    def outputs(self, site: Site, use: Use, cotangent: ArrayOrShape) -> Rows:
         numbers = site.eqn.params["dimension_numbers"]
         offset = list(numbers.offset_dims)
         kept = kept_axis(site.eqn, _lookup(site.eqn))
@@ -85,7 +85,7 @@ class Embedding(TwoSided):
         use: Use,
         like: Mapping[str, Any],
         operands: Any,
-        weights: Array | None,
+        weights: ArrayOrShape | None,
         products: Products,
     ) -> dict[str, Any]:
         table, indices = operands[0], entries_picked(use.eqn, operands)
@@ -100,8 +100,8 @@ class Embedding(TwoSided):
         site: Site,
         use: Use,
         operands: Sequence[Any],
-        cotangent: Array,
-        weights: Array | None,
+        cotangent: ArrayOrShape,
+        weights: ArrayOrShape | None,
         examples: Atoms | None,
         like: Mapping[str, Any],
     ) -> TokenRows:

@@ -16,7 +16,7 @@ from jaxkfac.interception import (
     order_problem,
     register_kind,
 )
-from jaxkfac.kinds._rows import Array, Rows
+from jaxkfac.kinds._rows import ArrayOrShape, Rows
 from jaxkfac.kinds._two_sided import TwoSided
 
 
@@ -113,8 +113,8 @@ class Gathered(TwoSided):
         site: Site,
         use: Use,
         operands: Sequence[Any],
-        cotangent: Array,
-        weights: Array | None,
+        cotangent: ArrayOrShape,
+        weights: ArrayOrShape | None,
     ) -> Rows:
         axes = _Axes.of(use.eqn, use.operand)
         mine, theirs = axes.in_result(use.operand)
@@ -130,7 +130,7 @@ class Gathered(TwoSided):
         side = Rows(cotangent, tuple(rows), tuple(stacked), features)
         return _by_expert(site, use, operands, side).masked(weights)
 
-    def reached(self, site: Site, use: Use, operands: Sequence[Any]) -> Array:
+    def reached(self, site: Site, use: Use, operands: Sequence[Any]) -> ArrayOrShape:
         table, picked = site.table, use.view.picked
         assert picked is not None
         flat = [a for axis in use.rows for a in table.atoms(axis)]

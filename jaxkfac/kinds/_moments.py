@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxkfac.interception import Site, Slot, Use
 from jaxkfac.kinds._products import Products
-from jaxkfac.kinds._rows import Array, Rows, in_own_order
+from jaxkfac.kinds._rows import ArrayOrShape, Rows, in_own_order
 from jaxkfac.linalg import PANELS_FROM, gram, gram_panels, statistics_dtype, symmetric_gram
 
 
@@ -18,7 +18,7 @@ def output_moments(
     use: Use,
     side: Rows,
     like: Any,
-    weights: Array | None,
+    weights: ArrayOrShape | None,
     products: Products,
     *,
     panels: bool = False,
@@ -59,16 +59,16 @@ def _is_dense(like: Any, lead: int) -> bool:
     return isinstance(like, tuple) or like.ndim - lead == 2
 
 
-def _multiplied(sums: Any, times: Array | None) -> Any:
+def _multiplied(sums: Any, times: ArrayOrShape | None) -> Any:
     return sums if times is None else jax.tree.map(lambda x: x * times.astype(x.dtype), sums)
 
 
-def sum_of_outer_products(side: Rows, precision: Any) -> Array:
+def sum_of_outer_products(side: Rows, precision: Any) -> ArrayOrShape:
     """Over rows, for each entry of the stack."""
     return gram(side.x, side.rows, side.batch, precision=precision)
 
 
-def sum_over_patches(side: Rows, precision: Any) -> Array:
+def sum_over_patches(side: Rows, precision: Any) -> ArrayOrShape:
     """Moments of wide patches by panels: mirrored here, which a run of many rows can bear."""
     size = math.prod(side.x.shape[d] for d in side.feature_axes)
     if side.batch or size < PANELS_FROM:
@@ -93,7 +93,7 @@ def input_moments(
     use: Use,
     slot: Mapping[str, Any],
     side: Rows,
-    weights: Array | None,
+    weights: ArrayOrShape | None,
     products: Products,
 ) -> Slot:
     """Everything the slot wants of the input rows: ``a``, ``a_count``, ``a_sum``."""
@@ -110,7 +110,7 @@ def input_moments(
     return out
 
 
-def _summed(site: Site, use: Use, side: Rows, x: Array, dtype: Any = None) -> Array:
+def _summed(site: Site, use: Use, side: Rows, x: ArrayOrShape, dtype: Any = None) -> ArrayOrShape:
     """``x`` summed over rows: ``(stack..., features)``."""
     total = x.sum(side.rows, dtype=dtype)
     kept = [d for d in range(side.x.ndim) if d not in side.rows]
@@ -118,7 +118,7 @@ def _summed(site: Site, use: Use, side: Rows, x: Array, dtype: Any = None) -> Ar
     return in_own_order(site, use, side, total, lead=len(side.batch), copies=1)
 
 
-def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
+def sum_to(x: ArrayOrShape, shape: tuple[int, ...]) -> ArrayOrShape:
     """Sum over the axes along which ``shape`` was broadcast."""
     if x.shape == shape:
         return x

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxkfac.interception import Eqn, Use
 from jaxkfac.kinds._by_device import axis_of_devices, by_device
-from jaxkfac.kinds._rows import Array, Rows
+from jaxkfac.kinds._rows import ArrayOrShape, Rows
 from jaxkfac.linalg import statistics_dtype
 
 AT_ONCE = 2**20  # elements of patches that are always formed at once: 4 MiB of float32
@@ -31,7 +31,7 @@ def patches_of(eqn: Eqn, use: Use, operands: Sequence[Any]) -> Rows:
     return _patches(_signal(eqn, use, operands), use)
 
 
-def summed_patches(eqn: Eqn, use: Use, operands: Sequence[Any], weights: Array | None) -> Rows:
+def summed_patches(eqn: Eqn, use: Use, operands: Sequence[Any], weights: ArrayOrShape | None) -> Rows:
     """The patches of ``patches_of`` summed over positions, each of whose axes keeps one row.
 
     Without a mask the sum over a window's positions is taken axis by axis: no patch is formed.
@@ -46,7 +46,7 @@ def summed_patches(eqn: Eqn, use: Use, operands: Sequence[Any], weights: Array |
     if weights is None:
         return _patches(signal, use, summed=True)
 
-    def total(side: Rows, there: Array | None) -> Array:
+    def total(side: Rows, there: ArrayOrShape | None) -> ArrayOrShape:
         dtype = statistics_dtype(side.x.dtype)
         return side.masked(there).x.sum(side.rows[1:], dtype=dtype, keepdims=True)
 
@@ -58,8 +58,8 @@ def over_patches(
     eqn: Eqn,
     use: Use,
     operands: Sequence[Any],
-    weights: Array | None,
-    statistic: Callable[[Rows, Array | None], Any],
+    weights: ArrayOrShape | None,
+    statistic: Callable[[Rows, ArrayOrShape | None], Any],
 ) -> Any:
     """Sum of a statistic of patches over runs of positions.
 
@@ -78,7 +78,7 @@ def over_patches(
     """
     signal = _signal(eqn, use, operands)
 
-    def total(x: Array, there: Array | None) -> Any:
+    def total(x: ArrayOrShape, there: ArrayOrShape | None) -> Any:
         of_run = lambda side, there: statistic(side.masked(there), there)
         return _over_runs(signal._replace(x=x), use, there, of_run)
 
@@ -108,7 +108,7 @@ class _Axis(NamedTuple):
 class _Signal(NamedTuple):
     """What is convolved, ``(groups..., examples, padded points..., channels)``."""
 
-    x: Array
+    x: ArrayOrShape
     axes: tuple[_Axis, ...]
 
 
@@ -155,7 +155,7 @@ def _patches(signal: _Signal, use: Use, *, summed: bool = False) -> Rows:
     return _rows(signal, use, x)
 
 
-def _rows(signal: _Signal, use: Use, x: Array) -> Rows:
+def _rows(signal: _Signal, use: Use, x: ArrayOrShape) -> Rows:
     lead, n = len(use.groups), len(signal.axes)
     channels, *spatial = use.in_axes
     features = tuple(enumerate((*spatial, channels), start=lead + 1 + n))
@@ -165,8 +165,8 @@ def _rows(signal: _Signal, use: Use, x: Array) -> Rows:
 def _over_runs(
     signal: _Signal,
     use: Use,
-    weights: Array | None,
-    statistic: Callable[[Rows, Array | None], Any],
+    weights: ArrayOrShape | None,
+    statistic: Callable[[Rows, ArrayOrShape | None], Any],
 ) -> Any:
     """Sum of a statistic over runs of output positions along the longest axis.
 

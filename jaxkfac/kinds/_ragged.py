@@ -17,7 +17,7 @@ from jaxkfac.interception import (
     order_problem,
     register_kind,
 )
-from jaxkfac.kinds._rows import Array, Rows, part_of_rows
+from jaxkfac.kinds._rows import ArrayOrShape, Rows, part_of_rows
 from jaxkfac.kinds._two_sided import TwoSided
 
 
@@ -82,17 +82,17 @@ class Ragged(TwoSided):
         site: Site,
         use: Use,
         operands: Sequence[Any],
-        cotangent: Array,
-        weights: Array | None,
+        cotangent: ArrayOrShape,
+        weights: ArrayOrShape | None,
     ) -> Rows:
         side = _by_expert(cotangent, operands, use.out_axes[0])
         return part_of_rows(site, use, side.masked(weights))
 
-    def reached(self, site: Site, use: Use, operands: Sequence[Any]) -> Array:
+    def reached(self, site: Site, use: Use, operands: Sequence[Any]) -> ArrayOrShape:
         return part_of_rows(site, use, Rows(_reached(operands), (1,), (0,), ())).x
 
 
-def _reached(operands: Sequence[Any]) -> Array:
+def _reached(operands: Sequence[Any]) -> ArrayOrShape:
     """``(experts, rows)``: which rows reach which expert; rows behind the last run reach none."""
     sizes = operands[2][:, None]
     ends = jnp.cumsum(sizes, 0, sizes.dtype)
@@ -100,6 +100,6 @@ def _reached(operands: Sequence[Any]) -> Array:
     return (rows < ends) & (rows >= ends - sizes)
 
 
-def _by_expert(x: Array, operands: Sequence[Any], axis: Atoms) -> Rows:
+def _by_expert(x: ArrayOrShape, operands: Sequence[Any], axis: Atoms) -> Rows:
     x = jnp.where(_reached(operands)[..., None], x, jnp.zeros((), x.dtype))
     return Rows(x, (1,), (0,), ((2, axis),))

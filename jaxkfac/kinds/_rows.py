@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxkfac._errors import LostRowsError
 from jaxkfac.interception import Atoms, AxisTable, Piece, Site, Use, own_atoms, pieces_of
 
-Array = Any  # a tracer, a NumPy constant or, for a slot in a backward rule, its shape
+ArrayOrShape = Any  # a tracer, a NumPy constant or, for a slot in a backward rule, its shape
 
 
 class Rows(NamedTuple):
@@ -24,7 +24,7 @@ class Rows(NamedTuple):
             parameter that it is.
     """
 
-    x: Array
+    x: ArrayOrShape
     rows: tuple[int, ...]
     batch: tuple[int, ...]
     features: tuple[tuple[int, Atoms], ...]
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
         """How many rows there are for each entry of the stack."""
         return math.prod(self.x.shape[d] for d in self.rows)
 
-    def masked(self, weights: Array | None) -> "Rows":
+    def masked(self, weights: ArrayOrShape | None) -> "Rows":
         """Rows that do not exist set to zero; ``weights`` have the axes of ``use.rows``."""
         if weights is None:
             return self
@@ -74,7 +74,7 @@ def part_of_rows(site: Site, use: Use, side: Rows) -> Rows:
     return Rows(x, moved(side.rows), moved(side.batch), features)
 
 
-def _cut(table: AxisTable, pieces: Mapping[int, Piece], x: Array, d: int, axis: Atoms) -> Array:
+def _cut(table: AxisTable, pieces: Mapping[int, Piece], x: ArrayOrShape, d: int, axis: Atoms) -> ArrayOrShape:
     """``x`` with an axis, made of ``axis``, cut to the pieces of its atoms."""
     atoms = table.atoms(axis)
     if not any(a in pieces for a in atoms):
@@ -89,14 +89,14 @@ def _cut(table: AxisTable, pieces: Mapping[int, Piece], x: Array, d: int, axis: 
     return x.reshape(*before, -1, *after)
 
 
-def masked(x: Array, rows: Array | None) -> Array:
+def masked(x: ArrayOrShape, rows: ArrayOrShape | None) -> ArrayOrShape:
     """Rows that do not exist become zero; ``where``, because they may hold NaN."""
     return x if rows is None else jnp.where(rows, x, jnp.zeros((), x.dtype))
 
 
 def in_own_order(
-    site: Site, use: Use, side: Rows, x: Array, *, lead: int, copies: int = 1
-) -> Array:
+    site: Site, use: Use, side: Rows, x: ArrayOrShape, *, lead: int, copies: int = 1
+) -> ArrayOrShape:
     """Features of ``x`` flattened in the parameter's own axis order.
 
     Args:
@@ -123,7 +123,7 @@ def in_own_order(
 
 def by_example(
     site: Site, side: Rows, axes: Sequence[Atoms], examples: Atoms, *, path: str
-) -> Array:
+) -> ArrayOrShape:
     """Rows with the examples apart: ``(examples, positions, stack..., features...)``.
 
     Args:
@@ -171,7 +171,7 @@ def _lost(site: Site, path: str, what: str) -> LostRowsError:
     )
 
 
-def aligned(site: Site, use: Use, side: Rows, stack: tuple[int, ...] = ()) -> Array:
+def aligned(site: Site, use: Use, side: Rows, stack: tuple[int, ...] = ()) -> ArrayOrShape:
     """``(rows..., stack..., features)``: rows as in ``use.rows``, features in their own order."""
     x = side.x.transpose(*side.rows, *side.batch, *side.feature_axes)
     lead = len(side.rows) + len(side.batch)
@@ -183,8 +183,8 @@ def aligned(site: Site, use: Use, side: Rows, stack: tuple[int, ...] = ()) -> Ar
 
 
 def split_examples(
-    site: Site, use: Use, x: Array, *, num_rows: int, examples: Atoms | None
-) -> Array:
+    site: Site, use: Use, x: ArrayOrShape, *, num_rows: int, examples: Atoms | None
+) -> ArrayOrShape:
     """Rows first to ``(examples, positions, ...)``; without ``examples``, one position each."""
     if examples is None:
         return x.reshape(-1, 1, *x.shape[num_rows:])

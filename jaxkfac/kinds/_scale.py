@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxkfac.interception import AxisTable, Eqn, Use, bind, register_kind
 from jaxkfac.kinds._elementwise import Elementwise
-from jaxkfac.kinds._rows import Array
+from jaxkfac.kinds._rows import ArrayOrShape
 
 
 @register_kind
@@ -31,12 +31,12 @@ class Scale(Elementwise):
         data = ins[1 - position]
         return [Use(self, eqn, position, ins[position], scope, data=data, rows=data.axes)]
 
-    def gradient(self, use: Use, operands: Sequence[Any], cotangent: Array) -> Array:
+    def gradient(self, use: Use, operands: Sequence[Any], cotangent: ArrayOrShape) -> ArrayOrShape:
         data = operands[1 - use.operand]
         if use.eqn.primitive.name == "mul":
             return cotangent * data.astype(cotangent.dtype)
 
-        def of_parameter(x: Array) -> Array:
+        def of_parameter(x: ArrayOrShape) -> ArrayOrShape:
             return bind(use.eqn)(*((x, data) if use.operand == 0 else (data, x)))
 
         parameter = operands[use.operand]

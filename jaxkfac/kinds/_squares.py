@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxkfac.linalg import statistics_dtype
 
-Array = Any  # a tracer, a constant, or the shape of one
+from jaxkfac.kinds._rows import ArrayOrShape
 
 _EXACT = jax.lax.Precision.HIGHEST  # never TF32: these values divide the gradient
 
@@ -37,14 +37,14 @@ class Basis(NamedTuple):
             ``None``: nothing.
     """
 
-    a: Array | None = None
-    g: Array | None = None
+    a: ArrayOrShape | None = None
+    g: ArrayOrShape | None = None
     ones: bool = False
-    constant: Array | None = None
-    unit: Array | None = None
+    constant: ArrayOrShape | None = None
+    unit: ArrayOrShape | None = None
 
 
-def rotate(x: Array, vectors: Array | None, lead: int) -> Array:
+def rotate(x: ArrayOrShape, vectors: ArrayOrShape | None, lead: int) -> ArrayOrShape:
     """Rows ``(lead..., stack..., n)`` times eigenvectors: ``(stack..., lead..., n)``, wide."""
     x, last = x.astype(statistics_dtype(x.dtype)), x.ndim - 1
     if vectors is None:
@@ -53,7 +53,7 @@ def rotate(x: Array, vectors: Array | None, lead: int) -> Array:
     return _dot(x, vectors, ((last,), (last - lead,)), batch)
 
 
-def rotate_inputs(x: Array, basis: Basis, lead: int) -> Array:
+def rotate_inputs(x: ArrayOrShape, basis: Basis, lead: int) -> ArrayOrShape:
     """Input rows in the eigenbasis, the ones feature included."""
     x = scaled(x, basis)
     if not basis.ones:
@@ -65,12 +65,12 @@ def rotate_inputs(x: Array, basis: Basis, lead: int) -> Array:
     return rotate(x, basis.a[..., :-1, :], lead) + ones
 
 
-def rotate_outputs(g: Array, basis: Basis, lead: int) -> Array:
+def rotate_outputs(g: ArrayOrShape, basis: Basis, lead: int) -> ArrayOrShape:
     """Output rows in the eigenbasis, in the unit of the squares."""
     return in_unit(rotate(g, basis.g, lead), basis.unit)
 
 
-def in_unit(x: Array, unit: Array | None) -> Array:
+def in_unit(x: ArrayOrShape, unit: ArrayOrShape | None) -> ArrayOrShape:
     """``(stack..., rows..., n)`` divided by the unit: the result, so that no basis is copied."""
     if unit is None:
         return x
@@ -78,7 +78,7 @@ def in_unit(x: Array, unit: Array | None) -> Array:
     return x / unit.astype(x.dtype).reshape(*stack, *[1] * (x.ndim - len(stack)))
 
 
-def scaled(x: Array, basis: Basis) -> Array:
+def scaled(x: ArrayOrShape, basis: Basis) -> ArrayOrShape:
     """``x`` times the constant of the weight."""
     if basis.constant is None:
         return x
@@ -86,12 +86,12 @@ def scaled(x: Array, basis: Basis) -> Array:
     return x.astype(constant.dtype) * constant
 
 
-def with_ones(x: Array) -> Array:
+def with_ones(x: ArrayOrShape) -> ArrayOrShape:
     """``x`` with ones appended to the last axis."""
     return jnp.concatenate([x, jnp.ones((*x.shape[:-1], 1), x.dtype)], -1)
 
 
-def squares_by_row(x: Array, g: Array, basis: Basis, lead: int) -> Array:
+def squares_by_row(x: ArrayOrShape, g: ArrayOrShape, basis: Basis, lead: int) -> ArrayOrShape:
     r"""$\sum_r (\tilde a_r \tilde g_r^\top)^{\odot 2}$ over single rows, ``(stack..., in, out)``.
 
     One product of squares: no row's gradient is formed.
@@ -107,7 +107,7 @@ def squares_by_row(x: Array, g: Array, basis: Basis, lead: int) -> Array:
     return _over_rows(x, g, lead)
 
 
-def squares_by_example(x: Array, g: Array, basis: Basis) -> Array:
+def squares_by_example(x: ArrayOrShape, g: ArrayOrShape, basis: Basis) -> ArrayOrShape:
     r"""$\sum_n (\sum_s \tilde a_{ns} \tilde g_{ns}^\top)^{\odot 2}$, ``(stack..., in, out)``.
 
     With few positions, over pairs of them:
@@ -130,7 +130,7 @@ def squares_by_example(x: Array, g: Array, basis: Basis) -> Array:
     return total
 
 
-def weighed_squares(x: Array, g: Array, basis: Basis, scale: Array) -> Array:
+def weighed_squares(x: ArrayOrShape, g: ArrayOrShape, basis: Basis, scale: ArrayOrShape) -> ArrayOrShape:
     r"""$\sum_{ij} s_{ij} \Gamma_{n,ij}^2$ of each example, ``(stack..., examples)``.
 
     With one position it is $\sum_j (\sum_i s_{ij} \tilde a_i^2) \tilde g_j^2$.
@@ -154,7 +154,7 @@ def over_pairs(positions: int) -> bool:
     return positions <= PAIRS_UP_TO
 
 
-def gradients(x: Array, g: Array, basis: Basis) -> Array:
+def gradients(x: ArrayOrShape, g: ArrayOrShape, basis: Basis) -> ArrayOrShape:
     """Each example's gradient in the eigenbasis, ``(stack..., examples, in, out)``.
 
     Rows are rotated, or gradients, whichever is less work.
@@ -175,7 +175,7 @@ def gradients(x: Array, g: Array, basis: Basis) -> Array:
     return rotate_gradients(gradient, basis.a, basis.g)
 
 
-def rotate_gradients(gradient: Array, a: Array | None, g: Array | None) -> Array:
+def rotate_gradients(gradient: ArrayOrShape, a: ArrayOrShape | None, g: ArrayOrShape | None) -> ArrayOrShape:
     r"""$Q_A^\top \Gamma Q_G$ of ``(stack..., examples, in, out)``."""
     stack = tuple(range(gradient.ndim - 3))
     last = gradient.ndim - 1
@@ -187,7 +187,7 @@ def rotate_gradients(gradient: Array, a: Array | None, g: Array | None) -> Array
     return gradient
 
 
-def squares_by_token(tokens: Array, g: Array, size: int) -> Array:
+def squares_by_token(tokens: ArrayOrShape, g: ArrayOrShape, size: int) -> ArrayOrShape:
     r"""Squares of an embedding's gradient, ``(size, out)``; its input side is a diagonal.
 
     The rows of each token within an example are summed before they are squared. There are
@@ -215,14 +215,14 @@ def squares_by_token(tokens: Array, g: Array, size: int) -> Array:
     return zeros.at[tokens.reshape(-1)].add(jnp.square(flat), mode="drop")
 
 
-def _over_rows(x: Array, g: Array, lead: int) -> Array:
+def _over_rows(x: ArrayOrShape, g: ArrayOrShape, lead: int) -> ArrayOrShape:
     """``sum_r x_r g_r^T`` over row axes that lie behind the stack: ``(stack..., in, out)``."""
     stack = tuple(range(x.ndim - 1 - lead))
     rows = tuple(range(len(stack), x.ndim - 1))
     return _dot(x, g, (rows, rows), (stack, stack))
 
 
-def _dot(x: Array, y: Array, contract: Any, batch: Any) -> Array:
+def _dot(x: ArrayOrShape, y: ArrayOrShape, contract: Any, batch: Any) -> ArrayOrShape:
     dtype = statistics_dtype(x.dtype, y.dtype)
     return jax.lax.dot_general(
         x.astype(dtype), y.astype(dtype), (contract, batch), precision=_EXACT

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac.kinds._both_sides import LowRankMatrices
-from jaxkfac.kinds._squares import Array, Basis, rotate_outputs, scaled, squares_by_token
+from jaxkfac.kinds._rows import ArrayOrShape
+from jaxkfac.kinds._squares import Basis, rotate_outputs, scaled, squares_by_token
 
 _EXACT = jax.lax.Precision.HIGHEST  # as the gradients that the products are of
 
@@ -22,8 +23,8 @@ class TokenRows:
         g: ``(examples, positions, features)``.
     """
 
-    tokens: Array
-    g: Array
+    tokens: ArrayOrShape
+    g: ArrayOrShape
 
     def squares(self, like: dict[str, Any], basis: Basis) -> dict[str, Any]:
         """Sums of squares in a basis.
@@ -43,7 +44,7 @@ class TokenRows:
         return {"gradients": zeros.at[examples, self.tokens].add(rows, mode="drop")}
 
     def scores(
-        self, like: dict[str, Any], queries: Array | LowRankMatrices, bias_queries: Array | None
+        self, like: dict[str, Any], queries: ArrayOrShape | LowRankMatrices, bias_queries: ArrayOrShape | None
     ) -> dict[str, Any]:
         """Inner products of the queries' tables with the examples' gradients.
 
@@ -51,10 +52,10 @@ class TokenRows:
             One copy of the output rows: queries go one by one, and no example's table is formed.
         """
 
-        def read(table: Array) -> Array:
+        def read(table: ArrayOrShape) -> ArrayOrShape:
             return table.at[self.tokens].get(mode="fill", fill_value=0)
 
-        def one(query: Array | LowRankMatrices) -> Array:
+        def one(query: ArrayOrShape | LowRankMatrices) -> ArrayOrShape:
             if not isinstance(query, LowRankMatrices):
                 return (read(query) * self.g.astype(query.dtype)).sum((1, 2))
             rows = self.g.astype(query.right.dtype)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxkfac.interception import Atoms, AxisTable, Eqn, Site, Slot, Use, register_kind
 from jaxkfac.kinds._elementwise import Elementwise
 from jaxkfac.kinds._moments import sum_to
-from jaxkfac.kinds._rows import Array, Rows, by_example
+from jaxkfac.kinds._rows import ArrayOrShape, Rows, by_example
 
 
 @register_kind
@@ -56,17 +56,17 @@ class Transformed(Elementwise):
         use: Use,
         like: Mapping[str, Any],
         operands: Sequence[Any],
-        cotangent: Array,
-        weights: Array | None,
+        cotangent: ArrayOrShape,
+        weights: ArrayOrShape | None,
         examples: Atoms,
-        derivative: Array | None,
+        derivative: ArrayOrShape | None,
     ) -> Slot:
         x, g = _sides(use, operands[1 - use.operand].astype(cotangent.dtype), cotangent)
         x, g = x.masked(weights), g.masked(weights)
         ones = (x._replace(x=jnp.ones_like(x.x)), g._replace(x=jnp.ones_like(g.x)).masked(weights))
         by_row = "diagonal" in like
 
-        def gradients(x: Rows, g: Rows) -> Array:
+        def gradients(x: Rows, g: Rows) -> ArrayOrShape:
             """Of the weight, by example, these last."""
             if by_row:
                 return _product(use, _flat(x), _flat(g))[..., 0]
@@ -89,7 +89,7 @@ class Transformed(Elementwise):
         return {key: sum_to(parts[key], part.shape) for key, part in like.items()}
 
 
-def _sides(use: Use, x: Array, cotangent: Array) -> tuple[Rows, Rows]:
+def _sides(use: Use, x: ArrayOrShape, cotangent: ArrayOrShape) -> tuple[Rows, Rows]:
     """Input rows and output rows: features in the order of the equation."""
     contract, shared = use.eqn.params["dimension_numbers"]
     other, batch = 1 - use.operand, len(shared[0])
@@ -110,13 +110,13 @@ def _sides(use: Use, x: Array, cotangent: Array) -> tuple[Rows, Rows]:
     return inputs, outputs
 
 
-def _flat(side: Rows) -> Array:
+def _flat(side: Rows) -> ArrayOrShape:
     """``(1, rows, stack..., features...)``."""
     x = side.x.transpose(*side.rows, *side.batch, *side.feature_axes)
     return x.reshape(1, side.number, *x.shape[len(side.rows) :])
 
 
-def _product(use: Use, x: Array, g: Array) -> Array:
+def _product(use: Use, x: ArrayOrShape, g: ArrayOrShape) -> ArrayOrShape:
     """Sums over rows of ``(examples, rows, ...)``, in the axes of the weight, examples last."""
     contract, shared = use.eqn.params["dimension_numbers"]
     batch = tuple(range(2, 2 + len(shared[0])))

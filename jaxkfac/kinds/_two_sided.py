@@ -10,7 +10,7 @@ from jaxkfac.interception import Atoms, Axes, Kind, Site, SlotEntry, Use
 from jaxkfac.kinds._both_sides import BothSides
 from jaxkfac.kinds._moments import input_moments, sum_of_outer_products
 from jaxkfac.kinds._products import Products
-from jaxkfac.kinds._rows import Array, Rows, aligned, part_of_rows, split_examples
+from jaxkfac.kinds._rows import ArrayOrShape, Rows, aligned, part_of_rows, split_examples
 from jaxkfac.kinds._token_rows import TokenRows
 
 
@@ -38,16 +38,16 @@ class TwoSided(Kind):
         """What it reads."""
         raise NotImplementedError
 
-    def outputs(self, site: Site, use: Use, cotangent: Array) -> Rows:
+    def outputs(self, site: Site, use: Use, cotangent: ArrayOrShape) -> Rows:
         """The cotangent of what it returns."""
         raise NotImplementedError
 
     def input_rows(
-        self, site: Site, use: Use, operands: Sequence[Any], weights: Array | None
+        self, site: Site, use: Use, operands: Sequence[Any], weights: ArrayOrShape | None
     ) -> Rows:
         return part_of_rows(site, use, self.inputs(site, use, operands).masked(weights))
 
-    def output_rows(self, site: Site, use: Use, cotangent: Array, weights: Array | None) -> Rows:
+    def output_rows(self, site: Site, use: Use, cotangent: ArrayOrShape, weights: ArrayOrShape | None) -> Rows:
         return part_of_rows(site, use, self.outputs(site, use, cotangent).masked(weights))
 
     def over_input_rows(
@@ -55,8 +55,8 @@ class TwoSided(Kind):
         site: Site,
         use: Use,
         operands: Sequence[Any],
-        weights: Array | None,
-        statistic: Callable[[Rows, Array | None], Any],
+        weights: ArrayOrShape | None,
+        statistic: Callable[[Rows, ArrayOrShape | None], Any],
     ) -> Any:
         """A statistic of input rows, summed over the pieces in which the rows are formed.
 
@@ -76,10 +76,10 @@ class TwoSided(Kind):
         use: Use,
         like: Mapping[str, Any],
         operands: Any,
-        weights: Array | None,
+        weights: ArrayOrShape | None,
         products: Products,
     ) -> dict[str, Any]:
-        def sums(side: Rows, there: Array | None) -> dict[str, Any]:
+        def sums(side: Rows, there: ArrayOrShape | None) -> dict[str, Any]:
             return input_moments(site, use, like, side, there, products)
 
         out = self.over_input_rows(site, use, operands, weights, sums)
@@ -92,7 +92,7 @@ class TwoSided(Kind):
             out["a_count"] = jnp.broadcast_to(count.reshape(*count.shape, *rest), stack)
         return out
 
-    def second_moment(self, side: Rows, precision: Any) -> Array:
+    def second_moment(self, side: Rows, precision: Any) -> ArrayOrShape:
         return sum_of_outer_products(side, precision)
 
     def both_sides(
@@ -100,8 +100,8 @@ class TwoSided(Kind):
         site: Site,
         use: Use,
         operands: Sequence[Any],
-        cotangent: Array,
-        weights: Array | None,
+        cotangent: ArrayOrShape,
+        weights: ArrayOrShape | None,
         examples: Atoms | None,
         like: Mapping[str, Any],
     ) -> BothSides | TokenRows:

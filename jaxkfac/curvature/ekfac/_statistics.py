@@ -11,7 +11,7 @@ from jaxkfac.curvature._coverage import owners
 from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.factors import Statistics, gradient_rows
 from jaxkfac.interception import Entries, Layer, Site, Slot, SlotEntry, Traced, Use
-from jaxkfac.kinds import Array, Basis, in_unit, rotate_gradients
+from jaxkfac.kinds import ArrayOrShape, Basis, in_unit, rotate_gradients
 
 Per = Literal["example", "token"]
 
@@ -38,8 +38,8 @@ class Squares(NamedTuple):
         bias_values: ``(stack..., out)``, of a bias with a block of its own.
     """
 
-    values: dict[str, Array]
-    bias_values: dict[str, Array]
+    values: dict[str, ArrayOrShape]
+    bias_values: dict[str, ArrayOrShape]
 
 
 class SquaredGradients:
@@ -144,8 +144,8 @@ class SquaredGradients:
         use: Use,
         like: Slot,
         operands: list[Any],
-        cotangent: Array,
-        weights: Array | None,
+        cotangent: ArrayOrShape,
+        weights: ArrayOrShape | None,
         constants: Any,
     ) -> Slot:
         """See ``_taps.Emitter``."""
@@ -194,17 +194,17 @@ class SquaredGradients:
                 bias_values[name] = bias * root[..., 0] * root[..., 0]
         return Squares(values, bias_values)
 
-    def _reoriented(self, name: str, layer: Layer, gradient: Array) -> Array:
+    def _reoriented(self, name: str, layer: Layer, gradient: ArrayOrShape) -> ArrayOrShape:
         """Gradients by example of another block of one parameter, as this block reads it."""
         mine, its = (replace(x.weight, index=()) for x in (layer, self._layers[name]))
         zeros = jnp.zeros(mine.atoms, gradient.dtype)
 
-        def read(one: Array) -> Array:
+        def read(one: ArrayOrShape) -> ArrayOrShape:
             return mine.read(its.write(zeros, one))
 
         return jax.vmap(read, in_axes=-3, out_axes=-3)(gradient)
 
-    def _of_elements(self, layer: Layer, slot: Slot, bases: Eigenbases) -> Array:
+    def _of_elements(self, layer: Layer, slot: Slot, bases: Eigenbases) -> ArrayOrShape:
         if not layer.g_dense:
             return self._elements[layer.name].output(layer, slot)
         rows = gradient_rows(layer, slot["gradient"])[..., None, :]
@@ -227,6 +227,6 @@ def _tied_parts(layers: Sequence[Layer], known: Mapping[str, Layer]) -> dict[str
     }
 
 
-def _squared(gradient: Array, a: Array | None, g: Array | None, unit: Array) -> Array:
+def _squared(gradient: ArrayOrShape, a: ArrayOrShape | None, g: ArrayOrShape | None, unit: ArrayOrShape) -> ArrayOrShape:
     """``(stack..., examples, in, out)`` rotated, squared and summed: ``(stack..., in, out)``."""
     return jnp.square(in_unit(rotate_gradients(gradient, a, g), unit)).sum(-3)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from jaxkfac.curvature.operators._exact import chosen_paths, chosen_shapes
 from jaxkfac.curvature.operators._operator import Operator
@@ -22,6 +22,8 @@ from jaxkfac.interception import (
     with_leaves,
 )
 from jaxkfac.linalg import statistics_dtype
+
+PyTree = Any
 
 
 def marked_gauss_newton(
