@@ -128,7 +128,7 @@ def _bounded_memory():
     what is forgotten is compiled again. Or it is half of the mappings that Linux gives a process,
     of which every program has a few: without one more, the next program is a segmentation fault.
     """
-    from jaxkfac.memory._resident import resident_bytes
+    from jaxkfac.memory._budget import resident_bytes
 
     yield
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

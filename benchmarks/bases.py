@@ -28,7 +28,7 @@ import numpy as np
 
 import jaxkfac as jk
 from benchmarks._record import shown, stamp, write
-from jaxkfac.curvature import _by_slice
+from jaxkfac.curvature import _apply
 
 MIB = 2**20
 DAMPING = 1e-3
@@ -94,7 +94,7 @@ def row(grads: Any, bases: Any, exact: Any, calls: int) -> dict[str, float]:
 def _sent_by(grads: Any, bases: Any) -> list[int]:
     """Bytes of eigenvectors that each block sends."""
     blocks: list[int] = []
-    put, solve = _by_slice.put_result, _by_slice._solved_into
+    put, solve = _apply.put_result, _apply._solved_into
     now = 0
 
     def counted(x: Any, where: Any) -> Any:
@@ -108,11 +108,11 @@ def _sent_by(grads: Any, bases: Any) -> list[int]:
         now = 0
         return solve(*args, **options)
 
-    _by_slice.put_result, _by_slice._solved_into = counted, solved
+    _apply.put_result, _apply._solved_into = counted, solved
     try:
         precondition(grads, bases)
     finally:
-        _by_slice.put_result, _by_slice._solved_into = put, solve
+        _apply.put_result, _apply._solved_into = put, solve
     return blocks
 
 
@@ -123,7 +123,7 @@ def _of_all(grads: Any, bases: Any) -> int:
 
 def _of_one_block(grads: Any, bases: Any) -> int:
     """What solves the largest block, its next eigenvectors, and the rest of gradient and result."""
-    most, solve = 0, _by_slice._solved_into
+    most, solve = 0, _apply._solved_into
 
     def solved(out: Any, one: Any, *args: Any, **options: Any) -> Any:
         nonlocal most
@@ -133,11 +133,11 @@ def _of_one_block(grads: Any, bases: Any) -> int:
         most = max(most, own - _nbytes(out) + _nbytes(one.basis))
         return solve(out, one, *args, **options)
 
-    _by_slice._solved_into = solved
+    _apply._solved_into = solved
     try:
         precondition(grads, bases)
     finally:
-        _by_slice._solved_into = solve
+        _apply._solved_into = solve
     return most + 2 * _nbytes(grads)
 
 

@@ -31,7 +31,7 @@ import numpy as np
 import jaxkfac as jk
 from benchmarks._record import shown, stamp, write
 from benchmarks.factors import cases
-from jaxkfac.curvature.host import _copies, _decompose
+from jaxkfac.curvature.host import _decompose, _push
 
 LANES = ("step", "average", "decompose")
 COLUMNS = 100
@@ -68,7 +68,7 @@ class Recorder:
         return call
 
     def __enter__(self) -> "Recorder":
-        self._solve, self._average = _decompose.eigh_on_host, _copies.Copy.__call__
+        self._solve, self._average = _decompose.eigh_on_host, _push.Copy.__call__
         _decompose.eigh_on_host = self.timed("decompose", self._solve)
         timed = self.timed("average", self._average)
 
@@ -76,11 +76,11 @@ class Recorder:
             jax.block_until_ready((copy.sums, copy.count))
             timed(copy)
 
-        _copies.Copy.__call__ = average
+        _push.Copy.__call__ = average
         return self
 
     def __exit__(self, *_: Any) -> None:
-        _decompose.eigh_on_host, _copies.Copy.__call__ = self._solve, self._average
+        _decompose.eigh_on_host, _push.Copy.__call__ = self._solve, self._average
 
     def of(self, lane: str) -> list[Interval]:
         return [i for i in self.intervals if i.lane == lane]

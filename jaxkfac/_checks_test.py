@@ -1,6 +1,6 @@
 import pytest
 
-from jaxkfac._checks import one_of
+from jaxkfac._errors import one_of
 
 
 def test_a_value_that_is_no_choice_is_refused_by_name_with_the_choices():

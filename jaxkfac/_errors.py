@@ -1,7 +1,60 @@
-"""The errors a caller may want to catch by name."""
+"""Errors of this library, and checks of arguments that raise them."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+# ---------------- arguments that are refused by name
+
+
+def one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Refuse a value that is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
+
+
+def at_least_one(**numbers: int) -> None:
+    """Refuse a number below one, by its name."""
+    for name, number in numbers.items():
+        scalar(name, number, "a whole number, at least 1")
+        if number < 1:
+            raise ValueError(f"{name}={number}: expected at least 1")
+
+
+def instance_of(name: str, value: Any, kind: type, remedy: str) -> None:
+    """Refuse a value of another type, and say where one of the right type comes from."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected {kind.__name__}, {remedy}, got {named(value)}")
+
+
+def scalar(name: str, value: Any, expected: str) -> None:
+    """Refuse what is not one number; traced, it is one if its shape says so."""
+    if not isinstance(value, Tracer | ArrayLike):
+        came = f"{value!r}" if value is None or isinstance(value, str) else named(value)
+        raise TypeError(f"{name}: expected {expected}, got {came}")
+    if shape := jnp.shape(value):
+        raise TypeError(f"{name}: expected {expected}, got an array of shape {shape}")
+
+
+def check_key(key: Any) -> None:
+    """Refuse a seed where a key is wanted."""
+    dtype = getattr(key, "dtype", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not typed and not getattr(key, "shape", ()):
+        raise TypeError(f"key: expected a key, as jax.random.key(0), got {named(key)}")
+
+
+def named(value: Any) -> str:
+    """What a value is, in a few words."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+# ---------------- the errors a caller may want to catch by name
 
 
 class JaxkfacError(Exception):

@@ -15,8 +15,8 @@ from jaxkfac.factors import _loss_terms
 from jaxkfac.factors._fisher import MonteCarlo
 from jaxkfac.interception import ParameterMatrix
 from jaxkfac.kinds import _moments, _rows, _two_sided
-from jaxkfac.lslora import _activation, _branch
-from jaxkfac.lslora._fourier import Fourier
+from jaxkfac.lslora import _branch, _nonlinearity
+from jaxkfac.lslora._nonlinearity import Fourier
 from jaxkfac.optim import _multi_steps
 
 Patch = pytest.MonkeyPatch
@@ -210,7 +210,7 @@ def signed_sigma(patch: Patch) -> None:
     """Sigma counts with its sign."""
 
     def width(original: Any, sigma: Any, z: Any, may_be_linear: bool = False) -> Any:
-        return original(sigma, z, may_be_linear) * jnp.sign(_activation._over(sigma, z))
+        return original(sigma, z, may_be_linear) * jnp.sign(_nonlinearity._over(sigma, z))
 
     _wrap(patch, _branch, "width", width)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkfac as jk
-from jaxkfac.factors._kept_programs import MOST
+from jaxkfac.factors._objective import MOST
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 PARAMS = {

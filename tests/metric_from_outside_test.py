@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 import jaxkfac as jk
-from jaxkfac.curvature.capacity import METRICS, _metric, metric
+from jaxkfac.curvature.capacity import METRICS, _definitions, metric
 from jaxkfac.report import CapacityReport, capacity_table, comparison_table, model_table
 
 
@@ -19,7 +19,7 @@ def mean_eigenvalue():
         return measured.sums.trace / measured.sums.size
 
     yield
-    del _metric._REGISTERED["mean_eigenvalue"]
+    del _definitions._REGISTERED["mean_eigenvalue"]
 
 
 def measure():

@@ -9,8 +9,14 @@ import pytest
 import torch
 
 from jaxkfac.lslora import nf4
-from jaxkfac.lslora.nf4._encode import encode, encode_scales
-from jaxkfac.lslora.nf4._levels import LEVELS, MIDPOINTS, nested_codes, nested_levels
+from jaxkfac.lslora.nf4._tensor import (
+    LEVELS,
+    MIDPOINTS,
+    encode,
+    encode_scales,
+    nested_codes,
+    nested_levels,
+)
 
 functional = pytest.importorskip("bitsandbytes.functional")
 

@@ -93,7 +93,7 @@ def run_plan(arguments: PlanArguments) -> None:
     """
     import jax.numpy as jnp
 
-    from jaxkfac._checks import at_least_one
+    from jaxkfac._errors import at_least_one
     from jaxkfac.planning import is_installed, plan_memory, preset
 
     at_least_one(batch=arguments.batch, tokens=arguments.tokens, max_dense=arguments.max_dense)

@@ -7,7 +7,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from jaxkfac._checks import one_of
+from jaxkfac._errors import one_of
 
 Shape = Literal["cosine", "linear", "constant"]
 

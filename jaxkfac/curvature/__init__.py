@@ -6,16 +6,19 @@ from jaxkfac.curvature._apply import (
     fisher_vector_product,
     natural_gradient,
 )
-from jaxkfac.curvature._coverage import Owner, covered_indices, owners, uncovered_mask
 from jaxkfac.curvature._damped_gradients import (
     BlockDamping,
+    OwnedBlock,
+    block_eigenvalues,
     check_block_damping,
+    check_disjoint,
+    owned_blocks,
+    parameters_outside,
     precondition_blocks,
     precondition_many,
     read_many,
     write_many,
 )
-from jaxkfac.curvature._divided import MeshAxis
 from jaxkfac.curvature._eigenbases import (
     DiagonalEigenbasis,
     Eigenbases,
@@ -23,7 +26,7 @@ from jaxkfac.curvature._eigenbases import (
     check_bases,
     identity_bases,
 )
-from jaxkfac.curvature._eigendecompose import eigendecompose, iterate_eigenbases
+from jaxkfac.curvature._eigendecompose import eigendecompose, iterate_eigenbases, reconstruct
 from jaxkfac.curvature._inverses import (
     Inverses,
     check_separable,
@@ -31,19 +34,13 @@ from jaxkfac.curvature._inverses import (
     invert,
     precondition,
 )
-from jaxkfac.curvature._owned_blocks import (
-    OwnedBlock,
-    block_eigenvalues,
-    check_disjoint,
-    owned_blocks,
-    parameters_outside,
-)
-from jaxkfac.curvature._placement import Placement, solver_scratch
-from jaxkfac.curvature._quadratic_forms import block_powers, quadratic_forms
-from jaxkfac.curvature._reconstruct import reconstruct
+from jaxkfac.curvature._layer_power import Owner, covered_indices, owners, uncovered_mask
+from jaxkfac.curvature._placement import MeshAxis, Placement, solver_scratch
 from jaxkfac.curvature._rotated_blocks import (
     PartPower,
     RotatedPart,
+    block_powers,
+    quadratic_forms,
     rotated,
     rotated_block,
     rotated_parts,

@@ -1,34 +1,172 @@
 """Powers of the Kronecker curvature applied to parameter trees."""
 
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
-from jaxkfac._checks import one_of
-from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest
-from jaxkfac.curvature._batch import is_small, map_in_batches
-from jaxkfac.curvature._by_slice import solve_block
-from jaxkfac.curvature._coverage import (
-    Owner,
-    covered_indices,
-    owners,
-    uncovered_mask,
-)
+from jaxkfac._errors import UncoveredParameterError, UnknownLayerError, nearest, one_of
 from jaxkfac.curvature._eigenbases import Eigenbases, check_bases
 from jaxkfac.curvature._layer_power import (
+    Form,
+    Operands,
+    Owner,
     Power,
+    covered_indices,
     load_block,
+    owners,
     scale_diagonal,
     solve,
+    uncovered_mask,
     write_solved,
 )
+from jaxkfac.curvature._placement import put_result, result_sharding
 from jaxkfac.interception import check_arrays, is_differentiable, leaves_by_path
 from jaxkfac.linalg import Damping, DampingMode, check_damping, check_rcond
 
+# ---------------- one call for many layers of the same shape, where stacking them is cheap
+
+
 PyTree = Any
+Name = TypeVar("Name", bound=Hashable)
+
+# Stacking copies the eigenvectors, n^2 elements a side. Measured for 48 layers on two CPU cores,
+# stacked against one by one: under jit 1.0 ms against 1.7 at side 16, 3.3 against 3.5 at side 64,
+# 29 against 25 at side 128; outside jit 58 ms against 126 at side 16. Under jit the CPU compiles
+# 30 ms longer for each layer, because every way out of the stack is a kernel of its own.
+LARGEST_STACKED_SIDE = 64
+
+
+def is_small(*sides: int) -> bool:
+    """Whether matrices of these sizes are worth stacking."""
+    return max(sides) <= LARGEST_STACKED_SIDE
+
+
+def map_in_batches(
+    function: Callable[[Any, PyTree], PyTree], problems: Mapping[Name, tuple[Any, PyTree]]
+) -> dict[Name, PyTree]:
+    """``{name: function(static, arrays)}``, one call for all problems that look alike.
+
+    Problems look alike where their static parts are equal, and their arrays agree in
+    structure, shape, dtype, sharding and device. Linear in the number of problems.
+
+    Args:
+        function: Called with arrays that have one more leading axis where several problems
+            were stacked, and must treat leading axes as a batch.
+        problems: ``{name: (static, arrays)}``.
+
+    Returns:
+        The results by name.
+    """
+    alike: dict[Hashable, list[Name]] = defaultdict(list)
+    for name, (static, arrays) in problems.items():
+        leaves, structure = jax.tree.flatten(arrays)
+        alike[static, structure, *map(_looks, leaves)].append(name)
+    results: dict[Name, PyTree] = {}
+    for names in alike.values():
+        static = problems[names[0]][0]
+        arrays = [problems[name][1] for name in names]
+        if len(names) == 1:
+            results[names[0]] = function(static, arrays[0])
+            continue
+        together = function(static, jax.tree.map(lambda *xs: jnp.stack(xs), *arrays))
+        for i, name in enumerate(names):
+            results[name] = jax.tree.map(lambda x, i=i: x[i], together)
+    return results
+
+
+def _looks(x: Any) -> Hashable:
+    # The type of a tracer carries its sharding and, inside shard_map, its varying axes.
+    kind = jax.typeof(x)
+    return (kind, None) if isinstance(x, Tracer) else (kind, frozenset(x.sharding.device_set))
+
+
+# ---------------- a layer solved one iteration of its scan at a time: eigenvectors that the device
+# cannot hold
+
+
+_Solved = tuple[Array | None, Array | None]
+
+
+def solve_block(form: Form, block: Operands, power: Power) -> _Solved:
+    """:func:`solve`, by the way that the eigenvectors ask for.
+
+    In host memory: one iteration's at a time cross to the device, outside of ``jit``. In fewer
+    bits than the arithmetic has: one iteration's at a time are widened.
+
+    Raises:
+        TypeError: eigenvectors in host memory, under ``jit``.
+    """
+    vectors = [x for x in (block.basis.a_vectors, block.basis.g_vectors) if x is not None]
+    if any(isinstance(x, np.ndarray) for x in vectors):
+        return _from_host(form, block, power)
+    stacked = block.basis.a_values.ndim > 1
+    if stacked and any(x.dtype != block.basis.a_values.dtype for x in vectors):
+        flat = _flattened(block)
+        solved = jax.lax.map(lambda one: solve(form, one, power), flat)
+        return _restored(solved, block)
+    return solve(form, block, power)
+
+
+def _from_host(form: Form, block: Operands, power: Power) -> _Solved:
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((block, power.damping))):
+        raise TypeError(
+            "the eigenvectors are in host memory, and cross to the device one layer at a time: "
+            "precondition outside of jit, or keep them on the device (bases_in='device')"
+        )
+    flat = _flattened(block)
+    where = result_sharding(block.kernel if block.kernel is not None else block.row)
+    out = _zeros(flat.kernel), _zeros(flat.row)
+    for i in range(len(flat.basis.a_values)):
+        one = jax.tree.map(
+            lambda x, i=i: put_result(x[i], where) if isinstance(x, np.ndarray) else x[i], flat
+        )
+        # Dispatch runs ahead of the device: without a wait it would send every slice at once.
+        jax.block_until_ready(out)
+        rest = (power.exponent, power.mode, power.cut)
+        out = _solved_into(out, one, i, power.damping, form=form, rest=rest)
+    return _restored(out, block)
+
+
+@functools.partial(jax.jit, static_argnames=("form", "rest"), donate_argnames="out")
+def _solved_into(
+    out: _Solved, one: Operands, index: Any, damping: Any, *, form: Form, rest: tuple[Any, ...]
+) -> _Solved:
+    exponent, mode, cut = rest
+    solved = solve(form, one, Power(exponent, damping, mode, cut))
+    weight, bias = (
+        None if old is None or new is None else old.at[index].set(new)
+        for old, new in zip(out, solved, strict=True)
+    )
+    return weight, bias
+
+
+def _zeros(like: Array | None) -> Array | None:
+    return None if like is None else jnp.zeros_like(like)
+
+
+def _flattened(block: Operands) -> Operands:
+    """The axes of the stack as one, of length 1 where there is none."""
+    axes = block.basis.a_values.ndim - 1
+    return jax.tree.map(lambda x: x.reshape(math.prod(x.shape[:axes]), *x.shape[axes:]), block)
+
+
+def _restored(solved: _Solved, block: Operands) -> _Solved:
+    stack = block.basis.a_values.shape[:-1]
+    weight, bias = (None if x is None else x.reshape(*stack, *x.shape[1:]) for x in solved)
+    return weight, bias
+
+
+# ----------------
+
+
 Missing = Literal["raise", "identity", "zero"]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxkfac.curvature import (
     HostCurvature,
-    _by_slice,
+    _apply,
     correct_eigenvalues,
     eigendecompose,
     natural_gradient,
@@ -66,8 +66,8 @@ def test_one_layer_at_a_time_from_the_host_gives_the_same(problem):
 
 def test_from_the_host_a_call_sends_one_iteration_at_a_time(problem, monkeypatch):
     _, grads, factors = problem
-    held, sent, put = bases_of(factors, bases_in="host"), [], _by_slice.put_result
-    monkeypatch.setattr(_by_slice, "put_result", lambda x, *a: sent.append(x.shape) or put(x, *a))
+    held, sent, put = bases_of(factors, bases_in="host"), [], _apply.put_result
+    monkeypatch.setattr(_apply, "put_result", lambda x, *a: sent.append(x.shape) or put(x, *a))
     natural_gradient(grads, held, damping=1e-3)
     stacked = sorted(x for x in sent if x[0] in (WIDTH, WIDTH + 1))
     assert all(len(x) == 2 for x in sent)

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxkfac.curvature import eigendecompose
-from jaxkfac.curvature._divided import MeshAxis, solve_divided
+from jaxkfac.curvature._placement import MeshAxis, solve_divided
 from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
 from jaxkfac.linalg import eigh_checked
 from jaxkfac.memory import in_equal_shares

@@ -11,11 +11,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool
 
-from jaxkfac._checks import instance_of
-from jaxkfac._display import array_text, short_repr, table_html
-from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac._errors import UnknownLayerError, instance_of, nearest
 from jaxkfac._serialization import serializable
-from jaxkfac._text import number
+from jaxkfac._text import array_text, number, short_repr, table_html
 from jaxkfac.curvature._layout import Layout, Place, layout_of
 from jaxkfac.factors import (
     BiasMode,

@@ -7,7 +7,7 @@ import pytest
 
 from jaxkfac._errors import NonFiniteFactorError, UnknownLayerError
 from jaxkfac.curvature import _eigendecompose as module
-from jaxkfac.curvature import _on_host as host_module
+from jaxkfac.curvature import _placement as host_module
 from jaxkfac.curvature import eigendecompose, identity_bases, reconstruct
 from jaxkfac.curvature._placement import matrices_that_fit
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors, zeros_like

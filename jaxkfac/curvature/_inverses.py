@@ -11,12 +11,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxkfac._serialization import serializable
-from jaxkfac.curvature._coverage import owners
-from jaxkfac.curvature._divided import MeshAxis, solve_divided
 from jaxkfac.curvature._eigenbases import map_slices
 from jaxkfac.curvature._eigendecompose import block_mean
-from jaxkfac.curvature._layer_power import load_parts, write_scaled, write_solved
+from jaxkfac.curvature._layer_power import load_parts, owners, write_scaled, write_solved
 from jaxkfac.curvature._layout import Layout, Place, layout_of
+from jaxkfac.curvature._placement import MeshAxis, solve_divided
 from jaxkfac.factors import BiasMode, Factors
 from jaxkfac.interception import Layer, is_differentiable, leaves_by_path
 from jaxkfac.linalg import (

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac.curvature._orientations import Side, nearest_product
+from jaxkfac.curvature._layout import Side, nearest_product
 
 RNG = np.random.default_rng(0)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxkfac.curvature._sharding import put_result, result_sharding
+from jaxkfac.curvature._placement import put_result, result_sharding
 from jaxkfac.memory import aligned_empty
 
 RESULT = np.arange(6, dtype=np.float32).reshape(2, 3)

@@ -1,14 +1,16 @@
 """Kronecker factors: objectives, Fisher types, collection, averages."""
 
 from jaxkfac.factors._average import (
+    PLAIN_TERMS,
+    LongSum,
     check_decay,
     check_factors,
     check_like,
     check_same_layers,
+    exchanged_bytes,
     update_average,
     zeros_like,
 )
-from jaxkfac.factors._batch_loss import AdaptationOfBatch, BatchCurvature
 from jaxkfac.factors._budgeted import BudgetedCollector, Budgets, PassResult
 from jaxkfac.factors._build import check_word, value_grad_and_factors
 from jaxkfac.factors._collect import FactorCollector, ValueGradAndFactors
@@ -18,9 +20,6 @@ from jaxkfac.factors._diagonal_pass import (
     check_alone,
     per_example_diagonals,
 )
-from jaxkfac.factors._estimator import LABEL_FOLD, Estimator, check_label_values
-from jaxkfac.factors._example_sums import gradient_rows
-from jaxkfac.factors._exchange import exchanged_bytes
 from jaxkfac.factors._factors import (
     BiasMode,
     CorrectedDiagonal,
@@ -28,17 +27,25 @@ from jaxkfac.factors._factors import (
     DiagonalFactor,
     Factors,
     KroneckerFactor,
+    Origin,
+    check_same_origin,
     mean_of,
     of_parameters,
     with_origin,
     without_corrections,
     without_loss_terms,
 )
-from jaxkfac.factors._fisher import FISHER_TYPES, estimator_of, over_count
+from jaxkfac.factors._fisher import (
+    FISHER_TYPES,
+    LABEL_FOLD,
+    Estimator,
+    check_label_values,
+    estimator_of,
+    over_count,
+)
 from jaxkfac.factors._likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from jaxkfac.factors._long_sum import PLAIN_TERMS, LongSum
 from jaxkfac.factors._loss_terms import Head, LossTerms, kept_targets, number_kept
-from jaxkfac.factors._marked_terms import MarkedTerms
+from jaxkfac.factors._marks import MarkedTerms
 from jaxkfac.factors._objective import (
     Batch,
     Objective,
@@ -47,10 +54,11 @@ from jaxkfac.factors._objective import (
     returned,
     takes_key,
 )
-from jaxkfac.factors._origin import Origin, check_same_origin
 from jaxkfac.factors._passes import Pass, PassPlan, largest_budget, plan_passes, smallest_budget
 from jaxkfac.factors._program import Linearised, Program
+from jaxkfac.factors._scalar_loss import AdaptationOfBatch, BatchCurvature
 from jaxkfac.factors._statistics import Statistics
+from jaxkfac.factors._taps import gradient_rows
 
 __all__ = [
     "FISHER_TYPES",

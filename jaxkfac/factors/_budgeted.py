@@ -12,10 +12,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
-from jaxkfac.factors._batch_loss import AdaptationOfBatch
 from jaxkfac.factors._collect import Call, FactorCollector, ValueGradAndFactors
-from jaxkfac.factors._factors import BiasMode, Factors
-from jaxkfac.factors._origin import Origin
+from jaxkfac.factors._factors import BiasMode, Factors, Origin
 from jaxkfac.factors._passes import (
     Pass,
     PassPlan,
@@ -23,6 +21,7 @@ from jaxkfac.factors._passes import (
     plan_passes,
     smallest_budget,
 )
+from jaxkfac.factors._scalar_loss import AdaptationOfBatch
 from jaxkfac.factors._statistics import PassPart
 from jaxkfac.interception import Layer, Window
 from jaxkfac.memory import whole_here

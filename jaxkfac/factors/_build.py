@@ -4,12 +4,11 @@ import numbers
 from collections.abc import Callable
 from typing import Any, get_args
 
-from jaxkfac._checks import at_least_one, one_of
+from jaxkfac._errors import at_least_one, one_of
 from jaxkfac.factors._budgeted import BudgetedCollector
 from jaxkfac.factors._collect import FactorCollector, Uncovered
-from jaxkfac.factors._estimator import Estimator
 from jaxkfac.factors._factors import BiasMode
-from jaxkfac.factors._fisher import Fisher, estimator_of
+from jaxkfac.factors._fisher import Estimator, Fisher, estimator_of
 from jaxkfac.factors._objective import Objective
 from jaxkfac.factors._program import Program
 from jaxkfac.factors._scalar_loss import check_scalar_loss

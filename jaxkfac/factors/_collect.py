@@ -12,18 +12,26 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Key, PyTree
 
-from jaxkfac._checks import check_key, instance_of
+from jaxkfac._errors import check_key, instance_of
 from jaxkfac.factors._average import zeros_like
-from jaxkfac.factors._batch_loss import AdaptationOfBatch, adaptation_of
 from jaxkfac.factors._corrections import Corrections, Measurable
-from jaxkfac.factors._diagonal_pass import check_alone, diagonal_layers, per_example_diagonals
-from jaxkfac.factors._estimator import Estimator
-from jaxkfac.factors._factors import BiasMode, Factors, with_origin
-from jaxkfac.factors._marked_diagonals import marked_diagonals
+from jaxkfac.factors._diagonal_pass import (
+    check_alone,
+    diagonal_layers,
+    marked_diagonals,
+    per_example_diagonals,
+)
+from jaxkfac.factors._factors import BiasMode, Factors, Origin, with_origin
+from jaxkfac.factors._fisher import Estimator
 from jaxkfac.factors._objective import Objective
-from jaxkfac.factors._origin import Origin
 from jaxkfac.factors._program import Linearised, Program
-from jaxkfac.factors._scalar_loss import check_marked, check_scalar_loss, warn_of_sum
+from jaxkfac.factors._scalar_loss import (
+    AdaptationOfBatch,
+    adaptation_of,
+    check_marked,
+    check_scalar_loss,
+    warn_of_sum,
+)
 from jaxkfac.factors._statistics import PassPart, Scales, Sharing, Statistics
 from jaxkfac.interception import (
     Layer,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Key, PyTree
 
-from jaxkfac._display import short_repr
+from jaxkfac._text import short_repr
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import clip_eigenvalues
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac.factors._example_sums import gradient_block, gradient_rows, outer_products
 from jaxkfac.factors._explicit_net_test import layer
+from jaxkfac.factors._taps import gradient_block, gradient_rows, outer_products
 from jaxkfac.kinds import Products
 from jaxkfac.linalg import PANELS_FROM
 

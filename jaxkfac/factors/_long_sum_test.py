@@ -3,9 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac.factors._average import update_average, zeros_like
+from jaxkfac.factors._average import LongSum, update_average, zeros_like
 from jaxkfac.factors._explicit_net_test import layer, random_factors
-from jaxkfac.factors._long_sum import LongSum
 
 LAYERS = (
     layer("w", (3, 4), bias="b"),

@@ -1,13 +1,16 @@
 """What the marks of a loss say of its layers: which they reach, and with what weight."""
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jaxkfac._errors import UncoveredParameterError
-from jaxkfac.factors._loss_terms import Head
-from jaxkfac.interception import Layer, Traced, Word, leading_to, marks_of
+from jaxkfac.factors._loss_terms import Head, LossTerms
+from jaxkfac.interception import Layer, OutputMark, Traced, Word, leading_to, marks_of
 
 
 def refuse_marks(traced: Traced) -> None:
@@ -137,3 +140,41 @@ def weighed(traced: Traced) -> list[Layer]:
         and layer.input == layer.name
         and len({traced.marks_reached.get(id(u)) for u in traced.uses_of(layer)}) > 1
     ]
+
+
+# ---------------- the loss terms of a scalar loss that marks its outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class MarkedTerms(LossTerms):
+    """What marks say of their outputs; trees are lists with an entry for each mark.
+
+    Attributes:
+        marks: The marks.
+        weights: Weights that are arrays, by mark.
+        masks: Masks, by mark.
+        meeting: By mark, where its terms depend on rows of several examples, in words.
+    """
+
+    marks: Sequence[OutputMark]
+    weights: Mapping[int, Any]
+    masks: Mapping[int, Any]
+    meeting: Callable[[int], str] = lambda mark: ""
+
+    def heads(self, outputs: PyTree, targets: PyTree = None, mask: PyTree = None) -> list[Head]:
+        """The mask is the marks' own, whatever is given."""
+        return [
+            Head(
+                one.likelihood,
+                x,
+                None if targets is None else targets[k],
+                self.masks.get(k),
+                self.weights[k] if one.weight is None else one.weight,
+                f"jk.mark_outputs: mark {k}",
+                functools.partial(self.meeting, k),
+            )
+            for k, (one, x) in enumerate(zip(self.marks, outputs, strict=True))
+        ]
+
+    def tree(self, parts: Sequence[Any]) -> PyTree:
+        return list(parts)

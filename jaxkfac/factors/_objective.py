@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
-from jaxkfac.factors._kept_programs import KeptPrograms
 from jaxkfac.factors._likelihoods import Likelihood
 from jaxkfac.factors._loss_terms import Head, LossTerms, shares, times
 from jaxkfac.interception import (
@@ -22,6 +22,39 @@ from jaxkfac.interception import (
     leaves_by_path,
     trace,
 )
+
+# ---------------- what was compiled for one objective, kept as long as the objective itself
+
+
+Program = TypeVar("Program")
+
+MOST = 64  # kinds of programs of one objective; each has its own shapes in jax.jit
+
+
+class KeptPrograms:
+    """Programs by what they depend on beside shapes, the most recently used ``MOST`` of them.
+
+    An objective holds its programs, and no table of this module does: where the objective goes,
+    they go, with whatever its function closed over. So they must close over no array of a call.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: Hashable, make: Callable[[], Program]) -> Program:
+        """The program of this key; made where there is none yet."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        self._kept.move_to_end(key)
+        while len(self._kept) > MOST:
+            self._kept.popitem(last=False)
+        return self._kept[key]
+
+
+# ----------------
 
 
 class Batch(NamedTuple):

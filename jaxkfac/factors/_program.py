@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Key, PyTree, Shaped
 
 from jaxkfac._errors import LostRowsError
 from jaxkfac.factors._loss_terms import CoupledTerms, LossTerms, common_scale, number_kept
-from jaxkfac.factors._marked_terms import MarkedTerms
 from jaxkfac.factors._marks import (
+    MarkedTerms,
     check_marked_outputs,
     leads_past_marks,
     meeting_at,

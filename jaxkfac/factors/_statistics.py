@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Key
 
-from jaxkfac.factors._example_sums import (
+from jaxkfac.factors._factors import BiasMode, Factors
+from jaxkfac.factors._taps import (
     example_counts,
     example_sums,
     gradient_block,
     input_means,
     outer_products,
 )
-from jaxkfac.factors._factors import BiasMode, Factors
 from jaxkfac.interception import (
     Atoms,
     Entries,

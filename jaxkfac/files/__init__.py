@@ -1,8 +1,19 @@
 """Files that are written whole or not at all, and checked when they are read."""
 
 from jaxkfac.files._archive import Archive, write_archive
-from jaxkfac.files._sealed import ZEROS, checksum, is_sealed, read_json, sealed, write_json
-from jaxkfac.files._whole import PARTIAL, probe_folder, whole_file, write_text, write_together
+from jaxkfac.files._whole import (
+    PARTIAL,
+    ZEROS,
+    checksum,
+    is_sealed,
+    probe_folder,
+    read_json,
+    sealed,
+    whole_file,
+    write_json,
+    write_text,
+    write_together,
+)
 
 __all__ = [
     "PARTIAL",

@@ -50,7 +50,16 @@ Example:
     True
 """
 
-from jaxkfac.interception._arguments import check_arrays, check_function, check_params
+from jaxkfac.interception._arguments import (
+    check_arrays,
+    check_function,
+    check_params,
+    is_differentiable,
+    leaves_by_path,
+    partition,
+    path_of,
+    with_leaves,
+)
 from jaxkfac.interception._axes import Atoms, AxisTable
 from jaxkfac.interception._compat import (
     Eqn,
@@ -76,11 +85,11 @@ from jaxkfac.interception._encoded import (
     encoded_paths,
     is_encoded,
 )
-from jaxkfac.interception._index import Index, Range, slices
-from jaxkfac.interception._joins import Piece, cuts_of, own_atoms, pieces_of
+from jaxkfac.interception._examples import leading_to
+from jaxkfac.interception._functions import Lookup, entries_picked, kept_axis, lookup_of
+from jaxkfac.interception._index import Index, Piece, Range, cuts_of, own_atoms, pieces_of, slices
 from jaxkfac.interception._kind import Axes, Kind, kind_named, register_kind
-from jaxkfac.interception._layer import Layer, ParameterMatrix
-from jaxkfac.interception._lookups import Lookup, entries_picked, kept_axis, lookup_of
+from jaxkfac.interception._layer import Layer, LayerTable, ParameterMatrix, selector
 from jaxkfac.interception._mark_outputs import (
     MARK_OUTPUTS,
     Marked,
@@ -91,24 +100,14 @@ from jaxkfac.interception._mark_outputs import (
     marks_of,
 )
 from jaxkfac.interception._nnx import NnxApply, as_state, from_nnx
-from jaxkfac.interception._paths import (
-    is_differentiable,
-    leaves_by_path,
-    partition,
-    path_of,
-    with_leaves,
-)
-from jaxkfac.interception._reach import leading_to
 from jaxkfac.interception._rewrite import Handler, Site
 from jaxkfac.interception._row_masks import RowMask, mark_rows
-from jaxkfac.interception._slots import Entries, Slot, SlotEntry
-from jaxkfac.interception._table import LayerTable, selector
+from jaxkfac.interception._slots import Entries, Slot, SlotEntry, Window, scanned_by
 from jaxkfac.interception._trace import Traced, find_layers, trace, trace_marked
 from jaxkfac.interception._trace_cache import Staged, TraceCache
 from jaxkfac.interception._uses import matrix_problem, order_problem
 from jaxkfac.interception._values import Data, Use, View
 from jaxkfac.interception._views import broadcast_axes, reversal
-from jaxkfac.interception._windows import Window, scanned_by
 from jaxkfac.interception.coupling import Answer, Answers, Question, Word
 
 __all__ = [

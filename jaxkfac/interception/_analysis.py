@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxkfac._errors import JaxkfacError
+from jaxkfac.interception._axes import Axes, fresh
 from jaxkfac.interception._compat import (
     ClosedJaxpr,
     Eqn,
@@ -37,11 +38,10 @@ from jaxkfac.interception._custom import (
     step_without_derivative,
 )
 from jaxkfac.interception._equation_rules import EquationRules
-from jaxkfac.interception._functions import is_function
-from jaxkfac.interception._lookups import is_followed, lookups_in
-from jaxkfac.interception._masks import holds_mask
+from jaxkfac.interception._functions import is_followed, is_function, lookups_in
+from jaxkfac.interception._layer import IS_COMPLEX
 from jaxkfac.interception._plan import MARK_ROWS, Mark, Plan
-from jaxkfac.interception._propagate import Axes, fresh
+from jaxkfac.interception._row_masks import holds_mask
 from jaxkfac.interception._structured import (
     Interpreted,
     Scope,
@@ -49,7 +49,6 @@ from jaxkfac.interception._structured import (
     interpret_scan,
     interpret_shard_map,
 )
-from jaxkfac.interception._table import IS_COMPLEX
 from jaxkfac.interception._values import (
     Constant,
     CoverageNote,

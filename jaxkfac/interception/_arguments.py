@@ -1,13 +1,17 @@
-"""Arguments that every package takes, refused in words: apply functions and trees of arrays."""
+"""Arguments that every package takes, checked, and the paths of their leaves."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen, nnx
 from jaxtyping import PyTree
 
-from jaxkfac._checks import named
+from jaxkfac._errors import named
+
+# ---------------- arguments that every package takes, refused in words: apply functions and trees
+# of arrays
 
 
 def check_function(what: str, fn: Any, form: str = "apply_fn(params, inputs)") -> None:
@@ -64,3 +68,52 @@ def check_params(paths: Iterable[str]) -> None:
             "variables['params'], and the rest as state= of an apply_fn(params, inputs, state) "
             "that returns model.apply({'params': params, **state}, inputs, mutable=list(state))"
         )
+
+
+# ---------------- parameter paths: one string per leaf, the same in every framework
+
+
+WRAPPERS = ("value", "raw_value")  # attributes by which NNX wraps an array in a variable
+
+
+def path_of(key_path: tuple[Any, ...]) -> str:
+    """Join a JAX key path with ``/``; NNX's wrapper around an array does not show."""
+    match key_path:
+        case (_, *_, jax.tree_util.GetAttrKey(name=name)) if name in WRAPPERS:
+            key_path = key_path[:-1]
+    return jax.tree_util.keystr(key_path, simple=True, separator="/")
+
+
+def leaves_by_path(tree: PyTree) -> dict[str, Any]:
+    """``{path: leaf}`` in flattening order.
+
+    Raises:
+        ValueError: two leaves have the same path.
+    """
+    leaves: dict[str, Any] = {}
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        path = path_of(key_path)
+        if path in leaves:
+            raise ValueError(f"two parameters have the path {path!r}; rename one of them")
+        leaves[path] = leaf
+    return leaves
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether a gradient leaf is a gradient: not an integer, a key or float0."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def partition(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The leaves that have a gradient, and the rest, each ``{path: leaf}``.
+
+    ``with_leaves`` puts what became of them back into the tree.
+    """
+    leaves = leaves_by_path(tree)
+    free = {path: leaf for path, leaf in leaves.items() if is_differentiable(leaf)}
+    return free, {path: leaf for path, leaf in leaves.items() if path not in free}
+
+
+def with_leaves(tree: PyTree, leaves: dict[str, Any]) -> PyTree:
+    """``tree`` with the leaves at the given paths replaced."""
+    return jax.tree_util.tree_map_with_path(lambda p, x: leaves.get(path_of(p), x), tree)

@@ -1,15 +1,19 @@
-"""The identity of axes: which axis of an inner value is which axis of an outer one.
-
-Every axis of every value is a tuple of *atoms*. An atom stands for one set of indices; a
-union-find merges atoms that the program uses as one (``x + y`` makes their axes the same),
-and a reshape splits an atom in two where a boundary falls inside it. Axes of size one have
-no atoms. Nothing is ever concluded from equal sizes alone: a primitive that is not known
-here makes fresh atoms, and a fresh atom is nobody's example axis.
-"""
+"""The identity of axes: which axis of an inner value is which axis of an outer one."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
+
+from jaxkfac.interception._compat import Eqn, read_order
+
+# ---------------- the identity of axes: which axis of an inner value is which axis of an outer one
+#
+# Every axis of every value is a tuple of *atoms*. An atom stands for one set of indices; a
+# union-find merges atoms that the program uses as one (``x + y`` makes their axes the same),
+# and a reshape splits an atom in two where a boundary falls inside it. Axes of size one have
+# no atoms. Nothing is ever concluded from equal sizes alone: a primitive that is not known
+# here makes fresh atoms, and a fresh atom is nobody's example axis.
+
 
 Atoms = tuple[int, ...]
 AxisKind = Literal["data", "derived", "feature", "parameter", "broadcast"]
@@ -132,3 +136,261 @@ class AxisTable:
 
 def _any(kinds: set[AxisKind]) -> AxisKind:
     return min(kinds)
+
+
+# ---------------- how primitives hand the axes of their data operands on to their results
+#
+# Only axes of values that depend on data propagate: were those of parameters and constants to, a
+# mask of shape ``(S, S)`` would make query and key positions the same axis.
+
+
+Axes = tuple[Atoms, ...]
+
+
+def fresh(table: AxisTable, shape: Sequence[int], kind: AxisKind = "derived") -> Axes:
+    return tuple(table.new(size, kind) for size in shape)
+
+
+def merge(table: AxisTable, axes: Sequence[Axes | None], shape: Sequence[int]) -> Axes:
+    """Axes of values combined element by element, size-one axes broadcasting."""
+    out: list[Atoms | None] = [None] * len(shape)
+    for operand in axes:
+        if operand is None or len(operand) != len(shape):
+            continue
+        for d, axis in enumerate(operand):
+            if axis == () and shape[d] != 1:
+                continue  # size one broadcasts: it says nothing of the other operands' axis
+            if out[d] is None:
+                out[d] = axis
+            else:
+                table.unify(out[d], axis)  # type: ignore[arg-type]
+    return tuple(
+        table.new(s, "feature") if a is None else a for a, s in zip(out, shape, strict=True)
+    )
+
+
+def propagate(table: AxisTable, eqn: Eqn, ins: Sequence[Axes | None]) -> list[Axes]:
+    """Axes of every result of a first-order equation; ``None`` marks non-data operands."""
+    name, shapes = eqn.primitive.name, _result_shapes(eqn)
+    if name == "optimization_barrier":
+        return [
+            fresh(table, s, "feature") if i is None else i for i, s in zip(ins, shapes, strict=True)
+        ]
+    if name in ELEMENTWISE:
+        return [merge(table, ins, shape) for shape in shapes]
+    if name in _OF_ALL:
+        return _OF_ALL[name](table, eqn, ins)
+    rule = _reduce if name in REDUCTIONS else _OF_FIRST.get(name)
+    if rule is None or ins[0] is None:
+        return [fresh(table, shape) for shape in shapes]
+    return rule(table, eqn, ins[0])
+
+
+def _result_shapes(eqn: Eqn) -> list[tuple[int, ...]]:
+    return [getattr(v.aval, "shape", ()) for v in eqn.outvars]
+
+
+# ---------------------------------------------------------------- of the first operand
+
+
+def _reduce(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
+    kept = tuple(a for d, a in enumerate(axes) if d not in eqn.params["axes"])
+    return [kept for _ in eqn.outvars]
+
+
+def _transpose(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
+    return [tuple(axes[d] for d in eqn.params["permutation"])]
+
+
+def _squeeze(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
+    return [tuple(a for d, a in enumerate(axes) if d not in eqn.params["dimensions"])]
+
+
+def _reshape(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
+    (shape,) = _result_shapes(eqn)
+    out = table.regroup([axes[d] for d in read_order(eqn)], shape)
+    return [fresh(table, shape) if out is None else tuple(out)]
+
+
+def _broadcast(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
+    (shape,) = _result_shapes(eqn)
+    source = dict(zip(eqn.params["broadcast_dimensions"], axes, strict=True))
+    return [tuple(source.get(d) or table.new(s, "feature") for d, s in enumerate(shape))]
+
+
+def _cut(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
+    """Slices keep the axes they do not cut.
+
+    A part of an axis is not the axis: entry i of it is another entry i, and a mask of the whole
+    says nothing of it. Nor is an axis that is back to front. One of several equal views that lie
+    side by side is its own axis again.
+    """
+    before, (after,) = eqn.invars[0].aval.shape, _result_shapes(eqn)
+    flipped = eqn.params.get("dimensions", ())
+    starts, strides = eqn.params.get("start_indices"), eqn.params.get("strides")
+
+    def cut(d: int) -> Atoms:
+        view = None
+        if starts is not None and (strides is None or strides[d] == 1):
+            view = _view(table, axes[d], starts[d], after[d])
+        return table.new(after[d], "derived") if view is None else view
+
+    return [
+        tuple(
+            a if s == t and d not in flipped else cut(d)
+            for d, (a, s, t) in enumerate(zip(axes, before, after, strict=True))
+        )
+    ]
+
+
+def _view(table: AxisTable, axis: Atoms, start: int, size: int) -> Atoms | None:
+    """The rows of which a part of an axis is one view, where equal views were concatenated.
+
+    Not of an axis that a reshape split: a mask may say of it which blocks exist.
+    """
+    first, *rows = table.atoms(axis) or (-1,)
+    if first not in table.views or math.prod(map(table.size, rows)) != size or start % size:
+        return None
+    return tuple(rows)
+
+
+def _of_rows(table: AxisTable, atoms: Atoms) -> bool:
+    """Whether an axis may hold examples or positions, and no features."""
+    return bool(atoms) and all(table.kinds(a) <= {"data", "derived"} for a in atoms)
+
+
+def _split(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
+    axis = eqn.params["axis"]
+    kinds = {k for a in table.atoms(axes[axis]) for k in table.kinds(a)}
+    # Parts of features are features; parts of anything else might hold the examples.
+    kind = "feature" if "feature" in kinds else "derived"
+    out, start = [], 0
+    for shape in _result_shapes(eqn):
+        view = _view(table, axes[axis], start, shape[axis])
+        own = table.new(shape[axis], kind) if view is None else view
+        out.append((*axes[:axis], own, *axes[axis + 1 :]))
+        start += shape[axis]
+    return out
+
+
+def _unstack(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
+    axis = eqn.params["axis"]
+    return [(*axes[:axis], *axes[axis + 1 :])] * len(eqn.outvars)
+
+
+def _convolution(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
+    """Example axis kept, positions and channels new."""
+    (shape,), numbers = _result_shapes(eqn), eqn.params["dimension_numbers"]
+    out = [table.new(s, "derived") for s in shape]
+    if eqn.params["batch_group_count"] == 1:
+        out[numbers.out_spec[0]] = axes[numbers.lhs_spec[0]]
+    out[numbers.out_spec[1]] = table.new(shape[numbers.out_spec[1]], "feature")
+    return [tuple(out)]
+
+
+def _windows(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
+    before, (after,) = eqn.invars[0].aval.shape, _result_shapes(eqn)
+    windows = eqn.params["window_dimensions"]
+    return [
+        tuple(
+            a if w == 1 and s == t else table.new(t, "derived")
+            for a, w, s, t in zip(axes, windows, before, after, strict=True)
+        )
+    ]
+
+
+def _top_k(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
+    return [(*axes[:-1], table.new(s[-1], "derived")) for s in _result_shapes(eqn)]
+
+
+def _scatter(table: AxisTable, eqn: Eqn, axes: Axes) -> list[Axes]:
+    return [axes]
+
+
+# ---------------------------------------------------------------- of all operands
+
+
+def _dot(table: AxisTable, eqn: Eqn, ins: Sequence[Axes | None]) -> list[Axes]:
+    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
+    left, right = ins
+    if left is not None and right is not None:
+        for i, j in zip((*lb, *lc), (*rb, *rc), strict=True):
+            table.unify(left[i], right[j])
+    out: list[Atoms] = []
+    if left is not None:
+        out += [left[i] for i in lb]
+    elif right is not None:
+        out += [right[j] for j in rb]
+    for axes, var, used in ((left, eqn.invars[0], (*lc, *lb)), (right, eqn.invars[1], (*rc, *rb))):
+        for d, size in enumerate(var.aval.shape):
+            if d not in used:
+                out.append(axes[d] if axes is not None else table.new(size, "feature"))
+    return [tuple(out)]
+
+
+def _gather(table: AxisTable, eqn: Eqn, ins: Sequence[Axes | None]) -> list[Axes]:
+    (shape,), (operand, indices) = _result_shapes(eqn), ins
+    if operand is not None or indices is None:
+        return [fresh(table, shape)]
+    offset, rows = eqn.params["dimension_numbers"].offset_dims, iter(indices[:-1])
+    return [
+        tuple(table.new(s, "feature") if d in offset else next(rows) for d, s in enumerate(shape))
+    ]
+
+
+def _concatenate(table: AxisTable, eqn: Eqn, ins: Sequence[Axes | None]) -> list[Axes]:
+    (shape,), axis = _result_shapes(eqn), eqn.params["dimension"]
+    without = [None if i is None else (*i[:axis], (), *i[axis + 1 :]) for i in ins]
+    out = merge(table, without, (*shape[:axis], 1, *shape[axis + 1 :]))
+    parts = {() if i is None else table.atoms(i[axis]) for i in ins}
+    along = table.new(shape[axis], "derived")
+    if len(parts) == 1 and len(ins) > 1 and _of_rows(table, (rows := parts.pop())):
+        number = table.new(len(ins), "derived")
+        table.views.update(number)
+        along = (*number, *rows)
+    return [(*out[:axis], along, *out[axis + 1 :])]
+
+
+def _stack(table: AxisTable, eqn: Eqn, ins: Sequence[Axes | None]) -> list[Axes]:
+    (shape,), axis = _result_shapes(eqn), eqn.params["axis"]
+    out = merge(table, ins, (*shape[:axis], *shape[axis + 1 :]))
+    return [(*out[:axis], table.new(shape[axis], "derived"), *out[axis:])]
+
+
+def _sort(table: AxisTable, eqn: Eqn, ins: Sequence[Axes | None]) -> list[Axes]:
+    shapes, axis = _result_shapes(eqn), eqn.params["dimension"]
+    merged = merge(table, ins, shapes[0])
+    # Along the axis the order depends on the keys.
+    one = (*merged[:axis], table.new(shapes[0][axis], "derived"), *merged[axis + 1 :])
+    return [one] * len(shapes)
+
+
+_OF_FIRST: dict[str, Callable[[AxisTable, Eqn, Axes], list[Axes]]] = {
+    "scatter": _scatter,
+    "scatter_add": _scatter,
+    "scatter-add": _scatter,
+    "scatter_mul": _scatter,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    "broadcast_in_dim": _broadcast,
+    "slice": _cut,
+    "dynamic_slice": _cut,
+    "pad": _cut,
+    "rev": _cut,
+    "dynamic_update_slice": _cut,
+    "split": _split,
+    "unstack": _unstack,
+    "conv_general_dilated": _convolution,
+    "reduce_window_sum": _windows,
+    "reduce_window_max": _windows,
+    "reduce_window_min": _windows,
+    "top_k": _top_k,
+}
+_OF_ALL: dict[str, Callable[[AxisTable, Eqn, Sequence[Axes | None]], list[Axes]]] = {
+    "dot_general": _dot,
+    "gather": _gather,
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "sort": _sort,
+}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.interception._axes import ELEMENTWISE, Atoms, AxisTable
+from jaxkfac.interception._axes import ELEMENTWISE, Atoms, Axes, AxisTable
 from jaxkfac.interception._compat import (
     ClosedJaxpr,
     Eqn,
@@ -30,7 +30,6 @@ from jaxkfac.interception._compat import (
     scan_counts,
     scan_like,
 )
-from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception._values import Use
 
 _ALONG_AN_AXIS = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())

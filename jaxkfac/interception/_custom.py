@@ -14,12 +14,64 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxkfac.interception._compat import ClosedJaxpr, Eqn, Var, body_of, evaluate, is_var
-from jaxkfac.interception._facts import Facts
-from jaxkfac.interception._liveness import visit_live
-from jaxkfac.interception._propagate import fresh
+from jaxkfac.interception._axes import fresh
+from jaxkfac.interception._compat import (
+    ClosedJaxpr,
+    Eqn,
+    Jaxpr,
+    Var,
+    body_of,
+    branches_of,
+    call_kind,
+    evaluate,
+    is_var,
+    scan_counts,
+)
+from jaxkfac.interception._plan import Facts
 from jaxkfac.interception._structured import Interpret, Interpreted, Scope
 from jaxkfac.interception._values import Constant, Data, Parameter, Value
+
+# ---------------- which equations the wanted outputs of a program depend on
+
+
+def visit_live(jaxpr: Jaxpr, wanted: Sequence[bool], visit: Callable[[Eqn], None]) -> list[bool]:
+    """Visit, last one first, the equations that the wanted outputs depend on.
+
+    Returns:
+        Which inputs they depend on.
+    """
+    needed = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and is_var(v)}
+    for eqn in reversed(jaxpr.eqns):
+        if needed.isdisjoint(eqn.outvars):
+            continue
+        wants, kind = [v in needed for v in eqn.outvars], call_kind(eqn)
+        visit(eqn)
+        reads = [True] * len(eqn.invars)
+        if kind == "scan":
+            reads = _live_scan(eqn, wants, visit)
+        elif kind == "cond":
+            each = [visit_live(branch, wants, visit) for branch, _ in branches_of(eqn)]
+            reads = [True, *map(any, zip(*each, strict=True))]
+        elif kind is not None and kind != "while":
+            reads = visit_live(body_of(eqn)[0], wants, visit)
+        needed |= {v for v, r in zip(eqn.invars, reads, strict=True) if r and is_var(v)}
+    return [v in needed for v in jaxpr.invars]
+
+
+def _live_scan(eqn: Eqn, wants: list[bool], visit: Callable[[Eqn], None]) -> list[bool]:
+    body, (constants, carried) = body_of(eqn)[0], scan_counts(eqn)
+    while True:  # a carry that is read makes what it was computed from needed before
+        reads = visit_live(body, wants, lambda _: None)
+        carries = reads[constants : constants + carried]
+        grown = [*map(any, zip(carries, wants[:carried], strict=True)), *wants[carried:]]
+        if grown == wants:
+            visit_live(body, wants, visit)
+            return reads
+        wants = grown
+
+
+# ----------------
+
 
 APART = "jaxkfac_apart"  # what a call is named in which no layer is looked for
 

@@ -17,8 +17,8 @@ from jaxtyping import Array, PyTree, Shaped
 
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.interception import _compat
+from jaxkfac.interception._arguments import path_of
 from jaxkfac.interception._compat import Eqn
-from jaxkfac.interception._paths import path_of
 
 
 class EncodedParameter:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence, Set
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkfac.interception._axes import fresh, propagate
 from jaxkfac.interception._compat import (
     Eqn,
     Var,
@@ -14,23 +15,20 @@ from jaxkfac.interception._compat import (
     is_mutable,
     is_stateful,
 )
-from jaxkfac.interception._computed import uses_in
-from jaxkfac.interception._facts import Facts, reasons_of
-from jaxkfac.interception._functions import seen_in
-from jaxkfac.interception._kind import kind_reading
-from jaxkfac.interception._lookups import (
+from jaxkfac.interception._functions import (
     looked_up_by_constants,
+    seen_in,
     stack_looked_up,
     without_lookup_if_grown,
 )
-from jaxkfac.interception._masks import is_mask
-from jaxkfac.interception._plan import Plan
-from jaxkfac.interception._products import follow_product
-from jaxkfac.interception._propagate import fresh, propagate
+from jaxkfac.interception._kind import kind_reading
+from jaxkfac.interception._plan import Facts, Plan, reasons_of
+from jaxkfac.interception._row_masks import is_mask
 from jaxkfac.interception._structured import (
     Scope,
+    follow_product,
 )
-from jaxkfac.interception._uses import uses_of
+from jaxkfac.interception._uses import uses_in, uses_of
 from jaxkfac.interception._values import (
     Combined,
     Constant,

@@ -1,17 +1,128 @@
 """Uses whose rows do not run along the examples: their statistics would be wrong."""
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 
 from jaxkfac.interception._analysis import Analysis
-from jaxkfac.interception._axes import Atoms, AxisTable
-from jaxkfac.interception._compat import ClosedJaxpr
+from jaxkfac.interception._axes import Atoms, Axes, AxisTable
+from jaxkfac.interception._compat import ClosedJaxpr, call_kind, is_var, recomputes, scan_counts
 from jaxkfac.interception._constant_rows import Repeats, repeated, repeats
-from jaxkfac.interception._joins import pieces_of
-from jaxkfac.interception._propagate import Axes
+from jaxkfac.interception._index import pieces_of
+from jaxkfac.interception._layer import EXAMPLES_LOST
+from jaxkfac.interception._plan import Plan
 from jaxkfac.interception._row_masks import own_axes
 from jaxkfac.interception._structured import MODIFIED
-from jaxkfac.interception._table import EXAMPLES_LOST
 from jaxkfac.interception._values import CoverageNote, Data, Use
+
+# ---------------- which layer uses lead to which outputs of a program
+
+
+def leading_to(
+    plan: Plan, *outputs: int, past: Collection[int] = ()
+) -> tuple[list[Use], frozenset[int]]:
+    """The uses that some outputs depend on, and the inputs.
+
+    ``past`` are inputs that functions with a derivative of their own read: what leads to an output
+    through one of these does not count.
+    """
+    uses: dict[int, Use] = {}
+    inputs = _inputs(plan, outputs, uses, past)
+    return list(uses.values()), frozenset(inputs)
+
+
+def _inputs(
+    plan: Plan, outputs: Iterable[int], uses: dict[int, Use], past: Collection[int] = ()
+) -> set[int]:
+    """Positions of the inputs that some outputs depend on; uses on the way are noted."""
+    jaxpr = plan.jaxpr
+    walls = {jaxpr.invars[k] for k in past}
+    live = {v for k in outputs if is_var(v := jaxpr.outvars[k])}
+    for position in range(len(jaxpr.eqns) - 1, -1, -1):
+        eqn = jaxpr.eqns[position]
+        wanted = {k for k, v in enumerate(eqn.outvars) if v in live}
+        if not wanted or eqn.primitive.name == "stop_gradient":
+            continue
+        within = [k for k, v in enumerate(eqn.invars) if is_var(v) and v in walls]
+        if within and call_kind(eqn) == "custom":
+            continue
+        uses.update((id(use), use) for use in plan.uses.get(position, ()))
+        read = set(range(len(eqn.invars)))
+        if position in plan.calls:
+            inner, kind = plan.calls[position], call_kind(eqn)
+            uses.update((id(use), use) for use in inner.entries.values())
+            if kind == "scan":
+                read = _inputs_of_scan(inner, *scan_counts(eqn), wanted, uses)
+            elif kind == "cond":
+                branches = [_inputs(branch, wanted, uses) for branch in inner.calls.values()]
+                read = {0}.union(*({k + 1 for k in operands} for operands in branches))
+            elif kind == "custom":  # a rule has other operands and results than its function
+                uses.update((id(use), use) for use in inner.all_uses())
+            else:
+                read = _inputs(inner, wanted, uses, within)
+        live |= {v for k in read if is_var(v := eqn.invars[k])}
+    return {k for k, v in enumerate(jaxpr.invars) if v in live}
+
+
+def _inputs_of_scan(
+    body: Plan, constants: int, carries: int, wanted: set[int], uses: dict[int, Use]
+) -> set[int]:
+    """Of a scan: a carry that an iteration reads is one that the iteration before returns."""
+    while True:
+        read = _inputs(body, wanted, uses)
+        more = {k - constants for k in read if constants <= k < constants + carries}
+        if more <= wanted:
+            return read
+        wanted = wanted | more
+
+
+# ---------------- readings of a parameter that a derivative inside of the program makes once more
+#
+# ``jax.checkpoint`` keeps no products of what it surrounds, and a derivative in reverse computes
+# them again. Where that derivative stands inside of the program (the residual of a differential
+# equation), so do both products. One row of input then has two readings, each with a part of its
+# cotangent: counted as two rows, A weighs it double, and G is the sum of two squares in place of
+# the square of a sum. The statistics would depend on where the program saves memory.
+
+
+_REASON = (
+    "is read again where a derivative inside of the function recomputes what `jax.checkpoint` did "
+    "not keep, which would count its rows twice: put `jax.checkpoint` around the derivative, not "
+    "around what is derived"
+)
+
+
+def split_recomputed(
+    analysis: Analysis, uses: Sequence[Use], *, num_outputs: int
+) -> tuple[list[Use], list[CoverageNote]]:
+    """The uses without those of parameters that are read a second time for one derivative.
+
+    A first reading that leads to no output counts nothing: a checkpoint around the whole of what
+    is derived has one reading, the second.
+    """
+    again = {id(use) for use in _recomputed(analysis.plan)}
+    lost: dict[str, None] = {}
+    for output in range(num_outputs or len(analysis.outputs)) if again else ():
+        read, reread = {}, {}
+        for use in leading_to(analysis.plan, output)[0]:
+            place = (use.view.path, use.kind.name, use.in_axes)
+            (reread if id(use) in again else read)[place] = use
+        for use in (reread[place] for place in read.keys() & reread.keys()):
+            lost |= dict.fromkeys(use.view.computed_from or (use.view.path,))
+    kept = [u for u in uses if lost.keys().isdisjoint((u.view.path, *u.view.computed_from))]
+    return kept, [CoverageNote(path, _REASON, fatal=True) for path in lost]
+
+
+def _recomputed(plan: Plan) -> Iterator[Use]:
+    for position, inner in plan.calls.items():
+        eqn = plan.jaxpr.eqns[position]
+        if recomputes(eqn):
+            yield from inner.all_uses()
+            continue
+        for body in inner.calls.values() if call_kind(eqn) == "cond" else [inner]:
+            yield from _recomputed(body)
+
+
+# ----------------
+
 
 _OF_ROWS = frozenset("mul div add sub add_any".split())
 

@@ -1,13 +1,132 @@
 """The plan that the analysis leaves: what is special about the equations of a program."""
 
 import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from jax.typing import ArrayLike
 
-from jaxkfac.interception._compat import Jaxpr
-from jaxkfac.interception._propagate import Axes
-from jaxkfac.interception._values import Use
+from jaxkfac.interception import _compat
+from jaxkfac.interception._axes import Atoms, Axes, AxisTable
+from jaxkfac.interception._compat import Eqn, Jaxpr, Var, is_stateful
+from jaxkfac.interception._constant_rows import Meeting
+from jaxkfac.interception._values import (
+    CoverageNote,
+    Derived,
+    Parameter,
+    Use,
+    Value,
+    View,
+    traced_indices_in,
+    views_in,
+)
+
+# ---------------- what the analysis of a program has found so far
+
+
+class Facts:
+    """Value numbers, axis atoms and findings.
+
+    Attributes:
+        table: The axis atoms.
+        findings: What the coverage report says beside the uses.
+        reads: Paths of the parameters that some equation reads.
+        data_axes: Axes of the data arguments.
+        scanned: For each scan, the axes of data that it runs over (``lax.map``); for each branch,
+            none.
+        lengths: For each scan, its number of iterations.
+        parameters: The parameters as they are given, by path.
+        computed: The weights that are computed from parameters, by number and scans.
+        of_constants: The parameters that a constant without the examples times, by path, in words.
+        stopped: By the number of a constant, the parameter whose gradient was stopped.
+        meetings: By its place, each equation in which products of constants meet data.
+        closed_in: Products of constants whose results enter an equation that is not followed.
+    """
+
+    def __init__(self) -> None:
+        self.table = AxisTable()
+        self.findings: dict[CoverageNote, None] = {}
+        self.reads: set[str] = set()
+        self.data_axes: list[Axes] = []
+        self.scanned: dict[int, Atoms] = {}
+        self.lengths: dict[int, int] = {}
+        self.parameters: dict[str, View] = {}
+        self.computed: dict[Hashable, View] = {}
+        self.of_constants: dict[str, str] = {}
+        self.meetings: dict[Hashable, Meeting] = {}
+        self.closed_in: set[Hashable] = set()
+        self.stopped: dict[int, View] = {}
+        self._numbers: dict[Hashable, int] = {}
+
+    def unique(self) -> int:
+        """The number of a value that is equal to no other."""
+        return self.number(object())
+
+    def number(self, key: Hashable) -> int:
+        """One number for each key."""
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def equation_number(self, eqn: Eqn, ins: Sequence[Value], result: int = 0) -> int:
+        """The number of a result: the same for the same equation of the same values.
+
+        An equation whose parameters cannot be hashed is compared with none, and a stateful one (a
+        mutable array that is read again) has another result each time.
+        """
+        if is_stateful(eqn):
+            return self.unique()
+        numbers = tuple(v.number for v in ins)
+        try:
+            return self.number((eqn.primitive.name, _frozen(eqn.params), numbers, result))
+        except TypeError:
+            return self.unique()
+
+    def report(self, value: Value, reason: str, *, fatal: bool = True) -> None:
+        """Say something of the parameters that a value is made of; nothing of other values."""
+        for view in views_in(value):
+            if view.rowless:  # what leads to no use has lost its examples, whatever reads it
+                lost = f"has the example axis lost at `{view.rowless}`"
+                self.findings[CoverageNote(view.path, lost, True)] = None
+            else:
+                self.findings[CoverageNote(view.path, reason, fatal)] = None
+        for path, first in getattr(value, "reasons", ()):
+            text = f"goes through {first} and {reason}" if fatal else reason
+            self.findings[CoverageNote(path, text, fatal)] = None
+
+    def outside(self, value: Value, eqn: Eqn) -> Value:
+        """A value that leaves a structured equation: there it is no longer followed as a view."""
+        if views_in(value):
+            reasons = reasons_of([value], f"`{eqn.primitive.name}`")
+            return Derived(self.unique(), reasons, traced_indices_in([value]))
+        return value
+
+    def arrangement(self, eqn: Eqn, view: View, ins: Sequence[Value], result: int = 0) -> int:
+        """The number of the arrangement that an equation makes of a view's elements."""
+        others = [v for v in ins if not isinstance(v, Parameter)]
+        return self.equation_number(
+            eqn, [dataclasses.replace(view, number=view.elements), *others], result
+        )
+
+
+def reasons_of(values: Sequence[Value], this: str) -> tuple[tuple[str, str], ...]:
+    """What each parameter went through first: this equation, or an earlier one; in words."""
+    reasons: dict[str, str] = {}
+    for value in values:
+        for view in views_in(value):
+            first = view.function or view.lost_by
+            for path in (view.path, *(member.path for member in view.members)):
+                reasons.setdefault(path, f"`{first}`" if first else this)
+        reasons |= getattr(value, "reasons", ())
+    return tuple(sorted(reasons.items()))
+
+
+def _frozen(params: Mapping[str, Any]) -> Hashable:
+    items = tuple(sorted(params.items(), key=lambda kv: kv[0]))
+    hash(items)
+    return items
+
+
+# ----------------
+
 
 MARK_ROWS = "jaxkfac_mark_rows"
 
@@ -63,3 +182,70 @@ class Plan:
     def all_marks(self) -> list[Mark]:
         inner = [m for plan in self.calls.values() for m in plan.all_marks()]
         return list(self.marks.values()) + inner
+
+
+# ---------------- the steps of a plan: equations that something happens in, and between them runs
+# of the others
+#
+# A run is one function, made once and evaluated as it is. So emission costs what the uses, views
+# and calls cost, not what the program is long.
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A run of equations that nothing special happens in."""
+
+    run: Callable[..., list[Any]]
+    invars: list[Var]
+    outvars: list[Var]
+    eqns: list[Eqn]
+
+    def reader_of(self, var: Var) -> str:
+        """The first equation that reads a variable, for messages."""
+        eqn = next(e for e in self.eqns if any(v is var for v in e.invars))
+        inner = eqn.params.get("name")
+        name = eqn.primitive.name
+        return f"`{name}` (of `{inner}`)" if isinstance(inner, str) else f"`{name}`"
+
+
+def steps_of(plan: Plan, encoded: frozenset[str]) -> list[Segment | int]:
+    """The plan as untouched segments and positions of special equations; computed once."""
+    if plan.steps is None:
+        plan.steps = _split(plan, encoded)
+    return plan.steps
+
+
+def _split(plan: Plan, encoded: frozenset[str]) -> list[Segment | int]:
+    jaxpr = plan.jaxpr
+
+    def is_special(use: Use) -> bool:
+        return use.layer is not None or use.view.path in encoded
+
+    special = {p for p, uses in plan.uses.items() if any(map(is_special, uses))}
+    special |= plan.views.keys() | plan.marks.keys()
+    special |= {
+        p for p, c in plan.calls.items() if c.exports_views or any(map(is_special, c.all_uses()))
+    }
+    runs: list[list[int] | int] = []
+    for position in range(len(jaxpr.eqns)):
+        if position in special:
+            runs.append(position)
+        elif runs and isinstance(runs[-1], list):
+            runs[-1].append(position)
+        else:
+            runs.append([position])
+    needed = {v for v in jaxpr.outvars if _compat.is_var(v)}
+    steps: list[Segment | int] = []
+    for run in reversed(runs):
+        eqns = [jaxpr.eqns[p] for p in (run if isinstance(run, list) else [run])]
+        made = {v: None for e in eqns for v in e.outvars}
+        read = {v: None for e in eqns for v in e.invars if _compat.is_var(v)}
+        if isinstance(run, list):
+            outvars = [v for v in made if v in needed]
+            invars = [v for v in read if v not in made]
+            run_eqns = _compat.evaluate(eqns, invars, outvars, jaxpr)
+            steps.append(Segment(run_eqns, invars, outvars, eqns))
+        else:
+            steps.append(run)
+        needed = (needed - made.keys()) | read.keys()
+    return steps[::-1]

@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool
 
 from jaxkfac.interception import _compat
-from jaxkfac.interception._axes import AxisTable
+from jaxkfac.interception._axes import Axes, AxisTable
 from jaxkfac.interception._compat import Eqn, Literal, Var
 from jaxkfac.interception._custom import run_beside
-from jaxkfac.interception._elements import Elements
+from jaxkfac.interception._elements import Elements, SlotRule, Slots, stacked_slots
 from jaxkfac.interception._encoded import (
     DeferredParameter,
     Operand,
@@ -28,14 +28,10 @@ from jaxkfac.interception._encoded import (
     bind_view,
     refuse_deferred,
 )
-from jaxkfac.interception._plan import Plan
-from jaxkfac.interception._propagate import Axes
+from jaxkfac.interception._plan import Plan, Segment, steps_of
 from jaxkfac.interception._row_masks import RowMask, row_weights, where_taken
-from jaxkfac.interception._slot_rules import SlotRule, Slots, stacked_slots
-from jaxkfac.interception._slots import CHOSEN, PICKED, Entries, Slot
-from jaxkfac.interception._steps import Segment, steps_of
+from jaxkfac.interception._slots import CHOSEN, PICKED, Entries, Slot, Window, row_of
 from jaxkfac.interception._values import Use
-from jaxkfac.interception._windows import Window, row_of
 
 
 @dataclasses.dataclass(frozen=True)

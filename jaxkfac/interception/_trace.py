@@ -13,10 +13,9 @@ from jaxtyping import PyTree
 
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.interception._analysis import Analysis
-from jaxkfac.interception._arguments import check_arrays, check_function
-from jaxkfac.interception._axes import Atoms
+from jaxkfac.interception._arguments import check_arrays, check_function, leaves_by_path
+from jaxkfac.interception._axes import Atoms, Axes
 from jaxkfac.interception._compat import varying_axes
-from jaxkfac.interception._depth import depth_explained
 from jaxkfac.interception._elements import Elements
 from jaxkfac.interception._encoded import (
     DeferredParameter,
@@ -25,21 +24,23 @@ from jaxkfac.interception._encoded import (
     is_encoded,
     refuse_deferred,
 )
-from jaxkfac.interception._examples import analyse, split_lost, split_partial, split_parts
+from jaxkfac.interception._examples import (
+    analyse,
+    leading_to,
+    split_lost,
+    split_partial,
+    split_parts,
+    split_recomputed,
+)
 from jaxkfac.interception._grouping import group_uses
 from jaxkfac.interception._index import shape_of
-from jaxkfac.interception._layer import Layer, ParameterMatrix
+from jaxkfac.interception._layer import Layer, LayerTable, ParameterMatrix
 from jaxkfac.interception._mark_outputs import OutputMark, lifted, marks_of
-from jaxkfac.interception._paths import leaves_by_path
-from jaxkfac.interception._propagate import Axes
-from jaxkfac.interception._reach import leading_to
-from jaxkfac.interception._recomputed import split_recomputed
 from jaxkfac.interception._rewrite import Around, Handler, Rewriter
 from jaxkfac.interception._row_masks import RowMask
-from jaxkfac.interception._slots import Entries, Slot, check_entries
-from jaxkfac.interception._table import LayerTable
+from jaxkfac.interception._slots import Entries, Slot, Window, check_entries
+from jaxkfac.interception._trace_cache import depth_explained
 from jaxkfac.interception._values import CoverageNote, Data, Use
-from jaxkfac.interception._windows import Window
 from jaxkfac.interception.coupling import (
     Answer,
     Answers,

@@ -4,12 +4,10 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from jaxkfac.interception._axes import Atoms
+from jaxkfac.interception._axes import Atoms, Axes
 from jaxkfac.interception._compat import Eqn
-from jaxkfac.interception._index import Index, Range
-from jaxkfac.interception._joins import Join
+from jaxkfac.interception._index import Index, Join, Range
 from jaxkfac.interception._kind import Kind
-from jaxkfac.interception._propagate import Axes
 
 
 @dataclasses.dataclass(frozen=True)

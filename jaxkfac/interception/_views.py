@@ -8,11 +8,10 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._compat import Eqn, read_order
-from jaxkfac.interception._facts import Facts
 from jaxkfac.interception._index import Range
-from jaxkfac.interception._propagate import Axes
+from jaxkfac.interception._plan import Facts
 from jaxkfac.interception._values import Constant, Consumed, Value, View
 
 SAME_ELEMENTS = frozenset(

@@ -1,22 +1,16 @@
 """The kinds of layers, one class each: how a use is found, its rows, its squares, its slots."""
 
-from jaxkfac.kinds._bias import Bias
 from jaxkfac.kinds._both_sides import LowRankMatrices
 from jaxkfac.kinds._convolution import Convolution
 from jaxkfac.kinds._dense import Dense
-from jaxkfac.kinds._elementwise import Elementwise
+from jaxkfac.kinds._elementwise import Bias, Elementwise, Reparameterised, Scale, Uncovered
 from jaxkfac.kinds._embedding import Embedding
-from jaxkfac.kinds._gathered import Gathered
-from jaxkfac.kinds._moments import output_moments, packs
-from jaxkfac.kinds._products import EVERY_ROW, Precision, Products
-from jaxkfac.kinds._ragged import Ragged
-from jaxkfac.kinds._reparameterised import Reparameterised
+from jaxkfac.kinds._experts import Gathered, Ragged
+from jaxkfac.kinds._moments import EVERY_ROW, Precision, Products, output_moments, packs
 from jaxkfac.kinds._rows import Rows, by_example, in_own_order
-from jaxkfac.kinds._scale import Scale
 from jaxkfac.kinds._squares import ArrayOrShape, Basis, in_unit, rotate_gradients
 from jaxkfac.kinds._transformed import Transformed
 from jaxkfac.kinds._two_sided import TwoSided
-from jaxkfac.kinds._uncovered import Uncovered
 
 __all__ = [
     "EVERY_ROW",

@@ -118,7 +118,9 @@ class Convolution(TwoSided):
 
         return over_patches(site.eqn, use, operands, weights, of_part)
 
-    def summed_input_rows(self, site: Site, use: Use, operands: Any, weights: ArrayOrShape | None) -> Rows:
+    def summed_input_rows(
+        self, site: Site, use: Use, operands: Any, weights: ArrayOrShape | None
+    ) -> Rows:
         return part_of_rows(site, use, summed_patches(site.eqn, use, operands, weights))
 
     def second_moment(self, side: Rows, precision: Any) -> ArrayOrShape:

@@ -22,10 +22,9 @@ from jaxkfac.interception import (
     order_problem,
     register_kind,
 )
-from jaxkfac.kinds._products import Products
+from jaxkfac.kinds._moments import Products
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, aligned, split_examples
-from jaxkfac.kinds._token_rows import TokenRows
-from jaxkfac.kinds._two_sided import TwoSided, stack_of_slot
+from jaxkfac.kinds._two_sided import TokenRows, TwoSided, stack_of_slot
 
 
 @register_kind

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac.kinds._products import Products, draw_rows
+from jaxkfac.kinds._moments import Products, draw_rows
 
 KEYS = jax.random.split(jax.random.key(0), 4000)
 

@@ -74,7 +74,9 @@ def part_of_rows(site: Site, use: Use, side: Rows) -> Rows:
     return Rows(x, moved(side.rows), moved(side.batch), features)
 
 
-def _cut(table: AxisTable, pieces: Mapping[int, Piece], x: ArrayOrShape, d: int, axis: Atoms) -> ArrayOrShape:
+def _cut(
+    table: AxisTable, pieces: Mapping[int, Piece], x: ArrayOrShape, d: int, axis: Atoms
+) -> ArrayOrShape:
     """``x`` with an axis, made of ``axis``, cut to the pieces of its atoms."""
     atoms = table.atoms(axis)
     if not any(a in pieces for a in atoms):

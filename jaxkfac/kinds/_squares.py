@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.linalg import statistics_dtype
-
 from jaxkfac.kinds._rows import ArrayOrShape
+from jaxkfac.linalg import statistics_dtype
 
 _EXACT = jax.lax.Precision.HIGHEST  # never TF32: these values divide the gradient
 
@@ -130,7 +129,9 @@ def squares_by_example(x: ArrayOrShape, g: ArrayOrShape, basis: Basis) -> ArrayO
     return total
 
 
-def weighed_squares(x: ArrayOrShape, g: ArrayOrShape, basis: Basis, scale: ArrayOrShape) -> ArrayOrShape:
+def weighed_squares(
+    x: ArrayOrShape, g: ArrayOrShape, basis: Basis, scale: ArrayOrShape
+) -> ArrayOrShape:
     r"""$\sum_{ij} s_{ij} \Gamma_{n,ij}^2$ of each example, ``(stack..., examples)``.
 
     With one position it is $\sum_j (\sum_i s_{ij} \tilde a_i^2) \tilde g_j^2$.
@@ -175,7 +176,9 @@ def gradients(x: ArrayOrShape, g: ArrayOrShape, basis: Basis) -> ArrayOrShape:
     return rotate_gradients(gradient, basis.a, basis.g)
 
 
-def rotate_gradients(gradient: ArrayOrShape, a: ArrayOrShape | None, g: ArrayOrShape | None) -> ArrayOrShape:
+def rotate_gradients(
+    gradient: ArrayOrShape, a: ArrayOrShape | None, g: ArrayOrShape | None
+) -> ArrayOrShape:
     r"""$Q_A^\top \Gamma Q_G$ of ``(stack..., examples, in, out)``."""
     stack = tuple(range(gradient.ndim - 3))
     last = gradient.ndim - 1

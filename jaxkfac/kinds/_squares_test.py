@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkfac.kinds import _both_sides
-from jaxkfac.kinds._both_sides import BothSides
-from jaxkfac.kinds._chunks import sum_over_strided_chunks
+from jaxkfac.kinds._both_sides import BothSides, sum_over_strided_chunks
 from jaxkfac.kinds._squares import (
     PAIRS_UP_TO,
     Basis,

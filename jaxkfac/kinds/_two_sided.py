@@ -1,17 +1,81 @@
 """What kinds with a Kronecker block have in common: input rows and output rows."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 
 from jaxkfac.interception import Atoms, Axes, Kind, Site, SlotEntry, Use
-from jaxkfac.kinds._both_sides import BothSides
-from jaxkfac.kinds._moments import input_moments, sum_of_outer_products
-from jaxkfac.kinds._products import Products
+from jaxkfac.kinds._both_sides import BothSides, LowRankMatrices
+from jaxkfac.kinds._moments import Products, input_moments, sum_of_outer_products
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, aligned, part_of_rows, split_examples
-from jaxkfac.kinds._token_rows import TokenRows
+from jaxkfac.kinds._squares import Basis, rotate_outputs, scaled, squares_by_token
+
+# ---------------- tokens and output rows of an embedding, example by example
+
+
+_EXACT = jax.lax.Precision.HIGHEST  # as the gradients that the products are of
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenRows:
+    """Tokens and output rows of one use of an embedding.
+
+    Attributes:
+        tokens: ``(examples, positions)``; with one position each, where examples need not be
+            told apart.
+        g: ``(examples, positions, features)``.
+    """
+
+    tokens: ArrayOrShape
+    g: ArrayOrShape
+
+    def squares(self, like: dict[str, Any], basis: Basis) -> dict[str, Any]:
+        """Sums of squares in a basis.
+
+        Memory:
+            Some copies of the output rows.
+        """
+        g = rotate_outputs(scaled(self.g, basis), basis, 2)
+        return {"squares": squares_by_token(self.tokens, g, like["squares"].shape[0])}
+
+    def gradients(self, like: dict[str, Any]) -> dict[str, Any]:
+        """Gradients by example: whole tables."""
+        table = like["gradients"]
+        examples = jnp.arange(len(self.tokens))[:, None]
+        rows = self.g.astype(table.dtype)
+        zeros = jnp.zeros(table.shape, table.dtype)
+        return {"gradients": zeros.at[examples, self.tokens].add(rows, mode="drop")}
+
+    def scores(
+        self,
+        like: dict[str, Any],
+        queries: ArrayOrShape | LowRankMatrices,
+        bias_queries: ArrayOrShape | None,
+    ) -> dict[str, Any]:
+        """Inner products of the queries' tables with the examples' gradients.
+
+        Memory:
+            One copy of the output rows: queries go one by one, and no example's table is formed.
+        """
+
+        def read(table: ArrayOrShape) -> ArrayOrShape:
+            return table.at[self.tokens].get(mode="fill", fill_value=0)
+
+        def one(query: ArrayOrShape | LowRankMatrices) -> ArrayOrShape:
+            if not isinstance(query, LowRankMatrices):
+                return (read(query) * self.g.astype(query.dtype)).sum((1, 2))
+            rows = self.g.astype(query.right.dtype)
+            moved = jnp.einsum("nso,ro->nsr", rows, query.right, precision=_EXACT)
+            return (read(query.left) * moved).sum((1, 2))
+
+        return {"scores": jax.lax.map(one, queries)}
+
+
+# ----------------
 
 
 class TwoSided(Kind):
@@ -47,7 +111,9 @@ class TwoSided(Kind):
     ) -> Rows:
         return part_of_rows(site, use, self.inputs(site, use, operands).masked(weights))
 
-    def output_rows(self, site: Site, use: Use, cotangent: ArrayOrShape, weights: ArrayOrShape | None) -> Rows:
+    def output_rows(
+        self, site: Site, use: Use, cotangent: ArrayOrShape, weights: ArrayOrShape | None
+    ) -> Rows:
         return part_of_rows(site, use, self.outputs(site, use, cotangent).masked(weights))
 
     def over_input_rows(

@@ -1,29 +1,22 @@
 """Linear algebra of factors, in arrays only: clipped eigh and Kronecker powers."""
 
-from jaxkfac.linalg._chunks import map_over_chunks, sum_over_chunks
-from jaxkfac.linalg._damping import (
-    Damping,
-    DampingMode,
-    ScaledPower,
-    block_root,
-    check_damping,
-    diagonal_power,
-    factor_damping,
-    is_separable,
-    kronecker_power,
-    measured_power,
-    power_or_zero,
-)
 from jaxkfac.linalg._eigh import (
     ClippedEigh,
     Spectrum,
+    above_rcond,
     check_clipping,
+    check_rcond,
     check_square,
     clip_eigenvalues,
+    damped_inverse,
+    diagonal,
     eigh_checked,
     eigh_clipped,
     eigh_in_turn,
     in_sequence,
+    iterate_eigenvectors,
+    kronecker_above_rcond,
+    traces,
 )
 from jaxkfac.linalg._eigh_host import HostDType, HostSpectrum, eigh_on_host, host_dtype
 from jaxkfac.linalg._gram import (
@@ -36,19 +29,32 @@ from jaxkfac.linalg._gram import (
     symmetric_gram,
     unpack_panels,
 )
-from jaxkfac.linalg._inverse import damped_inverse, diagonal, traces
 from jaxkfac.linalg._kronecker import (
+    Damping,
+    DampingMode,
+    ScaledPower,
+    block_root,
+    check_damping,
+    diagonal_power,
+    factor_damping,
     from_spectrum,
     into_eigenbasis,
+    is_separable,
+    kronecker_power,
+    measured_power,
     out_of_eigenbasis,
+    power_or_zero,
     quadratic_form,
     scale_in_eigenbasis,
 )
-from jaxkfac.linalg._orthogonal_iteration import iterate_eigenvectors
-from jaxkfac.linalg._packed import pack, packed_shape, unpack
-from jaxkfac.linalg._rcond import above_rcond, check_rcond, kronecker_above_rcond
-from jaxkfac.linalg._sums import alike, inner_product, is_all_finite
-from jaxkfac.linalg._triangle import fold_triangle, unfold_triangle
+from jaxkfac.linalg._packed import fold_triangle, pack, packed_shape, unfold_triangle, unpack
+from jaxkfac.linalg._sums import (
+    alike,
+    inner_product,
+    is_all_finite,
+    map_over_chunks,
+    sum_over_chunks,
+)
 
 __all__ = [
     "PANELS_FROM",

@@ -1,4 +1,4 @@
-"""Symmetric eigendecomposition of factors in the graph: checked and clipped."""
+"""Decompositions of symmetric factors in the graph: checked, clipped, tracked, inverted."""
 
 import functools
 from collections.abc import Sequence
@@ -8,6 +8,55 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+from jaxkfac.linalg._sums import alike, is_all_finite
+
+# ---------------- the pseudo-inverse's rcond: which eigenvalues are taken for zero
+
+
+def check_rcond(rcond: float) -> None:
+    """Refuse an rcond outside ``[0, 1)`` (NaN included); callers know it as ``cut=``.
+
+    Raises:
+        ValueError: naming the value.
+    """
+    if not 0 <= rcond < 1:
+        raise ValueError(f"cut must be in [0, 1), relative to the largest eigenvalue, got {rcond}")
+
+
+def above_rcond(values: Float[Array, "*stack n"], rcond: float) -> Bool[Array, "*stack n"]:
+    r"""Whether $\lambda_i > c\,\lambda_{\max}$, with the largest sought on the last axis.
+
+    Args:
+        values: Raw eigenvalues in any order; negative ones count as 0.
+        rcond: $c \in (0, 1)$. An all-zero row is zero whole, as in ``numpy.linalg.pinv``;
+            NaN is never taken for zero, and so stays in sight.
+
+    Returns:
+        True where the eigenvalue stays.
+    """
+    values = jnp.maximum(values, 0)
+    return ~(values <= rcond * values.max(-1, keepdims=True))
+
+
+def kronecker_above_rcond(
+    a_values: Float[Array, "*stack n_in"], g_values: Float[Array, "*stack n_out"], rcond: float
+) -> Bool[Array, "*stack n_in n_out"]:
+    r""":func:`above_rcond` for the products $\lambda_{A,i} \lambda_{G,j}$ of one block.
+
+    Each factor is divided by its largest value first: the product of two small factors
+    would underflow, and what stays must not depend on the scale of the loss.
+    """
+    a, g = (_relative(jnp.maximum(values, 0)) for values in (a_values, g_values))
+    return ~(a[..., :, None] * g[..., None, :] <= rcond)
+
+
+def _relative(values: Array) -> Array:
+    largest = values.max(-1, keepdims=True)
+    return values / jnp.where(largest == 0, 1, largest)
+
+
+# ---------------- symmetric eigendecomposition of factors in the graph: checked and clipped
 
 
 class Spectrum(NamedTuple):
@@ -224,3 +273,135 @@ def eigh_clipped(
         num_raised=(values > raw).sum(-1),
         is_finite=jnp.isfinite(raw).all(-1),
     )
+
+
+# ---------------- eigenvectors that are tracked while their matrix changes slowly
+
+
+_EXACT = jax.lax.Precision.HIGHEST  # vectors that are not orthogonal to rounding would drift
+
+
+def iterate_eigenvectors(
+    matrix: Float[Array, "*stack n n"],
+    vectors: Float[Array, "*stack n n"],
+    *,
+    after: Array | None = None,
+) -> Spectrum:
+    r"""One step of orthogonal iteration from the eigenvectors of a matrix nearby.
+
+    With $Z = M Q$, columns ordered by $q_i^\top M q_i$, the new vectors are the orthogonal factor
+    of $Z = Q' R$. A column keeps its place, so that what is kept for each direction (a second
+    moment) stays with the direction that it was measured in. Values are $q_i'^\top M q_i'$, of
+    which the sum is the trace of $M$.
+
+    Args:
+        matrix: $M$, symmetric positive semi-definite; leading axes are a batch.
+        vectors: $Q$, orthogonal.
+        after: Values of what is decomposed before it, see ``in_sequence``.
+
+    Returns:
+        Values in the order of the columns, all NaN where they or the vectors are not finite; and
+        the vectors.
+
+    References:
+        Golub and Van Loan, Matrix Computations, 2013, section 8.2.4. Vyas et al., SOAP: Improving
+        and stabilizing Shampoo using Adam, 2024, which tracks Shampoo's eigenvectors so.
+    """
+    matrix = in_sequence(matrix, after)
+
+    def one(pair: tuple[Array, Array]) -> tuple[Array, Array]:
+        matrix, vectors = pair
+        moved = jnp.matmul(matrix, vectors, precision=_EXACT)
+        order = jnp.argsort(-(vectors * moved).sum(-2))
+        columns = jnp.linalg.qr(moved[:, order])[0]
+        columns = columns[:, jnp.argsort(order)]
+        values = (columns * jnp.matmul(matrix, columns, precision=_EXACT)).sum(-2)
+        return values, columns
+
+    if matrix.ndim == 2:
+        values, columns = one((matrix, vectors))
+    else:  # one after the other on the CPU, whose LAPACK calls may wait for one another for ever
+        batch = tuple(x.reshape(-1, *x.shape[-2:]) for x in (matrix, vectors))
+        values, columns = jax.lax.platform_dependent(
+            batch, cpu=lambda batch: jax.lax.map(one, batch), default=jax.vmap(one)
+        )
+        values, columns = values.reshape(matrix.shape[:-1]), columns.reshape(matrix.shape)
+    ok = jnp.isfinite(values).all(-1) & jnp.isfinite(columns).all((-2, -1))
+    return Spectrum(jnp.where(ok[..., None], values, jnp.nan), columns)
+
+
+# ---------------- inverses of damped factors, by Cholesky in the graph
+
+
+def damped_inverse(
+    matrix: Float[Array, "*stack n n"],
+    damping: Float[Array, "*#stack"],
+    *,
+    after: Array | None = None,
+) -> Float[Array, "*stack n n"]:
+    r"""$(M + \delta I)^{-1}$ of a symmetric positive semi-definite matrix.
+
+    Args:
+        matrix: Float32 or float64; leading axes are a batch. One triangle is read, the other
+            being the same.
+        damping: $\delta$ of each matrix.
+        after: A result that goes before, see :func:`jaxkfac.linalg.in_sequence`.
+
+    Returns:
+        The inverse; all NaN where the damped matrix is not positive definite, or not finite.
+
+    Raises:
+        ValueError: ``matrix`` is not square, or its dtype has no factorisation.
+
+    Memory:
+        About ``2 n**2`` elements beyond the result; on the CPU once for a whole batch.
+    """
+    check_square(matrix)
+    n, dtype = matrix.shape[-1], matrix.dtype
+    damping = jnp.broadcast_to(damping, matrix.shape[:-2]).astype(dtype)
+    batch, shifts = matrix.reshape(-1, n, n), damping.reshape(-1)
+
+    # As in `eigh_checked`: on the CPU one LAPACK call after the other.
+    def in_turn(batch: Array, shifts: Array) -> Array:
+        batch = in_sequence(batch, after)
+        if len(batch) == 1:
+            return _inverse(batch[0], shifts[0])[None]
+        return jax.lax.map(lambda one: _inverse(*one), (batch, shifts))
+
+    out = jax.lax.platform_dependent(batch, shifts, cpu=in_turn, default=jax.vmap(_inverse))
+    return out.reshape(matrix.shape)
+
+
+def diagonal(matrix: Float[Array, "*stack n n"]) -> Float[Array, "*stack n"]:
+    """The diagonal, as a slice: on a CPU a gather compiles longer, and a mask writes a matrix."""
+    size = matrix.shape[-1]
+    return matrix.reshape(*matrix.shape[:-2], size * size)[..., :: size + 1]
+
+
+def traces(matrices: Sequence[Float[Array, "..."]]) -> list[Float[Array, "..."]]:
+    """The traces ``(stack...)`` of each ``(stack..., n, n)``, by one sum of what can be joined."""
+    rows = [diagonal(x).reshape(-1, x.shape[-1]) for x in matrices]
+    found: dict[int, Array] = {}
+    for places in alike(rows):
+        width = max(rows[i].shape[1] for i in places)
+        padded = [jnp.pad(rows[i], ((0, 0), (0, width - rows[i].shape[1]))) for i in places]
+        total, begin = jnp.concatenate(padded).sum(-1), 0
+        for i in places:
+            end = begin + len(rows[i])
+            found[i], begin = total[begin:end].reshape(matrices[i].shape[:-2]), end
+    return [found[i] for i in range(len(rows))]
+
+
+def _inverse(matrix: Array, shift: Array) -> Array:
+    # LAPACK and cuSOLVER keep columns together, XLA rows. Of a symmetric matrix the transpose in
+    # the one order is itself in the other; else XLA reorders it where it comes from, and for a
+    # matrix that a loop carries does so at every step, due or not.
+    identity = jnp.eye(len(matrix), dtype=matrix.dtype)
+    # Infinity less itself is NaN, which no factorisation leaves in the inverse of the others.
+    damped = (matrix + (matrix - matrix) + shift * identity).T
+    lower = jax.lax.linalg.cholesky(damped, symmetrize_input=False)
+    half = jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
+    out = jax.lax.linalg.triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True)
+    # A factorisation that fails gives NaN in a part of it on some platforms, and no error: in the
+    # diagonal, too, which bounds all entries.
+    return jnp.where(is_all_finite(diagonal(out)), out.T, jnp.nan)

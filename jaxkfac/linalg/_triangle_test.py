@@ -3,8 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkfac.linalg._packed import pack, packed_shape
-from jaxkfac.linalg._triangle import fold_triangle, unfold_triangle
+from jaxkfac.linalg._packed import fold_triangle, pack, packed_shape, unfold_triangle
 
 
 def symmetric(*shape):

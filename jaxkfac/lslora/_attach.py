@@ -26,11 +26,10 @@ from jaxkfac.interception import (
     trace,
     with_leaves,
 )
-from jaxkfac.lslora._adapter import Adapter, Adapters, only_adapters
 from jaxkfac.lslora._bank import Bank
 from jaxkfac.lslora._branch import BranchOptions, adapted_product
-from jaxkfac.lslora._config import Config
-from jaxkfac.lslora._registry import find_nonlinearity
+from jaxkfac.lslora._config import Adapter, Adapters, Config, only_adapters
+from jaxkfac.lslora._nonlinearity import find_nonlinearity
 
 # Folded into the caller's key, so that the model's own dropout draws other numbers.
 DROPOUT = 0x15_10_4A

@@ -15,7 +15,7 @@ from jaxkfac._errors import UnknownLayerError
 from jaxkfac.factors import Categorical, Objective, value_grad_and_factors
 from jaxkfac.interception import find_layers, from_nnx
 from jaxkfac.lslora import Adapter, Config, attach, init, stack
-from jaxkfac.lslora._adapter import only_adapters
+from jaxkfac.lslora._config import only_adapters
 
 X = jax.random.normal(jax.random.key(1), (3, 5, 4))
 

@@ -1,6 +1,6 @@
 """Several adapters in one tree, chosen as data."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,19 +9,84 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from jaxkfac._display import array_text
-from jaxkfac.lslora._adapter import Adapter, Adapters, only_adapters
-from jaxkfac.lslora._config import Config
-from jaxkfac.lslora._fourier import FOURIER
-from jaxkfac.lslora._registry import find_nonlinearity
-from jaxkfac.lslora._slots import (
-    check_layers,
-    check_names,
-    padded,
-    pick_slot,
-    scaling_of,
-    with_slot,
-)
+from jaxkfac._text import array_text
+from jaxkfac.linalg import statistics_dtype
+from jaxkfac.lslora._config import OWN_AXES, Adapter, Adapters, Config, only_adapters
+from jaxkfac.lslora._nonlinearity import FOURIER, Nonlinearity, find_nonlinearity
+
+# ---------------- the slots of a bank: one axis more, after the stack, in every leaf of an adapter
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse names that cannot be part of a key or a folder.
+
+    Raises:
+        ValueError: naming it.
+    """
+    for name in names:
+        if not name.isidentifier() or name in ("lora", "base_layer"):
+            raise ValueError(
+                f"adapter name {name!r}: expected an identifier (no path separator, no dot), and "
+                "not 'lora' or 'base_layer', which PEFT's own keys contain"
+            )
+
+
+def check_layers(name: str, adapters: Adapters, first: Mapping[str, Any]) -> None:
+    if whole := sorted(adapters.keys() - only_adapters(adapters).keys()):
+        raise ValueError(f"adapter {name!r} holds whole parameters, which a bank cannot: {whole}")
+    if different := sorted(adapters.keys() ^ first.keys()):
+        raise ValueError(
+            f"adapter {name!r} and the others of the bank adapt different layers: {different}"
+        )
+
+
+def scaling_of(config: Config | None, layer: str) -> float:
+    return 1.0 if config is None else config.scaling(layer)
+
+
+def each_leaf(fn: Callable[..., Any], *adapters: Adapter) -> Adapter:
+    """``fn(axis of the slots counted from the end, leaf of each adapter)`` for every leaf."""
+    new = {}
+    for part, own in OWN_AXES.items():
+        leaves = [getattr(adapter, part) for adapter in adapters]
+        new[part] = None if leaves[0] is None else fn(leaves[0].ndim - own, *leaves)
+    return Adapter(**new)
+
+
+def pick_slot(held: Adapter, slot: Any) -> Adapter:
+    """One slot; NaN where a traced index lies beyond the bank."""
+    return each_leaf(lambda axis, x: jnp.take(x, slot, axis=axis - 1, mode="fill"), held)
+
+
+def with_slot(held: Adapter, slot: int, part: Adapter) -> Adapter:
+    def write(axis: int, x: Any, y: Any) -> Any:
+        return x.at[(slice(None),) * (axis - 1) + (slot,)].set(y.astype(x.dtype))
+
+    return each_leaf(write, held, part)
+
+
+def padded(
+    adapter: Adapter, rank: int, scaling: float, phi: Nonlinearity | None, where: str
+) -> Adapter:
+    """An adapter at a larger rank, its scaling in ``b``; ``phi`` is the bank's, if it has one."""
+    extra = rank - adapter.a.shape[-1]
+    lead = [(0, 0)] * (adapter.a.ndim - 2)
+    out = adapter._replace(
+        a=jnp.pad(adapter.a, [*lead, (0, 0), (0, extra)]),
+        b=jnp.pad(adapter.b, [*lead, (0, extra), (0, 0)]) * scaling,
+    )
+    if adapter.coefficients is not None and phi is not None:
+        phi.check(adapter.coefficients.shape, where)
+    if phi is None or not adapter.is_linear:
+        return out
+    stack, wide = adapter.a.shape[:-2], statistics_dtype(adapter.a.dtype)
+    return out._replace(
+        coefficients=jnp.broadcast_to(jnp.asarray(phi.first(wide)), (*stack, len(phi.initial))),
+        sigma=jnp.full(stack, jnp.inf, wide),
+    )
+
+
+# ----------------
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -251,3 +316,82 @@ class Bank:
             raise ValueError(f"config: the bank was stacked {said}")
         if config is not None and config.phi is not None:
             self.check_nonlinearity(config.nonlinearity)
+
+
+# ---------------- make a bank
+
+
+def stack(
+    adapters: Mapping[str, Adapters],
+    configs: Mapping[str, Config] | Config | None = None,
+    *,
+    slots: int | None = None,
+) -> Bank:
+    """Put several adapters of one model into a bank.
+
+    Ranks are padded with zeros to the largest, which changes no output. Plain LoRA may stand
+    beside adapters with a nonlinearity: its sigma is infinite there.
+
+    Args:
+        adapters: ``{name: adapters}``, all with the same layers.
+        configs: The settings of each, or of all. Needed where their scalings differ: every
+            adapter's own scaling goes into its ``b``. Needed also for another nonlinearity than
+            the Fourier one.
+        slots: How many adapters the bank can hold; as many as are given by default.
+
+    Returns:
+        A :class:`Bank`; the index of a name is its place in ``adapters`` (inside ``jax.jit``,
+        which sorts the keys of dictionaries, its place among the sorted names).
+
+    Raises:
+        ValueError: names that cannot be used, different layers, too few slots, placements
+            or nonlinearities that differ.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxkfac.lslora as lslora
+        >>> def apply_fn(params, x):
+        ...     return x @ params["kernel"]
+        >>> params, x = {"kernel": jnp.ones((3, 2))}, jnp.ones((5, 3))
+        >>> config = lslora.Config(rank=1, target="kernel")
+        >>> first = lslora.init(config, apply_fn, params, x, key=jax.random.key(0))
+        >>> bank = lslora.stack({"a": first, "b": first}, config)
+        >>> adapted = lslora.attach(apply_fn, config)
+        >>> adapted(params, bank, x, adapter=jnp.array([0, 1, -1, 0, 1])).shape
+        (5, 2)
+    """
+    if not adapters:
+        raise ValueError("stack: no adapters")
+    check_names(list(adapters))
+    slots = len(adapters) if slots is None else slots
+    if slots < len(adapters):
+        raise ValueError(f"slots={slots}: there are {len(adapters)} adapters")
+    every: Mapping[str, Config | None]
+    every = configs if isinstance(configs, Mapping) else dict.fromkeys(adapters, configs)
+    if missing := adapters.keys() - every.keys():
+        raise ValueError(f"configs: none for {sorted(missing)}")
+    nonlinear = [c for c in every.values() if c is not None and c.phi is not None]
+    placements = {c.fourier_placement for c in nonlinear}
+    if len(placements) > 1:
+        raise ValueError(f"one bank holds one fourier_placement, got {sorted(placements)}")
+    kinds = {c.nonlinearity for c in nonlinear} or {FOURIER.name}
+    if len(kinds) > 1:
+        raise ValueError(f"one bank holds one nonlinearity, got {sorted(kinds)}")
+    (nonlinearity,) = kinds
+    first = next(iter(adapters.values()))
+    held: dict[str, Adapter] = {}
+    for name, each in adapters.items():
+        check_layers(name, each, first)
+    for layer in only_adapters(first):
+        own = {name: only_adapters(each)[layer] for name, each in adapters.items()}
+        rank = max(x.a.shape[-1] for x in own.values())
+        linear = all(x.is_linear for x in own.values())
+        phi = None if linear else find_nonlinearity(nonlinearity)
+        parts = [
+            padded(x, rank, scaling_of(every[name], layer), phi, f"adapter {name!r}")
+            for name, x in own.items()
+        ]
+        parts += [jax.tree.map(jnp.zeros_like, parts[0])] * (slots - len(parts))
+        held[layer] = each_leaf(lambda axis, *xs: jnp.stack(xs, axis), *parts)
+    enabled = jnp.arange(slots) < len(adapters)
+    names = (*adapters, *[None] * (slots - len(adapters)))
+    return Bank(held, enabled.astype(jnp.float32), configs is not None, names, nonlinearity)

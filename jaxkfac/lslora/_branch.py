@@ -1,18 +1,208 @@
 """The low-rank branch at one product, whatever the order of its operands and axes."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
+from jaxkfac._errors import LostRowsError
 from jaxkfac.interception import Atoms, DeferredParameter, Site, Use, cast_varying
 from jaxkfac.linalg import statistics_dtype
-from jaxkfac.lslora._activation import activation, width
-from jaxkfac.lslora._config import Placement
-from jaxkfac.lslora._nonlinearity import Nonlinearity
-from jaxkfac.lslora._product_axes import Operand, ProductAxes
+from jaxkfac.lslora._config import OWN_AXES, Adapter, Placement
+from jaxkfac.lslora._nonlinearity import Nonlinearity, activation, width
+
+# ---------------- the axes of one product, and the two low-rank products that follow them
+
+
+Operand = Array | np.ndarray  # a tracer, or a constant of the program
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductAxes:
+    """How the axes of one product and of an adapter go together.
+
+    Inside, values are ``(stack..., examples..., other rows..., features...)``; the examples are
+    there only if adapters are mixed by row.
+
+    Attributes:
+        site: The product.
+        use: Its use.
+        shape: Shape of the data operand with its row axes split into atoms.
+        contract: Its contracted axes, there.
+        shared: Its axes shared with the parameter, there.
+        examples: Its axes that run over examples, there.
+        others: Its remaining row axes, there.
+    """
+
+    site: Site
+    use: Use
+    shape: tuple[int, ...]
+    contract: tuple[int, ...]
+    shared: tuple[int, ...]
+    examples: tuple[int, ...]
+    others: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, site: Site, use: Use, x: Operand, index: Operand | None, examples: Atoms
+    ) -> "ProductAxes":
+        if use.row_batch:
+            raise ValueError(
+                f"layer {use.view.path!r} is broadcast along rows (a cond under vmap, which runs "
+                "all branches): adapters have no rule for it; leave it out of target="
+            )
+        contract, shared = site.eqn.params["dimension_numbers"]
+        contract, shared = contract[1 - use.operand], shared[1 - use.operand]
+        rows = [d for d in range(x.ndim) if d not in {*contract, *shared}]
+        wanted = site.table.atoms(examples) if index is not None else ()
+        shape: list[int] = []
+        at: dict[int, int] = {}
+        found: dict[int, int] = {}
+        others: list[int] = []
+        for d, size in enumerate(x.shape):
+            at[d] = len(shape)
+            atoms = site.table.atoms(use.rows[rows.index(d)]) if d in rows else ()
+            sizes = [site.table.size(a) for a in atoms]
+            if index is None or math.prod(sizes) != size:  # whole, a feature, or a shard
+                atoms, sizes = (), [size]
+            for i, part in enumerate(sizes):
+                if atoms and atoms[i] in wanted:
+                    if atoms[i] in found:
+                        raise _lost(site, use, "its rows run over pairs of examples")
+                    found[atoms[i]] = len(shape)
+                elif d in rows:
+                    others.append(len(shape))
+                shape.append(part)
+        single = index is not None and index.shape[-1] == 1  # an axis of one has no atoms
+        if len(found) != len(wanted) or (index is not None and not wanted and not single):
+            raise _lost(site, use, "its rows do not run along the examples")
+        return cls(
+            site,
+            use,
+            tuple(shape),
+            tuple(at[d] for d in contract),
+            tuple(at[d] for d in shared),
+            tuple(found[a] for a in wanted),
+            tuple(others),
+        )
+
+    @property
+    def lead(self) -> int:
+        """Number of stacked and example axes."""
+        return len(self.shared) + self.use.free_stack + len(self.examples)
+
+    def pick(self, adapter: Adapter, index: Operand | None) -> Adapter:
+        """Each example's adapter out of a bank: one gather; the adapter itself without one."""
+        stack = [self.shape[d] for d in self.shared]
+        if self.use.free_stack:
+            stack = [self.site.eqn.invars[self.use.operand].aval.shape[self._free[0]]]
+
+        def one(name: str, leaf: Operand) -> Array:
+            inner = OWN_AXES[name]
+            if index is None:
+                return jnp.asarray(leaf).reshape((*stack, *leaf.shape[leaf.ndim - inner :]))
+            leaf = leaf.reshape(*stack, *leaf.shape[leaf.ndim - inner - 1 :])
+            rows = index.reshape(-1, index.shape[-1])[0]
+            rows = rows.reshape([self.shape[d] for d in self.examples])
+            out = jnp.take(leaf, jnp.maximum(rows, 0), axis=len(stack), mode="fill")
+            if name not in ("b", "coefficients"):
+                return out
+            on = (rows >= 0).reshape(*rows.shape, *[1] * inner)
+            return jnp.where(on, out, jnp.zeros((), out.dtype))
+
+        leaves = {n: x for n, x in adapter._asdict().items() if x is not None}
+        return adapter._replace(**{n: one(n, leaf) for n, leaf in leaves.items()})
+
+    @property
+    def _free(self) -> list[int]:
+        contract, shared = self.site.eqn.params["dimension_numbers"]
+        mine = {*contract[self.use.operand], *shared[self.use.operand]}
+        ndim = self.site.eqn.invars[self.use.operand].aval.ndim
+        return [d for d in range(ndim) if d not in mine]
+
+    def down(self, x: Operand, a: Array, options: dict[str, Any]) -> Array:
+        """``x A`` as ``(stack..., examples..., other rows..., rank)``."""
+        a = self._unflattened(a, a.ndim - 2, self.use.in_axes)
+        n = len(self.contract)
+        stack = a.ndim - 1 - n - len(self.examples)
+        batch = [*range(len(self.shared)), *range(stack, stack + len(self.examples))]
+        first = stack + len(self.examples)
+        inputs = tuple(range(first, first + n))
+        if first == 0:
+            a, inputs = _rank_first(a), tuple(range(1, 1 + n))
+        out = jax.lax.dot_general(
+            x.reshape(self.shape),
+            a,
+            ((self.contract, inputs), ((*self.shared, *self.examples), tuple(batch))),
+            **options,
+        )
+        # A free stack is a free axis of A: it comes after the rows.
+        return jnp.moveaxis(out, -2, 0) if self.use.free_stack else out
+
+    def up(self, h: Array, b: Array, options: dict[str, Any]) -> Array:
+        """``h B`` as ``(stack..., examples..., other rows..., outputs...)``."""
+        b = self._unflattened(b, b.ndim - 1, self._outputs)
+        lead = tuple(range(self.lead))
+        return jax.lax.dot_general(h, b, (((h.ndim - 1,), (self.lead,)), (lead, lead)), **options)
+
+    @property
+    def _outputs(self) -> tuple[Atoms, ...]:
+        return self.use.out_axes[1:] if self.use.free_stack else self.use.out_axes
+
+    def _unflattened(self, matrix: Array, position: int, axes: tuple[Atoms, ...]) -> Array:
+        """A flat axis, in the parameter's own order, as axes in the order of the equation."""
+        table, view = self.site.table, self.use.view
+        own = [a for axis in view.own for a in table.atoms(axis)]
+        flat = [a for axis in axes for a in table.atoms(axis)]
+        ordered = sorted(flat, key=own.index)
+        before, after = matrix.shape[:position], matrix.shape[position + 1 :]
+        matrix = matrix.reshape(*before, *map(table.size, ordered), *after)
+        if ordered != flat:
+            middle = [position + ordered.index(a) for a in flat]
+            rest = range(position + len(flat), matrix.ndim)
+            matrix = matrix.transpose(*range(position), *middle, *rest)
+        sizes = [math.prod(map(table.size, table.atoms(axis))) for axis in axes]
+        return matrix.reshape(*before, *sizes, *after)
+
+    def as_product(self, out: Array) -> Array:
+        """Stack, examples, other rows and outputs put where the product has them."""
+        stack = list(range(len(self.shared) + self.use.free_stack))
+        where = [*self.examples, *self.others]
+        rows = [len(stack) + where.index(d) for d in sorted(where)]
+        outputs = list(range(len(stack) + len(where), out.ndim))
+        free = [stack.pop(), *outputs] if self.use.free_stack else outputs
+        order = [*stack, *rows, *free] if self.use.operand == 1 else [*stack, *free, *rows]
+        if order != sorted(order):
+            out = out.transpose(order)
+        return out.reshape(self.site.eqn.outvars[0].aval.shape)
+
+
+def _rank_first(a: Array) -> Array:
+    """``(in..., rank)`` as ``(rank, in...)``, so that A's gradient is ``dh.T x``, not ``x.T dh``.
+
+    On the CPU the first is much faster. XLA folds a plain transposition into the product and is
+    back at the second; one with a split axis it leaves alone.
+    """
+    *sizes, rank = a.shape
+    if len(sizes) == 1:
+        split = next((f for f in (8, 4, 2, 3, 5, 7) if sizes[0] % f == 0), 1)
+        a = a.reshape(sizes[0] // split, split, rank)
+    return jnp.moveaxis(a, -1, 0).reshape(rank, *sizes)
+
+
+def _lost(site: Site, use: Use, what: str) -> LostRowsError:
+    return LostRowsError(
+        f"layer {use.view.path!r}: example axis lost at `{site.eqn.primitive.name}`: {what}, and "
+        "adapters were given by row. Give one adapter= for the whole batch, or leave this layer "
+        "out with exclude=."
+    )
+
+
+# ----------------
 
 
 @dataclasses.dataclass(frozen=True)

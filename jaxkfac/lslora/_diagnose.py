@@ -1,20 +1,160 @@
-"""How far each adapter's nonlinearity is from its first form, and from linear."""
+"""What the coefficients have become: measured, regularized, diagnosed."""
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from jaxkfac._display import short_repr
-from jaxkfac.interception import Site
-from jaxkfac.lslora._activation import over_width
-from jaxkfac.lslora._adapter import Adapters, nonlinearities
+from jaxkfac._text import short_repr
+from jaxkfac.interception import Handler, Site
 from jaxkfac.lslora._attach import Adapted
-from jaxkfac.lslora._branch import Branch
-from jaxkfac.lslora._fourier import FOURIER
-from jaxkfac.lslora._measure import Statistic, measure
-from jaxkfac.lslora._nonlinearity import Nonlinearity
-from jaxkfac.lslora._registry import find_nonlinearity
+from jaxkfac.lslora._bank import Bank
+from jaxkfac.lslora._branch import Branch, BranchOptions, add, branch
+from jaxkfac.lslora._config import Adapters, nonlinearities, only_adapters
+from jaxkfac.lslora._nonlinearity import FOURIER, Nonlinearity, find_nonlinearity, over_width
+
+# ---------------- statistics of every branch, in one backward pass over a batch
+#
+# Like curvature, they arrive as the cotangents of slots: a scan stacks them, several uses add up,
+# and nothing is kept but sums.
+
+
+# From a site, its operands and its branch to sums over rows, with the site's stacked axes first.
+Statistic = Callable[[Site, list[Any], Branch], PyTree]
+
+
+def measure(
+    adapted: Adapted,
+    params: PyTree,
+    adapters: Adapters,
+    inputs: Any,
+    statistic: Statistic,
+    like: Mapping[str, PyTree],
+) -> dict[str, PyTree]:
+    """Sums of a statistic over a batch.
+
+    Args:
+        adapted: The adapted model.
+        params: Its base.
+        adapters: Its adapters.
+        inputs: A batch.
+        statistic: What to sum.
+        like: For each layer, zeros of the statistic's form with the layer's stack first.
+
+    Returns:
+        ``{layer: sums}``; zero where no output depends on a layer.
+
+    Raises:
+        ValueError: the batch is empty.
+    """
+    if any(jnp.shape(x)[:1] == (0,) for x in jax.tree.leaves(inputs)):
+        raise ValueError("inputs: expected a batch to measure on, got one without examples")
+
+    def handle(options: Mapping[str, BranchOptions]) -> Handler:
+        def handler(site: Site, operands: list[Any]) -> Any:
+            base = site.bind(*operands)
+            result = branch(site, operands, options[str(site.uses[0].layer)])
+            slot = site.slots[0]["extra"]
+            sums = jax.tree.map(
+                lambda x, s: x.astype(s.dtype).reshape(s.shape),
+                statistic(site, operands, result),
+                slot,
+            )
+            return _emit(slot, jax.lax.stop_gradient(sums), add(base, result.added))
+
+        return handler
+
+    def total(extra: Mapping[str, PyTree]) -> Any:
+        out = adapted.run(params, adapters, inputs, handler=handle, extra=extra)
+        floats = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return sum(x.astype(jnp.float32).sum() for x in floats)
+
+    return jax.grad(total)({name: like[name] for name in only_adapters(adapters)})
+
+
+@jax.custom_vjp
+def _emit(slot: PyTree, sums: PyTree, out: Any) -> Any:
+    """``out``; the cotangent of ``slot`` is ``sums``, whatever that of ``out``."""
+    return out
+
+
+def _forward(slot: PyTree, sums: PyTree, out: Any) -> tuple[Any, PyTree]:
+    return out, sums
+
+
+def _backward(sums: PyTree, cotangent: Any) -> tuple[PyTree, PyTree, Any]:
+    return sums, jax.tree.map(jnp.zeros_like, sums), cotangent
+
+
+_emit.defvjp(_forward, _backward)
+
+
+# ---------------- the regulariser of the coefficients, whatever their nonlinearity
+
+
+def fourier_loss(adapters: Adapters | Bank) -> Float[Array, ""]:
+    r"""Mean over layers of $\frac14 \|c - [0, 1, 0, 0]\|^2$, not yet times ``reg_weight``.
+
+    This is :func:`regulariser` of the Fourier nonlinearity.
+
+    Args:
+        adapters: One adapter's tree, or a bank.
+
+    Returns:
+        A scalar on the device, in the coefficients' dtype.
+
+    Raises:
+        ValueError: no adapter has coefficients, or they are of another nonlinearity.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxkfac.lslora as lslora
+        >>> adapter = lslora.Adapter(
+        ...     jnp.ones((3, 2)), jnp.ones((2, 3)), jnp.array([2.0, 1, 0, 0]), jnp.array(1.0))
+        >>> float(lslora.fourier_loss({"kernel": adapter}))
+        1.0
+    """
+    return regulariser(adapters, FOURIER.name)
+
+
+def regulariser(adapters: Adapters | Bank, nonlinearity: str) -> Float[Array, ""]:
+    """Mean over layers of a nonlinearity's own regulariser, not yet times ``reg_weight``.
+
+    Each slice of a stack (scan, experts) is a layer. Of a bank, the enabled adapters count; plain
+    LoRA has no coefficients and does not.
+
+    Args:
+        adapters: One adapter's tree, or a bank.
+        nonlinearity: Its name: ``config.nonlinearity``.
+
+    Returns:
+        A scalar on the device, in the coefficients' dtype.
+
+    Raises:
+        ValueError: no adapter has coefficients, or they are of another nonlinearity.
+    """
+    phi = find_nonlinearity(nonlinearity)
+    if isinstance(adapters, Bank):
+        adapters.check_nonlinearity(nonlinearity)
+    held = adapters.adapters if isinstance(adapters, Bank) else adapters
+    distances, weights = [], []
+    for name, (c, sigma) in nonlinearities(held).items():
+        phi.check(c.shape, f"layer {name!r}")
+        distance = phi.regulariser(c)
+        distances.append(distance.reshape(-1))
+        if isinstance(adapters, Bank):
+            on = (adapters.enabled > 0) & jnp.isfinite(sigma)
+            weights.append(jnp.broadcast_to(on, distance.shape).astype(c.dtype).reshape(-1))
+    if not distances:
+        raise ValueError("no adapter has coefficients: plain LoRA has no regulariser")
+    if not weights:
+        return jnp.concatenate(distances).mean()
+    weight = jnp.concatenate(weights)
+    return (jnp.concatenate(distances) * weight).sum() / jnp.maximum(weight.sum(), 1)
+
+
+# ---------------- how far each adapter's nonlinearity is from its first form, and from linear
 
 
 class Diagnosis(NamedTuple):

@@ -1,5 +1,6 @@
 """An adapter's folder: where its files lie, what their keys are, and how they are read."""
 
+import importlib
 import json
 import math
 from collections.abc import Mapping
@@ -10,11 +11,141 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac._errors import CheckpointMismatchError, DamagedFileError
-from jaxkfac.lslora._adapter import Adapter
-from jaxkfac.lslora._checksums import KEY, check_config, check_tensors
+from jaxkfac.files import ZEROS, checksum, is_sealed, sealed
+from jaxkfac.lslora._config import Adapter
 from jaxkfac.lslora._nonlinearity import Nonlinearity
 from jaxkfac.lslora._record import OWN, check_record, completed, nonlinearity_of
-from jaxkfac.lslora._safetensors import parsed
+
+# ---------------- checksums of the two files of an adapter, which neither JSON nor safetensors has
+#
+# ``adapter_config.json`` holds one of each file, its own taken with zeros in its place. It is
+# written last, so that files of two different saves do not pass for one adapter. Those of single
+# tensors, in the header of the other file, say which of them is damaged.
+
+
+KEY = "checksums"
+
+
+def tensor_checksum(x: np.ndarray) -> str:
+    """Of a tensor's dtype, shape and values."""
+    return checksum(f"{x.dtype.name}{x.shape}".encode() + x.tobytes())
+
+
+def config_text(record: dict[str, Any], own: str, config: str, files: Mapping[str, bytes]) -> bytes:
+    """The text of a record, with checksums of other files and of itself in ``record[own]``.
+
+    Args:
+        record: What is written.
+        own: Its key for what this library adds.
+        config: Name of the file.
+        files: Content of the others, by name.
+    """
+    sums = {name: checksum(data) for name, data in files.items()} | {config: ZEROS}
+    record = record | {own: record[own] | {KEY: sums}}
+    text = json.dumps(record, indent=2, sort_keys=True, allow_nan=False)
+    return sealed(text, config).encode()
+
+
+def check_config(path: Path, text: str, sums: Mapping[str, str]) -> None:
+    """Compare a record's text with its own checksum.
+
+    Raises:
+        DamagedFileError: they differ.
+    """
+    said = sums.get(path.name)
+    if not is_sealed(text, path.name, said):
+        raise DamagedFileError(
+            f"{path} is damaged, or was edited: its checksum is not {said!r}. If you edited it, "
+            "pass verify=False"
+        )
+
+
+def check_tensors(
+    path: Path, data: bytes, sums: Mapping[str, str], tensors: Mapping[str, np.ndarray], each: Any
+) -> None:
+    """Compare the other file with its checksum; where they differ, find the tensors.
+
+    Args:
+        path: Of the file.
+        data: Its content.
+        sums: By name of the file.
+        tensors: What was read from it.
+        each: Checksums of the tensors, by key.
+
+    Raises:
+        DamagedFileError: they differ.
+    """
+    if checksum(data) == sums.get(path.name):
+        return
+    each = each if isinstance(each, dict) else {}
+    wrong = [key for key, x in tensors.items() if key in each and each[key] != tensor_checksum(x)]
+    what = "every tensor" if len(wrong) == len(tensors) else ", ".join(wrong) or "its header"
+    raise DamagedFileError(
+        f"{path} is damaged, or of another save than the config beside it ({what}): its checksum "
+        f"is not {sums.get(path.name)!r}. If you changed it, pass verify=False"
+    )
+
+
+# ---------------- safetensors files as NumPy arrays, bfloat16 included
+
+
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(jnp.bfloat16),
+}
+
+
+def parsed(path: Path, data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """``(tensors, metadata)`` of a file's content.
+
+    Raises:
+        DamagedFileError: it is no whole safetensors file.
+        ValueError: it holds a dtype that no adapter has.
+    """
+    safetensors = _package("safetensors")
+    try:
+        found = safetensors.deserialize(data)
+    except safetensors.SafetensorError as error:
+        raise DamagedFileError(f"{path} is damaged, or no safetensors file: {error}") from None
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    tensors = {}
+    for key, value in found:
+        if value["dtype"] not in _DTYPES:
+            raise ValueError(f"{path}: {key} has dtype {value['dtype']}, expected floating")
+        flat = np.frombuffer(value["data"], _DTYPES[value["dtype"]])
+        tensors[key] = flat.reshape(value["shape"])
+    return tensors, header.get("__metadata__", {})
+
+
+def rendered(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
+    """The content of a file: the same bytes for the same values.
+
+    The package writes metadata in the order of a hash table whose seed differs from process to
+    process. Tensors, which it sorts, keep their places behind the header.
+    """
+    data = _package("safetensors.numpy").save(tensors, metadata)
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    if metadata:
+        header["__metadata__"] = dict(sorted(metadata.items()))
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'safetensors is not installed: pip install "jaxkfac[pretrained]"', name=error.name
+        ) from None
+
+
+# ----------------
+
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

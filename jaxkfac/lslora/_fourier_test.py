@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkfac.lslora import fourier
-from jaxkfac.lslora._activation import activation
-from jaxkfac.lslora._fourier import FOURIER, sin_cos_pi
+from jaxkfac.lslora._nonlinearity import FOURIER, activation, sin_cos_pi
 
 COEFFICIENTS, SIGMA = (0.3, 0.8, -0.4, 0.6), -1.3
 

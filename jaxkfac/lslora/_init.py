@@ -2,29 +2,204 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Key, PyTree
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, Key, PyTree
 
-from jaxkfac._checks import one_of
-from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac._errors import NonFiniteFactorError, UnknownLayerError, instance_of, nearest, one_of
 from jaxkfac.factors import Factors
 from jaxkfac.interception import (
     Layer,
     LayerTable,
+    Site,
     decoded_shapes,
     encoded_paths,
     leaves_by_path,
     selector,
 )
 from jaxkfac.linalg import statistics_dtype
-from jaxkfac.lslora._adapter import Adapter, Adapters
-from jaxkfac.lslora._attach import attach
-from jaxkfac.lslora._config import ALL_LINEAR, Config, RmsSigma
-from jaxkfac.lslora._directions import Init, check_source, directions
-from jaxkfac.lslora._sigma import measured_sigmas
+from jaxkfac.lslora._attach import Adapted, attach
+from jaxkfac.lslora._branch import Branch
+from jaxkfac.lslora._config import (
+    ALL_LINEAR,
+    Adapter,
+    Adapters,
+    Config,
+    RmsSigma,
+    nonlinearities,
+    only_adapters,
+)
+from jaxkfac.lslora._diagnose import measure
+
+# ---------------- first values of A from what a layer sees: its inputs' covariance (EVA), or the
+# gradient
+
+
+Init = Literal["default", "eva", "gradient"]
+_NAMES = {"eva": "factors", "gradient": "gradient"}
+_ROUNDING = 1e-6  # relative to the largest: what float32 sums of squares tell from zero
+
+
+def check_source(init: Init, factors: Factors | None, gradient: PyTree) -> None:
+    """Refuse a source that ``init`` does not read, and a missing one.
+
+    Raises:
+        ValueError: naming the argument.
+        TypeError: ``factors`` are none.
+    """
+    given = {"factors": factors, "gradient": gradient}
+    needed = _NAMES.get(init)
+    if needed is not None and given[needed] is None:
+        raise ValueError(f"init={init!r} reads the {needed}: pass {needed}=")
+    for name, value in given.items():
+        if value is not None and name != needed:
+            raise ValueError(f"{name}=: init={init!r} does not read it")
+    if factors is not None:
+        instance_of("factors", factors, Factors, "as jk.value_grad_and_factors gives them")
+
+
+def covariance(factors: Factors, layer: Layer) -> Any:
+    r"""$\sum_n (x_n - \bar x)(x_n - \bar x)^\top$ of a layer's inputs, ``(stack..., in, in)``.
+
+    The mean is known where the factor has the ones of a bias; elsewhere it counts as zero.
+    """
+    if layer.name not in factors:
+        raise UnknownLayerError(
+            f"factors: no layer {layer.name!r}, which gets an adapter; the nearest names are "
+            f"{nearest(layer.name, factors)}"
+        )
+    sums = factors.a_sums[layer.input]
+    xp: Any = jnp if isinstance(sums, Tracer) else np
+    if xp is np:
+        sums = np.asarray(sums, np.float64)
+    if not factors.layer(layer.name).a_dense:
+        sums = sums[..., None] * xp.eye(sums.shape[-1], dtype=sums.dtype)
+    if factors.has_ones(layer.input):
+        row, ones = sums[..., :-1, -1], sums[..., -1:, -1]
+        mean = row / xp.where(ones > 0, ones, 1)
+        sums = sums[..., :-1, :-1] - mean[..., :, None] * row[..., None, :]
+    if sums.shape != (expected := (*layer.stack, layer.in_features, layer.in_features)):
+        raise ValueError(
+            f"factors: A of layer {layer.name!r} has shape {sums.shape}, expected {expected}: they "
+            "are of another model"
+        )
+    return sums
+
+
+def gradient_of(gradient: PyTree, layer: Layer) -> Any:
+    """The gradient of a layer's matrix, ``(stack..., in, out)``."""
+    leaves, path = leaves_by_path(gradient), layer.weight.path
+    if path not in leaves:
+        raise ValueError(
+            f"gradient: no leaf {path!r}, which gets an adapter; the nearest paths are "
+            f"{nearest(path, leaves)}"
+        )
+    found = layer.weight.read(jnp.asarray(leaves[path]))
+    return found if isinstance(found, Tracer) else np.asarray(found, np.float64)
+
+
+def directions(
+    init: Init, layer: Layer, rank: int, factors: Factors | None, gradient: PyTree
+) -> Float[Array, "*stack in r"]:
+    """Orthonormal columns, the strongest first, each with its largest entry positive.
+
+    Raises:
+        ValueError: fewer directions than the rank, where values are known.
+        NonFiniteFactorError: values that are not finite.
+    """
+    what = "inputs" if init == "eva" else "gradient"
+    if init == "eva":
+        assert factors is not None
+        matrix = covariance(factors, layer)
+    else:
+        matrix = gradient_of(gradient, layer)
+    traced = isinstance(matrix, Tracer)
+    if not traced and not np.isfinite(matrix).all():
+        raise NonFiniteFactorError(f"layer {layer.name!r}: the {what} are not finite")
+    xp: Any = jnp if traced else np
+    left, values, _ = xp.linalg.svd(matrix, full_matrices=False)
+    if not traced:
+        number = int((values > _ROUNDING * values.max(-1, keepdims=True)).sum(-1).min())
+        if number < rank:
+            raise ValueError(
+                f"layer {layer.name!r}: the {what} have {number} directions"
+                + (" in one of the slices" if layer.stack else "")
+                + f", and the rank is {rank}: give more examples, or a lower rank (rank_pattern=)"
+            )
+    left = left[..., :rank]
+    largest = xp.take_along_axis(left, xp.abs(left).argmax(-2)[..., None, :], -2)
+    return jnp.asarray(left * xp.where(largest < 0, -1, 1))
+
+
+# ---------------- a first $\sigma$ from data
+
+
+def calibrate(
+    adapted: Adapted, params: PyTree, adapters: Adapters, inputs: Any, *, factor: float = 1.0
+) -> Adapters:
+    r"""The adapters with $\sigma = $ ``factor`` times the root mean square of $z$ over a batch.
+
+    Args:
+        adapted: From :func:`attach`.
+        params: The base model.
+        adapters: With B other than zero, or with the placement ``"bottleneck"``.
+        inputs: A batch.
+        factor: Dimensionless; tanh is 24%, 43% and 76% away from linear at factors 1.75, 1, 1/3.
+
+    Returns:
+        The same adapters with another $\sigma$ for each slice.
+
+    Raises:
+        ValueError: $z$ is zero on the whole batch, so there is nothing to measure.
+    """
+    out = dict(adapters)
+    found = measured_sigmas(adapted, params, adapters, inputs, fresh=False)
+    for name, adapter in only_adapters(adapters).items():
+        if name in found:
+            out[name] = adapter._replace(sigma=factor * found[name])
+    return out
+
+
+def measured_sigmas(
+    adapted: Adapted, params: PyTree, adapters: Adapters, inputs: Any, *, fresh: bool
+) -> dict[str, Array]:
+    r"""Root mean square of $z$ for each slice of each layer with a nonlinearity.
+
+    A fresh adapter of placement ``"output"`` has B = 0 and so z = 0. There it is the root mean
+    square of $s\, x A$, which z has once the columns of B have unit length.
+    """
+    config = adapted.config
+    inside = fresh and config.fourier_placement == "output"
+
+    def squares(site: Site, operands: list[Any], branch: Branch) -> dict[str, Array]:
+        layer = str(site.uses[0].layer)
+        z = branch.inside * config.scaling(layer) if inside else branch.z
+        lead = site.slots[0]["adapter"].sigma.ndim
+        axes = tuple(range(lead, z.ndim))
+        total = jnp.square(z.astype(statistics_dtype(z.dtype))).sum(axes)
+        size = z.size // max(1, total.size)
+        return {"squares": total, "count": jnp.full(total.shape, size)}
+
+    own = nonlinearities(adapters)
+    zeros = {n: jnp.zeros(sigma.shape, sigma.dtype) for n, (_, sigma) in own.items()}
+    like = {n: {"squares": z, "count": z} for n, z in zeros.items()}
+    sums = measure(adapted, params, adapters, inputs, squares, like)
+    out = {}
+    for name, found in sums.items():
+        out[name] = jnp.sqrt(found["squares"] / found["count"])
+        if not isinstance(out[name], Tracer) and not np.all(np.asarray(out[name]) > 0):
+            raise ValueError(
+                f"layer {name!r}: z is zero on this batch, or no output depends on it, so there "
+                "is nothing to measure its sigma from; give init_sigma a number"
+            )
+    return out
+
+
+# ----------------
 
 
 def init(

@@ -1,15 +1,21 @@
-r"""What an adapter's nonlinearity has to say: one class for each, registered by name.
-
-The engine does the rest: $\sigma$, stacks and banks, precision, the derivative's bookkeeping,
-files. A new one is a file with a subclass, and its line in ``_registry.py``.
-"""
+"""Nonlinearities of an adapter's hidden values, registered by name; the Fourier series."""
 
 import abc
+import functools
+import math
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float
+
+from jaxkfac.linalg import statistics_dtype
+
+# ---------------- what an adapter's nonlinearity has to say: one class for each, registered by name
+#
+# The engine does the rest: $\sigma$, stacks and banks, precision, the derivative's bookkeeping,
+# files. A new one is a file with a subclass, and its line in ``_registry.py``.
 
 
 class Nonlinearity(abc.ABC):
@@ -119,3 +125,278 @@ class Nonlinearity(abc.ABC):
 
 
 _TENSORS = {"coefficients": "weight", "sigma": "sigma"}
+
+
+# ---------------- a nonlinearity applied to an array, with a derivative that keeps one array
+#
+# Written with library functions, $\varphi$ keeps all it computes for its backward pass: tanh, sine
+# and cosine. Here that starts from $x$ alone, and $\sigma$ stays outside: where $z$ is a product,
+# as in an adapter, $1 / (|\sigma| + \epsilon)$ multiplies the smaller of its operands, and neither
+# $\sigma$ nor its gradient costs a pass over $z$.
+
+
+EPSILON = 1e-6  # keeps z / (|sigma| + EPSILON) finite
+
+
+def activation(
+    phi: Nonlinearity,
+    u: Float[Array, "..."],
+    coefficients: Float[Array, "*lead k"],
+    sigma: Float[Array, "*lead"] | None = None,
+    *,
+    forward_mode: bool = False,
+) -> Float[Array, "..."]:
+    r"""$\varphi$ of $u = z / (|\sigma| + 10^{-6})$, in float32 at the least.
+
+    Args:
+        phi: The nonlinearity.
+        u: Any float dtype; its leading axes are those of the coefficients.
+        coefficients: One set for each entry of the leading axes.
+        sigma: Passed only where an infinite one stands for the identity.
+        forward_mode: Leave the derivative to JAX, for ``jvp``; it keeps more.
+
+    Memory:
+        The backward pass keeps one array of the size and dtype of ``u``.
+    """
+    out = (_primal if forward_mode else _activation)(phi, u, coefficients)
+    if sigma is None:
+        return out
+    return jnp.where(jnp.isinf(_over(sigma, out)), u.astype(out.dtype), out)
+
+
+def width(
+    sigma: Float[Array, "*lead"], z: Float[Array, "..."], may_be_linear: bool = False
+) -> Float[Array, "..."]:
+    r"""$|\sigma| + 10^{-6}$, or 1 for an infinite $\sigma$ that stands for the identity.
+
+    In float32 at the least, ready to broadcast over ``z``.
+    """
+    sigma = _over(sigma, z)
+    found = jnp.abs(sigma) + EPSILON
+    return jnp.where(jnp.isinf(sigma), 1, found) if may_be_linear else found
+
+
+def over_width(
+    sigma: Float[Array, "*lead"], z: Float[Array, "..."], may_be_linear: bool = False
+) -> Float[Array, "..."]:
+    r"""$u = z / (|\sigma| + 10^{-6})$, in float32 at the least."""
+    return z.astype(statistics_dtype(z.dtype)) / width(sigma, z, may_be_linear)
+
+
+def _argument(phi: Nonlinearity, u: Array) -> Array:
+    return phi.argument(u.astype(statistics_dtype(u.dtype)))
+
+
+def _over(x: Array, z: Array) -> Array:
+    """A value for each entry of the leading axes of ``z``, ready to broadcast."""
+    wide = statistics_dtype(z.dtype)
+    return x.astype(wide).reshape(*x.shape, *[1] * (z.ndim - x.ndim))
+
+
+def _each(coefficients: Array, x: Array) -> list[Array]:
+    return [_over(coefficients[..., k], x) for k in range(coefficients.shape[-1])]
+
+
+# Traced once for all adapters of a shape.
+@functools.partial(jax.jit, static_argnums=0)
+def _value(phi: Nonlinearity, x: Array, coefficients: Array) -> Array:
+    return phi.apply(x, _each(coefficients, x))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _derivative(
+    phi: Nonlinearity, x: Array, coefficients: Array, cotangent: Array
+) -> tuple[Array, Array]:
+    du, products = phi.derivative(x, _each(coefficients, x), cotangent)
+    rows = tuple(range(coefficients.ndim - 1, x.ndim))
+    return du, jnp.stack([product.sum(rows) for product in products], -1)
+
+
+def _primal(phi: Nonlinearity, u: Array, coefficients: Array) -> Array:
+    return _value(phi, _argument(phi, u), coefficients)
+
+
+def _forward(phi: Nonlinearity, u: Array, coefficients: Array) -> tuple[Array, tuple[Array, Array]]:
+    x = _argument(phi, u)
+    kept = x if x.dtype == u.dtype else u  # half the bytes, and then x is computed once more
+    return _value(phi, x, coefficients), (kept, coefficients)
+
+
+def _backward(
+    phi: Nonlinearity, saved: tuple[Array, Array], cotangent: Array
+) -> tuple[Array, Array]:
+    kept, coefficients = saved
+    # Without the barrier what apply computed, sine and cosine say, are common subexpressions, which
+    # a program that is no scan keeps.
+    kept = jax.lax.optimization_barrier(kept)
+    x = kept if kept.dtype == cotangent.dtype else _argument(phi, kept)
+    du, sums = _derivative(phi, x, coefficients, cotangent)
+    return du.astype(kept.dtype), sums.astype(coefficients.dtype)
+
+
+_activation = jax.custom_vjp(_primal, nondiff_argnums=(0,))
+_activation.defvjp(_forward, _backward)
+
+
+# ---------------- the learnable Fourier nonlinearity, the one that the adapter is named after
+
+
+SATURATED = 0.95  # |x| above which the slope of tanh, 1 - x^2, is below a tenth
+
+# sin(pi x / 2) = x R(x^2) and cos(pi x / 2) = (1 - x^2) T(x^2) on [-1, 1], constant term first:
+# Chebyshev interpolants of degree 4 in x^2, which leave 6.6e-9 and 0.9e-9 before rounding.
+_R = (1.5707963200386006, -0.6459637595835207, 0.07968991832894333)
+_R += (-0.004674143838021253, 0.00015167170360622396)
+_T = (0.9999999991226082, -0.2337005062545816, 0.019968606206726632)
+_T += (-0.0008935355013407152, 2.360068951361764e-05)
+
+
+class Fourier(Nonlinearity):
+    r"""$\varphi = c_0 + c_1 \hat x + c_2 \sin \pi\hat x + c_3 \cos \pi\hat x$, $\hat x = \tanh u$.
+
+    $\hat x$ also gives the slope of tanh, so it is all that the backward pass needs.
+    """
+
+    name = "fourier"
+    initial = (0.0, 1.0, 0.0, 0.0)
+    formula = "φ = c0 + c1 x + c2 sin πx + c3 cos πx with x = tanh(z / σ)"
+    strength_formula = "|c2| + |c3|, and 0 still leaves a tanh"
+    saturated_formula = f"|x| > {SATURATED}, where tanh has lost nine tenths of its slope"
+
+    def argument(self, u: Float[Array, "..."]) -> Float[Array, "..."]:
+        return jnp.tanh(u)
+
+    def apply(self, x: Float[Array, "..."], c: Sequence[Float[Array, "..."]]) -> Array:
+        sine, cosine = sin_cos_pi(x)
+        return c[0] + c[1] * x + c[2] * sine + c[3] * cosine
+
+    def derivative(
+        self, x: Float[Array, "..."], c: Sequence[Float[Array, "..."]], cotangent: Array
+    ) -> tuple[Array, Sequence[Array]]:
+        sine, cosine = sin_cos_pi(x)
+        # Without these products XLA may keep the sine and cosine of the forward pass.
+        by_sine, by_cosine = cotangent * sine, cotangent * cosine
+        du = (c[1] * cotangent + math.pi * (c[2] * by_cosine - c[3] * by_sine)) * (1 - x * x)
+        return du, (cotangent, cotangent * x, by_sine, by_cosine)
+
+    def strength(self, coefficients: Float[Array, "*lead k"]) -> Float[Array, "*lead"]:
+        return jnp.abs(coefficients[..., 2]) + jnp.abs(coefficients[..., 3])
+
+    def saturated(self, x: Float[Array, "..."]) -> Bool[Array, "..."]:
+        return jnp.abs(x) > SATURATED
+
+
+FOURIER = Fourier()
+
+
+def fourier(
+    z: Float[Array, "..."],
+    coefficients: Float[Array, "*lead 4"],
+    sigma: Float[Array, "*lead"],
+    *,
+    may_be_linear: bool = False,
+    forward_mode: bool = False,
+) -> Float[Array, "..."]:
+    r"""$\varphi(z) = c_0 + c_1 \hat x + c_2 \sin \pi\hat x + c_3 \cos \pi\hat x$.
+
+    $\hat x = \tanh(z / (|\sigma| + 10^{-6}))$. Computed in float32 at the least: bfloat16 is off
+    by up to 0.012.
+
+    Args:
+        z: Any float dtype; its leading axes are those of ``sigma``.
+        coefficients: One set for each entry of the leading axes.
+        sigma: Likewise.
+        may_be_linear: Whether an infinite $\sigma$ stands for the identity.
+        forward_mode: Leave the derivative to JAX, for ``jvp``; it keeps more.
+
+    Returns:
+        $\varphi(z)$ in float32, or in the dtype of ``z`` if that is wider.
+
+    Memory:
+        The backward pass keeps ``z``, for the gradient of ``sigma``, and $\hat x$, both in the
+        dtype of the result. An adapter keeps one of the two.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxkfac.lslora import fourier
+        >>> z, coefficients = jnp.array([0.0, 1.0]), jnp.array([0.5, 1, 0, 0])
+        >>> [f"{value:.3f}" for value in fourier(z, coefficients, jnp.array(1.0))]
+        ['0.500', '1.262']
+    """
+    u = over_width(sigma, z, may_be_linear)
+    infinite = sigma if may_be_linear else None
+    return activation(FOURIER, u, coefficients, infinite, forward_mode=forward_mode)
+
+
+def sin_cos_pi(x: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    r"""$\sin \pi x$ and $\cos \pi x$ for $|x| \le 1$.
+
+    In float32 by polynomials, through the half angle; the error is below 1e-6. Other dtypes
+    use the library's functions.
+    """
+    if x.dtype != jnp.float32:
+        return jnp.sin(math.pi * x), jnp.cos(math.pi * x)
+    u = x * x
+    s, c = x * _horner(_R, u), (1 - u) * _horner(_T, u)
+    return 2 * s * c, (c - s) * (c + s)  # as 1 - 2 s^2 the cosine has twice the error
+
+
+def _horner(coefficients: tuple[float, ...], u: Array) -> Array:
+    total = jnp.full_like(u, coefficients[-1])
+    for c in reversed(coefficients[:-1]):
+        total = total * u + c
+    return total
+
+
+# ---------------- nonlinearities by name
+
+
+# The one table of this package that grows: a file names its nonlinearity, and what reads the file
+# must find a class that the caller may have written.
+_KNOWN: dict[str, Nonlinearity] = {}
+
+
+def register(nonlinearity: Nonlinearity) -> None:
+    """Make a nonlinearity known by its name, to :class:`Config` and to files.
+
+    Args:
+        nonlinearity: One object for the life of the process, hashable, that does not change: what
+            it computes is traced once for each shape.
+
+    Raises:
+        TypeError: it has no hash, as a dataclass that is not frozen, or that holds an array.
+        ValueError: a name that is no identifier or belongs to another object, or no coefficients.
+    """
+    name = nonlinearity.name
+    if not name.isidentifier():
+        raise ValueError(f"nonlinearity {name!r}: expected an identifier, which keys in files hold")
+    if not nonlinearity.initial:
+        raise ValueError(f"nonlinearity {name!r} has no initial coefficients")
+    try:
+        hash(nonlinearity)
+    except TypeError:
+        raise TypeError(
+            f"nonlinearity {name!r} has no hash: a dataclass has one if it is frozen, and if all "
+            "its fields have one"
+        ) from None
+    if _KNOWN.get(name, nonlinearity) is not nonlinearity:
+        raise ValueError(f"nonlinearity {name!r} is registered already, as {_KNOWN[name]!r}")
+    _KNOWN[name] = nonlinearity
+
+
+def find_nonlinearity(name: str) -> Nonlinearity:
+    """The nonlinearity of a name.
+
+    Raises:
+        ValueError: it is not known; with the names that are.
+    """
+    if name not in _KNOWN:
+        raise ValueError(
+            f"nonlinearity={name!r}: expected one of {', '.join(map(repr, sorted(_KNOWN)))}, or "
+            "one that was registered with jk.lslora.register"
+        )
+    return _KNOWN[name]
+
+
+for _member in (FOURIER,):
+    register(_member)

@@ -15,7 +15,7 @@ from jaxkfac.lslora import (
     Config,
     Nonlinearity,
     RmsSigma,
-    _registry,
+    _nonlinearity,
     attach,
     diagnose,
     find_nonlinearity,
@@ -30,7 +30,7 @@ from jaxkfac.lslora import (
     stack,
 )
 from jaxkfac.lslora import save as save_adapters
-from jaxkfac.lslora._activation import activation
+from jaxkfac.lslora._nonlinearity import activation
 
 
 class Cubic(Nonlinearity):
@@ -235,8 +235,8 @@ def test_one_without_a_hash_is_refused():
 
 def test_a_name_that_nobody_registered_is_refused_with_the_known_ones(tmp_path, monkeypatch):
     save_adapters(tmp_path, made()[1], CONFIG)
-    for name in _registry._KNOWN.keys() - {"fourier"}:  # other tests register some, too
-        monkeypatch.delitem(_registry._KNOWN, name)
+    for name in _nonlinearity._KNOWN.keys() - {"fourier"}:  # other tests register some, too
+        monkeypatch.delitem(_nonlinearity._KNOWN, name)
     for read in (load, read_modules):
         with pytest.raises(ValueError, match="adapter_config.*'cubic': expected one of 'fourier'"):
             read(tmp_path)

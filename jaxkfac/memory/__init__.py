@@ -1,16 +1,15 @@
 """Load, cast and place once; ask for room; say what ran out; watch peaks; find second copies."""
 
-from jaxkfac.memory._aligned import aligned_empty
 from jaxkfac.memory._budget import (
+    ByteSize,
     MemoryBudgetError,
     bytes_text,
     free_bytes,
     free_host_bytes,
+    parse_bytes,
     require,
+    resident_bytes,
 )
-from jaxkfac.memory._cast import cast_once, checked_dtype
-from jaxkfac.memory._checkpoint_files import stored_tensors
-from jaxkfac.memory._divided import divided_shardings
 from jaxkfac.memory._duplicates import Duplicate, DuplicateReport, duplicate_report
 from jaxkfac.memory._environment import Finding, inspect_environment
 from jaxkfac.memory._exhausted import (
@@ -19,19 +18,26 @@ from jaxkfac.memory._exhausted import (
     is_out_of_memory,
     what_was_short,
 )
-from jaxkfac.memory._join import initialize_distributed, join_processes, note_on_cpus
-from jaxkfac.memory._leaves import Target, check_targets
-from jaxkfac.memory._load import LeafSharding, load_safetensors
-from jaxkfac.memory._place import as_sharding, place_once, put_leaf
+from jaxkfac.memory._leaves import Target, aligned_empty, check_targets
+from jaxkfac.memory._load import LeafSharding, load_safetensors, stored_tensors
+from jaxkfac.memory._place import (
+    as_sharding,
+    cast_once,
+    checked_dtype,
+    divided_shardings,
+    place_once,
+    put_leaf,
+)
 from jaxkfac.memory._processes import (
     ProcessGroup,
+    check_same_batch,
     in_equal_shares,
+    initialize_distributed,
+    join_processes,
+    note_on_cpus,
     whole_here,
 )
-from jaxkfac.memory._resident import resident_bytes
-from jaxkfac.memory._same_batch import check_same_batch
 from jaxkfac.memory._track import Peak, Stage, track
-from jaxkfac.memory._units import ByteSize, parse_bytes
 
 __all__ = [
     "TROUBLESHOOTING_PAGE",

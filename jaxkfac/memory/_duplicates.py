@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkfac.memory._budget import bytes_text
+from jaxkfac.memory._budget import ByteSize, bytes_text, parse_bytes
 from jaxkfac.memory._leaves import Place, is_numeric_array, places_of
-from jaxkfac.memory._units import ByteSize, parse_bytes
 
 PyTree = Any
 

@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkfac.memory._budget import bytes_text, free_host_bytes
-from jaxkfac.memory._resident import resident_bytes
+from jaxkfac.memory._budget import bytes_text, free_host_bytes, resident_bytes
 
 TROUBLESHOOTING_PAGE = "docs/troubleshooting.md"
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -10,6 +11,23 @@ import jax
 import numpy as np
 
 from jaxkfac.memory._budget import require
+
+# ---------------- numPy memory that XLA on the CPU takes over as it is, instead of copying it
+
+
+_ALIGNMENT = 64  # bytes, that XLA asks of every buffer
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array without values, in aligned memory of its own."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
+
+
+# ----------------
+
 
 PyTree = Any
 Place = tuple[Any, int]  # a device and an address on it

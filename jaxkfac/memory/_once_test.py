@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from jaxkfac.memory import MemoryBudgetError, cast_once, place_once
 from jaxkfac.memory import _budget as budget
-from jaxkfac.memory import _cast as cast
+from jaxkfac.memory import _place as cast
 
 
 def tree():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxkfac.memory import _resident as resident
+from jaxkfac.memory import _budget as resident
 
 MIB = 2**20
 SIZES_MIB = [12, 32, 12, 12, 12, 12, 12, 12]  # 116 in float32; the largest is not the first

@@ -2,15 +2,85 @@
 
 import dataclasses
 import functools
+import os
+import warnings
 import zlib
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxkfac._errors import ProcessesDisagreeError
+
+# ---------------- joining the processes of a run: what a script calls first, and the command line
+# too
+
+
+# A process that fails alone leaves after the first, and the others notice after the second.
+SHUTDOWN_SECONDS, HEARTBEAT_SECONDS = 30, 60
+
+
+def join_processes(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    **options: Any,
+) -> None:
+    """Join the other processes of a run, as ``jaxkfac train --coordinator`` does.
+
+    This is ``jax.distributed.initialize`` with three differences. A process that fails waits 30
+    seconds for the others, where JAX's own limit is 300. A process that has been killed is missed
+    after 60 seconds, where JAX's own limit is 100. JAX's preemption notifier is off, which
+    takes SIGTERM away from Python: a scheduler's SIGTERM then does what the script says, and
+    ends it where it says nothing. Call it before anything else of JAX's.
+
+    Args:
+        coordinator_address: ``HOST:PORT`` of process 0; without it JAX asks the cluster.
+        num_processes: How many there are.
+        process_id: Which one this is, from 0.
+        **options: Further ones of ``jax.distributed.initialize``, which go before these.
+
+    Raises:
+        RuntimeError: JAX has looked for its devices already.
+        ValueError: there is no address, and no cluster that JAX knows.
+
+    Warns:
+        UserWarning: in process 0, where the processes are on CPUs and ``PJRT_NPROC`` is not 1.
+    """
+    initialize_distributed(
+        coordinator_address=coordinator_address,
+        num_processes=num_processes,
+        process_id=process_id,
+        **options,
+    )
+    if jax.process_index() == 0 and (note := note_on_cpus(jax.devices()[0].platform)):
+        warnings.warn(note, stacklevel=2)
+
+
+def initialize_distributed(**options: Any) -> None:
+    """``jax.distributed.initialize`` with shorter limits, and SIGTERM left to Python."""
+    jax.config.update("jax_enable_preemption_service", False)
+    limits: dict[str, Any] = {
+        "shutdown_timeout_seconds": SHUTDOWN_SECONDS,
+        "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
+    }
+    jax.distributed.initialize(**(limits | options))
+
+
+def note_on_cpus(platform: str) -> str:
+    """What to do about gloo's aborts between processes on CPUs, or nothing."""
+    if platform != "cpu" or os.environ.get("PJRT_NPROC") == "1":
+        return ""
+    return (
+        "processes on CPUs exchange through gloo; if it ends one with 'collective mismatch', set "
+        "PJRT_NPROC=1 in the environment of each process, or start one with many devices"
+    )
+
+
+# ----------------
+
 
 _TEXT = 512  # bytes of a message; every process sends as many
 
@@ -177,3 +247,46 @@ def in_equal_shares(costs: list[int], count: int) -> list[int]:
         owners[i] = loads.index(min(loads))
         loads[owners[i]] += costs[i]
     return owners
+
+
+# ---------------- whether all processes of a run feed the batch that they should
+
+
+def check_same_batch(batch: PyTree, *, local: bool = False) -> None:
+    """Refuse a run whose processes feed different batches. Call it once, with the first batch.
+
+    JAX does not notice: each process goes on with its own rows, and parameters that should be
+    equal are not. Every process has to call it. With one process it does nothing.
+
+    Args:
+        batch: A tree of arrays. Every process is to hold the same one, as where
+            ``jax.device_put(batch, sharding)`` follows.
+        local: Whether each process holds rows of its own instead, as for
+            ``jax.make_array_from_process_local_data``: then structure, shapes and dtypes are
+            compared, and values are not.
+
+    Raises:
+        ProcessesDisagreeError: structure, shapes or dtypes differ, or a digest of the values
+            does; or another process has failed meanwhile.
+        ValueError: an array lies on several processes already, so its values cannot be read here.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> jk.check_same_batch((jnp.ones((8, 3)), jnp.zeros(8, int)))
+    """
+    group = ProcessGroup.everywhere()
+    if group is None:
+        return
+    leaves, tree = jax.tree.flatten(batch)
+    error = None
+    if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves):
+        error = ValueError(
+            "check_same_batch: the batch lies on several processes already; give the arrays that "
+            "this process has read"
+        )
+    arrays: list[Any] = [] if error else [np.asarray(x) for x in leaves]
+    forms = [(x.shape, x.dtype.name) for x in arrays]
+    group.agree("the first batch, its structure, shapes and dtypes", f"{tree} {forms}", error)
+    if not local:
+        digests = [zlib.crc32(np.ascontiguousarray(x).view(np.uint8).data) for x in arrays]
+        group.agree("the first batch, its values", repr(digests))

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 
 from jaxkfac._text import aligned
-from jaxkfac.memory._budget import bytes_text
-from jaxkfac.memory._resident import lower_mark, resident_bytes, resident_mark
+from jaxkfac.memory._budget import bytes_text, lower_mark, resident_bytes, resident_mark
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jaxkfac.memory import Peak, track
-from jaxkfac.memory import _resident as resident
+from jaxkfac.memory import _budget as resident
 from jaxkfac.memory import _track as tracking
 
 PROBE = """

@@ -3,7 +3,6 @@
 from jaxkfac.optim._accumulators import MemoryKind, check_memory_kind, checked_accumulator_dtype
 from jaxkfac.optim._adaptation import AdaptationState
 from jaxkfac.optim._curvature import Curvature, shapes_of
-from jaxkfac.optim._descent import advance_momentum, descend, norm_scale, taken_where
 from jaxkfac.optim._kfac import SAFE_DAMPING, SAFE_NORM, kfac
 from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfe_adam import KfeAdamState, kfe_adam
@@ -12,6 +11,7 @@ from jaxkfac.optim._multi_steps import MultiStepsState, has_updated, multi_steps
 from jaxkfac.optim._preconditioner import Preconditioner, preconditioner_of
 from jaxkfac.optim._scale_by_bases import ScaleByBasesState, scale_by_bases
 from jaxkfac.optim._stacks import Stacks
+from jaxkfac.optim._trees import advance_momentum, descend, norm_scale, taken_where
 from jaxkfac.optim._watch import StateWatch, check_state
 
 __all__ = [

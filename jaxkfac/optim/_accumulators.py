@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jaxkfac._checks import one_of
+from jaxkfac._errors import one_of
 from jaxkfac.factors import Corrections, Factors
 from jaxkfac.linalg import fold_triangle, unfold_triangle
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkfac._checks import instance_of, scalar
+from jaxkfac._errors import instance_of, scalar
 from jaxkfac.curvature.operators import Operator, ggn
 from jaxkfac.factors import BatchCurvature
 from jaxkfac.interception import (
@@ -17,12 +17,28 @@ from jaxkfac.interception import (
     leaves_by_path,
     with_leaves,
 )
-from jaxkfac.optim._descent import advance_momentum, descend, where
-from jaxkfac.optim._explicit import GatheredOperator, sharded_like, whole
-from jaxkfac.optim._injected import may_be_positive
-from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt
-from jaxkfac.optim._quadratic_model import Leaves, Minimum, QuadraticModel, dot, minimum
-from jaxkfac.optim._trees import all_finite, checked_value, is_concrete, scaled, sum_dtype
+from jaxkfac.optim._levenberg_marquardt import (
+    Leaves,
+    LevenbergMarquardt,
+    Minimum,
+    QuadraticModel,
+    dot,
+    minimum,
+)
+from jaxkfac.optim._schedules import may_be_positive
+from jaxkfac.optim._trees import (
+    GatheredOperator,
+    advance_momentum,
+    all_finite,
+    checked_value,
+    descend,
+    is_concrete,
+    scaled,
+    sharded_like,
+    sum_dtype,
+    where,
+    whole,
+)
 
 PyTree = Any
 Scalar = Float[Array, ""]

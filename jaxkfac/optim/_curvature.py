@@ -25,13 +25,12 @@ from jaxkfac.factors import (
     zeros_like,
 )
 from jaxkfac.linalg import Damping
-from jaxkfac.optim._injected import Clipping, clipping_of, clipping_of_init
-from jaxkfac.optim._overflow import begun_anew
-from jaxkfac.optim._periods import check_measured_between
 from jaxkfac.optim._preconditioner import Preconditioner
 from jaxkfac.optim._refresh import RefreshInGraph
+from jaxkfac.optim._schedules import Clipping, clipping_of, clipping_of_init
 from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._trees import covered_leaves
+from jaxkfac.optim._watch import begun_anew, check_measured_between
 
 PyTree = Any
 

@@ -17,44 +17,45 @@ from jaxkfac.interception import Staged, TraceCache
 from jaxkfac.linalg import Damping, DampingMode
 from jaxkfac.optim._adaptation import Adaptation, AdaptationState, BatchLoss, Numbers
 from jaxkfac.optim._curvature import Curvature, Others, shapes_of
-from jaxkfac.optim._descent import (
-    advance_momentum,
-    descend,
-    norm_scale,
-    scale_covered,
-    taken_where,
-    where,
-    zero_momentum,
-)
-from jaxkfac.optim._explicit import is_sharded, on_mesh_of, sharded_like, whole
-from jaxkfac.optim._injected import check_numbers, known_clipping, may_be_positive
 from jaxkfac.optim._kfac_state import KfacState, check_kept, state_sharded_like, warn_of_growth
 from jaxkfac.optim._levenberg_marquardt import LevenbergMarquardt, initial_damping
-from jaxkfac.optim._overflow import is_in_range
-from jaxkfac.optim._periods import check_factors_have_come
 from jaxkfac.optim._preconditioner import InverseMethod, preconditioner_of
 from jaxkfac.optim._schedules import (
     Schedule,
     at_step,
     check_learning_rate,
+    check_numbers,
     check_scheduled_damping,
     has_schedule,
+    known_clipping,
+    may_be_positive,
 )
 from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._trees import (
+    advance_momentum,
     all_finite,
     cast_like,
     check_like_momentum,
     check_some_covered,
     check_state,
     checked_value,
+    descend,
     gradients_only,
     is_concrete,
+    is_sharded,
+    norm_scale,
+    on_mesh_of,
     required_factors,
+    scale_covered,
+    sharded_like,
     sum_dtype,
+    taken_where,
+    where,
+    whole,
     with_constants,
+    zero_momentum,
 )
-from jaxkfac.optim._watch import StateWatch, warn_if_diverged
+from jaxkfac.optim._watch import StateWatch, check_factors_have_come, is_in_range, warn_if_diverged
 
 PyTree = Any
 

@@ -11,8 +11,8 @@ from jaxtyping import Array, Int
 from jaxkfac.curvature import Eigenbases, Inverses
 from jaxkfac.factors import Factors
 from jaxkfac.optim._adaptation import AdaptationState
-from jaxkfac.optim._explicit import sharded_like
 from jaxkfac.optim._stacks import Stacks
+from jaxkfac.optim._trees import sharded_like
 from jaxkfac.optim._watch import StateWatch
 
 PyTree = Any

@@ -10,19 +10,21 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
-from jaxkfac._checks import at_least_one, one_of, scalar
+from jaxkfac._errors import at_least_one, one_of, scalar
 from jaxkfac._serialization import serializable
 from jaxkfac.curvature import Eigenbases, owners, parameters_outside
 from jaxkfac.factors import Factors
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import into_eigenbasis, out_of_eigenbasis
 from jaxkfac.optim._curvature import Curvature, Others, shapes_of
-from jaxkfac.optim._descent import descend, taken_where, where, zero_momentum
-from jaxkfac.optim._explicit import is_sharded, on_mesh_of, sharded_like, whole
-from jaxkfac.optim._injected import check_weight_decay, may_be_positive
-from jaxkfac.optim._overflow import is_in_range
 from jaxkfac.optim._preconditioner import preconditioner_of
-from jaxkfac.optim._schedules import Schedule, at_step, check_learning_rate
+from jaxkfac.optim._schedules import (
+    Schedule,
+    at_step,
+    check_learning_rate,
+    check_weight_decay,
+    may_be_positive,
+)
 from jaxkfac.optim._stacks import Stacks
 from jaxkfac.optim._trees import (
     all_finite,
@@ -31,12 +33,20 @@ from jaxkfac.optim._trees import (
     check_some_covered,
     check_state,
     checked_value,
+    descend,
     gradients_only,
+    is_sharded,
+    on_mesh_of,
     required_factors,
     scaled,
+    sharded_like,
+    taken_where,
+    where,
+    whole,
     with_constants,
+    zero_momentum,
 )
-from jaxkfac.optim._watch import StateWatch, warn_if_diverged
+from jaxkfac.optim._watch import StateWatch, is_in_range, warn_if_diverged
 
 PyTree = Any
 Covariance = Literal["factors", "gradient"]

@@ -10,7 +10,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from jaxkfac._checks import named, scalar
+from jaxkfac._errors import named, scalar
 from jaxkfac.factors import (
     Factors,
     check_factors,
@@ -32,8 +32,6 @@ from jaxkfac.optim._accumulators import (
 from jaxkfac.optim._adaptation import as_operator, check_batch
 from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfe_adam import KfeAdamState
-from jaxkfac.optim._overflow import is_in_range
-from jaxkfac.optim._periods import check_factors_have_come
 from jaxkfac.optim._trees import (
     all_finite,
     cast_like,
@@ -44,6 +42,7 @@ from jaxkfac.optim._trees import (
     sum_dtype,
     with_constants,
 )
+from jaxkfac.optim._watch import check_factors_have_come, is_in_range
 
 PyTree = Any
 

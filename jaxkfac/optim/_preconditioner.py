@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
-from jaxkfac._checks import one_of
+from jaxkfac._errors import one_of
 from jaxkfac.curvature import (
     Eigenbases,
     Inverses,
@@ -26,7 +26,7 @@ from jaxkfac.curvature import (
 )
 from jaxkfac.factors import Corrections, Factors
 from jaxkfac.linalg import Damping, DampingMode, Spectrum, is_separable
-from jaxkfac.optim._injected import Clipping
+from jaxkfac.optim._schedules import Clipping
 
 PyTree = Any
 InverseMethod = Literal["auto", "eigh", "qr", "cholesky", "host"]

@@ -17,8 +17,8 @@ from jaxkfac.curvature import MeshAxis
 from jaxkfac.factors import Factors
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import Damping
-from jaxkfac.optim._injected import Clipping
 from jaxkfac.optim._preconditioner import Preconditioner, keep_where_not_finite
+from jaxkfac.optim._schedules import Clipping
 
 _FACTORS = ("a_sums", "a_counts", "g_sums", "diagonals")
 

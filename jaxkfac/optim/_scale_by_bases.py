@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from jaxkfac._checks import one_of
+from jaxkfac._errors import one_of
 from jaxkfac.curvature import Eigenbases, Missing, apply_power, check_bases, covered_indices
 from jaxkfac.linalg import Damping, DampingMode
 from jaxkfac.optim._schedules import Schedule, at_step, check_scheduled_damping

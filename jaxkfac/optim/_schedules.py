@@ -1,4 +1,4 @@
-"""Numbers that may be schedules: checked when built where known, read at a step."""
+"""Numbers of an optimizer that may be schedules, or traced values."""
 
 import math
 from collections.abc import Callable
@@ -7,8 +7,12 @@ from typing import Any
 from jax.core import Tracer
 from jaxtyping import Array
 
-from jaxkfac._checks import scalar
-from jaxkfac.linalg import check_damping
+from jaxkfac._errors import scalar
+from jaxkfac.curvature import Eigenbases, Inverses
+from jaxkfac.linalg import check_clipping, check_damping
+
+# ---------------- numbers that may be schedules: checked when built where known, read at a step
+
 
 Schedule = Callable[[Any], Any]
 
@@ -43,3 +47,93 @@ def at_step(value: Any, step: Array) -> Any:
 def has_schedule(value: Any) -> bool:
     """Whether the value, or one of a pair, changes with the step."""
     return any(map(callable, value if isinstance(value, tuple) else (value,)))
+
+
+# ---------------- numbers that may be traced, as ``optax.inject_hyperparams`` hands them over
+
+
+Clipping = dict[str, Any]
+
+
+def check_numbers(
+    *, refresh_every: Any, momentum: Any, norm_constraint: Any, weight_decay: Any
+) -> None:
+    """Refuse what is no number, and numbers out of range where their values are known."""
+    _number("refresh_every", refresh_every, "a number of steps, at least 1")
+    _number("momentum", momentum, "a number in [0, 1), 0.0 for no momentum")
+    if norm_constraint is not None:
+        _number("norm_constraint", norm_constraint, "a positive number, or None for no constraint")
+    if not isinstance(refresh_every, Tracer) and refresh_every < 1:
+        raise ValueError(f"refresh_every must be at least 1, got {refresh_every}")
+    if not isinstance(momentum, Tracer) and not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+    known = not isinstance(norm_constraint, Tracer)
+    if known and norm_constraint is not None and not norm_constraint > 0:
+        raise ValueError(f"norm_constraint must be positive or None, got {norm_constraint}")
+    check_weight_decay(weight_decay)
+
+
+def check_weight_decay(weight_decay: Any) -> None:
+    """Refuse what is no number, and a negative one where its value is known."""
+    _number("weight_decay", weight_decay, "a number, 0.0 for no weight decay")
+    if not isinstance(weight_decay, Tracer) and not weight_decay >= 0:
+        raise ValueError(f"weight_decay must be zero or positive, got {weight_decay}")
+
+
+def _number(name: str, value: Any, expected: str) -> None:
+    if callable(value):
+        raise TypeError(
+            f"{name}: expected {expected}, got a function: only learning_rate and damping take "
+            "schedules; optax.inject_hyperparams(jk.kfac) reads one for any other number"
+        )
+    scalar(name, value, expected)
+
+
+def may_be_positive(number: Any) -> bool:
+    """Whether a number is not known to be zero."""
+    return isinstance(number, Tracer) or bool(number)
+
+
+def known_clipping(max_condition: Any, floor: Any) -> Clipping | None:
+    """The settings of clipping as bases keep them; ``None`` where they are traced."""
+    if isinstance(max_condition, Tracer) or isinstance(floor, Tracer):
+        return None
+    scalar("max_condition", max_condition, "a number, at least 1")
+    scalar("floor", floor, "a number, 0.0 for no floor")
+    known = {"max_condition": float(max_condition), "floor": float(floor)}
+    check_clipping(**known)
+    return known
+
+
+def clipping_of_init(clipping: Clipping | None) -> Clipping:
+    """The settings, which the first bases keep.
+
+    Raises:
+        TypeError: they are traced: ``init`` was called inside ``jit``.
+    """
+    if clipping is None:
+        raise TypeError(
+            "kfac: max_condition and floor are part of the state's structure, and are traced "
+            "here; write optax.inject_hyperparams(jk.kfac, static_args=('max_condition', "
+            "'floor')), or call init outside of jit"
+        )
+    return clipping
+
+
+def clipping_of(bases: Eigenbases | Inverses, clipping: Clipping | None) -> Clipping:
+    """The settings of a state's bases, once they are those of the transformation.
+
+    Raises:
+        ValueError: the state was made with others.
+    """
+    held = {"max_condition": bases.max_condition, "floor": bases.floor}
+    if clipping is not None and clipping != held:
+        raise ValueError(
+            f"kfac: the state was made with {_text(held)}, and this transformation has "
+            f"{_text(clipping)}: make a new state with tx.init(params)"
+        )
+    return held
+
+
+def _text(clipping: Clipping) -> str:
+    return ", ".join(f"{name}={value}" for name, value in clipping.items())

@@ -7,15 +7,21 @@ from jaxkfac.planning._compilers import (
     TargetName,
     compiled_bytes,
     is_installed,
+    program_work,
     target_of,
 )
-from jaxkfac.planning._layouts import DecoderLayout, EncoderDecoderLayout
+from jaxkfac.planning._layouts import (
+    PRESETS,
+    DecoderLayout,
+    EncoderDecoderLayout,
+    Preset,
+    preset,
+    shaped,
+)
 from jaxkfac.planning._memory_plan import MemoryPlan
 from jaxkfac.planning._options import OPTION_NAMES, OptionName
 from jaxkfac.planning._plan import plan_memory
-from jaxkfac.planning._presets import PRESETS, Preset, preset, shaped
 from jaxkfac.planning._program_bytes import IN_TURN
-from jaxkfac.planning._program_work import program_work
 from jaxkfac.planning._search import MemoryEstimate
 
 __all__ = [

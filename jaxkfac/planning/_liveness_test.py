@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkfac.planning._liveness import live_bytes
+from jaxkfac.planning._temporaries import live_bytes
 
 N = 64
 SQUARE = 4 * N * N

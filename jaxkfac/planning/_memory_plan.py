@@ -5,8 +5,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxkfac._display import table_html
-from jaxkfac._text import WIDTH, aligned
+from jaxkfac._text import WIDTH, aligned, table_html
 from jaxkfac.memory import MemoryBudgetError, bytes_text
 from jaxkfac.planning._options import OPTIONS
 from jaxkfac.planning._program_bytes import ESTIMATED

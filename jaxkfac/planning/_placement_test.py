@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 from jaxkfac.factors import Gaussian, Objective
 from jaxkfac.memory import divided_shardings
 from jaxkfac.planning import compiled_bytes, plan_memory
-from jaxkfac.planning._placement import Placement
-from jaxkfac.planning._program_work import collective_bytes
+from jaxkfac.planning._compilers import collective_bytes
+from jaxkfac.planning._shapes import Placement
 
 MESH = AbstractMesh((4,), ("data",))
 TWO_AXES = AbstractMesh((2, 2), ("data", "model"))

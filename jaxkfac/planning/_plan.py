@@ -14,8 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxkfac import lslora
-from jaxkfac._checks import at_least_one, one_of
-from jaxkfac._errors import CompilerError, CompilerNotFoundError
+from jaxkfac._errors import CompilerError, CompilerNotFoundError, at_least_one, one_of
 from jaxkfac.curvature.host import HostOptions
 from jaxkfac.factors import check_decay
 from jaxkfac.interception import check_arrays, check_function
@@ -23,13 +22,12 @@ from jaxkfac.memory import ByteSize, parse_bytes
 from jaxkfac.optim import MemoryKind, check_memory_kind, checked_accumulator_dtype
 from jaxkfac.planning._compilers import TargetName
 from jaxkfac.planning._memory_plan import MemoryPlan
-from jaxkfac.planning._optimizer import optimizer_state
 from jaxkfac.planning._options import OPTION_NAMES, OPTIONS
-from jaxkfac.planning._placement import placement
 from jaxkfac.planning._program_bytes import CurvatureChoice, MicroBatches
 from jaxkfac.planning._search import MemoryEstimate, Search
 from jaxkfac.planning._setting import TrainingPrograms
-from jaxkfac.planning._shapes import UnavailableError, shapes_of
+from jaxkfac.planning._shapes import UnavailableError, placement, shapes_of
+from jaxkfac.planning._step import optimizer_state
 from jaxkfac.planning._temporaries import Temporaries, within
 
 CompiledSets = Literal["chosen", "all", "none"]

@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,11 +24,43 @@ from jaxkfac.factors import (
     takes_key,
     value_grad_and_factors,
 )
-from jaxkfac.interception import Layer, LayerTable, Window
-from jaxkfac.planning._placement import WHOLE, Placement
-from jaxkfac.planning._scratch import convolution_scratch
-from jaxkfac.planning._shapes import UnavailableError
+from jaxkfac.interception import Layer, LayerTable, Window, body_of, call_kind
+from jaxkfac.planning._shapes import WHOLE, Placement, UnavailableError
 from jaxkfac.planning._temporaries import Needs, Temporaries
+
+# ---------------- scratch of convolutions: what no compiler sees, from a formula
+
+
+def convolution_scratch(jaxpr: Any) -> int:
+    """Bytes of the patches of the largest convolution: what an explicit product would read.
+
+    cuDNN chooses among algorithms when it runs. ``IMPLICIT_GEMM`` takes nothing,
+    ``IMPLICIT_PRECOMP_GEMM`` some indices, and ``GEMM`` the matrix of its input's patches,
+    ``outputs * window * input features`` elements. For those by Fourier and Winograd transforms
+    no size is stated.
+
+    References:
+        NVIDIA, cuDNN documentation, ``cudnnConvolutionFwdAlgo_t``.
+    """
+    return max(map(_patch_bytes, _convolutions(jaxpr)), default=0)
+
+
+def _convolutions(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "conv_general_dilated":
+            yield eqn
+        elif call_kind(eqn) in ("jit", "checkpoint", "custom", "scan", "shard_map"):
+            yield from _convolutions(body_of(eqn)[0])
+
+
+def _patch_bytes(eqn: Any) -> int:
+    numbers, kernel, out = eqn.params["dimension_numbers"], eqn.invars[1].aval, eqn.outvars[0].aval
+    window = math.prod(kernel.shape) // kernel.shape[numbers.rhs_spec[0]]
+    positions = math.prod(out.shape) // out.shape[numbers.out_spec[1]]
+    return positions * window * out.dtype.itemsize
+
+
+# ----------------
 
 
 class ExtraInputs(NamedTuple):

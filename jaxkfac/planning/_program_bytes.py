@@ -11,12 +11,18 @@ import optax
 from jaxkfac.curvature.host import HostOptions
 from jaxkfac.interception import partition
 from jaxkfac.optim import MemoryKind, multi_steps
-from jaxkfac.planning._communication import exchanged
 from jaxkfac.planning._curvature_bytes import CurvatureBytes
-from jaxkfac.planning._optimizer import optimizer_state
 from jaxkfac.planning._program import TrainingProgram, first_line
 from jaxkfac.planning._shapes import UnavailableError, nbytes
-from jaxkfac.planning._step import Step, step_needs, step_of, traced, update_alone
+from jaxkfac.planning._step import (
+    Step,
+    exchanged,
+    optimizer_state,
+    step_needs,
+    step_of,
+    traced,
+    update_alone,
+)
 from jaxkfac.planning._temporaries import Needs
 
 Compiled = Literal["all", "gradient", "known", "none"]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkfac.planning._remat import remat_scans, scans_to_remat
+from jaxkfac.planning._options import remat_scans, scans_to_remat
 
 DEPTH, WIDTH = 6, 8
 

@@ -13,10 +13,9 @@ from jaxkfac.factors import Objective, takes_key
 from jaxkfac.interception import marks_of, partition
 from jaxkfac.planning._option import Choice, Option
 from jaxkfac.planning._options import ordered
-from jaxkfac.planning._placement import WHOLE, Placement
 from jaxkfac.planning._program import TrainingProgram, check_traces, shape_of_key
 from jaxkfac.planning._program_bytes import Compiled, MemoryRows, ProgramBytes
-from jaxkfac.planning._shapes import UnavailableError
+from jaxkfac.planning._shapes import WHOLE, Placement, UnavailableError
 from jaxkfac.planning._temporaries import Temporaries
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
-from jaxkfac._checks import at_least_one
+from jaxkfac._errors import at_least_one
 from jaxkfac.curvature import Eigenbases, correct_eigenvalues, eigendecompose
 from jaxkfac.factors import (
     Batch,

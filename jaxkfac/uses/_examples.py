@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -14,8 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxkfac._checks import instance_of
-from jaxkfac._errors import CoupledExamplesError, UnknownLayerError, nearest
+from jaxkfac._errors import CoupledExamplesError, UnknownLayerError, instance_of, nearest
 from jaxkfac.curvature import (
     BlockDamping,
     Eigenbases,
@@ -37,10 +36,37 @@ from jaxkfac.factors import (
     check_word,
 )
 from jaxkfac.interception import Atoms, Layer, Traced, Word
-from jaxkfac.uses._example_gradients import ExampleGradients, block_dtype
-from jaxkfac.uses._held import Queries
-from jaxkfac.uses._own_products import OwnProducts, whole_gradients
-from jaxkfac.uses._rotated_gradients import RotatedGradients
+from jaxkfac.uses._example_gradients import ExampleGradients, Queries, block_dtype
+from jaxkfac.uses._rotated_gradients import OwnProducts, RotatedGradients, whole_gradients
+
+# ---------------- one batch, or a stream of them
+
+
+def batches_of(train: Any) -> Iterator[Any]:
+    """A tuple is one batch; any other iterable is read once.
+
+    Raises:
+        TypeError: neither.
+        ValueError: there is no batch.
+    """
+    if isinstance(train, tuple):
+        yield train
+        return
+    if not isinstance(train, Iterable) or isinstance(train, str | dict) or hasattr(train, "shape"):
+        raise TypeError(
+            "train: expected (inputs, targets), (inputs, targets, mask), or an iterable of such "
+            f"tuples, got {type(train).__name__}"
+        )
+    empty = True
+    for batch in train:
+        empty = False
+        yield batch
+    if empty:
+        raise ValueError("train: the iterable is empty, there are no examples")
+
+
+# ----------------
+
 
 Per = Literal["sum", "layer", "token"]
 Measurement = Callable[[PyTree, Batch], Float[Array, ""]]

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxkfac._checks import at_least_one
+from jaxkfac._errors import at_least_one
 from jaxkfac._text import number as number_text
 from jaxkfac.curvature import (
     BlockDamping,
@@ -30,8 +30,8 @@ from jaxkfac.curvature import (
 from jaxkfac.factors import Objective
 from jaxkfac.interception import Layer, Word, partition
 from jaxkfac.memory import ByteSize, bytes_text, parse_bytes
+from jaxkfac.uses._example_gradients import Queries
 from jaxkfac.uses._examples import Examples, chosen
-from jaxkfac.uses._held import Queries
 from jaxkfac.uses._store_files import (
     StoreFolder,
     StoreInMemory,
@@ -39,9 +39,11 @@ from jaxkfac.uses._store_files import (
     digest_of,
     short_hash,
 )
-from jaxkfac.uses._store_writer import StoreWriter, known_number, measured
-from jaxkfac.uses._stored_products import (
+from jaxkfac.uses._store_writer import (
+    StoreWriter,
     heuristic_weights_of,
+    known_number,
+    measured,
     own_products,
     products,
     rotated_queries,

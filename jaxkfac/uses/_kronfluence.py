@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkfac._checks import at_least_one
-from jaxkfac._errors import UnknownLayerError, nearest
+from jaxkfac._errors import UnknownLayerError, at_least_one, nearest
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.factors import Corrections, Factors, Origin
 from jaxkfac.linalg import Spectrum, eigh_checked

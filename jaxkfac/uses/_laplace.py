@@ -10,9 +10,8 @@ from jaxkfac.curvature import Eigenbases, check_disjoint, owned_blocks, paramete
 from jaxkfac.factors import Gaussian, Objective
 from jaxkfac.interception import Word, check_arrays, partition
 from jaxkfac.uses._examples import Examples
-from jaxkfac.uses._laplace_checks import check_positive, warn_of_empirical
 from jaxkfac.uses._laplace_posterior import LaplacePosterior
-from jaxkfac.uses._posterior_precision import raw
+from jaxkfac.uses._posterior_precision import check_positive, raw, warn_of_empirical
 
 
 def laplace(

@@ -10,34 +10,34 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Key, PyTree
 
-from jaxkfac._checks import at_least_one, check_key
+from jaxkfac._errors import at_least_one, check_key
 from jaxkfac.factors import Batch, Gaussian, LongSum
 from jaxkfac.interception import whole
 from jaxkfac.memory import ByteSize, parse_bytes
-from jaxkfac.uses._batches import batches_of
-from jaxkfac.uses._evidence import LogLikelihood
-from jaxkfac.uses._laplace_checks import (
-    check_maximum,
-    check_positive,
-    check_prior,
-    statistics_dtype_of,
-)
+from jaxkfac.uses._examples import batches_of
 from jaxkfac.uses._laplace_programs import (
     best_on_evidence,
+    best_prior_on,
     evidence_of,
     output_distribution,
     sampled,
     summed_terms,
 )
 from jaxkfac.uses._linearised_variance import split_terms
-from jaxkfac.uses._posterior_precision import PosteriorPrecision
+from jaxkfac.uses._posterior_precision import (
+    LogLikelihood,
+    PosteriorPrecision,
+    check_maximum,
+    check_positive,
+    check_prior,
+    statistics_dtype_of,
+)
 from jaxkfac.uses._predictive import (
     GaussianPrediction,
     OutputDistribution,
     rule_of,
     with_noise,
 )
-from jaxkfac.uses._validation_tuning import best_prior_on
 
 Method = Literal["probit", "bridge", "mc"]
 

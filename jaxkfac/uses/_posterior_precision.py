@@ -1,12 +1,19 @@
-r"""The precision of a Laplace posterior, $P = m F + \operatorname{diag}(\delta)$, by its blocks."""
+"""The precision of a Laplace posterior, its evidence, and the prior that this favors."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float
 
+from jaxkfac._errors import scalar
 from jaxkfac.curvature import (
     Eigenbases,
     OwnedBlock,
@@ -17,6 +24,70 @@ from jaxkfac.curvature import (
 )
 from jaxkfac.interception import Layer
 from jaxkfac.linalg import statistics_dtype
+
+# ---------------- what a Laplace posterior refuses
+
+
+def statistics_dtype_of(bases: Eigenbases) -> Any:
+    """The dtype in which their eigenvalues are added up."""
+    return statistics_dtype(*[x.dtype for x in jax.tree.leaves(bases)])
+
+
+def warn_of_empirical(bases: Eigenbases) -> None:
+    """Say where the curvature is made of the gradients at the given labels."""
+    if bases.origin is not None and bases.origin.fisher == "empirical":
+        warnings.warn(
+            "the bases are of fisher='empirical', of gradients at the given labels: these shrink "
+            "where a label is fitted and grow where it is not, which no Hessian does, so that the "
+            "posterior is not that of the model. Collect factors with fisher='mc' or 'exact'",
+            stacklevel=3,
+        )
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Refuse what is no positive number."""
+    scalar(name, value, "a positive number")
+    if not isinstance(value, Tracer) and not (float(value) > 0 and np.isfinite(float(value))):
+        raise ValueError(f"{name}={value}: expected a positive number")
+
+
+def check_prior(prior_precision: ArrayLike, layers: Sequence[str]) -> None:
+    """Refuse a prior precision that is not positive, or not one for each layer."""
+    if not isinstance(prior_precision, Tracer | ArrayLike):
+        raise TypeError(
+            "prior_precision: expected a positive number, or an array of one for each layer, got "
+            f"{type(prior_precision).__name__}"
+        )
+    shape = jnp.shape(prior_precision)
+    if shape not in ((), (len(layers),)):
+        raise ValueError(
+            f"prior_precision has shape {shape}, expected a number, or ({len(layers)},), one for "
+            f"each of {', '.join(map(repr, layers))}"
+        )
+    if isinstance(prior_precision, Tracer):
+        return
+    known = np.asarray(prior_precision)
+    if not ((known > 0) & np.isfinite(known)).all():
+        raise ValueError(f"prior_precision={prior_precision}: expected positive numbers")
+
+
+def check_maximum(there: Any, noise: Any, layers: Sequence[str], *, by_layer: bool) -> None:
+    """Refuse an evidence without a maximum; say which layers keep their prior, of several."""
+    names = [name for name, bounded in zip(layers, np.asarray(there), strict=True) if not bounded]
+    if names:
+        said = (
+            f"the evidence has no maximum in the prior precision of {', '.join(map(repr, names))}: "
+            "there is no curvature, or all parameters are zero"
+        )
+        if not by_layer or len(names) == len(layers):
+            raise ValueError(said)
+        warnings.warn(f"{said}; it stays as it is", stacklevel=3)
+    if not (np.isfinite(noise) and noise > 0):
+        raise ValueError(f"the evidence has no maximum in the noise: the residuals give {noise}")
+
+
+# ---------------- the precision of a Laplace posterior, $P = m F + \operatorname{diag}(\delta)$,
+# by its blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,3 +179,139 @@ def squared_norms(blocks: list[OwnedBlock], leaves: Mapping[str, Any]) -> Float[
         wide = [x.astype(statistics_dtype(x.dtype)) for x in parts]
         found.append(jnp.stack([jnp.square(x).sum() for x in wide]).sum())
     return jnp.stack(found)
+
+
+# ---------------- the log marginal likelihood of a Laplace posterior, its data part apart from its
+# prior part
+
+
+class LogLikelihood(NamedTuple):
+    """What the evidence reads of the data; it does not change with the prior or the noise.
+
+    Attributes:
+        loss: The sum of all loss terms.
+        terms: How many there are.
+        targets: Of a Gaussian, how many numbers were observed; else 0.
+    """
+
+    loss: Float[Array, ""]
+    terms: Float[Array, ""]
+    targets: Float[Array, ""]
+
+    def value(self, noise: Float[Array, ""]) -> Float[Array, ""]:
+        r"""$\log p(\mathcal D \mid \theta)$, of a Gaussian with noise of this deviation."""
+        constant = self.targets * (0.5 * math.log(2 * math.pi) + jnp.log(noise))
+        return -self.loss / jnp.square(noise) - constant
+
+
+def log_evidence(
+    precision: PosteriorPrecision,
+    norms: Float[Array, " layers"],
+    data: LogLikelihood,
+    noise: Float[Array, ""],
+) -> Float[Array, ""]:
+    r"""The log-likelihood less half of $\log\det P - \log\det P_0 + \theta^\top P_0 \theta$."""
+    penalty = precision.log_determinant_ratio() + precision.prior * norms
+    return data.value(noise) - penalty.sum() / 2
+
+
+# ---------------- the prior precision, and a Gaussian's noise, that the evidence favours
+#
+# With the eigenvalues $\lambda$ of the data's part of the precision, the evidence is largest in
+# $\delta$ where the effective number of parameters $\gamma(\delta) = \sum_i \lambda_i /
+# (\lambda_i + \delta)$ equals $\delta \lVert\theta\rVert^2$. One side falls and the other grows, so
+# there is one such $\delta$, and bisection finds it.
+
+
+STEPS = 64  # each halves the bracket's logarithm, down to float64's last digits
+
+
+def best_prior(
+    precision: PosteriorPrecision, norms: Float[Array, " layers"], *, by_layer: bool
+) -> Float[Array, " layers"]:
+    """The maximum of the evidence in one prior precision, or in that of each layer.
+
+    Where there is none (see ``has_maximum``) it stays as it is.
+    """
+    total, largest = _summed(by_layer), _largest(precision, norms, by_layer)
+    norm = total(norms)
+    sizes = [sum(x.size for x in each) for each in precision.eigenvalues()]
+    number = total(jnp.asarray(sizes, norms.dtype))
+    # One eigenvalue alone gives the lower end, as many of infinite size the upper.
+    product = largest * norm
+    low = 2 * largest / (product + jnp.sqrt(product * (product + 4)))
+
+    def slope(prior: Array) -> Array:
+        fitted = dataclasses.replace(precision, prior=prior).effective_parameters()
+        return total(fitted) - prior * norm
+
+    found = _bisected(slope, low, number / norm)
+    return jnp.where((norm > 0) & (largest > 0), found, precision.prior)
+
+
+def has_maximum(
+    precision: PosteriorPrecision, norms: Float[Array, " layers"], *, by_layer: bool
+) -> Bool[Array, " layers"]:
+    """Whether the evidence has one: there is curvature, and not all parameters are zero."""
+    return (_summed(by_layer)(norms) > 0) & (_largest(precision, norms, by_layer) > 0)
+
+
+def best_prior_and_noise(
+    precision: PosteriorPrecision,
+    norms: Float[Array, " layers"],
+    data: LogLikelihood,
+    *,
+    by_layer: bool,
+) -> tuple[Float[Array, " layers"], Float[Array, ""]]:
+    r"""The same with the noise $\sigma$ of a Gaussian, where its evidence is stationary too.
+
+    That is where twice the loss is $\sigma^2$ times the number of targets less $\gamma$. The
+    precision is that of a noise of one.
+    """
+    total = _summed(by_layer)
+
+    def at(variance: Array) -> PosteriorPrecision:
+        noisy = dataclasses.replace(precision, scale=precision.scale / variance)
+        return dataclasses.replace(noisy, prior=best_prior(noisy, norms, by_layer=by_layer))
+
+    def slope(variance: Array) -> Array:
+        fitted = at(variance).effective_parameters().sum()
+        return 2 * data.loss / variance - data.targets + fitted
+
+    # gamma <= trace / (sigma^2 delta), so that where it is delta |theta|^2 it is at most
+    # sqrt(trace |theta|^2) / sigma: these bound the variance from above.
+    values = precision.eigenvalues()
+    traces = jnp.stack([jnp.asarray(sum(x.sum() for x in each), norms.dtype) for each in values])
+    both = jnp.sqrt(total(traces) * total(norms))
+    root = both.sum() if by_layer else both[0]
+    kept = jnp.where(has_maximum(precision, norms, by_layer=by_layer), 0, traces / precision.prior)
+    product = 4 * (2 * data.loss + kept.sum()) * data.targets
+    most = (root + jnp.sqrt(root**2 + product)) / (2 * data.targets)
+    variance = _bisected(slope, 2 * data.loss / data.targets, jnp.square(most))
+    return at(variance).prior, jnp.sqrt(variance)
+
+
+def _summed(by_layer: bool) -> Callable[[Array], Array]:
+    """A sum over all layers, as often as there are layers; by layer, each by itself."""
+    return lambda x: x if by_layer else jnp.broadcast_to(x.sum(), x.shape)
+
+
+def _largest(precision: PosteriorPrecision, norms: Array, by_layer: bool) -> Array:
+    """The largest eigenvalue of each layer, or of all."""
+    values = precision.eigenvalues()
+    most = [jnp.stack([x.max().astype(norms.dtype) for x in each]).max() for each in values]
+    each = jnp.stack(most)
+    return each if by_layer else jnp.broadcast_to(each.max(), each.shape)
+
+
+def _bisected(falling: Callable[[Any], Any], low: Array, high: Array) -> Array:
+    """Where a falling function is zero, between two positive numbers, by geometric means."""
+
+    def step(_: Any, bracket: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bracket
+        middle = jnp.sqrt(low) * jnp.sqrt(high)
+        left = falling(middle) > 0
+        return jnp.where(left, middle, low), jnp.where(left, high, middle)
+
+    low, high = jax.lax.fori_loop(0, STEPS, step, (low, jnp.maximum(low, high)))
+    return jnp.sqrt(low) * jnp.sqrt(high)

@@ -9,12 +9,17 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
-from jaxkfac._checks import instance_of, one_of
-from jaxkfac._errors import NonFiniteFactorError, UncoveredParameterError, nearest
+from jaxkfac._errors import (
+    NonFiniteFactorError,
+    UncoveredParameterError,
+    instance_of,
+    nearest,
+    one_of,
+)
 from jaxkfac.curvature import covered_indices, uncovered_mask
 from jaxkfac.factors import DiagonalFactor, Factors, KroneckerFactor
 from jaxkfac.interception import Layer, check_arrays, partition
-from jaxkfac.uses._laplace_checks import check_positive
+from jaxkfac.uses._posterior_precision import check_positive
 
 _EXACT = jax.lax.Precision.HIGHEST
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from jaxkfac._checks import at_least_one, named
+from jaxkfac._errors import at_least_one, named
 from jaxkfac.curvature import (
     BlockDamping,
     Eigenbases,
@@ -17,12 +17,96 @@ from jaxkfac.curvature import (
 from jaxkfac.factors import Batch, Objective
 from jaxkfac.interception import Layer, Word, fast_convolutions
 from jaxkfac.kinds import LowRankMatrices
-from jaxkfac.linalg import map_over_chunks
-from jaxkfac.memory import ByteSize, parse_bytes
+from jaxkfac.linalg import in_sequence, map_over_chunks
+from jaxkfac.memory import ByteSize, MemoryBudgetError, bytes_text, parse_bytes
+from jaxkfac.uses._example_gradients import Queries
 from jaxkfac.uses._examples import Examples, Measurement
-from jaxkfac.uses._fitting import fitting, in_examples
-from jaxkfac.uses._held import Queries
-from jaxkfac.uses._truncated import truncated
+
+# ---------------- the nearest matrix of a low rank, as two factors
+
+
+_EXACT = jax.lax.Precision.HIGHEST
+
+
+def truncated(
+    matrices: Float[Array, "Q ..."], rank: int, *, after: Array | None = None
+) -> tuple[LowRankMatrices, Float[Array, " Q"]]:
+    """The nearest matrices of ``rank``, and how far they are, as ratios of Frobenius norms.
+
+    The singular vectors of the shorter side are those of its Gram matrix. Where rounding tells
+    them from the nearest ones, the product is still a projection, and the error that of it.
+
+    Args:
+        matrices: ``(Q, stack..., in, out)``; one ratio for all of a stack.
+        rank: At least 1.
+        after: A result that goes before, see :func:`jaxkfac.linalg.in_sequence`.
+    """
+    n_in, n_out = matrices.shape[-2:]
+    if n_in > n_out:
+        other, errors = truncated(jnp.swapaxes(matrices, -1, -2), rank, after=after)
+        return LowRankMatrices(
+            *(jnp.swapaxes(x, -1, -2) for x in (other.right, other.left))
+        ), errors
+    norms = jnp.abs(matrices).max((-2, -1), keepdims=True)
+    unit = matrices / jnp.where(norms > 0, norms, 1)  # squares of small gradients are 0
+    gram = jnp.einsum("...io,...jo->...ij", unit, unit, precision=_EXACT)
+    left = jnp.linalg.eigh(in_sequence(gram, after))[1][..., -rank:]
+    right = jnp.einsum("...ir,...io->...ro", left, matrices, precision=_EXACT)
+    rest = matrices - jnp.einsum("...ir,...ro->...io", left, right, precision=_EXACT)
+    lost, whole = (_norms(x) for x in (rest, matrices))
+    return LowRankMatrices(left, right), lost / jnp.where(whole > 0, whole, 1)
+
+
+def _norms(matrices: Array) -> Float[Array, " Q"]:
+    rows = matrices.reshape(len(matrices), -1)
+    largest = jnp.abs(rows).max(1)
+    unit = rows / jnp.where(largest > 0, largest, 1)[:, None]
+    return largest * jnp.sqrt(jnp.square(unit).sum(1))
+
+
+# ---------------- how many gradients of examples fit into a budget of bytes
+
+
+def fitting(
+    batch: Batch, *, each: int, max_bytes: int, name: str, remedy: str, kept: int = 0
+) -> int:
+    """How many examples of a batch can be taken at once.
+
+    Args:
+        batch: The batch.
+        each: Bytes of one example's gradients.
+        max_bytes: The budget.
+        name: What the examples are, for errors.
+        remedy: What else to do than to allow more.
+        kept: Bytes that stay when all are done.
+
+    Raises:
+        MemoryBudgetError: not one.
+        ValueError: not all, and an array of the batch does not have the examples first.
+    """
+    number = batch.num_examples
+    if kept + each > max_bytes:
+        beside = f", and what is kept of {number} takes {bytes_text(kept)}" if kept else ""
+        raise MemoryBudgetError(
+            f"max_bytes={max_bytes}: gradients of one example take {bytes_text(each)}{beside}; "
+            f"allow that much, or {remedy}"
+        )
+    some = min(number, (max_bytes - kept) // max(each, 1))
+    if some < number and not in_examples(batch):
+        raise ValueError(
+            f"{name}: gradients of {number} examples do not fit into max_bytes={max_bytes}, and "
+            "an array of the batch does not have the examples first: give smaller batches"
+        )
+    return some
+
+
+def in_examples(batch: Batch) -> bool:
+    """Whether every array of a batch has the examples first, so that it can be cut into them."""
+    return all(x.shape[:1] == (batch.num_examples,) for x in jax.tree.leaves(batch))
+
+
+# ----------------
+
 
 _GRADIENTS = 3  # of each query in work: its own, the same by layer, the preconditioned
 _AT_ONCE = 2**24  # bytes of them, where no budget was given

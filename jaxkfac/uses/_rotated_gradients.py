@@ -6,13 +6,114 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkfac.curvature import Eigenbases, rotated
+from jaxkfac.curvature import BlockDamping, Eigenbases, block_powers, rotated
 from jaxkfac.interception import Layer, Slot, SlotEntry, Traced, Use
 from jaxkfac.kinds import Basis
 from jaxkfac.uses._example_gradients import ExampleGradients, block_dtype
-from jaxkfac.uses._own_products import whole_gradients
 
-_ENTRIES = {
+# ---------------- gradients of examples multiplied with themselves where they stand, in the
+# eigenbasis
+
+
+_PRODUCT_ENTRIES = {
+    "products": SlotEntry(0),
+    "constants": {
+        name: SlotEntry(0) for name in ("a_vectors", "g_vectors", "unit", "scale", "bias_scale")
+    },
+}
+
+
+class OwnProducts(ExampleGradients):
+    r"""The taps of one traced program: $\nabla \ell_n^\top (F + \delta)^{-1} \nabla \ell_n$.
+
+    A layer that sees the whole gradient of its parameters at one place emits one number for each
+    example, and no gradient of it is held. The others emit gradients.
+
+    Args:
+        traced: The program.
+        bases: The eigenbases.
+        damping: $\delta$.
+    """
+
+    more_entries: ClassVar = _PRODUCT_ENTRIES
+
+    def __init__(self, traced: Traced, bases: Eigenbases, damping: BlockDamping) -> None:
+        def dtype(layer: Layer) -> Any:
+            return block_dtype(bases, layer)
+
+        super().__init__(traced, bases.layers, dtype, traced.examples, traced.num_examples)
+        self._bases = bases
+        self._damping: Any = damping
+        self._alone = whole_gradients(traced, bases)
+
+    @property
+    def others(self) -> tuple[Layer, ...]:
+        """The layers that emit gradients."""
+        return tuple(x for name, x in self._layers.items() if name not in self._alone)
+
+    def _slot(self, layer: Layer) -> Slot:
+        if layer.name not in self._alone:
+            return super()._slot(layer)
+        dtype = self._dtype(layer)
+        a, g = (x.vectors for x in self._bases.spectra(layer))
+        scale, bias_scale = block_powers(self._bases, layer, self._damping)
+        scales = {"bias_scale": bias_scale, "scale": scale.values, "unit": 1 / scale.root}
+        vectors = {"a_vectors": a, "g_vectors": g}  # as they are held: products widen them
+        constants = {k: x.astype(dtype) for k, x in scales.items() if x is not None}
+        return {
+            "products": jnp.zeros((*layer.stack, self._number, 1), dtype),
+            "constants": constants | {k: x for k, x in vectors.items() if x is not None},
+        }
+
+    def products(self, use: Use, like: Slot, sides: Any, constants: Slot) -> Slot:
+        """What is emitted of both sides of a use."""
+        if "products" not in like:
+            return super().products(use, like, sides, constants)
+        assert use.layer is not None
+        ones = self._bases.wants_ones(self._layers[use.layer])
+        vectors = constants.get("a_vectors"), constants.get("g_vectors")
+        basis = Basis(*vectors, ones, unit=constants["unit"])
+        return sides.own_products(like, basis, constants["scale"], constants.get("bias_scale"))
+
+    def summed(self, emitted: Mapping[str, Slot]) -> list[Float[Array, " examples"]]:
+        """Of each layer that has emitted numbers."""
+        return [
+            emitted[name]["products"][..., 0].sum(range(len(layer.stack)))
+            for name, layer in self._layers.items()
+            if name in self._alone
+        ]
+
+    def rest(self, emitted: Mapping[str, Slot]) -> dict[str, Float[Array, "examples ..."]]:
+        """The gradients of the others' parameters."""
+        return self.gradients({layer.name: emitted[layer.name] for layer in self.others})
+
+
+def whole_gradients(traced: Traced, bases: Eigenbases) -> set[str]:
+    """Layers of which one use, in one iteration, sees the whole gradient of their parameters."""
+    matrices = {x.name: [m for m in (x.weight, x.bias) if m is not None] for x in bases.layers}
+    paths = [m.path for both in matrices.values() for m in both]
+    found = set()
+    for layer in bases.layers:
+        uses = traced.uses_of(layer)
+        if layer.is_elementwise or not layer.a_dense or len(uses) > 1:
+            continue
+        (use,) = uses
+        scans = {("scan", scan) for scan in use.scope}
+        again = use.layers.count(layer.name) > 1 or not scans <= set(use.view.traced_indices)
+        whole = all(
+            x.vectors is None or x.vectors.shape[-1] == x.vectors.shape[-2]
+            for x in bases.spectra(layer)
+        )
+        once = all(paths.count(m.path) == 1 for m in matrices[layer.name])
+        if whole and once and not again and not use.view.scaled:
+            found.add(layer.name)
+    return found
+
+
+# ----------------
+
+
+_ROTATED_ENTRIES = {
     "rotated": SlotEntry(0),
     "constants": {"a_vectors": SlotEntry(0), "g_vectors": SlotEntry(0)},
 }
@@ -29,7 +130,7 @@ class RotatedGradients(ExampleGradients):
         bases: The eigenbases.
     """
 
-    more_entries: ClassVar = _ENTRIES
+    more_entries: ClassVar = _ROTATED_ENTRIES
 
     def __init__(self, traced: Traced, bases: Eigenbases) -> None:
         def dtype(layer: Layer) -> Any:

@@ -12,11 +12,10 @@ from jaxkfac.factors import Batch, Objective
 from jaxkfac.interception import Layer, Word, fast_convolutions
 from jaxkfac.linalg import map_over_chunks
 from jaxkfac.memory import ByteSize, parse_bytes
-from jaxkfac.uses._batches import batches_of
 from jaxkfac.uses._example_gradients import block_dtype
-from jaxkfac.uses._examples import Examples
-from jaxkfac.uses._fitting import fitting, in_examples
+from jaxkfac.uses._examples import Examples, batches_of
 from jaxkfac.uses._gradient_store import GradientStore
+from jaxkfac.uses._queries import fitting, in_examples
 
 GRADIENTS = 3  # of each example alive at once: its own, the same by layer, the rotated
 

@@ -1,17 +1,29 @@
 """How much of a model is in use, read from the eigenvalues of its curvature."""
 
-from jaxkfac.curvature.capacity._blocks import diagonal_rows
-from jaxkfac.curvature.capacity._comparison import CapacityComparison, Change, compare_capacity
-from jaxkfac.curvature.capacity._definitions import METRICS
-from jaxkfac.curvature.capacity._interval import (
+from jaxkfac.curvature.capacity._comparison import (
+    CapacityComparison,
     CapacityInterval,
+    Change,
     Interval,
     capacity_interval,
+    compare_capacity,
     mean_interval,
 )
-from jaxkfac.curvature.capacity._metric import MeasuredSpectrum, Metric, columns, legend, metric
-from jaxkfac.curvature.capacity._metrics import CapacityMetrics, OverLayers, capacity_metrics
-from jaxkfac.curvature.capacity._record import CapacityRecord
+from jaxkfac.curvature.capacity._definitions import (
+    METRICS,
+    MeasuredSpectrum,
+    Metric,
+    columns,
+    legend,
+    metric,
+)
+from jaxkfac.curvature.capacity._eigenvalues import diagonal_rows
+from jaxkfac.curvature.capacity._metrics import (
+    CapacityMetrics,
+    CapacityRecord,
+    OverLayers,
+    capacity_metrics,
+)
 
 __all__ = [
     "METRICS",

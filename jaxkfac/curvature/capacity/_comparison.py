@@ -1,14 +1,178 @@
-"""What has changed between two checkpoints, metric by metric."""
+"""How capacity varies from batch to batch, and what changed between two checkpoints."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxkfac._text import number, ruled
-from jaxkfac.curvature.capacity._interval import check_same_settings
-from jaxkfac.curvature.capacity._metric import Scalar, columns
-from jaxkfac.curvature.capacity._metrics import CapacityMetrics
-from jaxkfac.curvature.capacity._record import CapacityRecord
+from jaxkfac.curvature.capacity._definitions import Scalar, columns
+from jaxkfac.curvature.capacity._metrics import CapacityMetrics, CapacityRecord
+
+# ---------------- how much capacity metrics vary from batch to batch
+
+
+class Interval(NamedTuple):
+    """A mean and its confidence interval: of a metric over batches, or of other numbers.
+
+    Attributes:
+        mean: Of the numbers.
+        low: Lower end of the interval for the mean.
+        high: Upper end.
+    """
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CapacityInterval:
+    """Intervals of every metric; ``None`` where a batch has none (an infinite condition).
+
+    Attributes:
+        model: ``{metric: Interval}`` of the whole model.
+        layers: ``{layer: {metric: Interval}}``.
+        num_batches: How many metrics went in.
+        confidence: Of the intervals.
+    """
+
+    model: dict[str, Interval | None]
+    layers: dict[str, dict[str, Interval | None]]
+    num_batches: int
+    confidence: float
+
+    def __repr__(self) -> str:
+        """One line; ``print`` shows the table."""
+        of = f"{len(self.layers)} layers over {self.num_batches} batches"
+        return f"CapacityInterval of {of}, {self.confidence:.0%}"
+
+    def __str__(self) -> str:
+        rows = [[name, *map(number, x or (None,) * 3)] for name, x in self.model.items()]
+        title = f"whole model: {self.confidence:.0%} intervals over {self.num_batches} batches"
+        return "\n".join([title, *ruled(["metric", "mean", "low", "high"], rows)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: each interval as ``{"mean", "low", "high"}``."""
+        return {
+            "num_batches": self.num_batches,
+            "confidence": self.confidence,
+            "model": _plain_intervals(self.model),
+            "layers": {name: _plain_intervals(values) for name, values in self.layers.items()},
+        }
+
+
+def capacity_interval(
+    metrics: Sequence[CapacityMetrics], *, confidence: float = 0.95
+) -> CapacityInterval:
+    r"""Mean and confidence interval of every metric over metrics of single batches.
+
+    Each is that of :func:`mean_interval`.
+
+    The interval is for the metric of *one batch of this size*. Ranks grow with the batch (a
+    factor of B rows has rank B at the most), so it is not centred on the metric of the
+    batches' average.
+
+    Args:
+        metrics: One for each batch, of the same model with the same ``num_examples``,
+            ``damping`` and ``threshold``; two at least.
+        confidence: In (0, 1).
+
+    Returns:
+        An interval for every metric that all batches have.
+
+    Raises:
+        ValueError: fewer than two, ``confidence`` out of range, or metrics that differ in
+            their layers or in what they were asked with.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxkfac as jk
+        >>> params = {"kernel": jnp.ones((3, 2))}
+        >>> objective = jk.Objective(lambda p, x: x @ p["kernel"], jk.Gaussian())
+        >>> stats, metrics = jk.value_grad_and_factors(objective), []
+        >>> for key in jax.random.split(jax.random.key(0), 4):
+        ...     x = jax.random.normal(key, (8, 3))
+        ...     value, grads, factors = stats(params, (x, jnp.zeros((8, 2))))
+        ...     bases = jk.eigendecompose(factors, vectors=False)
+        ...     metrics.append(jk.capacity_metrics(bases, num_examples=32))
+        >>> rank = jk.capacity_interval(metrics).model["entropy_rank"]
+        >>> rank.low < rank.mean < rank.high
+        True
+    """
+    metrics = list(metrics)
+    if len(metrics) < 2:
+        raise ValueError(f"intervals need the metrics of two batches at least, got {len(metrics)}")
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie in (0, 1), got {confidence}")
+    first = metrics[0]
+    for other in metrics[1:]:
+        check_same_settings(first, other)
+        if first.layers.keys() != other.layers.keys():
+            odd = sorted(first.layers.keys() ^ other.layers.keys())
+            raise ValueError(f"the metrics are of different models: {odd} are not in all of them")
+    return CapacityInterval(
+        model=_intervals([m.model for m in metrics], confidence),
+        layers={
+            name: _intervals([m.layers[name] for m in metrics], confidence) for name in first.layers
+        },
+        num_batches=len(metrics),
+        confidence=confidence,
+    )
+
+
+def check_same_settings(one: CapacityMetrics, other: CapacityMetrics) -> None:
+    """Refuse to compare metrics that were asked with different arguments.
+
+    Raises:
+        ValueError: naming the argument and both values.
+    """
+    for name in ("num_examples", "damping", "threshold"):
+        a, b = getattr(one, name), getattr(other, name)
+        if a != b:
+            raise ValueError(f"metrics with {name}={a:g} and {name}={b:g}: measure both with one")
+
+
+def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval:
+    r"""Mean of independent numbers, and Student's confidence interval for it.
+
+    For K numbers with mean $\bar x$ and standard deviation $s$ (K - 1 in its denominator),
+    $\bar x \pm t_{K-1} s / \sqrt K$ with the quantile $t_{K-1}$ of Student's distribution:
+    exact for normal numbers, close for others when K is not tiny.
+
+    Args:
+        values: Two at least.
+        confidence: In (0, 1).
+
+    Raises:
+        ValueError: fewer than two.
+    """
+    from scipy.special import stdtrit  # jax depends on scipy
+
+    if len(values) < 2:
+        raise ValueError(f"an interval needs two numbers at least, got {len(values)}")
+    mean = math.fsum(values) / len(values)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    quantile = float(stdtrit(len(values) - 1, (1 + confidence) / 2))
+    half = quantile * math.sqrt(variance / len(values))
+    return Interval(mean, mean - half, mean + half)
+
+
+def _intervals(records: Sequence[CapacityRecord], confidence: float) -> dict[str, Interval | None]:
+    batches = [record.scalars() for record in records]
+    names = [name for name in batches[0] if all(name in batch for batch in batches)]
+    return {name: _interval([batch[name] for batch in batches], confidence) for name in names}
+
+
+def _interval(values: Sequence[Scalar], confidence: float) -> Interval | None:
+    known = [float(value) for value in values if value is not None]
+    return None if len(known) < len(values) else mean_interval(known, confidence=confidence)
+
+
+def _plain_intervals(intervals: dict[str, Interval | None]) -> dict[str, dict[str, float] | None]:
+    return {name: None if x is None else x._asdict() for name, x in intervals.items()}
+
+
+# ---------------- what has changed between two checkpoints, metric by metric
 
 
 class Change(NamedTuple):
@@ -59,8 +223,8 @@ class CapacityComparison:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {
-            "model": _plain(self.model),
-            "layers": {name: _plain(changes) for name, changes in self.layers.items()},
+            "model": _plain_changes(self.model),
+            "layers": {name: _plain_changes(changes) for name, changes in self.layers.items()},
             "only_before": list(self.only_before),
             "only_after": list(self.only_after),
         }
@@ -118,5 +282,5 @@ def _ratios(changes: Mapping[str, Change]) -> list[str]:
     return [number(changes[name].ratio) for name in columns().values()]
 
 
-def _plain(changes: Mapping[str, Change]) -> dict[str, dict[str, Scalar]]:
+def _plain_changes(changes: Mapping[str, Change]) -> dict[str, dict[str, Scalar]]:
     return {name: change._asdict() for name, change in changes.items()}

@@ -2,18 +2,178 @@
 
 import dataclasses
 import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from jaxkfac._errors import UnknownLayerError, nearest
-from jaxkfac._text import number
+from jaxkfac._text import WIDTH, number, ruled, table_html
 from jaxkfac.curvature._eigenbases import Eigenbases
-from jaxkfac.curvature.capacity._blocks import CapacityBlock, LayerBlocks, Slice, layer_blocks
-from jaxkfac.curvature.capacity._metric import MeasuredSpectrum
-from jaxkfac.curvature.capacity._order import count_above
-from jaxkfac.curvature.capacity._record import CapacityRecord, record_of, scales
-from jaxkfac.curvature.capacity._sums import Settings, Sums, combined, sums_of
-from jaxkfac.curvature.capacity._table import capacity_html, capacity_text
+from jaxkfac.curvature.capacity._definitions import (
+    METRICS,
+    MeasuredSpectrum,
+    Scalar,
+    Scale,
+    Value,
+    columns,
+    legend,
+)
+from jaxkfac.curvature.capacity._eigenvalues import (
+    CapacityBlock,
+    LayerBlocks,
+    Settings,
+    Slice,
+    Sums,
+    combined,
+    count_above,
+    layer_blocks,
+    sums_of,
+)
+
+# ---------------- the capacity metrics of a layer or a model, as one plain record
+
+
+@dataclasses.dataclass(frozen=True)
+class CapacityRecord:
+    r"""What the eigenvalues $\lambda$ of a block, or of several together, say about capacity.
+
+    $\lambda$ belong to the curvature of the *mean* loss, as decomposed: no clipping, except
+    where said; rounding errors below 0 count as 0. N is the number of examples and $\delta$ the
+    damping that the metrics were asked with. Sums over no positive eigenvalue are 0.
+
+    Three scales. *scale-free*: unchanged when the curvature is multiplied by a constant, so
+    these compare across batch sizes and losses. *mean*: in the units of the curvature of the
+    mean loss. *sum*: of N times it, the curvature of the sum over the data, beside the stated
+    $\delta$.
+
+    Each metric is an attribute, ``record.entropy_rank``:
+
+    {metrics}
+
+    Attributes:
+        values: ``{metric: value}``.
+        slices: Records of the stacked slices of a layer, in the order of its stack; empty
+            without one and for the whole model.
+
+    References:
+        Roy and Vetterli, The effective rank: a measure of effective dimensionality, 2007.
+        MacKay, Bayesian interpolation, 1992 (effective number of parameters).
+        Abbas, Sutter, Figalli and Woerner, Effective dimension of machine learning models,
+        2021 (local effective dimension).
+    """
+
+    values: dict[str, Value]
+    slices: "tuple[CapacityRecord, ...]" = ()
+
+    def __getattr__(self, name: str) -> Any:
+        values = vars(self).get("values", {})  # a copy is made before it has any
+        if name in values:
+            return values[name]
+        raise AttributeError(f"no metric {name!r}; the nearest names are {nearest(name, values)}")
+
+    @property
+    def parts(self) -> "tuple[CapacityRecord, ...]":
+        """The slices, or this record alone where there are none."""
+        return self.slices or (self,)
+
+    def by_scale(self) -> dict[str, dict[str, Scalar]]:
+        """Every metric as one number, by scale; ``quantiles`` read ``quantile_0.5``."""
+        return {
+            scale: {name: x for field in fields for name, x in self._numbers(field)}
+            for scale, fields in scales().items()
+        }
+
+    def scalars(self) -> dict[str, Scalar]:
+        """:meth:`by_scale` without the scales."""
+        return {name: x for part in self.by_scale().values() for name, x in part.items()}
+
+    def _numbers(self, field: str) -> list[tuple[str, Scalar]]:
+        if field not in self.values:  # measured before the metric was registered
+            return []
+        value = self.values[field]
+        if not isinstance(value, dict):
+            return [(field, value)]
+        return [(f"{field.removesuffix('s')}_{key:g}", x) for key, x in value.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: :meth:`scalars`, and ``slices`` where there are any."""
+        slices = {"slices": [part.to_dict() for part in self.slices]} if self.slices else {}
+        return {**self.scalars(), **slices}
+
+
+def record_of(
+    measured: MeasuredSpectrum, slices: tuple[CapacityRecord, ...] = ()
+) -> CapacityRecord:
+    """Every registered metric of what was measured."""
+    return CapacityRecord({name: m.definition(measured) for name, m in METRICS.items()}, slices)
+
+
+def scales() -> dict[Scale, list[str]]:
+    """``{scale: metrics}``."""
+    return {
+        scale: [name for name, found in METRICS.items() if found.scale == scale]
+        for scale in get_args(Scale)
+    }
+
+
+def _described() -> str:
+    lines = [
+        f"* ``{name}`` ({METRICS[name].scale}): {' '.join(METRICS[name].description.split())}"
+        for names in scales().values()
+        for name in names
+    ]
+    return "\n    ".join(lines)
+
+
+if CapacityRecord.__doc__:  # python -OO has none
+    CapacityRecord.__doc__ = CapacityRecord.__doc__.replace("{metrics}", _described())
+
+
+# ---------------- capacity as text: aligned, at most 120 columns wide
+
+
+def capacity_text(metrics: Any) -> str:
+    """The table that ``print(metrics)`` shows."""
+    lines = ruled(["layer", *columns()], _rows(metrics), total=True)
+    return "\n".join([*lines, *_notes(metrics)])
+
+
+def capacity_html(metrics: Any) -> str:
+    """The same for a notebook."""
+    title = f"Capacity of {len(metrics)} layers"
+    head = [heading.replace("\n", " ") for heading in ("layer", *columns())]
+    return table_html(title, head, _rows(metrics), notes=_notes(metrics))
+
+
+def _rows(metrics: Any) -> list[list[str]]:
+    records = (*metrics.layers.items(), ("whole model", metrics.model))
+    return [[name, *_cells(record)] for name, record in records]
+
+
+def _notes(metrics: Any) -> list[str]:
+    over = metrics.over_layers
+    largest = ", ".join(map(number, (over.largest_condition, over.largest_condition_clipped)))
+    lines = [
+        f"over layers: mean participation ratio {number(over.mean_participation_ratio)}, mean "
+        f"entropy rank {number(over.mean_entropy_rank)},",
+        f"largest condition before and after clipping {largest}",
+        f"N = {metrics.num_examples:,g}, δ = {metrics.damping:g}",
+        *textwrap.wrap(legend(), WIDTH),
+    ]
+    if metrics.not_counted:
+        lines.append(
+            "not part of the whole model (another layer answers for the parameters): "
+            + ", ".join(metrics.not_counted)
+        )
+    return lines
+
+
+def _cells(record: CapacityRecord) -> list[str]:
+    values = record.scalars()
+    return [number(values.get(name)) for name in columns().values()]
+
+
+# ----------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from jaxkfac.curvature import (
     eigendecompose,
 )
 from jaxkfac.curvature.capacity import METRICS
-from jaxkfac.curvature.capacity._record import scales
+from jaxkfac.curvature.capacity._metrics import scales
 from jaxkfac.factors import Corrections
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 from jaxkfac.linalg import Spectrum

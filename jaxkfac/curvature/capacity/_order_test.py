@@ -7,10 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxkfac.curvature.capacity import _order as module
-from jaxkfac.curvature.capacity._blocks import CapacityBlock
-from jaxkfac.curvature.capacity._order import count_above, quantiles
-from jaxkfac.curvature.capacity._sums import Settings, sum_log1p, sums_of
+from jaxkfac.curvature.capacity import _eigenvalues as module
+from jaxkfac.curvature.capacity._eigenvalues import (
+    CapacityBlock,
+    Settings,
+    count_above,
+    quantiles,
+    sum_log1p,
+    sums_of,
+)
 
 # Few distinct values, so that ties, zeros and products that round alike are common.
 values = st.lists(

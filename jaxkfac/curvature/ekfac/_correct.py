@@ -10,8 +10,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
-from jaxkfac._checks import at_least_one, one_of
-from jaxkfac._errors import CoupledExamplesError, LostRowsError, UnknownLayerError, nearest
+from jaxkfac._errors import (
+    CoupledExamplesError,
+    LostRowsError,
+    UnknownLayerError,
+    at_least_one,
+    nearest,
+    one_of,
+)
 from jaxkfac.curvature._eigenbases import Eigenbases, check_all_vectors, check_bases
 from jaxkfac.curvature.ekfac._statistics import Per, SquaredGradients, Squares
 from jaxkfac.factors import (

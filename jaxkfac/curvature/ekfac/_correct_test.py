@@ -10,10 +10,9 @@ from jax import lax
 
 from jaxkfac._errors import UnknownLayerError
 from jaxkfac.curvature._apply import apply_power, fisher_vector_product
-from jaxkfac.curvature._coverage import owners
 from jaxkfac.curvature._eigenbases import Eigenbases, KroneckerEigenbasis, identity_bases
-from jaxkfac.curvature._eigendecompose import eigendecompose
-from jaxkfac.curvature._reconstruct import reconstruct
+from jaxkfac.curvature._eigendecompose import eigendecompose, reconstruct
+from jaxkfac.curvature._layer_power import owners
 from jaxkfac.curvature.ekfac._correct import correct_eigenvalues
 from jaxkfac.factors import (
     Bernoulli,

@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.curvature._coverage import owners
 from jaxkfac.curvature._eigenbases import Eigenbases
+from jaxkfac.curvature._layer_power import owners
 from jaxkfac.factors import Statistics, gradient_rows
 from jaxkfac.interception import Entries, Layer, Site, Slot, SlotEntry, Traced, Use
 from jaxkfac.kinds import ArrayOrShape, Basis, in_unit, rotate_gradients
@@ -227,6 +227,8 @@ def _tied_parts(layers: Sequence[Layer], known: Mapping[str, Layer]) -> dict[str
     }
 
 
-def _squared(gradient: ArrayOrShape, a: ArrayOrShape | None, g: ArrayOrShape | None, unit: ArrayOrShape) -> ArrayOrShape:
+def _squared(
+    gradient: ArrayOrShape, a: ArrayOrShape | None, g: ArrayOrShape | None, unit: ArrayOrShape
+) -> ArrayOrShape:
     """``(stack..., examples, in, out)`` rotated, squared and summed: ``(stack..., in, out)``."""
     return jnp.square(in_unit(rotate_gradients(gradient, a, g), unit)).sum(-3)

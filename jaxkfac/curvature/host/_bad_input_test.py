@@ -6,7 +6,7 @@ import jaxtyping
 import pytest
 
 from jaxkfac.curvature.host import HostCurvature
-from jaxkfac.curvature.host._copies import as_step
+from jaxkfac.curvature.host._push import as_step
 from jaxkfac.curvature.host._service_test import LAYERS, LIKE, same, service, threads
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 

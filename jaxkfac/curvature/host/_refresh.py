@@ -15,11 +15,10 @@ from jaxtyping import Array
 from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.curvature._eigenbases import Eigenbases, identity_bases
 from jaxkfac.curvature._layout import EigenBlock, Layout, Place
-from jaxkfac.curvature._sharding import UNCOMMITTED, ResultSharding, put_result
+from jaxkfac.curvature._placement import UNCOMMITTED, ResultSharding, put_result
 from jaxkfac.curvature.host._average import Averages, Snapshot
-from jaxkfac.curvature.host._decompose import Decomposer, failure
+from jaxkfac.curvature.host._decompose import Decomposer, Shares, failure
 from jaxkfac.curvature.host._options import BasesIn, VectorsDtype
-from jaxkfac.curvature.host._shares import Shares
 from jaxkfac.curvature.host._store import Store
 from jaxkfac.curvature.host._threads import Job, Monitor, Workers
 from jaxkfac.factors import Factors, Origin

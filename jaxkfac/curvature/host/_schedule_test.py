@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from jaxkfac.curvature.host._schedule import Schedule
+from jaxkfac.curvature.host._options import Schedule
 
 
 def run(schedule, calls):

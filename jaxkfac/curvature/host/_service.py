@@ -17,18 +17,18 @@ from jaxkfac.curvature._eigenbases import Eigenbases
 from jaxkfac.curvature._layout import factors_without_arrays, layout_of
 from jaxkfac.curvature._placement import Placement
 from jaxkfac.curvature.host._average import Averages
-from jaxkfac.curvature.host._copies import as_step
 from jaxkfac.curvature.host._decompose import Decomposer
 from jaxkfac.curvature.host._options import (
+    Action,
     BasesIn,
     HostOptions,
     Initial,
+    Schedule,
     VectorsDtype,
     is_double,
 )
-from jaxkfac.curvature.host._push import Push
+from jaxkfac.curvature.host._push import Push, as_step
 from jaxkfac.curvature.host._refresh import ActiveBases
-from jaxkfac.curvature.host._schedule import Action, Schedule
 from jaxkfac.curvature.host._state import FORM, MACHINE, State, restore_state, save_state
 from jaxkfac.curvature.host._store import Storage, Store
 from jaxkfac.curvature.host._threads import Monitor, Workers, call_in_time

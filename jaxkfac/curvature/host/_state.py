@@ -10,12 +10,11 @@ import numpy as np
 
 from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.curvature._layout import Layout, Place, layout_of
-from jaxkfac.curvature._sharding import UNCOMMITTED, ResultSharding
+from jaxkfac.curvature._placement import UNCOMMITTED, ResultSharding
 from jaxkfac.curvature.host._average import Averages, Running
 from jaxkfac.curvature.host._decompose import Decomposer
-from jaxkfac.curvature.host._options import HostOptions, layout_bytes
+from jaxkfac.curvature.host._options import HostOptions, Refresh, Schedule, layout_bytes
 from jaxkfac.curvature.host._refresh import ActiveBases, Decompositions
-from jaxkfac.curvature.host._schedule import Refresh, Schedule
 from jaxkfac.curvature.host._store import Store
 from jaxkfac.curvature.host._threads import Monitor
 from jaxkfac.factors import Factors, Origin

@@ -1,21 +1,24 @@
 """Curvature as matrix-free operators, and what can be asked of them."""
 
-from jaxkfac.curvature.operators._estimate import Estimate
-from jaxkfac.curvature.operators._exact import ExactOperator
-from jaxkfac.curvature.operators._fisher import FisherType, fisher
-from jaxkfac.curvature.operators._function import FunctionOperator, from_function
-from jaxkfac.curvature.operators._ggn import ggn
-from jaxkfac.curvature.operators._hessian import hessian
-from jaxkfac.curvature.operators._kronecker import KroneckerOperator, kronecker
-from jaxkfac.curvature.operators._operator import Operator
-from jaxkfac.curvature.operators._quadrature import (
+from jaxkfac.curvature.operators._batch_curvature import FisherType, fisher, ggn, hessian
+from jaxkfac.curvature.operators._estimate import (
+    Estimate,
     SpectralDensity,
+    TraceMethod,
     log_determinant,
     spectral_density,
+    trace,
 )
+from jaxkfac.curvature.operators._exact import ExactOperator
+from jaxkfac.curvature.operators._kronecker import (
+    FunctionOperator,
+    KroneckerOperator,
+    from_function,
+    kronecker,
+)
+from jaxkfac.curvature.operators._operator import Operator
 from jaxkfac.curvature.operators._solve import Solution, solve
 from jaxkfac.curvature.operators._spectrum import OperatorSpectrum, spectrum
-from jaxkfac.curvature.operators._trace import TraceMethod, trace
 
 __all__ = [
     "Estimate",

@@ -11,7 +11,7 @@ from jaxkfac.curvature.operators import (
     spectral_density,
     trace,
 )
-from jaxkfac.curvature.operators._extras import load
+from jaxkfac.curvature.operators._operator import load
 from jaxkfac.curvature.operators._small_nets_test import mlp_problem
 from jaxkfac.curvature.operators._spectrum_test import matrix_operator, with_eigenvalues
 

@@ -7,10 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkfac._checks import at_least_one
-from jaxkfac.curvature.operators._extras import load
-from jaxkfac.curvature.operators._operator import Operator, check_number
-from jaxkfac.curvature.operators._precision import as_outside, full_precision
+from jaxkfac._errors import at_least_one
+from jaxkfac.curvature.operators._operator import (
+    Operator,
+    as_outside,
+    check_number,
+    full_precision,
+    load,
+)
 from jaxkfac.interception import with_leaves
 from jaxkfac.linalg import statistics_dtype
 

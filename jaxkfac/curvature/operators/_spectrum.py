@@ -1,18 +1,150 @@
-"""The outer eigenvalues of an operator, with error bounds."""
+"""The outer eigenvalues of an operator, by Lanczos, with error bounds."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Key
 
-from jaxkfac._checks import at_least_one, instance_of, one_of
-from jaxkfac.curvature.operators._flat import flatten
-from jaxkfac.curvature.operators._lanczos import Tridiagonal, rounding, tridiagonalise
-from jaxkfac.curvature.operators._operator import Operator
-from jaxkfac.curvature.operators._precision import full_precision
-from jaxkfac.curvature.operators._symmetry import asymmetry_of
+from jaxkfac._errors import at_least_one, instance_of, one_of
+from jaxkfac.curvature.operators._operator import (
+    Operator,
+    coarsest_rounding,
+    flatten,
+    full_precision,
+    length,
+    load,
+)
+from jaxkfac.interception import fast_convolutions
+
+# ---------------- whether an operator is symmetric, which Lanczos takes for granted
+
+
+@jax.jit
+def _products(operator: Operator, vectors: Array) -> Array:
+    return jax.lax.map(fast_convolutions(flatten(operator).matvec), vectors)
+
+
+def asymmetry_of(operator: Operator, key: Key[Array, ""]) -> Array:
+    r"""$|u^\top A v - v^\top A u|$ for random $u, v$, relative to the lengths of the products.
+
+    Raises:
+        ValueError: it is above a third of the digits of the operator's coarsest dtype, or not
+            finite. Inside ``jit``, where it has no value yet, nothing is raised.
+    """
+    flat = flatten(operator)
+    vectors = jax.random.normal(key, (2, flat.size), flat.dtype)
+    (u, v), (au, av) = vectors, _products(operator, vectors)
+    dot = functools.partial(jnp.vdot, precision="highest")
+    left, right = dot(u, av), dot(v, au)
+    lengths = length(au) + length(av)
+    asymmetry = jnp.abs(left - right) / jnp.where(lengths == 0, jnp.ones((), flat.dtype), lengths)
+    if isinstance(asymmetry, Tracer):
+        return asymmetry
+    # Random rounding errors in A v show in u'A v as their length, whatever the dimension. A
+    # softmax that is nearly certain loses digits in p (v - p'v): 8e-4 was seen in float32. An
+    # operator that is not symmetric gives numbers of order one.
+    if not float(asymmetry) <= coarsest_rounding(operator) ** (1 / 3):
+        raise ValueError(
+            "Lanczos needs a symmetric operator with finite products; for random u and v "
+            f"<u, A v> = {float(left):.6g} and <v, A u> = {float(right):.6g}, with "
+            f"|A u| + |A v| = {float(lengths):.6g}. Pass the symmetric part, or "
+            "check_symmetric=False if this is rounding"
+        )
+    return asymmetry
+
+
+# ---------------- lanczos tridiagonalisation that survives breakdown
+
+
+class Tridiagonal(NamedTuple):
+    r"""The eigendecomposition of $T = Q^\top A Q$ on one Krylov basis.
+
+    Attributes:
+        values: Ritz values, ascending, ``(num_steps,)``.
+        weights: Squared first components of the eigenvectors of $T$: the quadrature weights
+            of the starting vector, which sum to 1.
+        vectors: Eigenvectors of $T$ in columns.
+        basis: $Q^\top$, orthonormal rows ``(num_steps, n)``.
+        residual: Length $\beta$ of what is left of the Krylov space.
+    """
+
+    values: Float[Array, " k"]
+    weights: Float[Array, " k"]
+    vectors: Float[Array, "k k"]
+    basis: Float[Array, "k n"]
+    residual: Float[Array, ""]
+
+
+# In rounding units of the operator. With 1 the direction left over after reorthogonalisation is
+# itself mostly rounding, and in float32 its inner products with the basis reached 1e-5.
+_NOISE = 16
+
+
+def rounding(values: Float[Array, " k"]) -> Float[Array, ""]:
+    """How far noise and rounding may have moved Ritz values: a bound in their units."""
+    steps = values.shape[-1]
+    units = _NOISE * steps**0.5 + 10 * steps
+    return units * jnp.finfo(values.dtype).eps * jnp.abs(values).max()
+
+
+def tridiagonalise(
+    matvec: Callable[[Array], Array], start: Float[Array, " n"], num_steps: int, key: Key[Array, ""]
+) -> Tridiagonal:
+    r"""Lanczos with full reorthogonalisation, by ``matfree``.
+
+    Where the Krylov space of ``start`` is exhausted before ``num_steps`` (an operator of low
+    rank, repeated eigenvalues, zero) the recurrence has nothing left to normalise, and
+    divides zero, or rounding noise, by its length. Textbooks restart from a random vector
+    orthogonal to the basis. Here every product gets a random vector of the length of a
+    few rounding errors added to it: harmless while there is something left, and the restart where
+    there is not, since reorthogonalisation removes all but the new direction. Thus repeated
+    eigenvalues are found with their multiplicities, and the values are those of an operator
+    that differs by :func:`rounding` at most.
+
+    Args:
+        matvec: The product; linear and symmetric.
+        start: The starting vector, of any length but 0.
+        num_steps: $k$, at most the dimension.
+        key: For the restarts.
+
+    Memory:
+        The basis, ``num_steps * n`` elements, up to three times.
+    """
+    decomp = load("matfree.decomp")
+    noise_length = _NOISE * jnp.finfo(start.dtype).eps
+    unit = start / jnp.linalg.norm(start)
+    scale = length(matvec(unit))
+    # In units in which the operator is of order one, so that its size cannot underflow.
+    divisor = jnp.where((scale > 0) & jnp.isfinite(scale), scale, jnp.ones((), scale.dtype))
+    probe = jax.random.normal(key, start.shape, start.dtype)
+
+    def perturbed(vector: Array) -> Array:
+        # The algorithm shows no step number; the vector itself, new at each step, is the seed.
+        seed = jax.lax.bitcast_convert_type(jnp.vdot(probe, vector).astype(jnp.float32), jnp.uint32)
+        noise = jax.random.normal(jax.random.fold_in(key, seed), vector.shape, vector.dtype)
+        return matvec(vector) / divisor + noise_length * noise / jnp.linalg.norm(noise)
+
+    # Nothing here is differentiated, and the custom rule would hold every product's residuals.
+    lanczos = decomp.tridiag_sym(num_steps, reortho="full", custom_vjp=False)
+    with full_precision():
+        basis, matrix, residual, _ = lanczos(perturbed, unit)
+    values, vectors = jnp.linalg.eigh(matrix)
+    size = jnp.where(scale == 0, scale, divisor)  # a zero operator has eigenvalues of exactly 0
+    return Tridiagonal(
+        values * size,
+        jnp.square(vectors[0]),
+        vectors,
+        basis,
+        jnp.linalg.norm(residual) * size,
+    )
+
+
+# ---------------- the outer eigenvalues of an operator, with error bounds
+
 
 PyTree = Any
 Which = Literal["magnitude", "largest", "smallest"]

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxkfac._checks import one_of
+from jaxkfac._errors import one_of
 from jaxkfac.data.choices._questions import Question
 from jaxkfac.data.text._encode import Example
 from jaxkfac.data.text._tokenizer import TokenizerLike

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkfac._checks import one_of
+from jaxkfac._errors import one_of
 from jaxkfac.data.choices._compare import ProportionInterval, wilson_interval
 from jaxkfac.data.choices._prompts import PromptStyle, bare_examples, choice_examples
 from jaxkfac.data.choices._questions import Question

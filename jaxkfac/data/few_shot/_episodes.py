@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkfac._checks import at_least_one
+from jaxkfac._errors import at_least_one
 from jaxkfac.data.few_shot._class_images import ClassImages
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxkfac._checks import at_least_one, one_of
+from jaxkfac._errors import at_least_one, one_of
 from jaxkfac.data.few_shot._class_images import ClassImages, Splits, split_classes
 
 _ENDINGS = frozenset(

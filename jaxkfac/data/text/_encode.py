@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxkfac._checks import one_of
+from jaxkfac._errors import one_of
 from jaxkfac.data.text._records import Chat, Completion, Record, as_plain
 from jaxkfac.data.text._tokenizer import MarksAnswers, TokenizerLike
 

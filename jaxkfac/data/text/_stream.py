@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxkfac._checks import one_of
+from jaxkfac._errors import one_of
 from jaxkfac.data.readers import FileRows
 from jaxkfac.data.stream import (
     BatchStream,

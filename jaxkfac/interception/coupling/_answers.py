@@ -6,9 +6,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxkfac.interception._axes import Atoms, AxisTable
+from jaxkfac.interception._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception._plan import Plan
-from jaxkfac.interception._propagate import Axes
 from jaxkfac.interception.coupling._follow import Follower
 from jaxkfac.interception.coupling._labels import FREE, MIXED, Labels, examples_along, simplified
 from jaxkfac.interception.coupling._values import (

@@ -17,9 +17,9 @@ from jaxkfac.interception.coupling._indexing import (
     picks_are_known,
     scatter,
 )
-from jaxkfac.interception.coupling._known import Ask
 from jaxkfac.interception.coupling._labels import (
     FREE,
+    Ask,
     Labels,
     accumulated,
     everywhere,

@@ -34,20 +34,18 @@ from jaxkfac.interception._compat import (
 from jaxkfac.interception._plan import Plan
 from jaxkfac.interception.coupling._calls import CALLS, COLLECTIVES
 from jaxkfac.interception.coupling._first_order import is_certain, rule_of
-from jaxkfac.interception.coupling._known import (
-    KnownArray,
-    asked_once,
-    can_be_known,
-    known_result,
-    nothing,
-)
 from jaxkfac.interception.coupling._labels import (
     FREE,
     MIXED,
+    KnownArray,
     Labels,
     TooManyLabelsError,
+    asked_once,
+    can_be_known,
     examples_along,
+    known_result,
     mixed,
+    nothing,
 )
 from jaxkfac.interception.coupling._loops import Follows
 from jaxkfac.interception.coupling._values import (

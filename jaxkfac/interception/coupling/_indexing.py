@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from jaxkfac.interception._compat import Eqn
-from jaxkfac.interception.coupling._known import Ask
 from jaxkfac.interception.coupling._labels import (
     FREE,
     MIXED,
+    Ask,
     Labels,
     check_size,
     everywhere,

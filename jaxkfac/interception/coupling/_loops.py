@@ -16,13 +16,15 @@ import numpy as np
 
 from jaxkfac.interception._compat import Eqn, Jaxpr, body_of, open_jaxpr, scan_counts
 from jaxkfac.interception._plan import Plan
-from jaxkfac.interception.coupling._known import Ask, KnownArray, nothing
 from jaxkfac.interception.coupling._labels import (
     FREE,
     MIXED,
+    Ask,
+    KnownArray,
     Labels,
     check_size,
     joined,
+    nothing,
     reduced,
     simplified,
 )

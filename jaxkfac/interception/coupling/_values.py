@@ -6,8 +6,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkfac.interception.coupling._known import Ask, nothing
-from jaxkfac.interception.coupling._labels import MIXED, Labels, joined, mixed
+from jaxkfac.interception.coupling._labels import MIXED, Ask, Labels, joined, mixed, nothing
 
 Question = Literal["value", "derivative"]
 QUESTIONS: tuple[Question, ...] = ("value", "derivative")

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkfac._errors import nearest
-from jaxkfac.lslora.nf4._levels import LEVELS, NESTED_BLOCK
-from jaxkfac.lslora.nf4._tensor import NF4, Nested
+from jaxkfac.lslora.nf4._tensor import LEVELS, NESTED_BLOCK, NF4, Nested
 
 _STATE = "quant_state.bitsandbytes__nf4"
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # that bitsandbytes knows

@@ -14,9 +14,15 @@ from jaxkfac._errors import UnknownLayerError
 from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
 from jaxkfac.interception import find_layers
 from jaxkfac.lslora import Config, attach, init, nf4
-from jaxkfac.lslora.nf4 import _encode
-from jaxkfac.lslora.nf4._encode import encode, encode_scales
-from jaxkfac.lslora.nf4._levels import LEVELS, MIDPOINTS, nested_codes, nested_levels
+from jaxkfac.lslora.nf4 import _tensor
+from jaxkfac.lslora.nf4._tensor import (
+    LEVELS,
+    MIDPOINTS,
+    encode,
+    encode_scales,
+    nested_codes,
+    nested_levels,
+)
 
 
 def weights(*shape, seed=0, dtype=jnp.float32):
@@ -92,9 +98,9 @@ def test_an_outlier_costs_precision_in_its_own_256_scales_only():
 def test_rows_are_encoded_a_few_at_a_time_as_all_at_once(monkeypatch):
     matrix = np.asarray(weights(10, 64))
     whole = encode(matrix, 16)
-    monkeypatch.setattr(_encode, "_AT_ONCE", 4 * 64)
-    nearest, sizes = _encode._nearest, []
-    monkeypatch.setattr(_encode, "_nearest", lambda x: sizes.append(x.size) or nearest(x))
+    monkeypatch.setattr(_tensor, "_AT_ONCE", 4 * 64)
+    nearest, sizes = _tensor._nearest, []
+    monkeypatch.setattr(_tensor, "_nearest", lambda x: sizes.append(x.size) or nearest(x))
     for one, other in zip(encode(matrix, 16), whole, strict=True):
         np.testing.assert_array_equal(one, other)
     assert sizes == [256, 256, 128]

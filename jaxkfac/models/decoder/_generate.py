@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
-from jaxkfac._checks import at_least_one
+from jaxkfac._errors import at_least_one
 from jaxkfac.interception import is_encoded
 from jaxkfac.lslora import Bank
 from jaxkfac.models.checkpoint import Pretrained

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxkfac._checks import at_least_one
+from jaxkfac._errors import at_least_one
 from jaxkfac.models.few_shot._episode_norm import EpisodeNorm
 
 

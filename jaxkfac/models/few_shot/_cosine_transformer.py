@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxkfac._checks import at_least_one
+from jaxkfac._errors import at_least_one
 from jaxkfac.models.few_shot._prototypes import Backbone, embed
 
 _SCALE = 2.0  # of the head's cosines; its learnable norm multiplies it

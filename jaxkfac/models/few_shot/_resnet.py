@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxkfac._checks import at_least_one, one_of
+from jaxkfac._errors import at_least_one, one_of
 from jaxkfac.models.few_shot._episode_norm import EpisodeNorm
 
 Depth = Literal[10, 18, 34]

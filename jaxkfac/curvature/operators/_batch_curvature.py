@@ -1,0 +1,337 @@
+"""The Fisher matrix, the generalized Gauss-Newton matrix and the Hessian of a batch."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key, PyTree
+
+from jaxkfac._errors import at_least_one
+from jaxkfac.curvature.operators._exact import (
+    ExactOperator,
+    checked_batch,
+    chosen_paths,
+    chosen_shapes,
+    marked_gauss_newton,
+)
+from jaxkfac.curvature.operators._operator import Operator
+from jaxkfac.curvature.operators._products import (
+    Chunk,
+    Leaves,
+    estimated_products,
+    expected_products,
+    gauss_newton,
+    hessian_product,
+    outer_products,
+)
+from jaxkfac.factors import FISHER_TYPES, LABEL_FOLD, Estimator, Objective, estimator_of, returned
+from jaxkfac.interception import (
+    check_arrays,
+    check_function,
+    fast_convolutions,
+    leaves_by_path,
+    with_leaves,
+)
+from jaxkfac.linalg import map_over_chunks, statistics_dtype
+
+# ---------------- the Fisher information matrix of a batch
+
+
+FisherType = Literal["exact", "empirical", "mc"]
+
+# Products with a vector on one chunk that are cheaper than ``estimated_products``.
+_PRODUCTS: Mapping[type[Estimator], Callable[[Chunk, Leaves], Leaves]] = {
+    FISHER_TYPES["exact"]: expected_products,
+    FISHER_TYPES["empirical"]: outer_products,
+    FISHER_TYPES["mc"]: outer_products,
+}
+
+
+def fisher(
+    objective: Callable[..., Any],
+    params: PyTree,
+    batch: Any,
+    *,
+    fisher: FisherType | Estimator = "exact",
+    key: Key[Array, ""] | None = None,
+    labels: PyTree = None,
+    samples: int = 1,
+    chunk: int | None = None,
+    only: str | None = None,
+    state: PyTree | None = None,
+) -> Operator:
+    r"""The Fisher information of the mean loss, as an operator.
+
+    Over $N$ examples of $R$ loss terms (with a mask, the kept terms in place of $NR$), with
+    $g_n$ the gradient of the *sum* of one example's negative log-likelihoods,
+
+    $$ F = \frac{1}{NR} \sum_n \operatorname{E} \bigl[ g_n g_n^\top \bigr], $$
+
+    the scale of the Kronecker factors. Labels are independent from term to term, so the
+    expectation is $J^\top H J$ with $H$ the Fisher of the outputs. ``jk.Categorical()``,
+    ``jk.Bernoulli()`` and ``jk.Gaussian()`` take natural parameters, for which this is
+    :func:`ggn`; another likelihood goes through its ``fisher_column``, one column at a time.
+
+    Args:
+        objective: A ``jk.Objective``; or, for ``"exact"``, a scalar loss that marks its outputs
+            (``jk.mark_outputs``).
+        params: Parameters; integer leaves and keys are held out.
+        batch: ``(inputs, targets)`` or ``(inputs, targets, mask)``.
+        fisher: ``"exact"``: the expectation over the model's own labels. ``"empirical"``:
+            the given targets in place of the expectation. ``"mc"``: labels sampled from the
+            model, once, when the operator is built; unbiased, of rank at most
+            ``samples * N``. Or an ``Estimator`` of your own, run on each example by itself.
+        key: For dropout, and for the labels of ``"mc"``. An example's labels depend on the
+            key and its place in the batch, not on the chunk. They are not those that
+            ``value_grad_and_factors`` samples from the same key: pass both ``labels=``.
+        labels: ``(samples, *targets)`` for ``"mc"``, in place of sampled ones; a tree of them
+            in the form of the likelihoods.
+        samples: How many labels ``"mc"`` samples for each term.
+        chunk: Examples at once, as for :func:`ggn`.
+        only: Full-match pattern over parameter paths, as for :func:`ggn`.
+        state: What a call changes, as for :func:`ggn`.
+
+    Returns:
+        A positive semi-definite :class:`Operator`. Two forward passes and one backward pass
+        for each product; per-example gradients are never formed.
+
+    Raises:
+        TypeError: ``objective`` is no ``jk.Objective``, and marks no outputs.
+        UnknownLayerError: ``only`` matches no parameter.
+        ValueError: an unknown type, ``"mc"`` without a key or labels, or a batch that does
+            not fit.
+
+    Memory:
+        As for :func:`ggn`; ``"mc"`` holds its labels.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> objective = jk.Objective(lambda p, x: x @ p["w"], jk.Gaussian())
+        >>> params, batch = {"w": jnp.ones((4, 2))}, (jnp.eye(4), jnp.zeros((4, 2)))
+        >>> empirical = jk.operators.fisher(objective, params, batch, fisher="empirical")
+        >>> print((empirical @ {"w": 4 * jnp.ones((4, 2))})["w"][0])
+        [2. 2.]
+
+    References:
+        James Martens, "New Insights and Perspectives on the Natural Gradient Method", 2020.
+        Frederik Kunstner, Lukas Balles and Philipp Hennig, "Limitations of the Empirical
+        Fisher Approximation", 2019.
+    """
+    at_least_one(samples=samples)
+    estimator = estimator_of(fisher, samples=samples, chunk=1, of_examples=True)
+    rule = _PRODUCTS.get(type(estimator), estimated_products)
+    if not isinstance(objective, Objective):
+        if rule is not expected_products:
+            raise ValueError(
+                f'fisher="{estimator.name}" needs gradients of examples, which a scalar loss does '
+                'not show: give a jk.Objective, or take fisher="exact"'
+            )
+        return marked_gauss_newton("fisher", objective, params, batch, key, chunk, only, state)
+    batch = objective.batch(batch)
+    estimator = estimator.bound(key, labels, batch)
+    checked = checked_batch(objective, params, batch, key, chunk, labels, state)
+    paths = chosen_paths(only, params)
+    operator = ExactOperator(params, checked, None, key, state, objective, rule, chunk, paths)
+    if rule is estimated_products:
+        by_example = estimator.by_example(batch.num_examples)
+    elif not estimator.samples_labels:
+        return operator
+    elif labels is None:
+        by_example = _sample(operator, estimator.samples)
+    else:
+        by_example = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), labels)
+    return dataclasses.replace(operator, labels=by_example)
+
+
+def _sample(operator: ExactOperator, samples: int) -> PyTree:
+    """Labels ``(N, samples, *targets)`` from the model's outputs."""
+    base = jax.random.fold_in(operator.key, LABEL_FOLD)
+    number = operator.batch.num_examples
+    keys = jax.vmap(lambda n: jax.random.split(jax.random.fold_in(base, n), samples))
+
+    def sample(key: Any, outputs: PyTree) -> PyTree:
+        """Labels of one example, given without its leading axis."""
+        whole = jax.tree.map(lambda y: y[None], outputs)
+        return jax.tree.map(lambda y: y[0], operator.objective.sample(key, whole))
+
+    def labels(chunk: Chunk) -> PyTree:
+        outputs = jax.lax.stop_gradient(chunk.outputs(chunk.leaves))
+        # keys stand in the place of labels
+        return jax.vmap(lambda ks, y: jax.vmap(lambda k: sample(k, y))(ks))(chunk.labels, outputs)
+
+    examples = (operator.batch, keys(jnp.arange(number)))
+    per_chunk = operator.over_chunks(labels)
+    return map_over_chunks(per_chunk, examples, operator.chunk, in_loop=fast_convolutions)
+
+
+# ---------------- the generalised Gauss-Newton matrix of a batch
+
+
+def ggn(
+    objective: Callable[..., Any],
+    params: PyTree,
+    batch: Any,
+    *,
+    key: Key[Array, ""] | None = None,
+    chunk: int | None = None,
+    only: str | None = None,
+    state: PyTree | None = None,
+) -> Operator:
+    r"""The generalised Gauss-Newton matrix of the mean loss, as an operator.
+
+    With $J$ the Jacobian of the outputs and $H$ the Hessian of the mean loss in the outputs,
+
+    $$ \mathrm{GGN} = J^\top H J , $$
+
+    positive semi-definite where the loss is convex in the outputs, as all of
+    ``jk.Categorical()``, ``jk.Bernoulli()`` and ``jk.Gaussian()`` are; for these it is the
+    exact :func:`fisher`.
+
+    Args:
+        objective: A ``jk.Objective``, with or without ``has_aux``; or a scalar loss that marks
+            its outputs (``jk.mark_outputs``), whose marks then say what it is.
+        params: Parameters; integer leaves and keys are held out.
+        batch: ``(inputs, targets)`` or ``(inputs, targets, mask)``; masked terms are in no
+            sum and no count.
+        key: For dropout: the same masks at every product. With ``chunk`` each chunk draws its
+            own, so the chunk then changes the result.
+        chunk: Examples at once; ``None`` is all. The result is the same to rounding.
+        only: Full-match pattern over parameter paths: the operator acts on those leaves
+            (adapters), its vectors are ``{path: leaf}`` of them alone, and nothing else is
+            differentiated.
+        state: What a call changes (batch statistics), for an ``apply_fn`` with a ``state=``
+            argument; the changes are left out.
+
+    Returns:
+        An :class:`Operator`. Two forward passes and one backward pass for each product.
+
+    Raises:
+        TypeError: ``objective`` is no ``jk.Objective``, and marks no outputs.
+        UnknownLayerError: ``only`` matches no parameter.
+        ValueError: a batch that does not fit, or cannot be cut into chunks.
+
+    Memory:
+        Activations of one chunk for the backward pass, and two trees like the vectors.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> objective = jk.Objective(lambda p, x: x @ p["w"], jk.Gaussian())
+        >>> params, batch = {"w": jnp.ones((3, 2))}, (3 * jnp.eye(3), jnp.zeros((3, 2)))
+        >>> product = jk.operators.ggn(objective, params, batch) @ params
+        >>> print(product["w"][0])
+        [3. 3.]
+
+    References:
+        Nicol Schraudolph, "Fast Curvature Matrix-Vector Products for Second-Order Gradient
+        Descent", 2002.
+    """
+    if not isinstance(objective, Objective):
+        return marked_gauss_newton("ggn", objective, params, batch, key, chunk, only, state)
+    parts = checked_batch(objective, params, batch, key, chunk, state=state)
+    paths = chosen_paths(only, params)
+    return ExactOperator(params, parts, None, key, state, objective, gauss_newton, chunk, paths)
+
+
+# ---------------- the Hessian of a batch's loss
+
+
+def hessian(
+    objective: Callable[..., Any],
+    params: PyTree,
+    batch: Any,
+    *,
+    key: Key[Array, ""] | None = None,
+    chunk: int | None = None,
+    only: str | None = None,
+    has_aux: bool = False,
+    state: PyTree | None = None,
+) -> Operator:
+    r"""The Hessian $\nabla^2 L$ of the mean loss, as an operator; it may be indefinite.
+
+    Args:
+        objective: A ``jk.Objective``, or any scalar loss ``fn(params, batch)``, with a
+            ``key=`` argument or without.
+        params: Parameters; integer leaves and keys are held out.
+        batch: As for :func:`ggn`; whatever the function takes, for a scalar loss.
+        key: For dropout, as for :func:`ggn`.
+        chunk: Examples at once, as for :func:`ggn`; not for a scalar loss, whose terms
+            cannot be counted.
+        only: Full-match pattern over parameter paths, as for :func:`ggn`.
+        has_aux: Whether a scalar loss returns ``(value, aux)``; an ``Objective`` says so
+            itself.
+        state: What a call changes, as for :func:`ggn`; of a scalar loss its ``state=``.
+
+    Returns:
+        An :class:`Operator`. One gradient, differentiated forward, for each product.
+
+    Raises:
+        UnknownLayerError: ``only`` matches no parameter.
+        ValueError: a batch that does not fit, or ``chunk`` with a scalar loss.
+
+    Memory:
+        About twice that of one chunk's gradient.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxkfac as jk
+        >>> cubes = lambda params, batch: (params["w"] ** 3).sum() * batch
+        >>> hessian = jk.operators.hessian(cubes, {"w": jnp.arange(3.0)}, 2.0)
+        >>> print((hessian @ {"w": jnp.ones(3)})["w"])
+        [ 0. 12. 24.]
+
+    References:
+        Barak Pearlmutter, "Fast Exact Multiplication by the Hessian", 1994.
+    """
+    paths = chosen_paths(only, params)
+    if isinstance(objective, Objective):
+        parts = checked_batch(objective, params, batch, key, chunk, state=state)
+        return ExactOperator(
+            params, parts, None, key, state, objective, hessian_product, chunk, paths
+        )
+    check_function("objective", objective, "loss(params, batch), or a jk.Objective")
+    check_arrays("params", params)
+    if chunk is not None:
+        raise ValueError(
+            "chunk: a scalar loss does not show how many terms a chunk holds; give a "
+            "jk.Objective, or pass chunk=None"
+        )
+    return ScalarHessian(params, batch, key, state, objective, has_aux, paths)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScalarHessian(Operator):
+    """The Hessian of a scalar loss ``fn(params, batch)``; attributes as in ``hessian``."""
+
+    params: Any
+    batch: Any
+    key: Any
+    state: Any
+    function: Callable[..., Any] = dataclasses.field(metadata={"static": True})
+    has_aux: bool = dataclasses.field(metadata={"static": True})
+    only: tuple[str, ...] | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def like(self) -> PyTree:
+        return chosen_shapes(self.params, self.only)
+
+    def product(self, leaves: Leaves) -> Leaves:
+        return _product(self, leaves)
+
+
+@jax.jit
+def _product(operator: ScalarHessian, leaves: Leaves) -> Leaves:
+    found = leaves_by_path(operator.params)
+    chosen = {path: found[path] for path in operator.leaves}
+    vector = {path: leaves[path].astype(x.dtype) for path, x in chosen.items()}
+
+    def loss(chosen: Leaves) -> Array:
+        params = with_leaves(operator.params, chosen)
+        args = (params, operator.batch)
+        return returned(
+            "the loss", operator.function, args, operator.key, operator.state, operator.has_aux
+        )[0]
+
+    out = jax.jvp(jax.grad(loss), (chosen,), (vector,))[1]
+    return {path: x.astype(statistics_dtype(x.dtype)) for path, x in out.items()}

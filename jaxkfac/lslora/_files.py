@@ -1,0 +1,385 @@
+"""Adapters to disk and back, in the layout of PEFT."""
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkfac._errors import CheckpointMismatchError, JaxkfacError
+from jaxkfac.files import write_together
+from jaxkfac.lslora._bank import check_names
+from jaxkfac.lslora._config import Adapter, Adapters, Config, only_adapters
+from jaxkfac.lslora._folder import (
+    CONFIG,
+    KEY,
+    PREFIX,
+    TENSORS,
+    adapted_modules,
+    adapter_folder,
+    check_finite,
+    config_text,
+    read_folder,
+    rendered,
+    tensor_checksum,
+    tensor_keys,
+)
+from jaxkfac.lslora._modules import ModuleNames, fuse, layer_name, module_name, whole_name
+from jaxkfac.lslora._pretrained import (
+    PretrainedModel,
+    Stack,
+    expected_tensors,
+    stacked,
+    stacks_of,
+    untargeted,
+    whole_parameters,
+)
+from jaxkfac.lslora._record import OWN, Dialect, from_record, to_record
+
+# ---------------- stacks of layers in a file that does not say what is scanned
+
+
+_PRODUCTS = tensor_keys(None)
+
+
+def stacks_in(tensors: Mapping[str, np.ndarray], scanned: str) -> dict[str, Stack]:
+    """Every layer that a file adapts.
+
+    Args:
+        tensors: By key.
+        scanned: The component behind which a number is a slice.
+
+    Raises:
+        CheckpointMismatchError: slices that are missing, or ``b`` of a module, by name.
+    """
+    found: dict[str, dict[int | None, str]] = {}
+    for module in adapted_modules(tensors):
+        layer, index = layer_name(module, scanned)
+        found.setdefault(layer, {})[index] = module
+    stacks = {}
+    for layer, slices in found.items():
+        indices = sorted(slices, key=lambda i: -1 if i is None else i)
+        if indices not in ([None], list(range(len(indices)))):
+            raise CheckpointMismatchError(
+                f"layer {layer!r} has adapters of the slices {indices} only, and the file does not "
+                "say how many there are: pass model=, or like= of a model"
+            )
+        modules = [slices[i] for i in indices]
+        lead = () if indices == [None] else (len(indices),)
+        a, b = (_tensor(tensors, modules[0], part) for part in ("a", "b"))
+        stacks[layer] = Stack(lead, a.shape[-1], b.shape[0], modules)
+    return stacks
+
+
+def _tensor(tensors: Mapping[str, np.ndarray], module: str, part: str) -> np.ndarray:
+    key = f"{PREFIX}{module}.{_PRODUCTS[part]}"
+    if key not in tensors:
+        raise CheckpointMismatchError(f"the file lacks {key!r}")
+    return tensors[key]
+
+
+# ---------------- adapters from disk, in the layout of PEFT
+
+
+def load(
+    folder: Path | str,
+    *,
+    name: str = "default",
+    model: PretrainedModel | None = None,
+    like: Adapters | None = None,
+    names: ModuleNames = module_name,
+    scanned: str | None = None,
+    assume: Mapping[str, Any] | None = None,
+    verify: bool = True,
+) -> tuple[Adapters, Config]:
+    r"""Read one adapter.
+
+    Plain LoRA of PEFT comes back with ``fourier_placement="none"`` and computes what PEFT
+    computes: a warm start, see :func:`as_fourier`. Where PEFT adapts some slices of a stack only,
+    or gives them other ranks, the others' rows and columns are zero.
+
+    Args:
+        folder: That :func:`save` was given, or PEFT's ``save_pretrained``.
+        name: Of the adapter.
+        model: What ``load_decoder`` returned. All that it is made of is known then: its blocks,
+            and the projections that are apart in the file and fused in the model.
+        like: What :func:`init` returns for any other model, or its shapes. Files that were not
+            written here do not say what is scanned: they need ``model``, ``like`` or
+            ``scanned``.
+        names: As for :func:`save`, with ``model`` or ``like``.
+        scanned: For such files: the component behind which numbers count the slices of one
+            stack. With ``"layers"``, ``model.layers.{i}.q_proj`` are slices of
+            ``model/layers/q_proj/kernel``.
+        assume: Settings by their names in ``adapter_config.json``, in place of what a file of
+            another writer says or leaves out: ``{"init_sigma": 1.0}``. Files of the original
+            LS-LoRA do not say ``fourier_placement``, and it is ``"output"``.
+        verify: Whether files that were written here must have the checksums that they had.
+
+    Returns:
+        ``(adapters, config)``, arrays in the file's dtypes (``b`` in float32, where slices have
+        different scalings).
+
+    Raises:
+        CheckpointMismatchError: keys that are missing, not expected or of another shape, all
+            named.
+        DamagedFileError: a file is damaged, or of another save than the one beside it.
+        ValueError: the file is not finite, of another ``peft_type``, or has a setting
+            that makes another model; its nonlinearity is not known; ``model`` is needed; or
+            ``modules_to_save`` replaces one part of a kernel of ``model`` and another is adapted.
+        FileNotFoundError: there is no such adapter.
+
+    Example:
+        >>> load("nowhere")
+        Traceback (most recent call last):
+        FileNotFoundError: no adapter in nowhere: it has no adapter_config.json
+    """
+    check_names([name])
+    if model is not None and like is not None:
+        raise ValueError("load: model= and like= both say what the layers are; pass one")
+    where = adapter_folder(folder, name)
+    record, tensors, own = read_folder(where, assume=assume, verify=verify)
+    if model is None and like is None and own is None and scanned is None:
+        raise ValueError(
+            f"{folder} was not written here and does not say which modules one layer scans over: "
+            'pass model=, like=jk.lslora.init(...), or scanned="layers", say'
+        )
+    with _settings_of(where / CONFIG):
+        if model is not None:
+            stacks = stacks_of(model, record, tensors, names)
+        elif like is not None:
+            shapes = {n: (x.a.shape, x.b.shape) for n, x in only_adapters(like).items()}
+            stacks = {n: _stack(n, a, b, names) for n, (a, b) in shapes.items()}
+        elif own is not None:
+            held = own["layers"].items()
+            stacks = {n: Stack(tuple(a[:-2]), a[-2], b[-1], each) for n, (a, b, each) in held}
+        else:
+            stacks = stacks_in(tensors, str(scanned))
+        expected = expected_tensors(record, stacks, tensors)
+        left_out = [] if OWN in record else untargeted(record, stacks, tensors)
+    whole: dict[str, Any] = {}
+    if model is None and like is not None:
+        whole = {path: x.shape for path, x in like.items() if path not in stacks}
+    elif model is None and own is not None:
+        whole = own["whole"]
+    expected |= {
+        PREFIX + whole_name(path)[0]: _stored(path, shape) for path, shape in whole.items()
+    }
+    beside = [] if model is None else [key for key in tensors if key not in expected]
+    stored = {key: tuple(x.shape) for key, x in tensors.items() if key not in beside}
+    if problem := _differences(expected, stored):
+        raise CheckpointMismatchError(f"{folder} does not fit the model: {problem}")
+    if left_out:
+        raise CheckpointMismatchError(f"{where / CONFIG} does not name {left_out}, of the file")
+    check_finite(tensors, f"{where / TENSORS}: ")
+    adapters: dict[str, Any] = {}
+    layers: dict[str, tuple[int, Any]] = {}
+    for layer, stack in stacks.items():
+        adapters[layer], rank, alpha = stacked(record, layer, stack, tensors)
+        layers[layer] = rank, alpha
+    if like is not None:
+        _check_ranks(adapters, like, str(folder))
+    for path in whole:
+        key, transposed = whole_name(path)
+        x = tensors[PREFIX + key]
+        adapters[path] = jnp.asarray(x.T if transposed else x)
+    replaced: dict[str, Any] = {}
+    if model is not None:
+        replaced = whole_parameters(model, record, beside, tensors, names)
+    with _settings_of(where / CONFIG):
+        config = from_record(record, layers, [*whole, *replaced])
+    if model is None:
+        return adapters, config
+    fused, config = fuse(adapters, config, model.config.parts)
+    if both := sorted(fused.keys() & replaced.keys()):
+        other = {"modules_to_save": None, "exclude_modules": record.get("modules_to_save")}
+        raise ValueError(
+            f"{where / CONFIG}: modules_to_save replaces some slices or a part of {both}, and the "
+            "file adapts others of them; here a kernel is replaced or adapted, not both. Write "
+            f"these modules into the base model, and load the adapter onto that with assume={other}"
+        )
+    return {**fused, **replaced}, config
+
+
+@contextlib.contextmanager
+def _settings_of(path: Path) -> Iterator[None]:
+    """Say which file has settings that are not what they should be."""
+    try:
+        yield
+    except JaxkfacError:
+        raise
+    except (ValueError, TypeError, AttributeError, ArithmeticError, re.error) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _stack(layer: str, a: tuple[int, ...], b: tuple[int, ...], names: ModuleNames) -> Stack:
+    modules = [names(layer, index) for index in np.ndindex(*a[:-2])]
+    return Stack(a[:-2], a[-2], b[-1], modules)
+
+
+def _stored(path: str, shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(shape)[::-1] if whole_name(path)[1] else tuple(shape)
+
+
+def _check_ranks(adapters: Adapters, like: Adapters, folder: str) -> None:
+    wrong = [
+        f"{layer} has rank {adapter.a.shape[-1]}, expected {like[layer].a.shape[-1]}"
+        for layer, adapter in only_adapters(adapters).items()
+        if adapter.a.shape[-1] != like[layer].a.shape[-1]
+    ]
+    if wrong:
+        raise CheckpointMismatchError(f"{folder} does not fit the model: {'; '.join(wrong)}")
+
+
+def _differences(expected: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]) -> str:
+    problems = []
+    if missing := sorted(expected.keys() - stored.keys()):
+        problems.append(f"it lacks {missing}")
+    if extra := sorted(stored.keys() - expected.keys()):
+        problems.append(f"it has {extra}, which the model does not know")
+    problems += [
+        f"{key} has shape {stored[key]}, expected {shape}"
+        for key, shape in expected.items()
+        if key in stored and stored[key] != shape
+    ]
+    return "; ".join(problems)
+
+
+# ---------------- adapters to disk, in the layout of PEFT
+
+
+def save(
+    folder: Path | str,
+    adapters: Adapters,
+    config: Config,
+    *,
+    name: str = "default",
+    dialect: Dialect = "lslora",
+    names: ModuleNames = module_name,
+    base_model: Path | str | None = None,
+    task_type: str | None = None,
+) -> None:
+    r"""Write one adapter: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+    Every slice of a stack is a module of its own: ``<module>.lora_A.weight`` (r, in),
+    ``.lora_B.weight`` (out, r), ``.fourier_params.weight`` (4,), ``.fourier_params.sigma`` ().
+    Another nonlinearity than the Fourier one has its own name there.
+    Keys carry no adapter name. ``"default"`` is at the folder's root, others in
+    ``folder/name``. Neither file takes its name before both are on the disk, and each has a
+    checksum that :func:`load` compares.
+
+    Args:
+        folder: Made if it is missing.
+        adapters: What is written, and nothing else.
+        config: Its settings; all are saved.
+        name: An identifier, and not ``"lora"``.
+        dialect: ``peft_type`` of the file: ``"lslora"`` is ``LSLORA``, which only LS-LoRA
+            readers know; ``"peft"`` is ``LORA``, for PEFT with the plug-in
+            ``torch_ref.lslora.peft_plugin`` of the extra ``peft``. Without the plug-in PEFT
+            refuses it. Plain LoRA itself has the dialect ``"peft"``, and needs no plug-in.
+        names: ``names(layer, index of a slice) -> module``; by default ``layers/q/kernel`` is
+            ``layers.{i}.q``.
+        base_model: Where PEFT finds the base model, ``pretrained.path`` say. With ``task_type``
+            its ``AutoPeftModelForCausalLM`` opens the folder; of a model whose PyTorch form keeps
+            fused projections apart, write what :func:`split` returns.
+        task_type: PEFT's word for what the model does: ``"CAUSAL_LM"``.
+
+    Raises:
+        ValueError: a name that cannot be used, two slices with one module name, values that are
+            not finite, adapters of another rank or placement than ``config``'s, or plain LoRA in
+            the dialect ``"lslora"``.
+        OSError: the files cannot be written; what is in the folder then is said.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, jaxkfac.lslora as lslora
+        >>> adapter = lslora.Adapter(
+        ...     jnp.ones((3, 2)), jnp.ones((2, 3)), jnp.array([0.0, 1, 0, 0]), jnp.array(1.0))
+        >>> config = lslora.Config(rank=2, target="q/kernel")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     lslora.save(folder, {"q/kernel": adapter}, config)
+        ...     adapters, again = lslora.load(folder)
+        >>> again == config, adapters["q/kernel"].a.shape
+        (True, (3, 2))
+    """
+    check_names([name])
+    if dialect not in ("lslora", "peft"):
+        raise ValueError(f"dialect={dialect!r}: expected 'lslora' or 'peft'")
+    for layer, adapter in only_adapters(adapters).items():
+        _check_settings(layer, adapter, config)
+    modules = {n: _modules(n, x.a.shape[:-2], names) for n, x in only_adapters(adapters).items()}
+    whole = {path: whole_name(path) for path in adapters.keys() - modules.keys()}
+    tensors = _to_tensors(adapters, modules, whole, tensor_keys(config.phi))
+    saved = sorted({key.rpartition(".")[0] for key, _ in whole.values()})
+    base = None if base_model is None else str(base_model)
+    record = to_record(config, modules, saved, dialect, base, task_type)
+    layers = {
+        n: [list(x.a.shape), list(x.b.shape), modules[n]]
+        for n, x in only_adapters(adapters).items()
+    }
+    shapes = {path: list(adapters[path].shape) for path in whole}
+    sums = {key: tensor_checksum(x) for key, x in tensors.items()}
+    own = json.dumps({"layers": layers, "whole": shapes, KEY: sums})
+    data = rendered(tensors, {"format": "pt", OWN: own})
+    folder = adapter_folder(folder, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = config_text(record, OWN, CONFIG, {TENSORS: data})
+    write_together({folder / TENSORS: data, folder / CONFIG: text}, "the adapter")
+
+
+def _check_settings(layer: str, adapter: Adapter, config: Config) -> None:
+    if adapter.is_linear != (config.phi is None):
+        have = "no coefficients" if adapter.is_linear else "coefficients"
+        raise ValueError(
+            f"layer {layer!r}: the adapter has {have}, and fourier_placement is "
+            f"{config.fourier_placement!r}; save it with the config that it was made with"
+        )
+    if adapter.coefficients is not None and config.phi is not None:
+        config.phi.check(adapter.coefficients.shape, f"layer {layer!r}")
+    rank, said = adapter.a.shape[-1], config.rank_of(layer)
+    if rank != said:
+        raise ValueError(
+            f"layer {layer!r}: the adapter has rank {rank}, and the config says {said}, which its "
+            "scaling is made from; save it with the config that it was made with (one out of a "
+            "bank: bank.get(name, config))"
+        )
+
+
+def _modules(layer: str, stack: tuple[int, ...], names: ModuleNames) -> list[str]:
+    return [names(layer, index) for index in np.ndindex(*stack)]
+
+
+def _to_tensors(
+    adapters: Adapters,
+    modules: dict[str, list[str]],
+    whole: dict[str, tuple[str, bool]],
+    keys: dict[str, str],
+) -> dict[str, np.ndarray]:
+    """Every tensor by its key, in PyTorch's orientation, on the host."""
+    tensors: dict[str, np.ndarray] = {}
+
+    def put(key: str, x: np.ndarray) -> None:
+        if key in tensors:
+            raise ValueError(f"two layers would be written as {key!r}: give names=")
+        tensors[key] = np.ascontiguousarray(x).reshape(x.shape)  # it makes a scalar a vector
+
+    for layer, adapter in only_adapters(jax.device_get(adapters)).items():
+        stack = adapter.a.shape[:-2]
+        for module, index in zip(modules[layer], np.ndindex(*stack), strict=True):
+            for part, leaf in adapter._asdict().items():
+                if leaf is not None:
+                    x = np.asarray(leaf[index])
+                    put(f"{PREFIX}{module}.{keys[part]}", x.T if part in ("a", "b") else x)
+    for path, (key, transposed) in whole.items():
+        x = np.asarray(adapters[path])
+        if transposed and x.ndim != 2:
+            raise ValueError(
+                f"modules_to_save: {path!r} has shape {x.shape}; only kernels (in, out) have a "
+                "form in PEFT's files"
+            )
+        put(PREFIX + key, x.T if transposed else x)
+    check_finite(tensors)
+    return tensors

@@ -1,0 +1,301 @@
+"""Figures of results: each takes the object and returns the axes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jaxkfac._errors import at_least_one, instance_of, named, one_of
+from jaxkfac._text import shortened
+from jaxkfac.curvature import CapacityMetrics, Eigenbases
+from jaxkfac.interception import LayerTable, selector
+from jaxkfac.lslora import Adapter, find_nonlinearity
+from jaxkfac.planning import MemoryPlan
+from jaxkfac.plot._style import COLORS, INK, MUTED, SIDES, drawing
+
+# ---------------- whether a classifier is right as often as it says
+
+
+def calibration(
+    probabilities: ArrayLike, targets: ArrayLike, *, num_bins: int = 15, ax: Any = None
+) -> Any:
+    r"""Draw accuracy over confidence, in bins of equal width.
+
+    The expected calibration error $\sum_b \frac{n_b}{N} |\text{acc}_b - \text{conf}_b|$ stands
+    in the title. A bin without examples is left out.
+
+    Args:
+        probabilities: ``(N, C)``, rows summing to one, such as those that a posterior's
+            ``predict`` returns.
+        targets: ``(N,)``, integers below C.
+        num_bins: Of the confidence, from 0 to 1.
+        ax: matplotlib axes to draw on; by default new ones.
+
+    Returns:
+        The axes.
+
+    Raises:
+        TypeError: ``targets`` are no integers.
+        ValueError: shapes that do not go together, nothing to draw, rows that are no
+            probabilities, targets that are no classes, or ``num_bins < 1``.
+        ImportError: matplotlib is not installed.
+
+    References:
+        Guo, Pleiss, Sun, Weinberger, On calibration of modern neural networks, 2017.
+    """
+    at_least_one(num_bins=num_bins)
+    p, y = np.asarray(probabilities, np.float64), np.asarray(targets)
+    if not np.issubdtype(y.dtype, np.integer):
+        raise TypeError(f"targets: expected integers, got {y.dtype}")
+    if p.ndim != 2 or y.shape != p.shape[:1] or not p.size:
+        raise ValueError(
+            f"probabilities and targets: expected (N, C) and (N,), got {p.shape} and {y.shape}"
+        )
+    if not (np.isfinite(p).all() and p.min() >= -1e-6 and p.max() <= 1 + 1e-6):
+        raise ValueError("probabilities: expected values in [0, 1]; of logits take jax.nn.softmax")
+    if y.min() < 0 or y.max() >= p.shape[1]:
+        raise ValueError(f"targets: expected 0 to {p.shape[1] - 1}, got {y.min()} to {y.max()}")
+    if np.abs(p.sum(1) - 1).max() > 1e-3:
+        raise ValueError("probabilities: expected rows that sum to one")
+    confidence, right = p.max(1), p.argmax(1) == y
+    bins = np.minimum((confidence * num_bins).astype(int), num_bins - 1)
+    used = np.unique(bins)
+    means = [(confidence[bins == b].mean(), right[bins == b].mean()) for b in used]
+    share = [(bins == b).mean() for b in used]
+    error = sum(n * abs(acc - conf) for n, (conf, acc) in zip(share, means, strict=True))
+    with drawing(ax) as axes:
+        axes.plot([0, 1], [0, 1], color=MUTED, linestyle=(0, (4, 3)))
+        conf, acc = zip(*means, strict=True)
+        axes.plot(conf, acc, color=SIDES["A"], marker="o", markersize=4)
+        axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
+        axes.set_title(f"expected calibration error {error:.3f}")
+    return axes
+
+
+# ---------------- a capacity metric through the depth of a model
+
+
+_MOST_NAMES = 24  # below the axis
+
+
+def capacity(metrics: CapacityMetrics, *, metric: str = "entropy_rank", ax: Any = None) -> Any:
+    """Draw one metric of each layer, slices of a stack one by one, in the model's order.
+
+    Args:
+        metrics: From ``jk.capacity_metrics``.
+        metric: Of a record, such as ``"entropy_rank"``, ``"participation_ratio"``,
+            ``"effective_dimension"``.
+        ax: matplotlib axes to draw on; by default new ones.
+
+    Returns:
+        The axes. Where a metric is undefined or infinite there is a gap.
+
+    Raises:
+        TypeError: ``metrics`` are no ``CapacityMetrics``.
+        ValueError: there is no such metric; all are named.
+        ImportError: matplotlib is not installed.
+    """
+    instance_of("metrics", metrics, CapacityMetrics, "from jk.capacity_metrics(bases, ...)")
+    one_of("metric", metric, list(metrics.model.scalars()))
+    names, values = [], []
+    for name, record in metrics.layers.items():
+        for i, part in enumerate(record.parts):
+            names.append(f"{name}[{i}]" if record.slices else name)
+            value = part.scalars().get(metric)
+            values.append(float("nan") if value is None else value)
+    with drawing(ax) as axes:
+        places = range(len(names))
+        axes.plot(places, values, color=SIDES["A"], marker="o", markersize=3)
+        step = -(-len(names) // _MOST_NAMES)
+        shown = [shortened(name, 28) for name in names[::step]]
+        axes.set_xticks(places[::step], shown, rotation=60, ha="right")
+        axes.set(ylabel=metric.replace("_", " "))
+    return axes
+
+
+# ---------------- which parameters are in a layer, and how many
+
+
+_COLORS = {"two factors": SIDES["A"], "a diagonal": SIDES["diagonal"], "not covered": MUTED}
+
+
+def coverage(layers: LayerTable, *, ax: Any = None) -> Any:
+    """Draw a bar for each layer, of its parameters, and for each parameter that is in none.
+
+    Args:
+        layers: From ``jk.find_layers``.
+        ax: matplotlib axes to draw on; by default new ones.
+
+    Returns:
+        The axes: parameters to the right, logarithmic, the first layer on top.
+
+    Raises:
+        TypeError: ``layers`` is no ``LayerTable``.
+        ImportError: matplotlib is not installed.
+    """
+    instance_of("layers", layers, LayerTable, "from jk.find_layers(fn, params, *args)")
+    rows = [
+        (x.name, "a diagonal" if x.is_diagonal else "two factors", x.num_parameters)
+        for x in layers.layers
+    ]
+    missing = dict.fromkeys(path for path, _ in layers.uncovered)
+    rows += [(path, "not covered", layers.sizes.get(path, 0)) for path in missing]
+    with drawing(ax, height=0.8 + 0.2 * max(len(rows), 1)) as axes:
+        for kind, color in _COLORS.items():
+            places = [i for i, row in enumerate(rows) if row[1] == kind]
+            if places:
+                sizes = [rows[i][2] for i in places]
+                axes.barh(places, sizes, color=color, label=kind, height=0.7)
+        axes.set_yticks(range(len(rows)), [shortened(name, 40) for name, *_ in rows])
+        axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel="parameters")
+        if rows:
+            axes.set_xscale("log")
+            axes.legend()
+    return axes
+
+
+# ---------------- the function that each adapter has learnt
+
+
+def nonlinearities(
+    adapters: Mapping[str, Any],
+    *,
+    nonlinearity: str = "fourier",
+    width: float = 3.0,
+    ax: Any = None,
+) -> Any:
+    r"""Draw $\varphi(u)$ of every layer, slices of a stack one by one.
+
+    Args:
+        adapters: ``{layer: Adapter}``, from ``jk.lslora.init``, ``load`` or a training.
+        nonlinearity: Name of the one that they have; ``config.nonlinearity``.
+        width: $u = z / \sigma$ from minus this to this.
+        ax: matplotlib axes to draw on; by default new ones.
+
+    Returns:
+        The axes; dashed is the function that an adapter begins with.
+
+    Raises:
+        TypeError: ``adapters`` holds no adapter with a nonlinearity.
+        ValueError: no nonlinearity has this name.
+        ImportError: matplotlib is not installed.
+    """
+    if not isinstance(adapters, Mapping):
+        raise TypeError(
+            "adapters: expected {layer: Adapter}, from jk.lslora.init or load, got "
+            f"{named(adapters)}"
+        )
+    chosen = [x for x in adapters.values() if isinstance(x, Adapter)]
+    learnt = [x.coefficients for x in chosen if x.coefficients is not None]
+    if not learnt:
+        raise TypeError("adapters: expected some with a nonlinearity, got none (plain LoRA)")
+    phi = find_nonlinearity(nonlinearity)
+    u = jnp.linspace(-width, width, 201)
+    x = phi.argument(u)
+
+    def values(coefficients: Any) -> np.ndarray:
+        return np.asarray(phi.apply(x, [jnp.asarray(c, u.dtype) for c in coefficients]))
+
+    with drawing(ax) as axes:
+        for coefficients in learnt:
+            for row in np.asarray(coefficients).reshape(-1, len(phi.initial)):
+                axes.plot(u, values(row), color=SIDES["A"], alpha=0.5, linewidth=0.9)
+        start = values(phi.initial)
+        axes.plot(u, start, color=MUTED, linestyle=(0, (4, 3)), label="at the start")
+        axes.set(xlabel="u = z / σ", ylabel="φ(u)")
+        axes.legend()
+    return axes
+
+
+# ---------------- what a training needs on the device, option by option
+
+
+def plan(plan: MemoryPlan, *, ax: Any = None) -> Any:
+    """Draw the bytes on the device of the training as it stands and with each option.
+
+    Rows of which only the largest is there at a time are drawn as that one.
+
+    Args:
+        plan: From ``jk.plan_memory``.
+        ax: matplotlib axes to draw on; by default new ones.
+
+    Returns:
+        The axes: a bar for each option, its rows stacked, in GiB; the line is what there is.
+
+    Raises:
+        TypeError: ``plan`` is no ``MemoryPlan``.
+        ImportError: matplotlib is not installed.
+    """
+    instance_of("plan", plan, MemoryPlan, "from jk.plan_memory(objective, params, batch, ...)")
+    estimates = {"as it stands": plan.now, **plan.alone}
+    if plan.smallest is not None and len(plan.smallest.options) > 1:
+        estimates["the smallest set that fits"] = plan.smallest
+    rows = dict.fromkeys(row for x in estimates.values() for row, n in x.at_once.items() if n)
+    with drawing(ax, height=1.2 + 0.32 * len(estimates)) as axes:
+        left = [0.0] * len(estimates)
+        for i, row in enumerate(rows):
+            sizes = [x.at_once.get(row, 0) / 2**30 for x in estimates.values()]
+            color = COLORS[i % len(COLORS)]
+            axes.barh(range(len(sizes)), sizes, left=left, color=color, label=row, height=0.7)
+            left = [a + b for a, b in zip(left, sizes, strict=True)]
+        if plan.usable_bytes < 4 * 2**30 * max(left):  # else the bars would be too small to see
+            axes.axvline(plan.usable_bytes / 2**30, color=INK, linestyle=(0, (4, 3)))
+        axes.set_yticks(range(len(estimates)), list(estimates))
+        axes.set(ylim=(len(estimates) - 0.4, -0.6), xlabel="GiB on the device")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return axes
+
+
+# ---------------- eigenvalues of every factor, over their rank
+
+
+def spectra(bases: Eigenbases, *, layers: str | None = None, ax: Any = None) -> Any:
+    """Draw the eigenvalues of each factor as decomposed, the largest first.
+
+    One line for each slice of a stack. Values that are not positive are left out.
+
+    Args:
+        bases: From ``jk.eigendecompose``; ``vectors=False`` is enough.
+        layers: Full-match pattern of the layers; ``None`` is all.
+        ax: matplotlib axes to draw on; by default new ones.
+
+    Returns:
+        The axes, both logarithmic.
+
+    Raises:
+        TypeError: ``bases`` are no ``Eigenbases``.
+        UnknownLayerError: ``layers`` matches nothing.
+        ImportError: matplotlib is not installed.
+    """
+    instance_of("bases", bases, Eigenbases, "from jk.eigendecompose(factors)")
+    chosen = selector(layers, list(bases))
+    with drawing(ax) as axes:
+        named: set[str] = set()
+        for layer in bases.layers:
+            if layer.name not in chosen:
+                continue
+            basis: Any = bases[layer.name]
+            if layer.is_diagonal:
+                values = np.asarray(basis.raw_diagonal, np.float64)
+                stack = values.shape[: len(layer.stack)]
+                sides = {"diagonal": values.reshape(*stack, -1)}
+            else:
+                sides = {
+                    "A": np.asarray(basis.a_raw_values, np.float64),
+                    "G": np.asarray(basis.g_raw_values, np.float64),
+                }
+            for side, values in sides.items():
+                for row in values.reshape(-1, values.shape[-1]):
+                    row = np.sort(row)[::-1]
+                    label = None if side in named else side
+                    named.add(side)
+                    ranks = np.arange(1, len(row) + 1)
+                    drawn = np.where(row > 0, row, np.nan)
+                    marker = "." if len(row) == 1 else None
+                    style = {"color": SIDES[side], "alpha": 0.6, "linewidth": 0.9}
+                    axes.plot(ranks, drawn, marker=marker, label=label, **style)
+        axes.set(xscale="log", yscale="log", xlabel="rank", ylabel="eigenvalue")
+        axes.legend()
+    return axes
