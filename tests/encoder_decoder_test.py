@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jaxkfac.models import Pairs, generate_targets, load_encoder_decoder, save_encoder_decoder
-from jaxkfac.models.encoder_decoder._positions import buckets
+from jaxkfac.models.encoder_decoder._blocks import buckets
 from tests._transformers import torch, transformers
 
 BASE = {

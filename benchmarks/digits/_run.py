@@ -18,8 +18,7 @@ from jaxkfac.cli._loop import (
     make_evaluation,
     total_updates,
 )
-from jaxkfac.cli._optimizers import Optimizer
-from jaxkfac.cli._options import Experiment
+from jaxkfac.cli._options import Experiment, Optimizer
 from jaxkfac.cli._problem import DigitsProblem, build_optimizer, digits_problem
 from jaxkfac.report import TARGET_ERROR
 

@@ -3,8 +3,7 @@
 import math
 from typing import Any
 
-from jaxkfac.cli._optimizers import Optimizer
-from jaxkfac.cli._options import DigitsAdamwOptions, DigitsKfacOptions
+from jaxkfac.cli._options import DigitsAdamwOptions, DigitsKfacOptions, Optimizer
 from jaxkfac.report import TARGET_ERROR
 
 CHOOSING, RACING = 100, (0, 1, 2)  # seeds

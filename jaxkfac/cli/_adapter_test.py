@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkfac._errors import DamagedFileError
-from jaxkfac.cli._adapter import run_adapter_inspect
+from jaxkfac.cli._inspect import run_adapter_inspect
 from jaxkfac.lslora import Adapter, Config, save
 
 A, B = jnp.ones((2, 4, 3)), jnp.ones((2, 3, 5))

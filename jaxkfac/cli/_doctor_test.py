@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from jaxkfac.cli._doctor import DoctorArguments, run_doctor
+from jaxkfac.cli._inspect import DoctorArguments, run_doctor
 
 
 def test_json_holds_findings_and_versions(capsys, monkeypatch):

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkfac.cli._held_once import HeldTwiceError, check_held_once
+from jaxkfac.cli._progress import HeldTwiceError, check_held_once
 
 SHAPE = (3, 1 << 18)  # 3 MiB, and half of it in bfloat16: both are looked at
 

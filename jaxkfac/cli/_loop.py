@@ -20,8 +20,8 @@ from jaxkfac._errors import JaxkfacError
 from jaxkfac.cli._devices import ONE_DEVICE, RunDevices
 from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._options import Experiment
-from jaxkfac.cli._phases import phase
 from jaxkfac.cli._problem import DigitsProblem, learning_rate
+from jaxkfac.cli._progress import phase
 from jaxkfac.data import Digits, epoch_batches, num_batches, shift_batch
 from jaxkfac.report import EpochRecord, RunRecords
 

@@ -3,13 +3,103 @@
 import contextlib
 import difflib
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxkfac import __version__
-from jaxkfac.cli._commands import COMMANDS, Command, imported
+
+# ---------------- the commands by name; what they accept and do is imported when one is called
+
+
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        name: As it is called.
+        summary: Its line in the help; the first line of what it accepts, too.
+        arguments: ``"module:class"`` of what it accepts.
+        run: ``"module:function"`` that takes them.
+        default: ``"module:function"`` of the words of the command line: what the arguments are
+            where the words do not say it; ``None``: as their class has them.
+        compiles: Whether the programs that it compiles are kept for the next time.
+    """
+
+    name: str
+    summary: str
+    arguments: str
+    run: str
+    default: str | None = None
+    compiles: bool = False
+
+
+COMMANDS = (
+    Command(
+        "train",
+        "Train on real data with K-FAC, and the same model with AdamW beside it.",
+        "jaxkfac.cli._options:TrainArguments",
+        "jaxkfac.cli._train:run_train",
+        compiles=True,
+    ),
+    Command(
+        "finetune",
+        "Teach a pretrained decoder or encoder-decoder, and examine it before and after.",
+        "jaxkfac.cli.finetune._options:FinetuneArguments",
+        "jaxkfac.cli.finetune._run:run_finetune",
+        "jaxkfac.cli.finetune._options:default_arguments",
+        compiles=True,
+    ),
+    Command(
+        "influence",
+        "Score training texts by how much training on each lowers the loss of a query.",
+        "jaxkfac.cli.influence._options:InfluenceArguments",
+        "jaxkfac.cli.influence._run:run_influence",
+        compiles=True,
+    ),
+    Command(
+        "analyze",
+        "Show spectra and capacity of a pretrained model, or of the factors of a checkpoint.",
+        "jaxkfac.cli._options:AnalyzeArguments",
+        "jaxkfac.cli._analyze:run_analyze",
+        compiles=True,
+    ),
+    Command(
+        "adapter",
+        "Look at LS-LoRA adapters on disk.",
+        "jaxkfac.cli._options:AdapterArguments",
+        "jaxkfac.cli._inspect:run_adapter",
+    ),
+    Command(
+        "plan",
+        "Plan the memory of a training from shapes: nothing is allocated, no device is asked.",
+        "jaxkfac.cli._plan:PlanArguments",
+        "jaxkfac.cli._plan:run_plan",
+    ),
+    Command(
+        "models",
+        "Show the pretrained weights that are known, where they are kept and how large they are.",
+        "jaxkfac.cli._inspect:ModelsArguments",
+        "jaxkfac.cli._inspect:run_models",
+    ),
+    Command(
+        "doctor",
+        "Show devices, allocator, precision, attention, memory, threads and versions.",
+        "jaxkfac.cli._inspect:DoctorArguments",
+        "jaxkfac.cli._inspect:run_doctor",
+    ),
+)
+
+
+def imported(where: str) -> Any:
+    """The object at ``"module:name"``."""
+    module, name = where.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+# ----------------
+
 
 _EXTRA_OF = {
     "tyro": "cli",
@@ -174,7 +264,7 @@ def _words_of(error: Exception) -> str:
         return str(error)
     if error.strerror != os.strerror(error.errno or 0):
         return error.strerror  # put into words by this library: no number before them
-    from jaxkfac.cli._phases import phases_of
+    from jaxkfac.cli._progress import phases_of
 
     doing = phases_of(error)
     return f"while {doing}: {error.strerror}" if doing else str(error)

@@ -7,7 +7,7 @@ import pytest
 
 import jaxkfac
 from jaxkfac.cli import main
-from jaxkfac.cli._commands import COMMANDS, imported
+from jaxkfac.cli._main import COMMANDS, imported
 
 
 def test_version_is_the_packages(capsys):

@@ -2,7 +2,7 @@
 
 import json
 
-from jaxkfac.cli._models import ModelsArguments, run_models
+from jaxkfac.cli._inspect import ModelsArguments, run_models
 from jaxkfac.models.pretrained import KNOWN, cached_file
 
 

@@ -3,8 +3,7 @@ import inspect
 from typing import get_args
 
 import jaxkfac as jk
-from jaxkfac.cli._optimizers import DampingMode, KfacOptions
-from jaxkfac.cli._options import DigitsKfacOptions
+from jaxkfac.cli._options import DampingMode, DigitsKfacOptions, KfacOptions
 from jaxkfac.linalg import DampingMode as LibraryDampingMode
 from jaxkfac.optim import SAFE_DAMPING, SAFE_NORM
 

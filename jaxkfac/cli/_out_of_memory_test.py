@@ -14,10 +14,10 @@ import tyro
 
 from jaxkfac.cli import _out_of_memory as module
 from jaxkfac.cli import main
-from jaxkfac.cli._commands import COMMANDS, imported
+from jaxkfac.cli._main import COMMANDS, imported
 from jaxkfac.cli._options import TrainArguments
-from jaxkfac.cli._phases import phase, phases_of
-from jaxkfac.cli._remedies import Need, RunShapes, accumulations, flags, remedy
+from jaxkfac.cli._out_of_memory import Need, RunShapes, accumulations, flags, remedy
+from jaxkfac.cli._progress import phase, phases_of
 from jaxkfac.cli.finetune._options import FinetuneArguments
 from jaxkfac.models.checkpoint._tokenizer_test import folder_with
 from jaxkfac.models.decoder._load_test import tensors_of

@@ -7,9 +7,9 @@ import optax
 import pytest
 
 from jaxkfac._errors import CheckpointMismatchError
+from jaxkfac.cli._analyze import experiment_from
 from jaxkfac.cli._checkpoint import Checkpoint
 from jaxkfac.cli._options import Experiment, older
-from jaxkfac.cli._restored import experiment_from
 from jaxkfac.cli._run_state import as_config, flatten_state, restore_state
 
 PARAMS = {"kernel": jnp.arange(6.0).reshape(2, 3)}

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxkfac.cli._schedules import warmup_schedule
+from jaxkfac.cli._problem import warmup_schedule
 
 
 def rates(shape, updates=20, warmup=0.25):

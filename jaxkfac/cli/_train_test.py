@@ -17,8 +17,8 @@ import pytest
 
 from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.cli import _loop as loop_module
+from jaxkfac.cli import _train as one_module
 from jaxkfac.cli import _train as train_module
-from jaxkfac.cli import _train_one as one_module
 from jaxkfac.cli import main
 from jaxkfac.cli._checkpoint import find_checkpoint, load_checkpoint
 

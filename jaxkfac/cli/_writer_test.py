@@ -8,12 +8,11 @@ import time
 import numpy as np
 import pytest
 
-from jaxkfac.cli import _writer
-from jaxkfac.cli._checkpoint import Checkpoint, find_checkpoint, load_checkpoint
+from jaxkfac.cli import _checkpoint
+from jaxkfac.cli._checkpoint import Checkpoint, checkpoint_writer, find_checkpoint, load_checkpoint
 from jaxkfac.cli._interrupts import Hold
-from jaxkfac.cli._writer import checkpoint_writer
 
-WHOLE = _writer.save_checkpoint
+WHOLE = _checkpoint.save_checkpoint
 
 
 def checkpoint(step):
@@ -30,7 +29,7 @@ def held(monkeypatch):
         assert go_on.wait(20)
         return WHOLE(folder, stored)
 
-    monkeypatch.setattr(_writer, "save_checkpoint", save)
+    monkeypatch.setattr(_checkpoint, "save_checkpoint", save)
     return go_on
 
 
@@ -65,7 +64,7 @@ def test_what_fails_beside_the_training_is_raised_by_it(monkeypatch, tmp_path):
             assert isinstance(writer.error, OSError)
             writer.save(tmp_path, checkpoint(6))
 
-    monkeypatch.setattr(_writer, "save_checkpoint", fail)
+    monkeypatch.setattr(_checkpoint, "save_checkpoint", fail)
     with pytest.raises(OSError, match="could not be saved"):
         train()
     assert written == [3]
@@ -82,7 +81,7 @@ def test_ctrl_c_waits_until_the_checkpoint_is_on_the_disk(monkeypatch, tmp_path,
         with checkpoint_writer() as writer:
             writer.save(tmp_path, checkpoint(3))
 
-    monkeypatch.setattr(_writer, "save_checkpoint", press_and_save)
+    monkeypatch.setattr(_checkpoint, "save_checkpoint", press_and_save)
     with pytest.raises(KeyboardInterrupt):
         train()
     assert load_checkpoint(tmp_path).step == 3

@@ -1,8 +1,13 @@
 """Embedded real data and batches that are a pure function of a seed and a step."""
 
-from jaxkfac.data._batches import epoch_batches, num_batches
-from jaxkfac.data._digits import DIGITS_SHA256, Digits, load_digits
-from jaxkfac.data._shifts import shift_batch
+from jaxkfac.data._digits import (
+    DIGITS_SHA256,
+    Digits,
+    epoch_batches,
+    load_digits,
+    num_batches,
+    shift_batch,
+)
 
 __all__ = [
     "DIGITS_SHA256",

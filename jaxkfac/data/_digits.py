@@ -5,8 +5,60 @@ import io
 from importlib import resources
 from typing import Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
+
+# ---------------- which examples a step sees: a pure function of a seed and an epoch
+
+
+def num_batches(num_examples: int, batch_size: int) -> int:
+    """Full batches in one pass over the data; the incomplete last one is left out.
+
+    Raises:
+        ValueError: ``batch_size`` is not in ``1 .. num_examples``.
+    """
+    if not 1 <= batch_size <= num_examples:
+        raise ValueError(f"batch_size must lie in 1 .. {num_examples} (examples), not {batch_size}")
+    return num_examples // batch_size
+
+
+def epoch_batches(
+    seed: int, epoch: int, *, num_examples: int, batch_size: int
+) -> Int[np.ndarray, "batches batch_size"]:
+    """Indices of every batch of one epoch, in a fresh random order.
+
+    Nothing is remembered from one call to the next: step ``t`` of a run is row
+    ``t % num_batches`` of epoch ``t // num_batches``, so a run resumes from its step
+    number alone, and what the last row leaves out differs from epoch to epoch.
+
+    Args:
+        seed: Of the run.
+        epoch: Counted from 0.
+        num_examples: Size of the data set.
+        batch_size: Examples per batch.
+
+    Returns:
+        ``(num_batches, batch_size)`` int32, no index twice.
+
+    Raises:
+        ValueError: ``batch_size`` is not in ``1 .. num_examples``, or ``epoch`` is negative.
+
+    Example:
+        >>> epoch_batches(0, 3, num_examples=10, batch_size=4).shape
+        (2, 4)
+    """
+    rows = num_batches(num_examples, batch_size)
+    if epoch < 0:
+        raise ValueError(f"epoch must not be negative, not {epoch}")
+    rng = np.random.Generator(np.random.Philox(key=[seed, epoch]))
+    order = rng.permutation(num_examples)[: rows * batch_size]
+    return order.reshape(rows, batch_size).astype(np.int32)
+
+
+# ----------------
+
 
 DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
 """Digest of the bytes of all images followed by the bytes of all labels."""
@@ -89,3 +141,42 @@ def _read() -> tuple[np.ndarray, np.ndarray]:
             "reinstall jaxkfac"
         )
     return pixels, classes
+
+
+# ---------------- random shifts of images: the augmentation of the digits
+
+
+def shift_batch(
+    key: Key[Array, ""], images: Float[Array, "batch height width"], max_shift: int = 1
+) -> Float[Array, "batch height width"]:
+    """Move every image by its own whole number of pixels, filling with zeros.
+
+    Both shifts of each image are drawn uniformly from ``-max_shift .. max_shift``. Pixels
+    pushed over the edge are lost. A pure function, to be used inside ``jit`` and ``scan``.
+
+    Args:
+        key: Random key; the shifts depend on nothing else.
+        images: ``(batch, height, width)``, any float dtype.
+        max_shift: Largest shift in pixels, static; 0 returns the images as they are.
+
+    Returns:
+        The shifted images, same shape and dtype.
+
+    Raises:
+        ValueError: ``max_shift`` is negative.
+
+    Example:
+        >>> shift_batch(jax.random.key(0), jnp.ones((2, 8, 8))).shape
+        (2, 8, 8)
+    """
+    if max_shift < 0:
+        raise ValueError(f"max_shift must not be negative, not {max_shift}")
+    if max_shift == 0:
+        return images
+    batch, height, width = images.shape
+    margin = (max_shift, max_shift)
+    padded = jnp.pad(images, ((0, 0), margin, margin))
+    starts = jax.random.randint(key, (batch, 2), 0, 2 * max_shift + 1)
+    return jax.vmap(lambda image, at: jax.lax.dynamic_slice(image, at, (height, width)))(
+        padded, starts
+    )

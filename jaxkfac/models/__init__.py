@@ -1,7 +1,6 @@
 """Models in flax NNX, and pretrained weights for them."""
 
-from jaxkfac.models._mlp import MLP
-from jaxkfac.models._vision_transformer import VisionTransformer, VisionTransformerConfig
+from jaxkfac.models._networks import MLP, VisionTransformer, VisionTransformerConfig
 from jaxkfac.models.checkpoint import Pretrained, Tokenizer, byte_tokenizer
 from jaxkfac.models.decoder import (
     Cache,

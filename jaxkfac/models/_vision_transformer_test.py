@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from jaxkfac.models import MLP, VisionTransformer, VisionTransformerConfig
-from jaxkfac.models._vision_transformer import split_patches
+from jaxkfac.models._networks import split_patches
 
 SMALL = VisionTransformerConfig(width=8, depth=2, num_heads=2, hidden=12)
 

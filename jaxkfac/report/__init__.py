@@ -1,46 +1,54 @@
 """Tables, plots and a self-contained HTML page from plain records."""
 
-from jaxkfac.report._analysis import AnalysisRecord, MemoryRow, ModelMemory, exact_lines
-from jaxkfac.report._analysis_html import analysis_page
-from jaxkfac.report._analysis_tables import (
+from jaxkfac.report._analysis import (
+    AnalysisRecord,
+    MemoryRow,
+    ModelMemory,
+    analysis_page,
     depth_table,
+    exact_lines,
     memory_plan_table,
     spectra_summary_table,
 )
-from jaxkfac.report._capacity import CapacityReport, interval_words, only_in_one
-from jaxkfac.report._capacity_tables import capacity_table, comparison_table, model_table
-from jaxkfac.report._conditions_figure import conditions_figure
-from jaxkfac.report._coverage import CoverageRow, coverage_rows
+from jaxkfac.report._capacity import (
+    CapacityReport,
+    capacity_table,
+    comparison_table,
+    interval_words,
+    model_table,
+    only_in_one,
+)
 from jaxkfac.report._curves import curves_figure
-from jaxkfac.report._factor_figures import factor_figures
+from jaxkfac.report._factor_figures import (
+    conditions_figure,
+    factor_figures,
+    ranks_figure,
+    spectra_figure,
+)
 from jaxkfac.report._finetune_html import finetune_page
 from jaxkfac.report._finetune_records import (
     ExamRecord,
     FinetuneRecords,
     FourierRecord,
     SampleRecord,
+    finetune_table,
     mean_loss,
 )
-from jaxkfac.report._finetune_tables import finetune_table
 from jaxkfac.report._html import report_page
-from jaxkfac.report._influence_page import influence_page, influence_table
-from jaxkfac.report._influence_records import QueryRecord, ScoredText
+from jaxkfac.report._influence_page import QueryRecord, ScoredText, influence_page, influence_table
+from jaxkfac.report._page import FIGURE_STYLE, svg_bytes, terminal_table, versions
 from jaxkfac.report._race import (
     TARGET_ERROR,
+    EpochRecord,
+    RunRecords,
     at_target,
     interval,
     race_record,
     race_sentence,
 )
-from jaxkfac.report._ranks_figure import ranks_figure
-from jaxkfac.report._records import EpochRecord, RunRecords
 from jaxkfac.report._seeds import seeds_page, seeds_record, seeds_table
-from jaxkfac.report._spectra import SpectrumRecord, spectrum_records
-from jaxkfac.report._spectra_figure import spectra_figure
-from jaxkfac.report._style import FIGURE_STYLE, svg_bytes
+from jaxkfac.report._spectra import CoverageRow, SpectrumRecord, coverage_rows, spectrum_records
 from jaxkfac.report._tables import coverage_table, runs_table, spectra_table
-from jaxkfac.report._terminal import terminal_table
-from jaxkfac.report._versions import versions
 
 __all__ = [
     "FIGURE_STYLE",

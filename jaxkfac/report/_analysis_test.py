@@ -24,8 +24,7 @@ from jaxkfac.report import (
     spectra_summary_table,
     spectrum_records,
 )
-from jaxkfac.report._analysis import stage_sums
-from jaxkfac.report._depth import stacks_of
+from jaxkfac.report._analysis import stacks_of, stage_sums
 
 PLAN = [
     MemoryRow("always", "Python", 1 << 20),

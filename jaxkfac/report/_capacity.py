@@ -1,10 +1,14 @@
 """Capacity metrics with what they are compared with, and the rows of their tables."""
 
+from html import escape
 from typing import Any, NamedTuple
+
+from rich.table import Table
 
 from jaxkfac._text import number
 from jaxkfac.curvature import CapacityComparison, CapacityInterval, CapacityMetrics, Change
 from jaxkfac.curvature.capacity import METRICS, columns
+from jaxkfac.report._page import table_html, terminal_table
 
 
 class CapacityReport(NamedTuple):
@@ -145,3 +149,66 @@ def _words(name: str, metrics: CapacityMetrics) -> str:
     label = METRICS[name].label if name in METRICS else None  # a quantile is one of several
     words = name.replace("num_", "number ").replace("_", " ")
     return words if label is None else label.format(threshold=metrics.threshold)
+
+
+# ---------------- capacity metrics for the terminal
+
+
+def capacity_table(report: CapacityReport) -> Table:
+    """One line for each layer, all slices of a stack together, and one for the whole model."""
+    return terminal_table("Capacity", ["layer", *columns()], layer_rows(report), total=True)
+
+
+def model_table(report: CapacityReport) -> Table:
+    """Every metric of the whole model, with intervals and changes where there are any."""
+    table = terminal_table(model_title(report), model_head(report))
+    for part in model_rows(report):
+        table.add_row(part.title, style="dim italic")
+        for row in part.rows:
+            table.add_row(f"  {row[0]}", *row[1:])
+    return table
+
+
+def comparison_table(report: CapacityReport) -> Table:
+    """For each layer of both checkpoints the ratio of every column, after over before."""
+    title = f"Capacity, ratio to {report.before}"
+    return terminal_table(title, ["layer", *columns()], change_rows(report), total=True)
+
+
+# ---------------- capacity metrics as part of the page
+
+
+_FEW = 60  # rows that are shown at once
+
+
+def capacity_html(report: CapacityReport) -> str:
+    """Tables of the layers and of the whole model, and of what has changed."""
+    parts = [_of_layers(layer_rows(report), "every layer")]
+    rows = [
+        row
+        for part in model_rows(report)
+        for row in ((part.title, *[""] * (len(model_head(report)) - 1)), *part.rows)
+    ]
+    parts += [
+        f"<h3>{escape(model_title(report))}</h3>",
+        table_html(model_head(report), rows, text=1),
+    ]
+    if report.interval is not None:
+        parts.append(f"<p>Mean and interval: {escape(interval_words(report))}</p>")
+    if report.comparison is not None:
+        parts += [
+            f"<h3>Ratio to {escape(report.before)}</h3>",
+            _of_layers(change_rows(report), "the ratio of every layer"),
+            *(f"<p>{escape(line)}</p>" for line in only_in_one(report)),
+        ]
+    return "".join(parts)
+
+
+def _of_layers(rows: list[tuple[str, ...]], what: str) -> str:
+    """A table of layers and the whole model; of many layers all but the last behind a fold."""
+    head = ["layer", *columns()]
+    table = table_html(head, rows, text=1)
+    if len(rows) <= _FEW:
+        return table
+    whole = table_html(head, rows[-1:], text=1)
+    return f"{whole}<details><summary>{len(rows) - 1} layers: {what}</summary>{table}</details>"

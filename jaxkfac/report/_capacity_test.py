@@ -17,8 +17,7 @@ from jaxkfac.curvature import (
 from jaxkfac.factors._explicit_net_test import layer, random_factors
 from jaxkfac.report import (
     CapacityReport,
-    _conditions_figure,
-    _ranks_figure,
+    _factor_figures,
     capacity_table,
     comparison_table,
     conditions_figure,
@@ -27,8 +26,7 @@ from jaxkfac.report import (
     report_page,
     spectrum_records,
 )
-from jaxkfac.report._families import families, joined
-from jaxkfac.report._spectra import _of_side
+from jaxkfac.report._spectra import _of_side, families, joined
 
 LAYERS = (layer("up/kernel", (2, 4, 3), stack=1), layer("down/kernel", (3, 2)))
 
@@ -108,7 +106,7 @@ def test_figures_draw_what_is_degenerate(records):
 
 def test_the_conditions_figure_shows_both_ends_and_the_infinite(monkeypatch):
     shown = []
-    monkeypatch.setattr(_conditions_figure, "svg_bytes", lambda f: shown.append(f) or b"")
+    monkeypatch.setattr(_factor_figures, "svg_bytes", lambda f: shown.append(f) or b"")
     conditions_figure([*record("w", values=(1e-4, 1.0)), *record("v", values=(0.0, 1.0))])
     (axis,) = shown[0].axes
     points = {line.get_marker(): [] for line in axis.lines}
@@ -121,7 +119,7 @@ def test_the_conditions_figure_shows_both_ends_and_the_infinite(monkeypatch):
 
 def test_the_ranks_figure_shows_the_rank_of_every_depth(monkeypatch):
     shown = []
-    monkeypatch.setattr(_ranks_figure, "svg_bytes", lambda f: shown.append(f) or b"")
+    monkeypatch.setattr(_factor_figures, "svg_bytes", lambda f: shown.append(f) or b"")
     records = [*record("b/0/w", values=(1.0, 1.0)), *record("b/1/w", values=(1.0, 0.0))]
     ranks_figure(records)
     drawn = [line.get_ydata() for line in shown[0].axes[0].lines if line.get_marker() == "o"]

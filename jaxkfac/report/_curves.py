@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from jaxkfac.report._records import RunRecords
-from jaxkfac.report._style import FIGURE_STYLE, INK, OPTIMIZERS, RULE, svg_bytes
+from jaxkfac.report._page import FIGURE_STYLE, INK, OPTIMIZERS, RULE, svg_bytes
+from jaxkfac.report._race import RunRecords
 
 
 def curves_figure(runs: Mapping[str, RunRecords]) -> bytes:

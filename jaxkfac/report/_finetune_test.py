@@ -6,16 +6,16 @@ from rich.console import Console
 
 from jaxkfac.lslora import Nonlinearity, register
 from jaxkfac.memory import Stage
-from jaxkfac.report._finetune_html import finetune_page
-from jaxkfac.report._finetune_panels import running_mean
+from jaxkfac.report._finetune_html import finetune_page, running_mean
 from jaxkfac.report._finetune_records import (
     ExamRecord,
     FinetuneRecords,
     FourierRecord,
     SampleRecord,
+    exam_rows,
+    finetune_table,
     mean_loss,
 )
-from jaxkfac.report._finetune_tables import exam_rows, finetune_table
 
 
 def fourier(step, size):

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from jaxkfac.report import EpochRecord, RunRecords, report_page
-from jaxkfac.report._answer import newcombe, train_answer, wilson
-from jaxkfac.report._coverage import CoverageRow
+from jaxkfac.report._html import newcombe, train_answer, wilson
 from jaxkfac.report._panels import Axis, Line, panel_html
-from jaxkfac.report._spectra import _of_side
+from jaxkfac.report._spectra import CoverageRow, _of_side
 
 
 def _run(scale=1.0, accuracy=0.9, count=6):

@@ -6,9 +6,12 @@ The script of the page reads positions back into values by what stands in ``data
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from jaxkfac.report._page import OPTIMIZERS
+from jaxkfac.report._race import RunRecords
 
 _WIDTH, _HEIGHT = 320, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 8, 10, 34
@@ -206,3 +209,63 @@ def _path(line: Line, across: _Scale, up: _Scale) -> str:
     named = f' data-names="{escape(json.dumps(names))}"' if names else ""
     kind = " ".join(["line", line.color, *["dots"] * line.dots, *["faint"] * line.faint])
     return f'<path class="{kind}" data-label="{escape(line.label)}"{named} d="{"".join(steps)}"/>'
+
+
+# ---------------- loss, error, learning rate and gradient norm of runs, over updates and over
+# seconds
+
+
+def curve_panels_html(runs: Mapping[str, RunRecords]) -> str:
+    """Training loss and test error by updates and by training time, then what drove them."""
+    ends = {
+        "Training loss": [e.train_loss for run in runs.values() for e in run.epochs],
+        "Test error": [],
+    }
+    panels = []
+    for title in ends:
+        for axis, what in (("step", "updates"), ("seconds", "training time, s")):
+            lines = [line for name, run in runs.items() for line in _lines(name, run, title, axis)]
+            unit = "nats" if title == "Training loss" else "%"
+            panels.append(
+                panel_html(f"{title}, by {what}", lines, Axis(what), Axis(unit, log=True))
+            )
+    panels += driven_panels(runs)
+    legend = [(name, OPTIMIZERS[name][0]) for name in runs]
+    return panels_html(panels, legend=legend)
+
+
+_DRIVEN = (
+    ("Learning rate", "learning_rates", False),
+    ("Gradient norm", "gradient_norms", True),
+)
+
+
+def _has(runs: Mapping[str, Any], field: str) -> bool:
+    return any(getattr(run, field) for run in runs.values())
+
+
+def _lines(name: str, run: RunRecords, title: str, axis: str) -> list[Line]:
+    label, x = OPTIMIZERS[name][0], [getattr(e, axis) for e in run.epochs]
+    if title == "Test error":
+        y: list[float | None] = [100 * (1 - e.test_accuracy) for e in run.epochs]
+        return [Line(label, x, y, name)]
+    lines = [Line(label, x, [e.train_loss for e in run.epochs], name)]
+    if axis == "step" and run.losses:
+        each = Line(f"{label}, one update", range(1, len(run.losses) + 1), run.losses, name)
+        lines.insert(0, each._replace(faint=True))
+    return lines
+
+
+def _driven(runs: Mapping[str, Any], title: str, field: str, log: bool) -> str:
+    lines = []
+    for name, run in runs.items():
+        values, last = getattr(run, field), len(run.losses)
+        x = list(range(last - len(values) + 1, last + 1))
+        color = name if name in OPTIMIZERS else "a"
+        lines.append(Line(OPTIMIZERS.get(name, (name,))[0], x, values, color))
+    return panel_html(f"{title}, by updates", lines, Axis("updates"), Axis("", log=log))
+
+
+def driven_panels(runs: Mapping[str, Any]) -> list[str]:
+    """Learning rate and gradient norm alone; none for runs that did not record them."""
+    return [_driven(runs, *each) for each in _DRIVEN if _has(runs, each[1])]

@@ -7,9 +7,10 @@ from typing import Any
 from rich.table import Table
 
 from jaxkfac.report._html import report_page
-from jaxkfac.report._html_parts import table_html
+from jaxkfac.report._page import OPTIMIZERS, table_html, terminal_table, versions
 from jaxkfac.report._race import (
     TO_TARGET,
+    EpochRecord,
     Runs,
     at_target,
     interval,
@@ -17,10 +18,6 @@ from jaxkfac.report._race import (
     race_record,
     race_sentence,
 )
-from jaxkfac.report._records import EpochRecord
-from jaxkfac.report._style import OPTIMIZERS
-from jaxkfac.report._terminal import terminal_table
-from jaxkfac.report._versions import versions
 
 _HEAD = ["optimizer", *TO_TARGET, "train loss", "test acc. (%)", "train s"]
 

@@ -1,11 +1,16 @@
-"""Eigenvalues of every factor as plain records, before and after clipping."""
+"""Spectra and layers as plain records."""
 
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxkfac.curvature.capacity import diagonal_rows
+
+# ---------------- eigenvalues of every factor as plain records, before and after clipping
+
 
 Side = Literal["A", "G", "diagonal"]
 
@@ -93,3 +98,140 @@ def _entropy_rank(values: np.ndarray) -> float:
         return 0.0
     p = positive / positive.sum()
     return float(np.exp(-(p * np.log(p)).sum()))
+
+
+# ---------------- layers that differ only in their depth: slices of a stack, or numbered names
+
+
+# A number that is a whole component, an index in brackets, or after an underscore.
+_NUMBER = re.compile(r"(?:(?<=[/_\[])|^)\d+(?=[/\]]|$)")
+
+
+class FactorFamily(NamedTuple):
+    """The same factor at every depth.
+
+    Attributes:
+        title: The layer's name without ``/kernel``, with ``*`` for its number if there are
+            several; readers of a shared input are listed behind each other.
+        side: Which factor.
+        members: From the first depth to the last.
+    """
+
+    title: str
+    side: Side
+    members: list[SpectrumRecord]
+
+
+def families(
+    records: Sequence[SpectrumRecord], *, shared_once: bool, apart: bool = False
+) -> list[FactorFamily]:
+    """Group the records of all depths, in the order of the network.
+
+    Args:
+        records: Of all factors.
+        shared_once: Leave an input factor out where it is another layer's, and name all its
+            readers where it is stored.
+        apart: Whether layers whose names differ in a number are families of their own.
+    """
+    name_of = str if apart else lambda layer: _NUMBER.sub("*", layer)
+    groups: dict[tuple[str, Side], list[SpectrumRecord]] = {}
+    readers: dict[str, list[str]] = {}
+    for record in records:
+        family = name_of(record.layer)
+        if record.side == "A":
+            names = readers.setdefault(name_of(record.source), [])
+            names += [family] if family not in names else []
+        if record.source == record.layer or record.side != "A" or not shared_once:
+            groups.setdefault((family, record.side), []).append(record)
+    found = []
+    for (family, side), members in groups.items():
+        names = {record.layer for record in members}
+        title = family if len(names) > 1 else names.pop()
+        if side == "A" and shared_once:
+            title = joined([title, *readers[family][1:]])
+        found.append(FactorFamily(title.removesuffix("/kernel"), side, sorted(members, key=_depth)))
+    return found
+
+
+def joined(names: Sequence[str]) -> str:
+    """``a/q, k, v`` for the readers ``a/q/kernel``, ``a/k/kernel`` and ``a/v/kernel``."""
+    short = [name.removesuffix("/kernel") for name in names]
+    folder, _, first = short[0].rpartition("/")
+    last = ", ".join([first, *(name.rpartition("/")[2] for name in short[1:])])
+    return f"{folder}/{last}" if folder else last
+
+
+def ends(values: Iterable[float]) -> tuple[float, float]:
+    """Smallest and largest positive value; (1, 1) without any."""
+    positive = [value for value in values if value > 0]
+    return (min(positive), max(positive)) if positive else (1.0, 1.0)
+
+
+def _depth(record: SpectrumRecord) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(int(n) for n in _NUMBER.findall(record.layer)), record.slice
+
+
+# ---------------- the layer table as plain rows
+
+
+class CoverageRow(NamedTuple):
+    """One layer of the table, or one parameter that no layer covers.
+
+    Attributes:
+        name: Layer name, or parameter path.
+        kind: As in ``Layer.kind``, or ``"uncovered"``.
+        inputs: Size of the input factor without the ones column; ``None`` if uncovered.
+        outputs: Size of the output factor; ``None`` if uncovered.
+        stack: Shape of the stacked axes.
+        shares_input_with: Layer that stores the input factor, if another one.
+        parameters: How many numbers the layer covers.
+        share: Of all parameters, in [0, 1].
+        reason: Why it is not covered; empty for a layer.
+    """
+
+    name: str
+    kind: str
+    inputs: int | None
+    outputs: int | None
+    stack: tuple[int, ...]
+    shares_input_with: str | None
+    parameters: int
+    share: float
+    reason: str = ""
+
+
+def coverage_rows(layers: Any, sizes: Mapping[str, int]) -> list[CoverageRow]:
+    """Rows of a layer table.
+
+    Args:
+        layers: What ``jk.find_layers`` returns.
+        sizes: ``{parameter path: number of elements}`` of the whole model.
+
+    Returns:
+        The layers in their own order, then what is not covered.
+    """
+    total = sum(sizes.values())
+    rows = [
+        CoverageRow(
+            name=layer.name,
+            kind=layer.kind,
+            inputs=layer.in_features,
+            outputs=layer.out_features,
+            stack=layer.stack,
+            shares_input_with=layer.shares_input_with,
+            parameters=layer.num_parameters,
+            share=layer.num_parameters / total,
+        )
+        for layer in (layers[name] for name in layers)
+    ]
+    for path, reason in layers.uncovered:
+        size = sizes.get(path, 0)
+        rows.append(
+            CoverageRow(path, "uncovered", None, None, (), None, size, size / total, reason)
+        )
+    return rows
+
+
+def stack_text(stack: tuple[int, ...]) -> str:
+    """``2 x 3`` for a stack of shape (2, 3), nothing for none."""
+    return " × ".join(map(str, stack)) if math.prod(stack) != 1 or stack else ""

@@ -5,12 +5,9 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from jaxkfac._text import number
-from jaxkfac.report._coverage import CoverageRow, stack_text
-from jaxkfac.report._race import TO_TARGET, at_target
-from jaxkfac.report._records import RunRecords
-from jaxkfac.report._spectra import SpectrumRecord
-from jaxkfac.report._style import OPTIMIZERS
-from jaxkfac.report._terminal import terminal_table
+from jaxkfac.report._page import OPTIMIZERS, terminal_table
+from jaxkfac.report._race import TO_TARGET, RunRecords, at_target
+from jaxkfac.report._spectra import CoverageRow, SpectrumRecord, stack_text
 
 
 def runs_table(runs: Mapping[str, RunRecords]) -> Table:

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 import jaxkfac as jk
-from jaxkfac.cli.analysis._files import Folder
+from jaxkfac.cli.analysis._files import Folder, Part
 from jaxkfac.cli.analysis._gather import gather
-from jaxkfac.cli.analysis._parts import Part
-from jaxkfac.cli.analysis._pass_bytes import sums_bytes
-from jaxkfac.cli.analysis._program import AnalyzedModel
+from jaxkfac.cli.analysis._program import AnalyzedModel, sums_bytes
 from jaxkfac.cli.analysis._texts import Texts
 from jaxkfac.factors import Pass
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jaxkfac._errors import DamagedFileError, NonFiniteFactorError
+from jaxkfac.cli.analysis._decompose import lanczos
 from jaxkfac.cli.analysis._files import Folder
-from jaxkfac.cli.analysis._lanczos import lanczos
 
 
 def matrix(size, rank=None):

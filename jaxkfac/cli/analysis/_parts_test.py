@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkfac as jk
-from jaxkfac.cli.analysis._parts import groups_of
+from jaxkfac.cli.analysis._files import groups_of
 
 
 def table(fn, params, *args):

@@ -7,8 +7,7 @@ import jax
 
 from jaxkfac.cli._out_of_memory import free_room
 from jaxkfac.cli.analysis._decompose import Chosen
-from jaxkfac.cli.analysis._pass_bytes import PassBytes, sums_dtype
-from jaxkfac.cli.analysis._program import AnalyzedModel
+from jaxkfac.cli.analysis._program import AnalyzedModel, PassBytes, sums_dtype
 from jaxkfac.memory import bytes_text, resident_bytes
 from jaxkfac.report import MemoryRow
 

@@ -6,8 +6,7 @@ import jax
 import pytest
 
 from jaxkfac.cli._options import AnalyzeArguments, ModelAnalysis
-from jaxkfac.cli.analysis._pass_bytes import with_sums
-from jaxkfac.cli.analysis._program import AnalyzedModel
+from jaxkfac.cli.analysis._program import AnalyzedModel, with_sums
 from jaxkfac.cli.analysis._texts import analyzed, batches_of, read_texts
 from jaxkfac.cli.analysis.conftest import CONFIG, write_model
 

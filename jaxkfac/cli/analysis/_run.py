@@ -9,13 +9,11 @@ from typing import Any
 from rich.console import Console
 
 import jaxkfac as jk
-from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._interrupts import nothing_begun
 from jaxkfac.cli._options import AnalyzeArguments
-from jaxkfac.cli._phases import phase
+from jaxkfac.cli._progress import host_memory, phase
 from jaxkfac.cli._run_state import as_config
-from jaxkfac.cli.analysis._allocator import give_blocks_back
-from jaxkfac.cli.analysis._stages import Found, Prepared, prepare, run_stages
+from jaxkfac.cli.analysis._stages import Found, Prepared, give_blocks_back, prepare, run_stages
 from jaxkfac.curvature.capacity import legend
 from jaxkfac.files import probe_folder, whole_file, write_text
 from jaxkfac.report import (

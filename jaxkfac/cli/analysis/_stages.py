@@ -1,8 +1,11 @@
 """The stages of one model's analysis, in their order."""
 
 import contextlib
+import ctypes
 import dataclasses
+import gc
 import shutil
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,21 +18,49 @@ import numpy as np
 import jaxkfac as jk
 from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._options import AnalyzeArguments, ModelAnalysis
-from jaxkfac.cli._phases import phase
-from jaxkfac.cli._progress import progress
+from jaxkfac.cli._progress import phase, progress
 from jaxkfac.cli._run_state import as_config
-from jaxkfac.cli.analysis._allocator import give_heap_back
-from jaxkfac.cli.analysis._decompose import Chosen, decompose, eigenbases
-from jaxkfac.cli.analysis._files import Folder
+from jaxkfac.cli.analysis._decompose import Chosen, ExactSpectrum, decompose, eigenbases, lanczos
+from jaxkfac.cli.analysis._files import Folder, groups_of
 from jaxkfac.cli.analysis._gather import gather
-from jaxkfac.cli.analysis._lanczos import ExactSpectrum, lanczos
-from jaxkfac.cli.analysis._parts import groups_of
 from jaxkfac.cli.analysis._plan import check_stages, disk_bytes, fit, plan_rows, room_of
 from jaxkfac.cli.analysis._program import AnalyzedModel
 from jaxkfac.cli.analysis._texts import Analyzed, Texts, analyzed, batches_of, on_device, read_texts
 from jaxkfac.memory import bytes_text, parse_bytes
 from jaxkfac.models.pretrained import KNOWN, cached_file
 from jaxkfac.report import CoverageRow, MemoryRow, coverage_rows
+
+# ---------------- the C library's allocator
+
+
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD
+_BYTES = 1 << 20
+
+
+def give_blocks_back() -> None:
+    """Have glibc return every freed block of a mebibyte and more to the system.
+
+    It learns to keep ever larger ones, up to 32 MiB, and a peak would be that of all stages
+    together. Elsewhere nothing is done.
+    """
+    _call("mallopt", _MMAP_THRESHOLD, _BYTES)
+
+
+def give_heap_back() -> None:
+    """Have glibc return what is free in its heap: compiling leaves a gigabyte of small blocks."""
+    gc.collect()
+    _call("malloc_trim", 0)
+
+
+def _call(name: str, *arguments: int) -> None:
+    if sys.platform.startswith("linux"):
+        function = getattr(ctypes.CDLL(None), name, None)
+        if function is not None:
+            function(*arguments)
+
+
+# ----------------
+
 
 _MAX_CONDITION = 1e6
 _BLOCK = 1 << 20  # bytes of a file that are read at once

@@ -8,10 +8,10 @@ from flax import nnx
 
 import jaxkfac as jk
 from jaxkfac.cli.finetune._load import load_text
+from jaxkfac.cli.finetune._loop import MicroStep, prepare
 from jaxkfac.cli.finetune._options import AdapterOptions, Finetuning
 from jaxkfac.cli.finetune._problem import build_problem, options_of, shaped_problem
 from jaxkfac.cli.finetune._run_test import CONFIG
-from jaxkfac.cli.finetune._step import MicroStep, prepare
 from jaxkfac.cli.finetune._train import _start, build_optimizer
 from jaxkfac.data.text._encode_test import Letters
 from jaxkfac.models import Decoder, Pretrained

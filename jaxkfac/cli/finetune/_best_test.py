@@ -12,8 +12,8 @@ import jaxkfac as jk
 from jaxkfac.cli import main
 from jaxkfac.cli._checkpoint import find_checkpoint, load_checkpoint
 from jaxkfac.cli.finetune import _run as run_module
-from jaxkfac.cli.finetune._best import BestKept
-from jaxkfac.cli.finetune._decoder_exam import DecoderExaminer
+from jaxkfac.cli.finetune._exam import DecoderExaminer
+from jaxkfac.cli.finetune._watch import BestKept
 from jaxkfac.data.text._encode_test import Letters
 from jaxkfac.files import Archive
 from jaxkfac.models import Decoder, DecoderConfig, Pretrained

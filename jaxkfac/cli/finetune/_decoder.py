@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.cli.finetune._decoder_exam import DecoderExaminer
+from jaxkfac.cli.finetune._exam import DecoderExaminer
 from jaxkfac.cli.finetune._family import (
     EncodedText,
     Family,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxkfac.cli.finetune._exam import PairExaminer
 from jaxkfac.cli.finetune._family import (
     EncodedText,
     Family,
@@ -17,7 +18,6 @@ from jaxkfac.cli.finetune._family import (
     held_rows,
 )
 from jaxkfac.cli.finetune._options import Finetuning
-from jaxkfac.cli.finetune._pair_exam import PairExaminer
 from jaxkfac.data.pairs import (
     EncodedPairs,
     Pair,

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxkfac as jk
-from jaxkfac.cli.finetune._label_smoothing import SmoothedCategorical
+from jaxkfac.cli.finetune._problem import SmoothedCategorical
 
 SMOOTHED = SmoothedCategorical(smoothing=0.2)
 

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxkfac as jk
-from jaxkfac.cli import _writer, main
+from jaxkfac.cli import _checkpoint, main
 from jaxkfac.cli._checkpoint import load_checkpoint
 from jaxkfac.cli.finetune import _encoder_decoder
 from jaxkfac.cli.finetune import _run as run_module
@@ -172,7 +172,7 @@ def test_a_run_of_before_dropout_is_resumed_without_a_word(run, folder, tmp_path
     stored = load_checkpoint(folder)
     older = {name: value for name, value in stored.config.items() if name != "dropout"}
     (folder / "4").unlink()
-    _writer.save_checkpoint(folder, stored._replace(config=older))
+    _checkpoint.save_checkpoint(folder, stored._replace(config=older))
     assert run(*words, "--resume", output=parts, model=model) == 0
     a, b = (load_checkpoint(path / "checkpoints") for path in (whole, parts))
     for path in a.leaves:
@@ -286,7 +286,7 @@ def test_a_disk_that_fills_up_keeps_the_last_checkpoint_to_go_on_from(
     words = ("--samples", "0", "--generate", "0")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run(*words, output=whole) == 0
-    real = _writer.save_checkpoint
+    real = _checkpoint.save_checkpoint
 
     def full(folder, stored):
         if stored.step == 4:
@@ -294,7 +294,7 @@ def test_a_disk_that_fills_up_keeps_the_last_checkpoint_to_go_on_from(
         return real(folder, stored)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_writer, "save_checkpoint", full)
+        patch.setattr(_checkpoint, "save_checkpoint", full)
         assert run(*words, output=parts) == 2
     said = capsys.readouterr().err
     assert "the checkpoint could not be saved to" in said and "Traceback" not in said

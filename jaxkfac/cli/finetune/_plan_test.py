@@ -6,9 +6,8 @@ import pytest
 
 from jaxkfac.cli import main
 from jaxkfac.cli.finetune import _run as run_module
-from jaxkfac.cli.finetune._bytes import planned_shapes
-from jaxkfac.cli.finetune._options import FinetuneArguments, Finetuning
-from jaxkfac.cli.finetune._presets import PRESETS, default_arguments
+from jaxkfac.cli.finetune._options import PRESETS, FinetuneArguments, Finetuning, default_arguments
+from jaxkfac.cli.finetune._plan import planned_shapes
 from jaxkfac.models import EncoderDecoderConfig
 
 CONFIG = EncoderDecoderConfig(

@@ -11,18 +11,59 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Float, Key
 
 import jaxkfac as jk
 from jaxkfac.cli._devices import ONE_DEVICE, RunDevices
+from jaxkfac.cli._problem import warmup_schedule
 from jaxkfac.cli._run_state import as_config
-from jaxkfac.cli._schedules import warmup_schedule
 from jaxkfac.cli.finetune._family import Family, Text
-from jaxkfac.cli.finetune._label_smoothing import SmoothedCategorical
 from jaxkfac.cli.finetune._load import family_of
 from jaxkfac.cli.finetune._options import AdapterOptions, Finetuning
 from jaxkfac.data.stream import BatchStream, Position, Tally
+from jaxkfac.linalg import statistics_dtype
 from jaxkfac.lslora import Adapters, Config, RmsSigma
 from jaxkfac.memory import bytes_text
+
+# ---------------- label smoothing whose Fisher stays the model's
+
+
+Outputs = Array | jax.ShapeDtypeStruct
+
+
+@dataclasses.dataclass(frozen=True)
+class SmoothedCategorical(jk.Categorical):
+    r"""Cross entropy with $(1 - \epsilon)$ at the target and $\epsilon / K$ at all K classes.
+
+    Labels that the model samples stand for its own distribution, and are not smoothed: they come
+    as $-1 - k$ for class k, and ``terms`` is then the plain cross entropy.
+
+    Args:
+        smoothing: $\epsilon$ in [0, 1).
+    """
+
+    smoothing: float = 0.0
+
+    def check(self, outputs: Outputs, targets: Array, mask: Array | None = None) -> None:
+        super().check(outputs, _classes(targets), mask)
+
+    def terms(self, outputs: Float[Array, "*terms c"], targets: Array) -> Float[Array, "*terms"]:
+        plain = super().terms(outputs, _classes(targets))
+        wide = outputs.astype(statistics_dtype(outputs.dtype))
+        uniform = jax.nn.logsumexp(wide, -1) - wide.mean(-1)
+        share = jnp.where(targets < 0, 0.0, self.smoothing).astype(plain.dtype)
+        return plain + share * (uniform.astype(plain.dtype) - plain)
+
+    def sample(self, key: Key[Array, ""], outputs: Float[Array, "*terms c"]) -> Array:
+        return -1 - super().sample(key, outputs)
+
+
+def _classes(targets: Array) -> Array:
+    return jnp.where(targets < 0, -1 - targets, targets)
+
+
+# ----------------
+
 
 PyTree = Any
 

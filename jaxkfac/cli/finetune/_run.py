@@ -1,49 +1,129 @@
 """`jaxkfac finetune`: load, examine, train, examine again, and write what the run has to show."""
 
+import functools
 import json
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from rich.console import Console
 
 import jaxkfac as jk
 from jaxkfac.cli._checkpoint import check_output, find_checkpoint, remove_checkpoints
 from jaxkfac.cli._devices import devices_line, run_devices
-from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._interrupts import nothing_begun
-from jaxkfac.cli._optimizers import labels_sentence
-from jaxkfac.cli._phases import phase
+from jaxkfac.cli._options import labels_sentence
 from jaxkfac.cli._processes import RunProcesses, run_processes
-from jaxkfac.cli._progress import say
-from jaxkfac.cli.finetune._best import remove_best
-from jaxkfac.cli.finetune._curvature import (
-    AdapterCurvature,
-    adapter_coverage,
-    adapter_curvature,
-    resolve_pattern,
-)
-from jaxkfac.cli.finetune._decoder_exam import compare_exams
+from jaxkfac.cli._progress import host_memory, phase, say
+from jaxkfac.cli.finetune._exam import compare_exams
 from jaxkfac.cli.finetune._load import load_model, load_text, model_shapes
 from jaxkfac.cli.finetune._loggers import check_loggers
 from jaxkfac.cli.finetune._loop import TuneState
 from jaxkfac.cli.finetune._older import as_begun
-from jaxkfac.cli.finetune._options import FinetuneArguments
+from jaxkfac.cli.finetune._options import FinetuneArguments, Finetuning
 from jaxkfac.cli.finetune._plan import print_plan
-from jaxkfac.cli.finetune._problem import FinetuneProblem, build_problem, options_of
+from jaxkfac.cli.finetune._problem import FinetuneProblem, build_problem, objective_of, options_of
 from jaxkfac.cli.finetune._train import train
+from jaxkfac.cli.finetune._watch import remove_best
 from jaxkfac.data.pairs import rouge_package
 from jaxkfac.data.stream import BatchStream
 from jaxkfac.files import write_text
-from jaxkfac.interception import leaves_by_path
+from jaxkfac.interception import leaves_by_path, selector
 from jaxkfac.report import (
+    CapacityReport,
     CoverageRow,
     ExamRecord,
     FinetuneRecords,
+    SpectrumRecord,
+    coverage_rows,
     finetune_page,
     finetune_table,
     mean_loss,
+    spectrum_records,
     versions,
 )
+
+# ---------------- curvature of the adapter: what is covered, spectra and capacity
+
+
+PyTree = Any
+
+
+class AdapterCurvature(NamedTuple):
+    """Of the factors of one batch at the end of a run.
+
+    Attributes:
+        spectra: Eigenvalues of each factor of each slice.
+        capacity: Metrics of the layers that were asked for.
+    """
+
+    spectra: list[SpectrumRecord]
+    capacity: CapacityReport
+
+
+def adapter_coverage(experiment: Finetuning, problem: FinetuneProblem) -> list[CoverageRow]:
+    """Which of the trained parameters factors cover; nothing is computed."""
+    objective = objective_of(experiment, problem, problem.params)
+    table = jk.find_layers(objective, problem.adapters, problem.rows)
+    sizes = {path: int(np.prod(x.shape)) for path, x in leaves_by_path(problem.adapters).items()}
+    return coverage_rows(table, sizes)
+
+
+def resolve_pattern(pattern: str, coverage: list[CoverageRow]) -> str:
+    """The pattern, or for ``"auto"`` one of the adapter whose largest factor is smallest.
+
+    Called before training, so that a pattern that matches nothing shows at once.
+
+    Raises:
+        UnknownLayerError: it matches no covered layer; the nearest names are said.
+    """
+    covered = [row for row in coverage if not row.reason]
+    if pattern == "auto":
+        sides: dict[str, int] = {}
+        for row in covered:
+            adapter = row.name.rpartition("/")[0]
+            sides[adapter] = max(sides.get(adapter, 0), row.inputs or 0, row.outputs or 0)
+        return re.escape(min(sides, key=lambda adapter: sides[adapter])) + "/[^/]*"
+    selector(pattern, [row.name for row in covered])
+    return pattern
+
+
+def adapter_curvature(
+    problem: FinetuneProblem, experiment: Finetuning, state: TuneState, pattern: str
+) -> AdapterCurvature:
+    """Factors of the adapter's layers that ``pattern`` names, on the first training batch.
+
+    The Fisher is ``experiment.kfac.fisher``, and sides beyond ``max_dense`` are diagonals. Nothing
+    is dropped.
+    """
+    devices = problem.devices
+
+    @functools.partial(jax.jit, **devices.of_program())
+    def collect(params: PyTree, adapters: PyTree, batch: Any, key: jax.Array) -> Any:
+        collected = jk.value_grad_and_factors(
+            objective_of(experiment, problem, params, drops=False),
+            fisher=experiment.kfac.fisher,
+            layers=pattern,
+            uncovered="ignore",
+            max_dense=experiment.kfac.max_dense,
+        )
+        exist = problem.family.exist(batch)
+        return collected(adapters, batch, key=key, positions=exist).factors
+
+    batch = problem.family.batch(problem.train.first())
+    key = jax.random.key(experiment.seed)
+    given = devices.whole(batch)
+    factors = devices.processes.settled(collect(problem.params, state.adapters, given, key))
+    bases = jk.eigendecompose(
+        factors, max_condition=experiment.kfac.max_condition, placement="host", vectors=False
+    )
+    assert state.position is not None  # after an update
+    metrics = jk.capacity_metrics(bases, num_examples=problem.learnt(state.position))
+    return AdapterCurvature(spectrum_records(bases), CapacityReport(metrics))
+
+
+# ----------------
 
 
 def run_finetune(arguments: FinetuneArguments) -> None:

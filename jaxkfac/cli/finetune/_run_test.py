@@ -13,14 +13,14 @@ import pytest
 from flax import nnx
 
 import jaxkfac as jk
-from jaxkfac.cli import _held_once, main
+from jaxkfac.cli import _progress, main
 from jaxkfac.cli._checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from jaxkfac.cli.finetune import _loop
 from jaxkfac.cli.finetune import _run as run_module
-from jaxkfac.cli.finetune._decoder_exam import DecoderExaminer
+from jaxkfac.cli.finetune._exam import DecoderExaminer
 from jaxkfac.cli.finetune._family import dtype_of
 from jaxkfac.cli.finetune._load import load_text
-from jaxkfac.cli.finetune._step import MicroStep
+from jaxkfac.cli.finetune._loop import MicroStep
 from jaxkfac.cli.finetune._watch import Watch
 from jaxkfac.data.text._encode_test import Letters
 from jaxkfac.lslora import nf4
@@ -246,7 +246,7 @@ def test_the_state_is_donated_to_the_step(run, plain, monkeypatch):
 @pytest.mark.slow
 def test_a_second_copy_of_the_model_is_an_error(run, plain, monkeypatch, capsys):
     few = functools.partial(duplicate_report, min_bytes=4096)
-    monkeypatch.setattr(_held_once, "duplicate_report", few)
+    monkeypatch.setattr(_progress, "duplicate_report", few)
     words = ("--steps", "1", "--samples", "0", "--questions", "0")
     assert run(*words) == 0
     kept = []

@@ -10,17 +10,16 @@ import jax
 
 from jaxkfac.cli._checkpoint import (
     Checkpoint,
+    CheckpointWriter,
+    checkpoint_writer,
     find_checkpoint,
     load_checkpoint,
     say_nothing_saved,
 )
-from jaxkfac.cli._held_once import check_held_once
 from jaxkfac.cli._interrupts import interrupts_deferred
 from jaxkfac.cli._processes import RunProcesses
-from jaxkfac.cli._progress import progress, say, time_left
+from jaxkfac.cli._progress import check_held_once, progress, say, time_left
 from jaxkfac.cli._run_state import DATA_CRC, flatten_state, restore_state
-from jaxkfac.cli._writer import CheckpointWriter, checkpoint_writer
-from jaxkfac.cli.finetune._best import BestKept, best_folder
 from jaxkfac.cli.finetune._loggers import open_loggers
 from jaxkfac.cli.finetune._loop import TuneState, Tuning
 from jaxkfac.cli.finetune._older import OLDER
@@ -32,7 +31,7 @@ from jaxkfac.cli.finetune._problem import (
     options_of,
     total_updates,
 )
-from jaxkfac.cli.finetune._watch import Watch, words_of
+from jaxkfac.cli.finetune._watch import BestKept, Watch, best_folder, words_of
 from jaxkfac.interception import leaves_by_path
 from jaxkfac.report import FinetuneRecords
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import tyro
 
-from jaxkfac.cli._optimizers import Fisher
+from jaxkfac.cli._options import Fisher
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,8 @@ from rich.console import Console
 
 import jaxkfac as jk
 from jaxkfac.cli._checkpoint import check_output
-from jaxkfac.cli._host_memory import host_memory
 from jaxkfac.cli._interrupts import nothing_begun
-from jaxkfac.cli._phases import phase
+from jaxkfac.cli._progress import host_memory, phase
 from jaxkfac.cli.finetune._encoder_decoder import EncoderDecoderFamily
 from jaxkfac.cli.finetune._load import family_of, load_model
 from jaxkfac.cli.finetune._options import Finetuning

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.cli._interrupts import interrupts_deferred
-from jaxkfac.cli._phases import phase
+from jaxkfac.cli._progress import phase
 from jaxkfac.cli._run_state import option_differences
 from jaxkfac.files import PARTIAL, Archive, write_archive
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxkfac as jk
-from jaxkfac.cli.influence._sums import summed_from, total_of
+from jaxkfac.cli.influence._score import summed_from, total_of
 from jaxkfac.factors import LongSum
 
 BATCHES = 2000

@@ -1,19 +1,16 @@
 """Multiple choice by likelihood, in the file format of OpenBookQA."""
 
-from jaxkfac.data.choices._compare import (
-    Comparison,
-    ProportionInterval,
-    compare,
-    wilson_interval,
-)
-from jaxkfac.data.choices._prompts import PromptStyle
-from jaxkfac.data.choices._questions import Question, parse_question, read_questions
+from jaxkfac.data.choices._questions import PromptStyle, Question, parse_question, read_questions
 from jaxkfac.data.choices._scores import (
     VARIANTS,
     ChoiceScores,
+    Comparison,
+    ProportionInterval,
     Variant,
+    compare,
     score_choices,
     target_log_likelihoods,
+    wilson_interval,
 )
 
 Interval = ProportionInterval  # its name in version 0.1

@@ -1,7 +1,12 @@
 """The chemical elements, embedded: facts to teach a language model and to ask it about."""
 
-from jaxkfac.data.elements._elements import ELEMENTS_SHA256, Element, load_elements
-from jaxkfac.data.elements._teach import element_questions, element_records
+from jaxkfac.data.elements._elements import (
+    ELEMENTS_SHA256,
+    Element,
+    element_questions,
+    element_records,
+    load_elements,
+)
 
 __all__ = [
     "ELEMENTS_SHA256",

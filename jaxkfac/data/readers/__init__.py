@@ -1,19 +1,16 @@
 """Rows of files of several formats, from any place in them; a new format is one file here."""
 
-from jaxkfac.data.readers._arrow import Arrow
-from jaxkfac.data.readers._json_array import JsonArray
-from jaxkfac.data.readers._json_lines import JsonLines
-from jaxkfac.data.readers._packages import data_package
-from jaxkfac.data.readers._parquet import Parquet
+from jaxkfac.data.readers._formats import Arrow, JsonArray, JsonLines, Parquet, data_package
 from jaxkfac.data.readers._reader import (
     BadRow,
+    FileSplits,
     Reader,
     RowPlace,
+    find_files,
     known_suffixes,
     register_reader,
 )
 from jaxkfac.data.readers._rows import Bad, FilePlace, FileRows, read_rows, read_splits
-from jaxkfac.data.readers._splits import FileSplits, find_files
 
 __all__ = [
     "Arrow",

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from jaxkfac.data.readers._reader import BadRow, Reader, RowPlace, reader_of
-from jaxkfac.data.readers._splits import check_file, find_files
+from jaxkfac.data.readers._reader import BadRow, Reader, RowPlace, check_file, find_files, reader_of
 
 _Parsed = TypeVar("_Parsed")
 _HOPELESS = 1000  # rows without a good one among them

@@ -13,7 +13,7 @@ from jaxkfac.data.readers import (
     Bad,
     FilePlace,
     FileRows,
-    _json_array,
+    _formats,
     find_files,
     known_suffixes,
     read_rows,
@@ -145,10 +145,10 @@ def test_rows_that_are_nested_too_deeply_are_refused(tmp_path, deep):
 def test_brackets_in_strings_are_no_depth_wherever_a_chunk_ends(tmp_path, size):
     strings = ['[[{"', "\\", '\\"', "{" * 300, 'a\\\\"[[[', "é]]]"]
     text = json.dumps([strings * 9, {"[": "]"}]).encode()
-    shallow = _json_array._Shallow(io.BufferedReader(io.BytesIO(text)))
+    shallow = _formats._Shallow(io.BufferedReader(io.BytesIO(text)))
     read = b"".join(iter(lambda: shallow.read(size), b""))
     assert read == text and shallow._depth == 0
-    deep = _json_array._Shallow(io.BufferedReader(io.BytesIO(b'["]]]]", ' + b"[" * 120)))
+    deep = _formats._Shallow(io.BufferedReader(io.BytesIO(b'["]]]]", ' + b"[" * 120)))
     with pytest.raises(ValueError, match="nested too deeply"):
         b"".join(iter(lambda: deep.read(size), b""))
 

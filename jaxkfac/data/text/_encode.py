@@ -1,14 +1,115 @@
 """Records to tokens, and which of them are learnt."""
 
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from jaxkfac._errors import one_of
-from jaxkfac.data.text._records import Chat, Completion, Record, as_plain
-from jaxkfac.data.text._tokenizer import MarksAnswers, TokenizerLike
+
+# ---------------- records: a conversation, or a completion of a prompt
+
+
+class Message(NamedTuple):
+    """One turn.
+
+    Attributes:
+        role: ``"system"``, ``"user"``, ``"assistant"`` or ``"tool"``.
+        content: What was said.
+        more: What else a chat template may read of the turn, such as ``tool_calls`` or the
+            ``name`` of a tool; empty for most.
+        learnt: Whether a turn of the assistant is learnt; it is read all the same.
+    """
+
+    role: str
+    content: str
+    more: Mapping[str, Any] = {}
+    learnt: bool = True
+
+    def to_plain(self) -> dict[str, Any]:
+        """The dictionary that chat templates read."""
+        return {"role": self.role, "content": self.content, **self.more}
+
+
+class Chat(NamedTuple):
+    """A conversation, written with the model's chat template; its ``learnt`` answers are learnt.
+
+    Attributes:
+        messages: Its turns.
+        tools: Descriptions of functions that the assistant may call, as JSON schemas.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Any, ...] = ()
+
+
+class Completion(NamedTuple):
+    """Plain text without a template; the completion is learnt.
+
+    Attributes:
+        prompt: May be empty: then all of the text is learnt.
+        completion: Not empty.
+    """
+
+    prompt: str
+    completion: str
+
+
+Record = Chat | Completion
+
+
+def as_plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Turns as the dictionaries that chat templates read."""
+    return [turn.to_plain() for turn in messages]
+
+
+# ---------------- what is asked of a tokenizer
+
+
+@runtime_checkable
+class TokenizerLike(Protocol):
+    """Text to ids and back; ``jaxkfac.models`` has one for each pretrained model."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text, without a chat's markers; with what begins a text, unless told not to."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids."""
+        ...
+
+    def chat(self, messages: Any, *, add_generation_prompt: bool = True) -> list[int]:
+        """Ids of ``[{"role": ..., "content": ...}, ...]`` in the model's chat template.
+
+        With ``tools=``, too, where a conversation has some.
+        """
+        ...
+
+    @property
+    def eos_ids(self) -> Sequence[int]:
+        """Ids that end a text or a turn."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """The id that fills a row."""
+        ...
+
+
+@runtime_checkable
+class MarksAnswers(Protocol):
+    """A tokenizer whose chat template may say itself which tokens the assistant generates."""
+
+    def marked_chat(
+        self, messages: Any, *, tools: Sequence[Any] = ()
+    ) -> tuple[list[int], list[bool]] | None:
+        """Ids and whether each is the assistant's; ``None`` if the template marks nothing."""
+        ...
+
+
+# ----------------
+
 
 LossOn = Literal["assistant", "all"]
 

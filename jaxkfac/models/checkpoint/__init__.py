@@ -1,13 +1,28 @@
 """Checkpoints in Hugging Face's layout: config, tensors, tokenizer, and the parameters filled."""
 
-from jaxkfac.models.checkpoint._byte_tokenizer import byte_tokenizer
-from jaxkfac.models.checkpoint._fill import Source, fill, fill_shapes
-from jaxkfac.models.checkpoint._folder import open_weights, read_config, token_ids
-from jaxkfac.models.checkpoint._json_file import read_json
-from jaxkfac.models.checkpoint._leaf import Leaf, Shape, TensorSpec, alone, check_tensors
-from jaxkfac.models.checkpoint._pretrained import Pretrained
-from jaxkfac.models.checkpoint._save import save_folder
-from jaxkfac.models.checkpoint._tokenizer import Tokenizer, tokenizers_package
+from jaxkfac.models.checkpoint._fill import (
+    Leaf,
+    Shape,
+    Source,
+    TensorSpec,
+    alone,
+    check_tensors,
+    fill,
+    fill_shapes,
+)
+from jaxkfac.models.checkpoint._folder import (
+    Pretrained,
+    open_weights,
+    read_config,
+    save_folder,
+    token_ids,
+)
+from jaxkfac.models.checkpoint._tokenizer import (
+    Tokenizer,
+    byte_tokenizer,
+    read_json,
+    tokenizers_package,
+)
 
 __all__ = [
     "Leaf",

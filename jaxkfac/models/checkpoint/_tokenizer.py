@@ -9,7 +9,23 @@ import numpy as np
 
 from jaxkfac.files import write_text
 from jaxkfac.models.checkpoint._chat_template import Messages, Rendered, render
-from jaxkfac.models.checkpoint._json_file import read_json
+
+# ---------------- small JSON files that lie beside weights
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a file.
+
+    Raises:
+        ValueError: it is damaged, or no object.
+    """
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} is no JSON object: {error}; download it again") from error
+
+
+# ----------------
 
 
 class Tokenizer:
@@ -223,3 +239,34 @@ def _text(token: Any) -> str:
 def _ids(tokenizer: Any, token: str | None) -> list[int]:
     found = tokenizer.token_to_id(token) if token else None
     return [] if found is None else [found]
+
+
+# ---------------- bytes as tokens: nothing has to be learnt from a text first
+
+
+_PAD, _END = "<pad>", "</s>"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer of 258 ids: padding (0), the end of a text (1), and the bytes of UTF-8.
+
+    Raises:
+        ModuleNotFoundError: the extra ``pretrained`` is not installed.
+
+    Example:
+        >>> tokenizer = byte_tokenizer()
+        >>> tokenizer.size, tokenizer.decode(tokenizer.encode("naïve"))
+        (258, 'naïve')
+    """
+    package = tokenizers_package()
+    alphabet = sorted(package.pre_tokenizers.ByteLevel.alphabet())
+    words = {word: number for number, word in enumerate([_PAD, _END, *alphabet])}
+    made = package.Tokenizer(package.models.BPE(words, []))
+    made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = package.decoders.ByteLevel()
+    made.add_special_tokens([_PAD, _END])
+    made.post_processor = package.processors.TemplateProcessing(
+        single=f"$A {_END}", special_tokens=[(_END, words[_END])]
+    )
+    special = {"pad_token": _PAD, "eos_token": _END}
+    return Tokenizer(made, eos_ids=(words[_END],), pad_id=words[_PAD], special=special)

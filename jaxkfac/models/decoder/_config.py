@@ -1,12 +1,196 @@
-"""Sizes and choices of a decoder, from Hugging Face's ``config.json``."""
+"""Sizes and choices of a decoder, from Hugging Face's ``config.json``, for each model type."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from jaxkfac.models.checkpoint import token_ids
 from jaxkfac.models.decoder._rotary import Rotary
-from jaxkfac.models.decoder.families import FAMILIES, model_types
+
+# ---------------- which blocks have the window
+
+
+_KINDS = ("sliding_attention", "full_attention")
+
+
+def windows(
+    config: Mapping[str, Any], window: int | None, otherwise: Callable[[int], bool]
+) -> dict[str, Any]:
+    """``sliding_window`` and ``windowed`` of a decoder.
+
+    Args:
+        config: Its ``config.json``; new files have a list ``layer_types``.
+        window: What the file says.
+        otherwise: Whether a block has the window, by its number, where there is no list.
+
+    Raises:
+        ValueError: a layer of another type, by name, or another number of them.
+    """
+    kinds, depth = config.get("layer_types"), config["num_hidden_layers"]
+    if kinds is None:
+        kinds = [_KINDS[not otherwise(block)] for block in range(depth)]
+    if len(kinds) != depth:
+        raise ValueError(f"layer_types: expected {depth}, one per block, got {len(kinds)}")
+    if unknown := sorted(set(kinds) - set(_KINDS)):
+        raise ValueError(f"layer_types: expected {' or '.join(_KINDS)}, got {', '.join(unknown)}")
+    windowed = tuple(kind == _KINDS[0] for kind in kinds)
+    if window is None or not any(windowed):
+        return {"sliding_window": None}
+    return {"sliding_window": window, "windowed": None if all(windowed) else windowed}
+
+
+# ---------------- gemma 2: norms before and after each layer, soft-capped scores and logits, every
+# other window
+
+
+_ACTIVATION = "gelu_pytorch_tanh"
+
+
+def gemma2(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a ``gemma2``."""
+    return {
+        **gemma(config),
+        "attention_softcap": config.get("attn_logit_softcapping", 50.0),
+        "logit_softcap": config.get("final_logit_softcapping", 30.0),
+        **windows(config, config.get("sliding_window", 4096), lambda block: block % 2 == 0),
+    }
+
+
+def gemma(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What Gemma 2 and 3 have in common.
+
+    Raises:
+        ValueError: attention to both sides, or another activation.
+    """
+    if config.get("use_bidirectional_attention"):
+        raise ValueError("use_bidirectional_attention: expected false, a decoder reads leftwards")
+    activation = config.get("hidden_activation") or _ACTIVATION
+    if activation != _ACTIVATION:
+        raise ValueError(f"hidden_activation: expected {_ACTIVATION!r}, got {activation!r}")
+    return {
+        "activation": activation,
+        "tied_head": bool(config.get("tie_word_embeddings", True)),
+        "head_size": config.get("head_dim") or 256,
+        "mlp_bias": False,
+        "post_norms": True,
+        "unit_offset": True,
+        "embedding_scale": config["hidden_size"] ** 0.5,
+        "attention_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
+    }
+
+
+# ---------------- gemma 3, the text model: norms of heads, and other rotary angles in the blocks
+# with a window
+
+
+def gemma3_text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a ``gemma3_text``.
+
+    Raises:
+        ValueError: soft-capped attention, which no Gemma 3 has.
+    """
+    if config.get("attn_logit_softcapping"):
+        raise ValueError("attn_logit_softcapping: expected null in a gemma3_text")
+    window, every = config.get("sliding_window", 4096), config.get("sliding_window_pattern", 6)
+    return {
+        **gemma(config),
+        "head_norms": True,
+        "logit_softcap": config.get("final_logit_softcapping"),
+        "rotary": _rotary(config, "full_attention", "rope_theta", 1e6),
+        "local_rotary": _rotary(config, "sliding_attention", "rope_local_base_freq", 1e4),
+        **windows(config, window, lambda block: (block + 1) % every > 0),
+    }
+
+
+def _rotary(config: Mapping[str, Any], kind: str, theta: str, default: float) -> Rotary:
+    """Of one kind of block; ``rope_scaling`` of older files is of the full ones."""
+    found = {"rope_theta": config.get(theta, default)}
+    if kind == "full_attention":
+        found |= config.get("rope_scaling") or {}
+    found |= (config.get("rope_parameters") or {}).get(kind) or {}
+    return Rotary.from_hugging_face({**config, "rope_scaling": None, "rope_parameters": found})
+
+
+# ---------------- llama: no window, whatever the file says
+
+
+def llama(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a ``llama``."""
+    return {}
+
+
+# ---------------- mistral: a window in all blocks, of 4096 where the file does not say; null is
+# none
+
+
+def mistral(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a ``mistral``."""
+    return {"sliding_window": config.get("sliding_window", 4096)}
+
+
+# ---------------- phi-3: a window, where the file gives one, in all blocks
+
+
+def phi3(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a ``phi3``."""
+    return {
+        "norm_epsilon": config.get("rms_norm_eps", 1e-5),
+        "sliding_window": config.get("sliding_window"),
+    }
+
+
+# ---------------- qwen 2 and 2.5: biases of queries, keys and values; a window, if any, in the
+# upper blocks
+
+
+def qwen2(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a ``qwen2``."""
+    return {"attention_bias": False, "qkv_bias": True, "mlp_bias": False, **upper_windows(config)}
+
+
+def upper_windows(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The window of blocks from ``max_window_layers`` on; none without ``use_sliding_window``."""
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    below = config.get("max_window_layers", 28)
+    return windows(config, window, lambda block: block >= below)
+
+
+# ---------------- qwen 3: norms of every head's queries and keys; windows as in Qwen 2
+
+
+def qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a ``qwen3``."""
+    return {
+        "head_size": config.get("head_dim") or 128,
+        "head_norms": True,
+        "mlp_bias": False,
+        **upper_windows(config),
+    }
+
+
+# ---------------- the model types that are covered
+
+
+# From a ``config.json`` to the options of ``DecoderConfig`` that its type decides. What it does not
+# name is read the same way for all.
+Reader = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+FAMILIES: Mapping[str, Reader] = MappingProxyType(
+    {
+        reader.__name__: reader
+        for reader in (phi3, llama, mistral, qwen2, qwen3, gemma2, gemma3_text)
+    }
+)
+
+
+def model_types() -> str:
+    """Their names, for an error."""
+    return ", ".join(FAMILIES)
+
+
+# ---------------- sizes and choices of a decoder, from Hugging Face's ``config.json``
+
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 

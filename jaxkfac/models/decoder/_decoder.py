@@ -12,12 +12,19 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxkfac.linalg import statistics_dtype
-from jaxkfac.models._rms_norm import RMSNorm
-from jaxkfac.models._token_embedding import TokenEmbedding
-from jaxkfac.models.decoder._attention import Attention, AttentionBy, Reading, of_block, read
+from jaxkfac.models._networks import RMSNorm, TokenEmbedding
+from jaxkfac.models.decoder._attention import (
+    Attention,
+    AttentionBy,
+    Cache,
+    Cached,
+    Reading,
+    Tokens,
+    of_block,
+    read,
+    softcapped,
+)
 from jaxkfac.models.decoder._config import Activation, DecoderConfig
-from jaxkfac.models.decoder._softcap import softcapped
-from jaxkfac.models.decoder._tokens import Cache, Cached, Tokens
 
 _ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,

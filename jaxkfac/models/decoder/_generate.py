@@ -13,8 +13,8 @@ from jaxkfac._errors import at_least_one
 from jaxkfac.interception import is_encoded
 from jaxkfac.lslora import Bank
 from jaxkfac.models.checkpoint import Pretrained
+from jaxkfac.models.decoder._attention import Cached, Tokens, empty_cache
 from jaxkfac.models.decoder._config import DecoderConfig
-from jaxkfac.models.decoder._tokens import Cached, Tokens, empty_cache
 from jaxkfac.models.generation import (
     TokenChoice,
     check_temperature,

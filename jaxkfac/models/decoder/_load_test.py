@@ -12,7 +12,7 @@ import safetensors.numpy
 import jaxkfac as jk
 from jaxkfac.lslora import nf4
 from jaxkfac.models import DecoderConfig, decoder_shapes, load_decoder
-from jaxkfac.models.decoder._layout import layout
+from jaxkfac.models.decoder._load import layout
 
 CONFIG = {
     "model_type": "phi3",

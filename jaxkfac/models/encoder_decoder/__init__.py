@@ -1,7 +1,7 @@
 """A pretrained encoder-decoder in the T5 layout."""
 
 from jaxkfac.models.encoder_decoder._answers import generate_targets
-from jaxkfac.models.encoder_decoder._cache import CachedPairs, PairsCache, empty_pairs_cache
+from jaxkfac.models.encoder_decoder._blocks import CachedPairs, Pairs, PairsCache, empty_pairs_cache
 from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
 from jaxkfac.models.encoder_decoder._encoder_decoder import EncoderDecoder
 from jaxkfac.models.encoder_decoder._load import (
@@ -10,7 +10,6 @@ from jaxkfac.models.encoder_decoder._load import (
     save_encoder_decoder,
     shaped_encoder_decoder,
 )
-from jaxkfac.models.encoder_decoder._pairs import Pairs
 
 __all__ = [
     "CachedPairs",

@@ -12,9 +12,8 @@ from jaxtyping import Array, Key, PyTree
 from jaxkfac._errors import at_least_one
 from jaxkfac.interception import is_encoded
 from jaxkfac.models.checkpoint import Pretrained
-from jaxkfac.models.encoder_decoder._cache import CachedPairs, PairsCache, empty_pairs_cache
+from jaxkfac.models.encoder_decoder._blocks import CachedPairs, Pairs, PairsCache, empty_pairs_cache
 from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
-from jaxkfac.models.encoder_decoder._pairs import Pairs
 from jaxkfac.models.generation import (
     EarlyStopping,
     TokenChoice,

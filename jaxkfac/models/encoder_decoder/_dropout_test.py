@@ -9,7 +9,7 @@ from flax import nnx
 import jaxkfac as jk
 from jaxkfac.models import EncoderDecoder
 from jaxkfac.models.encoder_decoder import _encoder_decoder
-from jaxkfac.models.encoder_decoder._dropout import Dropout
+from jaxkfac.models.encoder_decoder._config import Dropout
 from jaxkfac.models.encoder_decoder._encoder_decoder_test import CONFIG, pairs_of, same_factors
 
 KEY = jax.random.key(3)

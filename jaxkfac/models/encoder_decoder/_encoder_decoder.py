@@ -12,15 +12,25 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from jaxkfac.interception import mark_rows
-from jaxkfac.models._rms_norm import RMSNorm
-from jaxkfac.models._token_embedding import TokenEmbedding
-from jaxkfac.models.encoder_decoder._attention import KeysValues, Seen
-from jaxkfac.models.encoder_decoder._blocks import Past, SourceBlock, TargetBlock
-from jaxkfac.models.encoder_decoder._cache import CachedPairs, PairsCache
-from jaxkfac.models.encoder_decoder._config import EncoderDecoderConfig
-from jaxkfac.models.encoder_decoder._dropout import NO_DROPOUT, Dropout, check_rate
-from jaxkfac.models.encoder_decoder._pairs import Pairs, check_pairs
-from jaxkfac.models.encoder_decoder._positions import RelativePositions
+from jaxkfac.models._networks import RMSNorm, TokenEmbedding
+from jaxkfac.models.encoder_decoder._blocks import (
+    CachedPairs,
+    KeysValues,
+    Pairs,
+    PairsCache,
+    Past,
+    RelativePositions,
+    Seen,
+    SourceBlock,
+    TargetBlock,
+    check_pairs,
+)
+from jaxkfac.models.encoder_decoder._config import (
+    NO_DROPOUT,
+    Dropout,
+    EncoderDecoderConfig,
+    check_rate,
+)
 
 
 class BlockStack(nnx.Module):

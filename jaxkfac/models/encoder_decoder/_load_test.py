@@ -16,7 +16,7 @@ from jaxkfac.models import (
     load_encoder_decoder,
     save_encoder_decoder,
 )
-from jaxkfac.models.encoder_decoder._layout import layout
+from jaxkfac.models.encoder_decoder._load import layout
 
 CONFIG = {
     "model_type": "t5",

